@@ -1,0 +1,231 @@
+"""Case and the registry: one reference, its fast paths, its peers, its physical limit, its workloads.
+
+Tests, `prove`, `bench`, `demo`, the README table and the HTML page all read this registry, so a fast path
+is tested, proven and measured from the moment it is registered.
+
+An implementation is a `build` function: it takes a `Workload` and returns a `step`, a callable without
+arguments that runs the whole thing once (forward and backward) and returns named tensors. Set-up that a
+user would do once (creating an optimizer, unpacking) belongs in `build`; only `step` is timed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["reference", "fast", "peer", "limit"]
+Outputs = dict[str, Tensor]
+Step = Callable[[], Outputs]
+Params = Mapping[str, Any]
+
+# Each package registers its cases in `leanstep/<package>/cases.py`, imported on the first look-up.
+CASE_MODULES = (
+    "leanstep.preference.cases",
+    "leanstep.logprob.cases",
+    "leanstep.muon.cases",
+    "leanstep.gpt.cases",
+    "leanstep.integrations.cases",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The inputs of one call: tensors by name, and constants that are not tensors.
+
+    A tensor called `upstream:NAME` is the gradient that flows into output NAME.
+    """
+
+    tensors: dict[str, Tensor]
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def cast(self, dtype: torch.dtype) -> Workload:
+        """The same workload with every floating tensor in `dtype`; widening is exact."""
+        cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.tensors.items()}
+        return Workload(cast, self.constants)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One row of a bench.
+
+    Args:
+        name: short, unique within the case: `reference`, `leanstep`, `trl-chunked`, `limit`.
+        kind: reference | fast | peer | limit.
+        build: Workload -> step. A limit's step may return no tensors; then nothing is compared.
+        requires: modules that must be importable; a missing one makes the row `available: false`.
+        unavailable: params -> the reason why this row cannot run at this size, or None.
+        time_scale: the step does 1/time_scale of the workload (a peer that would take hours);
+            the reported time is multiplied by it, and `note` must say so.
+        dtypes: the dtypes `prove` checks; None = the case's own.
+        note: one line for the table.
+    """
+
+    name: str
+    kind: Kind
+    build: Callable[[Workload], Step]
+    requires: tuple[str, ...] = ()
+    unavailable: Callable[[Params], str | None] | None = None
+    time_scale: float = 1.0
+    dtypes: tuple[torch.dtype, ...] | None = None
+    note: str = ""
+
+    def missing(self, params: Params) -> str | None:
+        """Why this implementation cannot run here, or None when it can."""
+        for module in self.requires:
+            try:
+                found = importlib.util.find_spec(module) is not None
+            except (ImportError, ValueError):
+                found = False
+            if not found:
+                return f"{module} is not installed"
+        return self.unavailable(params) if self.unavailable else None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One replaceable piece of a training step.
+
+    Args:
+        name: as on the command line.
+        summary: one sentence.
+        make: (params, dtype, device, generator) -> Workload. All randomness from `generator` (a CPU one).
+        implementations: the first is the reference.
+        sizes: named parameter sets; `tiny` always exists. Others: `seed`, `cpu`, `large`, `odd`, `empty`.
+        prove_sizes: the sizes `prove` and the tests walk through.
+        dtypes: what `prove` checks by default.
+        bench_dtype: what `bench` runs in.
+        error_baseline: the plain computation whose own error is the yardstick; None = the reference
+            in the dtype under test. (Polar: the plain bf16 iteration.)
+        floor: absolute term of the bound, relative to the largest |truth| of the tensor.
+        drift: (implementation name, seed, steps) -> losses of a tiny training run; for `prove --drift`.
+        annotate: rows by name -> further notes by name, once all rows are measured.
+        default_size: what `bench` runs when no --size is given.
+    """
+
+    name: str
+    summary: str
+    make: Callable[[Params, torch.dtype, torch.device, torch.Generator], Workload]
+    implementations: tuple[Implementation, ...]
+    sizes: Mapping[str, Params]
+    prove_sizes: tuple[str, ...] = ("tiny",)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    bench_dtype: torch.dtype = torch.float32
+    error_baseline: Callable[[Workload], Step] | None = None
+    floor: float | None = None
+    drift: Callable[[str, int, int], list[float]] | None = None
+    annotate: Callable[[dict[str, dict[str, Any]]], dict[str, str]] | None = None
+    default_size: str = "cpu"
+
+    def __post_init__(self) -> None:
+        names = [i.name for i in self.implementations]
+        assert self.implementations and self.implementations[0].kind == "reference", self.name
+        assert len(set(names)) == len(names), f"{self.name}: implementation names repeat: {names}"
+        assert "tiny" in self.sizes and set(self.prove_sizes) <= set(self.sizes), self.name
+        assert self.default_size in self.sizes, f"{self.name}: no size {self.default_size!r}"
+
+    @property
+    def reference(self) -> Implementation:
+        return self.implementations[0]
+
+    def implementation(self, name: str) -> Implementation:
+        for candidate in self.implementations:
+            if candidate.name == name:
+                return candidate
+        known = ", ".join(i.name for i in self.implementations)
+        raise ValueError(f"implementation: {self.name} has no {name!r}; it has {known}")
+
+    def params(self, size: str, overrides: Params = MappingProxyType({})) -> dict[str, Any]:
+        """The parameters of a named size with some replaced (`--sweep`)."""
+        if size not in self.sizes:
+            raise ValueError(f"size: {self.name} has no {size!r}; it has {', '.join(self.sizes)}")
+        params = dict(self.sizes[size])
+        for key, value in overrides.items():
+            if key not in params:
+                raise ValueError(f"sweep: {self.name} has no parameter {key!r}; it has {', '.join(params)}")
+            params[key] = value
+        return params
+
+    def workload(
+        self, params: Params, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0
+    ) -> Workload:
+        return self.make(params, dtype, torch.device(device), torch.Generator().manual_seed(seed))
+
+
+def with_gradients(
+    function: Callable[[dict[str, Tensor], dict[str, Any]], Outputs], wrt: tuple[str, ...]
+) -> Callable[[Workload], Step]:
+    """Turn a plain forward function into a `build`: forward, backward, outputs and `grad:NAME` returned.
+
+    `function(tensors, constants)` gets fresh leaves (no copy) for the names in `wrt`. Every output that
+    requires grad is differentiated with `upstream:NAME` of the workload, or ones where there is none.
+    """
+
+    def build(workload: Workload) -> Step:
+        def step() -> Outputs:
+            leaves = {name: workload.tensors[name].detach().requires_grad_() for name in wrt}
+            outputs = function({**workload.tensors, **leaves}, workload.constants)
+            roots = [(name, t) for name, t in outputs.items() if t.requires_grad]
+            upstream = [
+                workload.tensors[key].to(t.dtype) if (key := f"upstream:{name}") in workload.tensors else torch.ones_like(t)
+                for name, t in roots
+            ]
+            grads = torch.autograd.grad([t for _, t in roots], list(leaves.values()), upstream, allow_unused=True)
+            result = {name: t.detach() for name, t in outputs.items()}
+            for name, leaf, grad in zip(leaves, leaves.values(), grads, strict=True):
+                result[f"grad:{name}"] = torch.zeros_like(leaf) if grad is None else grad
+            return result
+
+        return step
+
+    return build
+
+
+_REGISTRY: dict[str, Case] = {}
+_loaded = False
+
+
+def register(case: Case) -> Case:
+    """Add a case; the name must be new."""
+    if case.name in _REGISTRY:
+        raise ValueError(f"case: {case.name!r} is registered twice")
+    _REGISTRY[case.name] = case
+    return case
+
+
+def unregister(name: str) -> None:
+    """Take a case out again (tests register deliberately broken ones)."""
+    _REGISTRY.pop(name, None)
+
+
+def all_cases() -> dict[str, Case]:
+    """Every registered case by name; imports the packages' `cases.py` on first use."""
+    global _loaded
+    if not _loaded:
+        _loaded = True
+        for module in CASE_MODULES:
+            try:
+                present = importlib.util.find_spec(module) is not None
+            except ModuleNotFoundError:
+                # A vendored copy may lack a package's folder.
+                present = False
+            if present:
+                importlib.import_module(module)
+    return dict(_REGISTRY)
+
+
+def get_case(name: str) -> Case:
+    cases = all_cases()
+    if name not in cases:
+        raise ValueError(f"case: no case {name!r}; there are {', '.join(sorted(cases))}")
+    return cases[name]
