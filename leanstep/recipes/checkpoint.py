@@ -1,0 +1,237 @@
+"""Checkpoints that survive `kill -9`: one safetensors file per step, written aside and renamed.
+
+A checkpoint is a nested state (dicts, lists, tuples, tensors, numbers, strings, None). Tensors go into
+the safetensors body; the rest goes as JSON into its header, with a checksum over the body. Nothing is
+pickled, so loading a file somebody else made runs no code.
+
+    save(directory, step, state, settings=..., keep=3)
+    found = load_latest(directory, settings=...)      # the newest that is whole and belongs to this run
+
+Writing: temporary file in the same directory, fsync, rename, fsync of the directory. A process that dies
+at any moment leaves either the old set of files or the new one, plus at most a temporary file that the
+next run removes. A file that is torn anyway (a dying disk, a copy cut short) fails its checksum, is
+reported in one line and passed over for the one before it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as parse_tensors
+from safetensors.torch import save as serialise_tensors
+from torch import Tensor
+
+FORMAT = "leanstep-checkpoint-1"
+_NAME = re.compile(r"^step-(\d{8})\.safetensors$")
+_TEMPORARY = re.compile(r"^\.step-\d{8}\.safetensors\.\d+\.partial$")
+
+
+class CheckpointError(ValueError):
+    """A file that is no usable checkpoint; the message says why."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load_latest` found."""
+
+    path: Path
+    step: int
+    state: Any
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}.safetensors"
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Files named like checkpoints, oldest first. Their content is not looked at."""
+    if not directory.is_dir():
+        return []
+    return sorted(p for p in directory.iterdir() if _NAME.match(p.name))
+
+
+def save(directory: Path, step: int, state: Any, *, settings: Mapping[str, Any], keep: int = 3) -> Path:
+    """Write `state` as the checkpoint of `step`, then delete all but the newest `keep`.
+
+    Args:
+        directory: created when missing.
+        step: steps completed so far, >= 0.
+        state: nested dicts, lists and tuples of tensors, numbers, strings, None and torch dtypes.
+        settings: what identifies the run (JSON); a run with other settings will not load this file.
+        keep: how many checkpoints stay, >= 1.
+
+    Returns:
+        The path of the new file.
+    """
+    if step < 0 or step > 99_999_999:
+        raise ValueError(f"step: expected 0 .. 99999999, got {step}")
+    if keep < 1:
+        raise ValueError(f"keep: expected at least 1, got {keep}")
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    tree = _flatten(state, "", tensors)
+    header = {
+        "format": FORMAT,
+        "step": str(step),
+        "settings": json.dumps(settings),
+        "state": json.dumps(tree),
+        "checksum": _checksum(tensors),
+    }
+    path = checkpoint_path(directory, step)
+    write_atomically(path, serialise_tensors(tensors, metadata=header))
+    for old in list_checkpoints(directory)[:-keep]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def load(path: Path, *, settings: Mapping[str, Any] | None = None) -> Loaded:
+    """Read one checkpoint; `CheckpointError` says what is wrong with a bad one.
+
+    With `settings`, a checkpoint of a run with other settings is refused and the differences are named.
+    """
+    data = path.read_bytes()
+    try:
+        header_length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + header_length]).get("__metadata__", {})
+        if header.get("format") != FORMAT:
+            raise CheckpointError(f"not a {FORMAT} file")
+        tensors = parse_tensors(data)
+        step, tree = int(header["step"]), json.loads(header["state"])
+        saved_settings = json.loads(header["settings"])
+    except (SafetensorError, UnicodeDecodeError, AttributeError, KeyError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"torn or foreign file ({type(error).__name__})") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if _checksum(tensors) != header.get("checksum"):
+        raise CheckpointError("checksum does not match its content")
+    if settings is not None:
+        difference = _settings_difference(saved_settings, json.loads(json.dumps(settings)))
+        if difference:
+            raise ForeignCheckpoint(f"made with other settings: {difference}")
+    return Loaded(path, step, _unflatten(tree, tensors))
+
+
+class ForeignCheckpoint(CheckpointError):
+    """A whole checkpoint, but of a run with other settings."""
+
+
+def load_latest(
+    directory: Path, *, settings: Mapping[str, Any], say: Callable[[str], None] = lambda line: None
+) -> Loaded | None:
+    """The newest whole checkpoint of this run, or None when the directory has no checkpoint at all.
+
+    Every file passed over is reported through `say` in one line. When files exist but none can be used,
+    `CheckpointError` is raised: silently starting again at step 0 would be worse.
+    """
+    reasons = []
+    for path in reversed(list_checkpoints(directory)):
+        try:
+            return load(path, settings=settings)
+        except (CheckpointError, OSError) as error:
+            reasons.append(f"{path.name}: {error}")
+            say(f"checkpoint {path.name} skipped: {error}")
+    if reasons:
+        raise CheckpointError(f"no usable checkpoint in {directory}: {reasons[0]}")
+    return None
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete temporary files that a killed process left behind."""
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if _TEMPORARY.match(path.name):
+                path.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`; after a crash the file holds its old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename durable. Some platforms cannot open a directory; there the rename itself must do."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    value = 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        value = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), value)
+        if tensor.numel():
+            value = zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), value)
+    return f"{value:08x}"
+
+
+def _flatten(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """The JSON half of a state; tensors are put into `tensors` under their path."""
+    if isinstance(node, Tensor):
+        key = path or "value"
+        while key in tensors:  # {"a.b": x, "a": {"b": y}}
+            key += "'"
+        # A private contiguous copy: safetensors refuses aliases, and the caller may go on training.
+        tensors[key] = node.detach().to("cpu", copy=True).contiguous()
+        return {"~tensor": key}
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    if isinstance(node, torch.dtype):
+        return {"~dtype": str(node).removeprefix("torch.")}
+    if isinstance(node, tuple):
+        return {"~tuple": [_flatten(v, f"{path}.{i}", tensors) for i, v in enumerate(node)]}
+    if isinstance(node, list):
+        return [_flatten(v, f"{path}.{i}", tensors) for i, v in enumerate(node)]
+    if isinstance(node, Mapping):
+        if all(isinstance(k, str) and not k.startswith("~") for k in node):
+            return {k: _flatten(v, f"{path}.{k}" if path else k, tensors) for k, v in node.items()}
+        # JSON keys are strings; an optimizer's state is keyed by integers.
+        items = [[k, _flatten(v, f"{path}.[{k!r}]", tensors)] for k, v in node.items()]
+        if not all(isinstance(k, str | int | float | bool | None) for k, _ in items):
+            raise TypeError(f"state: {path or 'the top level'} has keys that are neither numbers nor strings")
+        return {"~items": items}
+    raise TypeError(f"state: cannot save a {type(node).__name__} at {path or 'the top level'}")
+
+
+def _unflatten(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_unflatten(v, tensors) for v in node]
+    if not isinstance(node, dict):
+        return node
+    if "~tensor" in node:
+        return tensors[node["~tensor"]]
+    if "~dtype" in node:
+        return getattr(torch, node["~dtype"])
+    if "~tuple" in node:
+        return tuple(_unflatten(v, tensors) for v in node["~tuple"])
+    if "~items" in node:
+        return {k: _unflatten(v, tensors) for k, v in node["~items"]}
+    return {k: _unflatten(v, tensors) for k, v in node.items()}
+
+
+def _settings_difference(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    parts = []
+    for key in sorted(set(saved) | set(wanted)):
+        if saved.get(key) != wanted.get(key):
+            parts.append(f"{key} was {saved.get(key)!r}, now {wanted.get(key)!r}")
+    return "; ".join(parts)

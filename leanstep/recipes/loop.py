@@ -1,0 +1,314 @@
+"""The training loop that every recipe shares: logging, evaluation, checkpoints, resuming, signals.
+
+A recipe knows how to take a step; the loop knows everything around it. To write one:
+
+    class Doubling:
+        name = "doubling"
+        cadence = Cadence(log=10, evaluate=50, save=50)
+
+        def __init__(self, preset, seed, steps):
+            self.settings = {"preset": preset, "seed": seed, "steps": steps}   # JSON; names the run
+            self.num_steps = steps
+            torch.manual_seed(seed)
+            self.weight = torch.randn(3)
+
+        def step(self, i):                      # i = 0 .. num_steps-1: forward, backward, update
+            self.weight *= 2
+            return {"loss": self.weight.norm(), "lr": 0.1, "tokens": 1024}
+
+        def evaluate(self):                     # plain numbers; must leave the state as it was
+            return {"val_loss": float(self.weight.norm())}
+
+        def state_dict(self):                   # everything a step reads or writes
+            return {"weight": self.weight}
+
+        def load_state_dict(self, state):
+            self.weight.copy_(state["weight"])
+
+    outcome = run(Doubling("tiny", 0, 100), Path("out"), resume=True)
+
+The contract:
+- `step` reads no device value (no `.item()`): it returns scalar tensors, which the loop averages over the
+  log interval and reads once, and plain numbers (last value wins; `tokens` is summed and gives tokens/s).
+- `state_dict` covers parameters, optimizer, schedule and data position, own random generators. It is built
+  of dicts, lists, tuples, tensors, numbers, strings and None. The loop itself saves the global random
+  states (torch, CUDA, python, numpy), the clock and the half-filled log interval. Then `resume=True`
+  continues bit-exactly: a run killed at any moment ends with the same weights as one left alone.
+- `settings` identifies the run: a checkpoint made with other settings is refused, and the differences named.
+- Several ranks: every rank calls every method at the same step; `state_dict` may communicate and must
+  return the full state; rank 0 writes; metrics are averaged over ranks at log time.
+
+Files in `out`: `checkpoints/step-XXXXXXXX.safetensors`, `metrics.jsonl`, `tensorboard/` when installed,
+and `settings.json`. Lines of `metrics.jsonl`: `{"step", <metrics>, "train_time_s"}` at each log step and
+`{"step", "eval": true, <evaluate()>, "train_time_s"}` at each evaluation (also before the first step).
+`train_time_s` counts steps only; it stands still during evaluations and checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from leanstep.recipes import checkpoint
+from leanstep.recipes.distributed import World, current_world
+from leanstep.recipes.metrics import Board, Interval, Metrics, MetricsLog
+from leanstep.recipes.progress import Progress
+from leanstep.recipes.randomness import random_state, restore_random_state, set_random_state
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How many steps lie between log lines, evaluations and checkpoints; 0 = only at the end."""
+
+    log: int = 10
+    evaluate: int = 100
+    save: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("log", "evaluate", "save"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected 0 or more steps, got {getattr(self, name)}")
+
+
+class Recipe(Protocol):
+    """What `run` needs; the module's docstring has the contract and an example."""
+
+    name: str
+    num_steps: int
+    settings: dict[str, Any]
+    cadence: Cadence
+
+    def step(self, i: int) -> Metrics: ...
+
+    def evaluate(self) -> Mapping[str, float]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """How a run ended.
+
+    `stopped_by`: `end`, `target`, `limit` (stop_after), `SIGTERM` or `SIGINT`. `evaluations` holds the
+    evaluation lines of the whole run, those before a resume included.
+    """
+
+    stopped_by: str
+    step: int
+    train_time_s: float
+    resumed_from: int | None
+    checkpoint: Path | None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def last_evaluation(self) -> dict[str, Any]:
+        return self.evaluations[-1] if self.evaluations else {}
+
+
+def run(
+    recipe: Recipe,
+    out: Path,
+    *,
+    resume: bool = False,
+    cadence: Cadence | None = None,
+    target_loss: float | None = None,
+    stop_after: int | None = None,
+    keep: int = 3,
+    world: World | None = None,
+    say: Callable[[str], None] | None = None,
+    show_progress: bool | None = None,
+) -> Outcome:
+    """Train until the recipe's last step, the target, `stop_after` steps, or a signal.
+
+    Args:
+        recipe: freshly built, at step 0.
+        out: directory of the run. One that already holds checkpoints needs `resume=True`.
+        resume: continue from the newest whole checkpoint in `out`; start at step 0 when there is none.
+        cadence: overrides the recipe's own.
+        target_loss: stop at the first evaluation whose `val_loss` is at or below it.
+        stop_after: stop (and save) when this many steps are completed; the schedule still spans
+            `recipe.num_steps`.
+        keep: how many checkpoints stay on disk.
+        world: the process group; default: the one that is initialised, or one rank.
+        say: receives one-line messages; default: standard error.
+        show_progress: the bar; default: only when standard error is a terminal.
+
+    SIGTERM and SIGINT end the run after the step in progress, with a checkpoint; a second SIGINT at once.
+    Host synchronisations: one per log interval, plus those of evaluation and saving.
+    """
+    world = world or current_world()
+    cadence = cadence or recipe.cadence
+    total = recipe.num_steps if stop_after is None else min(stop_after, recipe.num_steps)
+    settings = {"recipe": recipe.name, **recipe.settings}
+    directory, log = out / "checkpoints", MetricsLog(out / "metrics.jsonl")
+    progress = Progress(
+        recipe.num_steps,
+        recipe.name,
+        show=world.is_main and (show_progress is not False),
+        force=show_progress is True,
+    )
+    speak = say or progress.say
+    if not world.is_main:
+        speak = _silence
+    _prepare(out, directory, settings, resume=resume, world=world)
+
+    interval, done, clock_s, resumed_from = Interval(), 0, 0.0, None
+    if resume:
+        found = checkpoint.load_latest(directory, settings=settings, say=speak)
+        if found is not None:
+            recipe.load_state_dict(found.state["recipe"])
+            intervals = found.state["interval"]
+            interval.load_state_dict(intervals[world.rank % len(intervals)], world.device)
+            done, clock_s, resumed_from = found.step, float(found.state["train_time_s"]), found.step
+            restore_random_state(found.state["random"], world, speak)
+            speak(f"resumed at step {done}/{recipe.num_steps} from {found.path}")
+        else:
+            speak(f"no checkpoint in {directory}: starting at step 0")
+    world.barrier()  # every rank has read before the first write
+    if world.is_main:
+        log.truncate_to(done if resumed_from is not None else -1)
+    board = Board(out / "tensorboard", done) if world.is_main else None
+
+    evaluations = [line for line in log.read() if line.get("eval")] if world.is_main else []
+    saved: Path | None = found.path if resume and found is not None else None
+    last_saved = resumed_from
+
+    def evaluate() -> bool:
+        """One evaluation line; true when the target is reached."""
+        before = random_state()
+        values = dict(recipe.evaluate())
+        set_random_state(before)
+        line = {"step": done, "eval": True, **values, "train_time_s": round(clock_s, 6)}
+        evaluations.append(line)
+        if world.is_main:
+            log.append(line)
+            assert board is not None
+            board.add(done, values)
+            shown = " ".join(f"{k}:{v:.4f}" for k, v in values.items() if isinstance(v, float))
+            speak(f"step:{done}/{recipe.num_steps} {shown} train_time:{clock_s * 1000:.0f}ms")
+        loss = values.get("val_loss")
+        return world.any(target_loss is not None and loss is not None and loss <= target_loss)
+
+    def save() -> None:
+        nonlocal saved, last_saved
+        state = {
+            "recipe": recipe.state_dict(),
+            "interval": world.gather(interval.state_dict()),
+            "train_time_s": clock_s,
+            "random": world.gather(random_state()),
+        }
+        if world.is_main:
+            log.sync()
+            saved = checkpoint.save(directory, done, state, settings=settings, keep=keep)
+        last_saved = done
+        world.barrier()
+
+    def due(every: int) -> bool:
+        return every > 0 and done % every == 0
+
+    stopped_by = "end" if total == recipe.num_steps else "limit"
+    with _Signals() as signals, progress:
+        progress.update(done)
+        if done == 0 and cadence.evaluate > 0:
+            evaluate()
+        while done < total:
+            start = time.perf_counter()
+            metrics = recipe.step(done)
+            elapsed = time.perf_counter() - start
+            clock_s += elapsed
+            done += 1
+            interval.add(metrics, elapsed)
+            if due(cadence.log) or done == recipe.num_steps:
+                start = time.perf_counter()
+                values = _over_ranks(interval.read(), world)
+                # The read waits for the device: what the steps left running belongs to their time.
+                clock_s += time.perf_counter() - start
+                interval = Interval()
+                line = {"step": done, **values, "train_time_s": round(clock_s, 6)}
+                if world.is_main:
+                    log.append(line)
+                    assert board is not None
+                    board.add(done, line)
+                progress.update(done, values)
+            else:
+                progress.update(done)
+            signalled = world.any(signals.received is not None)
+            reached = False
+            if not signalled and (due(cadence.evaluate) or done == recipe.num_steps):
+                reached = evaluate()
+                signalled = world.any(signals.received is not None)
+            if signalled or reached or due(cadence.save) or done == total:
+                save()
+            if signalled:
+                stopped_by = signals.received or "SIGTERM"
+                speak(f"{stopped_by}: saved step {done}/{recipe.num_steps}, stopping")
+                break
+            if reached:
+                stopped_by = "target"
+                break
+    if board is not None:
+        board.close()
+    return Outcome(stopped_by, done, clock_s, resumed_from, saved, evaluations)
+
+
+def _prepare(out: Path, directory: Path, settings: Mapping[str, Any], *, resume: bool, world: World) -> None:
+    present = checkpoint.list_checkpoints(directory)
+    if present and not resume:
+        raise ValueError(
+            f"out: {out} already holds a run ({present[-1].name}); "
+            "pass resume to continue it or name another directory"
+        )
+    world.barrier()
+    if world.is_main:
+        directory.mkdir(parents=True, exist_ok=True)
+        checkpoint.remove_leftovers(directory)
+        checkpoint.remove_leftovers(out)
+        checkpoint.write_atomically(out / "settings.json", (json.dumps(settings, indent=2) + "\n").encode())
+    world.barrier()
+
+
+def _over_ranks(values: dict[str, float | int], world: World) -> dict[str, float | int]:
+    """Means over ranks of the measured values; plain counts are the same everywhere."""
+    names = [name for name, value in values.items() if isinstance(value, float)]
+    if world.size == 1 or not names:
+        return values
+    means = world.mean(torch.tensor([values[name] for name in names], dtype=torch.float64)).tolist()
+    return {**values, **dict(zip(names, means, strict=True))}
+
+
+def _silence(line: str) -> None:
+    pass
+
+
+class _Signals:
+    """Remember SIGTERM and SIGINT instead of dying from them; only the main thread may listen."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received == "SIGINT":
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name

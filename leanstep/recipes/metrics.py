@@ -1,0 +1,155 @@
+"""Metrics of a run: summed on the device, read once per interval, appended to a JSONL file.
+
+A step hands over device tensors; adding them up costs no synchronisation. `Interval.read` fetches all of
+them in one transfer. `MetricsLog` appends one JSON object per line and can be cut back to a step, so a
+resumed run neither repeats nor loses lines. `Board` mirrors the lines to TensorBoard where it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanstep.recipes.checkpoint import write_atomically
+
+Metrics = Mapping[str, Tensor | float | int]
+
+
+class Interval:
+    """What the steps since the last log line reported.
+
+    A scalar tensor is averaged over the interval, a plain number is reported as it was last, and the
+    plain number called `tokens` is summed.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._last: dict[str, float | int] = {}
+        self.tokens = 0
+        self.steps = 0
+        self.seconds = 0.0
+
+    def add(self, metrics: Metrics, seconds: float) -> None:
+        """Take in one step's metrics without reading a device value."""
+        self.steps += 1
+        self.seconds += seconds
+        for name, value in metrics.items():
+            if isinstance(value, Tensor):
+                if value.numel() != 1:
+                    raise ValueError(f"metrics: {name} must be one number, got shape {tuple(value.shape)}")
+                value = (
+                    value.detach()
+                    .reshape(())
+                    .to(torch.float32 if value.device.type == "mps" else torch.float64)
+                )
+                self._sums[name] = self._sums[name] + value if name in self._sums else value
+                self._counts[name] = self._counts.get(name, 0) + 1
+            elif name == "tokens":
+                self.tokens += int(value)
+            else:
+                self._last[name] = value
+
+    def read(self) -> dict[str, float | int]:
+        """The interval's metrics as plain numbers: one transfer for all of them."""
+        result: dict[str, float | int] = {}
+        if self._sums:
+            stacked = torch.stack(list(self._sums.values())).cpu()
+            for (name, count), total in zip(self._counts.items(), stacked.tolist(), strict=True):
+                result[name] = total / count
+        result.update(self._last)
+        if self.tokens:
+            result["tokens"] = self.tokens
+            if self.seconds > 0:
+                result["tokens_per_s"] = round(self.tokens / self.seconds, 1)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "sums": {name: value.cpu() for name, value in self._sums.items()},
+            "counts": dict(self._counts),
+            "last": dict(self._last),
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        self._sums = {name: value.to(device) for name, value in state["sums"].items()}
+        self._counts, self._last = dict(state["counts"]), dict(state["last"])
+        self.tokens, self.steps, self.seconds = state["tokens"], state["steps"], state["seconds"]
+
+
+class MetricsLog:
+    """A JSONL file; every line has `step`, the number of steps completed when it was written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Add one line. Values that JSON does not know (nan, inf) are written as strings."""
+        clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        with self.path.open("a") as file:
+            file.write(json.dumps(clean) + "\n")
+
+    def sync(self) -> None:
+        """Make everything appended so far durable; called before a checkpoint that refers to it."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """All whole lines; a last line cut short by a crash is left out."""
+        if not self.path.exists():
+            return []
+        lines = []
+        for raw in self.path.read_text().splitlines():
+            try:
+                line = json.loads(raw)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(line, dict) and "step" in line:
+                lines.append(line)
+        return lines
+
+    def truncate_to(self, step: int) -> None:
+        """Drop the lines after `step`: the resumed run will write them again."""
+        if not self.path.exists():
+            return
+        kept = [line for line in self.read() if line["step"] <= step]
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+
+class Board:
+    """TensorBoard when it is installed; otherwise nothing."""
+
+    def __init__(self, directory: Path, resumed_at: int) -> None:
+        self._writer = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        purge = resumed_at + 1 if resumed_at else None
+        self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge)
+
+    @property
+    def active(self) -> bool:
+        return self._writer is not None
+
+    def add(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._writer is None:
+            return
+        for name, value in values.items():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
