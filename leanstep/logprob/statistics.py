@@ -1,0 +1,202 @@
+"""Running softmax statistics per row: what a sweep over vocabulary tiles carries, and how two sweeps merge.
+
+For logits z seen so far:  m = max z,  s = sum e^(z-m),  t = sum e^(z-m) (z-m),  z_y = the target's logit.
+Everything the package returns follows from them, and m and log s stay apart: their sum loses digits at
+large |m|. A vocabulary shard computes its own statistics; ranks then exchange `maxima()` (MAX), rescale
+with `sums_under()` (SUM) and read the result with `replaced()`:
+
+    maxima = stats.maxima();             all_reduce(maxima, MAX)
+    sums = stats.sums_under(maxima);     all_reduce(sums, SUM)
+    stats = stats.replaced(maxima, sums)
+
+Columns with p = 0 (z = -inf, or underflow) contribute nothing: exponents are clamped where exp is 0 anyway,
+so that no 0 * inf is ever formed.
+"""
+
+# N rows · W columns of a tile · K targets per row
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# exp of these is exactly 0, also as a subnormal: a finite stand-in for -inf in products.
+EXPONENT_FLOOR = {torch.float32: -110.0, torch.float64: -800.0}
+
+
+class FinalStatistics(NamedTuple):
+    """What outputs and the backward read. A row whose logits are all -inf has `max` 0 and `log_sum` 0."""
+
+    max: Tensor
+    log_sum: Tensor
+    entropy: Tensor | None
+    alive: Tensor | None
+
+
+@dataclass
+class RowStatistics:
+    """Statistics of N rows over the columns seen so far. Tensors are in the accumulation dtype.
+
+    Args:
+        max: [N], m; -inf before the first column.
+        sum: [N], s.
+        moment: [N], t; None when no entropy is wanted.
+        target: [N] or [N, K], z_y; 0 where this shard does not hold the target.
+        total: [N], sum of z over all real columns; label smoothing only.
+        keep_max, keep_sum: [N], m and s of the softmax restricted to kept ids and the target.
+        ref_max, ref_sum: [N], m and s of a reference head (exact KL).
+        cross: [N], sum e^(z-m) ((z-m) - (q-m_q)) for KL(p||q), with q the reference head's logits.
+        reverse_cross: [N], sum e^(q-m_q) ((q-m_q) - (z-m)) for KL(q||p).
+    """
+
+    max: Tensor
+    sum: Tensor
+    moment: Tensor | None
+    target: Tensor
+    total: Tensor | None = None
+    keep_max: Tensor | None = None
+    keep_sum: Tensor | None = None
+    ref_max: Tensor | None = None
+    ref_sum: Tensor | None = None
+    cross: Tensor | None = None
+    reverse_cross: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        rows: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        moment: bool = False,
+        num_targets: int | None = None,
+        total: bool = False,
+        keep: bool = False,
+        reference: bool = False,
+        reverse: bool = False,
+    ) -> RowStatistics:
+        """The state before the first tile. `num_targets` None gives a [N] target, else [N, K]."""
+
+        def zeros(wanted: bool = True) -> Tensor | None:
+            return torch.zeros(rows, dtype=dtype, device=device) if wanted else None
+
+        def lowest(wanted: bool = True) -> Tensor | None:
+            return torch.full((rows,), -torch.inf, dtype=dtype, device=device) if wanted else None
+
+        target_shape = (rows,) if num_targets is None else (rows, num_targets)
+        either = reference or reverse
+        return cls(
+            max=torch.full((rows,), -torch.inf, dtype=dtype, device=device),
+            sum=torch.zeros(rows, dtype=dtype, device=device),
+            moment=zeros(moment),
+            target=torch.zeros(target_shape, dtype=dtype, device=device),
+            total=zeros(total),
+            keep_max=lowest(keep),
+            keep_sum=zeros(keep),
+            ref_max=lowest(either),
+            ref_sum=zeros(either),
+            cross=zeros(reference),
+            reverse_cross=zeros(reverse),
+        )
+
+    def rows(self, start: int, stop: int) -> RowStatistics:
+        """A view of some rows; updating it updates this object's tensors."""
+        return RowStatistics(*(None if v is None else v[start:stop] for v in self._values()))  # type: ignore[arg-type]
+
+    def update_(self, z: Tensor, work: Tensor) -> None:
+        """Add the columns of tile `z` [N, W]; both buffers are overwritten."""
+        shift, shrink = self._raise_max_(z.amax(-1))
+        e = torch.exp(z.sub_(shift.unsqueeze(-1)), out=work)
+        self.sum.mul_(shrink).add_(e.sum(-1))
+        if self.moment is not None:
+            z.clamp_(min=EXPONENT_FLOOR[z.dtype])
+            self.moment.add_(torch.linalg.vecdot(e, z))
+
+    def _raise_max_(self, tile_max: Tensor) -> tuple[Tensor, Tensor]:
+        """Move m up to cover `tile_max`, carrying t along; returns the finite shift and alpha for s."""
+        new_max = torch.maximum(self.max, tile_max)
+        shift = finite_shift(new_max)
+        step = (self.max - shift).clamp_(min=EXPONENT_FLOOR[new_max.dtype])
+        shrink = step.exp()
+        if self.moment is not None:
+            self.moment.addcmul_(step, self.sum).mul_(shrink)
+        self.max.copy_(new_max)
+        return shift, shrink
+
+    def maxima(self) -> Tensor:
+        """[k, N], k = 1..3: what a MAX across shards combines."""
+        return torch.stack([m for m in (self.max, self.keep_max, self.ref_max) if m is not None])
+
+    def sums_under(self, maxima: Tensor) -> Tensor:
+        """[j, N]: every additive statistic, rescaled to `maxima`: what a SUM across shards combines."""
+        floor = EXPONENT_FLOOR[self.max.dtype]
+        levels = iter(finite_shift(maxima))
+        step = (self.max - next(levels)).clamp_(min=floor)
+        shrink = step.exp()
+        packed = [self.sum * shrink]
+        if self.moment is not None:
+            packed.append((self.moment + step * self.sum) * shrink)
+        packed.extend(self.target.unsqueeze(-1).flatten(1).unbind(1))
+        if self.total is not None:
+            packed.append(self.total)
+        if self.keep_max is not None and self.keep_sum is not None:
+            packed.append(self.keep_sum * (self.keep_max - next(levels)).clamp_(min=floor).exp())
+        if self.ref_max is not None and self.ref_sum is not None:
+            ref_step = (self.ref_max - next(levels)).clamp_(min=floor)
+            ref_shrink = ref_step.exp()
+            packed.append(self.ref_sum * ref_shrink)
+            if self.cross is not None:
+                packed.append((self.cross + self.sum * (step - ref_step)) * shrink)
+            if self.reverse_cross is not None:
+                packed.append((self.reverse_cross + self.ref_sum * (ref_step - step)) * ref_shrink)
+        return torch.stack(packed)
+
+    def replaced(self, maxima: Tensor, sums: Tensor) -> RowStatistics:
+        """The statistics that `maxima` and `sums` (in the order of `sums_under`) stand for."""
+        levels, packed = iter(maxima), iter(sums)
+        new: dict[str, Tensor] = {"max": next(levels), "sum": next(packed)}
+        if self.moment is not None:
+            new["moment"] = next(packed)
+        columns = 1 if self.target.dim() == 1 else self.target.shape[1]
+        targets = [next(packed) for _ in range(columns)]
+        if self.target.dim() == 1:
+            new["target"] = targets[0]
+        else:
+            new["target"] = torch.stack(targets, 1) if targets else self.target
+        for level, names in (
+            (None, ("total",)),
+            ("keep_max", ("keep_sum",)),
+            ("ref_max", ("ref_sum", "cross", "reverse_cross")),
+        ):
+            if level is not None and getattr(self, level) is not None:
+                new[level] = next(levels)
+            for name in names:
+                if getattr(self, name) is not None:
+                    new[name] = next(packed)
+        return replace(self, **new)
+
+    def final(self) -> FinalStatistics:
+        """m, log s and H, made finite for rows in which every logit is -inf (`alive` False there)."""
+        alive = self.sum > 0
+        log_sum = torch.where(alive, self.sum, 1.0).log()
+        entropy = None
+        if self.moment is not None:
+            entropy = log_sum - self.moment / torch.where(alive, self.sum, 1.0)
+        return FinalStatistics(finite_shift(self.max), log_sum, entropy, alive)
+
+    def _values(self) -> list[Tensor | None]:
+        return [getattr(self, f.name) for f in fields(self)]
+
+
+def merge(first: RowStatistics, second: RowStatistics) -> RowStatistics:
+    """The statistics of the union of two disjoint sets of columns; ranks apply the same rule."""
+    maxima = torch.maximum(first.maxima(), second.maxima())
+    return first.replaced(maxima, first.sums_under(maxima) + second.sums_under(maxima))
+
+
+def finite_shift(maxima: Tensor) -> Tensor:
+    """`maxima`, with 0 in place of -inf: subtracting it from -inf gives -inf and not NaN."""
+    return torch.where(maxima == -torch.inf, 0.0, maxima)
