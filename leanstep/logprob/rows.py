@@ -1,0 +1,326 @@
+"""Which logit rows of a local micro-batch are consumed, by which token, for every data layout.
+
+A sample has L tokens, the last R of them the response, P = L - R >= 1 the prompt. Row i scores token i + 1,
+so the response is scored by rows [P - 1, L - 1) of the sample, and response token j by row P - 1 + j.
+Selection, targets, masks, per-sample extraction and the way back are all intersections of the layout's spans
+(`layout.py`) with that window, so they cannot disagree.
+
+Everything is computed from Python integers on the host; a plan costs one host-to-device copy and no sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from leanstep.logprob.layout import Layout, Masks, Span, checked_lengths, checked_masks, local_spans
+
+Select = Literal["all", "response", "loss_mask"]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The rows to compute and the way back to samples.
+
+    With `select="response"` or `"loss_mask"` there is one entry per computed row, samples in order and the
+    response in order within a sample. With `"all"` rows is None (compute every row, no gather).
+
+    Attributes:
+        rows: [T'] int64 local row indices, or None for all rows.
+        targets_index: [T'] int64 into the concatenation of all samples' tokens (prompt and response).
+        resp_index: [T'] int64 position within the sample's response; -1 outside it (`"all"` only).
+        splits: per sample, how many response positions this rank holds: the lengths `split` returns.
+        T_local: local rows with padding.
+        slots: [T'] where each computed row goes in the concatenation of local parts (`"loss_mask"`), or
+            [sum(splits)] the row each part entry comes from (`"all"`); None when the two coincide.
+        weights: [sum(splits)] float64 mask / max(mask total of the whole sample, 1); None without masks.
+        spans: response-window spans on this rank, in extraction order.
+    """
+
+    rows: Tensor | None
+    targets_index: Tensor
+    resp_index: Tensor
+    splits: tuple[int, ...]
+    T_local: int
+    select: Select
+    slots: Tensor | None
+    weights: Tensor | None
+    spans: tuple[Span, ...]
+    prompt_lengths: tuple[int, ...]
+    response_lengths: tuple[int, ...]
+    cp_size: int
+    cp_rank: int
+    layout: Layout
+
+    @property
+    def num_rows(self) -> int:
+        return self.T_local if self.rows is None else self.rows.numel()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.prompt_lengths) + sum(self.response_lengths)
+
+    def targets(self, tokens: Tensor | Sequence[Tensor]) -> Tensor:
+        """The scored token of each computed row, from the samples' own tokens (concatenated, or one each)."""
+        stream = tokens if isinstance(tokens, Tensor) else torch.cat(list(tokens)) if len(tokens) else None
+        stream = self.targets_index.new_zeros(0) if stream is None else stream
+        if stream.ndim != 1 or stream.numel() != self.num_tokens:
+            got = tuple(stream.shape)
+            raise ValueError(f"tokens: expected all samples' {self.num_tokens} tokens in one row, got {got}")
+        return stream.index_select(0, self.targets_index)
+
+    def local_parts(self, values: Tensor) -> Tensor:
+        """Per-row results -> the concatenation of all samples' local response parts."""
+        if values.shape[:1] != (self.num_rows,):
+            raise ValueError(f"values: expected {self.num_rows} rows, got shape {tuple(values.shape)}")
+        if self.slots is None:
+            return values
+        if self.select == "all":
+            return values.index_select(0, self.slots)
+        return values.new_zeros((sum(self.splits), *values.shape[1:])).index_copy(0, self.slots, values)
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """One tensor per sample: its local response part, maybe empty; unselected positions are exactly 0."""
+        return list(self.local_parts(values).split(list(self.splits)))
+
+    def scatter(self, values: Tensor, length: int | None = None) -> Tensor:
+        """The [length] vector aligned with local rows, zeros where nothing was computed."""
+        length = self.T_local if length is None else length
+        if length < self.T_local:
+            raise ValueError(f"length: {length} is less than the {self.T_local} local rows")
+        if values.shape[:1] != (self.num_rows,):
+            raise ValueError(f"values: expected {self.num_rows} rows, got shape {tuple(values.shape)}")
+        full = values.new_zeros((length, *values.shape[1:]))
+        if self.rows is None:
+            return torch.cat((values, full[self.T_local :])) if length > self.T_local else values
+        return full.index_copy(0, self.rows, values)
+
+    def response_ranges(self) -> list[tuple[int, int, int]]:
+        """(sample, start, stop) of the response positions held here, in extraction order."""
+        starts = [p - 1 for p in self.prompt_lengths]
+        return [
+            (s.sample, s.start - starts[s.sample], s.stop - starts[s.sample]) for s in self.spans if len(s)
+        ]
+
+    def returned(self) -> RowPlan:
+        """The plan whose split the results are handed back in: zigzag for allgather, else this one."""
+        if self.layout != "allgather" or self.cp_size == 1:
+            return self
+        totals = [p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True)]
+        return plan_rows(
+            totals,
+            self.response_lengths,
+            layout="zigzag",
+            cp_size=self.cp_size,
+            cp_rank=self.cp_rank,
+            device=self.targets_index.device,
+        )
+
+
+def select_rows(response_only: bool = False, loss_mask_only: bool = False) -> Select:
+    """The two switches of a trainer's configuration -> `select`; rejects mask-only without response-only."""
+    if loss_mask_only and not response_only:
+        raise ValueError("loss_mask_only: needs response_only=True, got response_only=False")
+    return "loss_mask" if loss_mask_only else "response" if response_only else "all"
+
+
+def plan_rows(
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    *,
+    layout: Layout = "thd",
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    local_len: int | None = None,
+    max_seq_len: int | None = None,
+    pad_multiple: int = 1,
+    loss_masks: Masks | None = None,
+    select: Select = "response",
+    device: torch.device | str = "cpu",
+) -> RowPlan:
+    """Choose the logit rows this rank has to compute.
+
+    Equivalent to, for one sample of L tokens with R response tokens (layout "thd", select "response"):
+        rows = torch.arange(L - R - 1, L - 1)
+        targets = tokens[L - R :]
+
+    Args:
+        total_lengths: tokens per sample, prompt and response.
+        response_lengths: response tokens per sample; 0 is legal, a prompt of 0 is not.
+        layout: "thd" (concatenated), "bshd" (padded to max_seq_len), "zigzag" and "bshd_zigzag" (each sample
+            in 2 * cp_size chunks, rank r holds chunks r and 2 * cp_size - 1 - r), "allgather" (one
+            concatenated stream cut into cp_size equal pieces).
+        local_len: rows of the local tensor; None = the least multiple of `pad_multiple`.
+        loss_masks: per sample, R values 0 or 1 (sequences or CPU tensors).
+        select: "all" rows, the "response" rows, or only those with "loss_mask" 1. The last returns 0.0 for
+            masked positions, so it is for the policy loss only, never for stored old or reference log-probs.
+        device: where the indices go.
+    """
+    if select not in ("all", "response", "loss_mask"):
+        raise ValueError(f"select: got {select!r}, expected all, response or loss_mask")
+    totals, responses, prompts = checked_lengths(total_lengths, response_lengths)
+    masks = None if loss_masks is None else checked_masks(loss_masks, responses)
+    if select == "loss_mask" and masks is None:
+        raise ValueError("loss_masks: select='loss_mask' needs one mask per sample, got None")
+    spans, T_local = local_spans(
+        totals,
+        layout=layout,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+        max_seq_len=max_seq_len,
+        local_len=local_len,
+        pad_multiple=pad_multiple,
+    )
+    windows = [s.clip(prompts[s.sample] - 1, totals[s.sample] - 1) for s in spans]
+    splits = [0] * len(totals)
+    for window in windows:
+        splits[window.sample] += len(window)
+    token_base, total = [], 0
+    for length in totals:
+        token_base.append(total)
+        total += length
+
+    # Position x of a sample scores its token x + 1, which is response token x - (P - 1).
+    shift = [p - 1 for p in prompts]
+    rows = _ranges((w.base, w.base + len(w)) for w in windows)
+    resp = _ranges((w.start - shift[w.sample], w.stop - shift[w.sample]) for w in windows)
+    token = [b + 1 for b in token_base]
+    targets = _ranges((token[w.sample] + w.start, token[w.sample] + w.stop) for w in windows)
+    slots: Tensor | None = None
+    weights: Tensor | None = None
+    if masks is not None:
+        scale = [1.0 / max(int(m.sum()), 1) for m in masks]
+        pieces = [masks[w.sample][w.start - shift[w.sample] : w.stop - shift[w.sample]] for w in windows]
+        local_mask = torch.cat([p for p in pieces if p.numel()] or [torch.zeros(0, dtype=torch.int64)])
+        parts = [p.double() * scale[w.sample] for p, w in zip(pieces, windows, strict=True) if len(w)]
+        weights = torch.cat(parts or [torch.zeros(0, dtype=torch.float64)])
+        if select == "loss_mask":
+            slots = local_mask.nonzero().flatten()
+            rows, resp, targets = rows[slots], resp[slots], targets[slots]
+    if select == "all":
+        slots = rows
+        every = torch.zeros(T_local, dtype=torch.int64)
+        for span in spans:
+            scoring = span.clip(0, totals[span.sample] - 1)
+            first = token[span.sample] + scoring.start
+            every[scoring.base : scoring.base + len(scoring)] = torch.arange(first, first + len(scoring))
+        targets = every
+        resp = torch.full((T_local,), -1).index_copy(0, rows, resp)
+
+    # One copy for everything: doubles travel as the bits of int64.
+    packed = [rows, resp, targets]
+    packed += [] if slots is None else [slots]
+    packed += [] if weights is None else [weights.view(torch.int64)]
+    moved = list(_to_device(torch.cat(packed), device).split([p.numel() for p in packed]))
+    return RowPlan(
+        rows=None if select == "all" else moved[0],
+        targets_index=moved[2],
+        resp_index=moved[1],
+        splits=tuple(splits),
+        T_local=T_local,
+        select=select,
+        slots=None if slots is None else moved[3],
+        weights=None if weights is None else moved[-1].view(torch.float64),
+        spans=tuple(windows),
+        prompt_lengths=tuple(prompts),
+        response_lengths=tuple(responses),
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+        layout=layout,
+    )
+
+
+def full_loss_mask(
+    loss_masks: Masks,
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    *,
+    device: torch.device | str = "cpu",
+    **layout_arguments: Any,
+) -> Tensor:
+    """The masks aligned with local logit rows: [T_local] int64, 1 where the row scores a kept token.
+
+    The other arguments are those of `plan_rows` that describe the layout.
+    """
+    totals, responses, prompts = checked_lengths(total_lengths, response_lengths)
+    masks = checked_masks(loss_masks, responses)
+    spans, T_local = local_spans(totals, **layout_arguments)
+    full = torch.zeros(T_local, dtype=torch.int64)
+    for span in spans:
+        first = prompts[span.sample] - 1
+        window = span.clip(first, totals[span.sample] - 1)
+        kept = masks[span.sample][window.start - first : window.stop - first]
+        full[window.base : window.base + len(window)] = kept
+    return _to_device(full, device)
+
+
+def slice_response(responses: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
+    """Response-long tensors, one per sample -> this rank's parts, as `plan.split` returns them."""
+    if len(responses) != len(plan.response_lengths):
+        raise ValueError(f"responses: expected {len(plan.response_lengths)} samples, got {len(responses)}")
+    for k, (x, length) in enumerate(zip(responses, plan.response_lengths, strict=True)):
+        if x.shape[:1] != (length,):
+            raise ValueError(f"responses[{k}]: expected length {length}, got shape {tuple(x.shape)}")
+    pieces: list[list[Tensor]] = [[] for _ in responses]
+    for sample, start, stop in plan.response_ranges():
+        pieces[sample].append(responses[sample][start:stop])
+    return [_join(p, x) for p, x in zip(pieces, responses, strict=True)]
+
+
+def place_response(parts: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
+    """This rank's parts -> response-long tensors with zeros where other ranks hold the values."""
+    if len(parts) != len(plan.splits):
+        raise ValueError(f"parts: expected {len(plan.splits)} samples, got {len(parts)}")
+    for k, (x, length) in enumerate(zip(parts, plan.splits, strict=True)):
+        if x.shape[:1] != (length,):
+            raise ValueError(f"parts[{k}]: expected length {length}, got shape {tuple(x.shape)}")
+    ranges: list[list[tuple[int, int]]] = [[] for _ in parts]
+    for sample, start, stop in plan.response_ranges():
+        ranges[sample].append((start, stop))
+    placed = []
+    for part, held, length in zip(parts, ranges, plan.response_lengths, strict=True):
+        pieces, done, taken = [], 0, 0
+        for start, stop in held:
+            pieces.append(part.new_zeros((start - done, *part.shape[1:])))
+            pieces.append(part[taken : taken + stop - start])
+            done, taken = stop, taken + stop - start
+        pieces.append(part.new_zeros((length - done, *part.shape[1:])))
+        # An empty part still takes part in the graph, so that its rank runs backward too.
+        placed.append(torch.cat([*pieces, part[:0]]))
+    return placed
+
+
+def sample_mean(values: Tensor | Sequence[Tensor], plan: RowPlan) -> Tensor:
+    """sum over samples of sum(x * mask) / max(mask total, 1), this rank's share of it.
+
+    The mask total is the whole sample's, so the shares of all context-parallel ranks add up to the
+    unsharded value. `values`: the parts of `plan.split`, or their concatenation.
+    """
+    if plan.weights is None:
+        raise ValueError("plan: sample_mean needs a plan built with loss_masks")
+    flat = values if isinstance(values, Tensor) else torch.cat(list(values)) if len(values) else None
+    flat = plan.weights.new_zeros(0) if flat is None else flat
+    if flat.shape != plan.weights.shape:
+        raise ValueError(f"values: expected {plan.weights.numel()} entries, got shape {tuple(flat.shape)}")
+    return (flat * plan.weights.to(flat.dtype)).sum()
+
+
+def _ranges(bounds: Iterable[tuple[int, int]]) -> Tensor:
+    pieces = [torch.arange(start, stop) for start, stop in bounds if start < stop]
+    return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+
+
+def _join(pieces: list[Tensor], like: Tensor) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces) if pieces else like[:0]
+
+
+def _to_device(host: Tensor, device: torch.device | str) -> Tensor:
+    if torch.device(device).type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)
