@@ -38,6 +38,7 @@ class RowPlan:
         slots: [T'] where each computed row goes in the concatenation of local parts (`"loss_mask"`), or
             [sum(splits)] the row each part entry comes from (`"all"`); None when the two coincide.
         weights: [sum(splits)] float64 mask / max(mask total of the whole sample, 1); None without masks.
+        rows_host: `rows` on the host (None for all rows), for plans that other ranks must know.
         spans: response-window spans on this rank, in extraction order.
     """
 
@@ -49,6 +50,7 @@ class RowPlan:
     select: Select
     slots: Tensor | None
     weights: Tensor | None
+    rows_host: Tensor | None
     spans: tuple[Span, ...]
     prompt_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
@@ -225,6 +227,7 @@ def plan_rows(
         select=select,
         slots=None if slots is None else moved[3],
         weights=None if weights is None else moved[-1].view(torch.float64),
+        rows_host=None if select == "all" else rows,
         spans=tuple(windows),
         prompt_lengths=tuple(prompts),
         response_lengths=tuple(responses),

@@ -1,0 +1,315 @@
+"""Log-probs over process groups: vocabulary shards, sequence shards, context shards.
+
+What each function costs in collectives is part of its contract, and no count depends on anything a rank knows
+alone (its rows, its values): ranks with nothing to do issue the same collectives in the same order.
+
+    vocabulary parallel   2 in the forward pass (MAX, packed SUM), 1 in the backward pass (hidden gradient)
+    sequence parallel     1 gather of kept rows forward, 1 reduce-scatter backward (instead of the one above)
+    context parallel      0; 1 all-reduce each way to hand allgather results back in the zigzag split
+"""
+
+# N kept rows · D model · K ranks
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from leanstep.logprob.rows import RowPlan, place_response, slice_response
+from leanstep.logprob.statistics import RowStatistics
+
+ReduceGrad = Literal["all_reduce", "reduce_scatter", "none"]
+
+
+def resolve_group(group: Any, axis: str = "tp") -> dist.ProcessGroup | None:
+    """The process group behind `group`, or None when there is nobody to talk to.
+
+    Args:
+        group: a ProcessGroup; a 1-D DeviceMesh; an object that holds groups by name, as Megatron-Core's
+            ProcessGroupCollection does (`axis` names the attribute); or None: size 1, no collectives, even
+            when torch.distributed is initialised.
+
+    A group of one rank also gives None, so that its path is the single-process path, bit for bit.
+    """
+    if group is None:
+        return None
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: expected a 1-D DeviceMesh, got {group.ndim} dimensions; pass mesh['{axis}']"
+            )
+        group = group.get_group()
+    elif not isinstance(group, dist.ProcessGroup) and hasattr(group, axis):
+        group = getattr(group, axis)
+        if group is None:
+            return None
+    if not isinstance(group, dist.ProcessGroup):
+        expected = f"a ProcessGroup, a 1-D DeviceMesh, an object with .{axis}, or None"
+        raise ValueError(f"group: expected {expected}, got {type(group).__name__}")
+    if dist.get_rank(group) < 0:
+        raise ValueError("group: this rank is not a member")
+    return group if group.size() > 1 else None
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The columns of the vocabulary that one rank holds.
+
+    Attributes:
+        start: global id of the first local column.
+        width: local columns, padding included.
+        real: local columns that count; the rest is padding: out of every sum, zero gradient.
+    """
+
+    start: int
+    width: int
+    real: int
+
+    def local_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each token clamped into range, and whether this shard holds it. No device sync."""
+        columns = tokens - self.start
+        held = (columns >= 0) & (columns < self.real)
+        return columns.clamp(0, max(self.real - 1, 0)), held
+
+
+def vocab_shard(
+    width: int,
+    group: Any = None,
+    *,
+    vocab_start: int | None = None,
+    vocab_total: int | None = None,
+    count_padding: bool = False,
+) -> VocabShard:
+    """Which columns `width` local ones are. Without `vocab_start` all shards have equal width.
+
+    `vocab_total` is the real vocabulary: columns from it on are padding, wherever they lie; a shard may be
+    all padding. `count_padding` keeps them in the softmax instead.
+    """
+    process_group = resolve_group(group)
+    if vocab_start is None:
+        vocab_start = 0 if process_group is None else process_group.rank() * width
+    if vocab_start < 0:
+        raise ValueError(f"vocab_start: expected 0 or more, got {vocab_start}")
+    if vocab_total is not None and vocab_total < 1:
+        raise ValueError(f"vocab_total: expected at least 1, got {vocab_total}")
+    real = width
+    if vocab_total is not None and not count_padding:
+        real = min(max(vocab_total - vocab_start, 0), width)
+    return VocabShard(vocab_start, width, real)
+
+
+def gather_vocab_starts(width: int, group: Any) -> list[int]:
+    """Where each rank's columns start when widths differ, and the total last.
+
+    Collectives: 1. Call it once, at set-up.
+    """
+    process_group = resolve_group(group)
+    if process_group is None:
+        return [0, width]
+    widths: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(widths, int(width), group=process_group)
+    starts = [0]
+    for each in widths:
+        starts.append(starts[-1] + each)
+    return starts
+
+
+def combine_statistics(stats: RowStatistics, group: Any) -> RowStatistics:
+    """Statistics of local columns -> of the whole vocabulary, the same bits on every rank.
+
+    Collectives: 2, whatever the statistics hold: MAX of all maxima, then one packed SUM of the rescaled rest.
+    A shard without real columns (m = -inf) adds nothing.
+    """
+    process_group = resolve_group(group)
+    if process_group is None:
+        return stats
+    maxima = stats.maxima().contiguous()
+    dist.all_reduce(maxima, dist.ReduceOp.MAX, group=process_group)
+    sums = stats.sums_under(maxima).contiguous()
+    dist.all_reduce(sums, dist.ReduceOp.SUM, group=process_group)
+    return stats.replaced(maxima, sums)
+
+
+def reduce_hidden_grad(grad_ND: Tensor, group: Any, mode: ReduceGrad = "all_reduce") -> Tensor:
+    """Add the shards' contributions to the hidden gradient.
+
+    `all_reduce`: every rank gets all rows, in place. `reduce_scatter`: rank r gets the r-th of K equal blocks
+    of rows. `none`: the caller's layer does it. Give the accumulator (fp32), and cast afterwards.
+
+    Collectives: 1, or 0 with `none` or a group of one.
+    """
+    if mode not in ("all_reduce", "reduce_scatter", "none"):
+        raise ValueError(f"reduce_grad: got {mode!r}, expected all_reduce, reduce_scatter or none")
+    process_group = resolve_group(group)
+    if process_group is None or mode == "none":
+        return grad_ND
+    if mode == "reduce_scatter":
+        return _reduce_scatter(grad_ND, process_group)
+    if not grad_ND.is_contiguous():
+        grad_ND = grad_ND.contiguous()
+    dist.all_reduce(grad_ND, dist.ReduceOp.SUM, group=process_group)
+    return grad_ND
+
+
+def gather_over_ranks(x: Tensor, group: Any) -> Tensor:
+    """[K, *x.shape]: every rank's `x` in rank order, for top-k and argmax over shards. Collectives: 1."""
+    process_group = resolve_group(group)
+    if process_group is None:
+        return x.unsqueeze(0)
+    return _all_gather(x, process_group).view(process_group.size(), *x.shape)
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """Sum over ranks. Every rank's loss flows back to every contributor: backward sums over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, dist.ReduceOp.SUM, group=ctx.group)
+        return total, None
+
+
+def all_reduce_sum(x: Tensor, group: Any, axis: str = "cp") -> Tensor:
+    """Differentiable sum over ranks. Collectives: 1 forward, 1 backward."""
+    process_group = resolve_group(group, axis)
+    return x if process_group is None else _AllReduceSum.apply(x, process_group)  # type: ignore[return-value]
+
+
+def gather_response(
+    parts: Sequence[Tensor] | Sequence[Sequence[Tensor]], plan: RowPlan, group: Any
+) -> list[Tensor] | list[list[Tensor]]:
+    """Local parts, one per sample -> whole responses on every rank; the inverse of `slice_response`.
+
+    Several outputs (a list of lists) travel together. Collectives: 1 forward, 1 backward, for all of them.
+    """
+    single = len(parts) == 0 or isinstance(parts[0], Tensor)
+    outputs: list[Sequence[Tensor]] = [parts] if single else list(parts)  # type: ignore[list-item]
+    flat = [torch.cat(place_response(output, plan)) if len(output) else None for output in outputs]
+    if any(f is None for f in flat):
+        # No samples at all: known from the plan, hence on every rank alike.
+        empty: list[list[Tensor]] = [[] for _ in outputs]
+        return empty[0] if single else empty
+    total = all_reduce_sum(torch.stack([f for f in flat if f is not None]), group)
+    lengths = list(plan.response_lengths)
+    # A metric stays a metric: only what came in with a gradient goes out with one.
+    rows = [x if any(p.requires_grad for p in o) else x.detach() for x, o in zip(total, outputs, strict=True)]
+    gathered = [list(row.split(lengths)) for row in rows]
+    return gathered[0] if single else gathered
+
+
+def return_parts(plan: RowPlan, group: Any, *values: Tensor) -> list[list[Tensor]]:
+    """Per-row results -> per-sample local parts, in the split that later code sees.
+
+    That is `plan.split` for every layout except allgather, whose results go back to the zigzag split.
+
+    Collectives: 0; allgather with more than one rank: 1 forward, 1 backward for all `values` together.
+    """
+    parts = [plan.split(v) for v in values]
+    if plan.layout != "allgather" or resolve_group(group, "cp") is None:
+        return parts
+    back = plan.returned()
+    return [slice_response(whole, back) for whole in gather_response(parts, plan, group)]  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class SequenceShards:
+    """How kept rows lie over K equal blocks of a sequence-parallel hidden tensor; every rank knows all of it.
+
+    Attributes:
+        local: [n_r] int64, rows of this rank's block that are kept.
+        order: [N] int64, where each kept row is found in the K padded contributions.
+        padded: rows per contribution (the largest n_r), equal on all ranks.
+        block: rows per rank.
+    """
+
+    local: Tensor
+    order: Tensor
+    padded: int
+    block: int
+
+
+def shard_rows(
+    rows_N: Tensor, total_rows: int, group: Any, device: torch.device | str = "cpu"
+) -> SequenceShards:
+    """Plan a sequence-parallel gather from host indices (`RowPlan.rows_host`): no collective, no sync."""
+    process_group = resolve_group(group)
+    size, rank = (1, 0) if process_group is None else (process_group.size(), process_group.rank())
+    if rows_N.device.type != "cpu":
+        raise ValueError(f"rows: expected host indices, got a tensor on {rows_N.device}")
+    if total_rows % size:
+        raise ValueError(f"total_rows: {total_rows} rows do not divide over {size} sequence-parallel ranks")
+    block = total_rows // size
+    owner = rows_N.div(max(block, 1), rounding_mode="floor")
+    counts = torch.bincount(owner, minlength=size)
+    padded = int(counts.max()) if rows_N.numel() else 0
+    # Rank of each kept row within its owner's contribution, in plan order.
+    by_owner = torch.argsort(owner, stable=True)
+    first = torch.cumsum(counts, 0) - counts
+    within = torch.empty_like(rows_N)
+    within[by_owner] = torch.arange(rows_N.numel()) - first[owner[by_owner]]
+    order = owner * padded + within
+    local = rows_N[owner == rank] - rank * block
+    return SequenceShards(local.to(device), order.to(device), padded, block)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, shards: SequenceShards, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
+        ctx.shards, ctx.group = shards, group
+        mine = hidden.new_zeros(shards.padded, hidden.shape[1])
+        mine[: shards.local.numel()] = hidden.index_select(0, shards.local)
+        return _all_gather(mine, group).index_select(0, shards.order)
+
+    @staticmethod
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        shards, group = ctx.shards, ctx.group
+        padded = grad_ND.new_zeros(shards.padded * group.size(), grad_ND.shape[1])
+        padded[shards.order] = grad_ND
+        mine = _reduce_scatter(padded, group)[: shards.local.numel()]
+        grad = grad_ND.new_zeros(shards.block, grad_ND.shape[1])
+        return grad.index_copy_(0, shards.local, mine), None, None
+
+
+def gather_hidden_rows(hidden: Tensor, shards: SequenceShards, group: Any) -> Tensor:
+    """Kept rows of a sequence-parallel hidden [T/K, D], in plan order: [N, D] on every rank.
+
+    Backward adds the ranks' contributions and hands each its own rows, so the op behind it must not reduce
+    the hidden gradient again (`reduce_grad="none"`).
+
+    Collectives: 1 forward (padded to the largest share), 1 backward.
+    """
+    if hidden.ndim != 2 or hidden.shape[0] != shards.block:
+        raise ValueError(f"hidden: expected [{shards.block}, D] local rows, got {tuple(hidden.shape)}")
+    process_group = resolve_group(group)
+    if process_group is None:
+        return hidden.index_select(0, shards.local)
+    return _GatherRows.apply(hidden, shards, process_group)  # type: ignore[return-value]
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:]) if x.ndim else x.new_empty(group.size())
+    # torch 2.13 renamed the function and warns about the older name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, x.contiguous(), group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if x.shape[0] % group.size():
+        raise ValueError(f"rows: {x.shape[0]} do not divide over {group.size()} sequence-parallel ranks")
+    out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, x.contiguous(), op=dist.ReduceOp.SUM, group=group)
+    return out
