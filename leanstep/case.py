@@ -111,6 +111,8 @@ class Case:
         drift: (implementation name, seed, steps) -> losses of a tiny training run; for `prove --drift`.
         annotate: rows by name -> further notes by name, once all rows are measured.
         default_size: what `bench` runs when no --size is given.
+        truth_size: the size at which `bench` compares with fp64; None = the one it measures. For cases whose
+            fp64 reference would take minutes.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Case:
     drift: Callable[[str, int, int], list[float]] | None = None
     annotate: Callable[[dict[str, dict[str, Any]]], dict[str, str]] | None = None
     default_size: str = "cpu"
+    truth_size: str | None = None
 
     def __post_init__(self) -> None:
         names = [i.name for i in self.implementations]

@@ -1,0 +1,23 @@
+"""Find the waste in an LLM training step, replace it with an exact fast path, and prove that nothing changed.
+
+The packages: `leanstep.preference`, `leanstep.logprob`, `leanstep.muon`, `leanstep.gpt`; `leanstep.diagnose` names the
+lines that waste time or memory. They are imported on use, so that `import leanstep` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+__all__ = ["diagnose", "gpt", "logprob", "muon", "preference"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return importlib.import_module(f"leanstep.{name}")
+    raise AttributeError(f"module 'leanstep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,5 @@
+"""`python -m leanstep`."""
+
+from leanstep.cli import main
+
+main()

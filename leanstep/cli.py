@@ -1,0 +1,106 @@
+"""`leanstep`: demo · diagnose · bench · prove · plan · train · kernels.
+
+Exit codes: 0 fine; 1 the thing asked about fell short; 2 bad input, with one line and no traceback.
+The commands' bodies live in `leanstep/commands/`, one module each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+import leanstep
+from leanstep.commands import BadInput, FellShort
+
+# command -> (module, attribute); a Typer is mounted as a group. Each is imported only when it is asked for.
+COMMANDS = {
+    "demo": ("leanstep.commands.demo", "demo"),
+    "diagnose": ("leanstep.commands.diagnose", "diagnose"),
+    "bench": ("leanstep.commands.bench", "bench"),
+    "prove": ("leanstep.commands.prove", "prove"),
+    "plan": ("leanstep.commands.plan", "plan_app"),
+    "train": ("leanstep.commands.train", "train"),
+    "kernels": ("leanstep.commands.kernels", "kernels"),
+}
+
+# typer >= 0.20 carries its own click: reach the exceptions through typer, so that either arrangement works.
+_CommandLineError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+class _LazyCommands(TyperGroup):
+    """A group that imports a command's module when it is asked for: `leanstep --version` needs no torch."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name]
+        target: Any = getattr(importlib.import_module(module), attribute)
+        if isinstance(target, typer.Typer):
+            command = typer.main.get_command(target)
+        else:
+            settings = getattr(target, "context_settings", None)
+            single = typer.Typer(add_completion=False)
+            single.command(context_settings=settings)(target)
+            command = typer.main.get_command(single)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    cls=_LazyCommands,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Find the waste in an LLM training step, replace it with an exact fast path, and prove that nothing changed.",
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"leanstep {leanstep.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+    ),
+) -> None:
+    """Find the waste in an LLM training step, replace it with an exact fast path, and prove that nothing changed."""
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=arguments, prog_name="leanstep", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except BadInput as error:
+        return _one_line(str(error), 2)
+    except FellShort as error:
+        return _one_line(str(error), 1)
+    except _CommandLineError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            return 2
+        return _one_line(error.format_message(), 2)
+    except (typer.Abort, KeyboardInterrupt):
+        return _one_line("interrupted", 130)
+    except typer.Exit as error:
+        return error.exit_code
+
+
+def _one_line(message: str, code: int) -> int:
+    print("leanstep: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def main() -> None:
+    sys.exit(run())

@@ -1,0 +1,81 @@
+"""`leanstep bench`: side by side, interleaved, medians; reference, fast paths, peers and the physical limit."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from leanstep.commands import BadInput, FellShort
+from leanstep.commands.output import check_writable, console, write_json
+from leanstep.commands.progress import progress_bar
+from leanstep.commands.select import (
+    check_implementations,
+    parse_device,
+    parse_sweep,
+    select_cases,
+    split_list,
+)
+
+
+def bench(
+    cases: Annotated[list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases to measure; all by default.")] = None,
+    size: Annotated[str | None, typer.Option(help="tiny | seed | cpu | large | ...; each case's own by default.")] = None,
+    impl: Annotated[str | None, typer.Option(help="Only these implementations (the reference always runs).")] = None,
+    sweep: Annotated[str | None, typer.Option(help="Repeat with one parameter changed: key=v,v.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda[:N].")] = "cpu",
+    budget: Annotated[float, typer.Option(help="Seconds of timing per case.")] = 20.0,
+    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")] = None,
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the result into this report page.")] = None,
+    readme: Annotated[bool, typer.Option(help="Measure the README's cases and rewrite its table of figures.")] = False,
+) -> None:
+    """Measure time, peak memory and error side by side.
+
+    Example: leanstep bench logprob-linear --sweep response_frac=1,0.5,0.25,0.1
+    """
+    from leanstep.measure.bench import run_bench
+    from leanstep.report.tables import bench_table
+
+    chosen = select_cases(cases)
+    names = split_list(impl, "--impl")
+    check_implementations(chosen, names)
+    where = parse_device(device)
+    overrides = parse_sweep(sweep, chosen)
+    if budget <= 0:
+        raise BadInput(f"--budget: expected seconds above 0, got {budget}")
+    for case in chosen:
+        if size is not None and size not in case.sizes:
+            raise BadInput(f"--size: {case.name} has no {size!r}; it has {', '.join(case.sizes)}")
+    check_writable(json, "--json")
+    check_writable(html, "--html")
+    if readme:
+        from leanstep.report.readme import update_readme
+
+        update_readme(console(json))
+        return
+
+    out = console(json)
+    results: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for case in chosen:
+        for override in overrides:
+            with progress_bar(out, case.name) as report:
+                result = run_bench(
+                    case,
+                    size or case.default_size,
+                    overrides=override,
+                    only=names,
+                    device=where,
+                    budget_s=budget,
+                    progress=report,
+                )
+            out.print(bench_table(result.to_json()))
+            results.append(result.to_json())
+            failed += [f"{row.case}/{row.impl} {row.tensor}" for row in result.failed]
+    write_json(results[0] if len(results) == 1 else {"results": results}, json)
+    if html:
+        from leanstep.report.page import add_section
+
+        add_section(html, "bench", {"results": results})
+    if failed:
+        raise FellShort(f"bench: parity failed for {len(failed)} tensors, first {failed[0]}")

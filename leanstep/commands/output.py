@@ -1,0 +1,83 @@
+"""Where a command's results go: a JSON object on standard output or in a file, the human part beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from leanstep.commands import BadInput
+
+
+def console(json_path: str | None = None) -> Console:
+    """The console for humans; standard error when standard output carries the JSON object."""
+    return Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
+
+
+def check_writable(path: str | None, argument: str) -> None:
+    """Refuse an output that cannot be written before the long work starts, not after it."""
+    if path is None or path == "-":
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise BadInput(f"{argument}: {path} is a folder; expected a file name")
+    folder = target.parent
+    if not folder.is_dir():
+        raise BadInput(f"{argument}: the folder {folder} does not exist")
+    # Root may write anywhere os.access says no to, and a read-only mount says yes to root: try it.
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInput(f"{argument}: cannot write to {folder}: {error.strerror}") from None
+
+
+def write_text(path: str | Path, text: str, argument: str = "output") -> None:
+    """Write a file whole or not at all: a temporary file beside it, fsync, rename."""
+    target = Path(path)
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise BadInput(f"{argument}: cannot write to {target.parent}: {error.strerror}") from None
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(target)
+    except OSError as error:
+        raise BadInput(f"{argument}: cannot write {target}: {error.strerror}") from None
+    finally:
+        # After a successful rename the temporary name is gone already.
+        with contextlib.suppress(OSError):
+            Path(temporary).unlink(missing_ok=True)
+
+
+def write_json(obj: Any, path: str | None) -> None:
+    """Print one JSON object (`-`) or write it to a file; nothing for None. NaN and infinity become null."""
+    if path is None:
+        return
+    text = json.dumps(_finite(obj), indent=1, ensure_ascii=False, allow_nan=False)
+    if path == "-":
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    else:
+        write_text(path, text + "\n", "--json")
+
+
+def _finite(obj: Any) -> Any:
+    """JSON knows no NaN: a figure that does not exist is null."""
+    if isinstance(obj, float):
+        return obj if obj == obj and abs(obj) != float("inf") else None
+    if isinstance(obj, dict):
+        return {str(key): _finite(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return [_finite(value) for value in obj]
+    return obj

@@ -1,0 +1,73 @@
+"""Peak memory of one call, from the allocator's own events; never mixed into a timing run.
+
+Process RSS misleads: the allocator keeps freed pages, and the first touch decides. The profiler records every
+allocation and release with its time; their running sum is exact.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Peak:
+    """`peak_bytes` above the level at the call; `returned_bytes` of it is what the call hands back."""
+
+    peak_bytes: int
+    returned_bytes: int
+
+    @property
+    def extra_bytes(self) -> int:
+        return max(0, self.peak_bytes - self.returned_bytes)
+
+
+def measure_peak(
+    step: Callable[[], dict[str, Tensor]], inputs: dict[str, Tensor], device: torch.device | str = "cpu"
+) -> Peak:
+    """Run `step` once and return its peak above the memory that was there before.
+
+    Outputs that share storage with an input are not counted as returned: they cost nothing.
+    """
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        outputs = step()
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        outputs, timeline = memory_timeline(step)
+        peak = max((level for _, level in timeline), default=0)
+    held = {t.untyped_storage().data_ptr() for t in inputs.values()}
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs.values()}
+    returned = sum(size for address, size in storages.items() if address not in held)
+    return Peak(max(0, peak), returned)
+
+
+def memory_timeline(
+    step: Callable[[], dict[str, Tensor]],
+) -> tuple[dict[str, Tensor], list[tuple[float, int]]]:
+    """Run `step` on the CPU; return its outputs and (seconds since start, bytes above the start) per event."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+            outputs = step()
+    finally:
+        if enabled:
+            gc.enable()
+    kineto = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    # Backward runs on its own thread: the event list is per thread, so sort by time before summing.
+    events = sorted((e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]")
+    level, timeline = 0, []
+    for start_ns, num_bytes in events:
+        level += num_bytes
+        timeline.append(((start_ns - events[0][0]) / 1e9, level))
+    return outputs, timeline

@@ -1,0 +1,95 @@
+"""Terminal tables of bench, prove and drift results. Input is the JSON contract, so a saved file prints the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from leanstep.report import units
+
+
+def bench_table(result: dict[str, Any]) -> Group:
+    title = f"{result['case']} · {result['size']} · torch {result['torch']} · {result['device']}, {result['threads']} threads"
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("implementation", "kind"):
+        table.add_column(name)
+    for name in ("median", "p20–p80", "faster", "extra memory", "peak", "less", "host reads", "error"):
+        table.add_column(name, justify="right")
+    notes = []
+    for row in result["rows"]:
+        if not row["available"]:
+            table.add_row(row["impl"], row["kind"], "absent", style="dim")
+        else:
+            spread = f"{units.seconds(row['p20_s'])}–{units.seconds(row['p80_s'])}"
+            table.add_row(
+                row["impl"],
+                row["kind"],
+                units.seconds(row["median_s"]),
+                spread,
+                units.ratio(row["time_ratio"]),
+                units.size(row["extra_bytes"]),
+                units.size(row["peak_bytes"]),
+                units.ratio(row["memory_ratio"]),
+                str(row["host_syncs"]),
+                units.small(row["max_error"]),
+                style="bold" if row["kind"] == "fast" else None,
+            )
+        if row["note"]:
+            notes.append(Text(f"  {row['impl']}: {row['note']}", style="dim"))
+    return Group(Text(title, style="bold"), table, *notes, Text())
+
+
+def prove_table(rows: list[dict[str, Any]]) -> Table:
+    """One line per case, implementation and dtype: the tensor that comes closest to its bound, or that fails."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("case", "implementation", "dtype"):
+        table.add_column(name)
+    table.add_column("checks", justify="right")
+    table.add_column("closest to its bound")
+    for name in ("error", "plain code", "bound"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["case"], row["impl"], row["dtype"]), []).append(row)
+    for (case, impl, dtype), members in groups.items():
+        failed = [row for row in members if not row["ok"]]
+        worst = max(failed or members, key=lambda row: row["error"] / row["bound"] if row["bound"] else row["error"])
+        table.add_row(
+            case,
+            impl,
+            dtype,
+            f"{len(members) - len(failed)}/{len(members)}",
+            worst["tensor"],
+            units.small(worst["error"]),
+            units.small(worst["reference_error"]),
+            units.small(worst["bound"]),
+            Text("FAILED", style="bold red") if failed else Text("ok", style="green"),
+        )
+    return table
+
+
+def drift_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title="paired training runs", title_justify="left")
+    for name in ("case", "implementation"):
+        table.add_column(name)
+    for name in ("runs", "loss shift", "95 % interval", "p", "could see", "diverges at", "fp64 rank"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        at = row["first_divergence"]
+        table.add_row(
+            row["case"],
+            row["impl"],
+            str(row["runs"]),
+            f"{row['shift']:+.2e}",
+            f"{row['shift_low']:+.1e} … {row['shift_high']:+.1e}",
+            f"{row['p_value']:.3f}",
+            units.small(row["detectable_shift"]),
+            "never" if at is None else f"step {at}",
+            str(row["fp64_rank"]),
+            style=None if row["ok"] else "bold red",
+        )
+    return table

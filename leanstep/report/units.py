@@ -1,0 +1,36 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def seconds(value: float | None) -> str:
+    """1.23 s, 45.6 ms, 7.89 µs."""
+    if value is None:
+        return "-"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}"
+    return f"{value * 1e6:.3g} µs"
+
+
+def size(num_bytes: float | None) -> str:
+    """58.1 GiB, 3.4 MiB."""
+    if num_bytes is None:
+        return "-"
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} TiB"
+
+
+def ratio(value: float | None) -> str:
+    """3.2×, 0.97×, 412×."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}×" if value >= 100 else f"{value:.1f}×" if value >= 10 else f"{value:.2f}×"
+
+
+def small(value: float | None) -> str:
+    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"

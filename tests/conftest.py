@@ -1,0 +1,66 @@
+"""House rules of the test-suite: seeds, poisoned memory, a device fixture, ranks that cannot hang."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports Triton: kernels run in its interpreter. Ahead-of-time tests use a subprocess without it.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks as _run_ranks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Two workers on two cores: more threads only spin.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill fresh `torch.empty*` memory with NaN (or the largest integer): reading it unwritten fails loudly."""
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        # Fake and meta tensors hold no memory; a compiled region must not see the fill.
+        if torch.compiler.is_compiling() or tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
+            return tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype != torch.bool:
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
+        return tensor
+
+    def wrap(function):
+        def poisoned(*args, **kwargs):
+            return poison(function(*args, **kwargs))
+
+        return poisoned
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, wrap(getattr(torch, name)))
+    for name in ("new_empty", "new_empty_strided"):
+        monkeypatch.setattr(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def run_ranks():
+    """run_ranks(world_size, function, *args, timeout=60): gloo ranks; a hang fails instead of hanging."""
+    return _run_ranks

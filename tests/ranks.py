@@ -1,0 +1,99 @@
+"""Spawn gloo ranks with a time-out. `function` lives in a test module; it is re-imported by path in each rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import multiprocessing as mp
+import queue
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """Run `function(rank, world_size, *args)` on every rank; return the values in rank order.
+
+    The function must stand at the top level of its module. Values must be picklable (send tensors back as
+    numpy arrays or plain tensors). A rank that raises, dies or is not done after `timeout` seconds fails.
+    """
+    context = mp.get_context("spawn")
+    results: Any = context.Queue()
+    path = str(Path(inspect.getfile(function)).resolve())
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        processes = [
+            context.Process(
+                target=_rank_main,
+                args=(rank, world_size, store, path, function.__name__, args, results, timeout),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        values: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        try:
+            while len(values) < world_size:
+                try:
+                    rank, error, value = results.get(timeout=0.2)
+                except queue.Empty:
+                    dead = [r for r, p in enumerate(processes) if p.exitcode not in (None, 0) and r not in values]
+                    if dead:
+                        raise AssertionError(f"ranks {dead} died") from None
+                    if time.monotonic() > deadline:
+                        missing = sorted(set(range(world_size)) - set(values))
+                        raise AssertionError(f"ranks {missing} not done after {timeout} s") from None
+                    continue
+                if error is not None:
+                    raise AssertionError(f"rank {rank}:\n{error}")
+                values[rank] = value
+        finally:
+            for process in processes:
+                process.join(timeout=5 if len(values) == world_size else 0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+    return [values[rank] for rank in range(world_size)]
+
+
+def _rank_main(rank, world_size, store, path, name, args, results, timeout) -> None:
+    try:
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        module = _load(path)
+        value = getattr(module, name)(rank, world_size, *args)
+        results.put((rank, None, value))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, traceback.format_exc(), None))
+
+
+def _load(path: str):
+    """Import a test file by its path, under a name that does not collide with the package's modules."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    name = "ranked_" + Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,72 @@
+"""Imports go one way, and a fast-path folder stands alone: a user can copy it away."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "leanstep"
+FAST_PATHS = ("preference", "logprob", "muon", "gpt")
+# folder -> what it may import from leanstep besides itself. `cases.py` may also import leanstep.case.
+ALLOWED = {
+    "preference": set(),
+    "logprob": set(),
+    "muon": set(),
+    "gpt": {"muon"},
+    "measure": {"case", "diagnose"},
+    "diagnose": {"commands"} - {"commands"},
+    "report": {"measure", "diagnose", "case"},
+    "recipes": {"preference", "logprob", "muon", "gpt"},
+    "integrations": {"preference", "logprob", "muon", "gpt", "case"},
+}
+
+
+def leanstep_imports(path: Path) -> set[str]:
+    """First-level leanstep modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [node.module]
+            if node.module == "leanstep":
+                names = [f"leanstep.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("leanstep.")}
+    return found - {"__version__"}
+
+
+@pytest.mark.parametrize("folder", [f for f in ALLOWED if (PACKAGE / f).is_dir()])
+def test_imports_go_one_way(folder: str):
+    for path in (PACKAGE / folder).rglob("*.py"):
+        allowed = ALLOWED[folder] | {folder}
+        if path.name == "cases.py":
+            allowed = allowed | {"case"}
+        extra = leanstep_imports(path) - allowed
+        assert not extra, f"{path.relative_to(PACKAGE)} imports leanstep.{extra}"
+
+
+@pytest.mark.parametrize("folder", [f for f in FAST_PATHS if (PACKAGE / f).is_dir()])
+def test_only_kernel_files_import_triton_at_the_top(folder: str):
+    for path in (PACKAGE / folder).rglob("*.py"):
+        if path.name == "kernel.py":
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.split(".")[0] == "triton" for name in names), path
+
+
+def test_packages_import_without_triton():
+    block = "import sys; sys.modules['triton'] = None\n"
+    code = block + "".join(f"import leanstep.{name}\n" for name in FAST_PATHS if (PACKAGE / name / "__init__.py").exists())
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_no_module_is_called_after_nothing():
+    names = {path.stem for path in PACKAGE.rglob("*.py")}
+    assert not names & {"utils", "helpers", "common", "misc", "base"}
