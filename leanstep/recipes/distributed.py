@@ -76,7 +76,7 @@ def current_world(device: torch.device | str | None = None) -> World:
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
-        local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
+        local_rank=int(os.environ.get("LOCAL_RANK") or dist.get_rank()),
         device=torch.device(device or "cpu"),
         control=control,
     )

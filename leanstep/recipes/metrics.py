@@ -45,12 +45,9 @@ class Interval:
             if isinstance(value, Tensor):
                 if value.numel() != 1:
                     raise ValueError(f"metrics: {name} must be one number, got shape {tuple(value.shape)}")
-                value = (
-                    value.detach()
-                    .reshape(())
-                    .to(torch.float32 if value.device.type == "mps" else torch.float64)
-                )
-                self._sums[name] = self._sums[name] + value if name in self._sums else value
+                precise = torch.float32 if value.device.type == "mps" else torch.float64
+                scalar = value.detach().reshape(()).to(precise)
+                self._sums[name] = self._sums[name] + scalar if name in self._sums else scalar
                 self._counts[name] = self._counts.get(name, 0) + 1
             elif name == "tokens":
                 self.tokens += int(value)

@@ -40,7 +40,5 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 def restore_random_state(states: list[Mapping[str, Any]], world: World, say: Callable[[str], None]) -> None:
     """Each rank takes its own state back; with another number of ranks all take that of rank 0."""
     if len(states) != world.size:
-        say(
-            f"the checkpoint is of {len(states)} ranks, this run has {world.size}: random state of rank 0 used"
-        )
+        say(f"checkpoint of {len(states)} ranks, run of {world.size}: all take the random state of rank 0")
     set_random_state(states[world.rank] if len(states) == world.size else states[0])

@@ -1,0 +1,158 @@
+"""Checkpoints: exact round trip, atomic writing, torn and foreign files."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from leanstep.recipes import checkpoint
+from leanstep.recipes.checkpoint import CheckpointError
+
+RUN = {"recipe": "x", "steps": 10}
+
+
+def assert_same(a, b, path="state"):
+    assert type(a) is type(b), f"{path}: {type(a)} became {type(b)}"
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape, path
+        assert a.reshape(-1).view(torch.uint8).tolist() == b.reshape(-1).view(torch.uint8).tolist(), path
+    elif isinstance(a, dict):
+        assert list(a) == list(b), path
+        for key in a:
+            assert_same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{path}[{i}]")
+    else:
+        assert a == b or (a != a and b != b), path
+
+
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    | st.sampled_from([torch.bfloat16, torch.int16])
+)  # fmt: skip
+states = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        | st.lists(inner, max_size=2).map(tuple)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(states)
+def test_any_nested_state_comes_back_with_its_types(tmp_path_factory, state):
+    directory = tmp_path_factory.mktemp("c")
+    checkpoint.save(directory, 1, state, settings=RUN)
+    assert_same(state, checkpoint.load_latest(directory, settings=RUN).state)
+
+
+def test_tensors_come_back_bit_for_bit(tmp_path):
+    base = torch.randn(4, 6)
+    state = {
+        "weights": base.to(torch.bfloat16),
+        "transposed": base.t(),
+        "shared": [base, base[1:]],
+        "low bits": torch.randint(-32768, 32767, (5,), dtype=torch.int16),
+        "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "empty": torch.zeros(0, 3),
+        "flags": torch.tensor([True, False]),
+        "optimizer": {0: {"step": 7, "exp_avg": base}, 1: {}},
+        "a.b": base + 1,
+        "a": {"b": base + 2},
+    }
+    checkpoint.save(tmp_path, 5, state, settings=RUN)
+    found = checkpoint.load_latest(tmp_path, settings=RUN)
+    assert found.step == 5
+    state["transposed"] = state["transposed"].contiguous()
+    assert_same(state, found.state)
+
+
+def test_saving_copies_so_training_may_go_on(tmp_path):
+    weight = torch.ones(3)
+    path = checkpoint.save(tmp_path, 1, {"w": weight}, settings=RUN)
+    weight.zero_()
+    assert checkpoint.load(path).state["w"].tolist() == [1, 1, 1]
+
+
+def test_only_the_newest_stay(tmp_path):
+    for step in (3, 1, 20, 100):
+        checkpoint.save(tmp_path, step, {}, settings=RUN, keep=2)
+    assert [p.name for p in tmp_path.iterdir()] and [
+        checkpoint.load(p).step for p in checkpoint.list_checkpoints(tmp_path)
+    ] == [20, 100]
+
+
+def spoil(path, how):
+    data = path.read_bytes()
+    if how == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "cut in the header":
+        path.write_bytes(data[:20])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "zeros":
+        path.write_bytes(bytes(len(data)))
+    elif how == "bit flip":
+        path.write_bytes(data[:-3] + bytes([data[-3] ^ 4]) + data[-2:])
+    elif how == "text":
+        path.write_text("not a checkpoint at all, but long enough to have a header")
+    elif how == "safetensors of another program":
+        from safetensors.torch import save
+
+        path.write_bytes(save({"w": torch.ones(2)}))
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["cut", "cut in the header", "empty", "zeros", "bit flip", "text", "safetensors of another program"],
+)
+def test_a_bad_file_is_reported_and_the_one_before_it_used(tmp_path, how):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"w": torch.full((50,), float(step))}, settings=RUN)
+    spoil(checkpoint.checkpoint_path(tmp_path, 2), how)
+    said = []
+    found = checkpoint.load_latest(tmp_path, settings=RUN, say=said.append)
+    assert found.step == 1 and found.state["w"][0] == 1
+    assert len(said) == 1 and said[0].startswith("checkpoint step-00000002.safetensors skipped: ")
+    assert "\n" not in said[0]
+
+
+def test_when_nothing_is_usable_the_reason_is_raised(tmp_path):
+    assert checkpoint.load_latest(tmp_path / "absent", settings=RUN) is None
+    checkpoint.save(tmp_path, 4, {}, settings=RUN)
+    with pytest.raises(CheckpointError, match="steps was 10, now 20"):
+        checkpoint.load_latest(tmp_path, settings={**RUN, "steps": 20})
+
+
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, 1, {"w": torch.ones(2)}, settings=RUN)
+
+    def die(descriptor):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.os, "fsync", die)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, 1, {"w": torch.zeros(2)}, settings=RUN)
+    monkeypatch.undo()
+    assert checkpoint.load_latest(tmp_path, settings=RUN).state["w"].tolist() == [1, 1]
+    assert len(list(tmp_path.iterdir())) == 2
+    checkpoint.remove_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.safetensors"]
+
+
+def test_mistakes_are_named(tmp_path):
+    with pytest.raises(ValueError, match="keep: expected at least 1, got 0"):
+        checkpoint.save(tmp_path, 1, {}, settings=RUN, keep=0)
+    with pytest.raises(ValueError, match="step: expected 0"):
+        checkpoint.save(tmp_path, -1, {}, settings=RUN)
+    with pytest.raises(TypeError, match=r"cannot save a set at a\.0"):
+        checkpoint.save(tmp_path, 1, {"a": [{1}]}, settings=RUN)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,207 @@
+"""The loop on a toy recipe: exact resuming, signals, logging, targets, several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from leanstep.recipes import Cadence, current_world, run
+from leanstep.recipes.checkpoint import CheckpointError, list_checkpoints
+
+
+class Walk:
+    """A random walk that draws from every global generator and holds state of several kinds."""
+
+    name = "walk"
+
+    def __init__(self, steps=20, seed=0, cadence=None, at_step=None):
+        self.settings = {"steps": steps, "seed": seed}
+        self.num_steps, self.cadence = steps, cadence or Cadence(log=3, evaluate=5, save=4)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        self.weight, self.velocity, self.calls = torch.randn(5), torch.zeros(5), 0
+        self.at_step = at_step or (lambda i: None)
+
+    def step(self, i):
+        self.at_step(i)
+        assert i == self.calls
+        self.calls += 1
+        noise = torch.randn(5) * random.random() + float(np.random.rand())
+        self.velocity = 0.9 * self.velocity + noise - self.weight
+        self.weight = self.weight + 0.1 * self.velocity
+        return {"loss": self.weight.square().mean(), "lr": 1 / (i + 1), "tokens": 7}
+
+    def evaluate(self):
+        torch.randn(3), random.random(), np.random.rand()  # an evaluation that samples must not disturb
+        return {"val_loss": float(self.weight.norm())}
+
+    def state_dict(self):
+        return {"weight": self.weight, "velocity": self.velocity, "calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.weight, self.velocity, self.calls = state["weight"], state["velocity"], state["calls"]
+
+
+def metric_lines(out):
+    clocks = ("train_time_s", "tokens_per_s")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in clocks} for line in lines]
+
+
+def test_interruptions_change_neither_weights_nor_metrics(tmp_path):
+    whole = Walk()
+    outcome = run(whole, tmp_path / "whole", say=lambda line: None)
+    assert (outcome.stopped_by, outcome.step) == ("end", 20)
+    for stop in (0, 1, 6, 7, 13, None):
+        part = Walk()
+        outcome = run(part, tmp_path / "parts", resume=True, stop_after=stop, say=lambda line: None)
+        torch.manual_seed(99)
+    assert torch.equal(part.weight, whole.weight) and torch.equal(part.velocity, whole.velocity)
+    assert metric_lines(tmp_path / "parts") == metric_lines(tmp_path / "whole")
+    assert [e["step"] for e in outcome.evaluations] == [0, 5, 10, 15, 20]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("dies_at", [0, 3, 4, 9, 19])
+def test_a_death_between_checkpoints_repeats_nothing(tmp_path, dies_at):
+    def die(i):
+        if i == dies_at:
+            raise Killed
+
+    whole = Walk()
+    run(whole, tmp_path / "whole", say=lambda line: None)
+    with pytest.raises(Killed):
+        run(Walk(at_step=die), tmp_path / "b", say=lambda line: None)
+    again, said = Walk(), []
+    outcome = run(again, tmp_path / "b", resume=True, say=said.append)
+    assert outcome.resumed_from == (None if dies_at < 4 else dies_at // 4 * 4)
+    assert torch.equal(again.weight, whole.weight)
+    assert metric_lines(tmp_path / "b") == metric_lines(tmp_path / "whole")
+
+
+def test_how_often_one_evaluates_does_not_matter(tmp_path):
+    often = Walk(cadence=Cadence(evaluate=1))
+    run(often, tmp_path / "a", say=lambda line: None)
+    never = Walk(cadence=Cadence(evaluate=0))
+    run(never, tmp_path / "b", say=lambda line: None)
+    assert torch.equal(often.weight, never.weight)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_after_the_step(tmp_path, number):
+    before = signal.getsignal(number)
+    walk, said = Walk(at_step=lambda i: os.kill(os.getpid(), number) if i == 6 else None), []
+    outcome = run(walk, tmp_path, say=said.append)
+    name = signal.Signals(number).name
+    assert (outcome.stopped_by, outcome.step) == (name, 7)
+    assert outcome.checkpoint.name == "step-00000007.safetensors"
+    assert said[-1] == f"{name}: saved step 7/20, stopping"
+    assert signal.getsignal(number) is before
+    whole, rest = Walk(), Walk()
+    run(whole, tmp_path / "whole", say=lambda line: None)
+    run(rest, tmp_path, resume=True, say=lambda line: None)
+    assert torch.equal(rest.weight, whole.weight)
+
+
+def test_the_target_ends_the_run_at_an_evaluation(tmp_path):
+    free = run(Walk(), tmp_path / "free", say=lambda line: None)
+    target = free.evaluations[2]["val_loss"]
+    first = next(e for e in free.evaluations if e["val_loss"] <= target)
+    outcome = run(Walk(), tmp_path / "t", target_loss=target, say=lambda line: None)
+    assert outcome.stopped_by == "target" and outcome.last_evaluation["step"] == first["step"] == outcome.step
+
+
+def test_logged_means_cover_each_step_once(tmp_path):
+    run(Walk(cadence=Cadence(log=1, evaluate=0)), tmp_path / "each", say=lambda line: None)
+    run(Walk(cadence=Cadence(log=8, evaluate=0)), tmp_path / "eight", say=lambda line: None)
+    each = [line["loss"] for line in metric_lines(tmp_path / "each") if "loss" in line]
+    eight = [line for line in metric_lines(tmp_path / "eight") if "loss" in line]
+    assert [line["step"] for line in eight] == [8, 16, 20]
+    assert [line["tokens"] for line in eight] == [56, 56, 28]
+    expected = [np.mean(each[:8]), np.mean(each[8:16]), np.mean(each[16:])]
+    assert [line["loss"] for line in eight] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_used_directory_needs_resume(tmp_path):
+    run(Walk(), tmp_path, say=lambda line: None)
+    with pytest.raises(ValueError, match=r"out: .* already holds a run \(step-00000020"):
+        run(Walk(), tmp_path)
+    with pytest.raises(CheckpointError, match="steps was 20, now 30"):
+        run(Walk(steps=30), tmp_path, resume=True, say=lambda line: None)
+    finished = run(Walk(), tmp_path, resume=True, say=lambda line: None)
+    assert finished.stopped_by == "end" and finished.resumed_from == 20
+    assert len(finished.evaluations) == 5
+
+
+def test_a_torn_checkpoint_costs_time_not_the_run(tmp_path):
+    whole = Walk()
+    run(whole, tmp_path / "whole", say=lambda line: None)
+    run(Walk(), tmp_path / "t", stop_after=9, say=lambda line: None)
+    newest = list_checkpoints(tmp_path / "t" / "checkpoints")[-1]
+    newest.write_bytes(newest.read_bytes()[:100])
+    said, again = [], Walk()
+    outcome = run(again, tmp_path / "t", resume=True, say=said.append)
+    assert outcome.resumed_from == 8 and "step-00000009.safetensors skipped" in said[0]
+    assert torch.equal(again.weight, whole.weight)
+    assert metric_lines(tmp_path / "t") == metric_lines(tmp_path / "whole")
+
+
+def test_the_clock_stands_still_during_evaluation(tmp_path):
+    class Slow(Walk):
+        def evaluate(self):
+            import time
+
+            time.sleep(0.05)
+            return super().evaluate()
+
+    outcome = run(Slow(), tmp_path, say=lambda line: None)
+    assert outcome.train_time_s < 0.1
+
+
+class Averaged(Walk):
+    """Two ranks with random numbers of their own that walk together: the state is the mean over ranks."""
+
+    def step(self, i):
+        metrics = super().step(i)
+        for state in (self.weight, self.velocity):
+            dist.all_reduce(state)
+            state /= dist.get_world_size()
+        return {**metrics, "rank": torch.tensor(float(dist.get_rank()))}
+
+
+def walk_on_ranks(rank, world_size, folder):
+    """One run left alone; one that gets SIGTERM on rank 1 and is resumed."""
+    out, results = Path(folder), []
+    for name, signal_at in (("whole", None), ("cut", 5), ("cut", None)):
+
+        def maybe_signal(i, signal_at=signal_at):
+            if i == signal_at and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        walk = Averaged(seed=rank, at_step=maybe_signal)
+        walk.settings = {"steps": 20}
+        outcome = run(walk, out / name, resume=True, world=current_world(), say=lambda line: None)
+        results.append((walk.weight.numpy(), outcome.stopped_by, outcome.step))
+    return results
+
+
+def test_ranks_stop_together_save_once_and_resume_exactly(tmp_path, run_ranks):
+    ranks = run_ranks(2, walk_on_ranks, str(tmp_path))
+    for whole, cut, rest in ranks:
+        assert cut[1:] == ("SIGTERM", 6) and rest[1:] == whole[1:] == ("end", 20)
+        assert np.array_equal(rest[0], whole[0]) and not np.array_equal(cut[0], whole[0])
+    assert metric_lines(tmp_path / "cut") == metric_lines(tmp_path / "whole")
+    logged = [line for line in metric_lines(tmp_path / "whole") if "rank" in line]
+    assert logged and all(line["rank"] == 0.5 for line in logged)
