@@ -265,7 +265,7 @@ def run(
 def _prepare(out: Path, directory: Path, settings: Mapping[str, Any], *, resume: bool, world: World) -> None:
     present = checkpoint.list_checkpoints(directory)
     if present and not resume:
-        raise ValueError(
+        raise checkpoint.CheckpointError(
             f"out: {out} already holds a run ({present[-1].name}); "
             "pass resume to continue it or name another directory"
         )

@@ -42,7 +42,7 @@ class Interval:
         self.steps += 1
         self.seconds += seconds
         for name, value in metrics.items():
-            if isinstance(value, Tensor):
+            if not isinstance(value, int | float):
                 if value.numel() != 1:
                     raise ValueError(f"metrics: {name} must be one number, got shape {tuple(value.shape)}")
                 precise = torch.float32 if value.device.type == "mps" else torch.float64

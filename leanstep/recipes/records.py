@@ -210,4 +210,5 @@ def _welch(new: Sequence[float], old: Sequence[float]) -> float | None:
         return None
     from scipy import stats
 
-    return float(stats.ttest_ind(new, old, equal_var=False, alternative="less").pvalue)
+    result: Any = stats.ttest_ind(new, old, equal_var=False, alternative="less")
+    return float(result.pvalue)

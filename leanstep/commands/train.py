@@ -1,0 +1,274 @@
+"""`leanstep train gpt|lens|grpo`: one recipe from start to end, or several seeds of it against a target."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from leanstep.commands import BadInput, FellShort
+from leanstep.commands.output import check_writable, write_json
+
+RECIPES = ("gpt", "lens", "grpo")
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="gpt, lens or grpo.")],
+    preset: Annotated[str, typer.Option(help="Size of the run; see docs/train.md.")] = "tiny",
+    steps: Annotated[int | None, typer.Option(help="Length; the schedule is stretched to it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the run (default: leanstep-run/RECIPE-PRESET).")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights, data order and sampling.")] = 0,
+    optimizer: Annotated[str | None, typer.Option(help="gpt: normuon or adamw.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate; default: the preset's.")] = None,
+    runs: Annotated[int | None, typer.Option(help="Record: that many seeds, needs --target.")] = None,
+    target: Annotated[
+        float | None, typer.Option(help="Validation loss to reach; without --runs the run stops there.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Where the record goes (default: OUT/record.json).")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="An earlier record to compare with.")] = None,
+    set_options: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other option of the recipe: KEY=VALUE.")
+    ] = None,
+    log_every: Annotated[int | None, typer.Option(help="Steps between metric lines.")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    stop_after: Annotated[
+        int | None, typer.Option(help="Save and stop at this step of the schedule.")
+    ] = None,
+    keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = 3,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json_path: Annotated[
+        str | None, typer.Option("--json", help="Result as JSON; - for standard output.")
+    ] = None,
+) -> int:
+    """Train one of the three recipes end to end: checkpoints, exact resuming, metrics, records.
+
+    Several processes: torchrun --nproc-per-node 2 -m leanstep train gpt ...
+    """
+    from leanstep.recipes import process_group
+
+    module = _recipe_module(recipe)
+    if preset not in module.PRESETS:
+        raise BadInput(f"--preset: {recipe} has no {preset!r}; it has {', '.join(module.PRESETS)}")
+    _check_numbers(steps=steps, runs=runs, keep=keep, stop_after=stop_after)
+    _check_numbers(0, log_every=log_every, eval_every=eval_every, save_every=save_every, seed=seed)
+    if runs is not None and target is None:
+        raise BadInput("--target: expected a validation loss together with --runs, got none")
+    if runs is None and (record is not None or against is not None):
+        raise BadInput("--runs: expected a number of seeds together with --record or --against, got none")
+    if target is not None and not math.isfinite(target):
+        raise BadInput(f"--target: expected a finite loss, got {target}")
+    check_writable(json_path, "--json")
+    options = _options(module, recipe, {"optimizer": optimizer, "lr": lr}, set_options or [])
+    plan = _Plan(
+        module=module,
+        recipe=recipe,
+        preset=preset,
+        steps=steps,
+        out=out or Path("leanstep-run") / f"{recipe}-{preset}",
+        resume=resume,
+        options=options,
+        cadence={"log": log_every, "evaluate": eval_every, "save": save_every},
+        keep=keep,
+        stop_after=stop_after,
+    )
+    try:
+        with process_group(device) as world:
+            if runs is None:
+                return _train_once(plan, seed, target, world, json_path)
+            assert target is not None
+            return _make_record(plan, seed, runs, target, world, record, against, json_path)
+    except OSError as error:
+        raise BadInput(f"--out: cannot work in {plan.out}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one run of the command line needs, whichever seed."""
+
+    module: Any
+    recipe: str
+    preset: str
+    steps: int | None
+    out: Path
+    resume: bool
+    options: dict[str, Any]
+    cadence: dict[str, int | None]
+    keep: int
+    stop_after: int | None
+
+    def run(self, seed: int, out: Path, world: Any, **how: Any) -> tuple[Any, Any]:
+        from leanstep.recipes import run
+        from leanstep.recipes.checkpoint import CheckpointError
+
+        try:
+            built = self.module.build(self.preset, seed=seed, steps=self.steps, world=world, **self.options)
+            cadence = replace(built.cadence, **{k: v for k, v in self.cadence.items() if v is not None})
+        except ValueError as error:
+            raise BadInput(f"{self.recipe}: {error}") from error
+        try:
+            outcome = run(
+                built, out, resume=self.resume, cadence=cadence, keep=self.keep, stop_after=self.stop_after,
+                world=world, **how,
+            )  # fmt: skip
+        except CheckpointError as error:
+            raise BadInput(str(error).replace("pass resume", "pass --resume")) from error
+        return built, outcome
+
+
+def _train_once(plan: _Plan, seed: int, target: float | None, world: Any, json_path: str | None) -> int:
+    built, outcome = plan.run(seed, plan.out, world, target_loss=target)
+    if world.is_main:
+        result = {
+            "recipe": plan.recipe,
+            "preset": plan.preset,
+            "seed": seed,
+            "settings": built.settings,
+            "stopped_by": outcome.stopped_by,
+            "step": outcome.step,
+            "train_time_s": outcome.train_time_s,
+            "checkpoint": str(outcome.checkpoint),
+            "evaluations": outcome.evaluations,
+            **_machine(world),
+        }
+        write_json(result, json_path)
+        if json_path != "-":
+            print(f"{outcome.stopped_by} at step {outcome.step}/{built.num_steps}: {plan.out}")
+    if outcome.stopped_by == "SIGINT":
+        return 130
+    if outcome.stopped_by == "end" and target is not None:
+        loss = outcome.last_evaluation.get("val_loss")
+        raise FellShort(f"target: {target} not reached, the last validation loss is {loss}")
+    return 0
+
+
+def _make_record(
+    plan: _Plan, seed: int, runs: int, target: float, world: Any, record: Path | None, against: Path | None,
+    json_path: str | None,
+) -> int:  # fmt: skip
+    from leanstep.recipes.records import Record, Run, compare
+
+    try:
+        old = Record.read(against) if against is not None else None
+    except ValueError as error:
+        raise BadInput(f"--against: {error}") from error
+    path = record or plan.out / "record.json"
+    check_writable(str(path) if record else None, "--record")
+    finished, settings = [], {}
+    for number in range(seed, seed + runs):
+        built, outcome = plan.run(number, plan.out / f"seed-{number}", world)
+        settings = {key: value for key, value in built.settings.items() if key != "seed"}
+        if outcome.stopped_by in ("SIGTERM", "SIGINT"):
+            return 0 if outcome.stopped_by == "SIGTERM" else 130
+        if world.is_main:
+            finished.append(Run.from_evaluations(number, outcome.evaluations, target))
+    if not world.is_main:
+        return 0
+    new = Record(plan.recipe, settings, target, tuple(finished), _machine(world))
+    new.write(path)
+    result = {
+        "record": str(path),
+        **json.loads(path.read_text()),
+        "comparison": compare(new, old) if old else None,
+    }
+    write_json(result, json_path)
+    if json_path != "-":
+        _print_record(new, old)
+        print(f"record: {path}")
+    if not new.test().significant:
+        raise FellShort(f"record: the mean loss is not below {target} with p < 0.01: {_describe_test(new)}")
+    return 0
+
+
+def _describe_test(record: Any) -> str:
+    test = record.test()
+    p = "no p with one run" if test.p is None else f"p = {test.p:.3g}"
+    return f"mean {test.mean:.4f}, {p}, {len(record.times_s)} of {test.n} runs met it"
+
+
+def _print_record(new: Any, old: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from leanstep.recipes.records import compare
+
+    table = Table(title=f"{new.recipe}: target {new.target}")
+    for column in ("", "runs", "steps to target", "time to target s", "final loss", "p"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    for label, record in (("new", new), ("old", old)):
+        if record is not None:
+            s = record.summary()
+            table.add_row(
+                label,
+                f"{s['reached']}/{s['n']}",
+                _plus_minus(s["steps_to_target"], ".0f"),
+                _plus_minus(s["time_to_target_s"], ".2f"),
+                _plus_minus(s["loss"], ".4f"),
+                "–" if s["p"] is None else f"{s['p']:.3g}",
+            )
+    console = Console(highlight=False)
+    console.print(table)
+    if old is not None:
+        difference = compare(new, old)
+        if difference["time_delta_s"] is not None:
+            p = "" if difference["time_p"] is None else f", one-sided p = {difference['time_p']:.3g}"
+            console.print(
+                f"time {difference['time_delta_s']:+.2f} s (old / new = {difference['time_ratio']:.2f}){p}; "
+                f"loss {difference['loss_delta']:+.4f}"
+            )
+        for warning in difference["warnings"]:
+            console.print(f"note: {warning}")
+
+
+def _plus_minus(spread: dict[str, float | None], form: str) -> str:
+    if spread["mean"] is None:
+        return "–"
+    return format(spread["mean"], form) + ("" if spread["sd"] is None else f" ± {spread['sd']:{form}}")
+
+
+def _machine(world: Any) -> dict[str, Any]:
+    from leanstep.measure.environment import environment
+
+    return {**environment(world.device), "ranks": world.size}
+
+
+def _recipe_module(recipe: str) -> Any:
+    if recipe not in RECIPES:
+        raise BadInput(f"recipe: expected one of {', '.join(RECIPES)}, got {recipe!r}")
+    return importlib.import_module(f"leanstep.recipes.{recipe}")
+
+
+def _options(module: Any, recipe: str, named: dict[str, Any], pairs: list[str]) -> dict[str, Any]:
+    """Options for `build`, checked against its signature."""
+    options = {key: value for key, value in named.items() if value is not None}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator or not key.isidentifier():
+            raise BadInput(f"--set: expected KEY=VALUE, got {pair!r}")
+        try:
+            options[key] = json.loads(text)
+        except json.JSONDecodeError:
+            options[key] = text
+    reserved = {"preset", "seed", "steps", "world"}
+    known = [name for name in inspect.signature(module.build).parameters if name not in reserved]
+    for key in options:
+        if key not in known:
+            raise BadInput(f"{recipe}: no option {key!r}; it has {', '.join(known) or 'none'}")
+    return options
+
+
+def _check_numbers(least: int = 1, **values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise BadInput(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
