@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,11 @@ def arguments(case, rank):
 @pytest.mark.parametrize("case", list(layout_cases()))
 def test_plan_equals_upstream_layout(case):
     totals, responses, masks = case["total_lengths"], case["response_lengths"], case["loss_masks"]
-    stream = torch.tensor(sum(case["tokens"], []))
+    stream = torch.tensor(list(chain(*case["tokens"])))
     for rank, golden in enumerate(case["ranks"]):
         plan = plan_rows(totals, responses, loss_masks=masks, **arguments(case, rank))
         assert plan.T_local == golden["T_local"]
-        assert plan.rows.tolist() == golden["keep_index"] == sum(golden["rows"], [])
+        assert plan.rows.tolist() == golden["keep_index"] == list(chain(*golden["rows"]))
         assert plan.splits == tuple(len(r) for r in golden["rows"])
         assert [r.tolist() for r in plan.split(plan.rows)] == golden["rows"]
         assert [r.tolist() for r in plan.split(plan.resp_index)] == golden["resp_index"]
@@ -81,7 +82,7 @@ def test_spans_place_the_tokens_where_upstream_does(case):
 @pytest.mark.parametrize("case", list(layout_cases()))
 def test_all_rows_give_the_same_targets_and_parts_as_the_selection(case):
     totals, responses = case["total_lengths"], case["response_lengths"]
-    stream = torch.tensor(sum(case["tokens"], []))
+    stream = torch.tensor(list(chain(*case["tokens"])))
     for rank in range(case["cp_size"]):
         every = plan_rows(totals, responses, select="all", **arguments(case, rank))
         chosen = plan_rows(totals, responses, **arguments(case, rank))
