@@ -1,0 +1,49 @@
+"""The speedrun GPT, flattened onto parameter banks, with its data.
+
+    config = GPTConfig.preset("tiny")                    # "record-74", "tiny", "plain", "vectors"; **overrides
+    model = GPT(config, generator=torch.Generator().manual_seed(0))
+
+    loss = model(inputs, targets, cu_seqlens, mtp=(1.0, 0.5))    # sum over rows; inputs, targets: [T] integers
+    mean = model.mean_loss(inputs, targets, cu_seqlens)          # evaluation: mean cross-entropy, no gradient
+
+    hidden = model.hidden(inputs, cu_seqlens)            # [T, D] final normalised states
+    weight = model.head_weight()                         # [V, D]; logits = model.logits(hidden)
+    tokens = model.generate(prompt, max_new_tokens, generator=g, temperature=1.0)   # prompt [T] or [B, T]
+
+    model.set_windows(short, long)                       # in blocks; YaRN follows; yarn=False for a final window
+    model.schedule_state(), model.load_schedule_state(state)     # JSON-able: windows, YaRN, tied flag
+    model.tied; model.tie_gradients(); model.copy_tied(); model.untie()
+
+Parameters are named as in the optimizer table of the record: embed, lm_head, bigram_embed, value_embeds,
+attn_bank, mlp_bank, attn_gate_bank, ve_gate_bank, smear_gate, skip_gate, post_lambdas, resid_lambdas,
+x0_lambdas, bigram_lambdas, scalars. A switched-off feature has no parameter. `model.bank_views()` gives the
+banks as stacks of matrices. `ReferenceGPT` is the same model as ordinary modules, same parameters, same methods.
+
+    loader = DocumentLoader(paths, num_tokens, max_seq_len, bos=bos, rank=0, world_size=1, cycle=True)
+    batch = loader.next_batch()                          # .inputs, .targets, .cu_seqlens, on the CPU
+    loader.resize(num_tokens, max_seq_len)               # from the next batch on
+    loader.state_dict(), loader.load_state_dict(state)   # JSON-able
+    for batch in validation_batches(paths, num_tokens, total_tokens, bos=bos): ...
+    corpus = standard_library_corpus(vocab_size=512)     # .train_paths, .validation_paths, .bos, .vocab_size, .tokenizer()
+"""
+
+from leanstep.gpt.bigram import bigram_hash
+from leanstep.gpt.config import GPTConfig
+from leanstep.gpt.corpus import Corpus, standard_library_corpus
+from leanstep.gpt.data import Batch, DocumentLoader, read_shard, validation_batches, write_shard
+from leanstep.gpt.model import GPT
+from leanstep.gpt.reference import ReferenceGPT
+
+__all__ = [
+    "GPT",
+    "Batch",
+    "Corpus",
+    "DocumentLoader",
+    "GPTConfig",
+    "ReferenceGPT",
+    "bigram_hash",
+    "read_shard",
+    "standard_library_corpus",
+    "validation_batches",
+    "write_shard",
+]

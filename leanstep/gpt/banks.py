@@ -1,0 +1,194 @@
+"""The parameters: matrices of equal shape live in banks, and a training step takes the banks apart once.
+
+`bank[i]` inside a loop over layers makes autograd write one zero-filled gradient of the whole bank per layer and
+add them up. `unbind` on the flattened bank has a single `stack` for its backward.
+"""
+
+# L layers · A layers with attention · D model · F hidden · V padded vocabulary
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leanstep.gpt.attention import PlanCache
+from leanstep.gpt.config import DTYPES, GPTConfig
+from leanstep.gpt.rotary import Rotary
+
+
+def unbind_bank(bank: Tensor) -> tuple[Tensor, ...]:
+    """Every matrix of a bank [..., rows, cols], taken apart once.
+
+    The backward is one `stack`: no `select_backward`, no zero-filled bank.
+    """
+    if bank.dim() < 3:
+        raise ValueError(
+            f"bank: expected [..., rows, cols] with at least 3 dimensions, got {tuple(bank.shape)}"
+        )
+    return bank.flatten(0, -3).unbind(0)
+
+
+class BankedGPT(nn.Module):
+    """Parameters and training state of the model; `GPT` and `ReferenceGPT` add the forward.
+
+    State that a schedule changes is not in `state_dict` (which holds parameters only) but in
+    `schedule_state`: the windows, the YaRN frequencies and scale, and whether head and embedding are tied.
+    """
+
+    def __init__(self, config: GPTConfig, *, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = Rotary(config.head_dim, config.rotary_base, config.attention_scale)
+        self.plans = PlanCache()
+        self.windows = config.windows
+        self.tied = config.tied
+        self._allocate(config)
+        self.reset_parameters(generator)
+
+    def _allocate(self, c: GPTConfig) -> None:
+        dtype = DTYPES[c.dtype]
+        bank_dtype = DTYPES[c.bank_dtype or c.dtype]
+        # Lambdas stay in fp32 under bf16 and follow the activations only when those are wider.
+        lambda_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+
+        def add(name: str, *shape: int, dtype: torch.dtype = dtype, when: bool = True) -> None:
+            if when:
+                self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+
+        d, vocab, layers, num_attn = c.model_dim, c.padded_vocab, c.num_layers, len(c.attention_layers)
+        add("embed", vocab, d)
+        add("lm_head", *((d, vocab) if c.transposed_head else (vocab, d)))
+        add("bigram_embed", c.bigram_vocab_size, d, when=c.bigram_vocab_size > 0)
+        add("value_embeds", len(c.value_embed_layers) * vocab, d, when=bool(c.value_embed_layers))
+        add("attn_bank", num_attn, 4 * d, d, dtype=bank_dtype, when=num_attn > 0)
+        add("mlp_bank", c.bank_layers, 2, c.mlp_hidden, d, dtype=bank_dtype)
+        add("attn_gate_bank", num_attn, c.num_heads, c.gate_width, when=c.attention_gate and num_attn > 0)
+        add(
+            "ve_gate_bank",
+            len(c.value_embed_layers),
+            c.num_heads,
+            c.gate_width,
+            when=bool(c.value_embed_layers),
+        )
+        add("smear_gate", 1, c.gate_width, when=c.smear)
+        add("skip_gate", len(c.skip_pairs), c.gate_width, when=bool(c.skip_pairs))
+        add("post_lambdas", layers, 2, 2, dtype=lambda_dtype)
+        add("resid_lambdas", layers, 2, *((2,) if c.resid_per_lane else ()), dtype=lambda_dtype)
+        add("x0_lambdas", layers, dtype=lambda_dtype, when=c.x0_inject)
+        add("bigram_lambdas", layers, dtype=lambda_dtype, when=c.bigram_vocab_size > 0)
+        add("scalars", c.num_scalars, dtype=lambda_dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Initial values of the record; random ones from `generator`, in a fixed order."""
+        c = self.config
+        bound = math.sqrt(3) * 0.5 / math.sqrt(c.model_dim)
+        parameters = dict(self.named_parameters())
+        head = self.lm_head
+        head.normal_(0, 0.005, generator=generator)
+        self.embed.copy_(head.T if c.transposed_head else head)
+        if "bigram_embed" in parameters:
+            self.bigram_embed.zero_()
+            self.bigram_lambdas.fill_(0.05)
+        if "value_embeds" in parameters:
+            self.value_embeds.normal_(0, 0.01, generator=generator)
+        if "attn_bank" in parameters:
+            self.attn_bank.uniform_(-bound, bound, generator=generator)
+        self.mlp_bank.uniform_(-bound, bound, generator=generator)
+        self.mlp_bank[:, 1].zero_()
+        for name in ("attn_gate_bank", "ve_gate_bank", "smear_gate", "skip_gate", "x0_lambdas"):
+            if name in parameters:
+                parameters[name].zero_()
+        self.post_lambdas.fill_(1)
+        self.post_lambdas[c.lanes_from :, 0, 1] = 1.5
+        self.resid_lambdas.fill_(math.sqrt(1.1))
+        self.scalars.fill_(1)
+        self.scalars[: 2 * c.num_layers : 2] = 0.5
+        for name, slot in c.scalar_slots.items():
+            self.scalars[slot] = {"smear": 0.0, "backout": 0.5}.get(name, -1.5)
+
+    def optional(self, name: str) -> Tensor | None:
+        """A parameter that a switched-off feature lacks."""
+        return self._parameters.get(name)
+
+    def scalar(self, name: str) -> Tensor:
+        """One of the packed single numbers, as a 0-dimensional view."""
+        return self.scalars[self.config.scalar_slots[name]]
+
+    def bank_views(self) -> dict[str, Tensor]:
+        """The banks as the optimizer sees them: stacks of matrices, first MLP matrix even, second odd."""
+        d = self.config.model_dim
+        views = {"mlp_bank": self.mlp_bank.detach().flatten(0, 1)}
+        if "attn_bank" in self._parameters:
+            views["attn_bank"] = self.attn_bank.detach().view(-1, d, d)
+        return views
+
+    # The schedule's side.
+
+    def window_tokens(self, layer: int) -> int:
+        """Reach of a layer's attention: this many earlier time slots are visible."""
+        is_long = layer in self.config.long_window_layers
+        return self.windows[is_long] * self.config.window_block
+
+    def set_windows(self, short: int, long: int, *, yarn: bool = True) -> None:
+        """Change the windows (in blocks). A new long window is a YaRN step, unless `yarn` is False.
+
+        The record's last evaluation widens the window without one.
+        """
+        if not 0 < short <= long:
+            raise ValueError(f"windows: expected 0 < short <= long, got {short}, {long}")
+        block = self.config.window_block
+        if yarn and self.config.yarn and long != self.windows[1]:
+            self.rotary.rescale(self.windows[1] * block, long * block)
+        self.windows = (short, long)
+
+    def schedule_state(self) -> dict[str, Any]:
+        """What a schedule has changed beside the parameters; JSON-able, exact."""
+        return {"windows": list(self.windows), "tied": self.tied, "rotary": self.rotary.state_dict()}
+
+    def load_schedule_state(self, state: Mapping[str, Any]) -> None:
+        short, long = state["windows"]
+        self.rotary.load_state_dict(state["rotary"])
+        self.windows = (short, long)
+        self.tied = bool(state["tied"])
+
+    # Head and embedding: two parameters that are kept equal while tied.
+
+    def head_weight(self) -> Tensor:
+        """[V, D]; a view, so gradients reach the stored layout."""
+        return self.lm_head.T if self.config.transposed_head else self.lm_head
+
+    @torch.no_grad()
+    def tie_gradients(self) -> None:
+        """While tied: add the embedding's gradient to the head's and clear it; the head alone is updated."""
+        if not self.tied or self.embed.grad is None:
+            return
+        if self.lm_head.grad is None:
+            self.lm_head.grad = torch.zeros_like(self.lm_head)
+        if self.config.transposed_head:
+            from leanstep.muon import transpose_add
+
+            transpose_add(self.lm_head.grad, self.embed.grad)
+        else:
+            self.lm_head.grad += self.embed.grad
+        self.embed.grad = None
+
+    @torch.no_grad()
+    def copy_tied(self) -> None:
+        """While tied: the embedding takes the head's updated values."""
+        if not self.tied:
+            return
+        if self.config.transposed_head:
+            from leanstep.muon import transpose_copy
+
+            transpose_copy(self.embed, self.lm_head)
+        else:
+            self.embed.copy_(self.lm_head)
+
+    def untie(self) -> None:
+        """From now on head and embedding are updated separately (the optimizer copies its own state)."""
+        self.tied = False

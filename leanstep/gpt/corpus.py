@@ -1,0 +1,187 @@
+"""The default corpus: the Python standard library's source, tokenised with a BPE trained on it.
+
+It is text that every machine with Python has, so nothing is downloaded. Files are cut into documents at blank lines;
+every twentieth file goes to validation. The shards and the tokenizer are cached in the user's cache folder
+(`LEANSTEP_CACHE` overrides it), under a name made of everything that determines them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from leanstep.gpt.data import write_shard
+
+BOS = "<|bos|>"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Shards on disk and the tokenizer that made them."""
+
+    train_paths: tuple[Path, ...]
+    validation_paths: tuple[Path, ...]
+    tokenizer_path: Path
+    vocab_size: int
+    bos: int
+    train_tokens: int
+    validation_tokens: int
+
+    def tokenizer(self) -> Any:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self.tokenizer_path))
+
+
+def cache_folder() -> Path:
+    """`LEANSTEP_CACHE`, or leanstep's folder in the user's cache."""
+    override = os.environ.get("LEANSTEP_CACHE")
+    if override:
+        return Path(override)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "leanstep"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanstep"
+
+
+def standard_library_files(root: Path | None = None) -> list[Path]:
+    """Python files of the standard library in a fixed order, without tests and installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    files = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts[:-1])]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def split_documents(text: str, max_chars: int) -> Iterator[str]:
+    """Cut a file at blank lines into documents of about `max_chars`; a longer paragraph stays whole."""
+    document = ""
+    for paragraph in text.split("\n\n"):
+        if document and len(document) + len(paragraph) > max_chars:
+            yield document
+            document = ""
+        document += paragraph + "\n\n"
+    if document.strip():
+        yield document
+
+
+def standard_library_corpus(
+    vocab_size: int = 512,
+    *,
+    max_chars: int = 1200,
+    max_bytes: int | None = None,
+    root: Path | None = None,
+    folder: Path | None = None,
+) -> Corpus:
+    """Build the corpus, or find it in the cache.
+
+    Args:
+        vocab_size: BPE size, BOS included; 257 (bytes and BOS) at least.
+        max_chars: aimed document length.
+        max_bytes: stop reading files after so many bytes; None reads all.
+        root: another folder of Python files instead of the standard library.
+        folder: cache folder; default `cache_folder()`.
+    """
+    if not 257 <= vocab_size <= 2**16:
+        raise ValueError(f"vocab_size: expected 257..65536 (256 bytes and BOS at least), got {vocab_size}")
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError("the corpus needs tokenizers: pip install tokenizers") from error
+    texts, digest = _read(standard_library_files(root), max_bytes)
+    settings = {
+        "format": FORMAT,
+        "vocab_size": vocab_size,
+        "max_chars": max_chars,
+        "text": digest,
+        "tokenizers": tokenizers.__version__,
+    }
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    target = (folder or cache_folder()) / f"stdlib-{vocab_size}-{key}"
+    if not (target / "corpus.json").is_file():
+        _build(target, texts, vocab_size, max_chars)
+    about = json.loads((target / "corpus.json").read_text())
+    return Corpus(
+        (target / "train.bin",),
+        (target / "validation.bin",),
+        target / "tokenizer.json",
+        about["vocab_size"],
+        about["bos"],
+        about["train_tokens"],
+        about["validation_tokens"],
+    )
+
+
+def _read(files: list[Path], max_bytes: int | None) -> tuple[list[str], str]:
+    texts, size, digest = [], 0, hashlib.sha256()
+    for path in files:
+        if max_bytes is not None and size >= max_bytes:
+            break
+        raw = path.read_bytes()
+        size += len(raw)
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+        texts.append(raw.decode("utf-8", errors="replace"))
+    if len(texts) < 2:
+        raise ValueError(f"root: expected at least two Python files, found {len(texts)}")
+    return texts, digest.hexdigest()
+
+
+def _build(target: Path, texts: list[str], vocab_size: int, max_chars: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    # Alternating ends of the alphabet: a held-out file every twenty, at least one.
+    every = min(20, len(texts))
+    held_out = [i % every == every - 1 for i in range(len(texts))]
+    documents = {
+        split: [
+            doc
+            for text, out in zip(texts, held_out, strict=True)
+            if out == wanted
+            for doc in split_documents(text, max_chars)
+        ]
+        for split, wanted in (("train", False), ("validation", True))
+    }
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents["train"], trainer)
+    bos = tokenizer.token_to_id(BOS)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Built aside and renamed: another process never sees half a corpus.
+    building = Path(tempfile.mkdtemp(dir=target.parent, prefix=".building-"))
+    try:
+        counts = {}
+        for split, docs in documents.items():
+            ids: list[int] = []
+            for encoding in tokenizer.encode_batch(docs):
+                ids.append(bos)
+                ids.extend(encoding.ids)
+            write_shard(building / f"{split}.bin", torch.tensor(ids, dtype=torch.int32))
+            counts[f"{split}_tokens"] = len(ids)
+        tokenizer.save(str(building / "tokenizer.json"))
+        about = {"vocab_size": tokenizer.get_vocab_size(), "bos": bos, **counts}
+        (building / "corpus.json").write_text(json.dumps(about))
+        try:
+            building.rename(target)
+        except OSError:
+            # Somebody else finished first; theirs is the same.
+            if not (target / "corpus.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
