@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from leanstep.report.files import BadInput
 
-class BadInput(Exception):
-    """The caller's mistake: one line that names the argument, what came and what is expected. Exit code 2."""
+__all__ = ["BadInput", "FellShort"]
 
 
 class FellShort(Exception):

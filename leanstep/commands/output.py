@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from leanstep.commands import BadInput
+from leanstep.report.files import write_text
 
 
 def console(json_path: str | None = None) -> Console:
@@ -36,28 +35,6 @@ def check_writable(path: str | None, argument: str) -> None:
             pass
     except OSError as error:
         raise BadInput(f"{argument}: cannot write to {folder}: {error.strerror}") from None
-
-
-def write_text(path: str | Path, text: str, argument: str = "output") -> None:
-    """Write a file whole or not at all: a temporary file beside it, fsync, rename."""
-    target = Path(path)
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise BadInput(f"{argument}: cannot write to {target.parent}: {error.strerror}") from None
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(target)
-    except OSError as error:
-        raise BadInput(f"{argument}: cannot write {target}: {error.strerror}") from None
-    finally:
-        # After a successful rename the temporary name is gone already.
-        with contextlib.suppress(OSError):
-            Path(temporary).unlink(missing_ok=True)
 
 
 def write_json(obj: Any, path: str | None) -> None:
