@@ -180,10 +180,14 @@ def with_gradients(
             outputs = function({**workload.tensors, **leaves}, workload.constants)
             roots = [(name, t) for name, t in outputs.items() if t.requires_grad]
             upstream = [
-                workload.tensors[key].to(t.dtype) if (key := f"upstream:{name}") in workload.tensors else torch.ones_like(t)
+                workload.tensors[key].to(t.dtype)
+                if (key := f"upstream:{name}") in workload.tensors
+                else torch.ones_like(t)
                 for name, t in roots
             ]
-            grads = torch.autograd.grad([t for _, t in roots], list(leaves.values()), upstream, allow_unused=True)
+            grads = torch.autograd.grad(
+                [t for _, t in roots], list(leaves.values()), upstream, allow_unused=True
+            )
             result = {name: t.detach() for name, t in outputs.items()}
             for name, leaf, grad in zip(leaves, leaves.values(), grads, strict=True):
                 result[f"grad:{name}"] = torch.zeros_like(leaf) if grad is None else grad

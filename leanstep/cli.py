@@ -7,6 +7,7 @@ The commands' bodies live in `leanstep/commands/`, one module each.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -15,6 +16,14 @@ from typer.core import TyperGroup
 
 import leanstep
 from leanstep.commands import BadInput, FellShort
+
+SUMMARY = (
+    "Find the waste in an LLM training step, replace it with an exact fast path, "
+    "and prove that nothing changed."
+)
+
+# Kineto prints its own start and stop on standard error below this level; torch reads it once, when loaded.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 # command -> (module, attribute); a Typer is mounted as a group. Each is imported only when it is asked for.
 COMMANDS = {
@@ -57,7 +66,6 @@ app = typer.Typer(
     cls=_LazyCommands,
     no_args_is_help=True,
     add_completion=False,
-    help="Find the waste in an LLM training step, replace it with an exact fast path, and prove that nothing changed.",
 )
 
 
@@ -67,13 +75,13 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help=SUMMARY)
 def _root(
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
     ),
 ) -> None:
-    """Find the waste in an LLM training step, replace it with an exact fast path, and prove that nothing changed."""
+    """The options before a command."""
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 
-# Before anything imports Triton: kernels run in its interpreter. Ahead-of-time tests use a subprocess without it.
+# Before anything imports Triton: kernels run in its interpreter; ahead-of-time tests use a subprocess.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import random
 
@@ -31,7 +32,7 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill fresh `torch.empty*` memory with NaN (or the largest integer): reading it unwritten fails loudly."""
+    """Fill `torch.empty*` memory with NaN (or the largest integer): reading it unwritten fails loudly."""
 
     def poison(tensor: torch.Tensor) -> torch.Tensor:
         # Fake and meta tensors hold no memory; a compiled region must not see the fill.

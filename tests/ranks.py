@@ -1,4 +1,4 @@
-"""Spawn gloo ranks with a time-out. `function` lives in a test module; it is re-imported by path in each rank."""
+"""Spawn gloo ranks with a time-out; each rank imports the test module again, by its path."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                 try:
                     rank, error, value = results.get(timeout=0.2)
                 except queue.Empty:
-                    dead = [r for r, p in enumerate(processes) if p.exitcode not in (None, 0) and r not in values]
+                    dead = [
+                        r for r, p in enumerate(processes) if p.exitcode not in (None, 0) and r not in values
+                    ]
                     if dead:
                         raise AssertionError(f"ranks {dead} died") from None
                     if time.monotonic() > deadline:

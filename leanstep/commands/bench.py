@@ -1,4 +1,4 @@
-"""`leanstep bench`: side by side, interleaved, medians; reference, fast paths, peers and the physical limit."""
+"""`leanstep bench`: reference, fast paths, peers and the physical limit, side by side in one run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,27 @@ from leanstep.commands.select import (
 
 
 def bench(
-    cases: Annotated[list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases to measure; all by default.")] = None,
-    size: Annotated[str | None, typer.Option(help="tiny | seed | cpu | large | ...; each case's own by default.")] = None,
-    impl: Annotated[str | None, typer.Option(help="Only these implementations (the reference always runs).")] = None,
+    cases: Annotated[
+        list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases to measure; all by default.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(help="tiny | seed | cpu | large | ...; each case's own by default.")
+    ] = None,
+    impl: Annotated[
+        str | None, typer.Option(help="Only these implementations (the reference always runs).")
+    ] = None,
     sweep: Annotated[str | None, typer.Option(help="Repeat with one parameter changed: key=v,v.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda[:N].")] = "cpu",
     budget: Annotated[float, typer.Option(help="Seconds of timing per case.")] = 20.0,
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the result into this report page.")] = None,
-    readme: Annotated[bool, typer.Option(help="Measure the README's cases and rewrite its table of figures.")] = False,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")
+    ] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the result into this report page.")
+    ] = None,
+    readme: Annotated[
+        bool, typer.Option(help="Measure the README's cases and rewrite its table of figures.")
+    ] = False,
 ) -> None:
     """Measure time, peak memory and error side by side.
 

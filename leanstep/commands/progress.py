@@ -15,7 +15,12 @@ def progress_bar(console: Console, title: str) -> Iterator[Callable[[str, float]
     if not console.is_terminal:
         yield lambda what, share: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[what]}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=1.0, what="")
         yield lambda what, share: bar.update(task, completed=share, what=what)

@@ -9,19 +9,37 @@ import typer
 from leanstep.commands import BadInput, FellShort
 from leanstep.commands.output import check_writable, console, write_json
 from leanstep.commands.progress import progress_bar
-from leanstep.commands.select import check_implementations, parse_device, parse_dtypes, select_cases, split_list
+from leanstep.commands.select import (
+    check_implementations,
+    parse_device,
+    parse_dtypes,
+    select_cases,
+    split_list,
+)
 
 
 def prove(
-    cases: Annotated[list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases to prove; all by default.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="fp64,fp32,fp16,bf16; each case's own by default.")] = None,
-    impl: Annotated[str | None, typer.Option(help="Only these implementations; every fast path by default.")] = None,
-    drift: Annotated[bool, typer.Option("--drift", help="Also train pairs of runs and test the loss for a shift.")] = False,
+    cases: Annotated[
+        list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases to prove; all by default.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp64,fp32,fp16,bf16; each case's own by default.")
+    ] = None,
+    impl: Annotated[
+        str | None, typer.Option(help="Only these implementations; every fast path by default.")
+    ] = None,
+    drift: Annotated[
+        bool, typer.Option("--drift", help="Also train pairs of runs and test the loss for a shift.")
+    ] = False,
     runs: Annotated[int, typer.Option(help="Paired runs per variant under --drift.")] = 8,
     steps: Annotated[int, typer.Option(help="Steps per run under --drift.")] = 60,
     device: Annotated[str, typer.Option(help="cpu or cuda[:N].")] = "cpu",
-    json: Annotated[str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")] = None,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the result into this report page.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")
+    ] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the result into this report page.")
+    ] = None,
 ) -> None:
     """Show that a fast path is no further from the fp64 truth than the plain code it replaces.
 
@@ -48,12 +66,16 @@ def prove(
     with progress_bar(out, "prove") as report:
         for index, case in enumerate(chosen):
             report(case.name, index / len(chosen))
-            rows += [row.to_json() for row in prove_case(case, dtypes=dtypes, implementations=names, device=where)]
+            rows += [
+                row.to_json() for row in prove_case(case, dtypes=dtypes, implementations=names, device=where)
+            ]
     out.print(prove_table(rows))
     if drift:
         able = [case for case in chosen if case.drift is not None]
         if not able:
-            raise BadInput(f"--drift: none of {', '.join(c.name for c in chosen)} has a training run to compare")
+            raise BadInput(
+                f"--drift: none of {', '.join(c.name for c in chosen)} has a training run to compare"
+            )
         for case in able:
             with progress_bar(out, f"drift {case.name}") as report:
                 found = run_drift(

@@ -71,7 +71,9 @@ def parse_sweep(text: str | None, cases: list[Case]) -> list[dict[str, int | flo
     for case in cases:
         for name, params in case.sizes.items():
             if key not in params:
-                raise BadInput(f"--sweep: {case.name} has no parameter {key!r} at size {name}; it has {', '.join(params)}")
+                raise BadInput(
+                    f"--sweep: {case.name} has no parameter {key!r} at {name}; it has {', '.join(params)}"
+                )
     return [{key: _number(item)} for item in items]
 
 

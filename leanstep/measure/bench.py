@@ -1,4 +1,4 @@
-"""Measure a case: parity first, then time (interleaved), then memory and host reads, each in runs of its own."""
+"""Measure a case: parity first, then time (interleaved), then memory and host reads in runs of their own."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _errors_at_size(
     result: BenchResult,
     device: torch.device | str,
 ) -> None:
-    """Fill `max_error` against fp64: at the measured size, or at `case.truth_size` where fp64 would take minutes."""
+    """Fill `max_error` against fp64, at `case.truth_size` where the measured size would take minutes."""
     at = size
     if case.truth_size is not None and case.truth_size != size:
         at = case.truth_size

@@ -1,9 +1,9 @@
 """Does a mathematically equal variant shift the loss of a training run?
 
-Kernel boundaries and summation orders change rounding, and rounding changes a training run; whether it changes
-the *result* is a question of statistics. Two variants are trained from the same seeds on the same data; the
-differences of their final losses are tested with a paired t-test. The report also says how small a shift the
-number of runs could have seen, because "no significant difference" from four runs means little.
+Kernel boundaries and summation orders change rounding, and rounding changes a training run; whether it
+changes the *result* is a question of statistics. Two variants are trained from the same seeds on the same
+data; the differences of their final losses are tested with a paired t-test. The report also says how small
+a shift the number of runs could have seen: "no significant difference" from four runs means little.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def paired_shift(reference: list[float], variant: list[float]) -> dict[str, floa
     error = sd / math.sqrt(n)
     t_critical = float(stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1))
     if error == 0.0:
-        # Identical differences: bit-equal runs (p = 1), or a constant shift that no noise can explain (p = 0).
+        # No spread: bit-equal runs (p = 1), or a constant shift that no noise can explain (p = 0).
         p_value = 1.0 if mean == 0.0 else 0.0
     else:
         p_value = float(2 * stats.t.sf(abs(mean / error), n - 1))
@@ -79,7 +79,9 @@ def paired_shift(reference: list[float], variant: list[float]) -> dict[str, floa
     }
 
 
-def runs_needed(sd: float, shift: float, *, paired: bool, confidence: float = CONFIDENCE, power: float = POWER) -> int:
+def runs_needed(
+    sd: float, shift: float, *, paired: bool, confidence: float = CONFIDENCE, power: float = POWER
+) -> int:
     """How many runs (per arm, when unpaired) find a shift of this size with the given power.
 
     Normal approximation: (z_{1-a/2} + z_{power})^2 (sd / shift)^2, doubled without pairing.
@@ -105,10 +107,12 @@ def run_drift(
     steps: int = 60,
     on_run: Callable[[str, int, int], None] | None = None,
 ) -> list[DriftRow]:
-    """Train every fast path of the case beside the reference; one row per fast path, closest to fp64 first."""
+    """Train every fast path of the case beside the reference; one row each, closest to fp64 first."""
     assert case.drift is not None, case.name
     curves = {case.reference.name: [case.drift(case.reference.name, seed, steps) for seed in range(runs)]}
-    variants = [i for i in case.implementations if i.kind == "fast" and i.missing(case.params("tiny")) is None]
+    variants = [
+        i for i in case.implementations if i.kind == "fast" and i.missing(case.params("tiny")) is None
+    ]
     for implementation in variants:
         curves[implementation.name] = []
         for seed in range(runs):

@@ -53,7 +53,7 @@ def measure_peak(
 def memory_timeline(
     step: Callable[[], dict[str, Tensor]],
 ) -> tuple[dict[str, Tensor], list[tuple[float, int]]]:
-    """Run `step` on the CPU; return its outputs and (seconds since start, bytes above the start) per event."""
+    """Run `step` on the CPU; return its outputs and (seconds, bytes above the start) at every event."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     enabled = gc.isenabled()
     gc.disable()

@@ -42,7 +42,9 @@ class ParityRow:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    return {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[str(dtype).split(".")[1]]
+    return {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[
+        str(dtype).split(".")[1]
+    ]
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
@@ -72,7 +74,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.numel() == 0:
         return True
     return torch.equal(
-        a.detach().contiguous().reshape(-1).view(torch.uint8), b.detach().contiguous().reshape(-1).view(torch.uint8)
+        a.detach().contiguous().reshape(-1).view(torch.uint8),
+        b.detach().contiguous().reshape(-1).view(torch.uint8),
     )
 
 
@@ -99,7 +102,9 @@ def compare(
     for name, expected in truth.items():
         if name not in candidate:
             if implementation.kind == "fast":
-                rows.append(_row(case, implementation, dtype, f"{label}/{name} (missing)", float("inf"), 0.0, 0.0))
+                rows.append(
+                    _row(case, implementation, dtype, f"{label}/{name} (missing)", float("inf"), 0.0, 0.0)
+                )
             continue
         error = relative_error(candidate[name], expected)
         reference_error = relative_error(plain[name], expected) if name in plain else 0.0
@@ -119,7 +124,7 @@ def check(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> list[ParityRow]:
-    """Everything `prove` asks of one implementation at one size: distance, repeatability, unchanged inputs."""
+    """All that `prove` asks of an implementation at one size: distance, repeatability, unchanged inputs."""
     workload = case.workload(params or case.params(size), dtype, device, seed)
     before = {name: t.clone() for name, t in workload.tensors.items()}
     truth, plain = truth_of(case, workload), plain_of(case, workload)

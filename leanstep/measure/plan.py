@@ -1,7 +1,7 @@
 """Peak bytes of the real code for shapes and devices that are not at hand.
 
-The code runs under `FakeTensorMode`: every op is executed for its shapes only. A dispatch mode keeps a book of
-live storages: an entry is made when an op returns a storage that was not seen before and removed when the last
+The code runs under `FakeTensorMode`: every op is executed for its shapes only. A dispatch mode keeps a book
+of live storages: an entry is made when an op returns a storage not seen before and removed when the last
 reference is gone. Scratch space inside a single kernel is not seen.
 """
 
@@ -11,6 +11,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class _Bookkeeper(TorchDispatchMode):
 _UNSHARED = 4
 
 
-def _merges_gradients(first: object, second: object) -> bool:
+def _merges_gradients(first: Any, second: Any) -> bool:
     """Whether this is the autograd engine summing two gradients of one tensor.
 
     The engine adds in place when it alone holds one of them, but never under a dispatch mode; without this
@@ -84,13 +85,13 @@ def _merges_gradients(first: object, second: object) -> bool:
     )
 
 
-def _stolen(first: Tensor, second: Tensor) -> Tensor:
+def _stolen(first: Any, second: Any) -> Tensor:
     return first.add_(second) if first._use_count() <= _UNSHARED else second.add_(first)
 
 
 @dataclass(frozen=True)
 class SimulatedPeak:
-    """`input_bytes` stand before the call; `peak_bytes` come on top of them; the largest single buffer by shape."""
+    """`input_bytes` stand before the call, `peak_bytes` come on top; then the largest single buffer."""
 
     input_bytes: int
     peak_bytes: int

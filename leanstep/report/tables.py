@@ -1,4 +1,4 @@
-"""Terminal tables of bench, prove and drift results. Input is the JSON contract, so a saved file prints the same."""
+"""Terminal tables of bench, prove and drift results, from the JSON contract: a saved file prints the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from leanstep.report import units
 
 
 def bench_table(result: dict[str, Any]) -> Group:
-    title = f"{result['case']} · {result['size']} · torch {result['torch']} · {result['device']}, {result['threads']} threads"
+    machine = f"torch {result['torch']} · {result['device']}, {result['threads']} threads"
+    title = f"{result['case']} · {result['size']} · {machine}"
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("implementation", "kind"):
         table.add_column(name)
@@ -43,7 +44,7 @@ def bench_table(result: dict[str, Any]) -> Group:
 
 
 def prove_table(rows: list[dict[str, Any]]) -> Table:
-    """One line per case, implementation and dtype: the tensor that comes closest to its bound, or that fails."""
+    """One line per case, implementation and dtype: the tensor closest to its bound, or one that fails."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("case", "implementation", "dtype"):
         table.add_column(name)
@@ -57,7 +58,9 @@ def prove_table(rows: list[dict[str, Any]]) -> Table:
         groups.setdefault((row["case"], row["impl"], row["dtype"]), []).append(row)
     for (case, impl, dtype), members in groups.items():
         failed = [row for row in members if not row["ok"]]
-        worst = max(failed or members, key=lambda row: row["error"] / row["bound"] if row["bound"] else row["error"])
+        worst = max(
+            failed or members, key=lambda row: row["error"] / row["bound"] if row["bound"] else row["error"]
+        )
         table.add_row(
             case,
             impl,
@@ -73,7 +76,9 @@ def prove_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def drift_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", title="paired training runs", title_justify="left")
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", title="paired training runs", title_justify="left"
+    )
     for name in ("case", "implementation"):
         table.add_column(name)
     for name in ("runs", "loss shift", "95 % interval", "p", "could see", "diverges at", "fp64 rank"):

@@ -1,0 +1,71 @@
+"""The bench: the contract, no ratio for a wrong answer, absent peers, host reads."""
+
+from __future__ import annotations
+
+from toy_case import fast, implementation, syncing, toy_case, wrong_gradient
+
+from leanstep.measure.bench import run_bench
+
+ROW_KEYS = {
+    "impl", "kind", "available", "median_s", "p20_s", "p80_s", "time_ratio", "peak_bytes", "extra_bytes",
+    "memory_ratio", "host_syncs", "max_error", "note",
+}  # fmt: skip
+
+
+def rows_of(case, **options):
+    result = run_bench(case, "odd", budget_s=0.2, **options)
+    return result, {row["impl"]: row for row in result.to_json()["rows"]}
+
+
+def test_the_object_has_exactly_the_contracts_keys():
+    result, rows = rows_of(toy_case())
+    assert set(result.to_json()) == {"leanstep", "torch", "device", "threads", "case", "size", "rows"}
+    assert all(set(row) == ROW_KEYS for row in rows.values())
+
+
+def test_ratios_are_against_the_reference_of_the_same_run():
+    _, rows = rows_of(toy_case())
+    assert rows["reference"]["time_ratio"] == 1.0
+    ratio = rows["reference"]["median_s"] / rows["fast"]["median_s"]
+    assert rows["fast"]["time_ratio"] == ratio
+    assert rows["fast"]["max_error"] < 1e-5
+
+
+def test_a_wrong_fast_path_gets_no_ratio():
+    result, rows = rows_of(toy_case("toy", implementation("broken", wrong_gradient)))
+    assert rows["broken"]["time_ratio"] is None and rows["broken"]["memory_ratio"] is None
+    assert "parity FAILED" in rows["broken"]["note"]
+    assert result.failed
+
+
+def test_an_absent_peer_is_reported_as_absent():
+    _, rows = rows_of(toy_case())
+    assert rows["absent-peer"]["available"] is False
+    assert rows["absent-peer"]["note"] == "no_such_module_anywhere is not installed"
+    assert rows["absent-peer"]["median_s"] is None
+
+
+def test_host_reads_are_counted_for_one_call():
+    _, rows = rows_of(toy_case("toy", implementation("fast", fast), implementation("syncing", syncing)))
+    assert rows["fast"]["host_syncs"] == 0 and rows["syncing"]["host_syncs"] == 2
+
+
+def test_only_the_chosen_rows_and_the_reference_run():
+    _, rows = rows_of(toy_case(), only=("limit",))
+    assert list(rows) == ["reference", "limit"]
+
+
+def test_a_scaled_row_reports_the_time_of_the_whole_workload():
+    case = toy_case(
+        "toy", implementation("part", fast, time_scale=10.0, note="a tenth of the rows, times ten")
+    )
+    _, rows = rows_of(case)
+    assert rows["part"]["time_ratio"] < 1.0 and "tenth" in rows["part"]["note"]
+
+
+def test_notes_can_be_added_from_the_measured_rows():
+    def annotate(rows):
+        return {"fast": f"{rows['fast']['median_s'] / rows['limit']['median_s']:.1f}× the limit"}
+
+    _, rows = rows_of(toy_case("toy", annotate=annotate))
+    assert rows["fast"]["note"].endswith("× the limit")

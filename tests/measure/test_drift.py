@@ -1,0 +1,65 @@
+"""Paired runs: figures checked against scipy and the literature; a real shift is found, noise is not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from scipy import stats
+from toy_case import toy_case
+
+from leanstep.measure.drift import first_divergence, paired_shift, run_drift, runs_needed
+
+
+def test_the_paired_test_equals_scipy():
+    a = [3.21, 3.19, 3.25, 3.22, 3.20]
+    b = [3.22, 3.21, 3.25, 3.24, 3.20]
+    found = paired_shift(a, b)
+    expected = stats.ttest_rel(b, a)
+    assert found["p_value"] == pytest.approx(expected.pvalue)
+    interval = expected.confidence_interval(0.95)
+    assert (found["shift_low"], found["shift_high"]) == pytest.approx((interval.low, interval.high))
+
+
+def test_bit_equal_runs_have_no_shift_and_p_one():
+    found = paired_shift([3.2, 3.3, 3.1], [3.2, 3.3, 3.1])
+    assert found["shift"] == 0 and found["p_value"] == 1 and found["detectable_shift"] == 0
+
+
+def test_runs_needed_matches_the_published_example():
+    # sd 0.0012, shift 0.0006, 95 % confidence, 80 % power: 63 runs per arm.
+    assert runs_needed(0.0012, 0.0006, paired=False) == 63
+    assert runs_needed(0.0012, 0.0006, paired=True) == 32
+
+
+def test_four_runs_cannot_see_a_small_shift():
+    generator = random.Random(0)
+    a = [3.28 + generator.gauss(0, 0.0012) for _ in range(4)]
+    b = [3.2806 + generator.gauss(0, 0.0012) for _ in range(4)]
+    assert paired_shift(a, b)["detectable_shift"] > 0.0006
+
+
+def test_unequal_numbers_of_runs_are_refused():
+    with pytest.raises(ValueError, match="expected 2 losses to match reference, got 3"):
+        paired_shift([1.0, 2.0], [1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="at least 2 paired runs"):
+        paired_shift([1.0], [1.0])
+
+
+def test_first_divergence_ignores_rounding():
+    assert first_divergence([1.0, 1.0, 1.0], [1.0, 1.0 + 1e-8, 1.1]) == 2
+    assert first_divergence([1.0], [1.0]) is None
+
+
+@pytest.mark.parametrize(("shift", "ok"), [(0.0, True), (0.02, False), (-0.02, True)])
+def test_a_worse_loss_fails_and_noise_does_not(shift, ok):
+    def train(name, seed, steps):
+        generator = random.Random(seed)
+        noise = random.Random(f"{name}{seed}")
+        base = 3.0 + generator.gauss(0, 0.1) + (shift if name == "fast" else 0.0)
+        return [base + 1 / (i + 1) + noise.gauss(0, 0.002) for i in range(steps)]
+
+    (row,) = run_drift(toy_case("toy", drift=train), runs=8, steps=30)
+    assert row.ok is ok
+    assert row.shift == pytest.approx(shift, abs=0.004)
+    assert row.detectable_shift < 0.01 and row.fp64_rank in (1, 2)

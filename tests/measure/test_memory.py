@@ -1,0 +1,47 @@
+"""Peaks are exact: known allocations give known bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from leanstep.measure.memory import measure_peak, memory_timeline
+
+MIB = 2**20
+
+
+def test_the_peak_counts_temporaries_and_extra_bytes_subtract_what_is_returned():
+    x = torch.ones(256, 1024)
+
+    def step():
+        temporary = x + 1
+        result = temporary * 2
+        del temporary
+        return {"result": result}
+
+    peak = measure_peak(step, {"x": x})
+    assert abs(peak.peak_bytes - 2 * MIB) < 4096
+    assert peak.returned_bytes == MIB
+    assert abs(peak.extra_bytes - MIB) < 4096
+
+
+def test_a_view_of_an_input_is_not_returned_memory():
+    x = torch.ones(256, 1024)
+    peak = measure_peak(lambda: {"view": x[1:]}, {"x": x})
+    assert peak.returned_bytes == 0 and peak.peak_bytes == 0
+
+
+def test_backward_memory_on_the_engines_thread_is_counted():
+    x = torch.ones(256, 1024, requires_grad=True)
+
+    def step():
+        (grad,) = torch.autograd.grad((x * 2).exp().sum(), x)
+        return {"grad": grad}
+
+    # x*2, its exp (the gradient's factor) and the gradient: at least two of them together.
+    assert measure_peak(step, {"x": x}).peak_bytes >= 2 * MIB
+
+
+def test_the_timeline_ends_at_what_is_still_held():
+    outputs, timeline = memory_timeline(lambda: {"a": torch.ones(1024, 256) + 1})
+    assert outputs["a"].shape == (1024, 256)
+    assert timeline[-1][1] == MIB and abs(max(level for _, level in timeline) - 2 * MIB) < 4096
