@@ -1,0 +1,1 @@
+"""Name the lines that waste a training step."""

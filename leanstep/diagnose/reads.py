@@ -1,0 +1,244 @@
+"""Which operations make the host look at a device value: the one list that diagnose and bench share.
+
+On a GPU each of them waits for the device to drain its queue. On a CPU they cost nothing by themselves,
+so that a training step can be judged before it ever meets a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Always a read, whatever the arguments. The size or the value of the result is data on the device.
+ALWAYS_READ: dict[str, str] = {
+    "aten::_local_scalar_dense": "scalar",
+    "aten::equal": "equal",
+    "aten::allclose": "allclose",
+    "aten::nonzero": "nonzero",
+    "aten::masked_select": "masked_select",
+    "aten::_unique2": "unique",
+    "aten::_unique": "unique",
+    "aten::unique_dim": "unique",
+    "aten::unique_consecutive": "unique",
+    "aten::unique_dim_consecutive": "unique",
+    "aten::bincount": "bincount",
+    "aten::_linalg_check_errors": "linalg check",
+}
+# A read for some arguments only: see `op_read`.
+SOMETIMES_READ = ("aten::index", "aten::index_put", "aten::index_put_", "aten::repeat_interleave")
+SOMETIMES_READ_OR_COPY = (*SOMETIMES_READ, "aten::_to_copy", "aten::copy_")
+
+# Python calls that dispatch no read on a CPU tensor, though they hand its values to the host.
+READ_CALLS: dict[Any, str] = {
+    Tensor.tolist: "tolist",
+    Tensor.cpu: "cpu",
+    Tensor.to: "to",
+    Tensor.numpy: "numpy",
+    Tensor.__array__: "numpy",
+    Tensor.__repr__: "print",
+    Tensor.__format__: "print",
+    torch.tensor: "torch.tensor",
+    torch.as_tensor: "torch.tensor",
+    Tensor.new_tensor: "torch.tensor",
+}
+# User code runs inside these calls, so a function mode must stay on in there.
+RUNS_USER_CODE: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+_BOOLEAN = (torch.bool, torch.uint8)
+
+
+def is_candidate(name: str) -> bool:
+    """False when the op called `name` (as in "aten::index") can never be a read: the cheap first question."""
+    return name in ALWAYS_READ or name in SOMETIMES_READ_OR_COPY
+
+
+def op_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> str | None:
+    """The kind of host read that this dispatch makes, or None.
+
+    Args:
+        name: the op's name without overload, `func._schema.name`.
+        args, kwargs: what the op was dispatched with; shapes, dtypes and devices are looked at, values never.
+    """
+    kind = ALWAYS_READ.get(name)
+    if kind is not None:
+        return kind
+    if name == "aten::index":
+        return "boolean index" if _has_boolean(args[1]) else None
+    if name in ("aten::index_put", "aten::index_put_"):
+        # One value under a mask becomes a masked fill, which needs no row numbers.
+        one_value = args[2].numel() == 1 and not (len(args) > 3 and args[3])
+        return "boolean index" if _has_boolean(args[1]) and not one_value else None
+    kwargs = kwargs or {}
+    if name == "aten::repeat_interleave":
+        return "repeat_interleave" if kwargs.get("output_size") is None else None
+    if name == "aten::_to_copy":
+        target = kwargs.get("device")
+        return "cpu" if target is not None and _leaves_device(args[0], torch.device(target)) else None
+    if name == "aten::copy_":
+        return "cpu" if isinstance(args[1], Tensor) and _leaves_device(args[1], args[0].device) else None
+    return None
+
+
+def call_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> str | None:
+    """The kind of host read that a Python-level call makes if it dispatches none of its own, or None."""
+    kind = READ_CALLS.get(func)
+    if kind == "to":
+        return "cpu" if _asks_for_host(args, kwargs or {}) else None
+    if kind == "torch.tensor":
+        data = args[-1] if args else (kwargs or {}).get("data")
+        if func is Tensor.new_tensor and len(args) > 1:
+            data = args[1]
+        elif args and func is not Tensor.new_tensor:
+            data = args[0]
+        return kind if isinstance(data, (list, tuple)) and _holds_tensor(data) else None
+    return kind
+
+
+def read_target(args: tuple[Any, ...]) -> Tensor | None:
+    """The tensor whose values are looked at: the first one among the arguments, or in their first list."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return arg
+        if isinstance(arg, (list, tuple)):
+            inner = read_target(tuple(arg))
+            if inner is not None:
+                return inner
+    return None
+
+
+def _has_boolean(indices: Any) -> bool:
+    return any(isinstance(index, Tensor) and index.dtype in _BOOLEAN for index in indices)
+
+
+def _leaves_device(source: Tensor, target: torch.device) -> bool:
+    return target.type == "cpu" and source.device.type not in ("cpu", "meta")
+
+
+def _asks_for_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    # `.to("cpu")` spelled out on a value of the model is a read; `.to(device)` of a batch or of a
+    # non-differentiable tensor is how portable code is written, and no read when the device is the same.
+    target = kwargs.get("device", args[1] if len(args) > 1 else None)
+    source = args[0]
+    return isinstance(target, str) and target == "cpu" and isinstance(source, Tensor) and source.requires_grad
+
+
+def _holds_tensor(data: list[Any] | tuple[Any, ...]) -> bool:
+    return any(
+        isinstance(item, Tensor) or (isinstance(item, (list, tuple)) and _holds_tensor(item)) for item in data
+    )
+
+
+class HostCopies:
+    """Remembers what `.cpu()` already brought to the host: reading that copy again waits for nothing.
+
+    `x.cpu().numpy()` is one read. On a CPU tensor `.cpu()` returns the tensor itself, so the storage and
+    the version of its contents are what is remembered, weakly.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, tensor: Any) -> None:
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            storage = tensor.untyped_storage()
+            self._copies[storage._cdata] = (StorageWeakRef(storage), tensor._version)
+
+    def holds(self, tensor: Any) -> bool:
+        if not self._copies or not isinstance(tensor, Tensor) or tensor.is_inference():
+            return False
+        found = self._copies.get(tensor.untyped_storage()._cdata)
+        return found is not None and not found[0].expired() and found[1] == tensor._version
+
+    def clear(self) -> None:
+        self._copies.clear()
+
+
+class HostReads:
+    """The result of `count_host_reads`: `total`, and how many of each kind."""
+
+    def __init__(self) -> None:
+        self.kinds: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+class _OpReads(TorchDispatchMode):
+    def __init__(self, reads: HostReads, copies: HostCopies) -> None:
+        super().__init__()
+        self.reads, self.copies = reads, copies
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if is_candidate(name):
+            kind = op_read(name, args, kwargs)
+            if kind is not None and not self.copies.holds(read_target(args)):
+                self.reads.kinds[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class _CallReads(TorchFunctionMode):
+    def __init__(self, reads: HostReads, copies: HostCopies) -> None:
+        super().__init__()
+        self.reads, self.copies = reads, copies
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in RUNS_USER_CODE:
+            with self:
+                return func(*args, **kwargs)
+        kind = call_read(func, args, kwargs) if func in READ_CALLS else None
+        return run_read_call(func, args, kwargs, kind, self.copies, self._total, self._count)
+
+    def _total(self) -> int:
+        return self.reads.total
+
+    def _count(self, kind: str, target: Tensor | None) -> None:
+        self.reads.kinds[kind] += 1
+
+
+def run_read_call(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: str | None,
+    copies: HostCopies,
+    total: Callable[[], int],
+    count: Callable[[str, Tensor | None], None],
+) -> Any:
+    """Run a Python-level call; report it as one read when it is one and no op inside it was counted."""
+    if kind is None:
+        return func(*args, **kwargs)
+    target = read_target(args)
+    known = kind != "cpu" and copies.holds(target)
+    before = total()
+    result = func(*args, **kwargs)
+    if not known and total() == before:
+        count(kind, target)
+    if kind == "cpu":
+        copies.add(result)
+    return result
+
+
+@contextmanager
+def count_host_reads() -> Iterator[HostReads]:
+    """Count how often the host looks at a device value.
+
+        with count_host_reads() as reads:
+            train_step()
+        reads.total, reads.kinds        # 3, Counter({'scalar': 2, 'tolist': 1})
+
+    Only this thread is seen. No value is read and none is changed.
+    """
+    reads, copies = HostReads(), HostCopies()
+    with _OpReads(reads, copies), _CallReads(reads, copies):
+        yield reads
