@@ -28,12 +28,37 @@ EXPONENT_FLOOR = {torch.float32: -110.0, torch.float64: -800.0}
 
 
 class FinalStatistics(NamedTuple):
-    """What outputs and the backward read. A row whose logits are all -inf has `max` 0 and `log_sum` 0."""
+    """What outputs and the backward read.
+
+    A row whose logits are all -inf is not `alive`: there `max`, `log_sum` and `entropy` are 0.
+    """
 
     max: Tensor
     log_sum: Tensor
     entropy: Tensor | None
-    alive: Tensor | None
+    alive: Tensor
+
+    def saved(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Three vectors for the backward; -inf in log s stands for a row that is not alive."""
+        return self.max, torch.where(self.alive, self.log_sum, -torch.inf), self.entropy
+
+    @classmethod
+    def restored(cls, maximum: Tensor, log_sum: Tensor, entropy: Tensor | None) -> FinalStatistics:
+        alive = log_sum != -torch.inf
+        return cls(maximum, torch.where(alive, log_sum, 0.0), entropy, alive)
+
+    def rows(self, part: slice) -> FinalStatistics:
+        entropy = None if self.entropy is None else self.entropy[part]
+        return FinalStatistics(self.max[part], self.log_sum[part], entropy, self.alive[part])
+
+    def log_prob(self, target: Tensor) -> Tensor:
+        """log p of a logit; -inf where no logit is finite. `target` is [N] or [N, K]."""
+        columns = (slice(None),) + (None,) * (target.dim() - 1)
+        logp = (target - self.max[columns]) - self.log_sum[columns]
+        return torch.where(self.alive[columns], logp, -torch.inf)
+
+    def log_sum_exp(self) -> Tensor:
+        return torch.where(self.alive, self.max + self.log_sum, -torch.inf)
 
 
 @dataclass
@@ -106,14 +131,24 @@ class RowStatistics:
         """A view of some rows; updating it updates this object's tensors."""
         return RowStatistics(*(None if v is None else v[start:stop] for v in self._values()))  # type: ignore[arg-type]
 
-    def update_(self, z: Tensor, work: Tensor) -> None:
-        """Add the columns of tile `z` [N, W]; both buffers are overwritten."""
-        shift, shrink = self._raise_max_(z.amax(-1))
-        e = torch.exp(z.sub_(shift.unsqueeze(-1)), out=work)
+    def update_(self, z: Tensor, work: Tensor, *, source: Tensor | None = None) -> None:
+        """Add the columns of a tile [N, W]; both buffers are overwritten.
+
+        `work` may be `z` itself when no moment is kept. `source` holds the logits when `z` does not yet.
+        """
+        source = z if source is None else source
+        shift, shrink = self._raise_max_(source.amax(-1))
+        x = torch.sub(source, shift.unsqueeze(-1), out=z)
+        e = torch.exp(x, out=work)
         self.sum.mul_(shrink).add_(e.sum(-1))
         if self.moment is not None:
-            z.clamp_(min=EXPONENT_FLOOR[z.dtype])
-            self.moment.add_(torch.linalg.vecdot(e, z))
+            x.clamp_(min=EXPONENT_FLOOR[z.dtype])
+            self.moment.add_(torch.linalg.vecdot(e, x))
+
+    def keep_part(self) -> RowStatistics:
+        """The restricted softmax as statistics of its own; updating it updates `keep_max` and `keep_sum`."""
+        assert self.keep_max is not None and self.keep_sum is not None
+        return RowStatistics(self.keep_max, self.keep_sum, None, self.target)
 
     def _raise_max_(self, tile_max: Tensor) -> tuple[Tensor, Tensor]:
         """Move m up to cover `tile_max`, carrying t along; returns the finite shift and alpha for s."""
@@ -148,11 +183,27 @@ class RowStatistics:
             ref_step = (self.ref_max - next(levels)).clamp_(min=floor)
             ref_shrink = ref_step.exp()
             packed.append(self.ref_sum * ref_shrink)
-            if self.cross is not None:
-                packed.append((self.cross + self.sum * (step - ref_step)) * shrink)
-            if self.reverse_cross is not None:
-                packed.append((self.reverse_cross + self.ref_sum * (ref_step - step)) * ref_shrink)
+            moved = self._cross_under(finite_shift(maxima[0]), finite_shift(maxima[-1]))
+            packed.extend(value for value in moved if value is not None)
         return torch.stack(packed)
+
+    def _cross_under(self, shift: Tensor, ref_shift: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """`cross` and `reverse_cross` under new maxima.
+
+        The head that is not exponentiated keeps its exact step: no factor of exp(step) hides a clamped one.
+        """
+        # Before the first column both sums are 0 and the step has no meaning.
+        step = torch.where(self.max == -torch.inf, 0.0, self.max - shift)
+        ref_step = torch.where(self.ref_max == -torch.inf, 0.0, self.ref_max - ref_shift)
+        cross, reverse = self.cross, self.reverse_cross
+        if cross is not None:
+            shrink = step.exp()
+            # An infinite term whose p has since vanished counts for nothing: select, do not multiply.
+            cross = torch.where(shrink == 0, 0.0, (cross + self.sum * (step - ref_step)) * shrink)
+        if reverse is not None:
+            shrink = ref_step.exp()
+            reverse = torch.where(shrink == 0, 0.0, (reverse + self.ref_sum * (ref_step - step)) * shrink)
+        return cross, reverse
 
     def replaced(self, maxima: Tensor, sums: Tensor) -> RowStatistics:
         """The statistics that `maxima` and `sums` (in the order of `sums_under`) stand for."""
@@ -180,12 +231,16 @@ class RowStatistics:
 
     def final(self) -> FinalStatistics:
         """m, log s and H, made finite for rows in which every logit is -inf (`alive` False there)."""
-        alive = self.sum > 0
+        # NaN sums stay alive, so that a NaN logit shows.
+        alive = self.sum != 0
         log_sum = torch.where(alive, self.sum, 1.0).log()
         entropy = None
         if self.moment is not None:
             entropy = log_sum - self.moment / torch.where(alive, self.sum, 1.0)
         return FinalStatistics(finite_shift(self.max), log_sum, entropy, alive)
+
+    def keep_final(self) -> FinalStatistics | None:
+        return None if self.keep_max is None else self.keep_part().final()
 
     def _values(self) -> list[Tensor | None]:
         return [getattr(self, f.name) for f in fields(self)]

@@ -1,0 +1,118 @@
+"""The LM head one tile at a time: hidden rows times weight columns, scale, softcap, temperature.
+
+    u = h . W_v + b_v      a = scale u      q = softcap tanh(a / softcap)      z = q / temperature
+
+A low-rank addition (LoRA) is a second, thin product: u += low_hidden . low_weight_v.
+"""
+
+# R rows of a chunk · W columns of a tile · D model · r low rank
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from leanstep.logprob.parallel import VocabShard
+
+
+@dataclass
+class RowSource:
+    """Rows of hidden [T, D], gathered chunk by chunk: no [T', D] copy."""
+
+    hidden: Tensor
+    rows: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        return self.hidden.shape[0] if self.rows is None else self.rows.shape[0]
+
+    def chunk(self, part: slice, dtype: torch.dtype) -> Tensor:
+        if self.rows is None:
+            return self.hidden[part].to(dtype)
+        return self.hidden.index_select(0, self.rows[part]).to(dtype)
+
+
+@dataclass
+class Head:
+    """Weight, bias and the transform to logits, over the real columns of one vocabulary shard."""
+
+    weight: Tensor
+    bias: Tensor | None
+    low_weight: Tensor | None
+    scale: float
+    softcap: float | None
+    temperature: float | Tensor
+    shard: VocabShard
+    dtype: torch.dtype
+    operand_dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        sixteen_bit = self.weight.dtype in (torch.bfloat16, torch.float16)
+        # 16-bit GEMMs keep fp32 sums on a GPU; a CPU would round each tile of logits to 16 bits.
+        native = sixteen_bit and self.weight.is_cuda
+        self.operand_dtype = self.weight.dtype if native else self.dtype
+
+    @property
+    def columns(self) -> int:
+        return self.shard.real
+
+    def weight_tile(self, columns: slice) -> Tensor:
+        return self.weight[columns].to(self.operand_dtype)
+
+    def logits(
+        self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
+    ) -> Tensor:
+        """z [R, W] into `out`; `weight` is `weight_tile(columns)`, `h` the chunk of hidden rows."""
+        factor = self.scale
+        if self.softcap is not None:
+            factor /= self.softcap
+        elif not isinstance(self.temperature, Tensor):
+            factor /= self.temperature
+        product(h, weight.t(), out, factor=factor)
+        if low_h is not None and self.low_weight is not None:
+            low = self.low_weight[columns].to(low_h.dtype)
+            product(low_h, low.t(), out, factor=factor, accumulate=True)
+        if self.bias is not None:
+            out.add_(self.bias[columns].to(self.dtype) * factor)
+        if self.softcap is not None:
+            out.tanh_()
+            if not isinstance(self.temperature, Tensor):
+                out.mul_(self.softcap / self.temperature)
+            else:
+                out.mul_((self.softcap / self.temperature[rows]).unsqueeze(-1))
+        elif isinstance(self.temperature, Tensor):
+            out.div_(self.temperature[rows].unsqueeze(-1))
+        return out
+
+    def row_slope(self, rows: slice) -> float | Tensor:
+        """The part of du/dz that is the same for a whole row: scale / temperature."""
+        if isinstance(self.temperature, Tensor):
+            return self.scale / self.temperature[rows]
+        return self.scale / self.temperature
+
+    def cap_slope(self, z: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+        """1 - tanh(a / softcap)^2, read back from z before z is overwritten."""
+        assert self.softcap is not None
+        unit = (
+            self.temperature[rows].unsqueeze(-1) if isinstance(self.temperature, Tensor) else self.temperature
+        )
+        tanh = torch.mul(z, unit / self.softcap, out=out)
+        return tanh.square_().neg_().add_(1.0)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> Tensor:
+    """out = factor a @ b (+ out), summed in the dtype of `out`."""
+    if a.dtype == out.dtype:
+        return torch.addmm(out, a, b, beta=float(accumulate), alpha=factor, out=out)
+    # CUDA only: 16-bit operands with an fp32 result.
+    fresh = torch.mm(a, b, out_dtype=out.dtype)
+    if factor != 1.0:
+        fresh.mul_(factor)
+    return out.add_(fresh) if accumulate else out.copy_(fresh)
+
+
+def tile_buffer(storage: Tensor, rows: int, columns: int) -> Tensor:
+    """A contiguous [rows, columns] view at the start of a flat buffer."""
+    return storage[: rows * columns].view(rows, columns)

@@ -1,0 +1,286 @@
+"""Log-probs and entropy from logits that exist already: the caller's logits, a few vectors, one chunk.
+
+One autograd Function for both outputs. The forward pass reads row chunks and keeps statistics only; the
+backward pass reads the caller's logits again and fills one gradient buffer chunk by chunk.
+"""
+
+# N rows of logits · R selected rows · V local vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanstep.logprob.gradient import RowGradients, first_order_only, logit_gradient_, target_logits
+from leanstep.logprob.keep import Keep, KeepIds, checked_keep
+from leanstep.logprob.outputs import (
+    Entropy,
+    LogProbs,
+    accumulation_dtype,
+    check_entropy,
+    check_float,
+    check_rows,
+    check_temperature,
+    check_tokens,
+    vocabulary_size,
+)
+from leanstep.logprob.parallel import VocabShard, combine_statistics, vocab_shard
+from leanstep.logprob.statistics import FinalStatistics, RowStatistics
+from leanstep.logprob.tiles import default_budget, even_slices
+
+
+def token_logprobs(
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    entropy: Entropy = "none",
+    temperature: float | Tensor = 1.0,
+    keep: Keep | None = None,
+    rows: Tensor | None = None,
+    chunk_rows: int | None = None,
+    group: Any = None,
+    vocab_start: int | None = None,
+    vocab_total: int | None = None,
+    reuse_buffer: bool = False,
+    return_lse: bool = False,
+) -> LogProbs:
+    """Log-prob of one token per row, and the entropy of the row, in bounded memory.
+
+    Equivalent to:
+        log_p = torch.log_softmax(logits.float() / temperature, -1)
+        logp = log_p.gather(1, tokens[:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+
+    Args:
+        logits: [N, V], any float dtype and strides; not modified unless `reuse_buffer`.
+        tokens: [N] or, with `rows`, [R] global ids. When N = R they are taken as [R].
+        entropy: "none"; "metric": a value without gradient; "grad".
+        temperature: > 0, a float or one per row.
+        keep: (ids, offsets[, has_set]) per selected row: the log-prob's softmax runs over these ids and
+            the target only. Entropy always sees the whole vocabulary.
+        rows: [R] int64, the rows wanted; gathered chunk by chunk.
+        chunk_rows: rows per chunk; None = from a byte budget, -1 = all at once.
+        group: process group over which the vocabulary is sharded; `vocab_start` and `vocab_total` place
+            this shard and name the real vocabulary (columns from there on are padding).
+        reuse_buffer: backward writes the gradient into the storage of `logits`. Only for contiguous fp32 or
+            fp64 logits that are not a leaf, and one backward.
+        return_lse: also return log-sum-exp, differentiable.
+
+    Returns:
+        LogProbs: fp32, or fp64 for fp64 logits. -inf logits are fine; a row of them has logp -inf, entropy 0.
+
+    Peak extra memory: the gradient and one chunk; saved for backward: `logits` and up to 5 vectors.
+    Collectives: 2 forward, 0 backward with a group; else none.
+    Use something else when: a second derivative is needed (`reference.reference_logprobs`).
+    """
+    check_float("logits", logits, 2)
+    check_entropy(entropy)
+    check_rows(rows, logits.device)
+    num_rows = logits.shape[0]
+    dtype = accumulation_dtype(logits.dtype)
+    shard = vocab_shard(logits.shape[1], group, vocab_start=vocab_start, vocab_total=vocab_total)
+    vocabulary = vocabulary_size(shard, group, vocab_start, vocab_total)
+    tokens = check_tokens(tokens, rows, num_rows, vocabulary)
+    keep_ids = checked_keep(keep, tokens.shape[0], vocabulary, logits.device)
+    if keep_ids is not None and return_lse:
+        raise ValueError("return_lse: has no single meaning with keep, got True")
+    if chunk_rows is not None and chunk_rows != -1 and chunk_rows <= 0:
+        raise ValueError(f"chunk_rows: expected None, -1 or a positive number, got {chunk_rows}")
+    if reuse_buffer:
+        _check_reusable(logits, rows, dtype)
+    call = _Call(
+        tokens=tokens,
+        rows=rows,
+        entropy=entropy,
+        temperature=check_temperature(temperature, rows, num_rows, dtype),
+        keep=keep_ids,
+        chunk_rows=_chunk_rows(chunk_rows, logits, dtype),
+        shard=shard,
+        group=group,
+        dtype=dtype,
+        reuse_buffer=reuse_buffer,
+    )
+    logp, entropy_values, lse = _TokenLogProbs.apply(logits, call)  # type: ignore[misc]
+    return LogProbs(logp, entropy_values, lse if return_lse else None)
+
+
+@dataclass
+class _Call:
+    tokens: Tensor
+    rows: Tensor | None
+    entropy: Entropy
+    temperature: float | Tensor
+    keep: KeepIds | None
+    chunk_rows: int
+    shard: VocabShard
+    group: Any
+    dtype: torch.dtype
+    reuse_buffer: bool
+
+    @property
+    def columns(self) -> slice:
+        return slice(0, self.shard.real)
+
+    def source(self, logits: Tensor, part: slice, buffer: Tensor) -> Tensor:
+        """Rows `part` of the tempered logits; `buffer` is filled only when they must be made."""
+        real = logits[:, : self.shard.real]
+        if self.rows is None:
+            chunk = real[part]
+        else:
+            chunk = real.index_select(0, self.rows[part])
+        unscaled = isinstance(self.temperature, float) and self.temperature == 1.0
+        if unscaled:
+            return chunk if chunk.dtype == self.dtype else buffer.copy_(chunk)
+        t = self.temperature
+        return torch.div(
+            buffer.copy_(chunk), t[part].unsqueeze(-1) if isinstance(t, Tensor) else t, out=buffer
+        )
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, call: _Call) -> tuple[Tensor, Tensor | None, Tensor]:  # type: ignore[override]
+        ctx.set_materialize_grads(False)
+        selected = call.tokens.shape[0]
+        single = call.keep is not None and call.entropy == "none"
+        stats = RowStatistics.empty(
+            selected,
+            dtype=call.dtype,
+            device=logits.device,
+            moment=call.entropy != "none",
+            keep=call.keep is not None and not single,
+        )
+        z, work = (_chunk(logits, call, wanted) for wanted in (True, call.entropy != "none"))
+        for part in even_slices(selected, call.chunk_rows):
+            size = part.stop - part.start
+            source = call.source(logits, part, z[:size])
+            tokens = call.tokens[part]
+            rows = stats.rows(part.start, part.stop)
+            if call.shard.real:
+                rows.target.copy_(target_logits(source, tokens, call.shard, call.columns))
+            if call.keep is not None and call.shard.real:
+                mask = call.keep.mask(part, tokens, call.shard, call.columns)
+                kept = source.masked_fill(mask.logical_not_(), -torch.inf)
+                if single:
+                    source = kept
+                else:
+                    rows.keep_part().update_(kept, kept)
+            if call.shard.real:
+                rows.update_(z[:size], work[:size] if call.entropy != "none" else z[:size], source=source)
+        stats = combine_statistics(stats, call.group)
+        final, kept_final = stats.final(), stats.keep_final()
+        ctx.call = call
+        full = final.saved()
+        if kept_final is not None:
+            saved = (*kept_final.saved()[:2], *(full if call.entropy == "grad" else (None, None, None)))
+        else:
+            saved = (full[0], full[1], full[2] if call.entropy == "grad" else None, None, None)
+        ctx.save_for_backward(logits, *saved)
+        logp = (kept_final or final).log_prob(stats.target)
+        lse = final.log_sum_exp()
+        if call.keep is not None:
+            ctx.mark_non_differentiable(lse)
+        if call.entropy == "metric":
+            ctx.mark_non_differentiable(final.entropy)
+        return logp, final.entropy, lse
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None) -> Any:
+        call: _Call = ctx.call
+        if call is None:
+            raise RuntimeError(
+                "token_logprobs(reuse_buffer=True): the logits were overwritten by an earlier backward"
+            )
+        logits, *vectors = ctx.saved_tensors
+        restricted = call.keep is not None
+        if restricted:
+            kept_final = FinalStatistics.restored(vectors[0], vectors[1], None)
+            final = kept_final if vectors[2] is None else FinalStatistics.restored(*vectors[2:])
+        else:
+            final = kept_final = FinalStatistics.restored(*vectors[:3])
+        two_softmaxes = restricted and g_entropy is not None
+        main = kept_final if g_entropy is None else final
+        gradients = RowGradients(None if two_softmaxes else g_logp, g_entropy, g_lse)
+        grad, in_place = _gradient_buffer(logits, call)
+        work = _chunk(logits, call, g_entropy is not None)
+        z = _chunk(logits, call, not in_place)
+        for part in even_slices(call.tokens.shape[0], call.chunk_rows):
+            size, tokens = part.stop - part.start, call.tokens[part]
+            out = grad[part][:, : call.shard.real] if in_place else z[:size]
+            slope = 1.0 / (
+                call.temperature[part] if isinstance(call.temperature, Tensor) else call.temperature
+            )
+            source = call.source(logits, part, out)
+            some = gradients.rows(part, slope)
+            kept = None
+            if restricted and g_logp is not None and call.shard.real:
+                mask = call.keep.mask(part, tokens, call.shard, call.columns)  # type: ignore[union-attr]
+                kept = source.masked_fill(mask.logical_not_(), -torch.inf)
+                if not two_softmaxes:
+                    source = kept
+            if call.shard.real:
+                scratch = work[:size] if g_entropy is not None else None
+                where = (tokens, call.shard, call.columns)
+                logit_gradient_(out, scratch, main.rows(part), some, *where, source=source)
+                if two_softmaxes and kept is not None:
+                    logp_only = RowGradients(g_logp).rows(part, slope)
+                    out.add_(logit_gradient_(kept, None, kept_final.rows(part), logp_only, *where))
+            if not in_place:
+                target = grad[:, : call.shard.real]
+                if call.rows is None:
+                    target[part] = out
+                else:
+                    target.index_add_(0, call.rows[part], out.to(grad.dtype))
+        if call.reuse_buffer:
+            ctx.call = None
+        return grad, None
+
+
+def _gradient_buffer(logits: Tensor, call: _Call) -> tuple[Tensor, bool]:
+    """The gradient to fill, and whether chunks can be formed in it directly."""
+    if call.reuse_buffer:
+        # Shares the version counter: whoever else saved these logits is told that they changed.
+        logits = logits.detach()
+        logits[:, call.shard.real :] = 0.0
+        return logits, True
+    if call.rows is not None:
+        return torch.zeros_like(logits, memory_format=torch.contiguous_format), False
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    grad[:, call.shard.real :] = 0.0
+    return grad, logits.dtype == call.dtype
+
+
+def _chunk(logits: Tensor, call: _Call, wanted: bool) -> Tensor:
+    rows = min(call.chunk_rows, call.tokens.shape[0]) if wanted else 0
+    return torch.empty(rows, call.shard.real, dtype=call.dtype, device=logits.device)
+
+
+def _chunk_rows(chunk_rows: int | None, logits: Tensor, dtype: torch.dtype) -> int:
+    if chunk_rows == -1:
+        return max(logits.shape[0], 1)
+    if chunk_rows is not None:
+        return chunk_rows
+    row_bytes = 2 * dtype.itemsize * max(logits.shape[1], 1)
+    return max(default_budget(logits.device) // 2 // row_bytes, 1)
+
+
+def _check_reusable(logits: Tensor, rows: Tensor | None, dtype: torch.dtype) -> None:
+    problem = None
+    base = logits._base
+    if logits.is_leaf or (base is not None and base.is_leaf):
+        problem = "a leaf or a view of one"
+    elif not logits.is_contiguous():
+        problem = f"strides {logits.stride()} of a tensor that is not contiguous"
+    elif logits.dtype != dtype:
+        problem = f"dtype {logits.dtype} where {dtype} is accumulated"
+    elif rows is not None:
+        problem = "rows"
+    if problem:
+        raise ValueError(
+            "reuse_buffer: expected contiguous fp32 or fp64 logits that are not a leaf, all rows; "
+            f"got {problem}"
+        )

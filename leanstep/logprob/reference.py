@@ -1,0 +1,49 @@
+"""The truth: log-probs and entropy the plain way, every [N, V] tensor in full. Any float dtype, also fp64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reference_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0, keep: list[list[int]] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of `tokens` [N] and entropy, [N] each, of softmax(logits / temperature).
+
+    `keep` restricts each row's log-prob (never its entropy) to the listed ids and the target.
+    """
+    if isinstance(temperature, Tensor):
+        temperature = temperature.to(logits.dtype).unsqueeze(-1)
+    z = logits / temperature
+    log_p = torch.log_softmax(z, -1)
+    # 0 log 0 = 0: keep -inf out of the product, and out of its gradient.
+    finite = torch.where(log_p == -torch.inf, 0.0, log_p)
+    entropy = -(log_p.exp() * finite).sum(-1)
+    if keep is not None:
+        kept = torch.zeros_like(z, dtype=torch.bool).scatter_(1, tokens.unsqueeze(-1), True)
+        for row, ids in enumerate(keep):
+            kept[row, ids] = True
+        log_p = torch.log_softmax(z.masked_fill(~kept, -torch.inf), -1)
+    return log_p.gather(1, tokens.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def reference_linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    keep: list[list[int]] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same from hidden [T, D] and weight [V, D]: all rows are projected, then `rows` are picked."""
+    logits = scale * torch.nn.functional.linear(hidden, weight, bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if rows is not None:
+        logits = logits.index_select(0, rows)
+    return reference_logprobs(logits, tokens, temperature, keep)
