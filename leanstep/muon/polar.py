@@ -1,0 +1,330 @@
+"""Polar Express: the nearest semi-orthogonal matrix, in five polynomial steps, at the lowest FLOP count.
+
+Two forms of the same polynomial, n = shorter side, r = longer / shorter:
+
+    standard   A = X X^T; X <- (aI + bA + cA^2) X                 15r + 5 units of n^3 with symmetric products
+    gram       stay in n x n: Q <- P Q, G <- P G P, finally Q X    3r + 17, or 6r + 14 with a restart
+
+A tall X uses A = X^T X and multiplies from the right: the same numbers as transposing, with no transposed
+copy. `plan_polar` chooses by shape, device and dtype; every choice can be forced; `explain` prints it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leanstep.muon.products import choose_panels, commuting_product, gram_matrix, quadratic
+from leanstep.muon.reference import ABSOLUTE_EPS, POLAR_EXPRESS, SAFETY, Triples
+
+METHODS = ("auto", "standard", "gram")
+EPS_MODES = ("relative", "absolute")
+# From this aspect ratio on the n x n form with one restart needs fewer operations (8r + 28 < 20r + 10).
+GRAM_RATIO = 1.5
+# Squaring loses the singular values below sqrt(eps); after two steps the small ones have grown 33 times,
+# so a fresh Gram matrix recovers a digit for 3r - 3 units.
+GRAM_RESTART = 2
+# Half precision pays on a CPU only where the product is long enough to hide its conversions.
+MIN_HALF_SIDE = 256
+# Stacking equal shapes into one batched product helps the CPU only below this many elements.
+MAX_BATCHED_ELEMENTS = 64 * 64
+
+
+@dataclass(frozen=True)
+class PolarPlan:
+    """How one matrix shape is orthogonalised."""
+
+    rows: int
+    cols: int
+    method: str
+    restart: int | None
+    panels: int
+    dtype: torch.dtype
+    batched: bool
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def tall(self) -> bool:
+        return self.rows > self.cols
+
+    def flops(self, num_steps: int = 5) -> float:
+        """Floating-point operations of one matrix (multiply and add count as two)."""
+        n, r = min(self.rows, self.cols), max(self.rows, self.cols) / max(1, min(self.rows, self.cols))
+        share = (self.panels + 1) / (2 * self.panels)
+        symmetric, gram, apply = 2 * share, 2 * share * r, 2 * r
+        if self.method == "standard":
+            return num_steps * (gram + symmetric + apply) * n**3
+        total, fresh = gram, True
+        for index in range(num_steps):
+            last = index == num_steps - 1 or index + 1 == self.restart
+            total += symmetric + (0 if fresh else symmetric) + (0 if last else 2 * symmetric)
+            fresh = False
+            if last:
+                total += apply
+                if index + 1 != num_steps:
+                    total, fresh = total + gram, True
+        return total * n**3
+
+    def __str__(self) -> str:
+        form = self.method if self.restart is None else f"{self.method}, restart after {self.restart}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        head = (
+            f"{self.rows}x{self.cols}: {form}, {'X^T X' if self.tall else 'X X^T'}, "
+            f"{self.panels} panel{'s' if self.panels > 1 else ''}, {dtype}, {self.flops() / 1e9:.3g} GFLOP"
+        )
+        return "\n".join([head, *(f"  {reason}" for reason in self.reasons)])
+
+
+@functools.cache
+def cpu_bfloat16_speedup() -> float:
+    """How many times faster this CPU multiplies bfloat16 than float32 (measured once, some milliseconds)."""
+    side, times = 256, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(side, side, dtype=dtype)
+        best = float("inf")
+        for trial in range(6):
+            begin = time.perf_counter()
+            torch.mm(x, x)
+            elapsed = time.perf_counter() - begin
+            # The first call builds the primitive; a CPU that emulates bfloat16 is recognised by then.
+            best = min(best, elapsed) if trial else best
+            if trial == 0 and elapsed > 0.05:
+                best = elapsed
+                break
+        times[dtype] = best
+    return times[torch.float32] / times[torch.bfloat16]
+
+
+def choose_dtype(rows: int, cols: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, str]:
+    """The compute dtype for `auto`, and why."""
+    if dtype == torch.float64:
+        return dtype, "float64: the input is"
+    if device.type != "cpu":
+        return torch.bfloat16, f"bfloat16: {device.type} has matrix units for it"
+    if min(rows, cols) < MIN_HALF_SIDE:
+        return torch.float32, f"float32: the short side is below {MIN_HALF_SIDE}"
+    speedup = cpu_bfloat16_speedup()
+    if speedup > 1.3:
+        return torch.bfloat16, f"bfloat16: {speedup:.1f} times as fast as float32 on this CPU"
+    return torch.float32, f"float32: bfloat16 runs at {speedup:.2g} of its speed on this CPU"
+
+
+def plan_polar(
+    rows: int,
+    cols: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    method: str = "auto",
+    restart: int | str | None = "auto",
+    panels: int | str = "auto",
+    compute_dtype: torch.dtype | str = "auto",
+) -> PolarPlan:
+    """Choose the form, the restart, the number of panels and the dtype for matrices of rows x cols.
+
+    Args:
+        device, dtype: of the update that will be orthogonalised.
+        method: auto | standard | gram.
+        restart: auto, None, or the number of steps after which the gram form starts afresh.
+        panels: auto, or how many row panels a symmetric product is cut into (1 = all of it).
+        compute_dtype: auto, or a dtype.
+    """
+    device = torch.device(device)
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+    if panels != "auto" and (not isinstance(panels, int) or panels < 1):
+        raise ValueError(f"panels: expected 'auto' or a positive int, got {panels!r}")
+    if restart not in ("auto", None) and (not isinstance(restart, int) or restart < 1):
+        raise ValueError(f"restart: expected 'auto', None or a positive int, got {restart!r}")
+    if compute_dtype != "auto" and not isinstance(compute_dtype, torch.dtype):
+        raise ValueError(f"compute_dtype: expected 'auto' or a torch.dtype, got {compute_dtype!r}")
+    short, long = min(rows, cols), max(rows, cols)
+    reasons = []
+    if isinstance(compute_dtype, torch.dtype):
+        reasons.append(f"{str(compute_dtype).removeprefix('torch.')}: asked for")
+    else:
+        compute_dtype, why = choose_dtype(rows, cols, device, dtype)
+        reasons.append(why)
+    half = compute_dtype in (torch.bfloat16, torch.float16)
+    ratio = long / max(1, short)
+    if method != "auto":
+        reasons.append(f"{method}: asked for")
+    elif half:
+        method = "standard"
+        reasons.append("standard: squaring in half precision loses singular values below 0.1")
+    elif ratio >= GRAM_RATIO:
+        method = "gram"
+        reasons.append(f"gram: ratio {ratio:.3g} is at least {GRAM_RATIO}")
+    else:
+        method = "standard"
+        reasons.append(f"standard: ratio {ratio:.3g} is below {GRAM_RATIO}")
+    if method == "standard":
+        restart = None
+    elif restart == "auto":
+        restart = GRAM_RESTART
+    batched = device.type != "cpu" or rows * cols <= MAX_BATCHED_ELEMENTS
+    if not isinstance(panels, int):
+        panels = choose_panels(short, device)
+    assert restart is None or isinstance(restart, int)
+    return PolarPlan(rows, cols, method, restart, panels, compute_dtype, batched, tuple(reasons))
+
+
+def explain(rows: int, cols: int, **options) -> str:
+    """The plan for a shape, as text; options as in `plan_polar`."""
+    return str(plan_polar(rows, cols, **options))
+
+
+class Workspace:
+    """Scratch tensors by role, shape and dtype: equal matrices in a row reuse the same memory."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple, Tensor] = {}
+
+    def take(self, role: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or like.dtype
+        key = (role, shape, dtype, like.device)
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(shape, dtype=dtype, device=like.device)
+        return self._tensors[key]
+
+    def clear(self) -> None:
+        self._tensors.clear()
+
+
+def normalize_into(update: Tensor, out: Tensor, eps_mode: str = "relative") -> Tensor:
+    """out = update / (1.02 * its norm), per matrix, in the dtype of `out`; see `reference.normalize`."""
+    if eps_mode == "absolute":
+        return torch.mul(update, 1 / (_norm(update) * SAFETY + ABSOLUTE_EPS), out=out)
+    largest = torch.linalg.vector_norm(update, ord=float("inf"), dim=(-2, -1), keepdim=True)
+    largest = torch.where(largest == 0, torch.ones_like(largest), largest)
+    # A division, not a product with the reciprocal: 1 / largest overflows for subnormal updates.
+    scaled = torch.div(update, largest, out=out if out.dtype == update.dtype else None)
+    return torch.mul(scaled, 1 / (_norm(scaled) * SAFETY).clamp_min(torch.finfo(update.dtype).tiny), out=out)
+
+
+def _norm(x: Tensor) -> Tensor:
+    # Rows first: one float32 sum over millions of squares is off by 1e-4, two short ones by 1e-7.
+    rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
+
+
+def iterate(x: Tensor, plan: PolarPlan, coefficients: Triples, workspace: Workspace) -> Tensor:
+    """Run the polynomial steps on a normalised x ([R, C] or [B, R, C], plan.dtype).
+
+    x is scratch afterwards; the result is x or a tensor of the workspace.
+    """
+    side = min(plan.rows, plan.cols)
+    square = (*x.shape[:-2], side, side)
+    spare = workspace.take("x", tuple(x.shape), x)
+    gram = workspace.take("gram", square, x)
+    poly = workspace.take("poly", square, x)
+
+    def apply(factor: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        return torch.matmul(x, factor, out=out) if plan.tall else torch.matmul(factor, x, out=out)
+
+    if plan.method == "standard":
+        # a * I inside the factor saves a pass over x, but half precision would round b A + c A^2 against it.
+        inside = x.dtype in (torch.float32, torch.float64)
+        add = torch.addmm if x.ndim == 2 else torch.baddbmm
+        for a, b, c in coefficients:
+            gram_matrix(x, gram, tall=plan.tall, panels=plan.panels)
+            quadratic(gram, poly, a, b, c, panels=plan.panels, identity=inside)
+            if inside:
+                apply(poly, x, spare)
+            else:
+                add(x, *((x, poly) if plan.tall else (poly, x)), beta=a, out=spare)
+            x, spare = spare, x
+        return x
+
+    work = workspace.take("work", square, x)
+    product, other = workspace.take("product", square, x), workspace.take("other", square, x)
+    fresh = True
+    gram_matrix(x, gram, tall=plan.tall, panels=plan.panels)
+    for index, (a, b, c) in enumerate(coefficients):
+        restart = index + 1 == plan.restart and index + 1 < len(coefficients)
+        last = restart or index + 1 == len(coefficients)
+        quadratic(gram, poly, a, b, c, panels=plan.panels)
+        if not last:
+            commuting_product(poly, gram, work, panels=plan.panels)
+            commuting_product(work, poly, gram, panels=plan.panels)
+        if fresh:
+            poly, product = product, poly
+        else:
+            commuting_product(poly, product, other, panels=plan.panels)
+            product, other = other, product
+        fresh = False
+        if last:
+            x, spare = apply(product, x, spare), x
+        if restart:
+            gram_matrix(x, gram, tall=plan.tall, panels=plan.panels)
+            fresh = True
+    return x
+
+
+def polar(
+    update: Tensor,
+    *,
+    coefficients: Triples = POLAR_EXPRESS,
+    eps_mode: str = "relative",
+    method: str = "auto",
+    restart: int | str | None = "auto",
+    panels: int | str = "auto",
+    compute_dtype: torch.dtype | str = "auto",
+    workspace: Workspace | None = None,
+) -> Tensor:
+    """Approximate polar factor U V^T of every matrix in `update`.
+
+    Equivalent to:
+        leanstep.muon.reference.polar(update, coefficients, eps_mode)
+
+    Args:
+        update: [..., R, C], any float dtype; not modified.
+        coefficients: (a, b, c) per step.
+        eps_mode: relative (any scale gives the same result; zero gives zero) or absolute (adds 1e-6
+            to the norm, bit-compatible with the speedrun).
+        method, restart, panels, compute_dtype: see `plan_polar`.
+        workspace: scratch to reuse between calls.
+
+    Returns:
+        [..., R, C] in the dtype of `update`; singular values of a Gaussian matrix land in 0.86 .. 1.14.
+
+    Peak extra memory: three copies of one matrix plus five of its smaller square, in the compute dtype.
+    Collectives: none.
+    """
+    check_matrix("update", update)
+    if eps_mode not in EPS_MODES:
+        raise ValueError(f"eps_mode: expected one of {', '.join(EPS_MODES)}, got {eps_mode!r}")
+    if update.numel() == 0:
+        return update.clone()
+    rows, cols = update.shape[-2:]
+    plan = plan_polar(
+        rows,
+        cols,
+        device=update.device,
+        dtype=update.dtype,
+        method=method,
+        restart=restart,
+        panels=panels,
+        compute_dtype=compute_dtype,
+    )
+    workspace = workspace or Workspace()
+    source = update.reshape(-1, rows, cols)
+    result = torch.empty(source.shape, dtype=update.dtype, device=update.device)
+    pieces = [(source, result)] if plan.batched else list(zip(source, result, strict=True))
+    for matrix, target in pieces:
+        wide_enough = matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
+        x = workspace.take("input", tuple(matrix.shape), matrix, plan.dtype)
+        target.copy_(iterate(normalize_into(wide_enough, x, eps_mode), plan, coefficients, workspace))
+    return result.view(update.shape)
+
+
+def check_matrix(name: str, tensor: Tensor) -> None:
+    """Refuse what has no polar factor: integers, complex or sparse values, fewer than two dimensions."""
+    if not tensor.is_floating_point() or tensor.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense real floating tensor, got {tensor.dtype} {tensor.layout}")
+    if tensor.ndim < 2:
+        raise ValueError(f"{name}: expected at least two dimensions, got shape {tuple(tensor.shape)}")
