@@ -95,9 +95,9 @@ class Head:
     def cap_slope(self, z: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         """1 - tanh(a / softcap)^2, read back from z before z is overwritten."""
         assert self.softcap is not None
-        unit = (
-            self.temperature[rows].unsqueeze(-1) if isinstance(self.temperature, Tensor) else self.temperature
-        )
+        unit = self.temperature
+        if isinstance(unit, Tensor):
+            unit = unit[rows].unsqueeze(-1)
         tanh = torch.mul(z, unit / self.softcap, out=out)
         return tanh.square_().neg_().add_(1.0)
 

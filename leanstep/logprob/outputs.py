@@ -44,18 +44,15 @@ def check_entropy(entropy: str) -> None:
 
 def check_float(name: str, tensor: Tensor, dims: int) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dim() != dims:
-        what = (
-            f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        )
-        raise ValueError(f"{name}: expected a floating-point tensor with {dims} dimensions, got {what}")
+        got = _describe(tensor)
+        raise ValueError(f"{name}: expected a floating-point tensor with {dims} dimensions, got {got}")
 
 
 def check_rows(rows: Tensor | None, device: torch.device) -> None:
     if rows is None:
         return
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
-        what = f"{rows.dtype} {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise ValueError(f"rows: expected a one-dimensional int64 tensor, got {what}")
+        raise ValueError(f"rows: expected a one-dimensional int64 tensor, got {_describe(rows)}")
     if rows.device != device:
         raise ValueError(f"rows: expected device {device}, got {rows.device}")
 
@@ -75,16 +72,11 @@ def check_tokens(
     tokens: Tensor, rows: Tensor | None, num_rows: int, vocabulary: int | None, dims: tuple[int, ...] = (1,)
 ) -> Tensor:
     """Targets of the selected rows; ids outside the vocabulary are an error, on a GPU an asynchronous one."""
-    if (
-        not isinstance(tokens, Tensor)
-        or tokens.dtype not in (torch.int64, torch.int32)
-        or tokens.dim() not in dims
-    ):
-        what = (
-            f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        )
+    integers = isinstance(tokens, Tensor) and tokens.dtype in (torch.int64, torch.int32)
+    if not integers or tokens.dim() not in dims:
+        wanted = " or ".join(map(str, dims))
         raise ValueError(
-            f"tokens: expected an int64 tensor with {' or '.join(map(str, dims))} dimensions, got {what}"
+            f"tokens: expected an int64 tensor with {wanted} dimensions, got {_describe(tokens)}"
         )
     tokens = select_per_row("tokens", tokens.long(), rows, num_rows)
     if tokens.numel() and vocabulary is not None:
@@ -141,6 +133,10 @@ def vocabulary_size(
     if process_group is None:
         return shard.start + shard.width
     return None if vocab_start is not None else shard.width * process_group.size()
+
+
+def _describe(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _is_fake(tensor: Tensor) -> bool:
