@@ -31,7 +31,7 @@ def wrong_gradient(tensors, constants):
 def mutating(tensors, constants):
     out = fast(tensors, constants)
     with torch.no_grad():
-        tensors["x"].add_(1e-3)
+        tensors["upstream:lse"].mul_(1.001)
     return out
 
 
@@ -39,10 +39,7 @@ _calls = iter(range(10**9))
 
 
 def unrepeatable(tensors, constants):
-    return {
-        "lse": torch.logsumexp(tensors["x"], -1)
-        + 1e-8 * (next(_calls) % 2) * tensors["x"].detach().abs().amax(-1)
-    }
+    return {"lse": fast(tensors, constants)["lse"] * (1 + 1e-6 * (next(_calls) % 2))}
 
 
 def syncing(tensors, constants):

@@ -57,6 +57,10 @@ def prove(
     where = parse_device(device)
     if runs < 2 or steps < 1:
         raise BadInput(f"--runs, --steps: expected at least 2 runs of 1 step, got {runs} runs of {steps}")
+    able = [case for case in chosen if case.drift is not None]
+    if drift and not able:
+        names_of = ", ".join(case.name for case in chosen)
+        raise BadInput(f"--drift: none of {names_of} has a training run to compare")
     check_writable(json, "--json")
     check_writable(html, "--html")
 
@@ -71,11 +75,6 @@ def prove(
             ]
     out.print(prove_table(rows))
     if drift:
-        able = [case for case in chosen if case.drift is not None]
-        if not able:
-            raise BadInput(
-                f"--drift: none of {', '.join(c.name for c in chosen)} has a training run to compare"
-            )
         for case in able:
             with progress_bar(out, f"drift {case.name}") as report:
                 found = run_drift(

@@ -14,4 +14,4 @@ def host_syncs(step: Callable[[], object]) -> int:
     """
     with count_host_reads() as reads:
         step()
-    return reads.count
+    return reads.total
