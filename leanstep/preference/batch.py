@@ -45,8 +45,8 @@ class LensBatch:
         tokens: [V] int64, tokens in the context's sequence.
         baseline: [B] int64, which variant of the sample is the baseline.
         num_tokens: the longest sequence, a host integer (it sets the size of the look-up table).
-        gists: [V, G] int64 entry indices of the entries above LOD 0, padded with W, or None when unknown.
-            With it the fused CPU path visits only the blocks that can carry a target.
+        gists: [V, G] int64 start positions of the entries above LOD 0, padded with `num_tokens`, or None when
+            unknown. With it the fused CPU path visits only the blocks that can carry a target.
         counts: variants per sample, host integers, or None when unknown.
     """
 
@@ -235,7 +235,7 @@ class LensBatch:
 
 
 def list_gists(batch: LensBatch, config: LensConfig) -> Tensor | None:
-    """Entry indices above LOD 0, [V, G]; None when a context overlaps itself. Reads host data."""
+    """Start positions above LOD 0, [V, G]; None when a context overlaps itself. Reads host data."""
     pos, lod, valid = batch.pos, batch.lod, batch.valid
     if pos.numel() == 0:
         return None
@@ -244,8 +244,8 @@ def list_gists(batch: LensBatch, config: LensConfig) -> Tensor | None:
         return None
     above = lod > 0
     most = int(above.sum(1).max())
-    index = torch.where(above, torch.arange(pos.shape[1]), pos.shape[1])
-    return index.sort(dim=1).values[:, : max(most, 1)].contiguous()
+    start = torch.where(above, pos, batch.num_tokens)
+    return start.sort(dim=1).values[:, : max(most, 1)].contiguous()
 
 
 def _loss_table(losses: list[list[float | Tensor | None]], width: int, dtype: torch.dtype) -> Tensor:

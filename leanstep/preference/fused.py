@@ -1,0 +1,233 @@
+"""Loss and gradient together, in closed form: nothing is recorded, nothing is run backwards.
+
+P pairs · M entries looked at per pair (all W of them, or the compact list) · V contexts · W padded length
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .batch import LensBatch
+from .compact import CompactEntries, can_compact, compact_entries
+from .config import LensConfig
+from .coverage import coverage_gradient
+from .pairs import Pairs
+from .targets import build_targets, span_table
+from .terms import pair_factors, smooth_budget, total_of
+
+Denominator = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class FusedOutput:
+    """Loss, per-pair terms and the gradient of the loss with respect to the scores (None if not asked for)."""
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    kept: Tensor
+    state: Tensor
+    grad: Tensor | None
+
+
+class AttachGradient(torch.autograd.Function):
+    """Give a loss whose gradient is already known its place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        ctx.dtype = scores.dtype
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = ctx.saved_tensors
+        return (grad * upstream).to(ctx.dtype), None, None
+
+
+def row_terms(
+    x: Tensor,
+    sign: Tensor,
+    span: Tensor | None,
+    pairs: Pairs,
+    config: LensConfig,
+    active: tuple[str, ...],
+    state: Tensor,
+    denominator: Denominator,
+    *,
+    need_grad: bool,
+    span_weights: tuple[Tensor, Tensor | None] | None = None,
+) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor, Tensor | None]:
+    """The row terms and d(loss)/d(x) of M entries per pair.
+
+    Args:
+        x: [P, M] scores; values where `sign` is 0 are not used.
+        sign: [P, M] float, +1 expand, -1 collapse, 0 none.
+        span: [P, M] tokens per entry, or None when neither budget nor smooth is active.
+        denominator: kept [P] -> the number of pairs to divide by.
+
+    Returns:
+        terms, kept [P], factor [P] (1/K for kept pairs), state, gradient [P, M] or None.
+    """
+    dtype = x.dtype
+    up = sign.clamp(min=0)
+    down = up - sign
+    num_up, num_down = up.sum(1), down.sum(1)
+    num = num_up + num_down
+    kept = num > 0
+    factor = kept / denominator(kept).to(dtype)
+    x = torch.where(sign != 0, x, 0)
+    terms: dict[str, Tensor] = {}
+    grad: Tensor | None = None
+    share, weight = span_weights if span_weights is not None else (None, None)
+    if "pref" in active:
+        scale, strength = pair_factors(pairs, config, dtype)
+        wrong = torch.mul(sign, x).mul_(-scale[:, None])
+        amount = strength if share is not None else strength / num.clamp(min=1)
+        weighted_up = up if share is None else up * share
+        weighted_down = down if share is None else down * share
+        if config.collapse_weight != 1:
+            weighted_down = weighted_down * config.collapse_weight
+        mass = weighted_up + weighted_down
+        if config.form == "logistic":
+            cost = torch.nn.functional.softplus(wrong)
+        else:
+            hinge = torch.relu(wrong + config.hinge_margin)
+            cost = hinge if config.form == "hinge" else hinge * hinge
+        terms["pref"] = (cost * mass).sum(1).mul_(amount)
+        if need_grad:
+            if config.form == "logistic":
+                slope = torch.sigmoid_(wrong)
+            else:
+                slope = (hinge > 0).to(dtype) if config.form == "hinge" else 2 * hinge
+            grad = (weighted_down - weighted_up).mul_(slope).mul_((scale * amount * factor)[:, None])
+    if "rank" in active:
+        both = (num_up > 0) & (num_down > 0)
+        per_up, per_down = num_up.clamp(min=1).reciprocal_(), num_down.clamp(min=1).reciprocal_()
+        x_rank = x if weight is None else x * weight
+        gap = (up * x_rank).sum(1).mul_(per_up) - (down * x_rank).sum(1).mul_(per_down)
+        shortfall = torch.relu(config.margin - gap).mul_(both)
+        terms["rank"] = shortfall
+        if need_grad:
+            push = (shortfall > 0) * factor * config.rank_weight
+            slope = (down * (per_down * push)[:, None]).addcmul_(up, (per_up * push)[:, None], value=-1)
+            if weight is not None:
+                slope = slope * weight
+            grad = slope if grad is None else grad.add_(slope)
+    if "budget" in active or "smooth" in active:
+        assert span is not None
+        if weight is not None:
+            span = span * weight
+        mass = span * x
+        signed = mass.sum(1)
+        size = mass.abs_().sum(1).add_(1e-6)
+        imbalance = signed / size
+        pull = torch.zeros_like(imbalance)
+        if "budget" in active:
+            terms["budget"] = imbalance * imbalance
+            pull = imbalance * (2 * config.budget_weight)
+        if "smooth" in active:
+            averages, state = smooth_budget(imbalance, kept, state, config.budget_smooth_beta)
+            offset = torch.where(kept, imbalance - averages, 0)
+            terms["smooth"] = offset * offset
+            pull = pull + offset * (2 * config.budget_smooth_weight)
+        if need_grad:
+            # d'_j = span (1 - d sign(x)) / D for x != 0, which is the two cases of the derivation in one.
+            pull = pull * factor / size
+            side = torch.sign(x)
+            slope = side * (-imbalance * pull)[:, None]
+            slope = slope.addcmul_(side.mul_(side), pull[:, None]).mul_(span)
+            grad = slope if grad is None else grad.add_(slope)
+    if need_grad and grad is None:
+        grad = torch.zeros_like(x)
+    return terms, kept, factor, state, grad
+
+
+def fused_loss(
+    scores: Tensor,
+    batch: LensBatch,
+    pairs: Pairs,
+    config: LensConfig,
+    active: tuple[str, ...],
+    state: Tensor,
+    prev_scores: Tensor | None,
+    prev_valid: Tensor | None,
+    denominator: Denominator,
+    *,
+    sign: Tensor | None = None,
+    span_weights: tuple[Tensor, Tensor | None] | None = None,
+    need_grad: bool = True,
+) -> FusedOutput:
+    """Loss and gradient of one micro-batch in plain torch operations.
+
+    Args:
+        scores: [V, W] in the compute dtype, detached.
+        sign: [P, W] from `build_targets`, if it is already there; None lets this function choose a layout.
+    """
+    entries: CompactEntries | None = None
+    if sign is None and can_compact(batch, config):
+        entries = compact_entries(scores, batch, pairs, config)
+        x, sign_PM, span = entries.x, entries.sign, entries.span
+    else:
+        sign = build_targets(batch, pairs, config) if sign is None else sign
+        x, sign_PM = scores.index_select(0, pairs.worse), sign.to(scores.dtype)
+        span = None
+        if "budget" in active or "smooth" in active:
+            spans = span_table(config.block_size, config.max_lod, scores.device, scores.dtype)
+            span = spans[batch.lod.long()].index_select(0, pairs.worse)
+    terms, kept, factor, state, grad_PM = row_terms(
+        x, sign_PM, span, pairs, config, active, state, denominator, need_grad=need_grad, span_weights=span_weights
+    )
+    grad = None
+    if grad_PM is not None:
+        grad = entries.scatter_back(grad_PM) if entries is not None else torch.zeros_like(scores).index_add_(
+            0, pairs.worse, grad_PM
+        )
+    context_terms(scores, batch, pairs, config, active, prev_scores, prev_valid, terms, kept, factor, grad)
+    total = total_of(terms, config)
+    loss = scores.new_zeros(()) if total is None else (total * factor).sum()
+    return FusedOutput(loss, terms, kept, state, grad)
+
+
+def context_terms(
+    scores: Tensor,
+    batch: LensBatch,
+    pairs: Pairs,
+    config: LensConfig,
+    active: tuple[str, ...],
+    prev_scores: Tensor | None,
+    prev_valid: Tensor | None,
+    terms: dict[str, Tensor],
+    kept: Tensor,
+    factor: Tensor,
+    grad: Tensor | None,
+) -> None:
+    """KL and coverage depend on the worse context alone: computed per context, spread to pairs; updates in place."""
+    if not (("kl" in active and prev_scores is not None) or "coverage" in active):
+        return
+    # How much of the loss each context carries: the sum of 1/K over its pairs.
+    load_V1 = scores.new_zeros(scores.shape[0]).index_add_(0, pairs.worse, factor)[:, None]
+    if "kl" in active and prev_scores is not None:
+        tau = config.tau
+        x = torch.where(batch.valid, scores, 0)
+        before = torch.where(batch.valid, prev_scores.detach().to(scores.dtype), 0)
+        q, difference = torch.sigmoid(x / tau), (x - before) / tau
+        step = q - torch.sigmoid(before / tau)
+        count = batch.valid.sum(1).clamp(min=1)
+        mean = 0.5 * (step * difference).sum(1) / count
+        usable = torch.ones_like(count, dtype=torch.bool) if prev_valid is None else prev_valid
+        terms["kl"] = torch.where(kept, torch.where(usable, mean, 0).index_select(0, pairs.worse), 0)
+        if grad is not None:
+            slope = (step + q * (1 - q) * difference) * (0.5 / tau) / count[:, None]
+            grad += torch.where(usable[:, None] & batch.valid, slope, 0) * (load_V1 * config.kl_weight)
+    if "coverage" in active:
+        penalty, slope = coverage_gradient(scores, batch, config)
+        terms["coverage"] = torch.where(kept, penalty.index_select(0, pairs.worse), 0)
+        if grad is not None:
+            grad += slope * (load_V1 * config.coverage_weight)
