@@ -48,11 +48,11 @@ def resolve_group(group: Any, axis: str = "tp") -> dist.ProcessGroup | None:
         group = getattr(group, axis)
         if group is None:
             return None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this rank is not a member")
     if not isinstance(group, dist.ProcessGroup):
         expected = f"a ProcessGroup, a 1-D DeviceMesh, an object with .{axis}, or None"
         raise ValueError(f"group: expected {expected}, got {type(group).__name__}")
-    if dist.get_rank(group) < 0:
-        raise ValueError("group: this rank is not a member")
     return group if group.size() > 1 else None
 
 

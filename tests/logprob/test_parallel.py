@@ -1,0 +1,268 @@
+"""Vocabulary and sequence parallelism over gloo: equal to one rank, with exact collective counts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leanstep.logprob.logits import token_logprobs
+from leanstep.logprob.parallel import (
+    all_reduce_sum,
+    combine_statistics,
+    gather_hidden_rows,
+    gather_over_ranks,
+    gather_vocab_starts,
+    reduce_hidden_grad,
+    resolve_group,
+    shard_rows,
+    vocab_shard,
+)
+from leanstep.logprob.rows import plan_rows
+from leanstep.logprob.statistics import RowStatistics
+
+
+class Collectives(TorchDispatchMode):
+    """The names of the collectives issued inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace.endswith("c10d"):
+            self.names.append(func.name().split("::")[1].strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+def everything(rank: int, world: int) -> dict:
+    """All checks in one start of the ranks: importing torch costs more than the checks."""
+    return {"logits": logits_ranks(rank, world), "plumbing": plumbing_ranks(rank, world)}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request):
+    return run_ranks(request.param, everything)
+
+
+def shard_bounds(vocab: int, world: int, kind: str) -> list[int]:
+    """Column bounds per rank. `equal` pads; `unequal` gives every rank another width."""
+    if kind == "equal":
+        width = -(-vocab // world)
+        return [rank * width for rank in range(world + 1)]
+    if kind == "one-empty":
+        return [0, vocab, *[vocab + 3 * r for r in range(1, world)]]
+    return [0, *(vocab * (2 * r + 1) // (2 * world + 3) for r in range(1, world)), vocab]
+
+
+def padded_shard(full: torch.Tensor, bounds: list[int], rank: int, dim: int) -> torch.Tensor:
+    """This rank's part; what lies beyond the real vocabulary is filled with large values."""
+    start, stop = bounds[rank], bounds[rank + 1]
+    part = full.narrow(dim, min(start, full.shape[dim]), max(min(stop, full.shape[dim]) - start, 0))
+    missing = stop - start - part.shape[dim]
+    shape = list(part.shape)
+    shape[dim] = missing
+    return torch.cat((part, torch.full(shape, 50.0, dtype=full.dtype)), dim).contiguous()
+
+
+# --- logits level ---
+
+
+def logits_ranks(rank: int, world: int) -> list[dict]:
+    results = []
+    for kind in ("equal", "unequal", "one-empty"):
+        for dtype in (torch.float32, torch.float64):
+            generator = torch.Generator().manual_seed(3)
+            N, V = 13, 41
+            full = torch.randn(N, V, generator=generator, dtype=dtype) * 4
+            full[2, 5:] = -torch.inf
+            tokens = torch.randint(0, V, (N,), generator=generator)
+            tokens[2] = 1
+            g_logp, g_entropy = (torch.randn(N, generator=generator, dtype=dtype) for _ in range(2))
+            bounds = shard_bounds(V, world, kind)
+            local = padded_shard(full, bounds, rank, 1).requires_grad_()
+            with Collectives() as forward:
+                out = token_logprobs(
+                    local, tokens, entropy="grad", temperature=0.7, chunk_rows=4, group=dist.group.WORLD,
+                    vocab_start=bounds[rank], vocab_total=V,
+                )  # fmt: skip
+            with Collectives() as backward:
+                torch.autograd.backward([out.logp, out.entropy], [g_logp, g_entropy])
+
+            whole = full.clone().requires_grad_()
+            truth = token_logprobs(whole, tokens, entropy="grad", temperature=0.7)
+            torch.autograd.backward([truth.logp, truth.entropy], [g_logp, g_entropy])
+            expected = padded_shard(whole.grad, bounds, rank, 1)
+            expected[:, max(V - bounds[rank], 0) :] = 0
+            results.append(
+                {
+                    "kind": kind,
+                    "forward": forward.names,
+                    "backward": backward.names,
+                    "logp": out.logp.detach().numpy().tobytes(),
+                    "entropy": out.entropy.detach().numpy().tobytes(),
+                    "tolerance": 1e-12 if dtype == torch.float64 else 5e-6,
+                    "error": max(
+                        float((out.logp - truth.logp).abs().max()),
+                        float((out.entropy - truth.entropy).abs().max()),
+                        float((local.grad - expected).abs().max()),
+                    ),
+                }
+            )
+    return results
+
+
+def test_sharded_logits_equal_one_rank(ranks):
+    ranks = [rank["logits"] for rank in ranks]
+    for rank in ranks:
+        for result, first in zip(rank, ranks[0], strict=True):
+            assert result["forward"] == ["allreduce", "allreduce"], result["kind"]
+            assert result["backward"] == []
+            assert result["error"] <= result["tolerance"], result
+            # The same bits everywhere: ranks may branch on these values.
+            assert result["logp"] == first["logp"] and result["entropy"] == first["entropy"]
+
+
+# --- groups, shards and rows ---
+
+
+def plumbing_ranks(rank: int, world: int) -> dict:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    result: dict = {}
+    world_group = dist.group.WORLD
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    holder = SimpleNamespace(tp=world_group, cp=None)
+    result["same group"] = all(resolve_group(g).size() == world for g in (world_group, mesh, holder))
+    result["no cp"] = resolve_group(holder, "cp") is None
+    singles = [dist.new_group([r]) for r in range(world)]
+    result["one rank is nobody"] = resolve_group(singles[rank]) is None
+    try:
+        resolve_group(singles[(rank + 1) % world])
+        result["stranger"] = "accepted"
+    except ValueError as error:
+        result["stranger"] = str(error)
+    two_dims = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+    try:
+        resolve_group(two_dims)
+        result["2-D"] = "accepted"
+    except ValueError as error:
+        result["2-D"] = str(error)
+
+    widths = [5, 0, 7][:world]
+    result["starts"] = gather_vocab_starts(widths[rank], world_group)
+    result["gathered"] = gather_over_ranks(torch.tensor([rank, 10 * rank]), world_group).tolist()
+
+    # An empty rank's statistics leave the others' untouched.
+    stats = RowStatistics.empty(3, dtype=torch.float64, moment=True)
+    z = torch.randn(3, 6, dtype=torch.float64)
+    if rank == 0:
+        stats.update_(z, torch.empty_like(z), source=z.clone())
+    alone = stats.final()
+    with Collectives() as seen:
+        combined = combine_statistics(stats, holder)
+    result["combine"] = seen.names
+    if rank == 0:
+        result["unchanged"] = torch.equal(combined.final().log_sum, alone.log_sum)
+    with Collectives() as seen:
+        combine_statistics(RowStatistics.empty(0), world_group)
+    result["combine nothing"] = seen.names
+
+    # reduce_hidden_grad in its three modes.
+    grad = torch.arange(2.0 * world * 3).view(2 * world, 3) * (rank + 1)
+    total = torch.arange(2.0 * world * 3).view(2 * world, 3) * sum(range(1, world + 1))
+    counts = []
+    for mode, expected in (
+        ("all_reduce", total),
+        ("reduce_scatter", total[2 * rank : 2 * rank + 2]),
+        ("none", grad.clone()),
+    ):
+        with Collectives() as seen:
+            reduced = reduce_hidden_grad(grad.clone(), mesh, mode)
+        counts.append(len(seen.names))
+        result[mode] = torch.equal(reduced, expected)
+    result["counts"] = counts
+
+    # Sequence parallel: kept rows only, in plan order; gradients go home.
+    generator = torch.Generator().manual_seed(5)
+    plan = plan_rows([9, 6], [4, 3], pad_multiple=6)
+    assert plan.T_local == 18 and plan.rows_host is not None
+    full = torch.randn(18, 4, generator=generator, dtype=torch.float64)
+    block = 18 // world
+    local = full[rank * block : (rank + 1) * block].clone().requires_grad_()
+    shards = shard_rows(plan.rows_host, 18, world_group)
+    with Collectives() as forward:
+        kept = gather_hidden_rows(local, shards, world_group)
+    result["rows"] = torch.equal(kept, full[plan.rows])
+    upstream = torch.randn(world, *kept.shape, generator=generator, dtype=torch.float64)
+    with Collectives() as backward:
+        kept.backward(upstream[rank])
+    expected = torch.zeros_like(full).index_copy(0, plan.rows, upstream.sum(0))
+    result["row gradients"] = torch.allclose(
+        local.grad, expected[rank * block : (rank + 1) * block], atol=1e-14
+    )
+    result["row collectives"] = (len(forward.names), len(backward.names))
+    nothing = gather_hidden_rows(local, shard_rows(torch.zeros(0, dtype=torch.int64), 18, mesh), mesh)
+    nothing.sum().backward()
+    result["no rows"] = tuple(nothing.shape) == (0, 4) and nothing.requires_grad
+
+    x = torch.full((3,), float(rank), requires_grad=True)
+    y = all_reduce_sum(x, world_group)
+    (y * (rank + 1)).sum().backward()
+    result["sum"] = y.tolist() == [float(sum(range(world)))] * 3
+    result["sum gradient"] = x.grad.tolist() == [float(sum(range(1, world + 1)))] * 3
+    return result
+
+
+def test_groups_shards_and_sequence_rows(ranks):
+    world = len(ranks)
+    for rank, result in enumerate(r["plumbing"] for r in ranks):
+        assert result["same group"] and result["no cp"] and result["one rank is nobody"]
+        assert "not a member" in result["stranger"]
+        assert "1-D DeviceMesh" in result["2-D"]
+        assert result["starts"] == [0, 5, 5, 12][: world + 1]
+        assert result["gathered"] == [[r, 10 * r] for r in range(world)]
+        assert result["combine"] == result["combine nothing"] == ["allreduce", "allreduce"]
+        assert rank != 0 or result["unchanged"]
+        assert result["all_reduce"] and result["reduce_scatter"] and result["none"]
+        assert result["counts"] == [1, 1, 0]
+        assert result["rows"] and result["row gradients"] and result["no rows"]
+        assert result["row collectives"] == (1, 1)
+        assert result["sum"] and result["sum gradient"]
+
+
+def test_no_group_means_no_collectives_and_no_copy():
+    stats = RowStatistics.empty(4)
+    assert combine_statistics(stats, None) is stats
+    grad = torch.ones(3, 2)
+    assert reduce_hidden_grad(grad, None) is grad
+    assert resolve_group(SimpleNamespace(tp=None)) is None
+    with pytest.raises(ValueError, match="group: expected a ProcessGroup"):
+        resolve_group("tp")
+    with pytest.raises(ValueError, match="reduce_grad: got 'mean'"):
+        reduce_hidden_grad(grad, None, "mean")  # type: ignore[arg-type]
+
+
+def test_vocab_shards_know_their_padding():
+    assert vocab_shard(8).real == 8
+    assert vocab_shard(8, vocab_start=16, vocab_total=20).real == 4
+    assert vocab_shard(8, vocab_start=24, vocab_total=20).real == 0
+    assert vocab_shard(8, vocab_start=16, vocab_total=20, count_padding=True).real == 8
+    shard = vocab_shard(8, vocab_start=16, vocab_total=20)
+    columns, held = shard.local_ids(torch.tensor([15, 16, 19, 20, 23]))
+    assert held.tolist() == [False, True, True, False, False]
+    assert columns.tolist() == [0, 0, 3, 3, 3]
+    for bad in ({"vocab_start": -1}, {"vocab_total": 0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            vocab_shard(8, **bad)
+
+
+def test_sequence_shards_are_checked():
+    with pytest.raises(ValueError, match=r"hidden: expected \[6, D\]"):
+        gather_hidden_rows(torch.zeros(5, 2), shard_rows(torch.tensor([1, 4]), 6, None), None)
+    kept = gather_hidden_rows(torch.arange(12.0).view(6, 2), shard_rows(torch.tensor([4, 1]), 6, None), None)
+    assert kept.tolist() == [[8.0, 9.0], [2.0, 3.0]]
