@@ -1,7 +1,7 @@
 """The default corpus: the Python standard library's source, tokenised with a BPE trained on it.
 
 It is text that every machine with Python has, so nothing is downloaded. Files are cut into documents at blank lines;
-every twentieth file goes to validation. The shards and the tokenizer are cached in the user's cache folder
+every twentieth file goes to validation; documents are in a fixed random order. The shards and the tokenizer are cached in the user's cache folder
 (`LEANSTEP_CACHE` overrides it), under a name made of everything that determines them.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import sys
 import sysconfig
@@ -24,7 +25,7 @@ import torch
 from leanstep.gpt.data import write_shard
 
 BOS = "<|bos|>"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,9 @@ def _build(target: Path, texts: list[str], vocab_size: int, max_chars: int) -> N
         ]
         for split, wanted in (("train", False), ("validation", True))
     }
+    # Alphabetical order would show a model one subject at a time (and validation the first few files only).
+    for docs in documents.values():
+        random.Random(0).shuffle(docs)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
