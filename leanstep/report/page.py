@@ -1,0 +1,114 @@
+"""One self-contained HTML page that several commands write into.
+
+The page carries its own data: a JSON block with every section's payload. Adding a section reads that block,
+merges the new payload and renders the page again, so `bench`, `prove`, `diagnose`, `plan` and `demo` can all
+write to the same file, in any order. Scripts and styles are inlined; nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+import leanstep
+from leanstep.report import sections, units
+from leanstep.report.files import BadInput, write_text
+
+FORMAT = 1
+TEMPLATES = Path(__file__).parent / "templates"
+_DATA = re.compile(r'<script type="application/json" id="leanstep-data">(.*?)</script>', re.DOTALL)
+_EXPECTED = "expected a new file or a leanstep page"
+
+Data = dict[str, Any]
+
+
+def add_section(path: str | Path, kind: str, payload: Data) -> None:
+    """Add `payload` (the JSON contract of `leanstep KIND --json`) to the page at `path`, or make the page.
+
+    What the page already holds stays; the same case, script or plan measured again replaces its older self.
+    A file that is not a leanstep page is refused, never overwritten.
+    """
+    data = read_page(path)
+    held = data["sections"].get(kind)
+    data["sections"][kind] = sections.merge(kind, held, sections.prepare(kind, payload))
+    data["written"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    write_text(path, render(data), "--html")
+
+
+def read_page(path: str | Path) -> Data:
+    """The data of an existing page; a fresh one when there is no file (or an empty one)."""
+    target = Path(path)
+    fresh: Data = {"format": FORMAT, "sections": {}}
+    try:
+        text = target.read_text(encoding="utf-8") if target.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise BadInput(f"--html: cannot read {path}: {reason}; {_EXPECTED}") from None
+    if not text.strip():
+        return fresh
+    found = _DATA.search(text)
+    try:
+        data = json.loads(found.group(1)) if found else None
+    except json.JSONDecodeError:
+        data = None
+    if not isinstance(data, dict) or not isinstance(data.get("sections"), dict):
+        raise BadInput(f"--html: {path} is not a page that leanstep wrote; {_EXPECTED}")
+    if data.get("format") != FORMAT:
+        raise BadInput(f"--html: {path} has page format {data.get('format')}, this leanstep writes {FORMAT}")
+    return data
+
+
+def render(data: Data) -> str:
+    """The whole page as text."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "seconds": units.seconds,
+        "size": units.size,
+        "ratio": units.ratio,
+        "small": units.small,
+        "json_block": json_block,
+    }
+    return environment.get_template("page.html.j2").render(
+        view=sections.view(data["sections"]),
+        data=data,
+        written=data.get("written", ""),
+        version=leanstep.__version__,
+        style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
+        script=(TEMPLATES / "page.js").read_text(encoding="utf-8"),
+        plotly=_plotly_script(),
+    )
+
+
+def json_block(value: Any) -> Markup:
+    """JSON that cannot end the script element it stands in, whatever strings it holds. NaN becomes null."""
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # U+2028 and U+2029 are newlines to some parsers; "<" could open a comment or close the element.
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _plotly_script() -> str:
+    """plotly's own minified bundle, read as a file: importing plotly costs a second that a page need not pay."""
+    spec = importlib.util.find_spec("plotly")
+    assert spec is not None and spec.origin is not None
+    return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")

@@ -1,0 +1,306 @@
+"""From the JSON contracts to what the page's templates show: merging, source lines, labels, charts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from leanstep.report import charts, source, units
+
+Data = dict[str, Any]
+
+ORDER = ("demo", "diagnose", "plan", "bench", "prove")
+ENVIRONMENT = ("leanstep", "torch", "python", "device", "threads")
+
+
+def prepare(kind: str, payload: Data) -> Data:
+    """A payload with all that the page needs later: source lines are read now, while the script is there."""
+    if kind == "diagnose":
+        scripts = payload["scripts"] if "scripts" in payload else [payload]
+        return {"scripts": [_with_source(script) for script in scripts]}
+    if kind == "demo":
+        examples = [
+            {**example, **{side: _side(example[side]) for side in ("before", "after")}}
+            for example in payload["examples"]
+        ]
+        return {**payload, "examples": examples}
+    if kind == "plan":
+        return {"plans": payload["plans"] if "plans" in payload else [payload]}
+    return payload
+
+
+def _side(side: Data) -> Data:
+    return {**side, "diagnose": _with_source(side["diagnose"]), "timeline": charts.thin(side["timeline"])}
+
+
+def _with_source(report: Data) -> Data:
+    folder = Path(report.get("folder", "."))
+    findings = []
+    for finding in report["findings"]:
+        lines = source.excerpt(finding["file"], finding["line"], finding["code"], folder=folder)
+        findings.append({"source": lines, **finding})
+    return {**report, "findings": findings}
+
+
+def merge(kind: str, held: Data | None, new: Data) -> Data:
+    """The newer payload replaces the older one of the same case and size, script, or plan; the rest stays."""
+    if held is None or kind == "demo":
+        return new
+    if kind == "bench":
+        return {"results": _by_key(held["results"], new["results"], lambda r: (r["case"], r["size"]))}
+    if kind == "prove":
+        merged = {**held, **new}
+        for field in ("rows", "drift"):
+            fresh = {(row["case"], row["impl"]) for row in new.get(field, [])}
+            kept = [row for row in held.get(field, []) if (row["case"], row["impl"]) not in fresh]
+            if kept or field in new:
+                merged[field] = kept + list(new.get(field, []))
+        return merged
+    if kind == "diagnose":
+        return {"scripts": _by_key(held["scripts"], new["scripts"], lambda s: s["script"])}
+    if kind == "plan":
+        return {"plans": _by_key(held["plans"], new["plans"], _plan_key)}
+    return new
+
+
+def _plan_key(plan: Data) -> str:
+    return str(plan.get("title") or plan.get("subject") or plan.get("plan") or "")
+
+
+def _by_key(held: list[Data], new: list[Data], key: Any) -> list[Data]:
+    merged = {key(item): item for item in held}
+    merged.update((key(item), item) for item in new)
+    return list(merged.values())
+
+
+def view(sections: dict[str, Data]) -> Data:
+    """What the template shows, section by section."""
+    shown: Data = {}
+    if "demo" in sections:
+        shown["demo"] = _demo(sections["demo"])
+    if "diagnose" in sections:
+        shown["diagnose"] = [findings_view(script) for script in sections["diagnose"]["scripts"]]
+    if "plan" in sections:
+        shown["plan"] = [_plan(plan) for plan in sections["plan"]["plans"]]
+    if "bench" in sections:
+        shown["bench"], shown["sweeps"] = _bench(sections["bench"]["results"])
+    if "prove" in sections:
+        shown["prove"] = _prove(sections["prove"])
+    others = {kind: payload for kind, payload in sections.items() if kind not in ORDER}
+    shown["others"] = [{"title": kind, "tables": tables_of(payload)} for kind, payload in others.items()]
+    shown["environments"] = _environments(sections)
+    return shown
+
+
+def findings_view(report: Data) -> Data:
+    """Findings of one script with labels and coloured source."""
+    findings = []
+    for finding in sorted(report["findings"], key=lambda f: f["rank"]):
+        excerpt = finding["source"]
+        cost = finding.get("cost") or {}
+        findings.append(
+            {
+                **finding,
+                "place": f"{Path(finding['file']).name}:{finding['line']}",
+                "share": cost.get("share") or 0.0,
+                "cost": cost_label(cost),
+                "basis": cost.get("basis", ""),
+                "rows": [
+                    {"number": number, "html": html, "hit": number == excerpt["line"]}
+                    for number, html in enumerate(source.colour(excerpt["lines"]), excerpt["start"])
+                ],
+                "note": excerpt["note"],
+                "callers": [f"{Path(c['file']).name}:{c['line']}" for c in finding.get("called_from", [])],
+            }
+        )
+    steps = report.get("steps", {})
+    return {
+        **report,
+        "name": Path(report["script"]).name,
+        "findings": findings,
+        "steps": steps,
+        "chart": charts.finding_costs(findings) if len(findings) > 1 else None,
+    }
+
+
+def cost_label(cost: Data) -> str:
+    """`3 ms`, `58 GiB`, `3 ms, 12 MiB`; a dash where nothing could be priced."""
+    parts = [units.seconds(cost["seconds"])] if cost.get("seconds") else []
+    parts += [units.size(cost["bytes"])] if cost.get("bytes") else []
+    return ", ".join(parts) or "-"
+
+
+def _demo(payload: Data) -> Data:
+    examples = []
+    for example in payload["examples"]:
+        before, after = example["before"], example["after"]
+        gone, came = source.changed_lines(example["diff"])
+        coloured = zip(example["diff"], source.colour([row["text"] for row in example["diff"]]), strict=True)
+        examples.append(
+            {
+                **example,
+                "before_findings": findings_view(before["diagnose"]),
+                "after_findings": findings_view(after["diagnose"]),
+                "diff_rows": [{**row, "html": html} for row, html in coloured],
+                "gone": gone,
+                "came": came,
+                "rules_gone": _rules_gone(before["diagnose"], after["diagnose"]),
+                "proof_ok": all(row["ok"] for row in example["proof"]),
+                "time_chart": charts.before_after(
+                    before["median_s"],
+                    after["median_s"],
+                    (units.seconds(before["median_s"]), units.seconds(after["median_s"])),
+                    "time per training step",
+                ),
+                "memory_chart": charts.before_after(
+                    before["peak_bytes"],
+                    after["peak_bytes"],
+                    (units.size(before["peak_bytes"]), units.size(after["peak_bytes"])),
+                    "peak memory of the step",
+                ),
+                "timeline_chart": charts.memory_timeline(
+                    {"before": before["timeline"], "after": after["timeline"]}
+                ),
+                "loss_chart": charts.loss_curves({"before": before["losses"], "after": after["losses"]}),
+            }
+        )
+    return {**payload, "examples": examples}
+
+
+def _rules_gone(before: Data, after: Data) -> list[Data]:
+    """Per rule: findings before and after."""
+    rules = dict.fromkeys(f["rule"] for f in before["findings"] + after["findings"])
+    count = lambda report, rule: sum(f["rule"] == rule for f in report["findings"])  # noqa: E731
+    return [{"rule": rule, "before": count(before, rule), "after": count(after, rule)} for rule in rules]
+
+
+def _bench(results: list[Data]) -> tuple[list[Data], list[Data]]:
+    """Results with their charts, and the sweeps found among them."""
+    swept: dict[tuple[str, str, str], list[Data]] = {}
+    shown = []
+    for result in results:
+        base, _, override = result["size"].partition(", ")
+        if override:
+            swept.setdefault((result["case"], base, override.partition("=")[0]), []).append(result)
+        else:
+            shown.append(_with_charts(result))
+    sweeps = []
+    for (case, base, key), members in swept.items():
+        if len(members) == 1:
+            shown.append(_with_charts(members[0]))
+            continue
+        sweeps.append(
+            {
+                "case": case,
+                "size": base,
+                "key": key.replace("_", " "),
+                "results": members,
+                "time_chart": charts.sweep(members, key, "median_s"),
+                "memory_chart": charts.sweep(members, key, "extra_bytes"),
+            }
+        )
+    return shown, sweeps
+
+
+def _with_charts(result: Data) -> Data:
+    fast = [r for r in result["rows"] if r["kind"] == "fast" and r["available"] and r["time_ratio"]]
+    limit = [r for r in result["rows"] if r["kind"] == "limit" and r["available"] and r["median_s"]]
+    best = max(fast, key=lambda r: r["time_ratio"], default=None)
+    headroom = best["median_s"] / limit[0]["median_s"] if best and limit else None
+    return {
+        **result,
+        "best": best,
+        "headroom": headroom,
+        "time_chart": charts.bench_time(result),
+        "memory_chart": charts.bench_memory(result),
+    }
+
+
+def _prove(payload: Data) -> Data:
+    groups: dict[tuple[str, str, str], list[Data]] = {}
+    for row in payload["rows"]:
+        groups.setdefault((row["case"], row["impl"], row["dtype"]), []).append(row)
+    shown = []
+    for (case, impl, dtype), rows in groups.items():
+        failed = [row for row in rows if not row["ok"]]
+        worst = max(failed or rows, key=_closeness)
+        shown.append(
+            {
+                "case": case,
+                "impl": impl,
+                "dtype": dtype,
+                "passed": len(rows) - len(failed),
+                "total": len(rows),
+                "worst": worst,
+                "ok": not failed,
+            }
+        )
+    return {"groups": shown, "drift": payload.get("drift", []), "failed": sum(not g["ok"] for g in shown)}
+
+
+def _closeness(row: Data) -> float:
+    error = float("inf") if row["error"] is None else row["error"]
+    return error / row["bound"] if row["bound"] else error
+
+
+def _plan(plan: Data) -> Data:
+    """A plan's own chart when its rows carry methods and peaks, and its rows as a table in any case."""
+    rows = plan.get("rows", [])
+    chart = None
+    if rows and all({"method", "kind", "x", "peak_bytes"} <= set(row) for row in rows):
+        chart = charts.capacity(rows, plan.get("devices", {}), x_title=plan.get("x_title", ""))
+    return {
+        "title": _plan_key(plan),
+        "summary": plan.get("summary", ""),
+        "chart": chart,
+        "tables": tables_of({"rows": rows}) if rows else tables_of(plan),
+    }
+
+
+def tables_of(payload: Data) -> list[Data]:
+    """Any payload as tables: its lists of objects one by one, then what is left as pairs."""
+    tables, plain = [], []
+    for key, value in payload.items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            columns = list(dict.fromkeys(name for item in value for name in item))
+            cells = [[cell(name, item.get(name)) for name in columns] for item in value]
+            tables.append({"title": key, "columns": [c.replace("_", " ") for c in columns], "rows": cells})
+        elif key not in ENVIRONMENT:
+            plain.append([key.replace("_", " "), cell(key, value)])
+    return tables + ([{"title": "", "columns": [], "rows": plain}] if plain else [])
+
+
+def cell(name: str, value: Any) -> str:
+    """A value by the unit in its name."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        if name.endswith("_bytes") or name == "bytes":
+            return units.size(value)
+        if name.endswith("_s") or name == "seconds":
+            return units.seconds(value)
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {cell(key if key else name, item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(cell(name, item) for item in value)
+    return str(value)
+
+
+def _environments(sections: dict[str, Data]) -> list[Data]:
+    """What each part was measured on, equal ones once."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for kind, payload in sections.items():
+        heads = [payload, *payload.get("results", []), *payload.get("scripts", []), *payload.get("plans", [])]
+        for head in heads:
+            if "torch" in head:
+                values = tuple(head.get(key) for key in ENVIRONMENT)
+                known = found.setdefault(values, [])
+                if kind not in known:
+                    known.append(kind)
+    return [
+        {"parts": ", ".join(kinds), "values": [(k, v) for k, v in zip(ENVIRONMENT, values, strict=True) if v]}
+        for values, kinds in found.items()
+    ]
