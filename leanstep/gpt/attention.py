@@ -70,7 +70,9 @@ def _choose_block(window: int, head_dim: int) -> int:
     return max(8, min(best, 1 << max(window, 1).bit_length()))
 
 
-def make_plan(bounds: list[int], window: int, head_dim: int, dtype: torch.dtype) -> BandPlan:
+def make_plan(
+    bounds: list[int], window: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> BandPlan:
     """The plan for documents with cumulative lengths `bounds`; `window` + 1 keys are visible at most."""
     length = bounds[-1]
     longest = max((b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0)
@@ -88,7 +90,7 @@ def make_plan(bounds: list[int], window: int, head_dim: int, dtype: torch.dtype)
     key = torch.arange((back + 1) * block) + (torch.arange(count) - back)[:, None, None] * block
     blocked = (key < first.view(count, block, 1)) | (key > query)
     mask = torch.zeros(blocked.shape, dtype=dtype).masked_fill_(blocked, -math.inf)
-    return BandPlan(length, block, back, mask[:, None])
+    return BandPlan(length, block, back, mask[:, None].to(device))
 
 
 class PlanCache:
@@ -99,12 +101,18 @@ class PlanCache:
         self._plans: OrderedDict[tuple, BandPlan] = OrderedDict()
 
     def get(
-        self, bounds: list[int], window: int, paired: bool, head_dim: int, dtype: torch.dtype
+        self,
+        bounds: list[int],
+        window: int,
+        paired: bool,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> BandPlan:
-        key = (tuple(bounds), window, paired, head_dim, dtype)
+        key = (tuple(bounds), window, paired, head_dim, dtype, device)
         plan = self._plans.get(key)
         if plan is None:
-            plan = make_plan([2 * b for b in bounds] if paired else bounds, window, head_dim, dtype)
+            plan = make_plan([2 * b for b in bounds] if paired else bounds, window, head_dim, dtype, device)
             self._plans[key] = plan
             while len(self._plans) > 1 and self.num_bytes > self.max_bytes:
                 self._plans.popitem(last=False)
@@ -156,6 +164,11 @@ def sum_band(grad_NHSD: Tensor, plan: BandPlan) -> Tensor:
     return total.view(plan.padded, heads, dim)
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: BandPlan, scale: float) -> Tensor:
+    """Attention of query blocks [N, H, B, D] over their bands [N, H, S, D]."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask, scale=scale)
+
+
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, plan: BandPlan, scale: float) -> Tensor:
     """Softmax attention of [T, H, D] heads under a plan; returns [T, H, D].
 
@@ -172,5 +185,5 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, plan: BandPlan, scale: f
         q = F.pad(q, (0, 0, 0, 0, 0, padding))
     blocks = q.unflatten(0, (plan.num_blocks, plan.block)).transpose(1, 2)
     k_band, v_band = _Band.apply(k, plan), _Band.apply(v, plan)
-    out = F.scaled_dot_product_attention(blocks, k_band, v_band, attn_mask=plan.mask, scale=scale)
+    out = attend(blocks, k_band, v_band, plan, scale)
     return out.transpose(1, 2).reshape(plan.padded, *q.shape[1:])[: plan.length]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from leanstep.gpt.attention import PlanCache
 from leanstep.gpt.config import DTYPES, GPTConfig
+from leanstep.gpt.generate import generate
 from leanstep.gpt.rotary import Rotary
 
 
@@ -117,7 +118,8 @@ class BankedGPT(nn.Module):
 
     def scalar(self, name: str) -> Tensor:
         """One of the packed single numbers, as a 0-dimensional view."""
-        return self.scalars[self.config.scalar_slots[name]]
+        slot = self.config.scalar_slots[name]
+        return self.scalars[slot : slot + 1].squeeze(0)
 
     def bank_views(self) -> dict[str, Tensor]:
         """The banks as the optimizer sees them: stacks of matrices, first MLP matrix even, second odd."""
@@ -161,6 +163,38 @@ class BankedGPT(nn.Module):
     def head_weight(self) -> Tensor:
         """[V, D]; a view, so gradients reach the stored layout."""
         return self.lm_head.T if self.config.transposed_head else self.lm_head
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [T, V] of final states [T, D], softcapped as in the loss."""
+        raw = torch.matmul(hidden, self.head_weight().T)
+        if self.config.softcap is None:
+            return raw
+        a, b, c = self.config.softcap
+        return a * torch.sigmoid((raw + b) / c)
+
+    @torch.no_grad()
+    def mean_loss(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        bigram_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Evaluation loss: mean cross-entropy of the next token."""
+        return self(inputs, targets, cu_seqlens, bigram_ids=bigram_ids, mtp=(1.0,)) / inputs.shape[0]
+
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        generator: torch.Generator | None = None,
+        temperature: float = 1.0,
+        stop: int | None = None,
+    ) -> Tensor:
+        """Prompts [T] or [B, T] continued by `max_new_tokens`; see `leanstep.gpt.generate`."""
+        return generate(self, tokens, max_new_tokens, generator=generator, temperature=temperature, stop=stop)
 
     @torch.no_grad()
     def tie_gradients(self) -> None:

@@ -1,13 +1,257 @@
-"""The flattened model: one forward function over parameters taken from the banks once."""
+"""The flattened model: one forward over the banks, taken apart once, without Block, Attention or MLP modules."""
+
+# T tokens · E model · A layers with attention
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from leanstep.gpt.attention import attend, check_cu_seqlens
+from leanstep.gpt.banks import BankedGPT, unbind_bank
+from leanstep.gpt.bigram import bigram_hash
 from leanstep.gpt.config import GPTConfig
-from leanstep.gpt.reference import ReferenceGPT
+from leanstep.gpt.heads import AttentionOut, AttentionWeights, Heads, HeadShape
+from leanstep.gpt.loss import head_loss
+from leanstep.gpt.passes import MLP, Injections, Mix, Norm, NormLinear, Number, ResidualMLP, SmearNorm, number
 
 
-class GPT(ReferenceGPT):
+@dataclass
+class _Layers:
+    """Per-layer tensors of one step, each list indexed by layer (None where a layer has no such thing)."""
+
+    projections: list[Tensor | None]
+    outputs: list[Tensor | None]
+    first: list[Tensor]
+    second: list[Tensor]
+    values: list[Tensor | None]
+    ve_weights: list[Tensor | None]
+    promises: list[Tensor | None]
+    injected: list[list[tuple[Number, Tensor]]]
+
+
+class GPT(BankedGPT):
+    """The model; `hidden` is the whole forward. Same parameters and results as `ReferenceGPT`.
+
+    Args:
+        config: shape, features, switches.
+        generator: makes the initial values.
+    """
+
     def __init__(self, config: GPTConfig, *, generator: torch.Generator | None = None) -> None:
-        super().__init__(config, generator=generator, core="banded")
+        super().__init__(config, generator=generator)
+        c = config
+        self._shapes = {
+            layer: HeadShape(
+                heads=c.num_heads,
+                dim=c.head_dim,
+                paired=layer in c.paired_layers,
+                key_offset=layer in c.key_offset_layers,
+                gated=c.attention_gate,
+                has_ve=layer in c.value_embed_layers,
+            )
+            for layer in c.attention_layers
+        }
+
+    def hidden(
+        self, inputs: Tensor, cu_seqlens: Tensor | None = None, *, bigram_ids: Tensor | None = None
+    ) -> Tensor:
+        """Final normalised states [T, E] of tokens [T] in documents bounded by `cu_seqlens`."""
+        c = self.config
+        if inputs.dim() != 1 or inputs.is_floating_point():
+            raise ValueError(f"inputs: expected [T] integers, got {inputs.dtype} {tuple(inputs.shape)}")
+        length = inputs.shape[0]
+        if cu_seqlens is None:
+            cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
+        bounds = check_cu_seqlens(cu_seqlens, length)
+        starts = self._document_starts(bounds, inputs) if c.respect_docs else None
+
+        x = F.embedding(inputs, self.embed)
+        dtype = x.dtype
+        if c.smear:
+            x0 = SmearNorm.apply(x, self.scalar("smear").to(dtype), self.smear_gate, starts)
+        else:
+            x0 = Norm.apply(x)
+        lane0, lane1 = x0, None
+        xb = None
+        if c.bigram_vocab_size:
+            if bigram_ids is None:
+                bigram_ids = bigram_hash(inputs, c.bigram_vocab_size, starts)
+            xb = F.embedding(bigram_ids, self.bigram_embed)
+        layers = self._take_apart(inputs, x0, xb)
+        if xb is not None:
+            lane0 = Mix.apply(None, [], 1.0, self.bigram_lambdas[:1].to(dtype).squeeze(0), x0, xb)
+
+        resid = self.resid_lambdas.to(dtype).flatten(1).unbind(1)
+        resid = [column.unbind(0) for column in resid]
+        post = [column.unbind(0) for column in self.post_lambdas.to(dtype).flatten(1).unbind(1)]
+        attn_post, mlp_post = post[:2], post[2:]
+        # One pair of residual scales for both lanes, or one pair each.
+        attn_resid, mlp_resid = (resid[:2], resid[2:]) if c.resid_per_lane else ([resid[0]] * 2, [resid[1]] * 2)
+
+        kept: dict[int, Tensor] = {}
+        backout = None
+        for i in range(c.num_layers):
+            if i == c.lanes_from:
+                lane1 = lane0
+            for gate, source in self._skips_into(i, x0, kept):
+                lane0 = torch.addcmul(lane0, gate, source)
+            promise, injected = layers.promises[i], layers.injected[i]
+            ra, rm = attn_resid[0][i], mlp_resid[0][i]
+
+            if i in self._shapes:
+                if c.inject == "before":
+                    lane0 = Mix.apply(promise, injected, ra, lane0)
+                    promise, injected, ra = None, [], 1.0
+                y, gate, plan = self._attend(i, lane0, layers, bounds, starts)
+                if lane1 is None and (c.fold_post_attn or not c.has_post_attn(i)):
+                    lane0 = AttentionOut.apply(
+                        y, gate, layers.outputs[i], lane0, ra, promise, injected, plan, self._shapes[i]
+                    )
+                else:
+                    a = AttentionOut.apply(
+                        y, gate, layers.outputs[i], None, 1.0, None, [], plan, self._shapes[i]
+                    )
+                    lane0 = Mix.apply(promise, injected, ra, attn_post[0][i], lane0, a)
+                    if lane1 is not None:
+                        lane1 = Mix.apply(None, [], attn_resid[1][i], attn_post[1][i], lane1, a)
+            elif c.inject_attention_free and c.injects:
+                lane0 = Mix.apply(promise, injected, 1.0, lane0)
+            kept[i] = lane0
+
+            scaled = c.has_post_mlp(i)
+            if lane1 is None:
+                second, outer = layers.second[i], mlp_post[0][i] if scaled else 1.0
+                if scaled and c.fold_post_mlp:
+                    second, outer = mlp_post[0][i] * second, 1.0
+                lane0 = ResidualMLP.apply(lane0, rm, outer, layers.first[i], second)
+            else:
+                m = MLP.apply(lane1, layers.first[i], layers.second[i])
+                post0, post1 = (mlp_post[0][i], mlp_post[1][i]) if scaled else (1.0, 1.0)
+                lane0 = Mix.apply(None, [], rm, post0, lane0, m)
+                lane1 = Mix.apply(None, [], mlp_resid[1][i], post1, lane1, m)
+            if i == c.backout_layer:
+                backout = lane0
+
+        if lane1 is None and backout is None:
+            return Norm.apply(lane0)
+        factors, lanes = ([1.0], [lane0]) if lane1 is None else ([0.5, 0.5], [lane0, lane1])
+        if backout is not None:
+            factors, lanes = [*factors, -self.scalar("backout").to(dtype)], [*lanes, backout]
+        return Norm.apply(Mix.apply(None, [], *factors, *lanes))
+
+    def _take_apart(self, inputs: Tensor, x0: Tensor, xb: Tensor | None) -> _Layers:
+        """Everything the layers need of the banks and tables, fetched once."""
+        c, dtype = self.config, x0.dtype
+        count = c.num_layers
+        projections: list[Tensor | None] = [None] * count
+        outputs: list[Tensor | None] = [None] * count
+        values: list[Tensor | None] = [None] * count
+        ve_weights: list[Tensor | None] = [None] * count
+        if c.value_embed_layers:
+            offsets = torch.arange(len(c.value_embed_layers), device=inputs.device) * c.padded_vocab
+            looked_up = F.embedding(inputs + offsets[:, None], self.value_embeds).unbind(0)
+            half = c.gate_width // 2
+            # Paired layers' gates read the stream only; the others read half of it and half of the embedding.
+            inner, outer = self.ve_gate_bank.split(half, dim=2)
+            for layer, table, weight in zip(c.value_embed_layers, looked_up, outer.unbind(0), strict=True):
+                values[layer] = table
+                ve_weights[layer] = None if layer in c.paired_layers else weight
+        if self._shapes:
+            index = torch.tensor(c.attention_layers, device=inputs.device)
+            scales = self.scalars[: 2 * count].view(count, 2).index_select(0, index).to(dtype)
+            if c.post_attn_lambda_single and c.fold_post_attn:
+                single = (index < c.lanes_from)[:, None]
+                folded = self.post_lambdas[:, 0].index_select(0, index).to(dtype)[:, :1]
+                scales = torch.cat([scales[:, :1], scales[:, 1:] * torch.where(single, folded, 1.0)], dim=1)
+            ve_gates = None
+            if c.value_embed_layers:
+                reads = torch.ones(len(c.value_embed_layers), 1, c.gate_width, dtype=dtype, device=inputs.device)
+                for table, layer in enumerate(c.value_embed_layers):
+                    if layer not in c.paired_layers:
+                        reads[table, :, c.gate_width // 2 :] = 0
+                ve_gates = self.ve_gate_bank * reads
+            shapes = list(self._shapes.values())
+            taken = AttentionWeights.apply(
+                self.attn_bank, scales, self.optional("attn_gate_bank"), ve_gates, dtype, shapes
+            )
+            for place, layer in enumerate(c.attention_layers):
+                projections[layer], outputs[layer] = taken[place], taken[len(shapes) + place]
+        matrices = unbind_bank(self.mlp_bank.to(dtype))
+        promises, injected = self._injections(x0, xb)
+        return _Layers(
+            projections,
+            outputs,
+            list(matrices[: 2 * count : 2]),
+            list(matrices[1 : 2 * count : 2]),
+            values,
+            ve_weights,
+            promises,
+            injected,
+        )
+
+    def _injections(self, x0: Tensor, xb: Tensor | None):
+        """Per layer a promise that carries gradients, and the terms (number, tensor) to add."""
+        c = self.config
+        receiving = [i for i in range(c.num_layers) if i in self._shapes or c.inject_attention_free]
+        promises: list[Tensor | None] = [None] * c.num_layers
+        injected: list[list[tuple[Number, Tensor]]] = [[] for _ in range(c.num_layers)]
+        if not c.injects or not receiving:
+            return promises, injected
+        x0_factors = self.x0_lambdas.to(x0.dtype) if c.x0_inject else None
+        xb_factors = self.bigram_lambdas.to(x0.dtype) if xb is not None else None
+        made = Injections.apply(x0, x0_factors, xb, xb_factors, receiving)
+        for layer, promise in zip(receiving, made, strict=True):
+            promises[layer] = promise
+            if x0_factors is not None:
+                injected[layer].append((number(x0_factors.detach()[layer]), x0.detach()))
+            if xb_factors is not None and xb is not None and layer > 0:
+                injected[layer].append((number(xb_factors.detach()[layer]), xb.detach()))
+        return promises, injected
+
+    def _attend(self, layer: int, lane0: Tensor, layers: _Layers, bounds: list[int], starts: Tensor | None):
+        """Attention of one layer up to its output matrix: (blocks of y, gate, plan)."""
+        shape = self._shapes[layer]
+        plan = self.plans.get(bounds, self.window_tokens(layer), shape.paired, shape.dim, lane0.dtype, lane0.device)
+        table = self.rotary.head_table(lane0.shape[0], shape.paired, lane0.dtype, lane0.device)
+        projected = NormLinear.apply(lane0, layers.projections[layer])
+        q, k, v, gate = Heads.apply(
+            projected, layers.values[layer], layers.ve_weights[layer], table, starts, plan, shape
+        )
+        return attend(q, k, v, plan, self.rotary.attention_scale), gate, plan
+
+    def _skips_into(self, layer: int, x0: Tensor, kept: dict[int, Tensor]):
+        c = self.config
+        for i, (source, target) in enumerate(c.skip_pairs):
+            if target == layer:
+                opening = torch.sigmoid(F.linear(x0[:, : c.gate_width], self.skip_gate[i : i + 1]))
+                yield 2 * torch.sigmoid(self.scalar(f"skip{i}")).to(x0.dtype) * opening, kept[source]
+
+    @staticmethod
+    def _document_starts(bounds: list[int], inputs: Tensor) -> Tensor:
+        starts = torch.zeros(inputs.shape[0], dtype=torch.bool)
+        starts[[b for b in bounds if b < inputs.shape[0]]] = True
+        return starts.to(inputs.device)
+
+    def forward(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        bigram_ids: Tensor | None = None,
+        mtp: tuple[float, ...] | None = None,
+    ) -> Tensor:
+        """Training loss: multi-token cross-entropy summed over rows."""
+        hidden = self.hidden(inputs, cu_seqlens, bigram_ids=bigram_ids)
+        return head_loss(
+            hidden,
+            self.lm_head,
+            targets,
+            mtp=mtp or self.config.mtp,
+            softcap=self.config.softcap,
+            transposed=self.config.transposed_head,
+        )

@@ -108,7 +108,7 @@ class Attention(nn.Module):
             # Head h of token t: time slot 2t + h // (H/2) of stream h mod (H/2).
             q, k, v = (x.reshape(2 * length, heads // 2, dim) for x in (q, k, v))
         if self.core == "banded":
-            plan = model.plans.get(bounds, window, self.paired, dim, q.dtype)
+            plan = model.plans.get(bounds, window, self.paired, dim, q.dtype, q.device)
             y = windowed_attention(q, k, v, plan, scale)
         else:
             mask = dense_mask([2 * b for b in bounds] if self.paired else bounds, window)
@@ -259,10 +259,6 @@ class ReferenceGPT(BankedGPT):
             ve_gate = self.ve_gate_bank[table]
         return self.attn_bank[place].to(dtype), lambdas, gate, ve, ve_gate
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Raw logits before the softcap."""
-        return hidden @ self.lm_head if self.config.transposed_head else F.linear(hidden, self.lm_head)
-
     def forward(
         self,
         inputs: Tensor,
@@ -273,18 +269,6 @@ class ReferenceGPT(BankedGPT):
         mtp: tuple[float, ...] | None = None,
     ) -> Tensor:
         """Training loss: the multi-token cross-entropy summed over rows."""
-        logits = self.logits(self.hidden(inputs, cu_seqlens, bigram_ids=bigram_ids))
+        logits = self.hidden(inputs, cu_seqlens, bigram_ids=bigram_ids) @ self.head_weight().T
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return softcap_loss(wide, targets, mtp or self.config.mtp, self.config.softcap).sum()
-
-    @torch.no_grad()
-    def mean_loss(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        cu_seqlens: Tensor | None = None,
-        *,
-        bigram_ids: Tensor | None = None,
-    ) -> Tensor:
-        """Evaluation loss: mean cross-entropy of the next token."""
-        return self(inputs, targets, cu_seqlens, bigram_ids=bigram_ids, mtp=(1.0,)) / inputs.shape[0]

@@ -1,0 +1,255 @@
+"""Residual stream, norms and MLP with hand-written backwards: fewer passes over [T, E], fewer tensors kept.
+
+Autograd on the plain code saves most intermediates and reads every tensor several times; a norm alone costs it a
+dozen passes. Each function here keeps the few tensors its backward needs and works in place on memory it owns.
+"""
+
+# T tokens · E model · F hidden
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+EPS = torch.finfo(torch.float32).eps
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What statistics are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def inverse_rms(x: Tensor) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, which stays as 1."""
+    square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_dtype(x.dtype)).square_()
+    return square.div_(x.shape[-1]).add_(EPS).rsqrt_()
+
+
+def add_norm_backward(out: Tensor, grad: Tensor, normed: Tensor, inverse: Tensor) -> Tensor:
+    """out += gradient of an RMS norm: inverse * (grad - normed * mean(grad * normed)). In place on `out`."""
+    mean = (grad * normed).sum(-1, keepdim=True, dtype=inverse.dtype).div_(-normed.shape[-1]).mul_(inverse)
+    out.addcmul_(grad, inverse.to(out.dtype))
+    return out.addcmul_(normed, mean.to(out.dtype))
+
+
+Number = float | Tensor
+
+
+def number(x: Number) -> Number:
+    """A 0-dimensional CPU tensor as a float (a faster operand); elsewhere the tensor, to avoid a sync."""
+    return x.item() if isinstance(x, Tensor) and x.device.type == "cpu" else x
+
+
+def add_scaled(out: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
+    """out += factor * x, in place."""
+    return out.add_(x, alpha=factor) if isinstance(factor, float) else out.addcmul_(x, factor)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of products as a 0-dimensional tensor, without a temporary when both are contiguous fp32/fp64."""
+    if a.dtype in (torch.float32, torch.float64) and a.is_contiguous() and b.is_contiguous():
+        return torch.dot(a.view(-1), b.view(-1))
+    return (a * b).sum()
+
+
+class Norm(torch.autograd.Function):
+    """RMS norm over the last dimension."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        inverse = inverse_rms(x)
+        normed = x * inverse.to(x.dtype)
+        ctx.save_for_backward(normed, inverse)
+        return normed
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[override]
+        normed, inverse = ctx.saved_tensors
+        return add_norm_backward(torch.zeros_like(normed), grad, normed, inverse)
+
+
+class Mix(torch.autograd.Function):
+    """sum_i factors_i * tensors_i + injected terms.
+
+    Arguments: promise (of `Injections`, or None), injected [(number, tensor)], then n factors (0-dimensional
+    tensors or floats), then n tensors.
+    """
+
+    @staticmethod
+    def forward(ctx, promise: Tensor | None, injected: list[tuple[Number, Tensor]], *arguments) -> Tensor:
+        half = len(arguments) // 2
+        tensors = arguments[half:]
+        ctx.numbers = [number(f) for f in arguments[:half]]
+        ctx.factor_dtypes = [f.dtype if isinstance(f, Tensor) else None for f in arguments[:half]]
+        ctx.save_for_backward(*tensors)
+        out = tensors[0] * ctx.numbers[0]
+        for factor, x in zip(ctx.numbers[1:], tensors[1:], strict=True):
+            add_scaled(out, x, factor)
+        for factor, x in injected:
+            add_scaled(out, x, factor)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        tensors = ctx.saved_tensors
+        promise = grad if ctx.needs_input_grad[0] else None
+        needs = ctx.needs_input_grad[2:]
+        grad_factors = [
+            dot(grad, x).to(dtype) if need else None
+            for dtype, x, need in zip(ctx.factor_dtypes, tensors, needs, strict=False)
+        ]
+        grad_tensors = [
+            grad * factor if need else None
+            for factor, need in zip(ctx.numbers, needs[len(tensors) :], strict=True)
+        ]
+        return promise, None, *grad_factors, *grad_tensors
+
+
+class NormLinear(torch.autograd.Function):
+    """norm(x) @ weight.T."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        inverse = inverse_rms(x)
+        normed = x * inverse.to(x.dtype)
+        ctx.save_for_backward(normed, inverse, weight)
+        return torch.mm(normed, weight.T)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        normed, inverse, weight = ctx.saved_tensors
+        grad_normed = torch.mm(grad, weight)
+        grad_x = add_norm_backward(torch.zeros_like(normed), grad_normed, normed, inverse)
+        return grad_x, torch.mm(grad.T, normed)
+
+
+def _mlp_forward(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    inverse = inverse_rms(x)
+    normed = x * inverse.to(x.dtype)
+    return normed, inverse, torch.mm(normed, first.T).relu_()
+
+
+def _mlp_backward(grad, scale: Number, normed, inverse, rectified, first, second, grad_x):
+    """Gradients of the matrices and of the scale in front of the MLP; adds the input's gradient to `grad_x`."""
+    squared = rectified.square()
+    grad_second = torch.mm(squared.T, grad)
+    # <grad, squared @ second> without making that product again.
+    grad_scale = dot(grad_second, second)
+    # relu(p)^2 has slope 2 relu(p), which is zero where p is negative: no mask needed. The constant and the scale
+    # go into the small matrices.
+    grad_hidden = torch.mm(grad, second.T, out=squared).mul_(rectified)
+    grad_first = torch.mm(grad_hidden.T, normed).mul_(2 * scale)
+    grad_normed = torch.mm(grad_hidden, first * (2 * scale))
+    add_norm_backward(grad_x, grad_normed, normed, inverse)
+    return grad_first, grad_second.mul_(scale), grad_scale
+
+
+class MLP(torch.autograd.Function):
+    """relu(norm(x) @ first.T)^2 @ second; the squares are recomputed in the backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        normed, inverse, rectified = _mlp_forward(x, first)
+        ctx.save_for_backward(normed, inverse, rectified, first, second)
+        return torch.mm(rectified.square(), second)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        normed, inverse, rectified, first, second = ctx.saved_tensors
+        grad_x = torch.zeros_like(normed)
+        grad_first, grad_second, _ = _mlp_backward(
+            grad.contiguous(), 1.0, normed, inverse, rectified, first, second, grad_x
+        )
+        return grad_x, grad_first, grad_second
+
+
+class ResidualMLP(torch.autograd.Function):
+    """resid * x + post * mlp(norm(x)): the second product accumulates onto the residual."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, resid: Tensor, post: Number, first: Tensor, second: Tensor) -> Tensor:
+        normed, inverse, rectified = _mlp_forward(x, first)
+        ctx.resid, ctx.post = number(resid), number(post)
+        ctx.dtypes = resid.dtype, post.dtype if isinstance(post, Tensor) else None
+        ctx.save_for_backward(x, normed, inverse, rectified, first, second)
+        out = x * ctx.resid
+        if isinstance(ctx.post, float):
+            return out.addmm_(rectified.square(), second, alpha=ctx.post)
+        return out.addcmul_(torch.mm(rectified.square(), second), ctx.post)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        x, normed, inverse, rectified, first, second = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = grad * ctx.resid
+        grad_first, grad_second, grad_post = _mlp_backward(
+            grad, ctx.post, normed, inverse, rectified, first, second, grad_x
+        )
+        resid_dtype, post_dtype = ctx.dtypes
+        grad_post = None if post_dtype is None else grad_post.to(post_dtype)
+        return grad_x, dot(grad, x).to(resid_dtype), grad_post, grad_first, grad_second
+
+
+class SmearNorm(torch.autograd.Function):
+    """norm(x_t + gate_t * x_{t-1}) with gate_t = smear * sigmoid(weight . x_t[:width]); no gate where `closed`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, smear: Tensor, weight: Tensor, closed: Tensor | None) -> Tensor:
+        width = weight.shape[1]
+        opening = torch.mm(x[1:, :width], weight.T).sigmoid_()
+        if closed is not None:
+            opening.masked_fill_(closed[1:, None], 0)
+        mixed = x.clone()
+        mixed[1:].addcmul_(x[:-1], opening * smear)
+        inverse = inverse_rms(mixed)
+        normed = mixed.mul_(inverse.to(x.dtype))
+        ctx.save_for_backward(x, smear, weight, opening, normed, inverse)
+        return normed
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        x, smear, weight, opening, normed, inverse = ctx.saved_tensors
+        width = weight.shape[1]
+        grad_mixed = add_norm_backward(torch.zeros_like(x), grad, normed, inverse)
+        grad_gate = (grad_mixed[1:] * x[:-1]).sum(-1, keepdim=True)
+        grad_x = grad_mixed.clone()
+        grad_x[:-1].addcmul_(grad_mixed[1:], opening * smear)
+        # A closed gate has opening 0, hence no gradient through the sigmoid either.
+        grad_logit = grad_gate * smear * opening * (1 - opening)
+        grad_x[1:, :width].addmm_(grad_logit, weight)
+        grad_smear = (grad_gate * opening).sum().to(smear.dtype)
+        return grad_x, grad_smear, torch.mm(grad_logit.T, x[1:, :width]), None
+
+
+class Injections(torch.autograd.Function):
+    """Promises of x0_lambda_i * x0 + bigram_lambda_i * xb for every layer.
+
+    Its outputs are [T, E] views of a single zero: they carry the graph, not values. `AttentionOut` adds the real
+    terms itself and sends its gradient here, so the layers' gradients meet in one place: no injection is ever
+    stored, and x0 and xb get their gradients in one accumulating pass per layer.
+    """
+
+    @staticmethod
+    def forward(ctx, x0: Tensor, x0_factors: Tensor | None, xb: Tensor | None, xb_factors: Tensor | None, layers):
+        ctx.save_for_backward(x0, x0_factors, xb, xb_factors)
+        ctx.layers = layers
+        ctx.set_materialize_grads(False)
+        zero = x0.new_zeros(())
+        return tuple(zero.clone().expand_as(x0) for _ in layers)
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[override]
+        x0, x0_factors, xb, xb_factors = ctx.saved_tensors
+        results: list[Tensor | None] = []
+        for x, factors, skipped in ((x0, x0_factors, None), (xb, xb_factors, 0)):
+            if x is None or factors is None:
+                results += [None, None]
+                continue
+            grad_x, numbers = torch.zeros_like(x), factors.tolist() if x.device.type == "cpu" else factors
+            grad_factors = torch.zeros_like(factors)
+            for layer, grad in zip(ctx.layers, grads, strict=True):
+                if grad is not None and layer != skipped:
+                    add_scaled(grad_x, grad, numbers[layer])
+                    grad_factors[layer] = dot(grad, x)
+            results += [grad_x, grad_factors]
+        return *results, None
