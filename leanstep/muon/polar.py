@@ -30,6 +30,7 @@ GRAM_RATIO = 1.5
 GRAM_RESTART = 2
 # Half precision pays on a CPU only where the product is long enough to hide its conversions.
 MIN_HALF_SIDE = 256
+MIN_HALF_SPEEDUP = 1.3
 # Stacking equal shapes into one batched product helps the CPU only below this many elements.
 MAX_BATCHED_ELEMENTS = 64 * 64
 
@@ -99,16 +100,21 @@ def cpu_bfloat16_speedup() -> float:
     return times[torch.float32] / times[torch.bfloat16]
 
 
-def choose_dtype(rows: int, cols: int, device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, str]:
-    """The compute dtype for `auto`, and why."""
+def choose_dtype(
+    rows: int, cols: int, device: torch.device, dtype: torch.dtype, cpu_half: bool | None = None
+) -> tuple[torch.dtype, str]:
+    """The compute dtype for `auto`, and why; `cpu_half` replaces the measurement by an earlier answer."""
     if dtype == torch.float64:
         return dtype, "float64: the input is"
     if device.type != "cpu":
         return torch.bfloat16, f"bfloat16: {device.type} has matrix units for it"
     if min(rows, cols) < MIN_HALF_SIDE:
         return torch.float32, f"float32: the short side is below {MIN_HALF_SIDE}"
+    if cpu_half is not None:
+        chosen = torch.bfloat16 if cpu_half else torch.float32
+        return chosen, f"{str(chosen).removeprefix('torch.')}: the faster one when this optimizer was made"
     speedup = cpu_bfloat16_speedup()
-    if speedup > 1.3:
+    if speedup > MIN_HALF_SPEEDUP:
         return torch.bfloat16, f"bfloat16: {speedup:.1f} times as fast as float32 on this CPU"
     return torch.float32, f"float32: bfloat16 runs at {speedup:.2g} of its speed on this CPU"
 
@@ -123,6 +129,7 @@ def plan_polar(
     restart: int | str | None = "auto",
     panels: int | str = "auto",
     compute_dtype: torch.dtype | str = "auto",
+    cpu_half: bool | None = None,
 ) -> PolarPlan:
     """Choose the form, the restart, the number of panels and the dtype for matrices of rows x cols.
 
@@ -132,6 +139,7 @@ def plan_polar(
         restart: auto, None, or the number of steps after which the gram form starts afresh.
         panels: auto, or how many row panels a symmetric product is cut into (1 = all of it).
         compute_dtype: auto, or a dtype.
+        cpu_half: an earlier answer to "is bfloat16 faster on this CPU", instead of measuring.
     """
     device = torch.device(device)
     if method not in METHODS:
@@ -147,7 +155,7 @@ def plan_polar(
     if isinstance(compute_dtype, torch.dtype):
         reasons.append(f"{str(compute_dtype).removeprefix('torch.')}: asked for")
     else:
-        compute_dtype, why = choose_dtype(rows, cols, device, dtype)
+        compute_dtype, why = choose_dtype(rows, cols, device, dtype, cpu_half)
         reasons.append(why)
     half = compute_dtype in (torch.bfloat16, torch.float16)
     ratio = long / max(1, short)
@@ -184,7 +192,9 @@ class Workspace:
     def __init__(self) -> None:
         self._tensors: dict[tuple, Tensor] = {}
 
-    def take(self, role: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def take(
+        self, role: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
         dtype = dtype or like.dtype
         key = (role, shape, dtype, like.device)
         if key not in self._tensors:

@@ -7,6 +7,8 @@ One product per panel (not per block) keeps the calls few and large: that is wha
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -23,9 +25,11 @@ def choose_panels(side: int, device: torch.device) -> int:
 
 def _bounds(side: int, panels: int) -> list[tuple[int, int]]:
     # Multiples of 16 keep the panels aligned to vector registers.
-    edges = [min(side, -(-side * i // panels + 15) // 16 * 16) if 0 < i < panels else side * i // panels
-             for i in range(panels + 1)]
-    return [(lo, hi) for lo, hi in zip(edges, edges[1:], strict=False) if hi > lo]
+    edges = [
+        min(side, -(-side * i // panels + 15) // 16 * 16) if 0 < i < panels else side * i // panels
+        for i in range(panels + 1)
+    ]
+    return [(lo, hi) for lo, hi in itertools.pairwise(edges) if hi > lo]
 
 
 def _mirror(out: Tensor, bounds: list[tuple[int, int]]) -> None:

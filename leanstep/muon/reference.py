@@ -76,9 +76,7 @@ def variance_axis(rows: int, cols: int, per: str = "long") -> int:
     return -1 if per == "row" or rows >= cols else -2
 
 
-def reduce_variance(
-    update: Tensor, second: Tensor, beta2: float, per: str = "long"
-) -> tuple[Tensor, Tensor]:
+def reduce_variance(update: Tensor, second: Tensor, beta2: float, per: str = "long") -> tuple[Tensor, Tensor]:
     """NorMuon: divide each line by its running rms, keep the Frobenius norm; returns (update, new second)."""
     axis = variance_axis(update.size(-2), update.size(-1), per)
     mean_square = update.square().mean(axis, keepdim=True)

@@ -38,7 +38,9 @@ def row_blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
         yield slice(begin, min(rows, begin + size))
 
 
-def fill_update(grad: Tensor, buffer: Tensor, momentum: Scalar, out: Tensor, *, nesterov: bool = True) -> Tensor:
+def fill_update(
+    grad: Tensor, buffer: Tensor, momentum: Scalar, out: Tensor, *, nesterov: bool = True
+) -> Tensor:
     """Advance `buffer` (float32) by `grad` and write the update, cast to the dtype of `out`, into `out`.
 
     Equivalent to:

@@ -108,7 +108,9 @@ def test_tall_equals_transposed_wide(form):
     method=st.sampled_from(["standard", "gram"]),
 )
 def test_panels_and_form_do_not_change_the_result(rows, cols, batch, panels, method):
-    update = torch.randn(batch, rows, cols, generator=torch.Generator().manual_seed(rows * 41 + cols)).double()
+    update = torch.randn(
+        batch, rows, cols, generator=torch.Generator().manual_seed(rows * 41 + cols)
+    ).double()
     got = torch.stack([polar(matrix, method=method, panels=panels) for matrix in update])
     torch.testing.assert_close(got, reference.polar(update), atol=1e-7, rtol=0)
     torch.testing.assert_close(polar(update, method=method), got, atol=1e-9, rtol=0)

@@ -1,0 +1,499 @@
+"""NorMuon: upstream's traces, schedulers, banks and splits, non-finite gradients, bad input."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from muon.golden import array, load
+from torch import nn
+
+from leanstep.muon import NorMuon, reference, split_params
+
+
+def replay(trace, compute_dtype):
+    """Run the recorded gradients through the optimizer the way the speedrun does."""
+    hyper = trace["hyper"]
+    params = {label: nn.Parameter(array(entry)) for label, entry in trace["init"].items()}
+    adam = hyper["adam"]
+    groups = [
+        {
+            "params": [("mlp_bank", params["mlp_bank"])],
+            "algorithm": "normuon",
+            "lr_mul": [1.0, 2.0, 1.0, 2.0],
+        },
+        {"params": [("attn_bank", params["attn_bank"])], "algorithm": "normuon"},
+    ]
+    for label, row in hyper["table"].items():
+        groups.append(
+            {
+                "params": [(label, params[label])],
+                "algorithm": "adam",
+                "betas": tuple(row["betas"]),
+                "lr_mul": row["lr_mul"],
+                "wd_mul": row["wd_mul"],
+                "eps": adam["eps"],
+                "weight_decay": adam["weight_decay"],
+                "residual": "none",
+            }
+        )
+    optimizer = NorMuon(
+        groups,
+        lr=hyper["normuon"]["lr"],
+        adam_lr=adam["lr"],
+        beta2=hyper["normuon"]["beta2"],
+        weight_decay=hyper["normuon"]["weight_decay"],
+        residual="truncate",
+        eps_mode="absolute",
+        compute_dtype=compute_dtype,
+        method="standard",
+    )
+    base = [group["lr"] for group in optimizer.param_groups]
+    tied, snapshots = True, []
+    for row in trace["steps"]:
+        for label, entry in row["new_grads"].items():
+            grad = array(entry)
+            params[label].grad = grad if params[label].grad is None else params[label].grad + grad
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * row["lr_mul"]
+            if "momentum" in group:
+                group["momentum"] = row["muon_momentum"]
+        if tied and row["do_adam"]:
+            params["lm_head"].grad += params["embed"].grad.mT
+            params["embed"].grad = None
+        optimizer.step(do_adam=row["do_adam"])
+        optimizer.zero_stepped_grads()
+        if tied and row["do_adam"]:
+            params["embed"].data.copy_(params["lm_head"].data.mT)
+        if row["split_after"]:
+            tied = False
+            optimizer.copy_state(params["lm_head"], params["embed"], transpose=True)
+        snapshots.append({label: optimizer.master(p) for label, p in params.items()})
+    return optimizer, params, snapshots
+
+
+def test_six_step_trace_of_the_whole_optimizer():
+    trace = load("optimizer_trace")
+    optimizer, params, snapshots = replay(trace, torch.float32)
+    for row, snapshot in zip(trace["steps"], snapshots, strict=True):
+        for label, expected in row["after"].items():
+            key = "weight_fp32" if "weight_fp32" in expected else "weight"
+            want = array(expected[key]).float()
+            atol = 2e-5 if key == "weight_fp32" or want.dtype == torch.float32 else 0
+            rtol = 2**-7 if array(expected[key]).dtype == torch.bfloat16 else 0
+            torch.testing.assert_close(
+                snapshot[label], want, atol=atol, rtol=rtol, msg=lambda m, label=label: f"{label}: {m}"
+            )
+    last = trace["steps"][-1]["after"]
+    for label, param in params.items():
+        state = optimizer.state[param]
+        if "step" in state:
+            assert int(state["step"]) == last[label]["step"]
+            torch.testing.assert_close(state["exp_avg"], array(last[label]["exp_avg"]), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                state["exp_avg_sq"], array(last[label]["exp_avg_sq"]), atol=1e-6, rtol=1e-5
+            )
+        else:
+            torch.testing.assert_close(
+                state["second_momentum"], array(last[label]["second_momentum"]), atol=1e-6, rtol=1e-4
+            )
+
+
+def test_bfloat16_orthogonalisation_is_closer_to_float32_than_upstreams():
+    _, _, snapshots = replay(load("optimizer_trace"), torch.bfloat16)
+    exact = load("optimizer_trace")["steps"][-1]["after"]
+    for label, expected in load("optimizer_trace_bf16_final")["final"].items():
+        truth = array(exact[label]["weight_fp32"])
+        upstream = (array(expected["weight_fp32"]) - truth).norm()
+        assert (snapshots[-1][label] - truth).norm() <= upstream
+
+
+def polar_rounded_like_upstream(update):
+    """The reference formulas with a bfloat16 rounding exactly where the speedrun has one."""
+    x = reference.normalize(update.bfloat16(), "absolute")
+    for a, b, c in reference.POLAR_EXPRESS:
+        if x.size(-2) > x.size(-1):
+            gram = x.mT @ x
+            x = torch.baddbmm(x, x, b * gram + c * (gram @ gram), beta=a)
+        else:
+            gram = x @ x.mT
+            x = torch.baddbmm(x, b * gram + c * (gram @ gram), x, beta=a)
+    return x.float()
+
+
+def test_reference_rounded_to_bfloat16_reproduces_upstreams_trace():
+    trace = load("optimizer_trace")
+    for label, expected in load("optimizer_trace_bf16_final")["final"].items():
+        weight = array(trace["init"][label]).float()
+        rows, cols = weight.shape[-2:]
+        buffer = torch.zeros_like(weight)
+        second = torch.zeros_like(array(expected["second_momentum"]))
+        factor = torch.tensor([1.0, 2.0, 1.0, 2.0] if label == "mlp_bank" else [1.0, 1.0]).view(-1, 1, 1)
+        for row in trace["steps"]:
+            grad = array(row["new_grads"][label]).float()
+            update, buffer = reference.nesterov(grad, buffer, row["muon_momentum"])
+            update, second = reference.reduce_variance(polar_rounded_like_upstream(update), second, 0.95)
+            lr = 0.023 * row["lr_mul"]
+            rate = lr * factor * reference.shape_factor(rows, cols)
+            weight = reference.cautious_decay(weight, update, rate, 1.2 * lr)
+        torch.testing.assert_close(weight, array(expected["weight_fp32"]), atol=2e-3, rtol=0)
+
+
+def small_model():
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Embedding(20, 24), nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 24), nn.Linear(24, 20)
+    )
+
+
+def train(model, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        tokens = torch.randint(0, 20, (4, 6), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def test_matches_the_reference_one_parameter_at_a_time():
+    model = small_model().double()
+    optimizer = NorMuon(split_params(model), lr=0.02)
+    weight = model[1].weight.detach().clone()
+    buffer, second = torch.zeros_like(weight), torch.zeros(48, 1, dtype=torch.float64)
+    for step in range(5):
+        model(
+            torch.randint(0, 20, (4, 6), generator=torch.Generator().manual_seed(step))
+        ).square().sum().backward()
+        weight, buffer, second = reference.normuon(
+            weight, model[1].weight.grad, buffer, second, lr=0.02, weight_decay=1.2
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(model[1].weight.detach(), weight, atol=1e-9, rtol=0)
+
+
+def test_training_reduces_the_loss_and_a_scheduler_drives_both_halves():
+    model = small_model()
+    optimizer = NorMuon(split_params(model), lr=0.02)
+    first = train(model, optimizer, 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    before = [group["lr"] for group in optimizer.param_groups]
+    optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [lr / 2 for lr in before]
+    assert train(model, optimizer, 30) < 0.7 * first
+
+
+def test_split_table_gives_reasons():
+    model = small_model()
+    text = str(split_params(model))
+    assert (
+        "embedding table" in text and "output head" in text and "matrix of Linear" in text and "1-D" in text
+    )
+    chosen = {c.name: c.algorithm for c in split_params(model).choices}
+    assert chosen == {
+        "0.weight": "adam",
+        "1.weight": "normuon",
+        "1.bias": "adam",
+        "3.weight": "normuon",
+        "3.bias": "adam",
+        "4.weight": "adam",
+        "4.bias": "adam",
+    }
+    model[1].weight.requires_grad_(False)
+    told = split_params(model, rule=lambda name, p, m: "muon" if name == "4.weight" else None)
+    assert {c.name: c.algorithm for c in told.choices}["4.weight"] == "muon"
+    assert {c.name: c.algorithm for c in told.choices}["1.weight"] == "frozen"
+    assert sum(len(group["params"]) for group in told) == 6
+
+
+def test_tied_head_appears_once_and_goes_to_adam():
+    model = small_model()
+    model[4].weight = model[0].weight
+    assert [c.algorithm for c in split_params(model).choices if c.name.endswith("0.weight")] == ["adam"]
+    assert sum(len(group["params"]) for group in split_params(model)) == 6
+
+
+def step_once(param, grad, **options):
+    param = nn.Parameter(param.clone())
+    optimizer = NorMuon([param], lr=0.1, **options)
+    param.grad = grad.clone()
+    optimizer.step()
+    return param.detach()
+
+
+def test_bank_steps_like_its_matrices():
+    weight, grad = torch.randn(3, 2, 20, 30), torch.randn(3, 2, 20, 30)
+    got = step_once(weight, grad)
+    for i in range(3):
+        for j in range(2):
+            torch.testing.assert_close(got[i, j], step_once(weight[i, j], grad[i, j]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_split_and_heads_step_like_separate_matrices(dim):
+    weight, grad = torch.randn(48, 48), torch.randn(48, 48)
+    got = step_once(weight, grad, split=[24, 12, 12], split_dim=dim, heads=[2, 1, 1])
+    sizes = [12, 12, 12, 12]
+    parts = zip(got.split(sizes, dim), weight.split(sizes, dim), grad.split(sizes, dim), strict=True)
+    for mine, w, g in parts:
+        torch.testing.assert_close(mine, step_once(w.contiguous(), g.contiguous()), atol=1e-6, rtol=0)
+
+
+def test_split_bank_with_heads():
+    weight, grad = torch.randn(3, 24, 10), torch.randn(3, 24, 10)
+    got = step_once(weight, grad, split=[16, 8], heads=[2, 1])
+    for i in range(3):
+        torch.testing.assert_close(got[i, 8:16], step_once(weight[i, 8:16], grad[i, 8:16]), atol=1e-6, rtol=0)
+
+
+def test_convolution_as_one_matrix():
+    weight, grad = torch.randn(8, 3, 2, 2), torch.randn(8, 3, 2, 2)
+    flat = step_once(weight.view(8, 12), grad.view(8, 12))
+    torch.testing.assert_close(
+        step_once(weight, grad, flatten="conv"), flat.view(8, 3, 2, 2), atol=1e-6, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "factor"),
+    [
+        ("shape", 2**0.5),
+        ("spectral", 2**0.5),
+        ("rms", 0.2 * 40**0.5),
+        ("none", 1.0),
+        (lambda r, c: r / c, 2.0),
+    ],
+)
+def test_learning_rate_rules(rule, factor):
+    weight, grad = torch.zeros(40, 20), torch.randn(40, 20)
+    plain = step_once(weight, grad, lr_rule="none")
+    torch.testing.assert_close(step_once(weight, grad, lr_rule=rule), plain * factor, atol=1e-6, rtol=1e-5)
+    if rule == "spectral":
+        swapped = step_once(weight, grad, lr_rule=rule, layout="in_out")
+        torch.testing.assert_close(swapped, plain / factor, atol=1e-6, rtol=1e-5)
+
+
+def test_row_variance_and_no_variance():
+    weight, grad = torch.zeros(20, 40), torch.randn(20, 40)
+    off = step_once(weight, grad, variance="off", lr_rule="none")
+    update, _ = reference.nesterov(grad, torch.zeros_like(grad), 0.95)
+    torch.testing.assert_close(off, -0.1 * reference.polar(update), atol=1e-5, rtol=0)
+    want, _ = reference.reduce_variance(reference.polar(update), torch.zeros(20, 1), 0.95, "row")
+    torch.testing.assert_close(
+        step_once(weight, grad, variance="row", lr_rule="none"), -0.1 * want, atol=1e-5, rtol=0
+    )
+
+
+def test_decoupled_decay_is_adamws():
+    weight, grad = torch.randn(20, 40), torch.zeros(20, 40)
+    got = step_once(weight, grad, decay="decoupled", weight_decay=0.5)
+    torch.testing.assert_close(got, weight * (1 - 0.1 * 0.5), atol=1e-6, rtol=0)
+
+
+def test_zero_gradient_matrix_in_a_bank_only_decays():
+    weight, grad = torch.randn(2, 20, 30), torch.randn(2, 20, 30)
+    grad[1] = 0
+    got = step_once(weight, grad, weight_decay=1.0)
+    torch.testing.assert_close(got[1], weight[1] * (1 - 0.1 * 0.1), atol=1e-6, rtol=0)
+    assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1e9])
+def test_gradient_scale_does_not_change_the_step(scale):
+    weight, grad = torch.zeros(20, 30), torch.randn(20, 30)
+    torch.testing.assert_close(step_once(weight, grad * scale), step_once(weight, grad), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("where", [0, 1])
+def test_non_finite_gradient_skips_the_whole_step_and_is_counted(bad, where):
+    model = small_model()
+    optimizer = NorMuon(split_params(model))
+    train(model, optimizer, 2)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    list(model.parameters())[where].grad.view(-1)[3] = bad
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[0][key])
+    for key, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, before[1][key][name])
+    train(model, optimizer, 1, first=9)
+    assert optimizer.skipped_steps == 1
+
+
+def test_groups_run_on_their_phase_and_keep_their_gradient_otherwise():
+    model = small_model()
+    optimizer = NorMuon(split_params(model, adam={"every": 2, "phase": 1}))
+    ones = {p: torch.randn_like(p) for p in model.parameters()}
+    start = model[0].weight.detach().clone()
+    for param, grad in ones.items():
+        param.grad = grad.clone()
+    optimizer.step()
+    optimizer.zero_stepped_grads()
+    assert (
+        torch.equal(model[0].weight, start)
+        and model[0].weight.grad is not None
+        and model[1].weight.grad is None
+    )
+    optimizer.step()
+    assert not torch.equal(model[0].weight, start)
+    assert int(optimizer.state[model[0].weight]["step"]) == 1
+
+
+@pytest.mark.parametrize("mode", ["nearest", "truncate"])
+def test_bfloat16_weight_with_residual_follows_the_float32_run(mode):
+    grads = [torch.randn(24, 40) for _ in range(6)]
+    start = torch.randn(24, 40).bfloat16()
+    full, half = nn.Parameter(start.float()), nn.Parameter(start.clone())
+    a, b = NorMuon([full], lr=1e-3), NorMuon([half], lr=1e-3, residual=mode)
+    for grad in grads:
+        full.grad, half.grad = grad.clone(), grad.bfloat16()
+        full.grad = half.grad.float()
+        a.step()
+        b.step()
+    assert torch.equal(b.master(half), full.detach())
+    assert not torch.equal(full, start.float())
+
+
+def test_small_steps_are_lost_without_low_bits_and_kept_with_them():
+    start = torch.randn(24, 40).bfloat16()
+    moved = {}
+    for mode in ("none", "nearest"):
+        param = nn.Parameter(start.clone())
+        optimizer = NorMuon([param], lr=1e-5, residual=mode)
+        for _ in range(20):
+            param.grad = torch.ones(24, 40).bfloat16()
+            optimizer.step()
+        moved[mode] = (optimizer.master(param) - start.float()).norm().item()
+    assert moved["nearest"] > 3 * moved["none"]
+
+
+def test_set_master_round_trips():
+    param = nn.Parameter(torch.zeros(6, 8, dtype=torch.bfloat16))
+    optimizer = NorMuon([param])
+    master = torch.randn(6, 8)
+    optimizer.set_master(param, master)
+    assert torch.equal(optimizer.master(param), master)
+    with pytest.raises(ValueError, match=r"master: expected shape \(6, 8\)"):
+        optimizer.set_master(param, torch.zeros(3))
+
+
+def test_step_is_bitwise_repeatable_and_leaves_gradients_alone():
+    results = []
+    for _ in range(2):
+        model = small_model()
+        optimizer = NorMuon(split_params(model))
+        train(model, optimizer, 3)
+        grads = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(g, p.grad) for g, p in zip(grads, model.parameters(), strict=True))
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_order_of_parameters_does_not_matter():
+    weights, grads = [torch.randn(10, 14) for _ in range(5)], [torch.randn(10, 14) for _ in range(5)]
+    results = []
+    for order in (range(5), reversed(range(5))):
+        params = [nn.Parameter(w.clone()) for w in weights]
+        optimizer = NorMuon([params[i] for i in order])
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+        results.append(params)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_closure_value_is_returned_and_parameters_without_gradient_stay():
+    a, b = nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(4, 5))
+    optimizer = NorMuon([a, b])
+    still = b.detach().clone()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = a.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() > 0
+    assert torch.equal(b, still) and b not in optimizer.state
+
+
+def test_explain_names_the_forms():
+    bank = nn.Parameter(torch.zeros(3, 300, 900))
+    text = NorMuon([bank], compute_dtype=torch.float32).explain()
+    assert "3 of 300x900: gram, restart after 2" in text and "float32: asked for" in text
+
+
+def bad_groups():
+    matrix, vector = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(4))
+    return [
+        ("1-D in Muon", lambda: NorMuon([vector]), "at least two dimensions"),
+        ("empty group", lambda: NorMuon([{"params": []}]), "empty group"),
+        ("empty list", lambda: NorMuon([]), "empty parameter list"),
+        ("duplicate", lambda: NorMuon([matrix, matrix]), "got it twice"),
+        (
+            "duplicate over groups",
+            lambda: NorMuon([{"params": [matrix]}, {"params": [matrix]}]),
+            "got it twice",
+        ),
+        ("unknown option", lambda: NorMuon([{"params": [matrix], "betas2": 1}]), "^betas2: no such option"),
+        (
+            "adam option in muon",
+            lambda: NorMuon([{"params": [matrix], "betas": (0.9, 0.9)}]),
+            "^betas: no such",
+        ),
+        ("unknown default", lambda: NorMuon([matrix], beta3=1), "^beta3: no such option"),
+        ("algorithm", lambda: NorMuon([{"params": [matrix], "algorithm": "sgd"}]), "^algorithm: expected"),
+        ("split", lambda: NorMuon([matrix], split=[3, 3]), "add up to 4"),
+        ("heads", lambda: NorMuon([matrix], heads=3), "heads that divide 4"),
+        ("heads per part", lambda: NorMuon([matrix], split=[2, 2], heads=[1]), "^heads: expected one count"),
+        ("lr", lambda: NorMuon([matrix], lr=-1.0), "^lr: expected"),
+        ("momentum", lambda: NorMuon([matrix], momentum=1.0), "^momentum: expected"),
+        ("multipliers", lambda: NorMuon([matrix], lr_mul=[1.0, 2.0]), "^lr_mul: expected"),
+        ("phase", lambda: NorMuon([matrix], every=2, phase=2), "^phase: expected"),
+        ("rule", lambda: NorMuon([matrix], lr_rule="adam"), "^lr_rule: expected"),
+        ("nonfinite", lambda: NorMuon([matrix], nonfinite="warn"), "^nonfinite: expected"),
+        (
+            "complex",
+            lambda: NorMuon([nn.Parameter(torch.zeros(2, 2, dtype=torch.cfloat))]),
+            "dense real floating",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("label", "make", "message"), bad_groups(), ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_bad_groups_are_refused_by_name(label, make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_bad_gradient_raises_before_any_weight_moves():
+    good, bad = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4, 6))
+    optimizer = NorMuon([("good", good), ("bad", bad)])
+    still = good.detach().clone()
+    good.grad, bad.grad = torch.randn(4, 6), torch.randn(4, 6).to_sparse()
+    with pytest.raises(ValueError, match="bad: expected a dense real gradient"):
+        optimizer.step()
+    assert torch.equal(good, still) and not optimizer.state
+
+
+def test_state_of_another_shape_raises_before_any_weight_moves():
+    good, bad = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(4, 6))
+    optimizer = NorMuon([("good", good), ("bad", bad)])
+    good.grad, bad.grad = torch.randn(4, 6), torch.randn(4, 6)
+    optimizer.step()
+    still = good.detach().clone()
+    optimizer.state[bad]["momentum_buffer"] = torch.zeros(6, 4)
+    with pytest.raises(ValueError, match="bad: expected state 'momentum_buffer' of shape"):
+        optimizer.step()
+    assert torch.equal(good, still)
