@@ -137,7 +137,7 @@ class RowStatistics:
         `work` may be `z` itself when no moment is kept. `source` holds the logits when `z` does not yet.
         """
         source = z if source is None else source
-        shift, shrink = self._raise_max_(source.amax(-1))
+        shift, _, shrink = self.raise_max_(source.amax(-1))
         x = torch.sub(source, shift.unsqueeze(-1), out=z)
         e = torch.exp(x, out=work)
         self.sum.mul_(shrink).add_(e.sum(-1))
@@ -150,8 +150,11 @@ class RowStatistics:
         assert self.keep_max is not None and self.keep_sum is not None
         return RowStatistics(self.keep_max, self.keep_sum, None, self.target)
 
-    def _raise_max_(self, tile_max: Tensor) -> tuple[Tensor, Tensor]:
-        """Move m up to cover `tile_max`, carrying t along; returns the finite shift and alpha for s."""
+    def raise_max_(self, tile_max: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Move m up to cover `tile_max`, carrying t along.
+
+        Returns the finite shift, the step m - m' (clamped) and alpha = exp(step), not yet applied to s.
+        """
         new_max = torch.maximum(self.max, tile_max)
         shift = finite_shift(new_max)
         step = (self.max - shift).clamp_(min=EXPONENT_FLOOR[new_max.dtype])
@@ -159,7 +162,7 @@ class RowStatistics:
         if self.moment is not None:
             self.moment.addcmul_(step, self.sum).mul_(shrink)
         self.max.copy_(new_max)
-        return shift, shrink
+        return shift, step, shrink
 
     def maxima(self) -> Tensor:
         """[k, N], k = 1..3: what a MAX across shards combines."""
@@ -183,11 +186,11 @@ class RowStatistics:
             ref_step = (self.ref_max - next(levels)).clamp_(min=floor)
             ref_shrink = ref_step.exp()
             packed.append(self.ref_sum * ref_shrink)
-            moved = self._cross_under(finite_shift(maxima[0]), finite_shift(maxima[-1]))
+            moved = self.cross_under(finite_shift(maxima[0]), finite_shift(maxima[-1]))
             packed.extend(value for value in moved if value is not None)
         return torch.stack(packed)
 
-    def _cross_under(self, shift: Tensor, ref_shift: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def cross_under(self, shift: Tensor, ref_shift: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """`cross` and `reverse_cross` under new maxima.
 
         The head that is not exponentiated keeps its exact step: no factor of exp(step) hides a clamped one.

@@ -1,0 +1,138 @@
+"""A head that is not trained: hidden gradients are formed while the logits exist, and backward has no GEMM.
+
+With kappa_v = (scale / temperature)(1 - tanh^2) and mu = t / s, the forward sweep keeps
+
+    A = sum e^(z-m) kappa_v W_v            B = sum e^(z-m) (z-m-mu) kappa_v W_v
+
+    d logp / dh = kappa_y W_y - A / s      d H / dh = -B / s       d lse / dh = A / s
+
+B is centred on the running mean: the textbook E[xW] - E[x]E[W] would cancel digits. When m or mu moves,
+B <- alpha (B + (d + mu - mu') A) and A <- alpha A, with d = m - m'.
+"""
+
+# R rows of a chunk · T' selected rows · D model
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from leanstep.logprob.extras import TopK
+from leanstep.logprob.gradient import target_logits, tile_ids
+from leanstep.logprob.head import product, tile_buffer
+from leanstep.logprob.parallel import combine_statistics
+from leanstep.logprob.statistics import EXPONENT_FLOOR, RowStatistics, finite_shift
+from leanstep.logprob.sweep import Problem
+
+
+class RowJacobians(NamedTuple):
+    """d logp / dh, d H / dh and d lse / dh, [T', D] each, in hidden's dtype; of this shard's columns only."""
+
+    logp: Tensor
+    entropy: Tensor | None
+    lse: Tensor | None
+
+
+def frozen_sweep(
+    p: Problem, wants_entropy: bool, wants_lse: bool
+) -> tuple[RowStatistics, TopK | None, RowJacobians]:
+    """One sweep: statistics over the whole vocabulary (2 collectives with a group) and the rows' Jacobians."""
+    hidden = p.source.hidden
+    width = hidden.shape[1]
+    stats = RowStatistics.empty(p.num_rows, dtype=p.head.dtype, device=hidden.device, moment=p.moment)
+    best = TopK.empty(p.num_rows, p.top_k, p.head.dtype, hidden.device) if p.top_k else None
+    jacobians = [
+        hidden.new_zeros((p.num_rows, width)) if wanted else None
+        for wanted in (True, wants_entropy, wants_lse)
+    ]
+    pending = []
+    storage = p.buffers(2)
+    for rows in p.tiles.row_slices(p.num_rows):
+        part = stats.rows(rows.start, rows.stop)
+        sums = _sweep_chunk(p, part, best, rows, storage, wants_entropy)
+        if p.group is None:
+            _write(p, part, rows, sums, jacobians)
+        else:
+            pending.append((rows, sums))
+    if p.group is not None:
+        local, stats = stats, combine_statistics(stats, p.group)
+        for rows, (first, second) in pending:
+            before, after = (s.rows(rows.start, rows.stop) for s in (local, stats))
+            step = (before.max - finite_shift(after.max)).clamp_(min=EXPONENT_FLOOR[p.head.dtype])
+            _move_(first, second, step, _mean(before), _mean(after))
+            _write(p, after, rows, (first, second), jacobians)
+    return stats, best, RowJacobians(*jacobians)  # type: ignore[arg-type]
+
+
+def _sweep_chunk(
+    p: Problem, part: RowStatistics, best: TopK | None, rows: slice, storage: list[Tensor], centred: bool
+) -> tuple[Tensor, Tensor | None]:
+    head, tokens = p.head, p.tokens[rows]
+    size = rows.stop - rows.start
+    h, low_h = p.chunks(rows)
+    first = h.new_zeros((size, head.weight.shape[1]), dtype=head.dtype)
+    second = torch.zeros_like(first) if centred else None
+    for columns in p.tiles.column_slices(head.columns):
+        z, work = (tile_buffer(s, size, columns.stop - columns.start) for s in storage)
+        weight = head.weight_tile(columns)
+        head.logits(h, low_h, weight, rows, columns, z)
+        part.target.add_(target_logits(z, tokens, head.shard, columns))
+        if best is not None:
+            best.update_(z, rows, columns.start + head.shard.start)
+        cap = None if head.softcap is None else head.cap_slope(z, rows)
+        mean = _mean(part)
+        shift, step, shrink = part.raise_max_(z.amax(-1))
+        e = torch.exp(z.sub_(shift.unsqueeze(-1)), out=work)
+        part.sum.mul_(shrink).add_(e.sum(-1))
+        if part.moment is not None:
+            z.clamp_(min=EXPONENT_FLOOR[z.dtype])
+            part.moment.add_(torch.linalg.vecdot(e, z))
+        _move_(first, second, step, mean, _mean(part))
+        if cap is not None:
+            e.mul_(cap)
+        product(e.to(head.operand_dtype), weight, first, accumulate=True)
+        if second is not None:
+            z.sub_(_mean(part).unsqueeze(-1)).mul_(e)
+            product(z.to(head.operand_dtype), weight, second, accumulate=True)
+    return first, second
+
+
+def _move_(first: Tensor, second: Tensor | None, step: Tensor, mean: Tensor, new_mean: Tensor) -> None:
+    shrink = step.exp().unsqueeze(-1)
+    if second is not None:
+        second.addcmul_(first, (step + mean - new_mean).unsqueeze(-1)).mul_(shrink)
+    first.mul_(shrink)
+
+
+def _mean(part: RowStatistics) -> Tensor:
+    if part.moment is None:
+        return torch.zeros_like(part.sum)
+    return part.moment / torch.where(part.sum == 0, 1.0, part.sum)
+
+
+def _write(
+    p: Problem,
+    part: RowStatistics,
+    rows: slice,
+    sums: tuple[Tensor, Tensor | None],
+    jacobians: list[Tensor | None],
+) -> None:
+    head = p.head
+    slope = head.row_slope(rows)
+    slope = slope.unsqueeze(-1) if isinstance(slope, Tensor) else slope
+    inverse = torch.where(part.sum == 0, 0.0, 1.0 / part.sum).unsqueeze(-1)
+    mean_weight = sums[0].mul_(inverse).mul_(slope)
+    local, held = tile_ids(p.tokens[rows], head.shard, slice(0, max(head.columns, 1)))
+    alive = held.logical_and_(part.sum != 0)
+    own = head.weight.index_select(0, local).to(head.dtype) * slope
+    if head.softcap is not None:
+        own.mul_(head.cap_slope(part.target.unsqueeze(-1), rows))
+    logp, entropy, lse = jacobians
+    assert logp is not None
+    logp[rows] = torch.where(alive.unsqueeze(-1), own, 0.0).sub_(mean_weight).to(logp.dtype)
+    if entropy is not None and sums[1] is not None:
+        entropy[rows] = sums[1].mul_(inverse).mul_(slope).neg_().to(entropy.dtype)
+    if lse is not None:
+        lse[rows] = mean_weight.to(lse.dtype)

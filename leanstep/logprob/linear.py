@@ -1,0 +1,375 @@
+"""Log-probs and entropy straight from hidden states: the [T, V] logits never exist.
+
+Rows are selected before the projection, logits live one tile at a time, the backward recomputes them.
+"""
+
+# T rows · T' selected rows · D model · V local vocabulary · K targets per row
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leanstep.logprob.extras import divergences
+from leanstep.logprob.frozen import frozen_sweep
+from leanstep.logprob.gradient import RowGradients, first_order_only
+from leanstep.logprob.head import Head, RowSource
+from leanstep.logprob.heads import LoRA, gather_weight, is_dtensor, unpack_head
+from leanstep.logprob.keep import Keep, checked_keep
+from leanstep.logprob.outputs import (
+    Entropy,
+    LogProbs,
+    accumulation_dtype,
+    check_entropy,
+    check_float,
+    check_rows,
+    check_temperature,
+    check_tokens,
+    vocabulary_size,
+)
+from leanstep.logprob.parallel import (
+    combine_statistics,
+    gather_hidden_rows,
+    reduce_hidden_grad,
+    resolve_group,
+    shard_rows,
+    vocab_shard,
+)
+from leanstep.logprob.sparse import SPARSE_FRACTION, sparse_logprobs
+from leanstep.logprob.statistics import FinalStatistics
+from leanstep.logprob.sweep import Problem, backward_sweep, forward_sweep
+from leanstep.logprob.tiles import Tiles, checked_tile, choose_tiles
+
+EXTRAS = ("lse", "z_loss", "argmax", "top_k", "kl", "reverse_kl")
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor | nn.Module,
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = None,
+    rows: Tensor | None = None,
+    entropy: Entropy = "none",
+    temperature: float | Tensor = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    keep: Keep | None = None,
+    extras: Sequence[str | tuple[str, int]] = (),
+    ref_weight: Tensor | None = None,
+    ref_hidden: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    lora: LoRA | None = None,
+    main_grad: Tensor | None = None,
+    budget: int | None = None,
+    tile: tuple[int, int] | Tiles | None = None,
+    group: Any = None,
+    vocab_start: int | None = None,
+    vocab_total: int | None = None,
+    sequence_parallel: bool = False,
+    reduce_grad: str = "all_reduce",
+) -> LogProbs:
+    """Log-prob of given tokens under the LM head, and its entropy, one tile of logits at a time.
+
+    Equivalent to:
+        logits = scale * torch.nn.functional.linear(hidden[rows], weight, bias)
+        log_p = torch.log_softmax(logits.float() / temperature, -1)
+        logp = log_p.gather(1, tokens[:, None])[:, 0]
+        entropy = -(log_p.exp() * log_p).sum(-1)
+
+    Args:
+        hidden: [T, D].
+        weight: [V, D]; a plain tensor, a DTensor (Shard(0) or Replicate), an nn.Linear or a LoRA layer.
+        tokens: [T'] or [T', K] ids aligned with `rows`, or with all T rows.
+        bias: [V].
+        rows: [T'] int64, rows to score, gathered before the projection; the others get zero gradient.
+        entropy: "none"; "metric": a value without gradient; "grad".
+        temperature: > 0, a float or one per row.
+        scale, softcap: z = softcap tanh(scale u / softcap) / temperature.
+        label_smoothing: logp becomes (1 - eps) logp + eps mean_v log p_v.
+        keep: (ids, offsets[, has_set]) per selected row: log-probs over these ids and the target only.
+        extras: any of "lse", "z_loss" (lse squared), "argmax", ("top_k", k), "kl", "reverse_kl"; the KL is
+            exact, to the head `ref_weight`, `ref_bias` on `ref_hidden` (default: `hidden`); these get no gradient.
+        lora: a low-rank addition to `weight`.
+        main_grad: [V, D]; the weight's gradient is added to it and not returned.
+        budget: bytes for tiles; `tile` = (rows, columns) sets them outright.
+        group, vocab_start, vocab_total: vocabulary shards, as in `token_logprobs`.
+        sequence_parallel: hidden is [T / ranks, D]; `rows` are global and on the host.
+        reduce_grad: "all_reduce" the hidden gradient over `group`, or "none" if the caller's layer does.
+
+    Returns:
+        LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
+
+    Peak extra memory: one tile (about 16 MiB on a CPU), [T', D] sums, 5 vectors; gradients that are returned.
+    GEMMs: 4 of 2 T' D V FLOPs with gradients; 2 with a frozen head (3 with entropy "grad"); 1 without gradients.
+    Collectives: 2 forward, 1 backward with a group; else none.
+    Use something else when: V < 1,000 and all rows count; the plain version is as fast.
+    """
+    weight, bias, lora = _resolve_head(weight, bias, lora)
+    check_float("hidden", hidden, 2)
+    check_float("weight", weight, 2)
+    check_entropy(entropy)
+    if weight.shape[1] != hidden.shape[1]:
+        raise ValueError(
+            f"weight: expected [V, {hidden.shape[1]}] to match hidden, got {tuple(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap: expected a value > 0 or None, got {softcap}")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing: expected 0 <= value < 1, got {label_smoothing}")
+    wants, top_k = _checked_extras(extras)
+    dtype = accumulation_dtype(hidden.dtype, weight.dtype)
+    shard = vocab_shard(weight.shape[0], group, vocab_start=vocab_start, vocab_total=vocab_total)
+    vocabulary = vocabulary_size(shard, group, vocab_start, vocab_total)
+    process_group = resolve_group(group)
+    if label_smoothing and vocabulary is None:
+        raise ValueError("vocab_total: expected the whole vocabulary's size for label_smoothing, got None")
+
+    total_rows = hidden.shape[0]
+    if sequence_parallel and process_group is not None:
+        total_rows *= process_group.size()
+    else:
+        check_rows(rows, hidden.device)
+    tokens = check_tokens(tokens, rows, total_rows, vocabulary, (1, 2))
+    temperature = check_temperature(temperature, rows, total_rows, dtype)
+    keep_ids = checked_keep(keep, tokens.shape[0], vocabulary, hidden.device)
+    if keep_ids is not None and (wants or label_smoothing or tokens.dim() == 2):
+        raise ValueError("keep: expected no extras, label_smoothing or several targets per row beside it")
+    if sequence_parallel and process_group is not None:
+        host_rows = torch.arange(total_rows) if rows is None else rows
+        shards = shard_rows(host_rows, total_rows, process_group, hidden.device)
+        hidden, rows, reduce_grad = gather_hidden_rows(hidden, shards, process_group), None, "none"
+
+    low_hidden = low_weight = None
+    if lora is not None:
+        lora.check(weight)
+        low_hidden = torch.nn.functional.linear(hidden, lora.down.to(hidden.dtype)) * lora.scaling
+        low_weight = lora.up
+    with torch.autocast(hidden.device.type, enabled=False):
+        head = Head(
+            weight.detach(), _detached(bias), _detached(low_weight), scale, softcap, temperature, shard, dtype
+        )
+        everywhere = keep is not None and len(keep) == 2
+        if (
+            keep_ids is not None
+            and entropy == "none"
+            and everywhere
+            and process_group is None
+            and lora is None
+        ):
+            if keep_ids.mean_size < SPARSE_FRACTION * shard.real:
+                return LogProbs(sparse_logprobs(hidden, weight, bias, rows, head, tokens, keep_ids, budget))
+        source = RowSource(hidden.detach(), rows)
+        tiles = (
+            choose_tiles(source.num_rows, shard.real, hidden.shape[1], budget=budget, device=hidden.device)
+            if tile is None
+            else checked_tile(tile, source.num_rows, shard.real)
+        )
+        problem = Problem(
+            head=head,
+            source=source,
+            low=None if low_hidden is None else RowSource(low_hidden.detach(), rows),
+            tokens=tokens,
+            tiles=tiles,
+            moment=entropy != "none",
+            keep=keep_ids,
+            smoothing=label_smoothing,
+            vocabulary=vocabulary or 0,
+            top_k=max(top_k, int("argmax" in wants)),
+            reference=_reference_head(wants, head, hidden, ref_weight, ref_hidden, ref_bias, rows),
+            kl="kl" in wants,
+            reverse_kl="reverse_kl" in wants,
+            group=process_group,
+            reduce_grad=reduce_grad,
+        )
+        frozen = (
+            torch.is_grad_enabled()
+            and hidden.requires_grad
+            and not any(t is not None and t.requires_grad for t in (weight, bias))
+            and lora is None and keep_ids is None and not label_smoothing and tokens.dim() == 1
+            and problem.reference is None
+        )  # fmt: skip
+        function = _FrozenLinearLogProbs if frozen else _LinearLogProbs
+        call = _Call(problem, entropy, bool({"lse", "z_loss"} & wants), main_grad)
+        logp, entropy_values, lse, kl, reverse_kl, values, ids = function.apply(  # type: ignore[misc]
+            hidden, weight, bias, low_hidden, low_weight, call
+        )
+    return LogProbs(
+        logp=logp,
+        entropy=entropy_values,
+        lse=lse if "lse" in wants else None,
+        z_loss=lse.square() if "z_loss" in wants else None,
+        argmax=ids[:, 0] if "argmax" in wants else None,
+        top_k=(values, ids) if "top_k" in wants else None,
+        kl=kl,
+        reverse_kl=reverse_kl,
+    )
+
+
+class _Call:
+    """What the autograd Functions carry besides tensors."""
+
+    def __init__(self, problem: Problem, entropy: Entropy, lse: bool, main_grad: Tensor | None) -> None:
+        self.problem, self.entropy, self.lse, self.main_grad = problem, entropy, lse, main_grad
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: _Call):  # type: ignore[override, no-untyped-def]
+        ctx.set_materialize_grads(False)
+        p = call.problem
+        stats, best = forward_sweep(p)
+        stats = combine_statistics(stats, p.group)
+        best = None if best is None else best.over_ranks(p.group)
+        final, kept_final = stats.final(), stats.keep_final()
+        logp = (kept_final or final).log_prob(stats.target)
+        if p.smoothing and stats.total is not None:
+            mean = (stats.total / p.vocabulary - final.max) - final.log_sum
+            logp = (1.0 - p.smoothing) * logp + p.smoothing * (
+                mean if logp.dim() == 1 else mean.unsqueeze(-1)
+            )
+        kl = reverse_kl = None
+        saved_kl: tuple[Tensor | None, ...] = (None,) * 4
+        if p.reference is not None:
+            saved_kl = divergences(stats)
+            kl, reverse_kl = saved_kl[:2]
+        full = final.saved()
+        if call.entropy != "grad":
+            full = (*full[:2], None)
+        # In metric mode the restricted softmax alone has a gradient.
+        if kept_final is not None and call.entropy != "grad":
+            full, kept_final = (*kept_final.saved()[:2], None), None
+        kept = (None, None) if kept_final is None else kept_final.saved()[:2]
+        ctx.save_for_backward(hidden, weight, bias, low_hidden, low_weight, *full, *kept, *saved_kl)
+        ctx.call = call
+        lse = final.log_sum_exp() if call.lse else None
+        values, ids = (None, None) if best is None else (best.values, best.ids)
+        quiet = [
+            t for t in (values, ids, final.entropy if call.entropy == "metric" else None) if t is not None
+        ]
+        ctx.mark_non_differentiable(*quiet)
+        return logp, final.entropy, lse, kl, reverse_kl, values, ids
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, g_logp, g_entropy, g_lse, g_kl, g_reverse, _values, _ids):  # type: ignore[no-untyped-def]
+        _, _, _, _, _, maximum, log_sum, entropy, kept_max, kept_log_sum, *saved_kl = ctx.saved_tensors
+        call: _Call = ctx.call
+        p = call.problem
+        final = FinalStatistics.restored(maximum, log_sum, entropy)
+        kept = final if p.keep is not None else None
+        if kept_max is not None:
+            kept = FinalStatistics.restored(kept_max, kept_log_sum, None)
+        gradients = RowGradients(
+            *(_cast(g, p.head.dtype) for g in (g_logp, g_entropy, g_lse, g_kl, g_reverse))
+        )
+        wanted = tuple(ctx.needs_input_grad[:5])
+        with torch.autocast(p.tokens.device.type, enabled=False):
+            grads = backward_sweep(p, final, kept, gradients, wanted, call.main_grad, tuple(saved_kl))  # type: ignore[arg-type]
+        return *grads, None
+
+
+class _FrozenLinearLogProbs(torch.autograd.Function):
+    """Neither weight nor bias needs a gradient: the rows' Jacobians are formed in the forward sweep."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: _Call):  # type: ignore[override, no-untyped-def]
+        ctx.set_materialize_grads(False)
+        p = call.problem
+        stats, best, jacobians = frozen_sweep(p, call.entropy == "grad", call.lse)
+        best = None if best is None else best.over_ranks(p.group)
+        final = stats.final()
+        ctx.save_for_backward(p.source.rows, *jacobians)
+        ctx.call, ctx.hidden_shape = call, hidden.shape
+        values, ids = (None, None) if best is None else (best.values, best.ids)
+        quiet = [
+            t for t in (values, ids, final.entropy if call.entropy == "metric" else None) if t is not None
+        ]
+        ctx.mark_non_differentiable(*quiet)
+        lse = final.log_sum_exp() if call.lse else None
+        return final.log_prob(stats.target), final.entropy, lse, None, None, values, ids
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, g_logp, g_entropy, g_lse, *_unused):  # type: ignore[no-untyped-def]
+        rows, *jacobians = ctx.saved_tensors
+        p = ctx.call.problem
+        dtype = jacobians[0].dtype
+        grad = None
+        for g, jacobian in zip((g_logp, g_entropy, g_lse), jacobians, strict=True):
+            if g is not None and jacobian is not None:
+                term = jacobian.to(p.head.dtype) * g.to(p.head.dtype).unsqueeze(-1)
+                grad = term if grad is None else grad.add_(term)
+        if grad is None:
+            grad = torch.zeros_like(jacobians[0], dtype=p.head.dtype)
+        grad = reduce_hidden_grad(grad, p.group, p.reduce_grad).to(dtype)
+        if rows is not None:
+            grad = grad.new_zeros(ctx.hidden_shape).index_add_(0, rows, grad)
+        return grad, None, None, None, None, None
+
+
+def _resolve_head(
+    weight: Tensor | nn.Module, bias: Tensor | None, lora: LoRA | None
+) -> tuple[Tensor, Tensor | None, LoRA | None]:
+    tensor, own_bias, own_lora = unpack_head(weight)
+    if own_bias is not None and bias is not None:
+        raise ValueError("bias: expected None, because the head has its own")
+    if own_lora is not None and lora is not None:
+        raise ValueError("lora: expected None, because the head has its own adapter")
+    if is_dtensor(tensor):
+        tensor = gather_weight(tensor)
+    bias = own_bias if bias is None else bias
+    if bias is not None and is_dtensor(bias):
+        bias = gather_weight(bias)
+    return tensor, bias, own_lora if lora is None else lora
+
+
+def _checked_extras(extras: Sequence[str | tuple[str, int]]) -> tuple[set[str], int]:
+    names, top_k = set(), 0
+    for extra in [extras] if isinstance(extras, str) else extras:
+        name, k = (extra, 0) if isinstance(extra, str) else extra
+        if name not in EXTRAS or (name == "top_k") != (k > 0):
+            expected = "lse, z_loss, argmax, kl, reverse_kl or ('top_k', k > 0)"
+            raise ValueError(f"extras: expected {expected}, got {extra!r}")
+        names.add(name)
+        top_k = max(top_k, k)
+    return names, top_k
+
+
+def _reference_head(
+    wants: set[str],
+    head: Head,
+    hidden: Tensor,
+    weight: Tensor | None,
+    ref_hidden: Tensor | None,
+    bias: Tensor | None,
+    rows: Tensor | None,
+) -> tuple[Head, RowSource] | None:
+    if not {"kl", "reverse_kl"} & wants:
+        return None
+    if weight is None and ref_hidden is None:
+        raise ValueError("ref_weight: expected a weight or ref_hidden for a KL, got neither")
+    weight = head.weight if weight is None else weight.detach()
+    ref_hidden = hidden if ref_hidden is None else ref_hidden
+    if weight.shape[0] != head.weight.shape[0] or weight.shape[1:] != ref_hidden.shape[1:]:
+        expected = f"[{head.weight.shape[0]}, {ref_hidden.shape[1]}]"
+        raise ValueError(f"ref_weight: expected {expected}, got {tuple(weight.shape)}")
+    if ref_hidden.shape[0] != hidden.shape[0]:
+        raise ValueError(f"ref_hidden: expected {hidden.shape[0]} rows, got {ref_hidden.shape[0]}")
+    head = replace(head, weight=weight, bias=_detached(bias), low_weight=None)
+    return head, RowSource(ref_hidden.detach(), rows)
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

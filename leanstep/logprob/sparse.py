@@ -1,0 +1,104 @@
+"""Log-probs restricted to a few kept ids: only those rows of the weight are read, both ways.
+
+O(sum |K_i| D) work instead of O(T' V D). Every row has a set, no entropy is wanted.
+"""
+
+# M (row, id) pairs, every kept id and target once · T' selected rows · D model
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanstep.logprob.gradient import first_order_only
+from leanstep.logprob.head import Head, RowSource
+from leanstep.logprob.keep import KeepIds
+from leanstep.logprob.tiles import default_budget, even_slices
+
+# Below this share of the vocabulary, gathering weight rows beats projecting onto all of them.
+SPARSE_FRACTION = 1 / 16
+
+
+def sparse_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, head: Head,
+                    tokens: Tensor, keep: KeepIds, budget: int | None) -> Tensor:  # fmt: skip
+    """logp [T'] over kept ids and targets, differentiable in hidden, weight and bias."""
+    row_of, ids = keep.unique_pairs(tokens, head.columns)
+    step = max(
+        (budget or default_budget(hidden.device)) // (3 * head.dtype.itemsize * max(hidden.shape[1], 1)), 1
+    )
+    return _Sparse.apply(hidden, weight, bias, rows, head, tokens, row_of, ids, step)  # type: ignore[return-value]
+
+
+class _Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, rows, head, tokens, row_of, ids, step):  # type: ignore[override, no-untyped-def]
+        ctx.set_materialize_grads(False)
+        u = torch.zeros(len(ids), dtype=head.dtype, device=hidden.device)
+        for part, h, w in _pairs(hidden, weight, rows, head, row_of, ids, step):
+            u[part] = torch.linalg.vecdot(h, w)
+        if bias is not None:
+            u += bias[ids].to(u.dtype)
+        temperature = head.temperature
+        if isinstance(temperature, Tensor):
+            temperature = temperature[row_of]
+        z, slope = u * head.scale, torch.full_like(u, head.scale)
+        if head.softcap is not None:
+            tanh = torch.tanh(z / head.softcap)
+            z, slope = head.softcap * tanh, slope * (1.0 - tanh.square())
+        z, slope = z / temperature, slope / temperature
+        top = torch.full((len(tokens),), -torch.inf, dtype=z.dtype, device=z.device)
+        top = top.scatter_reduce(0, row_of, z, "amax")
+        shift = torch.where(top == -torch.inf, 0.0, top)
+        x = z - shift[row_of]
+        sums = torch.zeros_like(shift).index_add_(0, row_of, x.exp())
+        log_p = x - torch.where(sums == 0, 1.0, sums).log()[row_of]
+        is_target = ids == tokens[row_of]
+        logp = torch.full_like(shift, -torch.inf)
+        # Each row has its target exactly once, in row order.
+        logp.copy_(log_p.masked_select(is_target))
+        ctx.save_for_backward(hidden, weight, bias, rows, row_of, ids, log_p.exp(), slope, is_target)
+        ctx.head, ctx.step = head, step
+        return logp
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, g: Tensor | None):  # type: ignore[no-untyped-def]
+        hidden, weight, bias, rows, row_of, ids, prob, slope, is_target = ctx.saved_tensors
+        head = ctx.head
+        if g is None:
+            return (None,) * 9
+        du = g.to(prob.dtype)[row_of] * (is_target.to(prob.dtype) - prob) * slope
+        selected = hidden.shape[0] if rows is None else rows.shape[0]
+        d_hidden = d_weight = d_bias = None
+        if ctx.needs_input_grad[0]:
+            d_hidden = hidden.new_zeros((selected, hidden.shape[1]), dtype=head.dtype)
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.zeros_like(weight, dtype=head.dtype, memory_format=torch.contiguous_format)
+        if bias is not None and ctx.needs_input_grad[2]:
+            d_bias = torch.zeros_like(bias, dtype=head.dtype).index_add_(0, ids, du).to(bias.dtype)
+        for part, h, w in _pairs(hidden, weight, rows, head, row_of, ids, ctx.step):
+            if d_hidden is not None:
+                d_hidden.index_add_(0, row_of[part], w * du[part].unsqueeze(-1))
+            if d_weight is not None:
+                d_weight.index_add_(0, ids[part], h * du[part].unsqueeze(-1))
+        if d_hidden is not None:
+            d_hidden = d_hidden.to(hidden.dtype)
+            if rows is not None:
+                d_hidden = torch.zeros_like(hidden).index_add_(0, rows, d_hidden)
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias, *(None,) * 6
+
+
+def _pairs(
+    hidden: Tensor, weight: Tensor, rows: Tensor | None, head: Head, row_of: Tensor, ids: Tensor, step: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    source = RowSource(hidden, rows)
+    for part in even_slices(len(ids), step):
+        picked = row_of[part] if source.rows is None else source.rows[row_of[part]]
+        yield (
+            part,
+            hidden.index_select(0, picked).to(head.dtype),
+            weight.index_select(0, ids[part]).to(head.dtype),
+        )

@@ -1,0 +1,321 @@
+"""The two sweeps of the fused LM head: statistics forward, recomputed logits and gradients backward.
+
+Neither ever holds more than one tile of logits. The backward walks the tiles so that the larger gradient is
+written once: with fewer rows than vocabulary, each weight tile is visited once and dW is written tile by
+tile; a loop over row chunks would rewrite all of dW for every chunk (2 to 3 times slower at small chunks).
+Tile order is fixed and nothing is atomic: two runs give the same bits.
+"""
+
+# R rows of a chunk · W columns of a tile · T' selected rows · D model · V local vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leanstep.logprob.extras import TopK, add_kl_gradient_, update_pair_
+from leanstep.logprob.gradient import RowGradients, logit_gradient_, target_logits
+from leanstep.logprob.head import Head, RowSource, product, tile_buffer
+from leanstep.logprob.keep import KeepIds
+from leanstep.logprob.parallel import reduce_hidden_grad
+from leanstep.logprob.statistics import FinalStatistics, RowStatistics
+from leanstep.logprob.tiles import Tiles
+
+
+@dataclass
+class Problem:
+    """Everything constant about one call. `low` is the LoRA branch's input, `reference` the KL's head."""
+
+    head: Head
+    source: RowSource
+    low: RowSource | None
+    tokens: Tensor
+    tiles: Tiles
+    moment: bool
+    keep: KeepIds | None = None
+    smoothing: float = 0.0
+    vocabulary: int = 0
+    top_k: int = 0
+    reference: tuple[Head, RowSource] | None = None
+    kl: bool = False
+    reverse_kl: bool = False
+    group: Any = None
+    reduce_grad: str = "all_reduce"
+
+    @property
+    def num_rows(self) -> int:
+        return self.source.num_rows
+
+    @property
+    def two_softmaxes(self) -> bool:
+        return self.keep is not None and self.moment
+
+    def chunks(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        h = self.source.chunk(part, self.head.operand_dtype)
+        return h, None if self.low is None else self.low.chunk(part, self.head.operand_dtype)
+
+    def buffers(self, count: int) -> list[Tensor]:
+        """Flat tiles, made once per sweep."""
+        size = self.tiles.rows * self.tiles.columns
+        return [
+            torch.empty(size, dtype=self.head.dtype, device=self.source.hidden.device) for _ in range(count)
+        ]
+
+
+def forward_sweep(p: Problem) -> tuple[RowStatistics, TopK | None]:
+    """Statistics of every selected row over this shard's columns."""
+    device = p.source.hidden.device
+    stats = RowStatistics.empty(
+        p.num_rows,
+        dtype=p.head.dtype,
+        device=device,
+        moment=p.moment,
+        num_targets=None if p.tokens.dim() == 1 else p.tokens.shape[1],
+        total=p.smoothing > 0,
+        keep=p.two_softmaxes,
+        reference=p.kl,
+        reverse=p.reverse_kl,
+    )
+    best = TopK.empty(p.num_rows, p.top_k, p.head.dtype, device) if p.top_k else None
+    storage = p.buffers(2 if p.moment else 1)
+    for rows in p.tiles.row_slices(p.num_rows):
+        h, low_h = p.chunks(rows)
+        size = rows.stop - rows.start
+        part, tokens = stats.rows(rows.start, rows.stop), p.tokens[rows]
+        for columns in p.tiles.column_slices(p.head.columns):
+            z, work = (tile_buffer(s, size, columns.stop - columns.start) for s in (storage[0], storage[-1]))
+            p.head.logits(h, low_h, p.head.weight_tile(columns), rows, columns, z)
+            part.target.add_(target_logits(z, tokens, p.head.shard, columns))
+            if part.total is not None:
+                part.total.add_(z.sum(-1))
+            if best is not None:
+                best.update_(z, rows, columns.start + p.head.shard.start)
+            if p.reference is not None:
+                update_pair_(part, z, _reference_logits(p, rows, columns))
+            if p.keep is not None:
+                kept = _restricted(p, p.keep, z, rows, columns)
+                if p.two_softmaxes:
+                    part.keep_part().update_(kept, kept)
+                else:
+                    z.copy_(kept)
+            part.update_(z, work)
+    return stats, best
+
+
+class HeadGradients(NamedTuple):
+    """Gradients of the head's inputs; None where not wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    low_hidden: Tensor | None
+    low_weight: Tensor | None
+
+
+def backward_sweep(
+    p: Problem,
+    final: FinalStatistics,
+    kept_final: FinalStatistics | None,
+    gradients: RowGradients,
+    wanted: tuple[bool, bool, bool, bool, bool],
+    main_grad: Tensor | None = None,
+    divergences: tuple[Tensor | None, ...] = (),
+) -> HeadGradients:
+    """Recompute the logits tile by tile and push the row gradients through them.
+
+    Args:
+        kept_final: statistics of the restricted softmax, when `p.keep` is set.
+        wanted: which of hidden, weight, bias, low_hidden, low_weight need a gradient.
+        main_grad: the weight's gradient is added here instead of returned.
+        divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
+    """
+    head, order = p.head, p.tiles.order
+    hidden = _HiddenGradient(p.source, order, head.dtype, wanted[0], p)
+    low_hidden = None if p.low is None else _HiddenGradient(p.low, order, head.dtype, wanted[3], p)
+    weight = _WeightGradient(head.weight, p, wanted[1], main_grad)
+    low_weight = None if head.low_weight is None else _WeightGradient(head.low_weight, p, wanted[4], None)
+    bias = (
+        torch.zeros(head.weight.shape[0], dtype=head.dtype, device=head.weight.device) if wanted[2] else None
+    )
+    storage = p.buffers(2 if gradients.entropy is not None else 1)
+    h = low_h = weight_tile = None
+    last_rows = last_columns = None
+    for rows, columns in _walk(p):
+        if rows is not last_rows:
+            h, low_h = p.chunks(rows)
+        if columns is not last_columns:
+            weight_tile = head.weight_tile(columns)
+        last_rows, last_columns = rows, columns
+        assert h is not None and weight_tile is not None
+        size, width = rows.stop - rows.start, columns.stop - columns.start
+        z, work = (tile_buffer(s, size, width) for s in (storage[0], storage[-1]))
+        head.logits(h, low_h, weight_tile, rows, columns, z)
+        du = tile_gradient_(p, z, work, final, kept_final, gradients, rows, columns, divergences)
+        if bias is not None:
+            bias[columns].add_(du.sum(0))
+        du = du.to(head.operand_dtype)
+        hidden.add(du, weight_tile, rows, columns)
+        weight.add(du, h, rows, columns)
+        if low_h is not None and low_hidden is not None and low_weight is not None:
+            low_hidden.add(du, head.low_weight[columns].to(du.dtype), rows, columns)  # type: ignore[index]
+            low_weight.add(du, low_h, rows, columns)
+    return HeadGradients(
+        hidden.result(),
+        weight.result(),
+        None if bias is None or head.bias is None else bias.to(head.bias.dtype),
+        None if low_hidden is None else low_hidden.result(),
+        None if low_weight is None else low_weight.result(),
+    )
+
+
+def tile_gradient_(
+    p: Problem,
+    z: Tensor,
+    work: Tensor,
+    final: FinalStatistics,
+    kept_final: FinalStatistics | None,
+    gradients: RowGradients,
+    rows: slice,
+    columns: slice,
+    divergences: tuple[Tensor | None, ...] = (),
+) -> Tensor:
+    """Overwrite a tile of logits with the gradient of u = h W^T + b."""
+    head, tokens = p.head, p.tokens[rows]
+    cap = None if head.softcap is None else head.cap_slope(z, rows)
+    some = gradients.rows(rows, head.row_slope(rows))
+    addition = None
+    if some.kl is not None or some.reverse_kl is not None:
+        addition = torch.zeros_like(z)
+        add_kl_gradient_(
+            addition, z, _reference_logits(p, rows, columns), final.rows(rows), some, [
+                None if d is None else d[rows] for d in divergences
+            ],
+        )  # fmt: skip
+    where = (tokens, head.shard, columns)
+    main = final
+    if p.keep is not None and some.logp is not None and kept_final is not None:
+        kept = _restricted(p, p.keep, z, rows, columns)
+        if some.entropy is None:
+            z.copy_(kept)
+            main = kept_final
+        else:
+            addition = logit_gradient_(kept, None, kept_final.rows(rows), RowGradients(some.logp), *where)
+            some = RowGradients(None, some.entropy, some.lse)
+    dz = logit_gradient_(
+        z, work, main.rows(rows), some, *where, smoothing=p.smoothing, vocabulary=p.vocabulary
+    )
+    if addition is not None:
+        dz.add_(addition)
+    return dz if cap is None else dz.mul_(cap)
+
+
+def _walk(p: Problem) -> Iterator[tuple[slice, slice]]:
+    rows, columns = list(p.tiles.row_slices(p.num_rows)), list(p.tiles.column_slices(p.head.columns))
+    if p.tiles.order == "rows":
+        yield from ((r, c) for r in rows for c in columns)
+    else:
+        yield from ((r, c) for c in columns for r in rows)
+
+
+def _restricted(p: Problem, keep: KeepIds, z: Tensor, rows: slice, columns: slice) -> Tensor:
+    mask = keep.mask(rows, p.tokens[rows], p.head.shard, columns)
+    return z.masked_fill(mask.logical_not_(), -torch.inf)
+
+
+def _reference_logits(p: Problem, rows: slice, columns: slice) -> Tensor:
+    assert p.reference is not None
+    head, source = p.reference
+    out = torch.empty(
+        rows.stop - rows.start, columns.stop - columns.start, dtype=head.dtype, device=p.tokens.device
+    )
+    h = source.chunk(rows, head.operand_dtype)
+    return head.logits(h, None, head.weight_tile(columns), rows, columns, out)
+
+
+class _HiddenGradient:
+    """Rows of d hidden, summed over vocabulary tiles in the accumulation dtype and cast once."""
+
+    def __init__(self, source: RowSource, order: str, dtype: torch.dtype, wanted: bool, p: Problem) -> None:
+        self.source, self.p = source, p
+        self.out = self.sums = self.chunk = None
+        if not wanted:
+            return
+        hidden = source.hidden
+        self.out = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+        if source.rows is None and hidden.dtype == dtype:
+            self.sums = self.out
+        elif order == "vocab" or p.group is not None:
+            self.sums = hidden.new_zeros((source.num_rows, hidden.shape[1]), dtype=dtype)
+        else:
+            self.chunk = hidden.new_zeros((min(p.tiles.rows, source.num_rows), hidden.shape[1]), dtype=dtype)
+
+    def add(self, du: Tensor, weight_tile: Tensor, rows: slice, columns: slice) -> None:
+        if self.sums is not None:
+            product(du, weight_tile, self.sums[rows], accumulate=True)
+        elif self.chunk is not None:
+            sums = self.chunk[: rows.stop - rows.start]
+            product(du, weight_tile, sums, accumulate=columns.start > 0)
+            if columns.stop == self.p.head.columns:
+                self._write(rows, sums)
+
+    def result(self) -> Tensor | None:
+        if self.out is None:
+            return None
+        if self.sums is not None:
+            self.sums = reduce_hidden_grad(self.sums, self.p.group, self.p.reduce_grad)  # type: ignore[arg-type]
+            if self.sums is not self.out:
+                self._write(slice(0, self.source.num_rows), self.sums)
+        return self.out
+
+    def _write(self, part: slice, sums: Tensor) -> None:
+        assert self.out is not None
+        if self.source.rows is None:
+            self.out[part] = sums
+        else:
+            # Adding, not copying: a row may be selected twice.
+            self.out.index_add_(0, self.source.rows[part], sums.to(self.out.dtype))
+
+
+class _WeightGradient:
+    """dW, each tile written once in "vocab" order, or summed over row chunks in "rows" order."""
+
+    def __init__(self, weight: Tensor, p: Problem, wanted: bool, main_grad: Tensor | None) -> None:
+        self.p, self.main_grad = p, main_grad
+        self.out = self.sums = self.tile = None
+        if not wanted:
+            return
+        dtype = p.head.dtype
+        if main_grad is not None:
+            self.sums = main_grad
+            return
+        make = torch.empty_like if p.num_rows and p.head.columns else torch.zeros_like
+        self.out = make(weight, memory_format=torch.contiguous_format)
+        self.out[p.head.columns :] = 0.0
+        if weight.dtype == dtype:
+            self.sums = self.out
+        elif p.tiles.order == "rows":
+            self.sums = weight.new_zeros(weight.shape, dtype=dtype)
+        else:
+            self.tile = weight.new_zeros((p.tiles.columns, weight.shape[1]), dtype=dtype)
+
+    def add(self, du: Tensor, h: Tensor, rows: slice, columns: slice) -> None:
+        if self.sums is not None:
+            accumulate = rows.start > 0 or self.main_grad is not None
+            if self.sums.dtype == self.p.head.dtype:
+                product(du.t(), h, self.sums[columns], accumulate=accumulate)
+            else:
+                self.sums[columns] += du.t() @ h
+        elif self.tile is not None and self.out is not None:
+            sums = self.tile[: columns.stop - columns.start]
+            product(du.t(), h, sums, accumulate=rows.start > 0)
+            if rows.stop == self.p.num_rows:
+                self.out[columns] = sums
+
+    def result(self) -> Tensor | None:
+        if self.out is not None and self.sums is not None and self.sums is not self.out:
+            self.out.copy_(self.sums)
+        return self.out
