@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from leanstep.logprob.linear import linear_logprobs
 from leanstep.logprob.logits import token_logprobs
 from leanstep.logprob.parallel import (
     all_reduce_sum,
@@ -41,7 +42,12 @@ class Collectives(TorchDispatchMode):
 
 def everything(rank: int, world: int) -> dict:
     """All checks in one start of the ranks: importing torch costs more than the checks."""
-    return {"logits": logits_ranks(rank, world), "plumbing": plumbing_ranks(rank, world)}
+    return {
+        "logits": logits_ranks(rank, world),
+        "linear": linear_ranks(rank, world),
+        "gradcheck": gradcheck_ranks(rank, world),
+        "plumbing": plumbing_ranks(rank, world),
+    }
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -125,6 +131,159 @@ def test_sharded_logits_equal_one_rank(ranks):
             assert result["error"] <= result["tolerance"], result
             # The same bits everywhere: ranks may branch on these values.
             assert result["logp"] == first["logp"] and result["entropy"] == first["entropy"]
+
+
+# --- hidden level ---
+
+
+def linear_ranks(rank: int, world: int) -> list[dict]:
+    """Every path through `linear_logprobs` on shards, beside the same call on one rank."""
+    T, D, V = 24, 8, 41
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    full_hidden, full_weight, full_bias = random(T, D), random(V, D), random(V)
+    kept = torch.tensor([20, 3, 4, 5, 11, 17, 0, 23, 9])
+    cases = {
+        "rows": {"rows": kept},
+        "all rows": {},
+        "tiles": {"rows": kept, "tile": (2, 5), "softcap": 6.0, "scale": 0.8},
+        "frozen head": {"rows": kept, "frozen": True},
+        "sequence parallel": {"rows": kept, "sequence_parallel": True},
+        "sequence parallel, all rows": {"sequence_parallel": True},
+        "caller reduces": {"rows": kept, "reduce_grad": "none"},
+        "no rows": {"rows": kept[:0]},
+        "keep": {"rows": kept, "keep": (torch.arange(0, 27) % V, torch.arange(0, 28, 3))},
+        "metric": {"rows": kept, "entropy": "metric"},
+    }
+    results = []
+    for name, options in cases.items():
+        for kind in ("equal", "unequal", "one-empty"):
+            options = {"entropy": "grad", **options}
+            frozen = options.pop("frozen", False)
+            parallel = {k: options.pop(k) for k in ("sequence_parallel", "reduce_grad") if k in options}
+            rows = options.get("rows")
+            selected = T if rows is None else len(rows)
+            tokens = torch.randint(0, V, (selected,), generator=generator)
+            upstream = [random(selected), random(selected)]
+            bounds = shard_bounds(V, world, kind)
+
+            def run(hidden, weight, bias, **more):
+                hidden = hidden.clone().requires_grad_()
+                weight = weight.clone().requires_grad_(not frozen)  # noqa: B023
+                bias = bias.clone().requires_grad_(not frozen)  # noqa: B023
+                with Collectives() as forward:
+                    out = linear_logprobs(hidden, weight, tokens, bias=bias, **more)  # noqa: B023
+                roots = [t for t in (out.logp, out.entropy) if t.requires_grad]
+                with Collectives() as backward:
+                    torch.autograd.backward(roots, upstream[: len(roots)])  # noqa: B023
+                return out, hidden.grad, weight.grad, bias.grad, forward.names, backward.names
+
+            truth = run(full_hidden, full_weight, full_bias, **options)
+            block = T // world
+            split = parallel.get("sequence_parallel", False)
+            mine = slice(rank * block, (rank + 1) * block) if split else slice(None)
+            got = run(
+                full_hidden[mine],
+                padded_shard(full_weight, bounds, rank, 0),
+                padded_shard(full_bias, bounds, rank, 0),
+                group=dist.group.WORLD,
+                vocab_start=bounds[rank],
+                vocab_total=V,
+                **options,
+                **parallel,
+            )
+            grad_hidden = got[1]
+            if parallel.get("reduce_grad") == "none":
+                dist.all_reduce(grad_hidden)
+            errors = [
+                float((a - b).abs().max()) if a.numel() else 0.0
+                for a, b in (
+                    (got[0].logp, truth[0].logp),
+                    (got[0].entropy, truth[0].entropy),
+                    (grad_hidden, truth[1][mine]),
+                )
+            ]
+            if not frozen:
+                for index in (2, 3):
+                    expected = padded_shard(truth[index], bounds, rank, 0)
+                    expected[max(V - bounds[rank], 0) :] = 0
+                    errors.append(float((got[index] - expected).abs().max()))
+            results.append(
+                {
+                    "name": f"{name}, {kind}",
+                    "error": max(errors),
+                    "bits": got[0].logp.detach().numpy().tobytes()
+                    + got[0].entropy.detach().numpy().tobytes(),
+                    "forward": got[4],
+                    "backward": got[5],
+                    "sequence_parallel": split,
+                    "reduces": parallel.get("reduce_grad") != "none",
+                }
+            )
+    return results
+
+
+def test_sharded_head_equals_one_rank_with_three_collectives(ranks):
+    for results in (rank["linear"] for rank in ranks):
+        for result, first in zip(results, ranks[0]["linear"], strict=True):
+            assert result["error"] < 1e-12, result
+            assert result["bits"] == first["bits"], result["name"]
+            gathers = [n for n in result["forward"] if "gather" in n]
+            assert len(gathers) == result["sequence_parallel"], result
+            assert result["forward"][len(gathers) :] == ["allreduce", "allreduce"], result
+            expected = ["reduce_scatter"] if result["sequence_parallel"] else ["allreduce"]
+            names = ["reduce_scatter" if "reduce_scatter" in n else n for n in result["backward"]]
+            assert names == (expected if result["reduces"] else []), result
+
+
+def gradcheck_ranks(rank: int, world: int) -> bool:
+    """Numerical gradients of a local weight shard and of the replicated hidden states, in fp64."""
+    generator = torch.Generator().manual_seed(11)
+    V, D, T = 7 * world, 3, 4
+    hidden = torch.randn(T, D, generator=generator, dtype=torch.float64)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, V, (T,), generator=generator)
+    width = V // world
+    local = weight[rank * width : (rank + 1) * width].clone().requires_grad_()
+
+    # Ranks perturb in step, each its own shard, and each differentiates the sum of all ranks' losses
+    # with respect to what it holds: the loss is replicated, so its own gradient is the whole one.
+    def losses(shard: torch.Tensor) -> torch.Tensor:
+        out = linear_logprobs(hidden, shard, tokens, entropy="grad", group=dist.group.WORLD)
+        assert out.entropy is not None
+        return out.logp.sum() + 0.3 * out.entropy.sum()
+
+    (analytic,) = torch.autograd.grad(losses(local), local)
+    numeric = torch.zeros_like(analytic)
+    step = 1e-6
+    for owner in range(world):
+        for i in range(width):
+            for j in range(D):
+                values = []
+                for sign in (1, -1):
+                    moved = local.detach().clone()
+                    if owner == rank:
+                        moved[i, j] += sign * step
+                    values.append(float(losses(moved)))
+                if owner == rank:
+                    numeric[i, j] = (values[0] - values[1]) / (2 * step)
+    moved = hidden.clone().requires_grad_()
+
+    def replicated(h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = linear_logprobs(h, local.detach(), tokens, entropy="grad", group=dist.group.WORLD)
+        assert out.entropy is not None
+        return out.logp, out.entropy
+
+    # Every rank perturbs the same replicated input, so torch's own checker stays in step.
+    checked = torch.autograd.gradcheck(replicated, (moved,), eps=1e-6, atol=1e-7)
+    return checked and torch.allclose(analytic, numeric, atol=1e-7)
+
+
+def test_numerical_gradients_of_shards(ranks):
+    assert all(rank["gradcheck"] for rank in ranks)
 
 
 # --- groups, shards and rows ---
