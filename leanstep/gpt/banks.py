@@ -204,9 +204,7 @@ class BankedGPT(nn.Module):
         if self.lm_head.grad is None:
             self.lm_head.grad = torch.zeros_like(self.lm_head)
         if self.config.transposed_head:
-            from leanstep.muon import transpose_add
-
-            transpose_add(self.lm_head.grad, self.embed.grad)
+            self.lm_head.grad.add_(self.embed.grad.T)
         else:
             self.lm_head.grad += self.embed.grad
         self.embed.grad = None
@@ -217,9 +215,7 @@ class BankedGPT(nn.Module):
         if not self.tied:
             return
         if self.config.transposed_head:
-            from leanstep.muon import transpose_copy
-
-            transpose_copy(self.embed, self.lm_head)
+            self.embed.copy_(self.lm_head.T)
         else:
             self.embed.copy_(self.lm_head)
 
