@@ -1,0 +1,171 @@
+"""What the head of a transformers causal LM computes, and how to score labels with it row by row.
+
+    logits = softcap(scale * (hidden @ weight.T + bias))
+
+The trainers' adapters differ only in what they do with the per-token results. A head that leanstep cannot
+express (an unknown module, an adapter with dropout, a sharded ZeRO-3 weight) is refused; and `check_head`
+compares our logits with the model's own on three tokens, so that a scaling nobody knew about is an error
+and not a slightly different loss.
+"""
+
+# B sequences · T positions · D model · V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leanstep.logprob import linear_logprobs
+from leanstep.logprob.heads import unpack_head
+from leanstep.logprob.outputs import Entropy
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class CausalHead:
+    """A linear layer, perhaps with a LoRA adapter; `scale` multiplies its output, `softcap` follows."""
+
+    layer: nn.Module
+    scale: float
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class LabelScores:
+    """Per-position results, zero where the label is ignored. `mask` says where it is not."""
+
+    logp: Tensor
+    entropy: Tensor | None
+    mask: Tensor
+
+
+def causal_head(model: nn.Module) -> CausalHead:
+    """The head that is active now, with scaling and softcap from the config.
+
+    Raises:
+        ValueError: for a head that leanstep cannot express.
+    """
+    layer: Any = model.get_output_embeddings()  # type: ignore[operator]
+    if layer is None:
+        raise ValueError(f"model: {type(model).__name__} has no output embeddings to project with")
+    if hasattr(layer, "modules_to_save"):
+        # PEFT trains a full copy of the head under the active adapter's name.
+        names = layer.active_adapters
+        layer = layer.original_module if layer.disable_adapters else layer.modules_to_save[names[0]]
+    weight, _, _ = unpack_head(layer)
+    if weight.numel() == 0 or hasattr(weight, "ds_id"):
+        raise ValueError("model: its head is partitioned by ZeRO-3; use FSDP2 or ZeRO-2 with leanstep")
+    config = model.config.get_text_config()  # type: ignore[union-attr]
+    return CausalHead(layer, _scale(config), getattr(config, "final_logit_softcapping", None))
+
+
+def _scale(config: Any) -> float:
+    """The factor on the logits, under the names that model families give it."""
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            return float(getattr(config, name))
+    divisor = getattr(config, "logits_scaling", None)
+    if divisor is not None:
+        return float(divisor) if config.model_type == "hyperclovax" else 1.0 / float(divisor)
+    return 1.0
+
+
+def score_labels(
+    model: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    shifted: bool = False,
+    entropy: Entropy = "none",
+    temperature: float = 1.0,
+    in_fp32: bool = False,
+) -> LabelScores:
+    """Log-prob (and entropy) of every label that is not ignored; only those rows meet the head.
+
+    Args:
+        hidden: [B, T, D], the backbone's last hidden state.
+        labels: [B, T]; position t is scored by row t - 1, or by row t when `shifted`.
+        in_fp32: project in fp32 whatever the model's dtype.
+
+    Returns:
+        [B, T - 1] tensors, or [B, T] when `shifted`.
+
+    Host reads: one, for the number of labelled rows.
+    """
+    if not shifted:
+        labels = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED)], dim=1)
+    head = causal_head(model)
+    mask = labels != IGNORED
+    rows = mask.reshape(-1).nonzero().squeeze(1)
+    tokens = labels.reshape(-1).index_select(0, rows)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    # Autocast would have cast the head's input; inside the op it is off, every cast is explicit there.
+    flat = flat.to(torch.float32 if in_fp32 else _compute_dtype(hidden))
+    with torch.autocast(hidden.device.type, enabled=False):
+        scored = linear_logprobs(
+            flat,
+            head.layer,
+            tokens,
+            rows=rows,
+            entropy=entropy,
+            temperature=temperature,
+            scale=head.scale,
+            softcap=head.softcap,
+        )
+
+    def spread(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        full = values.new_zeros(mask.numel()).index_copy(0, rows, values).view(mask.shape)
+        return full if shifted else full[:, :-1]
+
+    logp = spread(scored.logp)
+    assert logp is not None
+    return LabelScores(logp, spread(scored.entropy), mask if shifted else mask[:, :-1])
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def check_head(model: nn.Module) -> None:
+    """Compare our logits with the model's own on three tokens; a difference is a head we do not understand.
+
+    Raises:
+        ValueError: naming the model and the size of the difference.
+    """
+    parameter = next(model.parameters())
+    if parameter.device.type == "meta" or type(parameter.data) is not Tensor:
+        # Sharded or not yet there: nothing to compare with.
+        return
+    vocabulary = model.config.get_text_config().vocab_size  # type: ignore[union-attr]
+    ids = (torch.arange(3, device=parameter.device) % vocabulary)[None]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+            expected = logits.float()
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[operator]
+            head = causal_head(model)
+            weight, bias, lora = unpack_head(head.layer)
+            ours = hidden.float() @ weight.float().T
+            if lora is not None:
+                ours += lora.scaling * (hidden.float() @ lora.down.float().T) @ lora.up.float().T
+            ours = head.scale * (ours if bias is None else ours + bias.float())
+            ours = ours if head.softcap is None else head.softcap * torch.tanh(ours / head.softcap)
+    finally:
+        model.train(was_training)
+    difference = (ours - expected).abs().max().item()
+    # Half-precision models round their logits: 2 % of the largest is far below any forgotten factor.
+    limit = (1e-4 if logits.dtype == torch.float32 else 2e-2) * max(1.0, expected.abs().max().item())
+    if not difference <= limit:
+        name = type(model).__name__
+        raise ValueError(
+            f"model: the head of {name} differs from weight, scale and softcap by {difference:.3g}"
+        )

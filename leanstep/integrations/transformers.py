@@ -1,0 +1,117 @@
+"""transformers: rows with label -100 never meet the head, and NorMuon drives the stock Trainer.
+
+    from leanstep.integrations.transformers import LeanTrainer, norm_muon
+    LeanTrainer(model, args, train_dataset=..., optimizers=(norm_muon(model, lr=0.02), None))
+
+or, without another Trainer class, `skip_ignored_rows(model)` once: `model(..., labels=...)` in training then
+returns the same loss from the labelled rows only.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+from torch import Tensor, nn
+
+from leanstep.integrations.causal_lm import check_head, score_labels
+from leanstep.integrations.versions import require_version
+from leanstep.muon import NorMuon, split_params
+
+TESTED = ("5.22",)
+
+require_version("transformers", ("5",))
+
+from transformers import Trainer  # noqa: E402 - after the check, so that a stub fails with our line
+from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
+
+_MARK = "_leanstep_skips_ignored_rows"
+
+
+def skip_ignored_rows(model: nn.Module, *, allow_untested: bool = False, check: bool = True) -> nn.Module:
+    """Make `model(..., labels=...)` in training mode project only rows whose label is not -100.
+
+    The result has `loss` and no logits. Without labels, or in evaluation mode, the model is untouched.
+    The loss is the one transformers computes: the mean over labelled tokens, or their sum divided by
+    `num_items_in_batch` when the Trainer passes it.
+
+    Raises:
+        UnknownVersion, ValueError: for a head that leanstep cannot express, before the first step.
+    """
+    require_version("transformers", TESTED, allow_untested=allow_untested)
+    causal: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if getattr(causal, _MARK, False):
+        return model
+    if not hasattr(causal, "get_output_embeddings") or not hasattr(causal, "base_model"):
+        raise ValueError(f"model: expected a transformers causal LM, got {type(causal).__name__}")
+    if getattr(causal.config, "output_router_logits", False):
+        raise ValueError(
+            "model: the router's auxiliary loss needs the stock forward; set output_router_logits=False"
+        )
+    if check:
+        check_head(causal)
+    stock = causal.forward
+
+    @functools.wraps(type(causal).forward)
+    def forward(
+        self: Any,
+        *args: Any,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not self.training or (labels is None and shift_labels is None):
+            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            return stock(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+        kwargs.pop("logits_to_keep", None)
+        hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state
+        loss = label_loss(self, hidden, labels, shift_labels, num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, logits=None)  # type: ignore[arg-type]
+
+    causal.forward = types.MethodType(forward, causal)
+    setattr(causal, _MARK, True)
+    return model
+
+
+def label_loss(
+    model: nn.Module,
+    hidden: Tensor,
+    labels: Tensor | None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Any = None,
+) -> Tensor:
+    """The causal-LM loss from the backbone's hidden states, labelled rows only."""
+    shifted = shift_labels is not None
+    target = shift_labels if shifted else labels
+    assert target is not None
+    # transformers computes the loss from fp32 logits of a head in the model's own dtype: so do we.
+    scores = score_labels(model, hidden, target, shifted=shifted)
+    total = -scores.logp.sum()
+    if num_items_in_batch is None:
+        # No labelled token: transformers gives NaN (0 / 0), which ends a run; zero with a graph does not.
+        return total / scores.mask.sum().clamp(min=1)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+class LeanTrainer(Trainer):
+    """`transformers.Trainer` whose model skips label -100 rows before the head; takes the same arguments."""
+
+    def __init__(self, *args: Any, allow_untested: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.label_smoother is not None:
+            raise ValueError(
+                "label_smoothing_factor: expected 0 with LeanTrainer (it would need every logit)"
+            )
+        skip_ignored_rows(self.model, allow_untested=allow_untested)
+
+
+def norm_muon(model: nn.Module, lr: float = 0.02, **options: Any) -> NorMuon:
+    """NorMuon on a model's matrices and AdamW on the rest, for the Trainer's `optimizers=(optimizer, None)`.
+
+    The Trainer then makes its own schedule for it; gradient clipping, checkpoint and resume work as usual.
+    """
+    return NorMuon(split_params(model), lr=lr, **options)

@@ -1,0 +1,105 @@
+"""Heads of the common families, against the models' own logits; adapters on the head; what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from integrations.tiny_models import FAMILIES, VOCAB, causal_lm
+from torch import nn
+
+from leanstep.integrations.causal_lm import causal_head, check_head, score_labels
+
+
+def labelled(batch=3, length=17, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB - 3, (batch, length), generator=generator)
+    labels = ids.clone()
+    labels[:, :6] = -100
+    labels[1, :] = -100
+    labels[2, 12:] = -100
+    return ids, labels
+
+
+def plain_scores(model, ids, labels, temperature):
+    logits = model(input_ids=ids).logits[:, :-1].float() / temperature
+    log_p = torch.log_softmax(logits, -1)
+    target, mask = labels[:, 1:], labels[:, 1:] != -100
+    logp = log_p.gather(-1, target.clamp(min=0)[..., None]).squeeze(-1) * mask
+    return logp, -(log_p.exp() * log_p).sum(-1) * mask
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_equal_the_models_own_logits(family):
+    ids, labels = labelled()
+    model, other = causal_lm(family), causal_lm(family)
+    check_head(model)
+    hidden = model.base_model(input_ids=ids).last_hidden_state
+    scores = score_labels(model, hidden, labels, entropy="grad", temperature=0.7)
+    logp, entropy = plain_scores(other, ids, labels, 0.7)
+    torch.testing.assert_close(scores.logp, logp, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(scores.entropy, entropy, rtol=1e-4, atol=1e-5)
+    upstream = torch.randn(logp.shape, generator=torch.Generator().manual_seed(2))
+    (scores.logp * upstream - 0.3 * scores.entropy).sum().backward()
+    (logp * upstream - 0.3 * entropy).sum().backward()
+    for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=2e-3, atol=2e-4, msg=name)
+
+
+def test_an_all_masked_batch_gives_zero_with_a_graph():
+    model = causal_lm("qwen2")
+    ids, labels = labelled()
+    hidden = model.base_model(input_ids=ids).last_hidden_state
+    scores = score_labels(model, hidden, torch.full_like(labels, -100), entropy="grad")
+    assert torch.equal(scores.logp, torch.zeros_like(scores.logp))
+    (scores.logp.sum() + scores.entropy.sum()).backward()
+    head = model.get_output_embeddings().weight
+    assert head.grad is not None and not head.grad.any()
+
+
+def test_a_lora_adapter_on_the_head_is_not_ignored():
+    from peft import LoraConfig, get_peft_model
+
+    ids, labels = labelled()
+    model = get_peft_model(causal_lm("qwen2"), LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    base = model.get_base_model()
+    check_head(base)
+    hidden = base.base_model(input_ids=ids).last_hidden_state
+    scores = score_labels(base, hidden, labels)
+    logp, _ = plain_scores(model, ids, labels, 1.0)
+    torch.testing.assert_close(scores.logp, logp, rtol=1e-4, atol=1e-5)
+    ours = torch.autograd.grad(scores.logp.sum(), list(trainable(model)), retain_graph=True)
+    stock = torch.autograd.grad(logp.sum(), list(trainable(model)))
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+
+
+def trainable(model):
+    return (p for p in model.parameters() if p.requires_grad)
+
+
+def test_dropout_on_the_heads_adapter_is_refused():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(causal_lm("qwen2"), LoraConfig(r=4, lora_dropout=0.1, target_modules=["lm_head"]))
+    model.train()
+    with pytest.raises(ValueError, match=r"adapter 'default' drops out its input \(p = 0.1\)"):
+        causal_head(model.get_base_model())
+
+
+def test_a_head_with_an_unknown_factor_is_refused():
+    model = causal_lm("llama")
+    original = model.lm_head.forward
+    model.lm_head.forward = lambda x: 1.5 * original(x)
+    with pytest.raises(ValueError, match="head of LlamaForCausalLM differs"):
+        check_head(model)
+
+
+def test_a_head_that_is_no_linear_layer_is_refused():
+    model = causal_lm("llama")
+    model.lm_head = nn.Sequential(model.lm_head)
+    with pytest.raises(ValueError, match=r"expected nn.Linear or a LoRA layer around one, got Sequential"):
+        causal_head(model)

@@ -1,0 +1,189 @@
+"""Megatron-Core: tensor-parallel output layer over gloo equals one rank; slime's calling convention."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+VECTORS = Path(__file__).parent.parent / "vectors" / "logprob"
+VOCAB, WIDTH, TOKENS = 37, 16, 12
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def problem():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator)
+    weight = torch.randn(VOCAB, WIDTH, generator=generator)
+    tokens = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    rows = torch.tensor([1, 2, 5, 6, 7, 11])
+    upstream = torch.randn(2, len(rows), generator=generator)
+    return hidden, weight, tokens, rows, upstream
+
+
+def plain():
+    hidden, weight, tokens, rows, upstream = problem()
+    hidden.requires_grad_(), weight.requires_grad_()
+    log_p = torch.log_softmax(hidden[rows] @ weight.T / 0.9, -1)
+    logp = log_p.gather(1, tokens[rows][:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    (logp * upstream[0] + entropy * upstream[1]).sum().backward()
+    return logp.detach(), entropy.detach(), hidden.grad, weight.grad
+
+
+def megatron_rank(rank: int, world_size: int, sequence_parallel: bool):
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from leanstep.integrations.megatron import output_layer_logprobs
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    hidden, weight, tokens, rows, upstream = problem()
+    padded = -(-VOCAB // world_size) * world_size
+    layer = ColumnParallelLinear(
+        WIDTH,
+        padded,
+        config=ModelParallelConfig(
+            tensor_model_parallel_size=world_size,
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            params_dtype=torch.float32,
+            sequence_parallel=sequence_parallel,
+        ),
+        init_method=torch.nn.init.zeros_,
+        bias=False,
+        gather_output=False,
+        skip_bias_add=True,
+    )
+    width = padded // world_size
+    full = torch.cat([weight, torch.full((padded - VOCAB, WIDTH), 3.0)])
+    with torch.no_grad():
+        layer.weight.copy_(full[rank * width : (rank + 1) * width])
+    if sequence_parallel:
+        local = TOKENS // world_size
+        hidden = hidden[rank * local : (rank + 1) * local].clone()
+    hidden.requires_grad_()
+    out = output_layer_logprobs(
+        hidden, layer, tokens[rows], rows=rows, entropy="grad", temperature=0.9, vocab_total=VOCAB
+    )
+    (out.logp * upstream[0] + out.entropy * upstream[1]).sum().backward()
+    values = (out.logp.detach(), out.entropy.detach(), hidden.grad, layer.weight.grad)
+    parallel_state.destroy_model_parallel()
+    return [v.numpy() for v in values]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_tensor_parallel_ranks_equal_one(run_ranks, sequence_parallel):
+    logp, entropy, d_hidden, d_weight = plain()
+    results = run_ranks(2, megatron_rank, sequence_parallel, timeout=120)
+    for values in results:
+        np.testing.assert_allclose(values[0], logp, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(values[1], entropy, rtol=1e-5, atol=1e-5)
+    if sequence_parallel:
+        np.testing.assert_allclose(np.concatenate([v[2] for v in results]), d_hidden, rtol=1e-4, atol=1e-5)
+    else:
+        for values in results:
+            np.testing.assert_allclose(values[2], d_hidden, rtol=1e-4, atol=1e-5)
+    stacked = np.concatenate([v[3] for v in results])
+    np.testing.assert_allclose(stacked[:VOCAB], d_weight, rtol=1e-4, atol=1e-5)
+    assert not stacked[VOCAB:].any(), "padded columns take no part"
+
+
+def slime_call(case, rank, *, response_only, loss_mask_only, **groups):
+    from leanstep.integrations.slime import get_log_probs_and_entropy
+
+    e2e, own = case["e2e"], case["ranks"][rank]
+    logits = torch.tensor(own["logits"])
+    layout = case["layout"]
+    args = Namespace(
+        rollout_temperature=e2e["temperature"],
+        log_probs_chunk_size=e2e["chunk"],
+        qkv_format="bshd" if layout.startswith("bshd") else "thd",
+        allgather_cp=layout == "allgather",
+        log_probs_response_only=response_only,
+        log_probs_loss_mask_only=loss_mask_only,
+        entropy_coef=0.01,
+    )
+    return get_log_probs_and_entropy(
+        logits[None],
+        args=args,
+        unconcat_tokens=[torch.tensor(t) for t in case["tokens"]],
+        total_lengths=case["total_lengths"],
+        response_lengths=case["response_lengths"],
+        with_entropy=True,
+        max_seq_lens=[case["max_seq_len"]] * len(case["tokens"]) if case.get("max_seq_len") else None,
+        loss_masks=[torch.tensor(m) for m in case["loss_masks"]],
+        **groups,
+    )
+
+
+def cases_of(name):
+    return [c for c in json.loads((VECTORS / name).read_text())["cases"] if "top_p_token_ids" not in c["e2e"]]
+
+
+@pytest.mark.parametrize("name", ["e2e_cp1_thd.json", "e2e_cp1_bshd.json"])
+@pytest.mark.parametrize(
+    ("switches", "field"),
+    [
+        ((False, False), "e2e_pr_off"),
+        ((True, False), "e2e_response_only"),
+        ((True, True), "e2e_loss_mask_only"),
+    ],
+)
+def test_the_slime_function_gives_slimes_own_results(name, switches, field):
+    for case in cases_of(name):
+        expected = case["ranks"][0][field]
+        empty, found = slime_call(
+            case, 0, response_only=switches[0], loss_mask_only=switches[1], tp_group=None, cp_group=None
+        )
+        assert empty.numel() == 0
+        for ours, theirs in zip(found["log_probs"], expected["log_probs"], strict=True):
+            np.testing.assert_allclose(ours.numpy(), np.array(theirs, dtype=np.float32), rtol=2e-5, atol=2e-5)
+        for ours, theirs in zip(found["entropy"], expected["entropy"], strict=True):
+            np.testing.assert_allclose(
+                ours.detach().numpy(), np.array(theirs, dtype=np.float32), rtol=2e-5, atol=2e-5
+            )
+
+
+def slime_rank(rank: int, world_size: int, name: str, index: int):
+    import torch.distributed as dist
+
+    case = cases_of(name)[index]
+    _, found = slime_call(
+        case, rank, response_only=True, loss_mask_only=False, tp_group=None, cp_group=dist.group.WORLD
+    )
+    return {key: [v.detach().numpy() for v in values] for key, values in found.items()}
+
+
+@pytest.mark.parametrize("name", ["e2e_zigzag.json", "e2e_allgather.json"])
+def test_context_parallel_ranks_give_slimes_own_results(run_ranks, name):
+    case = cases_of(name)[0]
+    for rank, found in enumerate(run_ranks(case["cp_size"], slime_rank, name, 0)):
+        for key in ("log_probs", "entropy"):
+            for ours, theirs in zip(found[key], case["ranks"][rank]["e2e_full"][key], strict=True):
+                np.testing.assert_allclose(ours, np.array(theirs, dtype=np.float32), rtol=2e-5, atol=2e-5)
+
+
+def test_loss_mask_only_needs_response_only():
+    case = cases_of("e2e_cp1_thd.json")[0]
+    with pytest.raises(ValueError, match="log_probs_loss_mask_only: needs log_probs_response_only"):
+        slime_call(case, 0, response_only=False, loss_mask_only=True, tp_group=None, cp_group=None)
+
+
+def test_an_unknown_megatron_version_is_refused(monkeypatch):
+    from importlib import metadata
+
+    from leanstep.integrations import megatron
+    from leanstep.integrations.versions import UnknownVersion
+
+    monkeypatch.setattr(metadata, "version", lambda package: "0.99.1")
+    with pytest.raises(UnknownVersion, match=r"megatron-core: version 0.99.1"):
+        megatron.vocab_parallel_logprobs(torch.zeros(1, 3), torch.tensor([0]))

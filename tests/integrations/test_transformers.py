@@ -1,0 +1,131 @@
+"""Losses, gradients and whole training runs equal to the stock Trainer's; NorMuon through `optimizers=`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from integrations.tiny_models import FAMILIES, VOCAB, causal_lm
+from transformers import Trainer, TrainingArguments
+
+from leanstep.integrations.transformers import LeanTrainer, norm_muon, skip_ignored_rows
+
+# transformers and accelerate warn about their own deprecations; ours stay errors elsewhere.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Rows(torch.utils.data.Dataset):
+    """Padded sequences: a prompt without labels, a labelled answer, one sample without any label."""
+
+    def __init__(self, size: int = 16, length: int = 20) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.ids = torch.randint(0, VOCAB - 3, (size, length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self.ids[index]
+        labels = ids.clone()
+        labels[:12] = -100
+        end = 20 - index % 5
+        labels[end:] = -100
+        if index == 3:
+            labels[:] = -100
+        mask = torch.ones_like(ids)
+        mask[end:] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def train(trainer_class, tmp_path, model, steps=4, resume=None, optimizer=None, **options):
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        max_steps=steps,
+        use_cpu=True,
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+        save_strategy=options.pop("save_strategy", "no"),
+        learning_rate=1e-2,
+        max_grad_norm=1.0,
+        seed=3,
+        lr_scheduler_type="linear",
+        **options,
+    )
+    trainer = trainer_class(model, arguments, train_dataset=Rows(), optimizers=(optimizer, None))
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_the_stock_forward(family):
+    stock, lean = causal_lm(family), skip_ignored_rows(causal_lm(family))
+    batch = torch.utils.data.default_collate([Rows()[i] for i in range(5)])
+    for model in (stock, lean):
+        model.train()
+    a, b = stock(**batch).loss, lean(**batch).loss
+    assert b.item() == pytest.approx(a.item(), rel=1e-5)
+    a.backward(), b.backward()
+    for (name, p), (_, q) in zip(stock.named_parameters(), lean.named_parameters(), strict=True):
+        scale = p.grad.abs().max().item()
+        torch.testing.assert_close(q.grad, p.grad, rtol=2e-3, atol=1e-5 * scale + 1e-8, msg=name)
+
+
+def test_num_items_in_batch_is_honoured():
+    stock, lean = causal_lm("llama").train(), skip_ignored_rows(causal_lm("llama")).train()
+    batch = torch.utils.data.default_collate([Rows()[i] for i in range(4)])
+    a = stock(**batch, num_items_in_batch=torch.tensor(37)).loss
+    b = lean(**batch, num_items_in_batch=torch.tensor(37)).loss
+    assert b.item() == pytest.approx(a.item(), rel=1e-5)
+
+
+def test_evaluation_and_generation_are_untouched():
+    model = skip_ignored_rows(causal_lm("qwen2")).eval()
+    batch = torch.utils.data.default_collate([Rows()[i] for i in range(2)])
+    assert model(**batch).logits.shape == (2, 20, VOCAB)
+    assert model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False).shape == (2, 23)
+
+
+def test_training_gives_the_stock_losses_with_accumulation(tmp_path):
+    stock, _ = train(Trainer, tmp_path / "a", causal_lm("qwen2"), gradient_accumulation_steps=2)
+    lean, _ = train(LeanTrainer, tmp_path / "b", causal_lm("qwen2"), gradient_accumulation_steps=2)
+    assert len(stock) == 4
+    assert lean == pytest.approx(stock, rel=1e-3)
+
+
+def test_norm_muon_with_clipping_schedule_checkpoint_and_resume(tmp_path):
+    def run(folder, steps, resume=None):
+        model = causal_lm("llama")
+        return train(
+            LeanTrainer, folder, model, steps=6, resume=resume, optimizer=norm_muon(model, lr=5e-3),
+            save_strategy="steps", save_steps=3,
+        )  # fmt: skip
+
+    whole, trainer = run(tmp_path, 6)
+    assert whole[-1] < whole[0]
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    assert rates[0] > rates[-1]
+    expected = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    _, trainer = run(tmp_path, 6, resume=str(tmp_path / "checkpoint-3"))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_label_smoothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="label_smoothing_factor: expected 0 with LeanTrainer"):
+        train(LeanTrainer, tmp_path, causal_lm("llama"), label_smoothing_factor=0.1)
+
+
+def test_a_model_without_a_causal_head_is_refused():
+    with pytest.raises(ValueError, match="model: expected a transformers causal LM, got Linear"):
+        skip_ignored_rows(torch.nn.Linear(2, 2))
+
+
+def test_an_unknown_version_is_refused(monkeypatch):
+    from importlib import metadata
+
+    from leanstep.integrations.versions import UnknownVersion
+
+    monkeypatch.setattr(metadata, "version", lambda package: "6.1.0")
+    with pytest.raises(UnknownVersion, match=r"transformers: version 6.1.0"):
+        skip_ignored_rows(causal_lm("llama"))
