@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -39,6 +40,7 @@ class RowPlan:
             [sum(splits)] the row each part entry comes from (`"all"`); None when the two coincide.
         weights: [sum(splits)] float64 mask / max(mask total of the whole sample, 1); None without masks.
         rows_host: `rows` on the host (None for all rows), for plans that other ranks must know.
+        response_host: [T'] on the host, each row's place in the concatenation of all responses, or -1.
         spans: response-window spans on this rank, in extraction order.
     """
 
@@ -51,6 +53,7 @@ class RowPlan:
     slots: Tensor | None
     weights: Tensor | None
     rows_host: Tensor | None
+    response_host: Tensor
     spans: tuple[Span, ...]
     prompt_lengths: tuple[int, ...]
     response_lengths: tuple[int, ...]
@@ -181,10 +184,7 @@ def plan_rows(
     splits = [0] * len(totals)
     for window in windows:
         splits[window.sample] += len(window)
-    token_base, total = [], 0
-    for length in totals:
-        token_base.append(total)
-        total += length
+    token_base, response_base = _starts(totals), _starts(responses)
 
     # Position x of a sample scores its token x + 1, which is response token x - (P - 1).
     shift = [p - 1 for p in prompts]
@@ -192,6 +192,8 @@ def plan_rows(
     resp = _ranges((w.start - shift[w.sample], w.stop - shift[w.sample]) for w in windows)
     token = [b + 1 for b in token_base]
     targets = _ranges((token[w.sample] + w.start, token[w.sample] + w.stop) for w in windows)
+    base = [b - s for b, s in zip(response_base, shift, strict=True)]
+    places = _ranges((base[w.sample] + w.start, base[w.sample] + w.stop) for w in windows)
     slots: Tensor | None = None
     weights: Tensor | None = None
     if masks is not None:
@@ -202,7 +204,7 @@ def plan_rows(
         weights = torch.cat(parts or [torch.zeros(0, dtype=torch.float64)])
         if select == "loss_mask":
             slots = local_mask.nonzero().flatten()
-            rows, resp, targets = rows[slots], resp[slots], targets[slots]
+            rows, resp, targets, places = rows[slots], resp[slots], targets[slots], places[slots]
     if select == "all":
         slots = rows
         every = torch.zeros(T_local, dtype=torch.int64)
@@ -212,6 +214,7 @@ def plan_rows(
             every[scoring.base : scoring.base + len(scoring)] = torch.arange(first, first + len(scoring))
         targets = every
         resp = torch.full((T_local,), -1).index_copy(0, rows, resp)
+        places = torch.full((T_local,), -1).index_copy(0, rows, places)
 
     # One copy for everything: doubles travel as the bits of int64.
     packed = [rows, resp, targets]
@@ -228,6 +231,7 @@ def plan_rows(
         slots=None if slots is None else moved[3],
         weights=None if weights is None else moved[-1].view(torch.float64),
         rows_host=None if select == "all" else rows,
+        response_host=places,
         spans=tuple(windows),
         prompt_lengths=tuple(prompts),
         response_lengths=tuple(responses),
@@ -297,6 +301,39 @@ def place_response(parts: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
     return placed
 
 
+def select_keep(
+    ids: Sequence[Sequence[int] | Tensor], offsets: Sequence[Sequence[int] | Tensor], plan: RowPlan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Kept ids per response token (top-p replay) -> `keep` of the computed rows: (ids, offsets, has_set).
+
+    `ids[k]` holds sample k's lists one after another, `offsets[k]` its R + 1 bounds; both on the host.
+    """
+    for name, lists in (("ids", ids), ("offsets", offsets)):
+        if len(lists) != len(plan.response_lengths):
+            raise ValueError(f"{name}: expected {len(plan.response_lengths)} samples, got {len(lists)}")
+    flat, starts, sizes, done = [torch.zeros(0, dtype=torch.int64)], [], [], 0
+    for k, (some, bounds, length) in enumerate(zip(ids, offsets, plan.response_lengths, strict=True)):
+        some, bounds = torch.as_tensor(some).long(), torch.as_tensor(bounds).long()
+        if bounds.shape != (length + 1,) or int(bounds[-1]) != some.numel():
+            raise ValueError(f"offsets[{k}]: expected {length + 1} bounds up to {some.numel()} ids")
+        flat.append(some)
+        starts.append(bounds[:-1] + done)
+        sizes.append(bounds.diff())
+        done += some.numel()
+    has_set = plan.response_host >= 0
+    place = plan.response_host.clamp(min=0)
+    # One spare entry: rows outside any response look at it, and a batch may have no response at all.
+    spare = torch.zeros(1, dtype=torch.int64)
+    start, size = (torch.cat([*x, spare])[place] for x in (starts, sizes))
+    size = torch.where(has_set, size, 0)
+    ends = size.cumsum(0)
+    within = torch.arange(int(size.sum())) - (ends - size).repeat_interleave(size)
+    chosen = torch.cat(flat)[start.repeat_interleave(size) + within]
+    # The op reads the offsets on the host: leave them there.
+    device = plan.targets_index.device
+    return chosen.to(device), torch.cat((spare, ends)), has_set.to(device)
+
+
 def sample_mean(values: Tensor | Sequence[Tensor], plan: RowPlan) -> Tensor:
     """sum over samples of sum(x * mask) / max(mask total, 1), this rank's share of it.
 
@@ -315,6 +352,10 @@ def sample_mean(values: Tensor | Sequence[Tensor], plan: RowPlan) -> Tensor:
 def _ranges(bounds: Iterable[tuple[int, int]]) -> Tensor:
     pieces = [torch.arange(start, stop) for start, stop in bounds if start < stop]
     return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [0, *accumulate(lengths)][: len(lengths)]
 
 
 def _join(pieces: list[Tensor], like: Tensor) -> Tensor:
