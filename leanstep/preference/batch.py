@@ -32,6 +32,30 @@ class Variant:
     is_baseline: bool = False
 
 
+# Sort keys hold a position and, below it, a LOD of at most 7.
+GIST_STEP = 8
+
+
+@dataclass(frozen=True)
+class GistList:
+    """Entries above LOD 0, and the sorted keys of all entries, for look-ups without a table.
+
+    Args:
+        rows: [V, 4, G] int64: cell in the flattened [V, W] tensors, 8 * start, LOD (-1 = padding), span.
+        key: [V * W + b] int64, ascending: context * stride + 8 * start + LOD; sentinels at the end.
+        stride: distance between the keys of two contexts.
+        top_level: the highest LOD in the batch, a host integer.
+    """
+
+    rows: Tensor
+    key: Tensor
+    stride: int
+    top_level: int
+
+    def to(self, device: torch.device | str) -> GistList:
+        return replace(self, rows=self.rows.to(device), key=self.key.to(device))
+
+
 @dataclass(frozen=True)
 class LensBatch:
     """A micro-batch of variants. Make it with `from_variants` or `from_tensors`.
@@ -45,8 +69,8 @@ class LensBatch:
         tokens: [V] int64, tokens in the context's sequence.
         baseline: [B] int64, which variant of the sample is the baseline.
         num_tokens: the longest sequence, a host integer (it sets the size of the look-up table).
-        gists: [V, G] int64 start positions of the entries above LOD 0, padded with `num_tokens`, or None when
-            unknown. With it the fused CPU path visits only the blocks that can carry a target.
+        gists: the entries above LOD 0 by context, or None when unknown. With it the fused CPU path visits only
+            the blocks that can carry a target.
         counts: variants per sample, host integers, or None when unknown.
     """
 
@@ -58,7 +82,7 @@ class LensBatch:
     tokens: Tensor
     baseline: Tensor
     num_tokens: int
-    gists: Tensor | None = None
+    gists: GistList | None = None
     counts: tuple[int, ...] | None = None
 
     @property
@@ -83,7 +107,7 @@ class LensBatch:
         has_loss: Tensor | None = None,
         tokens: Tensor | None = None,
         baseline: Tensor | None = None,
-        gists: Tensor | None = None,
+        gists: GistList | None = None,
         counts: tuple[int, ...] | None = None,
     ) -> LensBatch:
         """Check shapes and dtypes and fill the defaults. Reads no device value; `check` does."""
@@ -120,8 +144,6 @@ class LensBatch:
             baseline = torch.zeros(loss.shape[0], dtype=torch.int64, device=loss.device)
         if tuple(baseline.shape) != (loss.shape[0],):
             raise ValueError(f"baseline: expected shape ({loss.shape[0]},), got {tuple(baseline.shape)}")
-        if gists is not None and (gists.dim() != 2 or gists.shape[0] != pos.shape[0]):
-            raise ValueError(f"gists: expected shape ({pos.shape[0]}, G), got {tuple(gists.shape)}")
         return cls(
             pos=torch.where(valid, pos.long(), num_tokens),
             lod=torch.where(valid, lod, 0).to(torch.int8),
@@ -234,18 +256,29 @@ class LensBatch:
         return replace(self, **moved, gists=None if self.gists is None else self.gists.to(device))
 
 
-def list_gists(batch: LensBatch, config: LensConfig) -> Tensor | None:
-    """Start positions above LOD 0, [V, G]; None when a context overlaps itself. Reads host data."""
+def list_gists(batch: LensBatch, config: LensConfig) -> GistList | None:
+    """The gists of right-padded contexts; None when a context overlaps itself. Reads host data."""
     pos, lod, valid = batch.pos, batch.lod, batch.valid
-    if pos.numel() == 0:
+    if pos.numel() == 0 or (valid[:, 1:] & ~valid[:, :-1]).any():
         return None
-    spans = torch.tensor(config.spans())[lod.long()]
-    if (valid[:, 1:] & valid[:, :-1] & (pos[:, :-1] + spans[:, :-1] > pos[:, 1:])).any():
+    num_contexts, width = pos.shape
+    span = torch.tensor(config.spans())[lod.long()]
+    if (valid[:, 1:] & valid[:, :-1] & (pos[:, :-1] + span[:, :-1] > pos[:, 1:])).any():
         return None
-    above = lod > 0
-    most = int(above.sum(1).max())
-    start = torch.where(above, pos, batch.num_tokens)
-    return start.sort(dim=1).values[:, : max(most, 1)].contiguous()
+    b, above = config.block_size, lod > 0
+    most = max(int(above.sum(1).max()), 1)
+    entry = torch.where(above, torch.arange(width), width).sort(dim=1).values[:, :most]
+    real = entry < width
+    entry = entry.clamp(max=width - 1)
+    start = torch.where(real, pos.gather(1, entry), batch.num_tokens)
+    level = torch.where(real, lod.long().gather(1, entry), -1)
+    first = torch.arange(num_contexts)[:, None]
+    rows = torch.stack([first * width + entry, start * GIST_STEP, level, torch.where(real, span.gather(1, entry), 0)], 1)
+    # Padding sits a block behind the last token, so that no block of real tokens reaches it.
+    stride = batch.num_tokens + b + 1
+    key = (torch.where(valid, pos, batch.num_tokens + b) + first * stride) * GIST_STEP + lod
+    sentinel = torch.full((b,), torch.iinfo(torch.int64).max // 2)
+    return GistList(rows, torch.cat([key.reshape(-1), sentinel]), stride * GIST_STEP, int(level.max()))
 
 
 def _loss_table(losses: list[list[float | Tensor | None]], width: int, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .batch import LensBatch
 from .compact import CompactEntries, can_compact, compact_entries
@@ -40,15 +39,26 @@ class AttachGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
-        ctx.save_for_backward(grad)
-        ctx.dtype = scores.dtype
+        ctx.save_for_backward(grad, scores)
         return loss.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = ctx.saved_tensors
-        return (grad * upstream).to(ctx.dtype), None, None
+        grad, scores = ctx.saved_tensors
+        scaled = (grad * upstream).to(scores.dtype)
+        if torch.is_grad_enabled():
+            scaled = _RefuseSecondBackward.apply(scaled, scores)
+        return scaled, None, None
+
+
+class _RefuseSecondBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, scores: Tensor) -> Tensor:
+        return grad.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, None]:
+        raise RuntimeError('the fused objective has no second derivative; use backend="eager"')
 
 
 def row_terms(
@@ -67,9 +77,9 @@ def row_terms(
     """The row terms and d(loss)/d(x) of M entries per pair.
 
     Args:
-        x: [P, M] scores; values where `sign` is 0 are not used.
+        x: [P, M] finite scores; where `sign` is 0 they count for nothing.
         sign: [P, M] float, +1 expand, -1 collapse, 0 none.
-        span: [P, M] tokens per entry, or None when neither budget nor smooth is active.
+        span: tokens per entry for the first columns (the others span 1), or None when no term needs it.
         denominator: kept [P] -> the number of pairs to divide by.
 
     Returns:
@@ -78,57 +88,58 @@ def row_terms(
     dtype = x.dtype
     up = sign.clamp(min=0)
     down = up - sign
-    num_up, num_down = up.sum(1), down.sum(1)
-    num = num_up + num_down
+    num_up = up.sum(1)
+    num = torch.linalg.vecdot(sign, sign)
+    num_down = num - num_up
     kept = num > 0
     factor = kept / denominator(kept).to(dtype)
-    x = torch.where(sign != 0, x, 0)
+    aligned = sign * x
+    x = aligned * sign
     terms: dict[str, Tensor] = {}
     grad: Tensor | None = None
     share, weight = span_weights if span_weights is not None else (None, None)
     if "pref" in active:
         scale, strength = pair_factors(pairs, config, dtype)
-        wrong = torch.mul(sign, x).mul_(-scale[:, None])
+        wrong = aligned.mul_((-scale)[:, None])
         amount = strength if share is not None else strength / num.clamp(min=1)
-        weighted_up = up if share is None else up * share
-        weighted_down = down if share is None else down * share
+        mass = sign * sign if share is None else share
         if config.collapse_weight != 1:
-            weighted_down = weighted_down * config.collapse_weight
-        mass = weighted_up + weighted_down
+            mass = mass * torch.add(1, down, alpha=config.collapse_weight - 1)
+        hinge = None
         if config.form == "logistic":
             cost = torch.nn.functional.softplus(wrong)
         else:
             hinge = torch.relu(wrong + config.hinge_margin)
             cost = hinge if config.form == "hinge" else hinge * hinge
-        terms["pref"] = (cost * mass).sum(1).mul_(amount)
+        terms["pref"] = torch.linalg.vecdot(cost, mass).mul_(amount)
         if need_grad:
-            if config.form == "logistic":
+            if hinge is None:
                 slope = torch.sigmoid_(wrong)
             else:
                 slope = (hinge > 0).to(dtype) if config.form == "hinge" else 2 * hinge
-            grad = (weighted_down - weighted_up).mul_(slope).mul_((scale * amount * factor)[:, None])
+            grad = slope.mul_(mass).mul_(sign).mul_((scale * amount * factor).neg_()[:, None])
     if "rank" in active:
         both = (num_up > 0) & (num_down > 0)
         per_up, per_down = num_up.clamp(min=1).reciprocal_(), num_down.clamp(min=1).reciprocal_()
         x_rank = x if weight is None else x * weight
-        gap = (up * x_rank).sum(1).mul_(per_up) - (down * x_rank).sum(1).mul_(per_down)
+        gap = torch.linalg.vecdot(up, x_rank).mul_(per_up) - torch.linalg.vecdot(down, x_rank).mul_(per_down)
         shortfall = torch.relu(config.margin - gap).mul_(both)
         terms["rank"] = shortfall
         if need_grad:
             push = (shortfall > 0) * factor * config.rank_weight
-            slope = (down * (per_down * push)[:, None]).addcmul_(up, (per_up * push)[:, None], value=-1)
+            slope = (down * per_down[:, None]).addcmul_(up, per_up[:, None], value=-1).mul_(push[:, None])
             if weight is not None:
-                slope = slope * weight
+                slope *= weight
             grad = slope if grad is None else grad.add_(slope)
     if "budget" in active or "smooth" in active:
         assert span is not None
-        if weight is not None:
-            span = span * weight
-        mass = span * x
+        wide = span.shape[1]
+        mass = x if weight is None else x * weight
+        mass[:, :wide].mul_(span)
         signed = mass.sum(1)
-        size = mass.abs_().sum(1).add_(1e-6)
+        size = torch.linalg.vector_norm(mass, 1, dim=1).add_(1e-6)
         imbalance = signed / size
-        pull = torch.zeros_like(imbalance)
+        pull = None
         if "budget" in active:
             terms["budget"] = imbalance * imbalance
             pull = imbalance * (2 * config.budget_weight)
@@ -136,13 +147,17 @@ def row_terms(
             averages, state = smooth_budget(imbalance, kept, state, config.budget_smooth_beta)
             offset = torch.where(kept, imbalance - averages, 0)
             terms["smooth"] = offset * offset
-            pull = pull + offset * (2 * config.budget_smooth_weight)
+            extra = offset * (2 * config.budget_smooth_weight)
+            pull = extra if pull is None else pull + extra
         if need_grad:
+            assert pull is not None
             # d'_j = span (1 - d sign(x)) / D for x != 0, which is the two cases of the derivation in one.
             pull = pull * factor / size
-            side = torch.sign(x)
-            slope = side * (-imbalance * pull)[:, None]
-            slope = slope.addcmul_(side.mul_(side), pull[:, None]).mul_(span)
+            side = mass.sign_()
+            slope = torch.addcmul(pull[:, None], side, (imbalance * pull)[:, None], value=-1).mul_(side).mul_(side)
+            slope[:, :wide].mul_(span)
+            if weight is not None:
+                slope *= weight
             grad = slope if grad is None else grad.add_(slope)
     if need_grad and grad is None:
         grad = torch.zeros_like(x)
@@ -176,7 +191,9 @@ def fused_loss(
         x, sign_PM, span = entries.x, entries.sign, entries.span
     else:
         sign = build_targets(batch, pairs, config) if sign is None else sign
-        x, sign_PM = scores.index_select(0, pairs.worse), sign.to(scores.dtype)
+        # Padding may hold anything, NaN included.
+        x = torch.where(sign != 0, scores.index_select(0, pairs.worse), 0)
+        sign_PM = sign.to(scores.dtype)
         span = None
         if "budget" in active or "smooth" in active:
             spans = span_table(config.block_size, config.max_lod, scores.device, scores.dtype)
@@ -185,10 +202,10 @@ def fused_loss(
         x, sign_PM, span, pairs, config, active, state, denominator, need_grad=need_grad, span_weights=span_weights
     )
     grad = None
-    if grad_PM is not None:
-        grad = entries.scatter_back(grad_PM) if entries is not None else torch.zeros_like(scores).index_add_(
-            0, pairs.worse, grad_PM
-        )
+    if grad_PM is not None and entries is not None:
+        grad = entries.scatter_back(grad_PM, scores.shape)
+    elif grad_PM is not None:
+        grad = torch.zeros_like(scores).index_add_(0, pairs.worse, grad_PM)
     context_terms(scores, batch, pairs, config, active, prev_scores, prev_valid, terms, kept, factor, grad)
     total = total_of(terms, config)
     loss = scores.new_zeros(()) if total is None else (total * factor).sum()

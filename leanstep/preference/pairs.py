@@ -34,13 +34,21 @@ class Pairs:
     valid: Tensor
 
 
-@lru_cache(maxsize=64)
 def _triangle(num_variants: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    # A compiled graph holds its own constants, and the compiler warns about caches.
+    make = _make_triangle if torch.compiler.is_compiling() else _kept_triangle
+    return make(num_variants, device)
+
+
+def _make_triangle(num_variants: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """All i < j in sorted order: i, j, and 0 for pairs with the best variant, 1 for the others."""
     lists = [(i, j) for i in range(num_variants) for j in range(i + 1, num_variants)]
     first = torch.tensor([i for i, _ in lists], dtype=torch.int64, device=device)
     second = torch.tensor([j for _, j in lists], dtype=torch.int64, device=device)
     return first, second, (first > 0).to(torch.int8)
+
+
+_kept_triangle = lru_cache(maxsize=64)(_make_triangle)
 
 
 def pairs_per_sample(num_variants: int, config: LensConfig) -> int:
@@ -83,8 +91,8 @@ def build_pairs(
     pick_BP = by_delta_BN.gather(1, torch.argsort(group_BN, dim=1, stable=True)[:, :slots])
     row_BC = row.gather(1, rank_BC)
     delta = delta_BN.gather(1, pick_BP)
-    better = row_BC.gather(1, first_N[pick_BP])
-    worse = row_BC.gather(1, second_N[pick_BP])
+    better = row_BC.index_select(1, first_N).gather(1, pick_BP)
+    worse = row_BC.index_select(1, second_N).gather(1, pick_BP)
     num_pairs_B1 = num_scored_B1 * (num_scored_B1 - 1) // 2
     if config.hard_negative_ratio < 1:
         num_primary_B1 = (num_scored_B1 - 1).clamp(min=0)

@@ -1,0 +1,127 @@
+"""Random working contexts of one sequence: what the base model is asked to read beside the baseline."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .batch import Variant
+
+
+def planned_length(
+    max_len: int, progress: float, *, train_wc_length: int | None = None, num_tokens: int | None = None
+) -> int:
+    """Entries to aim for: from 0.9 * max_len at the start of training to `train_wc_length` (default 0.75 * max_len)."""
+    if not 0 <= progress <= 1:
+        raise ValueError(f"progress: expected 0..1, got {progress}")
+    start = int(0.9 * max_len)
+    end = round(0.75 * max_len) if train_wc_length is None else train_wc_length
+    length = round(start + (end - start) * progress)
+    return length if num_tokens is None else min(length, num_tokens)
+
+
+def reachable_length(num_tokens: int, planned: int, block_size: int) -> int:
+    """The nearest length at or below `planned` that whole collapses reach: each one removes block_size - 1 entries.
+
+    >>> reachable_length(2048, 1843, 32)
+    1831
+    """
+    if planned >= num_tokens:
+        return planned
+    step = block_size - 1
+    return max(num_tokens - step * math.ceil((num_tokens - planned) / step), 1)
+
+
+def baseline_variant(num_tokens: int, target_len: int) -> Variant:
+    """The last `target_len` raw tokens."""
+    kept = min(num_tokens, target_len)
+    positions = torch.arange(num_tokens - kept, num_tokens)
+    return Variant(positions, torch.zeros(kept, dtype=torch.int8), None, True)
+
+
+def sample_variants(
+    T: int,
+    b: int,
+    L: int,
+    n_random: int,
+    target_len: int,
+    generator: torch.Generator | None = None,
+    *,
+    recent_tokens: int = 128,
+    deep_probability: float = 0.1,
+) -> list[Variant]:
+    """The baseline and up to `n_random` random contexts of one sequence, without losses.
+
+    A random context starts as all T raw tokens and collapses random runs of b entries of the same LOD until it has
+    `target_len` entries. Runs start at any entry and never reach into the last `recent_tokens`. Level 0 goes first;
+    with probability `deep_probability` a run of level 1 does. Contexts equal to an earlier one are dropped.
+
+    Args:
+        T: tokens in the sequence.
+        b: block size.
+        L: coarsest level.
+        n_random: random contexts to try.
+        target_len: entries wanted; reachable from T (see `reachable_length`), else the nearest one below.
+        generator: a CPU generator.
+
+    Returns:
+        1 to 1 + n_random variants, the baseline first.
+    """
+    if T < 1 or target_len < 1:
+        raise ValueError(f"T, target_len: expected at least 1, got {T} and {target_len}")
+    variants = [baseline_variant(T, target_len)]
+    if target_len >= T:
+        return variants
+    seen = {_content(variants[0])}
+    for _ in range(n_random):
+        variant = _random_variant(T, b, L, target_len, generator, recent_tokens, deep_probability)
+        if (content := _content(variant)) not in seen:
+            seen.add(content)
+            variants.append(variant)
+    return variants
+
+
+def _content(variant: Variant) -> bytes:
+    positions, lods = torch.as_tensor(variant.positions), torch.as_tensor(variant.lods)
+    return positions.numpy().tobytes() + b"|" + lods.to(torch.int8).numpy().tobytes()
+
+
+def _random_variant(
+    T: int, b: int, L: int, target_len: int, generator: torch.Generator | None, recent_tokens: int, deep: float
+) -> Variant:
+    positions = torch.arange(T)
+    lods = torch.zeros(T, dtype=torch.int8)
+    while len(positions) - (b - 1) >= target_len or len(positions) > target_len:
+        levels = list(range(L))
+        if L > 1 and float(torch.rand((), generator=generator)) < deep:
+            levels = [1, 0, *levels[2:]]
+        start = level = None
+        for level in levels:
+            candidates = _runs(positions, lods, level, b, T - recent_tokens)
+            if len(candidates):
+                pick = int(torch.randint(len(candidates), (), generator=generator))
+                start = int(candidates[pick])
+                break
+        if start is None:
+            break
+        assert level is not None
+        keep = torch.cat([torch.arange(start + 1), torch.arange(start + b, len(positions))])
+        lods = lods.clone()
+        lods[start] = level + 1
+        positions, lods = positions[keep], lods[keep]
+    return Variant(positions, lods, None, False)
+
+
+def _runs(positions: torch.Tensor, lods: torch.Tensor, level: int, b: int, limit: int) -> torch.Tensor:
+    """Entries at which b contiguous entries of `level` start and end at or before token `limit`."""
+    if len(positions) < b:
+        return positions[:0]
+    same = (lods == level).long()
+    inside = same.cumsum(0)
+    inside = torch.cat([inside.new_zeros(1), inside])
+    full = (inside[b:] - inside[:-b]) == b
+    first, last = positions[: len(positions) - b + 1], positions[b - 1 :]
+    span = b**level
+    contiguous = last - first == (b - 1) * span
+    return (full & contiguous & (last + span <= limit)).nonzero()[:, 0]
