@@ -49,7 +49,7 @@ READ_CALLS: dict[Any, str] = {
     torch.as_tensor: "torch.tensor",
     Tensor.new_tensor: "torch.tensor",
 }
-# User code runs inside these calls, so a function mode must stay on in there.
+# User code runs inside these calls, so a function mode must stay on in there: see `run_under`.
 RUNS_USER_CODE: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 _BOOLEAN = (torch.bool, torch.uint8)
@@ -194,8 +194,7 @@ class _CallReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in RUNS_USER_CODE:
-            with self:
-                return func(*args, **kwargs)
+            return run_under(self, func, args, kwargs)
         kind = call_read(func, args, kwargs) if func in READ_CALLS else None
         return run_read_call(func, args, kwargs, kind, self.copies, self._total, self._count)
 
@@ -204,6 +203,25 @@ class _CallReads(TorchFunctionMode):
 
     def _count(self, kind: str, target: Tensor | None) -> None:
         self.reads.kinds[kind] += 1
+
+
+def run_under(mode: TorchFunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a backward call with `mode` on inside the engine, where user code (hooks, custom Functions) runs.
+
+    Re-entering the mode around the whole call would not end: `torch.autograd.grad` asks the active mode first
+    and so comes back here. The engine call inside it does not ask.
+    """
+    engine = torch.autograd._engine_run_backward
+
+    def watched(*engine_args: Any, **engine_kwargs: Any) -> Any:
+        with mode:
+            return engine(*engine_args, **engine_kwargs)
+
+    torch.autograd._engine_run_backward = watched
+    try:
+        return func(*args, **kwargs)
+    finally:
+        torch.autograd._engine_run_backward = engine
 
 
 def run_read_call(

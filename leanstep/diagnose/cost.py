@@ -1,0 +1,150 @@
+"""What a finding costs: this machine's rates, measured once per process, and the price of a finding.
+
+A price is no speed-up: it says what the line spends, not what a replacement would. `leanstep bench` measures that.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from leanstep.diagnose.finding import Finding
+from leanstep.diagnose.ops import HALF
+from leanstep.diagnose.record import MatmulKey, StepRecord
+
+# A read on a GPU waits for the queue: the latency of a synchronisation plus the gap until work arrives again.
+SYNC_SECONDS = (10e-6, 50e-6)
+# Below this share of the step a finding is folded into "smaller ones".
+SMALL_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Rates of this machine: seconds per tiny op, bytes per second (straight and strided), FLOP per second."""
+
+    op_s: float
+    bytes_per_s: float
+    strided_bytes_per_s: float
+    flops_per_s: float
+
+
+def _median_seconds(function: Callable[[], object], repeats: int, rounds: int = 5) -> float:
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(repeats):
+            function()
+        times.append((time.perf_counter() - start) / repeats)
+    return statistics.median(times)
+
+
+@cache
+def calibrate() -> Calibration:
+    """Measure the rates (well under half a second) with no modes on, on the device's host."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        tiny, wide, square = torch.zeros(16), torch.zeros(1024, 1024), torch.zeros(384, 384)
+        target = torch.zeros(1024, 1024)
+        op_s = _median_seconds(lambda: tiny + tiny, 200)
+        copy_s = _median_seconds(lambda: target.copy_(wide), 4)
+        strided_s = _median_seconds(lambda: target.copy_(wide.t()), 2)
+        matmul_s = _median_seconds(lambda: square @ square, 4)
+    moved = 2 * wide.nbytes
+    return Calibration(op_s, moved / copy_s, moved / strided_s, 2 * 384**3 / matmul_s)
+
+
+def measure_half_rates(steps: Sequence[StepRecord], budget_s: float = 0.5) -> None:
+    """Time the two largest half-precision matmuls of the step against float32; fills `half_rates`.
+
+    Run it with no modes on. The better of the shapes counts: a dtype is called slow only if all of them are.
+    """
+    seen: dict[torch.dtype, dict[tuple[int, int, int, int, bool], int]] = {}
+    for step in steps[:1]:
+        for key in step.matmuls:
+            if key.dtype in HALF:
+                seen.setdefault(key.dtype, {})[key.shape] = _flops(key)
+    deadline = time.perf_counter() + budget_s
+    for dtype, shapes in seen.items():
+        rates = []
+        for shape in sorted(shapes, key=lambda s: -shapes[s])[:2]:
+            if rates and time.perf_counter() > deadline:
+                break
+            rates.append(_rates(shape, dtype))
+        best = max(rates, key=lambda pair: pair[0] / pair[1])
+        for step in steps:
+            step.half_rates[dtype] = best
+
+
+def _flops(key: MatmulKey) -> int:
+    batch, rows, inner, columns, _ = key.shape
+    return 2 * batch * rows * inner * columns
+
+
+def _rates(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> tuple[float, float]:
+    """GFLOP/s of one shape in `dtype` and in float32, the best of several runs each, interleaved."""
+    batch, rows, inner, columns, column_major = shape
+    # A slice of the rows is enough for a rate, and bounds the time of a slow dtype.
+    rows = max(1, min(rows, int(2e8 // max(2 * batch * inner * columns, 1)) or 1))
+    pairs = []
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for kind in (dtype, torch.float32):
+            a = torch.randn(batch, rows, inner).to(kind)
+            b = torch.randn(batch, columns, inner).to(kind).mT if column_major else torch.randn(batch, inner, columns).to(kind)
+            pairs.append((a, b) if batch > 1 else (a[0], b[0]))
+        best = [float("inf"), float("inf")]
+        for round_number in range(12):
+            for i, (a, b) in enumerate(pairs):
+                start = time.perf_counter()
+                torch.matmul(a, b)
+                elapsed = time.perf_counter() - start
+                # The first rounds pack weights and build kernels.
+                if round_number > 1 or elapsed > 0.05:
+                    best[i] = min(best[i], elapsed)
+            if round_number > 2 and best[0] > 0.02:
+                break
+    flops = 2 * batch * rows * inner * columns / 1e9
+    return flops / best[0], flops / best[1]
+
+
+def price(
+    findings: Sequence[Finding], steps: Sequence[StepRecord], step_seconds: float | None, calibration: Calibration
+) -> list[Finding]:
+    """Fill in what each finding costs per step, and rank: the most expensive first, compiled regions last."""
+    peak_saved = max((step.peak_saved_bytes for step in steps), default=0)
+    for finding in findings:
+        work = finding.work
+        seconds = (
+            work.ops * calibration.op_s
+            + work.moved_bytes / calibration.bytes_per_s
+            + work.strided_bytes / calibration.strided_bytes_per_s
+            + work.flops / calibration.flops_per_s
+        )
+        finding.basis = "calibrated"
+        if work.seconds is not None:
+            seconds, finding.basis = work.seconds, "measured"
+        if work.reads:
+            low, high = SYNC_SECONDS
+            finding.seconds_range = (work.reads * low, work.reads * high)
+            seconds, finding.basis = work.reads * (low + high) / 2, "assumed"
+        finding.seconds = seconds
+        held = work.held_bytes or work.moved_bytes or work.strided_bytes
+        finding.bytes = int(held) or None
+        if work.held_bytes and not seconds:
+            finding.seconds, finding.basis = None, "measured"
+        time_share = seconds / step_seconds if step_seconds else 0.0
+        memory_share = work.held_bytes / peak_saved if peak_saved else 0.0
+        known = step_seconds or (memory_share and work.held_bytes)
+        finding.share = max(time_share, memory_share) if known else None
+    ranked = sorted(findings, key=lambda f: (f.compiled, -(f.share or 0.0), -(f.seconds or 0.0), -f.count))
+    for number, finding in enumerate(ranked, 1):
+        finding.rank = number
+    return ranked
+
+
+def is_small(finding: Finding) -> bool:
+    """Folded away in the terminal. A share that is not known is shown."""
+    return finding.share is not None and finding.share < SMALL_SHARE

@@ -1,0 +1,408 @@
+"""The recorder: two modes and a saved-tensor hook that turn a running step into counters.
+
+Everything here runs once per op of the user's step, so it looks at cheap things first (names, sizes) and at
+strides, versions and rows only past the byte thresholds. No value on a device is read while the step runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leanstep.diagnose import source
+from leanstep.diagnose.finding import Limits
+from leanstep.diagnose.ops import OpInfo, matmul_shape
+from leanstep.diagnose.reads import READ_CALLS, RUNS_USER_CODE, HostCopies, call_read, op_read, read_target
+from leanstep.diagnose.reads import run_read_call, run_under
+from leanstep.diagnose.record import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, tally
+from leanstep.diagnose.source import ACCUMULATE_GRAD, IN_CHECKPOINT, IN_COMPILED, IN_DATA, IN_ENGINE, IN_LEANSTEP
+from leanstep.diagnose.source import IN_OPTIM, IN_TRANSFORM, UNKNOWN, Site, Stack
+from leanstep.diagnose.step import StepState
+
+MAX_MAP_ENTRIES = 200_000
+_NO_CHAIN: tuple[int, ...] = ()
+
+
+class _Ops(TorchDispatchMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        recorder = self.recorder
+        if recorder.active:
+            # The function mode would otherwise see every look at a shape or a dtype below.
+            with torch._C.DisableTorchFunction():
+                try:
+                    recorder.on_op(func, args, kwargs, out)
+                except Exception as error:
+                    recorder.failed(error)
+        return out
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in READ_CALLS and self.recorder.active:
+            return self.recorder.on_call(func, args, kwargs)
+        if func in RUNS_USER_CODE:
+            return run_under(self, func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class Parameter:
+    """A leaf that requires grad and was an input of a forward op; known by its storage."""
+
+    __slots__ = ("first_use", "storage", "tensor")
+
+    def __init__(self, tensor: Tensor, first_use: Site) -> None:
+        self.tensor, self.first_use = weakref.ref(tensor), first_use
+        # Held weakly, the storage's address cannot be given to another one.
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+
+
+class Recorder:
+    """Counts the ops of a step by line. `watch.py` switches it on and off and says where steps end."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self.tiny_bytes = int(limits["op-storm"]["tiny_bytes"])
+        self.small_bytes = int(limits["unbatched-optimizer"]["bytes"])
+        self.churn_bytes = int(limits["alloc-churn"]["bytes"])
+        self.layout_bytes = int(limits["transposed-copy"]["op_bytes"])
+        self.fill_ratio = limits["zero-fill"]["ratio"]
+        self.active = False
+        self.stack = Stack()
+        self.state = StepState(self)
+        self.parameters: dict[int, Parameter] = {}
+        self.writers: set[int] = set()
+        self.optimizer_depth = 0
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.on_first_node: Any = None
+        self.node_seen = False
+        self.accelerator = False
+        self.errors: list[str] = []
+        self.notes: dict[tuple[str, str], str] = {}
+        self._infos: dict[int, OpInfo] = {}
+        self._copies = HostCopies()
+        self._last_number = -1
+        self._in_backward = False
+        # Two generations: a graph may outlive the step that built it.
+        self._sites_by_number: dict[int, Site] = {}
+        self._older_sites: dict[int, Site] = {}
+        self._ops = _Ops(self)
+        self._calls = _Calls(self)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _identity)
+
+    def modes(self) -> tuple[Any, Any, Any]:
+        return self._ops, self._calls, self._hooks
+
+    def failed(self, error: Exception) -> None:
+        """A fault of the recorder must not become a fault of the user's step."""
+        if len(self.errors) < 10:
+            self.errors.append(f"{type(error).__name__}: {error}")
+
+    def new_step(self) -> None:
+        """Forget what belongs to the step that just ended."""
+        self.stack.new_step()
+        self._copies.clear()
+        self._older_sites, self._sites_by_number = self._sites_by_number, {}
+        dead = [key for key, parameter in self.parameters.items() if parameter.tensor() is None]
+        for key in dead:
+            del self.parameters[key]
+
+    def note(self, kind: str, where: str, text: str) -> None:
+        self.notes.setdefault((kind, where), text)
+
+    # One op
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, out: Any) -> None:
+        info = self._infos.get(id(func))
+        if info is None:
+            info = self._infos[id(func)] = OpInfo(func)
+        grad = torch.is_grad_enabled()
+        current_node = source.current_node
+        node = current_node() if current_node is not None else None
+        in_engine = node is not None
+        frame = sys._getframe(2)
+        found = self.stack.locate(frame, in_engine or current_node is None)
+        site, flags = found.site, found.flags
+        direct = site is not None
+        if current_node is None and flags & IN_ENGINE:
+            in_engine = True
+        number = source.sequence_number() if source.sequence_number is not None else -1
+
+        built_in = False
+        chain = _NO_CHAIN
+        if in_engine:
+            if site is None:
+                phase, built_in = BACKWARD, True
+                site = self._forward_site(node)
+            else:
+                phase = RECOMPUTE if flags & IN_CHECKPOINT else BACKWARD
+            self._in_backward = True
+        else:
+            if self._in_backward:
+                self._in_backward = False
+                self.state.end_backward()
+            if site is None:
+                site = UNKNOWN
+            created = grad and (number != self._last_number if number >= 0 else _any_requires_grad(args))
+            if created:
+                if self.on_first_node is not None:
+                    self.on_first_node()
+                self.node_seen = True
+            if flags & IN_OPTIM or (self.optimizer_depth and not created):
+                phase = OPTIMIZER
+            else:
+                phase = FORWARD
+                if not grad:
+                    chain = self.stack.chain(frame)
+        if number != self._last_number:
+            self._last_number = number
+            if len(self._sites_by_number) < MAX_MAP_ENTRIES:
+                if direct:
+                    self._sites_by_number.setdefault(number - 1, site)
+            else:
+                self.note("dropped", "", f"more than {MAX_MAP_ENTRIES:,} autograd nodes in one step: lines of later backward ops are unknown")
+        if flags & (IN_COMPILED | IN_TRANSFORM):
+            self._note_flags(flags, site)
+
+        state = self.state
+        reads_before = len(state.read_marks)
+        learn = grad and (not in_engine or phase == RECOMPUTE) and phase != OPTIMIZER
+        tensors: list[Tensor] = []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                tensors.append(arg)
+            elif type(arg) is list or type(arg) is tuple:
+                tensors.extend(item for item in arg if isinstance(item, Tensor))
+        max_bytes = total_bytes = 0
+        tainted = False
+        storages = []
+        for tensor in tensors:
+            num_bytes = tensor.nbytes
+            total_bytes += num_bytes
+            if num_bytes > max_bytes:
+                max_bytes = num_bytes
+            storage = tensor.untyped_storage()._cdata
+            storages.append(storage)
+            if learn and tensor.requires_grad and tensor.is_leaf:
+                self._learn(tensor, storage, site)
+            if storage in self.parameters:
+                tainted = True
+                if not in_engine or phase == RECOMPUTE:
+                    state.read_marks.add((storage, tensor.storage_offset()))
+            elif type(tensor) is torch.nn.Parameter:
+                state.read_marks.add((storage, 0))
+                state.frozen.add(storage)
+            elif storage in state.tainted or tensor.requires_grad:
+                tainted = True
+
+        if info.writes and not in_engine and not (grad and created):
+            phase = self._parameter_writes(info, args, site, phase)
+
+        if isinstance(out, Tensor):
+            outs = (out,)
+        elif isinstance(out, (tuple, list)):
+            outs = [item for item in out if isinstance(item, Tensor)]
+        else:
+            outs = ()
+        written = 0
+        for tensor in outs:
+            num_bytes = tensor.nbytes
+            written += num_bytes
+            if num_bytes > max_bytes:
+                max_bytes = num_bytes
+            storage = tensor.untyped_storage()._cdata
+            if tainted:
+                state.tainted.add(storage)
+            else:
+                state.tainted.discard(storage)
+
+        if info.maybe_read:
+            kind = op_read(info.schema_name, args, kwargs)
+            if kind is not None:
+                self._count_read(kind, tensors[0] if tensors else None, site, phase, flags, tainted)
+        if not info.counted:
+            return
+
+        state.num_ops += 1
+        state.written_bytes += written
+        flops = 0
+        if not info.plain:
+            if info.matmul:
+                shape = matmul_shape(info, args)
+                flops = 2 * shape[0] * shape[1] * shape[2] * shape[3]
+                state.on_matmul(info, args, outs, shape, site, phase, direct, chain, number, node if built_in else None)
+            elif info.cast:
+                state.on_cast(tensors[0], outs[0], site, phase)
+            elif built_in or phase == BACKWARD:
+                state.on_backward_write(info, args, outs, site)
+            if direct and written >= self.layout_bytes and not info.matmul:
+                state.on_layout(info, args, kwargs, outs, site)
+        if not grad and not in_engine and info.fresh and max_bytes >= self.churn_bytes and not info.cast and not info.matmul:
+            state.on_fresh(outs, site, self.churn_bytes)
+
+        key = (site, info, phase, direct, chain)
+        entry = state.ops.get(key)
+        if entry is None:
+            entry = state.ops[key] = [0, 0, 0, 0, 0, 0, 0, reads_before, 0]
+        entry[0] += 1
+        if max_bytes <= self.tiny_bytes:
+            entry[1] += 1
+        if max_bytes <= self.small_bytes:
+            entry[2] += 1
+        if max_bytes > entry[3]:
+            entry[3] = max_bytes
+        entry[4] += total_bytes + written
+        entry[5] += written
+        entry[6] += flops
+        entry[8] = len(state.read_marks)
+
+    def _forward_site(self, node: Any) -> Site:
+        """The forward line of a built-in autograd node."""
+        if node is None:
+            return UNKNOWN
+        number = node._sequence_nr()
+        if number == ACCUMULATE_GRAD:
+            variable = getattr(node, "variable", None)
+            if isinstance(variable, Tensor):
+                parameter = self.parameters.get(variable.untyped_storage()._cdata)
+                if parameter is not None:
+                    return parameter.first_use
+            return UNKNOWN
+        # Views made in place create nodes without a dispatch: the nearest earlier node is on their line.
+        for candidate in range(number, number - 4, -1):
+            site = self._sites_by_number.get(candidate) or self._older_sites.get(candidate)
+            if site is not None:
+                return site
+        self.state.unmapped += 1
+        return UNKNOWN
+
+    def _learn(self, tensor: Tensor, storage: int, site: Site) -> None:
+        parameter = self.parameters.get(storage)
+        if parameter is None or parameter.tensor() is None:
+            self.parameters[storage] = Parameter(tensor, site)
+            self.accelerator |= tensor.device.type not in ("cpu", "meta")
+            self.state.first_uses[storage] = site
+        elif storage not in self.state.first_uses:
+            self.state.first_uses[storage] = site
+            parameter.first_use = site
+
+    def _parameter_writes(self, info: OpInfo, args: tuple[Any, ...], site: Site, phase: str) -> str:
+        """A parameter written outside the backward: this is an update, and its function an optimizer."""
+        for position in info.writes:
+            if position >= len(args):
+                continue
+            target = args[position]
+            for tensor in target if isinstance(target, (list, tuple)) else (target,):
+                if not isinstance(tensor, Tensor):
+                    continue
+                storage = tensor.untyped_storage()._cdata
+                if storage in self.parameters:
+                    self.state.written.add(storage)
+                    if phase != OPTIMIZER:
+                        self.writers.add(site.code_id)
+                        phase = OPTIMIZER
+        return phase
+
+    def _note_flags(self, flags: int, site: Site) -> None:
+        where = f"{source.short_path(site.line.file)}:{site.line.number}"
+        if flags & IN_COMPILED:
+            self.state.compiled.add(site.line)
+        else:
+            self.note("transform", where, "runs inside torch.func or torch.jit: one op there may hide several")
+
+    # Reads
+
+    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunction():
+            kind = call_read(func, args, kwargs)
+        if kind is None:
+            return func(*args, **kwargs)
+        return run_read_call(func, args, kwargs, kind, self._copies, self._num_reads, self._count_call)
+
+    def _num_reads(self) -> int:
+        return self.state.num_reads
+
+    def _count_call(self, kind: str, target: Tensor | None) -> None:
+        with torch._C.DisableTorchFunction():
+            in_engine = source.current_node is not None and source.current_node() is not None
+            found = self.stack.locate(sys._getframe(3), in_engine)
+            if found.site is None:
+                return
+            tainted = False
+            if target is not None:
+                storage = target.untyped_storage()._cdata
+                tainted = target.requires_grad or storage in self.parameters or storage in self.state.tainted
+            phase = BACKWARD if in_engine else OPTIMIZER if self.optimizer_depth else FORWARD
+            self._count_read(kind, target, found.site, phase, found.flags, tainted)
+
+    def _count_read(
+        self, kind: str, target: Tensor | None, site: Site, phase: str, flags: int, tainted: bool
+    ) -> None:
+        # torch's optimizers keep their step counters on the host; a sampler's permutation lives there as well.
+        if flags & (IN_OPTIM | IN_DATA | IN_LEANSTEP):
+            return
+        if target is not None and self._copies.holds(target):
+            return
+        if self.accelerator and target is not None and target.device.type == "cpu" and kind != "cpu":
+            return
+        self.state.num_reads += 1
+        tally(self.state.reads, site, 0, 1, kind)
+        entry = self.state.reads[site]
+        entry.detail[f"phase {phase}"] += 1
+        entry.detail["of the model" if tainted else "of data"] += 1
+
+    # Saved tensors
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if self.active:
+            with torch._C.DisableTorchFunction():
+                try:
+                    self._on_saved(tensor)
+                except Exception as error:
+                    self.failed(error)
+        return tensor
+
+    def _on_saved(self, tensor: Tensor) -> None:
+        if source.current_node is not None and source.current_node() is not None:
+            return
+        storage = tensor.untyped_storage()._cdata
+        state = self.state
+        if storage in state.window_storages:
+            return
+        state.window_storages.add(storage)
+        num_bytes = tensor.nbytes
+        state.window_bytes += num_bytes
+        if tensor.ndim < 2 or num_bytes < 4096:
+            return
+        found = self.stack.locate(sys._getframe(2), False)
+        if found.site is None:
+            return
+        width = tensor.shape[-1]
+        rows = tensor.numel() // max(width, 1)
+        shape = f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        state.window.append((found.site, width, rows, num_bytes, storage, shape))
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _any_requires_grad(args: tuple[Any, ...]) -> bool:
+    target = read_target(args)
+    return target is not None and any(isinstance(a, Tensor) and a.requires_grad for a in args)

@@ -1,0 +1,293 @@
+"""The rules: one pure function each, from the record of a step to hits; their texts; and the verdict over steps.
+
+A finding must hold on every recorded step. Its count is the median over the steps, except for dead rows, where
+the minimum is the only number that is waste on every step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from leanstep.diagnose import rules_host, rules_tensors
+from leanstep.diagnose.finding import Finding, Hit, Limits
+from leanstep.diagnose.record import StepRecord
+from leanstep.diagnose.source import Line
+
+Hits = dict[str, dict[Line, Hit]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`what`, `fix` and `amount` are filled in from the evidence of a finding."""
+
+    id: str
+    find: Callable[[StepRecord, Mapping[str, float]], list[Hit]]
+    amount: Callable[[Finding], str]
+    what: Callable[[Finding], str]
+    why: str
+    fix: str
+    short_fix: str
+    leanstep: str | None = None
+
+
+def size(num_bytes: float) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} × {name}" for name, n in sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def _plural(count: int, word: str, plural: str | None = None) -> str:
+    return f"{count:,} {word if count == 1 else plural or word + 's'}"
+
+
+def _reads(f: Finding) -> str:
+    loop = " in a loop" if f.in_loop else ""
+    source = "" if f.confidence == "high" else " The value depends on no parameter: it may be host data already."
+    return f"The host reads a value from the device{loop}: {_listed(f.evidence['kinds'])}.{source}"
+
+
+def _storm(f: Finding) -> str:
+    e = f.evidence
+    return (
+        f"The line dispatches {e['forward_ops']:,} tiny ops ({_listed(e['repeats'])}) and its backward "
+        f"{e['backward_ops']:,} more, {size(e['mean_bytes'])} each on average."
+    )
+
+
+def _dead(f: Finding) -> str:
+    e = f.evidence
+    varies = "" if len(set(f.counts)) == 1 else f" The number varies between steps ({min(f.counts)} to {max(f.counts)})."
+    return (
+        f"{f.count:,} of {e['rows']:,} rows of the head ({e['inner']:,} to {e['width']:,}) get a gradient of exactly zero "
+        f"on {len(f.counts)} of {len(f.counts)} steps.{varies}"
+    )
+
+
+def _unbatched(f: Finding) -> str:
+    e = f.evidence
+    return f"The optimizer dispatches {e['ops']:,} ops from this line, one tensor at a time: {_listed(e['repeats'])}."
+
+
+RULES: dict[str, Rule] = {
+    rule.id: rule
+    for rule in (
+        Rule(
+            "host-sync",
+            rules_host.host_sync,
+            lambda f: _plural(f.count, "read"),
+            _reads,
+            "On a GPU each read waits until the device has finished everything queued before it, and the queue runs empty.",
+            "Keep the value on the device (torch.where, masked arithmetic, integer row indices made once) and read it "
+            "once after the step, or every k-th step. leanstep.preference has pair losses without reads; "
+            "leanstep.logprob.plan_rows makes integer row indices in place of boolean masks.",
+            "keep on the device; read once per step",
+            "leanstep.preference",
+        ),
+        Rule(
+            "op-storm",
+            rules_host.op_storm,
+            lambda f: f"{f.count:,} tiny ops",
+            _storm,
+            "Each op costs microseconds of dispatch (and a launch on a GPU) however little it computes.",
+            "Write the loop as tensor ops over all items at once. leanstep.preference.ragged and LensObjective do it for "
+            "pair and ragged losses, leanstep.logprob for per-token log-probs.",
+            "one tensor op over all items",
+            "leanstep.preference",
+        ),
+        Rule(
+            "dead-rows",
+            rules_tensors.dead_rows,
+            lambda f: f"{f.count:,} of {f.evidence['rows']:,}",
+            _dead,
+            "Their logits are computed, stored and differentiated, and contribute nothing.",
+            "Choose the rows before the head: linear_logprobs(hidden, weight, targets, rows=...), or hidden[rows] with "
+            "integer indices made once.",
+            "linear_logprobs(..., rows=...)",
+            "leanstep.logprob.linear_logprobs",
+        ),
+        Rule(
+            "zero-fill",
+            rules_tensors.zero_fill,
+            lambda f: f"{f.count:,} fills",
+            lambda f: (
+                f"The backward of this line writes {f.count:,} whole buffers ({_listed(f.evidence['ops'])}), "
+                f"{size(f.evidence['bytes'])} together, each for a gradient at most a quarter of its size."
+            ),
+            "Indexing a piece makes autograd fill a buffer of the full size with zeros per piece, and add them up.",
+            "Take all pieces with one op: unbind, split, or a loss over the whole tensor; for parameter banks the access of "
+            "leanstep.gpt, which writes every slice of the gradient once.",
+            "unbind/split once; one loss for all",
+            "leanstep.gpt",
+        ),
+        Rule(
+            "transposed-copy",
+            rules_tensors.transposed_copy,
+            lambda f: _plural(f.count, "copy", "copies"),
+            lambda f: (
+                f"{_listed(f.evidence['kinds'])} across memory layouts, {size(f.evidence['bytes'])} per step: rows are read "
+                "where columns are written."
+            ),
+            "A strided pass is several times slower than a straight one, and a matmul takes either layout for free.",
+            "Pass the transposed view to the matmul, and keep state in the layout of its use. The transpose-copy and "
+            "transpose-add kernels of leanstep.muon and leanstep.gpt do what must be done in tiles.",
+            "pass the view; keep one layout",
+            "leanstep.muon",
+        ),
+        Rule(
+            "duplicate-cast",
+            rules_tensors.duplicate_cast,
+            lambda f: _plural(f.count, "cast"),
+            lambda f: (
+                f"The same version of a tensor is cast again: {_listed(f.evidence['casts'])}, "
+                f"{size(f.evidence['bytes'])} written."
+            ),
+            "The result exists already.",
+            "Cast once, keep the result in a variable and pass it on.",
+            "cast once, pass the result",
+        ),
+        Rule(
+            "dtype-round-trip",
+            rules_tensors.dtype_round_trip,
+            lambda f: _plural(f.count, "trip"),
+            lambda f: (
+                f"A widened tensor is cast straight back: {_listed(f.evidence['casts'])}, "
+                f"{size(f.evidence['bytes'])} written."
+            ),
+            "Widening and narrowing again changes no bit.",
+            "Use the tensor as it was.",
+            "drop both casts",
+        ),
+        Rule(
+            "full-vocab",
+            rules_tensors.full_vocab,
+            lambda f: _plural(f.count, "tensor"),
+            lambda f: (
+                f"Saved for the backward: {_listed(f.evidence['shapes'])}, {size(f.evidence['bytes'])} of "
+                f"{size(f.evidence['all_saved_bytes'])} that the step saves."
+            ),
+            "Vocabulary-wide tensors are the peak of the step, and one number per row is what the loss needs.",
+            "leanstep.logprob.linear_logprobs computes log-probs and entropy from the hidden states and holds one tile.",
+            "logprob.linear_logprobs (one tile)",
+            "leanstep.logprob.linear_logprobs",
+        ),
+        Rule(
+            "retained-chunks",
+            rules_tensors.retained_chunks,
+            lambda f: _plural(f.count, "chunk"),
+            lambda f: (
+                f"{_plural(f.count, 'chunk')} of the head's width are kept for the backward "
+                f"({_listed(f.evidence['shapes'])}), {size(f.evidence['bytes'])} together."
+            ),
+            "Chunking saves nothing here: autograd keeps every chunk; recompute in backward.",
+            "leanstep.logprob.linear_logprobs recomputes one tile at a time; or run backward() per chunk, or checkpoint it.",
+            "logprob.linear_logprobs (recomputes)",
+            "leanstep.logprob.linear_logprobs",
+        ),
+        Rule(
+            "unbatched-optimizer",
+            rules_host.unbatched_optimizer,
+            lambda f: f"{f.count:,} ops",
+            _unbatched,
+            "Small updates are all overhead when each parameter gets its own ops.",
+            "fused=True (or foreach=True) for torch's optimizers, torch._foreach_* ops in hand-written updates, "
+            "leanstep.muon.NorMuon for Muon: it stacks matrices of one shape and multiplies them together.",
+            "fused=True, _foreach_*, or NorMuon",
+            "leanstep.muon.NorMuon",
+        ),
+        Rule(
+            "slow-dtype",
+            rules_host.slow_dtype,
+            lambda f: _plural(f.count, "matmul"),
+            lambda f: (
+                f"{_plural(f.count, 'matmul')} in {f.evidence['dtype']}, measured here at "
+                f"{f.evidence['gflops_per_s']} GFLOP/s against {f.evidence['fp32_gflops_per_s']} in float32."
+            ),
+            "This CPU has no fast instructions for the dtype.",
+            "Compute in float32 on this CPU (keep the weights as they are and cast once); leanstep picks the dtype that way.",
+            "compute in float32 on this CPU",
+        ),
+        Rule(
+            "alloc-churn",
+            rules_host.alloc_churn,
+            lambda f: f"{f.count:,} buffers",
+            lambda f: (
+                f"Under no_grad the line makes {f.count:,} fresh buffers of a megabyte or more, "
+                f"{size(f.evidence['bytes'])} per step, and drops them."
+            ),
+            "Every buffer is memory written once more than needed, and work for the allocator.",
+            "Work in place (mul_, add_, lerp_, addcmul_) or with out=; fused=True for torch's optimizers.",
+            "in place: lerp_, addcmul_, out=",
+        ),
+        Rule(
+            "unused-grad",
+            rules_host.unused_grad,
+            lambda f: _plural(f.count, "leaf", "leaves"),
+            lambda f: (
+                f"{_plural(f.count, 'leaf', 'leaves')} first used here get a gradient "
+                f"({size(f.evidence['gradient_bytes'])}) that no optimizer holds."
+            ),
+            "The backward computes and keeps a gradient that nobody reads.",
+            "requires_grad_(False) or torch.no_grad() around it, or add the parameters to an optimizer.",
+            "requires_grad_(False), or optimise it",
+        ),
+    )
+}
+
+
+def judge(step: StepRecord, limits: Limits, rules: Sequence[str] | None = None) -> Hits:
+    """What every rule says about one step."""
+    if step.hits is not None:
+        return step.hits
+    hits = {
+        name: {hit.line: hit for hit in rule.find(step, limits[name])}
+        for name, rule in RULES.items()
+        if rules is None or name in rules
+    }
+    for line in hits.get("retained-chunks", ()):
+        hits.get("full-vocab", {}).pop(line, None)
+    for found in hits.values():
+        for hit in found.values():
+            hit.compiled = hit.line in step.compiled
+    return hits
+
+
+def find(
+    steps: Sequence[StepRecord], limits: Limits | None = None, rules: Sequence[str] | None = None
+) -> list[Finding]:
+    """The findings that hold on every one of `steps`, in the order of the rules table."""
+    if not steps:
+        return []
+    limits = limits or Limits()
+    verdicts = [judge(step, limits, rules) for step in steps]
+    findings = []
+    for name, rule in RULES.items():
+        if rules is not None and name not in rules:
+            continue
+        everywhere = [line for line in verdicts[0][name] if all(line in hits[name] for hits in verdicts)]
+        findings.extend(_finding(rule, [hits[name][line] for hits in verdicts]) for line in everywhere)
+    return findings
+
+
+def _finding(rule: Rule, hits: list[Hit]) -> Finding:
+    counts = [hit.count for hit in hits]
+    count = min(counts) if rule.id == "dead-rows" else sorted(counts)[(len(counts) - 1) // 2]
+    typical: Any = next(hit for hit in hits if hit.count == count)
+    callers: Counter[Line] = Counter(typical.callers)
+    confidence = "high" if any(hit.confidence == "high" for hit in hits) else "medium"
+    finding = Finding(
+        rule=rule.id, line=typical.line, count=count, counts=counts, callers=callers, phase=typical.phase,
+        evidence=dict(typical.evidence), work=typical.work, confidence=confidence,
+        compiled=any(hit.compiled for hit in hits),
+        what="", why=rule.why, fix=rule.fix, short_fix=rule.short_fix, leanstep=rule.leanstep, amount="",
+        in_loop=rule.id == "host-sync" and count >= 2,
+    )  # fmt: skip
+    finding.what, finding.amount = rule.what(finding), rule.amount(finding)
+    return finding

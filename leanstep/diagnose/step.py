@@ -1,0 +1,319 @@
+"""The state of the step that is being recorded, and what becomes of it: a `StepRecord`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from leanstep.diagnose.ops import OpInfo, different_order, out_of_order, widens
+from leanstep.diagnose.record import (
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTE,
+    HeadRecord,
+    MatmulKey,
+    OpKey,
+    OpRecord,
+    SavedRecord,
+    StepRecord,
+    Tally,
+    tally,
+)
+from leanstep.diagnose.source import Line, Site
+
+if TYPE_CHECKING:
+    from leanstep.diagnose.recorder import Recorder
+
+MAX_CASTS = 200_000
+
+
+class StepState:
+    """Counters in the form that is cheapest to add to. One object serves the whole recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.tainted: set[int] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        self.ops: dict[tuple[Any, ...], list[int]] = {}
+        self.matmuls: dict[tuple[Any, ...], int] = {}
+        self.reads: dict[Site, Tally] = {}
+        self.num_reads = 0
+        self.heads: dict[Site, HeadRecord] = {}
+        self.zero_fills: dict[Site, Tally] = {}
+        self.state_copies: dict[Site, Tally] = {}
+        self.other_copies: dict[Site, Tally] = {}
+        self.duplicate_casts: dict[Site, Tally] = {}
+        self.round_trips: dict[Site, Tally] = {}
+        self.saved: dict[tuple[Site, int], SavedRecord] = {}
+        self.fresh: list[tuple[Site, StorageWeakRef, int, int]] = []
+        self.frozen: set[int] = set()
+        self.weight_matmuls = 0
+        self.compiled: set[Line] = set()
+        self.first_uses: dict[int, Site] = {}
+        self.written: set[int] = set()
+        self.unused: dict[int, Site] = {}
+        self.read_marks: set[tuple[int, int]] = set()
+        self.head_nodes: dict[int, tuple[Site, tuple[int, ...], int, int]] = {}
+        self.head_width = self.head_inner = 0
+        self.pending_heads: list[tuple[HeadRecord, Tensor]] = []
+        self.derived: dict[int, StorageWeakRef] = {}
+        self.casts: dict[tuple[Any, ...], StorageWeakRef] = {}
+        self.cast_results: dict[int, tuple[torch.dtype, int, StorageWeakRef]] = {}
+        self.zero_storages: set[int] = set()
+        self.gradients: tuple[int, set[int]] = (-1, set())
+        self.window: list[tuple[Site, int, int, int, int, str]] = []
+        self.window_storages: set[int] = set()
+        self.window_bytes = self.saved_bytes = self.peak_saved_bytes = 0
+        self.backward_runs = self.num_ops = self.written_bytes = self.unmapped = 0
+        if len(self.tainted) > 100_000:
+            self.tainted.clear()
+
+    # Matmuls and the head
+
+    def on_matmul(
+        self, info: OpInfo, args: Any, outs: Any, shape: tuple[int, int, int, int, bool],
+        site: Site, phase: str, direct: bool, chain: tuple[int, ...], number: int, node: Any,
+    ) -> None:  # fmt: skip
+        assert info.matmul is not None
+        first, second = args[info.matmul[0]], args[info.matmul[1]]
+        key = (site, phase, direct, chain, first.dtype, shape)
+        self.matmuls[key] = self.matmuls.get(key, 0) + 1
+        width, inner = shape[3], shape[2]
+        if self.is_parameter(second) or second.untyped_storage()._cdata in self.frozen:
+            self.weight_matmuls += 1
+        if phase in (FORWARD, RECOMPUTE) and width >= 2 * inner and self.is_parameter(second):
+            if width > self.head_width:
+                self.head_width, self.head_inner = width, inner
+            if torch.is_grad_enabled():
+                self.head_nodes[number - 1] = (site, tuple(outs[0].shape), inner, width)
+        elif node is not None and self.head_nodes:
+            head = self.head_nodes.get(node._sequence_nr())
+            if head is not None and head[3] == self.head_width:
+                for operand in (first, second):
+                    if self._count_dead_rows(operand, head):
+                        del self.head_nodes[node._sequence_nr()]
+                        break
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()._cdata
+        return storage in self.recorder.parameters or storage in self.derived
+
+    def _count_dead_rows(self, operand: Tensor, head: tuple[Site, tuple[int, ...], int, int]) -> bool:
+        site, shape, inner, width = head
+        # A square gradient says nothing about its orientation by shape: its strides do.
+        turned = (*shape[:-2], shape[-1], shape[-2]) if len(shape) > 1 else shape
+        actual = tuple(operand.shape)
+        if actual not in (shape, turned) or self.is_parameter(operand):
+            return False
+        gradient = operand
+        if actual != shape or (shape == turned and len(shape) > 1 and operand.stride(-1) > operand.stride(-2)):
+            gradient = operand.mT
+        largest = torch.linalg.vector_norm(gradient.detach(), ord=float("inf"), dim=-1)
+        dead = (largest == 0).sum()
+        record = self.heads.get(site)
+        if record is None:
+            record = self.heads[site] = HeadRecord(inner=inner, width=width, element_bytes=operand.itemsize)
+        record.rows += largest.numel()
+        if gradient.device.type == "cpu":
+            record.dead += int(dead)
+        else:
+            self.pending_heads.append((record, dead))
+        return True
+
+    # Casts
+
+    def on_cast(self, tensor: Tensor, out: Tensor, site: Site, phase: str) -> None:
+        if tensor.dtype == out.dtype or tensor.is_inference():
+            return
+        if len(self.casts) >= MAX_CASTS:
+            self.recorder.note("dropped", "", f"more than {MAX_CASTS:,} casts in one step: later ones are not compared")
+            return
+        storage = tensor.untyped_storage()
+        version = tensor._version
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), version, out.dtype)
+        # A weak reference keeps the address from being given away, and the memory free.
+        out_storage = out.untyped_storage()
+        if key in self.casts:
+            # A checkpoint recomputes its casts on purpose.
+            if phase != RECOMPUTE:
+                tally(self.duplicate_casts, site, out.nbytes, 1, f"{_name(tensor)} to {_name(out)}")
+        else:
+            self.casts[key] = StorageWeakRef(storage)
+        earlier = self.cast_results.get(storage._cdata)
+        if earlier is not None and earlier[0] == out.dtype and earlier[1] == version and widens(out.dtype, tensor.dtype):
+            tally(self.round_trips, site, out.nbytes, 1, f"{_name(out)} to {_name(tensor)} and back")
+        self.cast_results[out_storage._cdata] = (tensor.dtype, out._version, StorageWeakRef(out_storage))
+        if phase in (FORWARD, RECOMPUTE) and self.is_parameter(tensor):
+            self.derived[out_storage._cdata] = StorageWeakRef(out_storage)
+
+    # Backward ops that fill whole buffers
+
+    def on_backward_write(self, info: OpInfo, args: Any, outs: Any, site: Site) -> None:
+        if info.zeros:
+            self.zero_storages.add(outs[0].untyped_storage()._cdata)
+        elif info.whole_buffer:
+            if outs[0].nbytes >= self.recorder.fill_ratio * args[0].nbytes:
+                tally(self.zero_fills, site, outs[0].nbytes, 1, info.name)
+        elif info.into_zeros is not None:
+            storage = args[0].untyped_storage()._cdata
+            if storage in self.zero_storages:
+                self.zero_storages.discard(storage)
+                if outs[0].nbytes >= self.recorder.fill_ratio * args[info.into_zeros].nbytes:
+                    tally(self.zero_fills, site, outs[0].nbytes, 1, info.name)
+
+    # Copies across layouts
+
+    def on_layout(self, info: OpInfo, args: Any, kwargs: Any, outs: Any, site: Site) -> None:
+        if info.clone:
+            if (kwargs or {}).get("memory_format") == torch.contiguous_format and out_of_order(args[0]):
+                self._count_layout(args[:1], outs[0].nbytes, site, "copy")
+        elif info.adds:
+            if isinstance(args[1], Tensor) and different_order(args[0], args[1]):
+                self._count_layout(args[:2], outs[0].nbytes, site, "copy" if info.name == "copy_" else "add")
+        elif info.foreach_adds and isinstance(args[1], (list, tuple)):
+            for mine, theirs in zip(args[0], args[1], strict=False):
+                if isinstance(theirs, Tensor) and mine.nbytes >= self.recorder.layout_bytes and different_order(mine, theirs):
+                    self._count_layout((mine, theirs), mine.nbytes, site, "add")
+
+    def _count_layout(self, operands: Any, num_bytes: int, site: Site, kind: str) -> None:
+        if num_bytes < self.recorder.layout_bytes:
+            return
+        storages = {tensor.untyped_storage()._cdata for tensor in operands}
+        known = storages & self.recorder.parameters.keys() or storages & self._held_by_optimizers()
+        tally(self.state_copies if known else self.other_copies, site, num_bytes, 1, kind)
+
+    def _held_by_optimizers(self) -> set[int]:
+        """Storages of gradients and optimizer state; looked up once per run of the backward."""
+        stamp = self.backward_runs
+        if self.gradients[0] != stamp:
+            storages = set()
+            for parameter in self.recorder.parameters.values():
+                tensor = parameter.tensor()
+                if tensor is not None and tensor.grad is not None:
+                    storages.add(tensor.grad.untyped_storage()._cdata)
+            for reference in self.recorder.optimizers:
+                optimizer = reference()
+                for values in optimizer.state.values() if optimizer is not None else ():
+                    if isinstance(values, dict):
+                        storages |= {v.untyped_storage()._cdata for v in values.values() if isinstance(v, Tensor)}
+            self.gradients = (stamp, storages)
+        return self.gradients[1]
+
+    # Buffers made under no_grad
+
+    def on_fresh(self, outs: Any, site: Site, least: int) -> None:
+        for out in outs:
+            if out.nbytes >= least:
+                self.fresh.append((site, StorageWeakRef(out.untyped_storage()), out.nbytes, self.weight_matmuls))
+
+    # Ends
+
+    def end_backward(self) -> None:
+        """The backward has run: what was saved for it is free again."""
+        self.backward_runs += 1
+        self.zero_storages.clear()
+        self._close_window()
+
+    def _close_window(self) -> None:
+        totals: dict[tuple[Site, int], list[int]] = {}
+        for site, width, rows, num_bytes, storage, shape in self.window:
+            if storage in self.recorder.parameters or storage in self.derived:
+                continue
+            total = totals.setdefault((site, width), [0, 0, 0])
+            total[0] += 1
+            total[1] += num_bytes
+            total[2] += rows
+            record = self.saved.setdefault((site, width), SavedRecord())
+            record.shapes[shape] += 1
+            record.count += 1
+            record.bytes += num_bytes
+        for key, (count, num_bytes, rows) in totals.items():
+            record = self.saved[key]
+            record.kept = max(record.kept, count)
+            record.kept_bytes = max(record.kept_bytes, num_bytes)
+            record.kept_rows = max(record.kept_rows, rows)
+        self.saved_bytes += self.window_bytes
+        self.peak_saved_bytes = max(self.peak_saved_bytes, self.window_bytes)
+        self.window, self.window_storages, self.window_bytes = [], set(), 0
+
+    def close(self) -> StepRecord:
+        """Turn the counters into a record and start afresh."""
+        self._close_window()
+        for record, dead in self.pending_heads:
+            record.dead += int(dead)
+        writers = self.recorder.writers
+        ops: dict[OpKey, OpRecord] = {}
+        flops = 0
+        for (site, info, phase, direct, chain), entry in self.ops.items():
+            if chain and not writers.isdisjoint(chain):
+                phase = OPTIMIZER
+            found = OpRecord(*entry)
+            flops += found.flops
+            key = OpKey(site, info.name, phase, direct)
+            if key in ops:
+                ops[key].add(found)
+            else:
+                ops[key] = found
+        matmuls: dict[MatmulKey, int] = {}
+        for (site, phase, direct, chain, dtype, shape), count in self.matmuls.items():
+            if chain and not writers.isdisjoint(chain):
+                phase = OPTIMIZER
+            key = MatmulKey(site, phase, direct, dtype, shape)
+            matmuls[key] = matmuls.get(key, 0) + count
+        unused: dict[Site, Tally] = {}
+        for storage, site in self.unused.items():
+            if storage not in self.written:
+                parameter = self.recorder.parameters.get(storage)
+                tensor = parameter.tensor() if parameter is not None else None
+                tally(unused, site, tensor.nbytes if tensor is not None else 0)
+        record = StepRecord(
+            ops=ops,
+            matmuls=matmuls,
+            reads=self.reads,
+            heads={site: head for site, head in self.heads.items() if head.width == self.head_width},
+            zero_fills=self.zero_fills,
+            state_copies=self.state_copies,
+            other_copies=self.other_copies,
+            duplicate_casts=self.duplicate_casts,
+            round_trips=self.round_trips,
+            saved=self.saved,
+            churn=self._churn(),
+            unused_grads=unused,
+            compiled=self.compiled,
+            head_width=self.head_width,
+            head_inner=self.head_inner,
+            backward_runs=self.backward_runs,
+            num_ops=self.num_ops,
+            written_bytes=self.written_bytes,
+            saved_bytes=self.saved_bytes,
+            peak_saved_bytes=self.peak_saved_bytes,
+            flops=flops,
+        )
+        self.reset()
+        return record
+
+    def _churn(self) -> dict[Site, Tally]:
+        """Buffers made and dropped. The last value of a variable always lives on: one per line is no keeping."""
+        made: dict[Site, Tally] = {}
+        alive: dict[Site, int] = {}
+        spans: dict[Site, tuple[int, int]] = {}
+        for site, storage, num_bytes, weight_matmuls in self.fresh:
+            spans[site] = (spans.get(site, (weight_matmuls, 0))[0], weight_matmuls)
+            if not storage.expired():
+                alive[site] = alive.get(site, 0) + 1
+                if alive[site] > 1:
+                    continue
+            tally(made, site, num_bytes)
+        # The activations of a frozen model are no churn: layers stand between one buffer and the next.
+        return {s: t for s, t in made.items() if spans[s][1] - spans[s][0] < t.count / 2}
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+

@@ -1,0 +1,425 @@
+"""`watch()`: what is entered while a training runs, where its steps end, and how everything is left again.
+
+A step ends when the next one begins: at the first op that creates an autograd node after an optimizer's
+`step()` returned, so several optimizers, averages and logging stay together. What runs between the two is
+counted to the step that follows, where the preparation of its batch belongs; each step has it once either way.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from leanstep.diagnose import cost, cuda, rules, source
+from leanstep.diagnose.finding import Finding, Limits
+from leanstep.diagnose.record import StepRecord
+from leanstep.diagnose.recorder import Recorder
+from leanstep.diagnose.stacks import leave_mode
+
+# Steps whose counters are kept whole; of earlier ones only what the rules said.
+FULL_STEPS = 8
+_current: Watch | None = None
+
+
+def step() -> None:
+    """End the step by hand, from inside a script; does nothing when no one is watching."""
+    if _current is not None:
+        _current.step()
+
+
+class Watch:
+    """Records training steps. Use it through `watch()`.
+
+    Args:
+        steps: how many steps to record; afterwards the modes are left and the training runs at full speed.
+        warmup: how many steps to drop first.
+        limits: thresholds of the rules.
+        timed_warmup: run the warm-up unrecorded and time its last step (the command line does).
+        on_done: called once when the last step has been recorded.
+    """
+
+    def __init__(
+        self,
+        steps: int = 3,
+        warmup: int = 1,
+        limits: Limits | None = None,
+        *,
+        timed_warmup: bool = False,
+        on_done: Callable[[], None] | None = None,
+    ) -> None:
+        if steps < 1:
+            raise ValueError(f"steps: expected at least 1, got {steps}")
+        if warmup < 0:
+            raise ValueError(f"warmup: expected at least 0, got {warmup}")
+        self.num_steps, self.num_warmup = steps, warmup
+        self.limits = limits or Limits()
+        self.recorder = Recorder(self.limits)
+        self.steps: list[StepRecord] = []
+        self.boundary = "none"
+        self.step_seconds: float | None = None
+        self.warmup_done = 0
+        self.finished = False
+        self.exception: BaseException | None = None
+        self._timed_warmup = timed_warmup and warmup > 0
+        self._on_done = on_done
+        self._stack = ExitStack()
+        self._modes_on = False
+        self._dropped: StepRecord | None = None
+        self._cycle: StepRecord | None = None
+        self._cycle_optimizers: set[int] = set()
+        self._depth: list[int] = []
+        self._held: set[int] = set()
+        self._scanned = False
+        self._started = self._last_end = 0.0
+        self._light = False
+        self._calibration: cost.Calibration | None = None
+        self._threads: set[str] = set()
+        self._jit_entries = 0
+        self._findings: list[Finding] | None = None
+
+    # Entering and leaving
+
+    def __enter__(self) -> Watch:
+        global _current
+        if _current is not None:
+            raise RuntimeError("watch(): another watch is already active; recordings cannot be nested")
+        self._calibration = cost.calibrate()
+        self._threads = {thread.name for thread in threading.enumerate()}
+        self._jit_entries = _triton_entries()
+        self._stack.enter_context(cuda.watch_graphs(self._on_graph_replay))
+        self._stack.enter_context(cuda.sync_debug(self.recorder))
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
+        if self._timed_warmup:
+            self._watch_for_optimizers()
+        _current = self
+        self._enter_modes()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        global _current
+        self.recorder.active = False
+        self.exception = error
+        try:
+            self._leave_modes()
+        finally:
+            self._stack.close()
+            _current = None
+        self._finish(completed=error is None)
+
+    def _enter_modes(self) -> None:
+        if self._modes_on or self.finished:
+            return
+        ops, calls, hooks = self.recorder.modes()
+        hooks.__enter__()
+        ops.__enter__()
+        calls.__enter__()
+        self._modes_on = True
+        self.recorder.active = True
+
+    def _leave_modes(self) -> None:
+        """Leave all three. Code of the user's that is still inside a mode of its own keeps it."""
+        if not self._modes_on:
+            return
+        self._modes_on = False
+        self.recorder.active = False
+        ops, calls, hooks = self.recorder.modes()
+        leave_mode(calls)
+        leave_mode(ops)
+        hooks.__exit__()
+
+    def _watch_for_optimizers(self) -> None:
+        """The first optimizer that is made tells that steps will end: until then everything is recorded."""
+        original = torch.optim.Optimizer.__init__
+
+        def noticed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if self._modes_on and not self._light and self.boundary == "none" and not _in_engine():
+                self._start_light()
+
+        torch.optim.Optimizer.__init__ = noticed
+
+        def restore() -> None:
+            torch.optim.Optimizer.__init__ = original
+
+        self._stack.callback(restore)
+
+    # Steps
+
+    def step(self) -> None:
+        """End a step by hand. From the first call on, steps end here only."""
+        if self.boundary != "explicit":
+            self.boundary = "explicit"
+            self.steps.clear()
+            self._cycle, self._cycle_optimizers = None, set()
+            self.warmup_done = 0 if not self._light else self.warmup_done
+        now = time.perf_counter()
+        if self._light:
+            self._light_step(now)
+            return
+        if self.finished:
+            self._time_later_step(now)
+        elif self._modes_on:
+            record = self.recorder.state.close()
+            self._close_step(record)
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        key = id(optimizer)
+        if key in self._depth:
+            # Its last step() raised: the hook after it never ran.
+            del self._depth[self._depth.index(key) :]
+        self._depth.append(key)
+        self.recorder.optimizer_depth = len(self._depth)
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        now = time.perf_counter()
+        key = id(optimizer)
+        if key in self._depth:
+            del self._depth[self._depth.index(key) :]
+        self.recorder.optimizer_depth = len(self._depth)
+        with torch._C.DisableTorchFunction():
+            self._hold(optimizer)
+            if self._modes_on:
+                self._judge_gradients()
+        if self.boundary == "explicit" or _in_engine():
+            return
+        self.boundary = "optimizer"
+        if self._light:
+            if key in self._cycle_optimizers or not self._cycle_optimizers:
+                self._cycle_optimizers = {key}
+                self._light_step(now)
+            else:
+                self._cycle_optimizers.add(key)
+        elif self.finished:
+            if key in self._cycle_optimizers:
+                self._time_later_step(now)
+        elif self._modes_on:
+            self._end_body(key)
+
+    def _end_body(self, key: int) -> None:
+        """An optimizer has stepped: does its step belong to the step being recorded, or start the next one?"""
+        if not self.recorder.node_seen:
+            self._cycle_optimizers.add(key)
+            return
+        self.recorder.node_seen = False
+        record = self.recorder.state.close()
+        if key in self._cycle_optimizers:
+            finished, self._cycle, self._cycle_optimizers = self._cycle, record, {key}
+            self._close_step(finished)
+        elif self._cycle is None and not self._cycle_optimizers:
+            self._cycle, self._cycle_optimizers = record, {key}
+        else:
+            # Another optimizer's turn in the same step, such as a discriminator's after the generator's.
+            if self._cycle is not None:
+                self._cycle.merge(record)
+            self._cycle_optimizers.add(key)
+
+    def _close_step(self, record: StepRecord | None) -> None:
+        """One whole step is over. `record` is None for the step whose beginning ran unrecorded."""
+        self.recorder.new_step()
+        self._note_others()
+        if self.warmup_done < self.num_warmup:
+            self.warmup_done += 1
+            self._dropped = record
+        elif record is not None:
+            self.steps.append(record)
+            if len(self.steps) > FULL_STEPS:
+                old = self.steps[-FULL_STEPS - 1]
+                old.forget_counters(rules.judge(old, self.limits))
+        if len(self.steps) >= self.num_steps:
+            self._done()
+
+    def _done(self) -> None:
+        self.finished = True
+        self.recorder.active = False
+        self._cycle = None
+        self._leave_modes()
+        self._last_end = 0.0
+        if self._on_done is not None:
+            self._on_done()
+
+    # The unrecorded warm-up and its time
+
+    def _start_light(self) -> None:
+        self._leave_modes()
+        self.recorder.state.reset()
+        self.recorder.node_seen = False
+        self._light = True
+        self._timer = torch.autograd.graph.saved_tensors_hooks(self._note_start, lambda packed: packed)
+        self._timer.__enter__()
+
+    def _note_start(self, tensor: Any) -> Any:
+        if not self._started:
+            self._started = time.perf_counter()
+        return tensor
+
+    def _light_step(self, now: float) -> None:
+        start = self._last_end or self._started
+        if start:
+            self.step_seconds = now - start
+        self._last_end = now
+        last = self.num_warmup - (0 if self.boundary == "explicit" else 1)
+        if self.boundary == "explicit":
+            self.warmup_done += 1
+        if self.warmup_done >= last:
+            self._light = False
+            self._timer.__exit__()
+            self._enter_modes()
+        elif self.boundary != "explicit":
+            self.warmup_done += 1
+
+    def _time_later_step(self, now: float) -> None:
+        if self._last_end:
+            elapsed = now - self._last_end
+            self.step_seconds = min(self.step_seconds, elapsed) if self.step_seconds else elapsed
+        self._last_end = now
+
+    # Gradients nobody uses
+
+    def _hold(self, optimizer: torch.optim.Optimizer) -> None:
+        references = self.recorder.optimizers
+        if all(reference() is not optimizer for reference in references):
+            references[:] = [reference for reference in references if reference() is not None]
+            references.append(weakref.ref(optimizer))
+        self._held.update(_storages_of(optimizer))
+
+    def _judge_gradients(self) -> None:
+        if not self._scanned:
+            self._scan_objects()
+        state = self.recorder.state
+        for storage, site in state.first_uses.items():
+            parameter = self.recorder.parameters.get(storage)
+            tensor = parameter.tensor() if parameter is not None else None
+            if tensor is not None and tensor.grad is not None and storage not in self._held:
+                state.unused[storage] = site
+        for storage in list(state.unused):
+            if storage in self._held:
+                del state.unused[storage]
+
+    def _scan_objects(self) -> None:
+        """Optimizers that step only now and then hold their parameters all the same; loaders have workers."""
+        self._scanned = True
+        loader = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", ())
+        for obj in gc.get_objects():
+            kind = type(obj)
+            if issubclass(kind, torch.optim.Optimizer):
+                self._held.update(_storages_of(obj))
+            elif loader and kind is loader:
+                self.recorder.note("worker", "", "a DataLoader runs workers: what they compute is not seen")
+
+    # What cannot be seen
+
+    def _on_graph_replay(self, where: str) -> None:
+        self.recorder.note("cuda-graph", where, "a CUDA graph was replayed: its kernels have no Python lines")
+
+    def _note_others(self) -> None:
+        names = {t.name for t in threading.enumerate() if t.is_alive()} - self._threads
+        # A progress bar's clock and a queue's feeder dispatch nothing.
+        names = {n for n in names if not n.startswith(("tqdm", "QueueFeeder", "TMonitor", "pymp"))}
+        if names or self.recorder.state.unmapped:
+            self.recorder.note("thread", "", "other threads ran during the step: their ops are not seen")
+        if _triton_entries() > self._jit_entries:
+            self.recorder.note("triton", "", "Triton kernels were launched directly: they are not seen")
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            world = torch.distributed.get_world_size()
+            if world > 1:
+                rank = torch.distributed.get_rank()
+                self.recorder.note("rank", f"rank {rank}", f"each of {world} ranks records itself; this is rank {rank}")
+        if multiprocessing.active_children() and "torch.utils.data.dataloader" in sys.modules and not self._scanned:
+            self._scan_objects()
+
+    # Results
+
+    def _finish(self, completed: bool) -> None:
+        state = self.recorder.state
+        if not self.finished:
+            if self._cycle is not None:
+                self._close_step(self._cycle)
+            elif self.boundary == "none" and completed and not self._light:
+                self.num_warmup = self.warmup_done = 0
+                self.steps.append(state.close())
+        if not self.steps and not self._light:
+            # Too short for a warm-up, or stopped before the first whole step: better this than nothing.
+            partial = self._dropped
+            if partial is None and not completed and state.num_ops:
+                partial = state.close()
+                self.recorder.note("dropped", "", "the run stopped inside its first recorded step: findings are of that part")
+            if partial is not None:
+                self.num_warmup = self.warmup_done = 0
+                self.steps.append(partial)
+        state.reset()
+        for record in self.steps:
+            for line in record.compiled:
+                where = f"{source.short_path(line.file)}:{line.number}"
+                self.recorder.note("compiled", where, "a compiled region ran eagerly while recording")
+        for error in self.recorder.errors:
+            self.recorder.note("dropped", "", f"the recorder could not read some ops ({error})")
+        cost.measure_half_rates([record for record in self.steps if record.hits is None])
+
+    def findings(self) -> list[Finding]:
+        """The findings so far, the most expensive first. A string of each one is one line."""
+        if self._findings is not None and self._stackless:
+            return self._findings
+        findings = rules.find(self.steps, self.limits)
+        calibration = self._calibration or cost.calibrate()
+        self._findings = cost.price(findings, self.steps, self.step_seconds, calibration)
+        return self._findings
+
+    @property
+    def _stackless(self) -> bool:
+        return _current is not self
+
+    @property
+    def not_seen(self) -> list[dict[str, str]]:
+        """What the step contains that a recording cannot see."""
+        return [{"kind": k, "where": w, "note": text} for (k, w), text in sorted(self.recorder.notes.items())]
+
+
+def watch(steps: int = 3, warmup: int = 1, limits: Limits | None = None) -> Watch:
+    """Record training steps of a running program.
+
+        with diagnose.watch() as watch:
+            for batch in loader:
+                train_step(batch)
+                watch.step()
+        print(watch.findings())
+
+    Without `watch.step()` a step ends where the next one begins after `optimizer.step()`. Recording changes no number.
+    """
+    return Watch(steps, warmup, limits)
+
+
+def _in_engine() -> bool:
+    return source.current_node is not None and source.current_node() is not None
+
+
+def _storages_of(optimizer: Any) -> set[int]:
+    storages = set()
+    for group in getattr(optimizer, "param_groups", ()):
+        for parameter in group["params"]:
+            if isinstance(parameter, torch.Tensor):
+                storages.add(parameter.untyped_storage()._cdata)
+    return storages
+
+
+def _triton_entries() -> int:
+    """How many compiled kernels Triton holds; it grows when one is launched for the first time."""
+    jit = sys.modules.get("triton.runtime.jit")
+    kind = getattr(jit, "JITFunction", None)
+    if kind is None:
+        return 0
+    total = 0
+    for obj in gc.get_objects():
+        if type(obj) is kind:
+            total += sum(len(cache[0]) if isinstance(cache, tuple) else 1 for cache in obj.device_caches.values())
+    return total
