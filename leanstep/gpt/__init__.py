@@ -31,7 +31,7 @@ from leanstep.gpt.bigram import bigram_hash
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.corpus import Corpus, standard_library_corpus
 from leanstep.gpt.data import Batch, DocumentLoader, read_shard, validation_batches, write_shard
-from leanstep.gpt.model import GPT
+from leanstep.gpt.model import GPT, build_model
 from leanstep.gpt.reference import ReferenceGPT
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "GPTConfig",
     "ReferenceGPT",
     "bigram_hash",
+    "build_model",
     "read_shard",
     "standard_library_corpus",
     "validation_batches",

@@ -164,6 +164,11 @@ class BankedGPT(nn.Module):
         """[V, D]; a view, so gradients reach the stored layout."""
         return self.lm_head.T if self.config.transposed_head else self.lm_head
 
+    def head_weight_gradient(self) -> Tensor | None:
+        """The head's gradient as [V, D], or None."""
+        grad = self.lm_head.grad
+        return grad if grad is None or not self.config.transposed_head else grad.T
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [T, V] of final states [T, D], softcapped as in the loss."""
         raw = torch.matmul(hidden, self.head_weight().T)

@@ -17,6 +17,7 @@ from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.heads import AttentionOut, AttentionWeights, Heads, HeadShape
 from leanstep.gpt.loss import head_loss
 from leanstep.gpt.passes import MLP, Injections, Mix, Norm, NormLinear, Number, ResidualMLP, SmearNorm, number
+from leanstep.gpt.reference import ReferenceGPT
 
 
 @dataclass
@@ -255,3 +256,8 @@ class GPT(BankedGPT):
             softcap=self.config.softcap,
             transposed=self.config.transposed_head,
         )
+
+
+def build_model(config: GPTConfig, *, generator: torch.Generator | None = None) -> GPT | ReferenceGPT:
+    """The flattened model, or the one of modules when `config.flat_forward` is False."""
+    return (GPT if config.flat_forward else ReferenceGPT)(config, generator=generator)
