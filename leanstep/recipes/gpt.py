@@ -1,0 +1,348 @@
+"""Pretrain the speedrun GPT: stages, tied and then untied head, NorMuon + Adam, or AdamW to compare with.
+
+    leanstep train gpt --preset tiny                       # two minutes on two cores
+    leanstep train gpt --preset record-74 --set data=DIR   # .bin shards `*train*` and `*val*` of GPT-2 tokens
+    leanstep train gpt --optimizer adamw --lr 3e-3         # same model, data and schedule
+
+The global batch of a step is cut into micro-batches; ranks share them, so the number of ranks changes the
+speed and not the result (beyond the rounding of a sum in another order).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanstep.gpt import DocumentLoader, GPTConfig, build_model, standard_library_corpus, validation_batches
+from leanstep.recipes.distributed import World
+from leanstep.recipes.loop import Cadence
+from leanstep.recipes.optimizers import make_optimizer
+from leanstep.recipes.schedules import Position, Schedule, Stage
+
+
+@dataclass(frozen=True)
+class Data:
+    """Shards and how they are read."""
+
+    train_paths: tuple[Path, ...]
+    validation_paths: tuple[Path, ...]
+    bos: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One size of the run.
+
+    Args:
+        about: one line for the help page.
+        model: name of the model's preset. model_fields: fields of it that are replaced.
+        schedule: at its full length.
+        micro_batches: pieces of the global batch of a step (at least the number of ranks).
+        validation_tokens, validation_batch: tokens of an evaluation, and of one forward pass in it.
+        vocab_size: of the default corpus; None = the run needs `data`.
+    """
+
+    about: str
+    model: str
+    schedule: Schedule
+    micro_batches: int
+    validation_tokens: int
+    validation_batch: int
+    vocab_size: int | None = None
+    model_fields: dict[str, Any] = field(default_factory=dict)
+    cadence: Cadence = field(default_factory=Cadence)
+
+
+def _stages(tokens: tuple[int, int, int], max_seq_len: tuple[int, int, int]) -> tuple[Stage, ...]:
+    """The record's stages with other batch sizes."""
+    record = Schedule.record_74().stages
+    sizes = [*zip(tokens, max_seq_len, strict=True), (tokens[-1], max_seq_len[-1])]
+    return tuple(replace(s, tokens=t, max_seq_len=m) for s, (t, m) in zip(record, sizes, strict=True))
+
+
+_TINY = Preset(
+    about="4 layers, width 64, the standard library's source: about a minute on two cores",
+    model="tiny",
+    schedule=Schedule(_stages((2048, 4096, 6144), (256, 512, 512)), scheduled=485, extension=15,
+                      momentum_warmup=100, momentum_cooldown=25),
+    micro_batches=1,
+    validation_tokens=65536,
+    validation_batch=8192,
+    vocab_size=512,
+    cadence=Cadence(log=10, evaluate=20, save=100),
+)  # fmt: skip
+
+_PRESETS = {
+    "tiny": _TINY,
+    "smoke": replace(
+        _TINY,
+        about="the same model for twenty steps of 256 tokens: does everything run?",
+        schedule=Schedule(_stages((128, 256, 256), (64, 128, 128)), scheduled=17, extension=3,
+                          momentum_warmup=5, momentum_cooldown=3),
+        validation_tokens=2048,
+        validation_batch=1024,
+        cadence=Cadence(log=5, evaluate=10, save=5),
+    ),
+    "record-74": Preset(
+        about="the 74th NanoGPT speedrun record; needs data=DIR with token shards, and GPUs",
+        model="record-74",
+        schedule=Schedule.record_74(),
+        micro_batches=8,
+        validation_tokens=10485760,
+        validation_batch=262144,
+        cadence=Cadence(log=10, evaluate=250, save=250),
+    ),
+}  # fmt: skip
+
+PRESETS = {name: preset.about for name, preset in _PRESETS.items()}
+
+
+def build(
+    preset: str,
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    world: World | None = None,
+    optimizer: str = "normuon",
+    lr: float | None = None,
+    adam_lr: float | None = None,
+    weight_decay: float | None = None,
+    micro_batches: int | None = None,
+    tokens: float | None = None,
+    data: str | Path | None = None,
+    vocab_size: int | None = None,
+    warmup: float | None = None,
+    decay: str | None = None,
+    beta2: float | None = None,
+    adam_decay: float | None = None,
+    table_lr_mul: float | None = None,
+) -> GPTTraining:
+    """A training at step 0.
+
+    Args:
+        preset: `tiny`, `smoke` or `record-74`.
+        seed: of the initial weights and of where in the data the run starts.
+        steps: length; the preset's schedule is stretched to it.
+        world: the ranks that share the work.
+        optimizer: `normuon` (matrices) with Adam (the rest), or `adamw` for everything.
+        lr: of the matrices, or of AdamW; default: the tuned one.
+        adam_lr: of the rest; normuon only.
+        weight_decay: default: the optimizer's own.
+        micro_batches: pieces of a step's batch; a multiple of the number of ranks.
+        tokens: multiplies the tokens per step of every stage.
+        data: folder with `*train*.bin` and `*val*.bin` shards instead of the default corpus.
+        vocab_size: of the default corpus' tokenizer, or of the tokens in `data`.
+        warmup, decay, beta2 (adamw), adam_decay, table_lr_mul (normuon): see `leanstep.recipes.optimizers`.
+    """
+    if preset not in _PRESETS:
+        raise ValueError(f"preset: no {preset!r}; there are {', '.join(_PRESETS)}")
+    chosen, world = _PRESETS[preset], world or World()
+    schedule = chosen.schedule if steps is None else chosen.schedule.of_length(steps)
+    if tokens is not None:
+        schedule = replace(
+            schedule, stages=tuple(replace(s, tokens=round(s.tokens * tokens)) for s in schedule.stages)
+        )
+    if micro_batches is None:
+        micro_batches = -(-chosen.micro_batches // world.size) * world.size
+    shards = _find_data(chosen, data, vocab_size)
+    config = GPTConfig.preset(chosen.model, **{**chosen.model_fields, "vocab_size": shards.vocab_size})
+    options = {
+        "lr": lr, "adam_lr": adam_lr, "weight_decay": weight_decay,
+        "warmup": warmup, "decay": decay, "beta2": beta2,
+        "adam_decay": adam_decay, "table_lr_mul": table_lr_mul,
+    }  # fmt: skip
+    return GPTTraining(
+        config,
+        schedule,
+        shards,
+        seed=seed,
+        world=world,
+        micro_batches=micro_batches,
+        optimizer=optimizer,
+        optimizer_options={key: value for key, value in options.items() if value is not None},
+        validation_tokens=chosen.validation_tokens,
+        validation_batch=chosen.validation_batch,
+        cadence=chosen.cadence,
+        preset=preset,
+    )
+
+
+def _find_data(preset: Preset, folder: str | Path | None, vocab_size: int | None) -> Data:
+    if folder is not None:
+        folder = Path(folder)
+        train, validation = sorted(folder.glob("*train*.bin")), sorted(folder.glob("*val*.bin"))
+        if not train or not validation:
+            raise ValueError(f"data: expected *train*.bin and *val*.bin shards in {folder}, found "
+                             f"{len(train)} and {len(validation)}")  # fmt: skip
+        return Data(tuple(train), tuple(validation), 50256, vocab_size or 50257)
+    if preset.vocab_size is None:
+        raise ValueError("data: this preset needs a folder with token shards, got none")
+    corpus = standard_library_corpus(vocab_size=vocab_size or preset.vocab_size)
+    return Data(tuple(corpus.train_paths), tuple(corpus.validation_paths), corpus.bos, corpus.vocab_size)
+
+
+class GPTTraining:
+    """The recipe: see `leanstep.recipes.loop` for the contract.
+
+    Args:
+        config: of the model. schedule: what changes over the steps.
+        data: the shards.
+        micro_batches: pieces of a step's batch, over all ranks.
+        optimizer, optimizer_options: see `leanstep.recipes.optimizers`.
+        validation_tokens: of one evaluation. validation_batch: of one forward pass, over all ranks.
+    """
+
+    name = "gpt"
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        schedule: Schedule,
+        data: Data,
+        *,
+        validation_tokens: int,
+        validation_batch: int,
+        seed: int = 0,
+        world: World | None = None,
+        micro_batches: int = 1,
+        optimizer: str = "normuon",
+        optimizer_options: Mapping[str, Any] | None = None,
+        cadence: Cadence | None = None,
+        preset: str = "",
+    ) -> None:
+        self.world = world or World()
+        if micro_batches < 1 or micro_batches % self.world.size:
+            raise ValueError(
+                f"micro_batches: expected a multiple of the {self.world.size} ranks, got {micro_batches}"
+            )
+        for stage in schedule.stages:
+            if stage.tokens % (16 * micro_batches):
+                raise ValueError(
+                    f"tokens: expected a multiple of 16 x {micro_batches} micro-batches, got {stage.tokens}"
+                )
+        self.config, self.schedule, self.data = config, schedule, data
+        self.num_steps, self.cadence = schedule.num_steps, cadence or Cadence()
+        self.accumulation = micro_batches // self.world.size
+        self.validation_tokens, self.validation_batch = validation_tokens, validation_batch
+        self.completed = 0
+        self.settings = {
+            "preset": preset,
+            "seed": seed,
+            "steps": self.num_steps,
+            "optimizer": optimizer,
+            **(optimizer_options or {}),
+            "tokens": [stage.tokens for stage in schedule.stages],
+            "micro_batches": micro_batches,
+            "model": _digest(asdict(config)),
+            "data": [path.name for path in data.train_paths],
+        }
+        torch.manual_seed(seed)
+        self.model = build_model(config, generator=torch.Generator().manual_seed(seed)).to(self.world.device)
+        self.loader = DocumentLoader(
+            data.train_paths,
+            schedule.stages[0].tokens // self.accumulation,
+            schedule.stages[0].max_seq_len,
+            bos=data.bos,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )
+        _skip_to(self.loader, seed)
+        self.optimizer = make_optimizer(
+            optimizer, self.model, schedule, self.world, dict(optimizer_options or {})
+        )
+
+    def step(self, i: int) -> dict[str, Tensor | float | int]:
+        here = self.schedule.at(i)
+        self._enter(here)
+        total: Tensor | None = None
+        for _ in range(self.accumulation):
+            batch = self.loader.next_batch()
+            inputs, targets = batch.inputs.to(self.world.device), batch.targets.to(self.world.device)
+            loss = self.model(inputs, targets, batch.cu_seqlens, mtp=here.mtp_weights) / self.accumulation
+            loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        self.optimizer.step(here)
+        if self.model.tied and i == self.schedule.untie_step:
+            self.model.untie()
+            self.optimizer.untie()
+        self.completed = i + 1
+        # The model's loss is a sum over tokens and prediction weights; people read means.
+        local = here.tokens // (self.accumulation * self.world.size)
+        return {
+            "loss": total / (local * sum(here.mtp_weights)),
+            "lr_mul": here.lr_mul,
+            "momentum": here.momentum,
+            "tokens": here.tokens,
+        }
+
+    def _enter(self, here: Position) -> None:
+        """Make model and loader follow the schedule."""
+        if tuple(self.model.windows) != here.windows:
+            self.model.set_windows(*here.windows)
+        micro = here.tokens // self.accumulation
+        if (self.loader.num_tokens, self.loader.max_seq_len) != (micro, here.max_seq_len):
+            self.loader.resize(micro, here.max_seq_len)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean cross-entropy on the validation shards; at the end with the widest window."""
+        windows = self.model.windows
+        if self.completed == self.num_steps:
+            self.model.set_windows(windows[0], max(self.schedule.final_window, windows[1]), yarn=False)
+        try:
+            total, count = torch.zeros((), dtype=torch.float64), 0
+            for batch in validation_batches(
+                self.data.validation_paths,
+                self.validation_batch,
+                self.validation_tokens,
+                bos=self.data.bos,
+                rank=self.world.rank,
+                world_size=self.world.size,
+            ):
+                inputs, targets = batch.inputs.to(self.world.device), batch.targets.to(self.world.device)
+                total += self.model.mean_loss(inputs, targets, batch.cu_seqlens).double().cpu()
+                count += 1
+        finally:
+            self.model.set_windows(*windows, yarn=False)
+        return {"val_loss": float(self.world.mean(total / count))}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "parameters": dict(self.model.named_parameters()),
+            # The gradients of parameters that step every other time wait for their turn.
+            "pending": {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None},
+            "schedule": self.model.schedule_state(),
+            "optimizer": self.optimizer.state_dict(),
+            "loader": self.loader.state_dict(),
+            "completed": self.completed,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_schedule_state(state["schedule"])
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(state["parameters"][name])
+            pending = state["pending"].get(name)
+            parameter.grad = None if pending is None else pending.to(parameter.device)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.loader.load_state_dict(state["loader"])
+        self.completed = state["completed"]
+
+
+def _skip_to(loader: DocumentLoader, seed: int) -> None:
+    """Another seed starts at another batch, so that seeds differ in data as well as in weights."""
+    for _ in range(seed % 64):
+        loader.next_batch()
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -1,0 +1,243 @@
+"""The two optimizers of the gpt recipe behind one small interface.
+
+`normuon`: NorMuon for the banks every step, Adam with the record's table for the rest on its own steps.
+`adamw`: torch.optim.AdamW for everything on every step, the way most people train; the one to beat.
+
+Both follow the schedule, average the gradients over ranks, keep head and embedding equal while they are
+tied, and copy the head's moments to the embedding when they part.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from leanstep.muon import NorMuon
+from leanstep.recipes.distributed import World
+from leanstep.recipes.schedules import Position, Schedule
+
+# Adam side of the record: name -> (betas, learning-rate multiplier, weight-decay multiplier).
+ADAM_TABLE: dict[str, tuple[tuple[float, float], float, float]] = {
+    "scalars": ((0.9, 0.99), 5.0, 0.0),
+    "smear_gate": ((0.9, 0.99), 0.01, 0.0),
+    "skip_gate": ((0.9, 0.99), 0.05, 0.0),
+    "attn_gate_bank": ((0.9, 0.99), 1.0, 1.0),
+    "ve_gate_bank": ((0.9, 0.99), 1.0, 1.0),
+    "post_lambdas": ((0.9, 0.95), 1.0, 0.0),
+    "x0_lambdas": ((0.9, 0.95), 1.0, 0.0),
+    "bigram_lambdas": ((0.9, 0.95), 1.0, 0.0),
+    "resid_lambdas": ((0.9, 0.95), 5.0, 0.0),
+    "lm_head": ((0.5, 0.95), 1.0, 150.0),
+    "embed": ((0.5, 0.95), 1.0, 150.0),
+    "value_embeds": ((0.75, 0.95), 75.0, 5.0),
+    "bigram_embed": ((0.75, 0.95), 75.0, 5.0),
+}
+BANKS = ("attn_bank", "mlp_bank")
+TABLES = ("embed", "lm_head", "bigram_embed", "value_embeds")
+
+
+class ScheduledOptimizer(Protocol):
+    """What the recipe asks of an optimizer."""
+
+    def step(self, here: Position) -> None:
+        """Average gradients over ranks, update, keep tied weights equal, clear what was used."""
+
+    def untie(self) -> None:
+        """The embedding becomes a parameter of its own and inherits the head's moments."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def make_optimizer(
+    name: str, model: nn.Module, schedule: Schedule, world: World, options: dict[str, Any]
+) -> ScheduledOptimizer:
+    """`normuon` or `adamw`; unknown options are named."""
+    makers = {"normuon": NorMuonAndAdam, "adamw": AdamWEverywhere}
+    if name not in makers:
+        raise ValueError(f"optimizer: expected {' or '.join(makers)}, got {name!r}")
+    known = makers[name].OPTIONS
+    unknown = set(options) - set(known)
+    if unknown:
+        raise ValueError(f"{sorted(unknown)[0]}: {name} has no such option; it has {', '.join(known)}")
+    return makers[name](model, schedule, world, **options)
+
+
+def average_gradients(model: nn.Module, world: World) -> None:
+    """All-reduce every gradient to its mean over ranks, in one flat buffer per dtype.
+
+    A gradient that still waits for its step is the same on every rank, and a mean does not change it.
+    """
+    if world.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for gradients in by_dtype.values():
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+        dist.all_reduce(flat)
+        flat /= world.size
+        for gradient, mean in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+class AdamWEverywhere:
+    """AdamW on every parameter and every step, with a linear warm-up.
+
+    Args:
+        lr: peak learning rate.
+        weight_decay: on banks and tables; the small parameters have none.
+        warmup: fraction of the steps in which the rate rises from 0.
+        decay: `record` follows the schedule's multiplier, `cosine` falls to a tenth.
+        beta2: of the second moment.
+    """
+
+    OPTIONS = ("lr", "weight_decay", "warmup", "decay", "beta2")
+
+    def __init__(
+        self,
+        model: Any,
+        schedule: Schedule,
+        world: World,
+        *,
+        lr: float = 3e-3,
+        weight_decay: float = 0.1,
+        warmup: float = 0.05,
+        decay: str = "record",
+        beta2: float = 0.95,
+    ) -> None:
+        if lr <= 0:
+            raise ValueError(f"lr: expected a positive number, got {lr}")
+        if decay not in ("record", "cosine"):
+            raise ValueError(f"decay: expected record or cosine, got {decay!r}")
+        self.model, self.schedule, self.world = model, schedule, world
+        self.lr, self.decay, self.warmup_steps = lr, decay, max(1, round(warmup * schedule.num_steps))
+        named = dict(model.named_parameters())
+        large = [p for name, p in named.items() if name in BANKS + TABLES]
+        small = [p for name, p in named.items() if name not in BANKS + TABLES]
+        # The fused step is the fastest AdamW that torch has, on the CPU as well.
+        self.adamw = torch.optim.AdamW(
+            [{"params": large, "weight_decay": weight_decay}, {"params": small, "weight_decay": 0.0}],
+            lr=lr,
+            betas=(0.9, beta2),
+            fused=True,
+        )
+
+    def lr_at(self, here: Position) -> float:
+        warm = min(1.0, (here.step + 1) / self.warmup_steps)
+        if self.decay == "cosine":
+            return self.lr * warm * (0.55 + 0.45 * math.cos(math.pi * here.step / self.schedule.num_steps))
+        return self.lr * warm * here.lr_mul
+
+    def step(self, here: Position) -> None:
+        self.model.tie_gradients()
+        average_gradients(self.model, self.world)
+        for group in self.adamw.param_groups:
+            group["lr"] = self.lr_at(here)
+        self.adamw.step()
+        self.model.copy_tied()
+        self.adamw.zero_grad(set_to_none=True)
+
+    def untie(self) -> None:
+        head, embed = self.model.lm_head, self.model.embed
+        state = self.adamw.state[head]
+        turn = self.model.config.transposed_head
+        self.adamw.state[embed] = {
+            key: value.clone()
+            if value.shape != head.shape
+            else (value.T if turn else value).clone(memory_format=torch.contiguous_format)
+            for key, value in state.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.adamw.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state)
+
+
+class NorMuonAndAdam:
+    """NorMuon for the banks on every step, Adam with the record's table for the rest on its own steps.
+
+    Args:
+        lr: of the banks. adam_lr: of the rest. Both follow the schedule.
+        weight_decay: of the banks; the rest has the table's.
+        adam_decay: of the rest, before the table's multipliers.
+        table_lr_mul: learning-rate multiplier of the bigram and value tables. The record's 75 belongs to its
+            vocabulary of 50,000, where a row is seen rarely.
+        residual: low bits of bfloat16 weights: `nearest`, `truncate` (as the record) or `none`.
+    """
+
+    OPTIONS = ("lr", "adam_lr", "weight_decay", "adam_decay", "table_lr_mul", "residual")
+
+    def __init__(
+        self,
+        model: Any,
+        schedule: Schedule,
+        world: World,
+        *,
+        lr: float = 0.023,
+        adam_lr: float = 0.008,
+        weight_decay: float = 1.2,
+        adam_decay: float = 0.005,
+        table_lr_mul: float = 75.0,
+        residual: str = "nearest",
+    ) -> None:
+        for name, value in (("lr", lr), ("adam_lr", adam_lr)):
+            if value <= 0:
+                raise ValueError(f"{name}: expected a positive number, got {value}")
+        self.model, self.schedule, self.world = model, schedule, world
+        self.base_lr = {"normuon": lr, "adam": adam_lr}
+        named, dim = dict(model.named_parameters()), model.config.model_dim
+        unknown = set(named) - set(BANKS) - set(ADAM_TABLE)
+        assert not unknown, f"no rule for {unknown}"
+        # On the CPU always single precision: a timed choice could differ between two starts of one run.
+        compute = torch.float32 if world.device.type == "cpu" else "auto"
+        banks: list[dict[str, Any]] = []
+        if "attn_bank" in named:
+            banks.append({"params": [("attn_bank", named["attn_bank"])], "split": [dim] * 4})
+        pairs = named["mlp_bank"].shape[0]
+        # The second matrix of each layer learns twice as fast, on top of the factor for its shape.
+        banks.append({"params": [("mlp_bank", named["mlp_bank"])], "lr_mul": [1.0, 2.0] * pairs})
+        for bank in banks:
+            bank.update(
+                algorithm="normuon", weight_decay=weight_decay, compute_dtype=compute, residual=residual
+            )
+        small = []
+        for name, (betas, lr_mul, wd_mul) in ADAM_TABLE.items():
+            if name in named:
+                group = {"params": [(name, named[name])], "algorithm": "adam", "betas": betas}
+                lr_mul = table_lr_mul if name in ("value_embeds", "bigram_embed") else lr_mul
+                group.update(lr_mul=lr_mul, wd_mul=wd_mul, weight_decay=adam_decay, residual="none")
+                small.append(group)
+        # `ignore`: looking for NaN would read a device value on every step.
+        self.muon = NorMuon([*banks, *small], lr=lr, adam_lr=adam_lr, nonfinite="ignore")
+
+    def step(self, here: Position) -> None:
+        self.model.tie_gradients()
+        average_gradients(self.model, self.world)
+        for group in self.muon.param_groups:
+            group["lr"] = self.base_lr[group["algorithm"]] * here.lr_mul
+            if group["algorithm"] == "normuon":
+                group["momentum"] = here.momentum
+        self.muon.step(do_adam=here.adam_step)
+        if here.adam_step:
+            self.model.copy_tied()
+        self.muon.zero_stepped_grads()
+
+    def untie(self) -> None:
+        self.muon.copy_state(
+            self.model.lm_head, self.model.embed, transpose=self.model.config.transposed_head
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.muon.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.muon.load_state_dict(state)
