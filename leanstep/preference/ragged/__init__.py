@@ -1,0 +1,18 @@
+"""Losses from preferences inside ragged groups: no n^2 memory, no host read."""
+
+from .logistic import bradley_terry
+from .draws import SampledPairs, draw_pairs, top_pairs
+from .groups import Groups, make_groups
+from .sorted_hinge import hinge
+from .ranking import plackett_luce
+
+__all__ = [
+    "Groups",
+    "SampledPairs",
+    "bradley_terry",
+    "draw_pairs",
+    "hinge",
+    "make_groups",
+    "plackett_luce",
+    "top_pairs",
+]
