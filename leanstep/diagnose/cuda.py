@@ -64,8 +64,8 @@ def watch_graphs(on_replay: Callable[[str], None]) -> Iterator[None]:
         return
 
     def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = source.Stack().locate(sys._getframe(1), False)
-        line = found.site.line if found.site is not None else source.UNKNOWN_LINE
+        site, _ = source.Stack().locate(sys._getframe(1), False)
+        line = site.line if site is not None else source.UNKNOWN_LINE
         on_replay(f"{source.short_path(line.file)}:{line.number}")
         return original(self, *args, **kwargs)
 

@@ -73,9 +73,12 @@ def op_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = No
     if name == "aten::index":
         return "boolean index" if _has_boolean(args[1]) else None
     if name in ("aten::index_put", "aten::index_put_"):
-        # One value under a mask becomes a masked fill, which needs no row numbers.
+        # One value under a mask becomes a masked fill, which needs no row numbers. The backward of a boolean
+        # index is charged to that index: one read per place in the source, where it can be removed.
         one_value = args[2].numel() == 1 and not (len(args) > 3 and args[3])
-        return "boolean index" if _has_boolean(args[1]) and not one_value else None
+        if one_value or not _has_boolean(args[1]) or torch._C._current_autograd_node() is not None:
+            return None
+        return "boolean index"
     kwargs = kwargs or {}
     if name == "aten::repeat_interleave":
         return "repeat_interleave" if kwargs.get("output_size") is None else None

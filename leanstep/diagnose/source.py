@@ -78,12 +78,8 @@ class Site:
 UNKNOWN = Site(UNKNOWN_LINE)
 
 
-@dataclass(frozen=True)
-class Found:
-    """The answer of `Stack.locate`: the site (None: only torch and the engine on the stack) and the flags."""
-
-    site: Site | None
-    flags: int
+# The answer of `Stack.locate`: the site (None: only torch and the engine on the stack) and the flags.
+Found = tuple[Site | None, int]
 
 
 class Stack:
@@ -96,7 +92,6 @@ class Stack:
         self._lines: dict[tuple[str, int], Line] = {}
         self._at: dict[tuple[int, int], Line] = {}
         self._sites: dict[tuple[int, int], Site] = {}
-        self._found: dict[tuple[int, int], Found] = {}
         self._compiled: dict[int, int] = {}
         self._chains: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -120,10 +115,10 @@ class Stack:
                 break
             flags |= verdict
             if in_engine and verdict & IN_ENGINE:
-                return Found(None, flags)
+                return None, flags
             frame = frame.f_back
         if frame is None:
-            return Found(None, flags)
+            return None, flags
         at = (id(code), frame.f_lasti)
         line = self._at.get(at)
         if line is None:
@@ -143,10 +138,7 @@ class Stack:
         site = self._sites.get(key)
         if site is None:
             site = self._sites[key] = Site(line, caller, code_id)
-        found = self._found.get((id(site), flags))
-        if found is None:
-            found = self._found[(id(site), flags)] = Found(site, flags)
-        return found
+        return site, flags
 
     def chain(self, frame: FrameType | None) -> tuple[int, ...]:
         """The functions on the stack that are not torch's, innermost first, as ids of their code."""

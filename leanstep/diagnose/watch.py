@@ -328,8 +328,6 @@ class Watch:
         names = {n for n in names if not n.startswith(("tqdm", "QueueFeeder", "TMonitor", "pymp"))}
         if names or self.recorder.state.unmapped:
             self.recorder.note("thread", "", "other threads ran during the step: their ops are not seen")
-        if _triton_entries() > self._jit_entries:
-            self.recorder.note("triton", "", "Triton kernels were launched directly: they are not seen")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             world = torch.distributed.get_world_size()
             if world > 1:
@@ -357,6 +355,8 @@ class Watch:
             if partial is not None:
                 self.num_warmup = self.warmup_done = 0
                 self.steps.append(partial)
+        if _triton_entries() > self._jit_entries:
+            self.recorder.note("triton", "", "Triton kernels were launched directly: they are not seen")
         state.reset()
         for record in self.steps:
             for line in record.compiled:
