@@ -5,6 +5,7 @@ from leanstep.muon.polar import Workspace, explain, plan_polar, polar
 from leanstep.muon.reference import NEWTON_SCHULZ, POLAR_EXPRESS
 from leanstep.muon.residual import from_master, to_master
 from leanstep.muon.split import ParamSplit, split_params
+from leanstep.muon.transpose import transpose_add, transpose_copy
 
 __all__ = [
     "NEWTON_SCHULZ",
@@ -18,4 +19,6 @@ __all__ = [
     "polar",
     "split_params",
     "to_master",
+    "transpose_add",
+    "transpose_copy",
 ]

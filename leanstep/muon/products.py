@@ -7,6 +7,8 @@ One product per panel (not per block) keeps the calls few and large: that is wha
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 
 import torch
@@ -14,6 +16,22 @@ from torch import Tensor
 
 # Below this side a full product is as fast as the panels (measured with two threads, see docs/muon.md).
 MIN_SYMMETRIC_SIDE = 256
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _kernels():
+    """The Triton kernels, or None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from leanstep.muon import kernel
+
+    return kernel
+
+
+def _has_kernel(x: Tensor) -> bool:
+    # Half precision on a GPU, rows in order; the rest goes to the vendor's library.
+    return x.is_cuda and x.dtype in _HALF and x.stride(-1) == 1 and _kernels() is not None
 
 
 def choose_panels(side: int, device: torch.device) -> int:
@@ -39,6 +57,8 @@ def _mirror(out: Tensor, bounds: list[tuple[int, int]]) -> None:
 
 def gram_matrix(x: Tensor, out: Tensor, *, tall: bool = False, panels: int = 1) -> Tensor:
     """out = x @ x.mT, or x.mT @ x when `tall`; x is [R, C] or [B, R, C]. Returns out."""
+    if _has_kernel(x):
+        return (_kernels().xtx if tall else _kernels().xxt)(x, out)
     if panels == 1 or x.ndim == 3:
         return torch.matmul(x.mT, x, out=out) if tall else torch.matmul(x, x.mT, out=out)
     bounds = _bounds(out.size(0), panels)
@@ -66,7 +86,9 @@ def quadratic(
     gram: Tensor, out: Tensor, a: float, b: float, c: float, *, panels: int = 1, identity: bool = True
 ) -> Tensor:
     """out = b * gram + c * gram @ gram, plus a times the identity unless `identity` is off."""
-    if gram.ndim == 3:
+    if _has_kernel(gram):
+        _kernels().ba_caa(gram, out, alpha=c, beta=b)
+    elif gram.ndim == 3:
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=out)
     elif panels == 1:
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -200,7 +202,9 @@ def test_plan_follows_shape_and_dtype_and_says_why():
 def test_cpu_dtype_follows_the_measured_speed(monkeypatch):
     assert cpu_bfloat16_speedup() > 0
     for speed, expected in ((0.01, torch.float32), (2.5, torch.bfloat16)):
-        monkeypatch.setattr("leanstep.muon.polar.cpu_bfloat16_speedup", lambda speed=speed: speed)
+        monkeypatch.setattr(
+            sys.modules["leanstep.muon.polar"], "cpu_bfloat16_speedup", lambda speed=speed: speed
+        )
         dtype, why = choose_dtype(768, 768, torch.device("cpu"), torch.float32)
         assert dtype == expected and str(expected).removeprefix("torch.") in why
 

@@ -1,0 +1,179 @@
+"""Compile Triton kernels for GPUs that are not here: registers, spills and shared memory from the binaries.
+
+Each fast path's `kernel.py` lists its shipped configurations in AOT_KERNELS. NVIDIA figures come from the
+tools bundled with Triton (cuobjdump for registers, ptxas -v for spills), AMD ones from the assembly's
+metadata. Shared memory is Triton's own figure: cuobjdump leaves out the dynamic part.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+KERNEL_MODULES = (
+    "leanstep.preference.kernel",
+    "leanstep.logprob.kernel",
+    "leanstep.muon.kernel",
+    "leanstep.gpt.kernel",
+)
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+# The AMD pipeliner keeps one buffer less than NVIDIA's; more than two stages only costs memory there.
+MAX_AMD_STAGES = 2
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """What one kernel configuration needs on one target."""
+
+    package: str
+    kernel: str
+    target: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_warps: int
+    num_stages: int
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def parse_target(name: str) -> Any:
+    """`sm_90` or `gfx942` as Triton's GPUTarget."""
+    from triton.backends.compiler import GPUTarget
+
+    if re.fullmatch(r"sm_\d{2,3}", name):
+        return GPUTarget("cuda", int(name[3:]), 32)
+    if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
+        # CDNA (gfx9) runs wavefronts of 64, RDNA of 32.
+        return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
+    raise ValueError(f"targets: expected names like {', '.join(TARGETS)}, got {name!r}")
+
+
+def shipped_kernels(modules: tuple[str, ...] = KERNEL_MODULES) -> list[tuple[str, dict[str, Any]]]:
+    """(package, AOT_KERNELS entry) of every kernel module that is there."""
+    found = []
+    for name in modules:
+        try:
+            present = importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            present = False
+        if present:
+            package = name.split(".")[-2]
+            found += [(package, entry) for entry in importlib.import_module(name).AOT_KERNELS]
+    return found
+
+
+def compile_kernel(package: str, entry: dict[str, Any], target_name: str) -> CompiledKernel:
+    """Compile one AOT_KERNELS entry for one target; a compiler error becomes a row, not an exception."""
+    import triton
+    from triton.compiler import ASTSource
+
+    target = parse_target(target_name)
+    function, names = entry["fn"], entry["fn"].arg_names
+    signature = {name: entry["signature"].get(name, "constexpr") for name in names}
+    constants = {(names.index(name),): value for name, value in entry["constexprs"].items()}
+    # Pointers and sizes of real tensors are multiples of 16; the launcher would find that out by itself.
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or signature[name] in ("i32", "i64")
+    }
+    stages = entry["num_stages"] if target.backend == "cuda" else min(entry["num_stages"], MAX_AMD_STAGES)
+    options = {"num_warps": entry["num_warps"], "num_stages": stages}
+    label = (package, entry["name"], target_name)
+    try:
+        kernel = triton.compile(
+            ASTSource(function, signature, constants, attributes), target=target, options=options
+        )
+        registers, spills = (
+            _nvidia(kernel, target) if target.backend == "cuda" else _amd(kernel.asm["amdgcn"])
+        )
+    except Exception as problem:
+        line = str(problem).strip().splitlines() or [type(problem).__name__]
+        return CompiledKernel(
+            *label, 0, 0, 0, entry["num_warps"], stages, f"{type(problem).__name__}: {line[0]}"
+        )
+    return CompiledKernel(*label, registers, spills, kernel.metadata.shared, entry["num_warps"], stages)
+
+
+def compile_all(
+    targets: tuple[str, ...] = TARGETS,
+    modules: tuple[str, ...] = KERNEL_MODULES,
+    progress: Callable[[str, float], None] | None = None,
+) -> Iterator[CompiledKernel]:
+    """Every shipped kernel for every target.
+
+    Raises:
+        RuntimeError: under TRITON_INTERPRET, where there is nothing to compile.
+    """
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise RuntimeError("TRITON_INTERPRET=1 replaces kernels by Python; unset it to compile them")
+    for target in targets:
+        parse_target(target)
+    work = [(package, entry, target) for package, entry in shipped_kernels(modules) for target in targets]
+    for index, (package, entry, target) in enumerate(work):
+        if progress:
+            progress(f"{entry['name']} {target}", index / len(work))
+        yield compile_kernel(package, entry, target)
+
+
+def _tool(name: str) -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _nvidia(kernel: Any, target: Any) -> tuple[int, int]:
+    """(registers per thread, spill bytes) of a compiled CUDA kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin, ptx = Path(folder) / "kernel.cubin", Path(folder) / "kernel.ptx"
+        cubin.write_bytes(kernel.asm["cubin"])
+        ptx.write_text(kernel.asm["ptx"])
+        usage = _run(_tool("cuobjdump"), "-res-usage", str(cubin))
+        arch = re.search(r"\.target\s+(sm_\w+)", kernel.asm["ptx"])
+        assert arch, "PTX names no target"
+        # Blackwell needs the newer assembler that Triton ships beside the other one.
+        assembler = _tool("ptxas-blackwell" if target.arch >= 100 else "ptxas")
+        report = _run(
+            assembler, "-v", f"--gpu-name={arch.group(1)}", str(ptx), "-o", str(Path(folder) / "out")
+        )
+    registers = re.search(r"REG:(\d+)", usage)
+    assert registers, f"cuobjdump printed no registers: {usage!r}"
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    return int(registers.group(1)), max([0, *map(int, spills)])
+
+
+def _amd(assembly: str) -> tuple[int, int]:
+    """(vector registers, spill bytes per lane) from the metadata in AMD assembly."""
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
+    spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", assembly)
+    assert registers and spills, "AMD assembly holds no register counts"
+    return int(registers.group(1)), 4 * int(spills.group(1))
+
+
+def compile_in_subprocess(targets: tuple[str, ...], modules: tuple[str, ...] = KERNEL_MODULES) -> str:
+    """The JSON of `compile_all` from a process without TRITON_INTERPRET (the test-suite sets it)."""
+    code = (
+        "import json; from leanstep.measure.aot import compile_all; "
+        f"print(json.dumps([row.to_json() for row in compile_all({targets!r}, {modules!r})]))"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout

@@ -1,0 +1,353 @@
+"""Triton kernels: symmetric products by their lower tiles, and transposes with both sides coalesced.
+
+    xxt             out = X X^T                     one program per tile; tiles above the diagonal leave at
+    xtx             out = X^T X                     once, the others store themselves and their mirror image
+    ba_caa          out = beta A + alpha A A^T      A symmetric; the epilogue stays in float32
+    transpose_copy  dst = src^T
+    transpose_add   dst += src^T
+
+Every tile and its mirror run the same reduction in the same order, so the result is symmetric to the bit.
+Offsets that grow with batch or rows are 64-bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _tile_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
+    # Walk the tiles in groups of rows, so that neighbours share their operands in the second-level cache.
+    per_group = GROUP * tiles_n
+    group = pid // per_group
+    first = group * GROUP
+    height = min(tiles_m - first, GROUP)
+    within = pid % per_group
+    return first + within % height, within // height
+
+
+@triton.jit
+def _store_both(out_ptr, acc, row, col, size, stride_out, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    # A 64-bit corner per tile, 32-bit steps inside it: fewer registers than 64-bit pointers everywhere.
+    rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    value = acc.to(out_ptr.dtype.element_ty)
+    mask = (rows[:, None] < size - row) & (cols[None, :] < size - col)
+    corner = out_ptr + row.to(tl.int64) * stride_out + col
+    tl.store(corner + rows[:, None] * stride_out + cols[None, :], value, mask=mask)
+    mirror = (cols[:, None] < size - col) & (rows[None, :] < size - row)
+    corner = out_ptr + col.to(tl.int64) * stride_out + row
+    tl.store(corner + cols[:, None] * stride_out + rows[None, :], tl.trans(value), mask=mirror)
+
+
+@triton.jit
+def xxt_kernel(
+    x_ptr,
+    out_ptr,
+    rows,
+    cols,
+    stride_batch,
+    stride_row,
+    stride_out_batch,
+    stride_out,
+    alpha,
+    beta,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):
+    """out = X X^T, or with EPILOGUE out = beta X + alpha X X^T for a symmetric X (rows == cols)."""
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(rows, BLOCK_N)
+    pid = tl.program_id(0)
+    batch = (pid // (tiles_m * tiles_n)).to(tl.int64)
+    tile_m, tile_n = _tile_of(pid % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+    if row + BLOCK_M <= col:
+        return
+    x_ptr += batch * stride_batch
+    out_ptr += batch * stride_out_batch
+    # Rows wrap around at the edge: the loads stay in bounds without a mask, the stores drop the surplus.
+    left_rows = ((row + tl.arange(0, BLOCK_M)) % rows).to(tl.int64)
+    right_rows = ((col + tl.arange(0, BLOCK_N)) % rows).to(tl.int64)
+    inner = tl.arange(0, BLOCK_K)
+    left_ptrs = x_ptr + left_rows[:, None] * stride_row + inner[None, :]
+    right_ptrs = x_ptr + right_rows[:, None] * stride_row + inner[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, tl.cdiv(cols, BLOCK_K)):
+        left_over = cols - k * BLOCK_K
+        left = tl.load(left_ptrs, mask=inner[None, :] < left_over, other=0.0)
+        right = tl.load(right_ptrs, mask=inner[None, :] < left_over, other=0.0)
+        acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+        left_ptrs += BLOCK_K
+        right_ptrs += BLOCK_K
+    if EPILOGUE:
+        local_rows, local_cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        inside = (local_rows[:, None] < rows - row) & (local_cols[None, :] < cols - col)
+        corner = x_ptr + row.to(tl.int64) * stride_row + col
+        same = tl.load(
+            corner + local_rows[:, None] * stride_row + local_cols[None, :], mask=inside, other=0.0
+        )
+        acc = acc * alpha + same.to(tl.float32) * beta
+    _store_both(out_ptr, acc, row, col, rows, stride_out, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def xtx_kernel(
+    x_ptr,
+    out_ptr,
+    rows,
+    cols,
+    stride_batch,
+    stride_row,
+    stride_out_batch,
+    stride_out,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """out = X^T X: two column panels, both read along their rows, one transposed in registers."""
+    tiles_m, tiles_n = tl.cdiv(cols, BLOCK_M), tl.cdiv(cols, BLOCK_N)
+    pid = tl.program_id(0)
+    batch = (pid // (tiles_m * tiles_n)).to(tl.int64)
+    tile_m, tile_n = _tile_of(pid % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+    if row + BLOCK_M <= col:
+        return
+    x_ptr += batch * stride_batch
+    out_ptr += batch * stride_out_batch
+    left_cols = (row + tl.arange(0, BLOCK_M)) % cols
+    right_cols = (col + tl.arange(0, BLOCK_N)) % cols
+    inner = tl.arange(0, BLOCK_K)
+    offset = inner.to(tl.int64)[:, None] * stride_row
+    left_ptrs = x_ptr + offset + left_cols[None, :]
+    right_ptrs = x_ptr + offset + right_cols[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, tl.cdiv(rows, BLOCK_K)):
+        left_over = rows - k * BLOCK_K
+        left = tl.load(left_ptrs, mask=inner[:, None] < left_over, other=0.0)
+        right = tl.load(right_ptrs, mask=inner[:, None] < left_over, other=0.0)
+        acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
+        left_ptrs += BLOCK_K * stride_row
+        right_ptrs += BLOCK_K * stride_row
+    _store_both(out_ptr, acc, row, col, cols, stride_out, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def transpose_kernel(
+    src_ptr,
+    dst_ptr,
+    rows,
+    cols,
+    stride_src,
+    stride_dst,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """dst[c, r] = src[r, c], or += with ADD; a tile is read along its rows and written along the others."""
+    row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    inside = (r[:, None] < rows - row) & (c[None, :] < cols - col)
+    corner = src_ptr + row.to(tl.int64) * stride_src + col
+    tile = tl.load(corner + r[:, None] * stride_src + c[None, :], mask=inside, other=0.0)
+    target = dst_ptr + col.to(tl.int64) * stride_dst + row + c[:, None] * stride_dst + r[None, :]
+    turned = (c[:, None] < cols - col) & (r[None, :] < rows - row)
+    value = tl.trans(tile)
+    if ADD:
+        value = tl.load(target, mask=turned, other=0.0).to(tl.float32) + value.to(tl.float32)
+    tl.store(target, value.to(dst_ptr.dtype.element_ty), mask=turned)
+
+
+# Tiles as in the record: long reductions in the small square tile, the rest deeper along K.
+_GROUP, _WARPS, _STAGES = 8, 8, 4
+
+
+def product_tiles(reduction: int, element_bytes: int = 2) -> tuple[int, int, int]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K) of xxt and xtx."""
+    if element_bytes > 2:
+        return 64, 64, 32
+    return (128, 128, 64) if reduction == 768 else (64, 128, 128)
+
+
+def transpose_tiles(elements: int) -> tuple[int, int, int]:
+    """(BLOCK_M, BLOCK_N, num_warps) of the transposes: bigger tiles once they fill the device."""
+    return (64, 128, 8) if elements >= 1 << 22 else (32, 32, 4)
+
+
+def _check(name: str, tensor: Tensor) -> None:
+    if tensor.ndim not in (2, 3) or tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name}: expected [R, C] or [B, R, C] with contiguous rows, got shape {tuple(tensor.shape)}, "
+            f"strides {tensor.stride()}"
+        )
+
+
+def _batch(tensor: Tensor) -> tuple[int, int]:
+    return (1, 0) if tensor.ndim == 2 else (tensor.size(0), tensor.stride(0))
+
+
+def _stages(block_m: int, block_n: int, block_k: int, element_bytes: int) -> int:
+    # Consumer cards offer about 99 KB per block: drop stages until the operands fit.
+    if not torch.cuda.is_available():
+        return _STAGES
+    limit = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
+    stages = _STAGES
+    while stages > 2 and stages * (block_m + block_n) * block_k * element_bytes > limit:
+        stages -= 1
+    return stages
+
+
+def _symmetric(
+    kernel, x: Tensor, out: Tensor, side: int, reduction: int, *scalars, tiles=None, **flags
+) -> Tensor:
+    _check("x", x)
+    _check("out", out)
+    if out.shape[-2:] != (side, side) or _batch(out)[0] != _batch(x)[0]:
+        raise ValueError(f"out: expected shape {(*x.shape[:-2], side, side)}, got {tuple(out.shape)}")
+    block_m, block_n, block_k = tiles or product_tiles(reduction, x.element_size())
+    batch, stride_batch = _batch(x)
+    grid = (batch * triton.cdiv(side, block_m) * triton.cdiv(side, block_n),)
+    kernel[grid](
+        x,
+        out,
+        x.size(-2),
+        x.size(-1),
+        stride_batch,
+        x.stride(-2),
+        _batch(out)[1],
+        out.stride(-2),
+        *scalars,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP=_GROUP,
+        num_warps=_WARPS,
+        num_stages=_stages(block_m, block_n, block_k, x.element_size()),
+        **flags,
+    )
+    return out
+
+
+def xxt(x: Tensor, out: Tensor, tiles: tuple[int, int, int] | None = None) -> Tensor:
+    """out = x @ x.mT for x [R, C] or [B, R, C]."""
+    return _symmetric(xxt_kernel, x, out, x.size(-2), x.size(-1), 1.0, 0.0, tiles=tiles, EPILOGUE=False)
+
+
+def xtx(x: Tensor, out: Tensor, tiles: tuple[int, int, int] | None = None) -> Tensor:
+    """out = x.mT @ x for x [R, C] or [B, R, C]."""
+    return _symmetric(xtx_kernel, x, out, x.size(-1), x.size(-2), tiles=tiles)
+
+
+def ba_caa(
+    a: Tensor, out: Tensor, alpha: float, beta: float, tiles: tuple[int, int, int] | None = None
+) -> Tensor:
+    """out = beta * a + alpha * a @ a for a symmetric a."""
+    tiles = tiles or ((128, 128, 64) if a.element_size() == 2 else None)
+    return _symmetric(xxt_kernel, a, out, a.size(-2), a.size(-1), alpha, beta, tiles=tiles, EPILOGUE=True)
+
+
+def _transpose(src: Tensor, dst: Tensor, add: bool) -> None:
+    for name, tensor in (("src", src), ("dst", dst)):
+        if tensor.ndim != 2 or tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name}: expected [R, C] with contiguous rows, got shape {tuple(tensor.shape)}, "
+                f"strides {tensor.stride()}"
+            )
+    rows, cols = src.shape
+    if dst.shape != (cols, rows):
+        raise ValueError(f"dst: expected shape {(cols, rows)}, got {tuple(dst.shape)}")
+    block_m, block_n, warps = transpose_tiles(src.numel())
+    transpose_kernel[(triton.cdiv(rows, block_m), triton.cdiv(cols, block_n))](
+        src,
+        dst,
+        rows,
+        cols,
+        src.stride(0),
+        dst.stride(0),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        ADD=add,
+        num_warps=warps,
+        num_stages=2,
+    )
+
+
+def transpose_copy(src: Tensor, dst: Tensor) -> None:
+    """dst = src^T."""
+    _transpose(src, dst, add=False)
+
+
+def transpose_add(src: Tensor, dst: Tensor) -> None:
+    """dst += src^T."""
+    _transpose(src, dst, add=True)
+
+
+def _product_entries() -> list[dict]:
+    shared = {
+        "x_ptr": "*bf16",
+        "out_ptr": "*bf16",
+        "rows": "i32",
+        "cols": "i32",
+        "stride_batch": "i32",
+        "stride_row": "i32",
+        "stride_out_batch": "i32",
+        "stride_out": "i32",
+    }
+    scaled = {**shared, "alpha": "fp32", "beta": "fp32"}
+    entries = []
+    for name, function, signature, tiles, flags in (
+        ("xxt", xxt_kernel, scaled, (128, 128, 64), {"EPILOGUE": False}),
+        ("xxt", xxt_kernel, scaled, (64, 128, 128), {"EPILOGUE": False}),
+        ("xtx", xtx_kernel, shared, (128, 128, 64), {}),
+        ("xtx", xtx_kernel, shared, (64, 128, 128), {}),
+        ("ba_caa", xxt_kernel, scaled, (128, 128, 64), {"EPILOGUE": True}),
+    ):
+        block_m, block_n, block_k = tiles
+        entries.append(
+            {
+                "name": f"{name} {block_m}x{block_n}x{block_k}",
+                "fn": function,
+                "signature": signature,
+                "constexprs": {
+                    "BLOCK_M": block_m,
+                    "BLOCK_N": block_n,
+                    "BLOCK_K": block_k,
+                    "GROUP": _GROUP,
+                    **flags,
+                },
+                "num_warps": _WARPS,
+                "num_stages": _STAGES,
+            }
+        )
+    return entries
+
+
+def _transpose_entries() -> list[dict]:
+    signature = {
+        "src_ptr": "*bf16",
+        "dst_ptr": "*bf16",
+        "rows": "i32",
+        "cols": "i32",
+        "stride_src": "i32",
+        "stride_dst": "i32",
+    }
+    return [
+        {
+            "name": f"{'transpose_add' if add else 'transpose_copy'} {block_m}x{block_n}",
+            "fn": transpose_kernel,
+            "signature": signature,
+            "constexprs": {"BLOCK_M": block_m, "BLOCK_N": block_n, "ADD": add},
+            "num_warps": warps,
+            "num_stages": 2,
+        }
+        for add in (False, True)
+        for block_m, block_n, warps in ((32, 32, 4), (64, 128, 8))
+    ]
+
+
+AOT_KERNELS: list[dict] = [*_product_entries(), *_transpose_entries()]

@@ -1,0 +1,121 @@
+"""dst = src^T and dst += src^T for matrices too big for the cache (a tied head and its embedding).
+
+torch's `dst.add_(src.T)` walks one of the two sides with a stride of a whole row. Here:
+
+    triton     on a GPU: tiles, both sides coalesced
+    compiled   torch.compile on the CPU: 16 x 16 tiles turned in registers (needs a C++ compiler)
+    blocked    plain torch: transpose a cache-full into scratch, then add it row by row
+    stock      dst.copy_(src.T), dst.add_(src.T)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+IMPLEMENTATIONS = ("auto", "triton", "compiled", "blocked", "stock")
+# Compiling takes seconds, once: worth it for a table of this size that is turned every step.
+MIN_COMPILED_ELEMENTS = 1 << 22
+# Columns per block: 768 x 1024 floats of scratch are 3 MB and stay in the cache until they are added.
+BLOCK_COLUMNS = 1024
+
+
+def choose_transpose(src: Tensor) -> str:
+    """What `auto` means for this tensor."""
+    if src.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return "triton"
+    if src.device.type != "cpu":
+        return "stock"
+    if src.numel() >= MIN_COMPILED_ELEMENTS and _has_compiler():
+        return "compiled"
+    return "blocked"
+
+
+@functools.cache
+def _has_compiler() -> bool:
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+def _check(src: Tensor, dst: Tensor, impl: str) -> str:
+    if src.ndim != 2:
+        raise ValueError(f"src: expected two dimensions, got shape {tuple(src.shape)}")
+    if dst.shape != (src.size(1), src.size(0)):
+        raise ValueError(f"dst: expected shape {(src.size(1), src.size(0))}, got {tuple(dst.shape)}")
+    if src.device != dst.device:
+        raise ValueError(f"dst: expected device {src.device}, got {dst.device}")
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    return choose_transpose(src) if impl == "auto" else impl
+
+
+@torch.no_grad()
+def transpose_copy(src: Tensor, dst: Tensor | None = None, *, impl: str = "auto") -> Tensor:
+    """dst = src.T in contiguous memory; dst is made when it is None. Returns dst.
+
+    Equivalent to:
+        dst.copy_(src.T)
+    """
+    if dst is None:
+        dst = torch.empty(src.shape[::-1], dtype=src.dtype, device=src.device)
+    impl = _check(src, dst, impl)
+    if impl == "triton":
+        _kernels().transpose_copy(src, dst)
+    elif impl == "compiled":
+        _compiled(_copy)(dst, src)
+    else:
+        # Stock copy_ already goes by blocks of 60 x 60: a blocked version in Python was no faster.
+        dst.copy_(src.T)
+    return dst
+
+
+@torch.no_grad()
+def transpose_add(src: Tensor, dst: Tensor, *, impl: str = "auto") -> Tensor:
+    """dst += src.T in place. Returns dst.
+
+    Equivalent to:
+        dst.add_(src.T)
+    """
+    impl = _check(src, dst, impl)
+    if impl == "triton":
+        _kernels().transpose_add(src, dst)
+    elif impl == "compiled":
+        _compiled(_add)(dst, src)
+    elif impl == "blocked":
+        _add_blocked(dst, src)
+    else:
+        dst.add_(src.T)
+    return dst
+
+
+def _add_blocked(dst: Tensor, src: Tensor) -> None:
+    length, width = src.shape
+    scratch = torch.empty(width * min(BLOCK_COLUMNS, length), dtype=src.dtype, device=src.device)
+    for begin in range(0, length, BLOCK_COLUMNS):
+        rows = src[begin : begin + BLOCK_COLUMNS]
+        block = scratch[: rows.numel()].view(width, rows.size(0))
+        block.copy_(rows.T)
+        dst[:, begin : begin + rows.size(0)].add_(block)
+
+
+def _copy(dst: Tensor, src: Tensor) -> None:
+    dst.copy_(src.T)
+
+
+def _add(dst: Tensor, src: Tensor) -> None:
+    dst.add_(src.T)
+
+
+@functools.cache
+def _compiled(function: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    return torch.compile(function)
+
+
+def _kernels():
+    from leanstep.muon import kernel
+
+    return kernel

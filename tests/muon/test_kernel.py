@@ -1,0 +1,87 @@
+"""Triton kernels in the interpreter: float32 and float16 (its bfloat16 dot is known to be wrong)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+kernel = pytest.importorskip("leanstep.muon.kernel")
+
+TILES = (32, 64, 32)
+SHAPES = [(41, 71), (2, 33, 17), (64, 40)]
+
+
+def error(got, truth):
+    return ((got.double() - truth).abs().max() / truth.abs().max()).item()
+
+
+def values(shape, dtype):
+    return (torch.randn(shape) / 4).to(dtype)
+
+
+def within(got, plain, truth, dtype):
+    k, floor = (2, 1e-6) if dtype == torch.float32 else (3, 1e-4)
+    return error(got, truth) <= k * error(plain, truth) + floor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_are_as_exact_as_matmul_and_symmetric_to_the_bit(shape, dtype):
+    x = values(shape, dtype)
+    before = x.clone()
+    for function, left, right in ((kernel.xxt, x, x.mT), (kernel.xtx, x.mT, x)):
+        side = left.size(-2)
+        out = torch.empty(*shape[:-2], side, side, dtype=dtype)
+        function(x, out, tiles=TILES)
+        assert within(out, left @ right, left.double() @ right.double(), dtype)
+        assert torch.equal(out, out.mT)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("side", [33, 64])
+def test_quadratic_epilogue(side, dtype):
+    a = values((side, side), dtype)
+    a = (a + a.mT) / 2
+    out = torch.empty_like(a)
+    kernel.ba_caa(a, out, alpha=0.5, beta=-2.8, tiles=TILES)
+    wide = a.double()
+    assert within(out, (-2.8 * a + 0.5 * (a @ a)).to(dtype), -2.8 * wide + 0.5 * wide @ wide, dtype)
+    assert torch.equal(out, out.mT)
+
+
+def test_rows_may_be_strided_and_the_surplus_is_not_touched():
+    wide = torch.randn(20, 64)
+    out = torch.full((20, 32), 7.0)
+    kernel.xxt(wide[:, 3:40], out[:, :20], tiles=TILES)
+    torch.testing.assert_close(out[:, :20], wide[:, 3:40] @ wide[:, 3:40].mT)
+    assert (out[:, 20:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(41, 70), (1, 5), (5, 1), (64, 32)])
+def test_transposes(shape, dtype):
+    src, base = torch.randn(shape).to(dtype), torch.randn(shape[::-1]).to(dtype)
+    dst = torch.empty_like(base)
+    kernel.transpose_copy(src, dst)
+    assert torch.equal(dst, src.T)
+    dst = base.clone()
+    kernel.transpose_add(src, dst)
+    # The interpreter truncates to bfloat16 where hardware rounds: one unit in the last place.
+    torch.testing.assert_close(dst, base + src.T, atol=0, rtol=0 if dtype != torch.bfloat16 else 2**-7)
+
+
+def test_bad_shapes_are_named():
+    x = torch.zeros(4, 6)
+    with pytest.raises(ValueError, match=r"^out: expected shape"):
+        kernel.xxt(x, torch.zeros(6, 6))
+    with pytest.raises(ValueError, match=r"^x: expected"):
+        kernel.xxt(x.T, torch.zeros(6, 6))
+    with pytest.raises(ValueError, match=r"^dst: expected shape"):
+        kernel.transpose_copy(x, torch.zeros(4, 6))
+
+
+def test_shipped_configurations_name_every_argument():
+    for entry in kernel.AOT_KERNELS:
+        assert set(entry["fn"].arg_names) == set(entry["signature"]) | set(entry["constexprs"]), entry["name"]
+    assert len({entry["name"] for entry in kernel.AOT_KERNELS}) == len(kernel.AOT_KERNELS)

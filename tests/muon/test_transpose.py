@@ -1,0 +1,68 @@
+"""Transposed copy and add: every implementation gives the stock result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from leanstep.muon import transpose
+from leanstep.muon.transpose import choose_transpose, transpose_add, transpose_copy
+
+SHAPES = [(2500, 41), (1, 7), (7, 1), (1025, 3), (0, 4), (4, 0)]
+
+
+@pytest.mark.parametrize("impl", ["auto", "blocked", "stock"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_stock_bit_for_bit(shape, impl):
+    src, base = torch.randn(shape), torch.randn(shape[::-1])
+    before = src.clone()
+    assert torch.equal(transpose_copy(src, impl=impl), src.T)
+    dst = base.clone()
+    assert transpose_add(src, dst, impl=impl) is dst
+    assert torch.equal(dst, base + src.T)
+    assert torch.equal(src, before)
+
+
+def test_strided_operands_and_mixed_dtypes():
+    src = torch.randn(90, 60)[::2, ::3]
+    wide = torch.zeros(20, 90)
+    transpose_copy(src, wide[:, :45])
+    assert torch.equal(wide[:, :45], src.T) and not wide[:, 45:].any()
+    dst = torch.ones(20, 45)
+    transpose_add(src.bfloat16(), dst)
+    assert torch.equal(dst, 1 + src.bfloat16().float().T)
+
+
+# torch's compiler imports its own deprecated TorchScript modules.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compiled_version_is_chosen_for_big_tables_and_agrees(monkeypatch):
+    if not transpose._has_compiler():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(transpose, "MIN_COMPILED_ELEMENTS", 100)
+    src, base = torch.randn(70, 90), torch.randn(90, 70)
+    assert choose_transpose(src) == "compiled"
+    dst = base.clone()
+    transpose_add(src, dst)
+    assert torch.equal(dst, base + src.T)
+
+
+def test_choice_follows_size_and_compiler(monkeypatch):
+    big, small = torch.empty(1, device="meta"), torch.zeros(3, 3)
+    assert choose_transpose(small) == "blocked"
+    assert choose_transpose(big) == "stock"
+    monkeypatch.setattr(transpose, "_has_compiler", lambda: False)
+    monkeypatch.setattr(transpose, "MIN_COMPILED_ELEMENTS", 1)
+    assert choose_transpose(small) == "blocked"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: transpose_copy(torch.zeros(3)), "^src: expected two dimensions"),
+        (lambda: transpose_copy(torch.zeros(3, 4), torch.zeros(3, 4)), r"^dst: expected shape \(4, 3\)"),
+        (lambda: transpose_add(torch.zeros(3, 4), torch.zeros(4, 3), impl="fast"), "^impl: expected one of"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
