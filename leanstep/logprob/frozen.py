@@ -38,7 +38,7 @@ class RowJacobians(NamedTuple):
 def frozen_sweep(
     p: Problem, wants_entropy: bool, wants_lse: bool
 ) -> tuple[RowStatistics, TopK | None, RowJacobians]:
-    """One sweep: statistics over the whole vocabulary (2 collectives with a group) and the rows' Jacobians."""
+    """Statistics over the whole vocabulary (2 collectives with a group) and the rows' Jacobians."""
     hidden = p.source.hidden
     width = hidden.shape[1]
     stats = RowStatistics.empty(p.num_rows, dtype=p.head.dtype, device=hidden.device, moment=p.moment)

@@ -36,7 +36,11 @@ class RowSource:
 
 @dataclass
 class Head:
-    """Weight, bias and the transform to logits, over the real columns of one vocabulary shard."""
+    """Weight, bias and the transform to logits, over the real columns of one vocabulary shard.
+
+    `vocabulary` is the real size over all shards, where known; `dtype` is that of sums, `operand_dtype` that
+    of GEMM inputs.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -45,6 +49,7 @@ class Head:
     softcap: float | None
     temperature: float | Tensor
     shard: VocabShard
+    vocabulary: int | None
     dtype: torch.dtype
     operand_dtype: torch.dtype = field(init=False)
 

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from leanstep.logprob.gradient import first_order_only
+from leanstep.logprob.head import Head
+from leanstep.logprob.outputs import accumulation_dtype, check_float, vocabulary_size
+from leanstep.logprob.parallel import vocab_shard
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,68 @@ class LoRA:
         if got != expected:
             wanted = f"down [r, {weight.shape[1]}] and up [{weight.shape[0]}, r]"
             raise ValueError(f"lora: expected {wanted}, got {got[0]} and {got[1]}")
+
+
+# hidden, weight, bias, low_hidden, low_weight: what gradients may flow to, in the Functions' order.
+HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def build_head(
+    hidden: Tensor,
+    weight: Tensor | nn.Module,
+    bias: Tensor | None,
+    lora: LoRA | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    group: Any,
+    vocab_start: int | None,
+    vocab_total: int | None,
+) -> tuple[Head, HeadTensors]:
+    """Check the arguments that describe a head; the caller sets its temperature.
+
+    LoRA becomes a second, thin product: low_hidden = scaling hidden @ down^T times up^T.
+    """
+    tensor, own_bias, own_lora = unpack_head(weight)
+    if own_bias is not None and bias is not None:
+        raise ValueError("bias: expected None, because the head has its own")
+    if own_lora is not None and lora is not None:
+        raise ValueError("lora: expected None, because the head has its own adapter")
+    bias, lora = own_bias if bias is None else bias, own_lora if lora is None else lora
+    if is_dtensor(tensor):
+        tensor = gather_weight(tensor)
+    if bias is not None and is_dtensor(bias):
+        bias = gather_weight(bias)
+    check_float("hidden", hidden, 2)
+    check_float("weight", tensor, 2)
+    if tensor.shape[1] != hidden.shape[1]:
+        raise ValueError(
+            f"weight: expected [V, {hidden.shape[1]}] to match hidden, got {tuple(tensor.shape)}"
+        )
+    if tensor.device != hidden.device:
+        raise ValueError(f"weight: expected device {hidden.device} to match hidden, got {tensor.device}")
+    if bias is not None and bias.shape != tensor.shape[:1]:
+        raise ValueError(f"bias: expected [{tensor.shape[0]}], got {tuple(bias.shape)}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap: expected a value > 0 or None, got {softcap}")
+    low_hidden = low_weight = None
+    if lora is not None:
+        lora.check(tensor)
+        low_hidden = torch.nn.functional.linear(hidden, lora.down.to(hidden.dtype)) * lora.scaling
+        low_weight = lora.up
+    shard = vocab_shard(tensor.shape[0], group, vocab_start=vocab_start, vocab_total=vocab_total)
+    head = Head(
+        weight=tensor.detach(),
+        bias=None if bias is None else bias.detach(),
+        low_weight=None if low_weight is None else low_weight.detach(),
+        scale=scale,
+        softcap=softcap,
+        temperature=1.0,
+        shard=shard,
+        vocabulary=vocabulary_size(shard, group, vocab_start, vocab_total),
+        dtype=accumulation_dtype(hidden.dtype, tensor.dtype),
+    )
+    return head, (hidden, tensor, bias, low_hidden, low_weight)
 
 
 def unpack_head(head: Tensor | nn.Module) -> tuple[Tensor, Tensor | None, LoRA | None]:

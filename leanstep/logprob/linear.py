@@ -18,18 +18,15 @@ from leanstep.logprob.extras import divergences
 from leanstep.logprob.frozen import frozen_sweep
 from leanstep.logprob.gradient import RowGradients, first_order_only
 from leanstep.logprob.head import Head, RowSource
-from leanstep.logprob.heads import LoRA, gather_weight, is_dtensor, unpack_head
+from leanstep.logprob.heads import LoRA, build_head
 from leanstep.logprob.keep import Keep, checked_keep
 from leanstep.logprob.outputs import (
     Entropy,
     LogProbs,
-    accumulation_dtype,
     check_entropy,
-    check_float,
     check_rows,
     check_temperature,
     check_tokens,
-    vocabulary_size,
 )
 from leanstep.logprob.parallel import (
     combine_statistics,
@@ -37,11 +34,10 @@ from leanstep.logprob.parallel import (
     reduce_hidden_grad,
     resolve_group,
     shard_rows,
-    vocab_shard,
 )
 from leanstep.logprob.sparse import SPARSE_FRACTION, sparse_logprobs
 from leanstep.logprob.statistics import FinalStatistics
-from leanstep.logprob.sweep import Problem, backward_sweep, forward_sweep
+from leanstep.logprob.sweep import HeadSums, Problem, backward_sweep, forward_sweep
 from leanstep.logprob.tiles import Tiles, checked_tile, choose_tiles
 
 EXTRAS = ("lse", "z_loss", "argmax", "top_k", "kl", "reverse_kl")
@@ -94,7 +90,7 @@ def linear_logprobs(
         label_smoothing: logp becomes (1 - eps) logp + eps mean_v log p_v.
         keep: (ids, offsets[, has_set]) per selected row: log-probs over these ids and the target only.
         extras: any of "lse", "z_loss" (lse squared), "argmax", ("top_k", k), "kl", "reverse_kl"; the KL is
-            exact, to the head `ref_weight`, `ref_bias` on `ref_hidden` (default: `hidden`); these get no gradient.
+            exact, to the head `ref_weight`, `ref_bias` on `ref_hidden` (default: `hidden`), all constant.
         lora: a low-rank addition to `weight`.
         main_grad: [V, D]; the weight's gradient is added to it and not returned.
         budget: bytes for tiles; `tile` = (rows, columns) sets them outright.
@@ -106,71 +102,44 @@ def linear_logprobs(
         LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
 
     Peak extra memory: one tile (about 16 MiB on a CPU), [T', D] sums, 5 vectors; gradients that are returned.
-    GEMMs: 4 of 2 T' D V FLOPs with gradients; 2 with a frozen head (3 with entropy "grad"); 1 without gradients.
+    GEMMs (2 T' D V FLOPs each): 4 with gradients; 2 with a frozen head, 3 if entropy is "grad"; 1 without.
     Collectives: 2 forward, 1 backward with a group; else none.
     Use something else when: V < 1,000 and all rows count; the plain version is as fast.
     """
-    weight, bias, lora = _resolve_head(weight, bias, lora)
-    check_float("hidden", hidden, 2)
-    check_float("weight", weight, 2)
     check_entropy(entropy)
-    if weight.shape[1] != hidden.shape[1]:
-        raise ValueError(
-            f"weight: expected [V, {hidden.shape[1]}] to match hidden, got {tuple(weight.shape)}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: expected [{weight.shape[0]}], got {tuple(bias.shape)}")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"softcap: expected a value > 0 or None, got {softcap}")
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing: expected 0 <= value < 1, got {label_smoothing}")
-    wants, top_k = _checked_extras(extras)
-    dtype = accumulation_dtype(hidden.dtype, weight.dtype)
-    shard = vocab_shard(weight.shape[0], group, vocab_start=vocab_start, vocab_total=vocab_total)
-    vocabulary = vocabulary_size(shard, group, vocab_start, vocab_total)
     process_group = resolve_group(group)
-    if label_smoothing and vocabulary is None:
-        raise ValueError("vocab_total: expected the whole vocabulary's size for label_smoothing, got None")
-
-    total_rows = hidden.shape[0]
+    shard_options: Any = {"group": group, "vocab_start": vocab_start, "vocab_total": vocab_total}
     if sequence_parallel and process_group is not None:
-        total_rows *= process_group.size()
-    else:
-        check_rows(rows, hidden.device)
-    tokens = check_tokens(tokens, rows, total_rows, vocabulary, (1, 2))
-    temperature = check_temperature(temperature, rows, total_rows, dtype)
-    keep_ids = checked_keep(keep, tokens.shape[0], vocabulary, hidden.device)
-    if keep_ids is not None and (wants or label_smoothing or tokens.dim() == 2):
-        raise ValueError("keep: expected no extras, label_smoothing or several targets per row beside it")
-    if sequence_parallel and process_group is not None:
+        rows_given, total_rows = rows, hidden.shape[0] * process_group.size()
         host_rows = torch.arange(total_rows) if rows is None else rows
         shards = shard_rows(host_rows, total_rows, process_group, hidden.device)
-        hidden, rows, reduce_grad = gather_hidden_rows(hidden, shards, process_group), None, "none"
-
-    low_hidden = low_weight = None
-    if lora is not None:
-        lora.check(weight)
-        low_hidden = torch.nn.functional.linear(hidden, lora.down.to(hidden.dtype)) * lora.scaling
-        low_weight = lora.up
+        hidden = gather_hidden_rows(hidden, shards, process_group)
+        rows, reduce_grad = None, "none"
+    else:
+        check_rows(rows, hidden.device)
+        rows_given, total_rows = rows, hidden.shape[0]
+    head, tensors = build_head(hidden, weight, bias, lora, scale=scale, softcap=softcap, **shard_options)
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing: expected 0 <= value < 1, got {label_smoothing}")
+    if label_smoothing and head.vocabulary is None:
+        raise ValueError("vocab_total: expected the whole vocabulary's size for label_smoothing, got None")
+    wants, top_k = _checked_extras(extras)
+    tokens = check_tokens(tokens, rows_given, total_rows, head.vocabulary, (1, 2))
+    head.temperature = check_temperature(temperature, rows_given, total_rows, head.dtype)
+    keep_ids = checked_keep(keep, tokens.shape[0], head.vocabulary, hidden.device)
+    if keep_ids is not None and (wants or label_smoothing or tokens.dim() == 2):
+        raise ValueError("keep: expected no extras, label_smoothing or several targets per row beside it")
+    weight, bias, low_hidden = tensors[1:4]
     with torch.autocast(hidden.device.type, enabled=False):
-        head = Head(
-            weight.detach(), _detached(bias), _detached(low_weight), scale, softcap, temperature, shard, dtype
-        )
-        everywhere = keep is not None and len(keep) == 2
-        if (
-            keep_ids is not None
-            and entropy == "none"
-            and everywhere
-            and process_group is None
-            and lora is None
-        ):
-            if keep_ids.mean_size < SPARSE_FRACTION * shard.real:
+        everywhere = keep is not None and len(keep) == 2 and low_hidden is None and process_group is None
+        if keep_ids is not None and everywhere and entropy == "none":
+            if keep_ids.mean_size < SPARSE_FRACTION * head.columns:
                 return LogProbs(sparse_logprobs(hidden, weight, bias, rows, head, tokens, keep_ids, budget))
         source = RowSource(hidden.detach(), rows)
         tiles = (
-            choose_tiles(source.num_rows, shard.real, hidden.shape[1], budget=budget, device=hidden.device)
+            choose_tiles(source.num_rows, head.columns, hidden.shape[1], budget=budget, device=hidden.device)
             if tile is None
-            else checked_tile(tile, source.num_rows, shard.real)
+            else checked_tile(tile, source.num_rows, head.columns)
         )
         problem = Problem(
             head=head,
@@ -181,7 +150,6 @@ def linear_logprobs(
             moment=entropy != "none",
             keep=keep_ids,
             smoothing=label_smoothing,
-            vocabulary=vocabulary or 0,
             top_k=max(top_k, int("argmax" in wants)),
             reference=_reference_head(wants, head, hidden, ref_weight, ref_hidden, ref_bias, rows),
             kl="kl" in wants,
@@ -189,18 +157,9 @@ def linear_logprobs(
             group=process_group,
             reduce_grad=reduce_grad,
         )
-        frozen = (
-            torch.is_grad_enabled()
-            and hidden.requires_grad
-            and not any(t is not None and t.requires_grad for t in (weight, bias))
-            and lora is None and keep_ids is None and not label_smoothing and tokens.dim() == 1
-            and problem.reference is None
-        )  # fmt: skip
-        function = _FrozenLinearLogProbs if frozen else _LinearLogProbs
         call = _Call(problem, entropy, bool({"lse", "z_loss"} & wants), main_grad)
-        logp, entropy_values, lse, kl, reverse_kl, values, ids = function.apply(  # type: ignore[misc]
-            hidden, weight, bias, low_hidden, low_weight, call
-        )
+        function = _FrozenLinearLogProbs if _is_frozen(problem, hidden, weight, bias) else _LinearLogProbs
+        logp, entropy_values, lse, kl, reverse_kl, values, ids = function.apply(*tensors, call)  # type: ignore[misc]
     return LogProbs(
         logp=logp,
         entropy=entropy_values,
@@ -231,7 +190,7 @@ class _LinearLogProbs(torch.autograd.Function):
         final, kept_final = stats.final(), stats.keep_final()
         logp = (kept_final or final).log_prob(stats.target)
         if p.smoothing and stats.total is not None:
-            mean = (stats.total / p.vocabulary - final.max) - final.log_sum
+            mean = (stats.total / p.head.vocabulary - final.max) - final.log_sum
             logp = (1.0 - p.smoothing) * logp + p.smoothing * (
                 mean if logp.dim() == 1 else mean.unsqueeze(-1)
             )
@@ -270,9 +229,10 @@ class _LinearLogProbs(torch.autograd.Function):
         gradients = RowGradients(
             *(_cast(g, p.head.dtype) for g in (g_logp, g_entropy, g_lse, g_kl, g_reverse))
         )
-        wanted = tuple(ctx.needs_input_grad[:5])
         with torch.autocast(p.tokens.device.type, enabled=False):
-            grads = backward_sweep(p, final, kept, gradients, wanted, call.main_grad, tuple(saved_kl))  # type: ignore[arg-type]
+            sums = HeadSums(p, ctx.needs_input_grad[:5], call.main_grad)
+            backward_sweep(p, final, kept, gradients, sums, divergences=saved_kl)
+            grads = sums.result()
         return *grads, None
 
 
@@ -315,20 +275,13 @@ class _FrozenLinearLogProbs(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
-def _resolve_head(
-    weight: Tensor | nn.Module, bias: Tensor | None, lora: LoRA | None
-) -> tuple[Tensor, Tensor | None, LoRA | None]:
-    tensor, own_bias, own_lora = unpack_head(weight)
-    if own_bias is not None and bias is not None:
-        raise ValueError("bias: expected None, because the head has its own")
-    if own_lora is not None and lora is not None:
-        raise ValueError("lora: expected None, because the head has its own adapter")
-    if is_dtensor(tensor):
-        tensor = gather_weight(tensor)
-    bias = own_bias if bias is None else bias
-    if bias is not None and is_dtensor(bias):
-        bias = gather_weight(bias)
-    return tensor, bias, own_lora if lora is None else lora
+def _is_frozen(p: Problem, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether only hidden needs a gradient, of outputs whose Jacobian the forward sweep can form."""
+    trained = any(t is not None and t.requires_grad for t in (weight, bias))
+    plain = (
+        p.low is None and p.keep is None and p.reference is None and not p.smoothing and p.tokens.dim() == 1
+    )
+    return torch.is_grad_enabled() and hidden.requires_grad and not trained and plain
 
 
 def _checked_extras(extras: Sequence[str | tuple[str, int]]) -> tuple[set[str], int]:

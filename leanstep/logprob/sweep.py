@@ -10,7 +10,7 @@ Tile order is fixed and nothing is atomic: two runs give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,7 +38,6 @@ class Problem:
     moment: bool
     keep: KeepIds | None = None
     smoothing: float = 0.0
-    vocabulary: int = 0
     top_k: int = 0
     reference: tuple[Head, RowSource] | None = None
     kl: bool = False
@@ -116,31 +115,78 @@ class HeadGradients(NamedTuple):
     low_weight: Tensor | None
 
 
+class HeadSums:
+    """Gradients of the head's inputs while tiles are added to them.
+
+    Args:
+        wanted: which of hidden, weight, bias, low_hidden, low_weight need a gradient.
+        main_grad: the weight's gradient is added here instead of returned.
+        chunk_rows: most rows per `add`, when that is not the tile's height.
+    """
+
+    def __init__(
+        self,
+        p: Problem,
+        wanted: Sequence[bool],
+        main_grad: Tensor | None = None,
+        chunk_rows: int | None = None,
+    ) -> None:
+        head = p.head
+        self.p = p
+        self.hidden = _HiddenGradient(p.source, p, wanted[0], chunk_rows or p.tiles.rows)
+        self.weight = _WeightGradient(head.weight, p, wanted[1], main_grad)
+        self.bias = None
+        if wanted[2]:
+            self.bias = torch.zeros(head.weight.shape[0], dtype=head.dtype, device=head.weight.device)
+        self.low_hidden = self.low_weight = None
+        if p.low is not None and head.low_weight is not None:
+            self.low_hidden = _HiddenGradient(p.low, p, wanted[3], chunk_rows or p.tiles.rows)
+            self.low_weight = _WeightGradient(head.low_weight, p, wanted[4], None)
+
+    def add(
+        self, du: Tensor, h: Tensor, low_h: Tensor | None, weight_tile: Tensor, rows: slice, columns: slice
+    ) -> None:
+        """Push the gradient of one tile of u = h W^T + b to every input."""
+        head = self.p.head
+        if self.bias is not None:
+            self.bias[columns].add_(du.sum(0))
+        du = du.to(head.operand_dtype)
+        self.hidden.add(du, weight_tile, rows, columns)
+        self.weight.add(du, h, rows, columns)
+        if low_h is not None and self.low_hidden is not None and self.low_weight is not None:
+            assert head.low_weight is not None
+            self.low_hidden.add(du, head.low_weight[columns].to(du.dtype), rows, columns)
+            self.low_weight.add(du, low_h, rows, columns)
+
+    def result(self) -> HeadGradients:
+        bias = self.p.head.bias
+        return HeadGradients(
+            self.hidden.result(),
+            self.weight.result(),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+            None if self.low_hidden is None else self.low_hidden.result(),
+            None if self.low_weight is None else self.low_weight.result(),
+        )
+
+
 def backward_sweep(
     p: Problem,
     final: FinalStatistics,
     kept_final: FinalStatistics | None,
     gradients: RowGradients,
-    wanted: tuple[bool, bool, bool, bool, bool],
-    main_grad: Tensor | None = None,
-    divergences: tuple[Tensor | None, ...] = (),
-) -> HeadGradients:
-    """Recompute the logits tile by tile and push the row gradients through them.
+    sums: HeadSums,
+    *,
+    first_row: int = 0,
+    divergences: Sequence[Tensor | None] = (),
+) -> None:
+    """Recompute the logits tile by tile and push the row gradients through them into `sums`.
 
     Args:
         kept_final: statistics of the restricted softmax, when `p.keep` is set.
-        wanted: which of hidden, weight, bias, low_hidden, low_weight need a gradient.
-        main_grad: the weight's gradient is added here instead of returned.
+        first_row: where these rows start among the rows of `sums`.
         divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
     """
-    head, order = p.head, p.tiles.order
-    hidden = _HiddenGradient(p.source, order, head.dtype, wanted[0], p)
-    low_hidden = None if p.low is None else _HiddenGradient(p.low, order, head.dtype, wanted[3], p)
-    weight = _WeightGradient(head.weight, p, wanted[1], main_grad)
-    low_weight = None if head.low_weight is None else _WeightGradient(head.low_weight, p, wanted[4], None)
-    bias = (
-        torch.zeros(head.weight.shape[0], dtype=head.dtype, device=head.weight.device) if wanted[2] else None
-    )
+    head = p.head
     storage = p.buffers(2 if gradients.entropy is not None else 1)
     h = low_h = weight_tile = None
     last_rows = last_columns = None
@@ -155,21 +201,8 @@ def backward_sweep(
         z, work = (tile_buffer(s, size, width) for s in (storage[0], storage[-1]))
         head.logits(h, low_h, weight_tile, rows, columns, z)
         du = tile_gradient_(p, z, work, final, kept_final, gradients, rows, columns, divergences)
-        if bias is not None:
-            bias[columns].add_(du.sum(0))
-        du = du.to(head.operand_dtype)
-        hidden.add(du, weight_tile, rows, columns)
-        weight.add(du, h, rows, columns)
-        if low_h is not None and low_hidden is not None and low_weight is not None:
-            low_hidden.add(du, head.low_weight[columns].to(du.dtype), rows, columns)  # type: ignore[index]
-            low_weight.add(du, low_h, rows, columns)
-    return HeadGradients(
-        hidden.result(),
-        weight.result(),
-        None if bias is None or head.bias is None else bias.to(head.bias.dtype),
-        None if low_hidden is None else low_hidden.result(),
-        None if low_weight is None else low_weight.result(),
-    )
+        placed = slice(rows.start + first_row, rows.stop + first_row)
+        sums.add(du, h, low_h, weight_tile, placed, columns)
 
 
 def tile_gradient_(
@@ -181,7 +214,7 @@ def tile_gradient_(
     gradients: RowGradients,
     rows: slice,
     columns: slice,
-    divergences: tuple[Tensor | None, ...] = (),
+    divergences: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Overwrite a tile of logits with the gradient of u = h W^T + b."""
     head, tokens = p.head, p.tokens[rows]
@@ -190,11 +223,9 @@ def tile_gradient_(
     addition = None
     if some.kl is not None or some.reverse_kl is not None:
         addition = torch.zeros_like(z)
-        add_kl_gradient_(
-            addition, z, _reference_logits(p, rows, columns), final.rows(rows), some, [
-                None if d is None else d[rows] for d in divergences
-            ],
-        )  # fmt: skip
+        q = _reference_logits(p, rows, columns)
+        saved = [None if d is None else d[rows] for d in divergences]
+        add_kl_gradient_(addition, z, q, final.rows(rows), some, saved)
     where = (tokens, head.shard, columns)
     main = final
     if p.keep is not None and some.logp is not None and kept_final is not None:
@@ -206,7 +237,7 @@ def tile_gradient_(
             addition = logit_gradient_(kept, None, kept_final.rows(rows), RowGradients(some.logp), *where)
             some = RowGradients(None, some.entropy, some.lse)
     dz = logit_gradient_(
-        z, work, main.rows(rows), some, *where, smoothing=p.smoothing, vocabulary=p.vocabulary
+        z, work, main.rows(rows), some, *where, smoothing=p.smoothing, vocabulary=head.vocabulary or 0
     )
     if addition is not None:
         dz.add_(addition)
@@ -239,19 +270,19 @@ def _reference_logits(p: Problem, rows: slice, columns: slice) -> Tensor:
 class _HiddenGradient:
     """Rows of d hidden, summed over vocabulary tiles in the accumulation dtype and cast once."""
 
-    def __init__(self, source: RowSource, order: str, dtype: torch.dtype, wanted: bool, p: Problem) -> None:
+    def __init__(self, source: RowSource, p: Problem, wanted: bool, chunk_rows: int) -> None:
         self.source, self.p = source, p
         self.out = self.sums = self.chunk = None
         if not wanted:
             return
-        hidden = source.hidden
+        hidden, dtype = source.hidden, p.head.dtype
         self.out = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         if source.rows is None and hidden.dtype == dtype:
             self.sums = self.out
-        elif order == "vocab" or p.group is not None:
+        elif p.tiles.order == "vocab" or p.group is not None:
             self.sums = hidden.new_zeros((source.num_rows, hidden.shape[1]), dtype=dtype)
         else:
-            self.chunk = hidden.new_zeros((min(p.tiles.rows, source.num_rows), hidden.shape[1]), dtype=dtype)
+            self.chunk = hidden.new_zeros((min(chunk_rows, source.num_rows), hidden.shape[1]), dtype=dtype)
 
     def add(self, du: Tensor, weight_tile: Tensor, rows: slice, columns: slice) -> None:
         if self.sums is not None:
