@@ -108,7 +108,7 @@ def _finite(value: Any) -> Any:
 
 
 def _plotly_script() -> str:
-    """plotly's own minified bundle, read as a file: importing plotly costs a second that a page need not pay."""
+    """plotly's own minified bundle, read as a file: importing plotly takes a second for nothing."""
     spec = importlib.util.find_spec("plotly")
     assert spec is not None and spec.origin is not None
     return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Source lines as a page shows them: an excerpt around a line, coloured, and the difference of two scripts."""
+"""Source lines as a page shows them: an excerpt, coloured, and the difference of two scripts."""
 
 from __future__ import annotations
 

@@ -22,10 +22,12 @@
   const family = getComputedStyle(document.body).fontFamily;
   const draw = () => {
     const palette = { ...colours(), inherit: family };
-    for (const place of document.querySelectorAll(".chart")) {
+    delete root.dataset.drawn;
+    const charts = [...document.querySelectorAll(".chart")].map((place) => {
       const figure = paint(JSON.parse(place.nextElementSibling.textContent), palette);
-      Plotly.react(place, figure.data, figure.layout, { displayModeBar: false, responsive: true });
-    }
+      return Plotly.react(place, figure.data, figure.layout, { displayModeBar: false, responsive: true });
+    });
+    Promise.all(charts).then(() => { root.dataset.drawn = charts.length; });
   };
 
   // A chart inside a closed <details> has no width; give it one when it opens.
