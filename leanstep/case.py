@@ -107,6 +107,8 @@ class Case:
         bench_dtype: what `bench` runs in.
         error_baseline: the plain computation whose own error is the yardstick; None = the reference
             in the dtype under test. (Polar: the plain bf16 iteration.)
+        truth: build for the fp64 truth when the reference is somebody else's code that cannot run in fp64;
+            None = the reference.
         floor: absolute term of the bound, relative to the largest |truth| of the tensor.
         drift: (implementation name, seed, steps) -> losses of a tiny training run; for `prove --drift`.
         annotate: rows by name -> further notes by name, once all rows are measured.
@@ -124,6 +126,7 @@ class Case:
     dtypes: tuple[torch.dtype, ...] = (torch.float32,)
     bench_dtype: torch.dtype = torch.float32
     error_baseline: Callable[[Workload], Step] | None = None
+    truth: Callable[[Workload], Step] | None = None
     floor: float | None = None
     drift: Callable[[str, int, int], list[float]] | None = None
     annotate: Callable[[dict[str, dict[str, Any]]], dict[str, str]] | None = None

@@ -16,7 +16,9 @@ from leanstep.report.files import write_text
 
 def console(json_path: str | None = None) -> Console:
     """The console for humans; standard error when standard output carries the JSON object."""
-    return Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
+    plain = Console(stderr=json_path == "-", highlight=False)
+    # A pipe has no width; the usual guess of 80 columns would break every row of a table in three.
+    return plain if plain.is_terminal else Console(stderr=json_path == "-", highlight=False, width=160)
 
 
 def check_writable(path: str | None, argument: str) -> None:

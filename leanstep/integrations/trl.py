@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from leanstep.integrations.causal_lm import check_head, score_labels
 from leanstep.integrations.versions import require_version
 from leanstep.logprob.outputs import Entropy
+from leanstep.preference.ragged import bradley_terry
 
 TESTED = ("1.16",)
 
@@ -194,8 +195,6 @@ def reward_loss(
         chosen, rejected = rewards.chunk(2)
         loss = -torch.nn.functional.logsigmoid(chosen - rejected - margin).mean()
     """
-    from leanstep.preference.ragged import bradley_terry
-
     if (offsets is None) != (labels is None):
         raise ValueError("offsets, labels: expected both or neither")
     if offsets is not None:

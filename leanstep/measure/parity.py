@@ -80,7 +80,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def truth_of(case: Case, workload: Workload) -> Outputs:
-    return case.reference.build(workload.cast(torch.float64))()
+    return (case.truth or case.reference.build)(workload.cast(torch.float64))()
 
 
 def plain_of(case: Case, workload: Workload) -> Outputs:

@@ -1,0 +1,195 @@
+"""The patched GRPO trainer: losses and gradients of the stock one, over several steps."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from integrations.tiny_models import VOCAB, causal_lm, tokenizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    from leanstep.integrations.trl import LeanGRPOTrainer, apply, reward_loss
+
+# TRL and its dependencies warn about their own deprecations; ours stay errors elsewhere.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def make(trainer_class, tmp_path, family="qwen2", model=None, **options):
+    from datasets import Dataset
+
+    model = model if model is not None else causal_lm(family)
+    if options.get("beta"):
+        # TRL loads the reference model by name: give it a folder.
+        model.save_pretrained(tmp_path / "model")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    prompts = [" ".join(f"w{(7 * i + j) % 200}" for j in range(3 + 4 * i)) for i in range(4)]
+    arguments = GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=9,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        learning_rate=1e-2,
+        seed=3,
+        **options,
+    )
+    return trainer_class(
+        model=model,
+        reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],
+        args=arguments,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        processing_class=tokenizer(),
+    )
+
+
+def batch(seed=0, masked_sample=False):
+    """What `_compute_loss` gets: left-padded prompts, ragged completions."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt_ids = torch.randint(0, VOCAB - 3, (4, 12), generator=generator)
+    completion_ids = torch.randint(0, VOCAB - 3, (4, 7), generator=generator)
+    prompt_mask = torch.ones(4, 12, dtype=torch.long)
+    prompt_mask[0, :5] = 0
+    prompt_mask[3, :9] = 0
+    completion_mask = torch.ones(4, 7, dtype=torch.long)
+    completion_mask[1, 3:] = 0
+    if masked_sample:
+        completion_mask[2, :] = 0
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor([0.9, -0.4, 0.3, -1.1]),
+        "num_items_in_batch": completion_mask.sum(),
+        "ref_per_token_logps": -torch.rand(4, 7, generator=generator) - 4,
+        "old_per_token_logps": -torch.rand(4, 7, generator=generator) * 0.2 - 5,
+    }
+
+
+OPTIONS = [
+    {"beta": 0.0, "temperature": 0.8},
+    {"beta": 0.1, "entropy_coef": 0.05},
+    {"loss_type": "grpo", "entropy_coef": 0.02, "temperature": 1.3},
+    {"loss_type": "dr_grpo", "top_entropy_quantile": 0.5},
+    {"importance_sampling_level": "sequence", "cast_lm_head_to_fp32": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o))
+@pytest.mark.parametrize("masked_sample", [False, True])
+def test_loss_and_gradients_equal_the_stock_trainer(tmp_path, options, masked_sample):
+    stock = make(GRPOTrainer, tmp_path / "a", **options)
+    lean = make(LeanGRPOTrainer, tmp_path / "b", **options)
+    for trainer in (stock, lean):
+        trainer.current_gradient_accumulation_steps = 1
+        trainer.model.train()
+    inputs = batch(masked_sample=masked_sample)
+    losses = []
+    for trainer in (stock, lean):
+        trainer.model.zero_grad()
+        loss = trainer._compute_loss(trainer.model, inputs)
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4, abs=1e-5)
+    for (name, a), (_, b) in zip(lean.model.named_parameters(), stock.model.named_parameters(), strict=True):
+        torch.testing.assert_close(
+            a.grad, b.grad, rtol=5e-3, atol=5e-4 * b.grad.abs().max().item() + 1e-7, msg=name
+        )
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3"])
+def test_softcap_and_tied_heads(tmp_path, family):
+    inputs = batch()
+    losses = []
+    for trainer_class in (GRPOTrainer, LeanGRPOTrainer):
+        trainer = make(trainer_class, tmp_path / trainer_class.__name__, family, entropy_coef=0.05)
+        trainer.current_gradient_accumulation_steps = 1
+        losses.append(trainer._compute_loss(trainer.model, inputs).item())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4, abs=1e-5)
+
+
+def test_training_steps_give_the_stock_losses(tmp_path):
+    logs = []
+    for trainer_class in (GRPOTrainer, LeanGRPOTrainer):
+        torch.manual_seed(0)
+        trainer = make(
+            trainer_class, tmp_path / trainer_class.__name__, max_steps=3, entropy_coef=0.01, beta=0.05
+        )
+        trainer.train()
+        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(logs[0]) == 3
+    assert logs[1] == pytest.approx(logs[0], rel=2e-3, abs=2e-4)
+
+
+def test_a_lora_head_trains_its_adapter(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(causal_lm("qwen2"), LoraConfig(r=4, target_modules=["v_proj", "lm_head"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    trainer = make(LeanGRPOTrainer, tmp_path, model=model)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._compute_loss(trainer.model, batch()).backward()
+    grads = [p.grad for n, p in trainer.model.named_parameters() if "lm_head" in n and p.requires_grad]
+    assert grads and all(g is not None and g.abs().sum() > 0 for g in grads)
+
+
+def test_norm_muon_drives_the_trainer(tmp_path):
+    from leanstep.muon import NorMuon, split_params
+
+    model = causal_lm("qwen2")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trainer = make(GRPOTrainer, tmp_path, model=model, max_steps=2)
+    trainer = apply(trainer)
+    trainer.optimizer = NorMuon(split_params(model), lr=0.01)
+    trainer.train()
+    moved = [n for n, p in model.named_parameters() if not torch.equal(before[n], p)]
+    assert len(moved) == len(before)
+
+
+def test_an_unknown_trl_version_is_refused(tmp_path, monkeypatch):
+    from importlib import metadata
+
+    from leanstep.integrations.versions import UnknownVersion
+
+    trainer = make(GRPOTrainer, tmp_path)
+    monkeypatch.setattr(metadata, "version", lambda package: "1.99.0")
+    with pytest.raises(UnknownVersion, match=r"trl: version 1.99.0"):
+        apply(trainer)
+    assert apply(trainer, allow_untested=True) is trainer
+
+
+def test_something_else_than_a_grpo_trainer_is_refused():
+    with pytest.raises(ValueError, match=r"expected a trl.GRPOTrainer, got object"):
+        apply(object())
+
+
+@pytest.mark.parametrize("with_margin", [False, True])
+def test_reward_loss_equals_trls(with_margin):
+    rewards = torch.randn(10, dtype=torch.float64, requires_grad=True)
+    margin = torch.rand(5, dtype=torch.float64) if with_margin else None
+    ours = reward_loss(rewards, margin=margin)
+    chosen, rejected = rewards.chunk(2)
+    expected = -torch.nn.functional.logsigmoid(chosen - rejected - (margin if with_margin else 0)).mean()
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    (a,) = torch.autograd.grad(ours, rewards)
+    (b,) = torch.autograd.grad(expected, rewards)
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_an_odd_number_of_rewards_is_refused():
+    with pytest.raises(ValueError, match=r"rewards: expected an even number in one row, got shape \(3,\)"):
+        reward_loss(torch.zeros(3))
