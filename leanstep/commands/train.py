@@ -57,6 +57,7 @@ def train(
     Several processes: torchrun --nproc-per-node 2 -m leanstep train gpt ...
     """
     from leanstep.recipes import process_group
+    from leanstep.recipes.distributed import check_device
 
     module = _recipe_module(recipe)
     if preset not in module.PRESETS:
@@ -70,6 +71,10 @@ def train(
     if target is not None and not math.isfinite(target):
         raise BadInput(f"--target: expected a finite loss, got {target}")
     check_writable(json_path, "--json")
+    try:
+        check_device(device)
+    except ValueError as error:
+        raise BadInput(f"--{error}") from error
     options = _options(module, recipe, {"optimizer": optimizer, "lr": lr}, set_options or [])
     plan = _Plan(
         module=module,

@@ -82,6 +82,14 @@ def current_world(device: torch.device | str | None = None) -> World:
     )
 
 
+def check_device(device: str) -> None:
+    """ValueError unless a run can take place there."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: got cuda, but this torch sees no CUDA device")
+
+
 @contextlib.contextmanager
 def process_group(device: str = "cpu") -> Iterator[World]:
     """Join the group that `torchrun` announces in the environment; leave it at the end.
@@ -89,10 +97,7 @@ def process_group(device: str = "cpu") -> Iterator[World]:
     Args:
         device: `cpu` (gloo) or `cuda` (nccl, one device per local rank).
     """
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: got cuda, but this torch sees no CUDA device")
+    check_device(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     place = torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":

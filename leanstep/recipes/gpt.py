@@ -119,6 +119,7 @@ def build(
     tokens: float | None = None,
     data: str | Path | None = None,
     vocab_size: int | None = None,
+    bos: int | None = None,
     warmup: float | None = None,
     decay: str | None = None,
     beta2: float | None = None,
@@ -139,7 +140,8 @@ def build(
         micro_batches: pieces of a step's batch; a multiple of the number of ranks.
         tokens: multiplies the tokens per step of every stage.
         data: folder with `*train*.bin` and `*val*.bin` shards instead of the default corpus.
-        vocab_size: of the default corpus' tokenizer, or of the tokens in `data`.
+        vocab_size: of the default corpus' tokenizer, or of the tokens in `data` (default there: GPT-2's).
+        bos: the token that starts a document in `data` (default: GPT-2's).
         warmup, decay, beta2 (adamw), adam_decay, table_lr_mul (normuon): see `leanstep.recipes.optimizers`.
     """
     if preset not in _PRESETS:
@@ -152,7 +154,7 @@ def build(
         )
     if micro_batches is None:
         micro_batches = -(-chosen.micro_batches // world.size) * world.size
-    shards = _find_data(chosen, data, vocab_size)
+    shards = _find_data(chosen, data, vocab_size, bos)
     config = GPTConfig.preset(chosen.model, **{**chosen.model_fields, "vocab_size": shards.vocab_size})
     options = {
         "lr": lr, "adam_lr": adam_lr, "weight_decay": weight_decay,
@@ -175,14 +177,14 @@ def build(
     )
 
 
-def _find_data(preset: Preset, folder: str | Path | None, vocab_size: int | None) -> Data:
+def _find_data(preset: Preset, folder: str | Path | None, vocab_size: int | None, bos: int | None) -> Data:
     if folder is not None:
         folder = Path(folder)
         train, validation = sorted(folder.glob("*train*.bin")), sorted(folder.glob("*val*.bin"))
         if not train or not validation:
             raise ValueError(f"data: expected *train*.bin and *val*.bin shards in {folder}, found "
                              f"{len(train)} and {len(validation)}")  # fmt: skip
-        return Data(tuple(train), tuple(validation), 50256, vocab_size or 50257)
+        return Data(tuple(train), tuple(validation), 50256 if bos is None else bos, vocab_size or 50257)
     if preset.vocab_size is None:
         raise ValueError("data: this preset needs a folder with token shards, got none")
     corpus = standard_library_corpus(vocab_size=vocab_size or preset.vocab_size)
@@ -228,6 +230,8 @@ class GPTTraining:
                 raise ValueError(
                     f"tokens: expected a multiple of 16 x {micro_batches} micro-batches, got {stage.tokens}"
                 )
+        # The first stage's windows are where YaRN starts from, not a change that it answers.
+        config = replace(config, windows=schedule.stages[0].windows)
         self.config, self.schedule, self.data = config, schedule, data
         self.num_steps, self.cadence = schedule.num_steps, cadence or Cadence()
         self.accumulation = micro_batches // self.world.size

@@ -1,0 +1,150 @@
+"""`leanstep train`: exit codes, one-line errors, records, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+from leanstep import cli
+from leanstep.commands import train as command
+from leanstep.recipes import Cadence, World
+
+
+class Slope:
+    """A recipe whose loss falls along a line that depends on the seed."""
+
+    name = "slope"
+    cadence = Cadence(log=2, evaluate=2, save=4)
+
+    def __init__(self, seed, steps, slope, ranks):
+        self.settings = {"seed": seed, "steps": steps, "slope": slope}
+        self.num_steps, self.seed, self.slope = steps, seed, slope
+        self.loss = torch.tensor(5.0 + 0.01 * (seed % 3))
+
+    def step(self, i):
+        self.loss = self.loss - self.slope
+        return {"loss": self.loss, "tokens": 8}
+
+    def evaluate(self):
+        return {"val_loss": float(self.loss)}
+
+    def state_dict(self):
+        return {"loss": self.loss}
+
+    def load_state_dict(self, state):
+        self.loss = state["loss"]
+
+
+@pytest.fixture(autouse=True)
+def slope_recipe(monkeypatch):
+    module = types.ModuleType("leanstep.recipes.slope")
+    module.PRESETS = {"tiny": "a line"}
+
+    def build(preset, *, seed=0, steps=None, world=None, slope=0.25):
+        assert isinstance(world, World)
+        if slope <= 0:
+            raise ValueError(f"slope: expected a positive number, got {slope}")
+        return Slope(seed, steps or 10, slope, world.size)
+
+    module.build = build
+    monkeypatch.setitem(sys.modules, "leanstep.recipes.slope", module)
+    monkeypatch.setattr(command, "RECIPES", (*command.RECIPES, "slope"))
+
+
+def train(capsys, *arguments):
+    code = cli.run(["train", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_run_writes_its_result_as_one_json_object(tmp_path, capsys):
+    code, out, err = train(capsys, "slope", "--out", tmp_path / "r", "--seed", 1, "--json", "-")
+    result = json.loads(out)
+    assert code == 0 and result["stopped_by"] == "end" and result["step"] == 10
+    assert [e["step"] for e in result["evaluations"]] == [0, 2, 4, 6, 8, 10]
+    assert result["evaluations"][-1]["val_loss"] == pytest.approx(2.51, abs=1e-4)
+    assert "step:10/10 val_loss:2.5100 train_time:" in err
+
+
+def test_resume_goes_on_where_the_run_stopped(tmp_path, capsys):
+    assert train(capsys, "slope", "--out", tmp_path, "--stop-after", 5)[0] == 0
+    code, _, err = train(capsys, "slope", "--out", tmp_path)
+    assert code == 2 and err.startswith("leanstep: out: ") and "pass --resume" in err and err.count("\n") == 1
+    code, out, err = train(capsys, "slope", "--out", tmp_path, "--resume", "--json", "-")
+    assert code == 0 and "resumed at step 5/10" in err and json.loads(out)["step"] == 10
+    code, _, err = train(capsys, "slope", "--out", tmp_path, "--resume", "--steps", 12)
+    assert code == 2 and "steps was 10, now 12" in err
+
+
+def test_a_target_stops_the_run_or_falls_short(tmp_path, capsys):
+    code, out, _ = train(capsys, "slope", "--out", tmp_path / "a", "--target", 4.0, "--json", "-")
+    assert code == 0 and json.loads(out)["step"] == 4
+    code, _, err = train(capsys, "slope", "--out", tmp_path / "b", "--target", 1.0)
+    assert code == 1 and "target: 1.0 not reached" in err.splitlines()[-1]
+
+
+def test_a_record_counts_seeds_tests_the_mean_and_compares(tmp_path, capsys):
+    code, out, _ = train(
+        capsys,
+        "slope",
+        "--out",
+        tmp_path / "a",
+        "--runs",
+        4,
+        "--target",
+        2.6,
+        "--record",
+        tmp_path / "old.json",
+    )
+    assert code == 0 and "target 2.6" in out
+    arguments = ["slope", "--out", tmp_path / "b", "--runs", 4, "--target", 2.6, "--set", "slope=0.3"]
+    code, out, _ = train(capsys, *arguments, "--against", tmp_path / "old.json", "--json", "-")
+    result = json.loads(out)
+    assert code == 0 and result["summary"]["n"] == 4 and result["summary"]["significant"]
+    assert [run["seed"] for run in result["runs"]] == [0, 1, 2, 3]
+    # 5.0x - 0.3 * 8 = 2.6x: exactly at the target after eight steps only without an offset (and rounding).
+    assert all(run["reached_step"] in (8, 10) for run in result["runs"])
+    assert result["runs"][1]["reached_step"] == result["runs"][2]["reached_step"] == 10
+    assert result["comparison"]["loss_delta"] == pytest.approx(-0.5, abs=1e-4)
+    assert (tmp_path / "b" / "record.json").exists()
+    code, _, err = train(capsys, "slope", "--out", tmp_path / "c", "--runs", 2, "--target", 2.5)
+    assert code == 1 and "not below 2.5 with p < 0.01" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "recipe: expected one of gpt, lens, grpo"),
+        (["slope", "--preset", "vast"], "--preset: slope has no 'vast'; it has tiny"),
+        (["slope", "--steps", "0"], "--steps: expected at least 1, got 0"),
+        (["slope", "--keep", "0"], "--keep: expected at least 1, got 0"),
+        (["slope", "--log-every", "-1"], "--log-every: expected at least 0, got -1"),
+        (["slope", "--runs", "3"], "--target: expected a validation loss"),
+        (["slope", "--record", "x.json"], "--runs: expected a number of seeds"),
+        (["slope", "--target", "nan"], "--target: expected a finite loss"),
+        (["slope", "--optimizer", "sgd"], "slope: no option 'optimizer'; it has slope"),
+        (["slope", "--set", "slope"], "--set: expected KEY=VALUE, got 'slope'"),
+        (["slope", "--set", "slope=-1"], "slope: slope: expected a positive number, got -1"),
+        (["slope", "--device", "tpu"], "device: expected cpu or cuda"),
+        (
+            ["slope", "--runs", "2", "--target", "1", "--against", "absent.json"],
+            "--against: record: absent.json",
+        ),
+        (["slope", "--json", "absent/x.json"], "--json: the folder absent does not exist"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_two(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = train(capsys, *arguments)
+    assert code == 2 and out == "" and err.count("\n") == 1 and message in err, err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_way_is_named(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    code, _, err = train(capsys, "slope", "--out", tmp_path / "file")
+    assert code == 2 and err.startswith("leanstep: --out: cannot work in") and err.count("\n") == 1
