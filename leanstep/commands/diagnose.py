@@ -1,0 +1,199 @@
+"""`leanstep diagnose SCRIPT`: run a training script, record a few steps, name the lines that waste them."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from leanstep.commands import BadInput
+from leanstep.commands.output import check_writable, console, write_json
+from leanstep.diagnose import gates, output, ranks
+from leanstep.diagnose.finding import Finding, Limits
+from leanstep.diagnose.script import Outcome, Stop, run_script
+from leanstep.diagnose.watch import Watch
+from leanstep.report.files import write_text
+
+_SCRIPT = Annotated[str, typer.Argument(help="The training script, or a folder with a train.py.", show_default=False)]
+_ARGS = Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)]
+_STEPS = Annotated[int, typer.Option("--steps", min=1, help="Steps to record.")]
+_WARMUP = Annotated[int, typer.Option("--warmup", min=0, help="Steps to drop first; the last one is timed.")]
+_JSON = Annotated[str | None, typer.Option("--json", help="Write the findings as JSON; - for standard output.")]
+_HTML = Annotated[str | None, typer.Option("--html", help="Write or extend a report page.")]
+_FAIL = Annotated[str | None, typer.Option("--fail-on", help="Exit 1 when one of these rules fires: ids, or any.")]
+_BASELINE = Annotated[str | None, typer.Option("--baseline", help="Known findings, which do not fail.")]
+_WRITE = Annotated[bool, typer.Option("--write-baseline", help="Write the findings to the --baseline file.")]
+_ANNOTATE = Annotated[bool, typer.Option("--annotations", help="Print one ::warning line per finding.")]
+_EXPLAIN = Annotated[int | None, typer.Option("--explain", min=1, help="Print entry N in full.")]
+_ALL = Annotated[bool, typer.Option("--all", help="Show small findings as well.")]
+_LIMIT = Annotated[list[str] | None, typer.Option("--threshold", help="id.name=value, such as op-storm.repeats=64.")]
+_STOP = Annotated[bool, typer.Option("--stop", help="End the script when the steps are recorded.")]
+_FAKE = Annotated[bool, typer.Option("--fake", help="Run the first step without data: does the host look at values?")]
+_RANKS = Annotated[str, typer.Option("--ranks", help="0: rank 0 reports itself; all: merged by line.")]
+
+
+def diagnose(
+    script: _SCRIPT,
+    args: _ARGS = None,
+    steps: _STEPS = 3,
+    warmup: _WARMUP = 1,
+    json: _JSON = None,
+    html: _HTML = None,
+    fail_on: _FAIL = None,
+    baseline: _BASELINE = None,
+    write_baseline: _WRITE = False,
+    annotations: _ANNOTATE = False,
+    explain: _EXPLAIN = None,
+    show_all: _ALL = False,
+    threshold: _LIMIT = None,
+    stop: _STOP = False,
+    fake: _FAKE = False,
+    ranks_shown: _RANKS = "0",
+) -> None:
+    """Name the lines that waste a training step: run SCRIPT, record a few steps, rank what they cost.
+
+    Exit code: the script's own; 1 when a rule of --fail-on fires; 2 for bad input.
+    """
+    path = _script_path(script)
+    rules = _checked("--fail-on", gates.parse_rules, fail_on) if fail_on is not None else ()
+    limits = _checked("--threshold", Limits.parse, threshold or [])
+    if ranks_shown not in ("0", "all"):
+        raise BadInput(f"--ranks: expected 0 or all, got {ranks_shown!r}")
+    if write_baseline and baseline is None:
+        raise BadInput("--write-baseline: expected --baseline FILE to say where")
+    if baseline is not None and not write_baseline and not Path(baseline).is_file():
+        raise BadInput(f"--baseline: no such file: {baseline} (--write-baseline makes it)")
+    for option, target in (("--json", json), ("--html", html), ("--baseline", baseline if write_baseline else None)):
+        check_writable(target, option)
+    if fake:
+        raise typer.Exit(_run_fake(path, args or [], json))
+
+    watch = Watch(steps, warmup, limits, timed_warmup=True, on_done=_raise_stop if stop else None)
+    outcome = _run(path, args or [], watch, json)
+    if not ranks.is_first() and ranks_shown == "0":
+        raise typer.Exit(outcome.code)
+    findings, silenced = gates.without_allowed(watch.findings())
+    if write_baseline and baseline is not None:
+        _write_baseline(findings, baseline)
+    elif baseline is not None:
+        _checked("--baseline", lambda file: gates.mark_baselined(findings, file), baseline)
+    report = output.as_json(watch, findings, str(path), args or [], outcome.code, outcome.exception)
+    if ranks_shown == "all":
+        merged = ranks.gather(report)
+        if merged is None:
+            raise typer.Exit(outcome.code)
+        report = merged
+    _show(watch, findings, str(path), silenced, show_all, explain, annotations, json)
+    write_json(report, json)
+    if html is not None:
+        _write_html(html, report, findings)
+    raise typer.Exit(_exit_code(outcome, watch, findings, rules))
+
+
+def _script_path(script: str) -> Path:
+    path = Path(script)
+    if path.is_dir():
+        path = path / "train.py"
+        if not path.is_file():
+            raise BadInput(f"SCRIPT: the folder {script} has no train.py")
+    if not path.is_file():
+        raise BadInput(f"SCRIPT: no such file: {script}")
+    return path
+
+
+def _checked(option: str, parse: Any, value: Any) -> Any:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise BadInput(f"{option}: {error}") from None
+
+
+def _raise_stop() -> None:
+    raise Stop
+
+
+def _run(path: Path, args: list[str], watch: Watch, json: str | None) -> Outcome:
+    if json != "-":
+        return run_script(path, args, watch)
+    # Standard output belongs to the JSON object: what the script prints goes to standard error.
+    with redirect_stdout(sys.stderr):
+        return run_script(path, args, watch)
+
+
+def _run_fake(path: Path, args: list[str], json: str | None) -> int:
+    from leanstep.diagnose.fake import run_fake
+    from leanstep.diagnose.source import short_path
+
+    with redirect_stdout(sys.stderr):
+        verdict, outcome = run_fake(path, args)
+    screen = console(json)
+    report: dict[str, Any] = {"script": str(path), "steps": verdict.steps, "read": None}
+    if verdict.line is not None:
+        place = f"{short_path(verdict.line.file)}:{verdict.line.number}"
+        report["read"] = {
+            "file": short_path(verdict.line.file), "line": verdict.line.number, "op": verdict.op, "code": verdict.line.code,
+        }  # fmt: skip
+        screen.print(f"host-sync  {place}  {verdict.op}\n    {verdict.line.code}", markup=False, soft_wrap=True)
+        screen.print("The host looks at a value here; later reads were not reached.", markup=False)
+    elif outcome.exception is None:
+        ran = "The first step" if verdict.steps else "The script"
+        screen.print(f"{ran} ran without data: nothing forced the host to look.", markup=False)
+    write_json(report, json)
+    if outcome.code:
+        return outcome.code
+    return 1 if verdict.line is not None else 0
+
+
+def _write_baseline(findings: list[Finding], path: str) -> None:
+    import json
+
+    write_text(path, json.dumps(gates.baseline_of(findings), indent=1, ensure_ascii=False) + "\n", "--baseline")
+    for finding in findings:
+        finding.baselined = True
+
+
+def _show(
+    watch: Watch, findings: list[Finding], script: str, silenced: int, show_all: bool, explain: int | None,
+    annotate: bool, json: str | None,
+) -> None:  # fmt: skip
+    target = console(json)
+    width = max(target.width, 60) if target.is_terminal else output.WIDTH
+    text = output.screen(watch, findings, script, silenced=silenced, show_all=show_all, width=width)
+    target.print(text, markup=False, highlight=False, soft_wrap=True)
+    if explain is not None:
+        entries = output.entries_of([f for f in findings if not f.baselined])
+        if explain > len(entries):
+            raise BadInput(f"--explain: expected 1 to {len(entries)}, got {explain}" if entries else "--explain: no findings")
+        target.print("\n" + output.explain(entries[explain - 1]), markup=False, highlight=False, soft_wrap=True)
+    if annotate:
+        for command in output.annotations(findings):
+            target.print(command, markup=False, highlight=False, soft_wrap=True)
+
+
+def _write_html(path: str, report: dict[str, Any], findings: list[Finding]) -> None:
+    from leanstep.report import page, source
+
+    files = {finding.id: finding.line.file for finding in findings if finding.line.library}
+    shown = [
+        {**f, "source": source.excerpt(files[f["id"]], f["line"], f["code"])} if f["id"] in files else f
+        for f in report["findings"]
+    ]
+    page.add_section(path, "diagnose", {**report, "findings": shown})
+
+
+def _exit_code(outcome: Outcome, watch: Watch, findings: list[Finding], rules: tuple[str, ...]) -> int:
+    if outcome.code:
+        return outcome.code
+    if rules and not watch.steps:
+        raise BadInput(f"--fail-on: no step was recorded after {watch.num_warmup} of warm-up; nothing can be said")
+    failed = gates.failures(findings, rules)
+    if failed:
+        names = ", ".join(sorted({finding.rule for finding in failed}))
+        print(f"leanstep: --fail-on: {len(failed)} finding{'s' * (len(failed) != 1)} ({names})", file=sys.stderr)
+        return 1
+    return 0
+
+

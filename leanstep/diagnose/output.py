@@ -1,0 +1,300 @@
+"""What a recording says: the JSON object, the terminal's screen, one finding in full, annotations for a CI."""
+
+from __future__ import annotations
+
+import linecache
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import leanstep
+from leanstep.diagnose import source
+from leanstep.diagnose.cost import is_small
+from leanstep.diagnose.finding import Finding
+from leanstep.diagnose.rules import RULES, size
+from leanstep.diagnose.source import Line, short_path
+
+SCHEMA = 1
+SCHEMA_FILE = Path(__file__).with_name("schema.json")
+# Entries shown without `--all`; five of them fill one screen of 24 lines.
+MAX_ENTRIES = 10
+WIDTH = 80
+
+
+def as_json(
+    watch: Any, findings: Sequence[Finding], script: str = "", argv: Sequence[str] = (), code: int = 0, exception: str | None = None
+) -> dict[str, Any]:
+    """The object of `--json`; `schema.json` in this folder describes it."""
+    ops = sorted(step.num_ops for step in watch.steps)
+    return {
+        "schema": SCHEMA,
+        "leanstep": leanstep.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": "cuda" if watch.recorder.accelerator else "cpu",
+        "threads": torch.get_num_threads(),
+        "script": script,
+        "argv": list(argv),
+        "exit": {"code": code, "exception": exception},
+        "steps": {
+            "warmup": watch.warmup_done,
+            "recorded": len(watch.steps),
+            "boundary": watch.boundary,
+            "ops": ops[len(ops) // 2] if ops else 0,
+            "step_seconds": watch.step_seconds,
+        },
+        "findings": [_finding(finding) for finding in findings],
+        "not_seen": watch.not_seen,
+    }
+
+
+def _finding(f: Finding) -> dict[str, Any]:
+    cost: dict[str, Any] = {
+        "seconds": f.seconds, "bytes": f.bytes, "flops": int(f.work.flops) or None, "share": f.share, "basis": f.basis
+    }  # fmt: skip
+    if f.seconds_range is not None:
+        cost["seconds_range"] = list(f.seconds_range)
+    return {
+        "id": f.id,
+        "rule": f.rule,
+        "rank": f.rank,
+        "file": short_path(f.line.file),
+        "line": f.line.number,
+        "function": f.line.function,
+        "code": f.line.code,
+        "called_from": [
+            {"file": short_path(line.file), "line": line.number, "count": count} for line, count in f.callers.most_common()
+        ],
+        "count": f.count,
+        "counts": f.counts,
+        "phase": f.phase,
+        "in_loop": f.in_loop,
+        "cost": cost,
+        "what": f.what,
+        "why": f.why,
+        "fix": f.fix,
+        "leanstep": f.leanstep,
+        "confidence": f.confidence,
+        "compiled": f.compiled,
+        "evidence": f.evidence,
+        "baselined": f.baselined,
+    }
+
+
+class Entry:
+    """Findings of one rule on neighbouring lines of one function: one entry on the screen."""
+
+    def __init__(self, finding: Finding) -> None:
+        self.findings = [finding]
+
+    def takes(self, other: Finding) -> bool:
+        mine = self.findings[0]
+        same = (mine.rule, mine.line.file, mine.line.function) == (other.rule, other.line.file, other.line.function)
+        return same and any(abs(f.line.number - other.line.number) <= 3 for f in self.findings)
+
+    @property
+    def first(self) -> Finding:
+        return self.findings[0]
+
+    @property
+    def where(self) -> str:
+        numbers = sorted(f.line.number for f in self.findings)
+        name = Path(self.first.line.file).name
+        if len(numbers) == 1:
+            return f"{name}:{numbers[0]}"
+        return f"{name}:{numbers[0]}–{numbers[-1]} in {self.first.line.function} ({len(numbers)} lines)"
+
+    @property
+    def called_from(self) -> str:
+        callers: Counter[Line] = Counter()
+        for finding in self.findings:
+            callers.update(finding.callers)
+        if not callers:
+            return ""
+        line = callers.most_common(1)[0][0]
+        more = f" and {len(callers) - 1} more" if len(callers) > 1 else ""
+        return f"called from {Path(line.file).name}:{line.number}{more}"
+
+    @property
+    def amount(self) -> str:
+        total = sum(f.count for f in self.findings)
+        return RULES[self.first.rule].amount(replace(self.first, count=total))
+
+    @property
+    def cost(self) -> str:
+        return cost_text(self.findings)
+
+
+def cost_text(findings: Sequence[Finding]) -> str:
+    """What it costs about, in a few words."""
+    first = findings[0]
+    if first.seconds_range is not None:
+        low = sum(f.seconds_range[0] for f in findings if f.seconds_range)
+        high = sum(f.seconds_range[1] for f in findings if f.seconds_range)
+        return f"{duration_range(low, high)} on a GPU"
+    if first.rule == "dead-rows":
+        return f"{100 * first.count / first.evidence['rows']:.0f} % of the head"
+    if first.work.held_bytes and first.rule != "unused-grad":
+        return f"{size(sum(f.work.held_bytes for f in findings))} held"
+    seconds = sum(f.seconds or 0.0 for f in findings)
+    shares = [f.share for f in findings if f.share is not None]
+    share = f" ({min(sum(shares), 1.0):.0%} of the step)" if shares and seconds else ""
+    return f"{duration(seconds)}{share}"
+
+
+def duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{_figures(seconds / scale)} {unit}"
+    return f"{_figures(seconds * 1e6)} µs"
+
+
+def duration_range(low: float, high: float) -> str:
+    unit, scale = ("ms", 1e-3) if high >= 1e-3 else ("µs", 1e-6)
+    return f"{_figures(low / scale)}–{_figures(high / scale)} {unit}"
+
+
+def _figures(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def entries_of(findings: Sequence[Finding]) -> list[Entry]:
+    """Group neighbours; the order is that of the ranks."""
+    entries: list[Entry] = []
+    for finding in findings:
+        for entry in entries:
+            if entry.takes(finding):
+                entry.findings.append(finding)
+                break
+        else:
+            entries.append(Entry(finding))
+    for entry in entries:
+        entry.findings.sort(key=lambda f: f.line.number)
+    return entries
+
+
+def header(watch: Any, script: str) -> str:
+    device = "cuda" if watch.recorder.accelerator else "cpu"
+    parts = [f"torch {torch.__version__}", f"{device}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"]
+    steps = len(watch.steps)
+    after = f" after {watch.warmup_done}" if watch.warmup_done else ""
+    parts.append(f"{steps} step{'s' * (steps != 1)} recorded{after}")
+    if watch.step_seconds:
+        parts.append(f"step {duration(watch.step_seconds)} unrecorded")
+    return f"leanstep diagnose {script}\n  " + " · ".join(parts)
+
+
+def screen(watch: Any, findings: Sequence[Finding], script: str, *, silenced: int = 0, show_all: bool = False, width: int = WIDTH) -> str:
+    """The terminal's text: header, entries, what was not seen."""
+    lines = [header(watch, script)]
+    shown = [f for f in findings if not f.baselined]
+    if watch.steps and watch.boundary == "none":
+        lines.append("  No optimizer step seen: the whole run is taken as one step.")
+    missing = source.missing_private_names()
+    if missing:
+        lines.append(f"  This torch has no {' and no '.join(missing)}: backward ops have no line.")
+    if not watch.steps:
+        lines.append("  No step was recorded: the script ended within the warm-up (--warmup 0 records it).")
+    entries = entries_of(shown)
+    visible = [e for e in entries if show_all or not all(is_small(f) for f in e.findings)]
+    if not show_all:
+        visible = visible[:MAX_ENTRIES]
+    lines.append("")
+    if watch.steps and not entries:
+        lines.append("  Nothing to complain about.")
+    for number, entry in enumerate(visible, 1):
+        lines.extend(_entry_lines(number, entry, width))
+    hidden = len(entries) - len(visible)
+    if hidden:
+        lines.append(f"  and {hidden} smaller one{'s' * (hidden != 1)} (--all shows {'them' if hidden > 1 else 'it'})")
+    footer = _not_seen(watch)
+    baselined = sum(f.baselined for f in findings)
+    if baselined:
+        footer.append(f"Suppressed by baseline: {baselined}.")
+    if silenced:
+        footer.append(f"Silenced by comments: {silenced}.")
+    if footer:
+        lines += ["", *footer]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _entry_lines(number: int, entry: Entry, width: int) -> list[str]:
+    first = entry.first
+    compiled = "  (compiled region)" if first.compiled else ""
+    called = entry.called_from
+    head = f"{number:3}  {first.rule:<19} {entry.where:<26} {entry.amount}{compiled}"
+    code = _clip(first.line.code, width - 5 - (len(called) + 3 if called else 0))
+    return [
+        _clip(head, width),
+        f"     {code}{'   ' + called if called else ''}",
+        _clip(f"     costs about {entry.cost} → {first.short_fix}", width),
+    ]
+
+
+def _clip(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(width - 1, 1)] + "…"
+
+
+def _not_seen(watch: Any) -> list[str]:
+    grouped: dict[str, list[str]] = {}
+    for note in watch.not_seen:
+        grouped.setdefault(note["note"], []).append(note["where"])
+    lines = []
+    for text, places in grouped.items():
+        places = [place for place in places if place]
+        where = f" ({', '.join(places[:3])}{' …' if len(places) > 3 else ''})" if places else ""
+        lines.append(f"Not seen: {text}{where}.")
+    return lines
+
+
+def explain(entry: Entry) -> str:
+    """One entry in full, with six lines of source around each line."""
+    parts = []
+    for f in entry.findings:
+        steps = f"{len(f.counts)} step{'s' * (len(f.counts) != 1)}"
+        cost = cost_text([f])
+        parts += [
+            f"{f.rule}  {short_path(f.line.file)}:{f.line.number} in {f.line.function}",
+            *_excerpt(f.line),
+            *(f"  called from {short_path(line.file)}:{line.number}: {count}" for line, count in f.callers.most_common(8)),
+            f"  what   {f.what}",
+            f"  often  {f.amount} per step (on {steps}: {', '.join(map(str, f.counts[:8]))}); phase {f.phase}",
+            f"  costs  {cost} per step, {f.basis}; confidence {f.confidence}",
+            f"  why    {f.why}",
+            f"  do     {f.fix}",
+            "",
+        ]
+    return "\n".join(parts).rstrip()
+
+
+def _excerpt(line: Line, around: int = 3) -> list[str]:
+    found = []
+    for number in range(max(1, line.number - around), line.number + around):
+        text = linecache.getline(line.file, number).rstrip()
+        if text or number == line.number:
+            found.append(f"  {'>' if number == line.number else ' '} {number:4}  {text}")
+    return found
+
+
+def annotations(findings: Sequence[Finding]) -> list[str]:
+    """GitHub workflow commands, one per finding; a library's line is shown where the user's code called it."""
+    commands = []
+    for f in findings:
+        if f.baselined:
+            continue
+        line = f.callers.most_common(1)[0][0] if f.line.library and f.callers else f.line
+        file = _escape(short_path(line.file), property=True)
+        title = _escape(f"leanstep {f.rule}", property=True)
+        message = _escape(f"{f.what} {f.fix}")
+        commands.append(f"::warning file={file},line={line.number},title={title}::{message}")
+    return commands
+
+
+def _escape(text: str, property: bool = False) -> str:
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return text.replace(":", "%3A").replace(",", "%2C") if property else text

@@ -1,0 +1,100 @@
+"""Run a user's script the way Python would, so that its errors, its exit code and its arguments stay its own."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+_LEANSTEP = str(Path(__file__).resolve().parents[1]) + os.sep
+_PASSED_ON = (os.sep + os.path.join("torch", "_ops.py"), os.sep + os.path.join("torch", "overrides.py"))  # noqa: PTH118
+
+
+class Stop(BaseException):
+    """Raised through the script to end it early; not an error of the script."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the script ended: its exit code, and its exception's name, if any."""
+
+    code: int = 0
+    exception: str | None = None
+    stopped: bool = False
+
+
+def run_script(path: Path, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
+    """Run `path` as `__main__` inside `context`, which is left before anything is printed."""
+    old_argv, old_path = sys.argv, list(sys.path)
+    sys.argv = [str(path), *argv]
+    sys.path[:1] = [str(path.resolve().parent)]
+    try:
+        with context:
+            runpy.run_path(str(path), run_name="__main__")
+    except Stop:
+        return Outcome(stopped=True)
+    except SystemExit as error:
+        return Outcome(_exit_code(error))
+    except KeyboardInterrupt as error:
+        _print_traceback(error)
+        return Outcome(130, "KeyboardInterrupt")
+    except BaseException as error:
+        _print_traceback(error)
+        return Outcome(1, type(error).__name__)
+    finally:
+        sys.argv = old_argv
+        sys.path[:] = old_path
+    return Outcome()
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _print_traceback(error: BaseException) -> None:
+    sys.stdout.flush()
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = users_traceback(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    traceback.print_exception(error, file=sys.stderr)
+
+
+def users_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames that ran the script and without those that watched it."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    kept: list[TracebackType] = []
+    watched = False
+    for entry in frames:
+        file = entry.tb_frame.f_code.co_filename
+        if file.startswith(_LEANSTEP):
+            watched = True
+        elif not kept and (file.startswith("<frozen") or file == runpy.__file__ or "contextlib" in file):
+            continue
+        elif watched and file.endswith(_PASSED_ON):
+            # What a mode calls to pass an op on; without the mode these frames are not there.
+            continue
+        else:
+            kept.append(entry)
+            watched = watched and bool(file.startswith("<"))
+    # torch's detour into the function mode ends with frames of its own: drop those before a watched one.
+    result: TracebackType | None = None
+    for entry in reversed(kept):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
