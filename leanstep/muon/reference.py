@@ -44,6 +44,8 @@ def normalize(update: Tensor, eps_mode: str = "relative") -> Tensor:
     `absolute` adds 1e-6 to the divisor, as upstream does: updates below that size shrink.
     `relative` divides by max|update| first, so any scale gives the same result; zero stays zero.
     """
+    if update.numel() == 0:
+        return update
     if eps_mode == "absolute":
         norm = torch.linalg.vector_norm(update, dim=(-2, -1), keepdim=True)
         return update / (norm * SAFETY + ABSOLUTE_EPS)

@@ -1,0 +1,118 @@
+"""What people run today, for the benches: the plain step, torch.optim.Muon, a stacked compiled step, dion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from leanstep.muon import reference
+
+
+class PlainNorMuon:
+    """NorMuon straight from `reference.py`, one matrix at a time."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        lr: float,
+        weight_decay: float,
+        orthogonalise: Callable[[Tensor], Tensor] = reference.polar,
+    ) -> None:
+        self.params, self.lr, self.weight_decay, self.orthogonalise = params, lr, weight_decay, orthogonalise
+        self.state: list[tuple[Tensor, Tensor]] = []
+        for param in params:
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            axis = reference.variance_axis(*param.shape)
+            second = torch.zeros_like(param, dtype=dtype).sum(axis, keepdim=True)
+            self.state.append((torch.zeros_like(param, dtype=dtype), second))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for index, param in enumerate(self.params):
+            buffer, second = self.state[index]
+            assert param.grad is not None
+            update, buffer = reference.nesterov(param.grad.to(buffer.dtype), buffer, 0.95)
+            update, second = reference.reduce_variance(self.orthogonalise(update), second, 0.95)
+            rate = self.lr * reference.shape_factor(*param.shape)
+            weight = param.detach().to(buffer.dtype)
+            param.copy_(reference.cautious_decay(weight, update, rate, self.weight_decay * self.lr))
+            self.state[index] = (buffer, second)
+
+
+def polar_addmm(update: Tensor) -> Tensor:
+    """Polar Express written with torch.optim.Muon's fused products."""
+    x = reference.normalize(update)
+    tall = x.size(0) > x.size(1)
+    if tall:
+        x = x.mT
+    for a, b, c in reference.POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def torch_muon(compute_dtype: torch.dtype | None):
+    """torch.optim.Muon; with a dtype, its forced bfloat16 cast goes there instead."""
+
+    def make(parameters: list[nn.Parameter], constants: dict[str, Any]) -> Callable[[], Any]:
+        optimizer = torch.optim.Muon(parameters, lr=constants["lr"])
+        if compute_dtype is None:
+            return optimizer.step
+
+        def step() -> None:
+            with mock.patch.object(Tensor, "bfloat16", lambda self: self.to(compute_dtype, copy=True)):
+                optimizer.step()
+
+        return step
+
+    return make
+
+
+def stacked_compiled(parameters: list[nn.Parameter], constants: dict[str, Any]) -> Callable[[], Any]:
+    """nanochat's arrangement: equal shapes stacked, momentum to write in one compiled function, bfloat16."""
+    shapes: dict[torch.Size, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        shapes.setdefault(parameter.shape, []).append(parameter)
+    groups = []
+    for (rows, cols), members in shapes.items():
+        buffer = torch.zeros(len(members), rows, cols)
+        second = buffer.sum(reference.variance_axis(rows, cols), keepdim=True)
+        groups.append((members, buffer, second))
+    fused = torch.compile(_fused_step, dynamic=False)
+
+    @torch.no_grad()
+    def step() -> None:
+        for members, buffer, second in groups:
+            grads = torch.stack([p.grad for p in members if p.grad is not None])
+            weights = torch.stack([p.detach() for p in members])
+            rate = constants["lr"] * reference.shape_factor(*members[0].shape)
+            fused(weights, grads, buffer, second, torch.tensor(rate), torch.tensor(constants["lr"]))
+            torch._foreach_copy_([p.detach() for p in members], list(weights.unbind(0)))
+
+    return step
+
+
+def _fused_step(
+    weights: Tensor, grads: Tensor, buffer: Tensor, second: Tensor, rate: Tensor, lr: Tensor
+) -> None:
+    buffer.lerp_(grads, 0.05)
+    x = grads.lerp(buffer, 0.95).bfloat16()
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * reference.SAFETY + reference.ABSOLUTE_EPS)
+    for a, b, c in reference.POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    update, moved = reference.reduce_variance(x.float(), second, 0.95)
+    second.copy_(moved)
+    mask = (update * weights) >= 0
+    weights.sub_(rate * update + rate * (1.2 * lr) * weights * mask)
+
+
+def dion_normuon(parameters: list[nn.Parameter], constants: dict[str, Any]) -> Callable[[], Any]:
+    """microsoft/dion's NorMuon at its defaults."""
+    import dion  # type: ignore[import-not-found]
+
+    return dion.NorMuon([{"params": parameters}], lr=constants["lr"]).step
