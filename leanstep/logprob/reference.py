@@ -12,14 +12,13 @@ def reference_logprobs(
     """Log-prob of `tokens` [N] and entropy, [N] each, of softmax(logits / temperature).
 
     `keep` restricts each row's log-prob (never its entropy) to the listed ids and the target.
+    Plain code: a logit of -inf makes the entropy NaN.
     """
     if isinstance(temperature, Tensor):
         temperature = temperature.to(logits.dtype).unsqueeze(-1)
     z = logits / temperature
     log_p = torch.log_softmax(z, -1)
-    # 0 log 0 = 0: keep -inf out of the product, and out of its gradient.
-    finite = torch.where(log_p == -torch.inf, 0.0, log_p)
-    entropy = -(log_p.exp() * finite).sum(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
     if keep is not None:
         kept = torch.zeros_like(z, dtype=torch.bool).scatter_(1, tokens.unsqueeze(-1), True)
         for row, ids in enumerate(keep):

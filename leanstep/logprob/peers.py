@@ -1,0 +1,119 @@
+"""Other libraries' ways to the same numbers, called as they are meant to be; imported only when measured."""
+
+# T rows · R selected rows · D model · V vocabulary
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+Constants = dict[str, Any]
+
+# Measured here: narrower vocabulary tiles than TRL's default 32768 are faster on a CPU, not slower.
+TRL_COLUMNS = 4096
+
+
+def selected(t: Tensors) -> tuple[Tensor, Tensor]:
+    """Hidden rows and tokens of the selected rows, for a peer that is handed the same rows."""
+    return t["hidden"].index_select(0, t["rows"]), t["tokens"].index_select(0, t["rows"])
+
+
+def picked(t: Tensors, logp: Tensor, entropy: Tensor) -> Tensors:
+    """All rows were computed; the wanted ones are picked afterwards."""
+    return {"logp": logp.index_select(0, t["rows"]), "entropy": entropy.index_select(0, t["rows"])}
+
+
+def trl_all_rows(t: Tensors, constants: Constants) -> Tensors:
+    return picked(t, *_trl(t["hidden"], t["weight"], t["tokens"]))
+
+
+def trl_same_rows(t: Tensors, constants: Constants) -> Tensors:
+    hidden, tokens = selected(t)
+    logp, entropy = _trl(hidden, t["weight"], tokens)
+    return {"logp": logp, "entropy": entropy}
+
+
+def _trl(hidden: Tensor, weight: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    from trl.kernels import ChunkedLogProbFunction
+
+    out = ChunkedLogProbFunction.apply(
+        hidden, weight, None, tokens, 1.0, TRL_COLUMNS, None, 1.0, ("entropy",)
+    )
+    return out[0], out[1]
+
+
+def verl_all_rows(t: Tensors, constants: Constants) -> Tensors:
+    return picked(t, *_verl(t["hidden"], t["weight"], t["tokens"]))
+
+
+def verl_same_rows(t: Tensors, constants: Constants) -> Tensors:
+    hidden, tokens = selected(t)
+    logp, entropy = _verl(hidden, t["weight"], tokens)
+    return {"logp": logp, "entropy": entropy}
+
+
+def _verl(hidden: Tensor, weight: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    return FusedLinearForPPO(chunk_size=512)(hidden, weight, tokens)
+
+
+def liger_logprob(t: Tensors, constants: Constants) -> Tensors:
+    """The log-prob part of Liger's chunked GRPO, on the same rows; it has no entropy."""
+    from liger_kernel.chunked_loss.fused_linear_ppo import _ChunkedSelectiveLogProbFunction
+
+    hidden, tokens = selected(t)
+    return {
+        "logp": _ChunkedSelectiveLogProbFunction.apply(hidden, t["weight"], tokens, None, 1.0, TRL_COLUMNS)
+    }
+
+
+def torch_linear_cross_entropy(t: Tensors, constants: Constants) -> Tensors:
+    """PyTorch's chunked head on the same rows: a summed loss, no log-prob per row, no entropy."""
+    hidden, tokens = selected(t)
+    options = torch.nn.LinearCrossEntropyOptions()
+    loss = torch.nn.functional.linear_cross_entropy(
+        hidden, t["weight"], tokens, reduction="sum", options=options
+    )
+    return {"loss": loss}
+
+
+def cut_cross_entropy(t: Tensors, constants: Constants) -> Tensors:
+    """Cut-cross-entropy's CPU implementation, on the same rows; it has no entropy."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    hidden, tokens = selected(t)
+    nll = linear_cross_entropy(hidden, t["weight"], tokens, impl="torch_compile", reduction="none")
+    return {"logp": -nll}
+
+
+def liger_grpo(t: Tensors, constants: Constants) -> Tensors:
+    """Liger's whole chunked GRPO loss on the same rows: token mean, k3 KL, no entropy bonus."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    hidden, tokens = selected(t)
+    lengths = constants["sequence_lengths"]
+    shape = (len(lengths), lengths[0])
+    objective = constants["objective"]
+    loss_of = LigerFusedLinearGRPOLoss(
+        beta=objective.kl_coef,
+        compiled=constants["compiled"],
+        use_ref_model=True,
+        epsilon_low=objective.clip_low,
+        epsilon_high=objective.clip_high,
+        loss_type="dapo",
+    )
+    loss, _ = loss_of(
+        hidden.view(*shape, -1),
+        t["weight"],
+        tokens.view(shape),
+        t["mask"].view(shape),
+        # One advantage per sequence there; here they are equal within a sequence.
+        t["advantages"].view(shape)[:, 0].contiguous(),
+        ref_per_token_logps=t["ref_logp"].view(shape),
+        old_per_token_logps=t["old_logp"].view(shape),
+    )
+    return {"loss_without_entropy": loss}
