@@ -68,16 +68,19 @@ def lens_loss(
         pairs = build_pairs(batch.loss, batch.row, config, order=pair_order)
         pairs = sample_pairs(pairs, config, generator)
     divide = _denominator(config, process_group)
+    gradients = torch.is_grad_enabled()
 
     if backend == "fused":
         with torch.no_grad():
-            x = scores.detach().to(dtype)
+            backend_loss = _fused_backend(scores)
+            # The kernel reads any dtype; the torch version works in the dtype of its sums.
+            x = scores.detach() if backend_loss is not fused_loss else scores.detach().to(dtype)
             sign = span_weights = None
             if config.span_sampling != "none":
                 sign = build_targets(batch, pairs, config)
-                span_weights = sample_spans(x, sign, pairs, config, generator)
-            need_grad = scores.requires_grad
-            out = _fused_backend(x)(
+                span_weights = sample_spans(x.to(dtype), sign, pairs, config, generator)
+            need_grad = scores.requires_grad and gradients
+            out = backend_loss(
                 x,
                 batch,
                 pairs,

@@ -30,7 +30,9 @@ def load(name: str) -> dict[str, Any]:
 
 
 def expand_runs(variant: dict[str, Any], block: int, running: int) -> None:
-    variant["positions"] = [start + k * block**lod for start, lod, count in variant["runs"] for k in range(count)]
+    variant["positions"] = [
+        start + k * block**lod for start, lod, count in variant["runs"] for k in range(count)
+    ]
     variant["lods"] = [lod for _, lod, count in variant["runs"] for _ in range(count)]
     assert len(variant["positions"]) == variant["length"]
     variant["scores"] = [
@@ -49,7 +51,9 @@ def batch_of(data: dict[str, Any]) -> LensBatch:
         [Variant(v["positions"], v["lods"], v["loss"], v["is_baseline"]) for v in sample["variants"]]
         for sample in data["samples"]
     ]
-    return LensBatch.from_variants(samples, config_of(data), num_tokens=[s["seq_tokens"] for s in data["samples"]])
+    return LensBatch.from_variants(
+        samples, config_of(data), num_tokens=[s["seq_tokens"] for s in data["samples"]]
+    )
 
 
 def scores_of(data: dict[str, Any], batch: LensBatch, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -67,7 +71,9 @@ def canonical_slots(data: dict[str, Any], batch: LensBatch) -> list[tuple[int, i
     per_sample = min(data["config"]["max_pairs"], math.comb(width, 2))
     slots: list[tuple[int, int, int] | None] = []
     for sample in range(len(data["samples"])):
-        found: list[tuple[int, int, int] | None] = [(s, b, w) for s, b, w, _ in data["pairs_canonical"] if s == sample]
+        found: list[tuple[int, int, int] | None] = [
+            (s, b, w) for s, b, w, _ in data["pairs_canonical"] if s == sample
+        ]
         slots += [*found, *[None] * (per_sample - len(found))]
     return slots
 
@@ -80,14 +86,19 @@ def pair_order_of(data: dict[str, Any], batch: LensBatch) -> torch.Tensor:
     return torch.tensor([*processed, *rest], dtype=torch.int64)
 
 
-def assert_gradient(data: dict[str, Any], batch: LensBatch, grad: torch.Tensor, rtol: float, atol: float) -> None:
+def assert_gradient(
+    data: dict[str, Any], batch: LensBatch, grad: torch.Tensor, rtol: float, atol: float
+) -> None:
     outputs = data["outputs"]
     row = 0
     if "grad" in outputs:
         for sample in outputs["grad"]:
             for expected in sample:
                 torch.testing.assert_close(
-                    grad[row, : len(expected)].double(), torch.tensor(expected, dtype=torch.float64), rtol=rtol, atol=atol
+                    grad[row, : len(expected)].double(),
+                    torch.tensor(expected, dtype=torch.float64),
+                    rtol=rtol,
+                    atol=atol,
                 )
                 row += 1
     else:
@@ -96,6 +107,8 @@ def assert_gradient(data: dict[str, Any], batch: LensBatch, grad: torch.Tensor, 
                 g = grad[row].double()
                 j = torch.arange(len(g), dtype=torch.float64)
                 got = torch.stack([g.sum(), g.abs().sum(), (g * j.cos()).sum()])
-                torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=rtol, atol=10 * atol)
+                torch.testing.assert_close(
+                    got, torch.tensor(expected, dtype=torch.float64), rtol=rtol, atol=10 * atol
+                )
                 row += 1
     assert (grad[~batch.valid] == 0).all()

@@ -26,7 +26,12 @@ def test_golden_vectors(name, dtype, backend):
     rtol, atol = (1e-9, 1e-15) if dtype == torch.float64 else (1e-4, 2e-8)
     state = torch.tensor(data["config"]["ema_in"], dtype=dtype)
     result = lens_loss(
-        scores, batch, golden.config_of(data), state=state, pair_order=golden.pair_order_of(data, batch), backend=backend
+        scores,
+        batch,
+        golden.config_of(data),
+        state=state,
+        pair_order=golden.pair_order_of(data, batch),
+        backend=backend,
     )
     result.loss.backward()
     golden.assert_gradient(data, batch, scores.grad, rtol, atol)
@@ -48,7 +53,11 @@ def test_pairs_and_targets_equal_the_original(name, lookup):
     batch, config = golden.batch_of(data), golden.config_of(data)
     pairs = build_pairs(batch.loss, batch.row, config, order=golden.pair_order_of(data, batch))
     sign = build_targets(batch, pairs, config, lookup=lookup)
-    row = {(s, v): int(batch.row[s, v]) for s, sample in enumerate(data["samples"]) for v in range(len(sample["variants"]))}
+    row = {
+        (s, v): int(batch.row[s, v])
+        for s, sample in enumerate(data["samples"])
+        for v in range(len(sample["variants"]))
+    }
     for k, pair in enumerate(data["pairs"]):
         assert int(pairs.better[k]) == row[pair["sample"], pair["better"]]
         assert int(pairs.worse[k]) == row[pair["sample"], pair["worse"]]
@@ -142,7 +151,9 @@ def test_every_term_equals_the_loops(backend, form, seed):
     torch.testing.assert_close(got.state, truth.state, rtol=1e-12, atol=1e-15)
     assert got.kept.equal(truth.kept) and set(got.terms) == set(truth.terms)
     for name, values in truth.terms.items():
-        torch.testing.assert_close(got.terms[name], values, rtol=1e-10, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got.terms[name], values, rtol=1e-10, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_compact_and_dense_layouts_agree():
@@ -271,7 +282,9 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"scores: expected a floating dtype"):
         lens_loss(x.long(), batch, config)
     with pytest.raises(ValueError, match=r"prev_valid: expected bool of shape"):
-        lens_loss(x, batch, config, prev_scores=x, prev_valid=torch.ones(batch.num_contexts, 1, dtype=torch.bool))
+        lens_loss(
+            x, batch, config, prev_scores=x, prev_valid=torch.ones(batch.num_contexts, 1, dtype=torch.bool)
+        )
     with pytest.raises(ValueError, match=r"state: expected a 0-d"):
         lens_loss(x, batch, config, state=torch.zeros(1))
     with pytest.raises(ValueError, match=r"backend: expected one of"):

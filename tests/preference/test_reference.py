@@ -24,14 +24,17 @@ def test_pairs_and_targets_equal_the_original(name):
     config = golden.config_of(data)
     pairs = []
     for s, sample in enumerate(data["samples"]):
-        losses = torch.tensor([math.nan if v["loss"] is None else v["loss"] for v in sample["variants"]], dtype=torch.float64)
+        losses = torch.tensor(
+            [math.nan if v["loss"] is None else v["loss"] for v in sample["variants"]], dtype=torch.float64
+        )
         pairs += [list(p) for p in reference_pairs(losses, config, s)]
     assert [p[:3] for p in pairs] == [p[:3] for p in data["pairs_canonical"]]
     assert [p[3] for p in pairs] == pytest.approx([p[3] for p in data["pairs_canonical"]], rel=1e-12, abs=0)
     for pair in data["pairs"]:
         variants = data["samples"][pair["sample"]]["variants"]
         better, worse = (
-            list(zip(variants[pair[side]]["positions"], variants[pair[side]]["lods"], strict=True)) for side in ("better", "worse")
+            list(zip(variants[pair[side]]["positions"], variants[pair[side]]["lods"], strict=True))
+            for side in ("better", "worse")
         )
         targets = reference_targets(better, worse, pair["delta"], config)
         expand = [j for j, t in enumerate(targets) if t > 0]
@@ -49,7 +52,11 @@ def test_loss_terms_and_gradient_equal_the_original(name):
     batch = golden.batch_of(data)
     scores = golden.scores_of(data, batch).requires_grad_()
     result = lens_loss_reference(
-        scores, batch, golden.config_of(data), state=data["config"]["ema_in"], pair_order=golden.pair_order_of(data, batch)
+        scores,
+        batch,
+        golden.config_of(data),
+        state=data["config"]["ema_in"],
+        pair_order=golden.pair_order_of(data, batch),
     )
     result.loss.backward()
     golden.assert_gradient(data, batch, scores.grad, rtol=1e-9, atol=1e-15)
@@ -61,7 +68,10 @@ def test_loss_terms_and_gradient_equal_the_original(name):
         assert bool(result.kept[k]) == pair["kept"]
         for term in result.terms:
             if pair["kept"]:
-                assert result.terms[term][k].item() == pytest.approx(pair[term], rel=1e-9, abs=1e-15), (k, term)
+                assert result.terms[term][k].item() == pytest.approx(pair[term], rel=1e-9, abs=1e-15), (
+                    k,
+                    term,
+                )
 
 
 def coverage_of(scores):

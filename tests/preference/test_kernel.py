@@ -1,0 +1,76 @@
+"""The Triton kernel under the interpreter: the original numbers, the closed form in torch, odd rows, two sweeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from leanstep.preference import LensConfig, lens_loss
+from leanstep.preference import kernel as kernel_module
+from leanstep.preference import loss as loss_module
+
+from . import golden
+from .test_loss import EVERY_TERM, random_batch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="numerics are checked in the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def use_kernel(monkeypatch):
+    monkeypatch.setattr(loss_module, "_fused_backend", lambda x: kernel_module.triton_loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", [n for n in golden.NAMES if not n.startswith("14")])
+def test_golden_vectors(name, dtype):
+    data = golden.load(name)
+    batch = golden.batch_of(data)
+    scores = golden.scores_of(data, batch, dtype).requires_grad_()
+    rtol, atol = (1e-9, 1e-15) if dtype == torch.float64 else (1e-4, 2e-8)
+    state = torch.tensor(data["config"]["ema_in"], dtype=dtype)
+    result = lens_loss(scores, batch, golden.config_of(data), state=state, pair_order=golden.pair_order_of(data, batch))
+    result.loss.backward()
+    golden.assert_gradient(data, batch, scores.grad, rtol, atol)
+    assert result.loss.item() == pytest.approx(data["outputs"]["loss"], rel=rtol)
+    for k, pair in enumerate(data["pairs"]):
+        for term, values in result.terms.items():
+            assert values[k].item() == pytest.approx(pair[term] if pair["kept"] else 0.0, rel=rtol, abs=atol)
+
+
+@pytest.mark.parametrize("form", ["logistic", "hinge", "squared_hinge"])
+@pytest.mark.parametrize("tile", [8192, 16])
+@pytest.mark.parametrize("sampling", ["none", "topk"])
+def test_equals_the_eager_path(form, tile, sampling, monkeypatch):
+    monkeypatch.setattr(kernel_module, "MAX_TILE", tile)
+    batch = random_batch(seed=4, tokens=80)
+    config = LensConfig(block_size=4, form=form, span_sampling=sampling, span_k=5, aux_on_full=False, **EVERY_TERM)
+    scores = torch.randn(batch.pos.shape).tanh()
+    arguments = {"prev_scores": 0.3 * scores, "state": torch.tensor(0.1)}
+    x, y = (torch.where(batch.valid, scores, torch.nan).requires_grad_() for _ in range(2))
+    a = lens_loss(x, batch, config, backend="fused", **arguments)
+    b = lens_loss(y, batch, config, backend="eager", **arguments)
+    (2 * a.loss).backward()
+    (2 * b.loss).backward()
+    torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(a.state, b.state)
+
+
+def test_half_precision_scores_are_summed_in_float32():
+    batch = random_batch(seed=6, tokens=80)
+    config = LensConfig(block_size=4)
+    scores = torch.randn(batch.pos.shape).tanh().half()
+    x, y = scores.clone().requires_grad_(), scores.float().requires_grad_()
+    a, b = lens_loss(x, batch, config, backend="fused").loss, lens_loss(y, batch, config, backend="eager").loss
+    a.backward()
+    b.backward()
+    assert a.dtype == torch.float32 and x.grad.dtype == torch.float16
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(x.grad, y.grad.half(), rtol=1e-3, atol=1e-6)
+
+
+def test_shipped_configurations_name_every_argument():
+    for entry in kernel_module.AOT_KERNELS:
+        assert list(entry["fn"].arg_names) == sorted(
+            [*entry["signature"], *entry["constexprs"]], key=entry["fn"].arg_names.index
+        )
