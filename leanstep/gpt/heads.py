@@ -188,7 +188,9 @@ class AttentionOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, gate, weight, x, resid, promise, injected, plan: BandPlan, shape: HeadShape):
         length = plan.length * y.shape[1] // shape.heads
-        y_flat = y.transpose(1, 2).reshape(plan.padded, -1)[: plan.length].view(length, shape.heads, shape.dim)
+        y_flat = (
+            y.transpose(1, 2).reshape(plan.padded, -1)[: plan.length].view(length, shape.heads, shape.dim)
+        )
         gated = (y_flat if gate is None else y_flat * gate[..., None]).reshape(length, shape.model)
         ctx.plan, ctx.shape = plan, shape
         ctx.resid = number(resid)

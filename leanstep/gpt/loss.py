@@ -57,7 +57,9 @@ def _tile_loss(
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Tensor, index: Tensor, weights: Tensor, softcap, tile_rows, transposed):
+    def forward(
+        ctx, hidden: Tensor, head: Tensor, index: Tensor, weights: Tensor, softcap, tile_rows, transposed
+    ):
         want_hidden, want_head = ctx.needs_input_grad[:2]
         grad = want_hidden or want_head
         weight_EV = head if transposed else head.T
@@ -70,7 +72,9 @@ class _HeadLoss(torch.autograd.Function):
             bias = torch.full((1,), b / c, dtype=wide, device=hidden.device).expand(weight_EV.shape[1])
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_head = torch.zeros(weight_EV.shape if transposed else weight_EV.T.shape, dtype=wide, device=hidden.device)
+        grad_head = torch.zeros(
+            weight_EV.shape if transposed else weight_EV.T.shape, dtype=wide, device=hidden.device
+        )
         for start in range(0, hidden.shape[0], tile_rows):
             rows = slice(start, start + tile_rows)
             x = hidden[rows].to(wide)
@@ -130,7 +134,9 @@ def head_loss(
     Peak extra memory: three tiles, and the gradients of hidden and head (they are made in the forward pass).
     """
     if hidden.dim() != 2 or head.dim() != 2:
-        raise ValueError(f"hidden, head: expected two matrices, got {tuple(hidden.shape)} and {tuple(head.shape)}")
+        raise ValueError(
+            f"hidden, head: expected two matrices, got {tuple(hidden.shape)} and {tuple(head.shape)}"
+        )
     if head.shape[0 if transposed else 1] != hidden.shape[1]:
         raise ValueError(
             f"head: expected {hidden.shape[1]} model features (transposed={transposed}), got {tuple(head.shape)}"

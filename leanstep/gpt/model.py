@@ -91,7 +91,9 @@ class GPT(BankedGPT):
         post = [column.unbind(0) for column in self.post_lambdas.to(dtype).flatten(1).unbind(1)]
         attn_post, mlp_post = post[:2], post[2:]
         # One pair of residual scales for both lanes, or one pair each.
-        attn_resid, mlp_resid = (resid[:2], resid[2:]) if c.resid_per_lane else ([resid[0]] * 2, [resid[1]] * 2)
+        attn_resid, mlp_resid = (
+            (resid[:2], resid[2:]) if c.resid_per_lane else ([resid[0]] * 2, [resid[1]] * 2)
+        )
 
         kept: dict[int, Tensor] = {}
         backout = None
@@ -170,7 +172,9 @@ class GPT(BankedGPT):
                 scales = torch.cat([scales[:, :1], scales[:, 1:] * torch.where(single, folded, 1.0)], dim=1)
             ve_gates = None
             if c.value_embed_layers:
-                reads = torch.ones(len(c.value_embed_layers), 1, c.gate_width, dtype=dtype, device=inputs.device)
+                reads = torch.ones(
+                    len(c.value_embed_layers), 1, c.gate_width, dtype=dtype, device=inputs.device
+                )
                 for table, layer in enumerate(c.value_embed_layers):
                     if layer not in c.paired_layers:
                         reads[table, :, c.gate_width // 2 :] = 0
@@ -216,7 +220,9 @@ class GPT(BankedGPT):
     def _attend(self, layer: int, lane0: Tensor, layers: _Layers, bounds: list[int], starts: Tensor | None):
         """Attention of one layer up to its output matrix: (blocks of y, gate, plan)."""
         shape = self._shapes[layer]
-        plan = self.plans.get(bounds, self.window_tokens(layer), shape.paired, shape.dim, lane0.dtype, lane0.device)
+        plan = self.plans.get(
+            bounds, self.window_tokens(layer), shape.paired, shape.dim, lane0.dtype, lane0.device
+        )
         table = self.rotary.head_table(lane0.shape[0], shape.paired, lane0.dtype, lane0.device)
         projected = NormLinear.apply(lane0, layers.projections[layer])
         q, k, v, gate = Heads.apply(

@@ -228,7 +228,9 @@ class Injections(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x0: Tensor, x0_factors: Tensor | None, xb: Tensor | None, xb_factors: Tensor | None, layers):
+    def forward(
+        ctx, x0: Tensor, x0_factors: Tensor | None, xb: Tensor | None, xb_factors: Tensor | None, layers
+    ):
         ctx.save_for_backward(x0, x0_factors, xb, xb_factors)
         ctx.layers = layers
         ctx.set_materialize_grads(False)

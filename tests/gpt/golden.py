@@ -30,7 +30,9 @@ def array(entry: dict) -> Tensor:
 def fill(salt: int, shape: tuple[int, ...] | list[int], scale: float = 1.0, shift: float = 0.0) -> Tensor:
     """The vectors' own generator: a 32-bit integer hash of the flat index."""
     mask = np.uint64(0xFFFFFFFF)
-    x = (np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64((0x9E3779B9 * (salt + 1)) & 0xFFFFFFFF)) & mask
+    x = (
+        np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64((0x9E3779B9 * (salt + 1)) & 0xFFFFFFFF)
+    ) & mask
     x ^= x >> np.uint64(16)
     x = (x * np.uint64(0x21F0AAAD)) & mask
     x ^= x >> np.uint64(15)

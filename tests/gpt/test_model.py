@@ -121,7 +121,9 @@ def test_flat_equals_modules_tiny(switch: dict):
     assert_no_further(GPTConfig.preset("tiny", **{**TINY, **switch}))
 
 
-@pytest.mark.parametrize("switch", ["as it is", "fold_post_mlp", "resid_per_lane", "inject before", "respect_docs"])
+@pytest.mark.parametrize(
+    "switch", ["as it is", "fold_post_mlp", "resid_per_lane", "inject before", "respect_docs"]
+)
 def test_flat_equals_modules_record(switch: str):
     assert_no_further(GPTConfig.preset("record-74", **{**RECORD, **SWITCHES[switch]}))
 
@@ -298,8 +300,14 @@ def test_hidden_and_head_weight_give_the_loss():
         ((torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, dtype=torch.long)), "inputs"),
         ((torch.zeros(3), torch.zeros(3, dtype=torch.long)), "inputs"),
         ((torch.zeros(3, dtype=torch.long), torch.zeros(4, dtype=torch.long)), "targets"),
-        ((torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.tensor([0, 2])), "cu_seqlens"),
-        ((torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.tensor([0, 2, 1, 3])), "cu_seqlens"),
+        (
+            (torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.tensor([0, 2])),
+            "cu_seqlens",
+        ),
+        (
+            (torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.tensor([0, 2, 1, 3])),
+            "cu_seqlens",
+        ),
     ],
 )
 def test_bad_input_is_named(arguments, words: str):

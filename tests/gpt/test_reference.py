@@ -55,8 +55,12 @@ def test_lane_tensors_of_the_record():
     for layer, block in enumerate(model.blocks):
         block.mlp.register_forward_pre_hook(lambda _, a, i=layer: seen["mlp_inputs"].__setitem__(i, a[0]))
         if block.attention is not None:
-            block.attention.register_forward_pre_hook(lambda _, a, i=layer: seen["attn_inputs"].__setitem__(i, a[0]))
-            block.attention.register_forward_hook(lambda _, a, y, i=layer: seen["attn_outputs"].__setitem__(i, y))
+            block.attention.register_forward_pre_hook(
+                lambda _, a, i=layer: seen["attn_inputs"].__setitem__(i, a[0])
+            )
+            block.attention.register_forward_hook(
+                lambda _, a, y, i=layer: seen["attn_outputs"].__setitem__(i, y)
+            )
     model.hidden(tokens, cu)
     for kind, layers in seen.items():
         for layer, want in golden[kind].items():

@@ -1,0 +1,318 @@
+"""Cases of this folder: getting weights out of banks, and a whole training step of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload, register
+from leanstep.gpt.banks import BankedGPT, unbind_bank
+from leanstep.gpt.config import GPTConfig
+from leanstep.gpt.model import GPT
+from leanstep.gpt.reference import ReferenceGPT
+
+# bank-access
+
+
+def _make_banks(
+    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Workload:
+    layers, dim, hidden = params["layers"], params["model_dim"], params["hidden"]
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype).to(device)
+
+    return Workload(
+        {
+            "mlp_bank": draw(layers, 2, hidden, dim),
+            "attn_bank": draw(layers, 4 * dim, dim),
+            "upstream:mlp": draw(layers, 2, hidden, dim),
+            "upstream:attn": draw(layers, 4 * dim, dim),
+        }
+    )
+
+
+def _access(
+    take: Callable[[Tensor, Tensor], tuple[list[Tensor], list[Tensor]]],
+) -> Callable[[Workload], Step]:
+    """Take every layer's matrices out of both banks, and send one gradient back through each."""
+
+    def build(workload: Workload) -> Step:
+        t = workload.tensors
+        # In a training step these arrive one by one from the matrix products.
+        upstream = [*t["upstream:mlp"].flatten(0, 1).unbind(0), *t["upstream:attn"].unbind(0)]
+
+        def step() -> Outputs:
+            mlp, attn = (t[name].detach().requires_grad_() for name in ("mlp_bank", "attn_bank"))
+            mlp_weights, attn_weights = take(mlp, attn)
+            grads = torch.autograd.grad([*mlp_weights, *attn_weights], [mlp, attn], upstream)
+            return {"grad:mlp_bank": grads[0], "grad:attn_bank": grads[1]}
+
+        return step
+
+    return build
+
+
+def _by_index(mlp: Tensor, attn: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return [mlp[i, j] for i in range(mlp.shape[0]) for j in range(2)], [attn[i] for i in range(attn.shape[0])]
+
+
+def _by_halves(mlp: Tensor, attn: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    first, second = mlp[:, 0].unbind(0), mlp[:, 1].unbind(0)
+    return [w for pair in zip(first, second, strict=True) for w in pair], list(attn.unbind(0))
+
+
+def _by_unbind(mlp: Tensor, attn: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    return list(unbind_bank(mlp)), list(unbind_bank(attn))
+
+
+def _stream_banks(workload: Workload) -> Step:
+    t = workload.tensors
+
+    def step() -> Outputs:
+        return {"grad:mlp_bank": t["upstream:mlp"].clone(), "grad:attn_bank": t["upstream:attn"].clone()}
+
+    return step
+
+
+BANK_ACCESS = register(
+    Case(
+        name="bank-access",
+        summary="Every layer's weights out of the parameter banks, and their gradients back into them.",
+        make=_make_banks,
+        implementations=(
+            Implementation("reference", "reference", _access(_by_index), note="bank[i] in every layer"),
+            Implementation(
+                "leanstep", "fast", _access(_by_unbind), note="unbind once; backward is one stack"
+            ),
+            Implementation(
+                "halves",
+                "fast",
+                _access(_by_halves),
+                note="bank[:, 0] and bank[:, 1], each unbound: one zero fill per half",
+            ),
+            Implementation("limit", "limit", _stream_banks, note="one copy of the gradients"),
+        ),
+        sizes={
+            "tiny": {"layers": 11, "model_dim": 32, "hidden": 128},
+            "odd": {"layers": 1, "model_dim": 41, "hidden": 17},
+            "cpu": {"layers": 11, "model_dim": 256, "hidden": 1024},
+            "seed": {"layers": 11, "model_dim": 768, "hidden": 3072},
+        },
+        prove_sizes=("tiny", "odd"),
+        # Nothing is computed here, only moved: every path must give the same bits.
+        floor=0.0,
+    )
+)
+
+
+# gpt-step
+
+
+def _config(params: Params) -> GPTConfig:
+    fields = {k: v for k, v in params.items() if k not in ("preset", "tokens", "document")}
+    return GPTConfig.preset(params["preset"], **fields)
+
+
+def _make_step(
+    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Workload:
+    config = _config(params)
+    model = GPT(config, generator=generator)
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        # Initial zeros (second MLP matrices, gates, bigrams) would hide half of the gradients.
+        spread = 0.05 if parameter.dim() > 1 else 0.1
+        noise = torch.randn(parameter.shape, generator=generator) * spread
+        tensors[name] = (parameter.detach() + noise).to(dtype).to(device)
+    length = params["tokens"]
+    # Skewed like text: low ids are common.
+    draws = torch.rand(length + 1, generator=generator).square() * config.vocab_size
+    tokens = draws.long().clamp(max=config.vocab_size - 1).to(device)
+    cuts = torch.arange(0, length, params["document"])
+    cu_seqlens = torch.cat([cuts, torch.tensor([length])]).int()
+    tensors |= {"inputs": tokens[:-1].clone(), "targets": tokens[1:].clone(), "cu_seqlens": cu_seqlens}
+    return Workload(tensors, {"config": config})
+
+
+Builder = Callable[[GPTConfig], BankedGPT]
+
+
+def _flat(config: GPTConfig) -> BankedGPT:
+    return GPT(config)
+
+
+def _modules(config: GPTConfig) -> BankedGPT:
+    return ReferenceGPT(config, core="banded")
+
+
+def _modules_dense(config: GPTConfig) -> BankedGPT:
+    return ReferenceGPT(config, core="dense")
+
+
+def _model_of(workload: Workload, builder: Builder) -> BankedGPT:
+    """A model whose parameters are the workload's tensors, not copies."""
+    model = builder(workload.constants["config"])
+    for name, parameter in model.named_parameters():
+        parameter.data = workload.tensors[name]
+    return model
+
+
+def _training_step(builder: Builder) -> Callable[[Workload], Step]:
+    def build(workload: Workload) -> Step:
+        model = _model_of(workload, builder)
+        t = workload.tensors
+
+        def step() -> Outputs:
+            model.zero_grad(set_to_none=True)
+            loss = model(t["inputs"], t["targets"], t["cu_seqlens"])
+            loss.backward()
+            outputs = {"loss": loss.detach()}
+            small = []
+            for name, parameter in model.named_parameters():
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                # A handful of lambdas is too few for a statement about rounding: they are judged together.
+                if grad.numel() < 1000:
+                    small.append(grad.reshape(-1))
+                else:
+                    outputs[f"grad:{name}"] = grad
+            outputs["grad:lambdas and gates"] = torch.cat(small)
+            model.zero_grad(set_to_none=True)
+            return outputs
+
+        return step
+
+    return build
+
+
+def _bare_products(workload: Workload) -> Step:
+    """The matrix products of the step (forward and both gradients) and its attention kernels, nothing else."""
+    config, t = workload.constants["config"], workload.tensors
+    dtype, length = t["embed"].dtype, t["inputs"].shape[0]
+    dim, heads = config.model_dim, config.num_heads
+    x = torch.ones(length, dim, dtype=dtype)
+    products = [(3 * dim, dim), (dim, dim)] * len(config.attention_layers)
+    products += [(config.mlp_hidden, dim), (dim, config.mlp_hidden)] * config.num_layers
+    products += [(config.padded_vocab, dim)]
+    operands = [
+        (
+            torch.ones(length, cols, dtype=dtype),
+            torch.ones(rows, cols, dtype=dtype),
+            torch.ones(length, rows, dtype=dtype),
+        )
+        for rows, cols in set(products)
+    ]
+    counts = [products.count((w.shape[0], w.shape[1])) for _, w, _ in operands]
+    model = GPT(config)
+    bounds = t["cu_seqlens"].tolist()
+    attention = []
+    for layer in config.attention_layers:
+        paired = layer in config.paired_layers
+        plan = model.plans.get(bounds, model.window_tokens(layer), paired, config.head_dim, dtype, x.device)
+        streams = heads // 2 if paired else heads
+        shape = (plan.num_blocks, streams, plan.block, config.head_dim)
+        band = (plan.num_blocks, streams, plan.front + plan.block, config.head_dim)
+        qkv = [torch.ones(s, dtype=dtype, requires_grad=True) for s in (shape, band, band)]
+        attention.append((qkv, plan.mask, torch.ones(shape, dtype=dtype)))
+
+    def step() -> Outputs:
+        for (inputs, weight, grad), count in zip(operands, counts, strict=True):
+            for _ in range(count):
+                torch.mm(inputs, weight.T)
+                torch.mm(grad, weight)
+                torch.mm(grad.T, inputs)
+        for qkv, mask, grad in attention:
+            out = F.scaled_dot_product_attention(*qkv, attn_mask=mask, scale=0.1)
+            torch.autograd.grad(out, qkv, grad)
+        return {}
+
+    return step
+
+
+def _drift(implementation: str, seed: int, steps: int) -> list[float]:
+    """Losses per token of a short run on a random Markov chain, AdamW, one implementation."""
+    config = GPTConfig.preset("tiny", vocab_size=64, vocab_multiple=64, bigram_vocab_size=320, mtp=(1.0,))
+    builder = {"leanstep": _flat, "reference": _modules, "modules-dense": _modules_dense}[implementation]
+    generator = torch.Generator().manual_seed(seed)
+    model = builder(config)
+    model.reset_parameters(generator)
+    likely = torch.randint(0, 64, (64, 3), generator=generator)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    cu_seqlens = torch.arange(0, 513, 64, dtype=torch.int32)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.zeros(513, dtype=torch.long)
+        choices = torch.randint(0, 3, (513,), generator=generator).tolist()
+        for i in range(1, 513):
+            tokens[i] = likely[tokens[i - 1], choices[i]]
+        loss = model(tokens[:-1], tokens[1:], cu_seqlens) / 512
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+_WIDE: dict[str, Any] = {
+    "preset": "record-74",
+    "vocab_size": 8192,
+    "model_dim": 384,
+    "num_heads": 6,
+    "head_dim": 64,
+    "mlp_hidden": 1536,
+    "bigram_vocab_size": 5 * 8192,
+    "dtype": "float32",
+    "document": 512,
+}
+
+GPT_STEP = register(
+    Case(
+        name="gpt-step",
+        summary="Forward, loss and backward of the speedrun GPT.",
+        make=_make_step,
+        implementations=(
+            Implementation(
+                "reference",
+                "reference",
+                _training_step(_modules),
+                note="Block, Attention, MLP modules; bank[i] per layer; the same banded attention",
+            ),
+            Implementation(
+                "leanstep", "fast", _training_step(_flat), note="flattened forward, one-pass head loss"
+            ),
+            Implementation(
+                "modules-dense",
+                "peer",
+                _training_step(_modules_dense),
+                unavailable=lambda p: "T x T masks take minutes here" if p["tokens"] > 2048 else None,
+                note="the modules with a T x T mask per layer, as plain attention code has it",
+            ),
+            Implementation(
+                "limit", "limit", _bare_products, note="bare matrix products and attention kernels"
+            ),
+        ),
+        sizes={
+            "tiny": {"preset": "tiny", "tokens": 2048, "document": 200},
+            "odd": {
+                "preset": "tiny",
+                "tokens": 401,
+                "document": 41,
+                "vocab_size": 251,
+                "bigram_vocab_size": 307,
+                "window_block": 5,
+            },
+            "cpu": {**_WIDE, "tokens": 1024, "num_layers": 11},
+            "large": {**_WIDE, "tokens": 4096, "num_layers": 11},
+        },
+        prove_sizes=("odd",),
+        truth=_training_step(_modules_dense),
+        truth_size="odd",
+        floor=2e-6,
+        drift=_drift,
+        default_size="tiny",
+    )
+)
