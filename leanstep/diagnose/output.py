@@ -166,16 +166,12 @@ def _figures(value: float) -> str:
 def entries_of(findings: Sequence[Finding]) -> list[Entry]:
     """Group neighbours; the order is that of the ranks."""
     entries: list[Entry] = []
-    for finding in findings:
-        for entry in entries:
-            if entry.takes(finding):
-                entry.findings.append(finding)
-                break
+    for finding in sorted(findings, key=lambda f: (f.line.file, f.rule, f.line.number)):
+        if entries and entries[-1].takes(finding):
+            entries[-1].findings.append(finding)
         else:
             entries.append(Entry(finding))
-    for entry in entries:
-        entry.findings.sort(key=lambda f: f.line.number)
-    return entries
+    return sorted(entries, key=lambda entry: min(f.rank for f in entry.findings))
 
 
 def header(watch: Any, script: str) -> str:

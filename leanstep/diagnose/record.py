@@ -21,8 +21,8 @@ FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "o
 class OpRecord:
     """All runs of one op on one line in one phase. `direct`: dispatched by the line, not by its backward.
 
-    `reads_before`/`reads_after`: how many parameters the step had read when the op ran first and last;
-    the difference tells a loop over layers from a loop over samples. `heads_*` likewise, for matmuls.
+    `parameters`: how many distinct ones the step read between the op's first run and its last; it tells a loop
+    over layers from a loop over samples.
     """
 
     count: int = 0
@@ -32,8 +32,7 @@ class OpRecord:
     total_bytes: int = 0
     written_bytes: int = 0
     flops: int = 0
-    reads_before: int = 0
-    reads_after: int = 0
+    parameters: int = 0
 
     def add(self, other: OpRecord) -> None:
         self.count += other.count
@@ -43,8 +42,7 @@ class OpRecord:
         self.total_bytes += other.total_bytes
         self.written_bytes += other.written_bytes
         self.flops += other.flops
-        self.reads_before = min(self.reads_before, other.reads_before)
-        self.reads_after = max(self.reads_after, other.reads_after)
+        self.parameters = max(self.parameters, other.parameters)
 
 
 @dataclass

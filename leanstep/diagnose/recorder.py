@@ -185,7 +185,7 @@ class Recorder:
             self._note_flags(flags, site)
 
         state = self.state
-        reads_before = len(state.read_marks)
+        reads_before = len(state.read_log)
         learn = grad and (not in_engine or phase == RECOMPUTE) and phase != OPTIMIZER
         tensors: list[Tensor] = []
         for arg in args:
@@ -204,13 +204,15 @@ class Recorder:
             storage = tensor.untyped_storage()._cdata
             storages.append(storage)
             if learn and tensor.requires_grad and tensor.is_leaf:
-                self._learn(tensor, storage, site)
+                # A leaf cut out of the graph (detach().requires_grad_()) is an activation, not a parameter.
+                if type(tensor) is torch.nn.Parameter or storage in self.parameters or storage not in state.tainted:
+                    self._learn(tensor, storage, site)
             if storage in self.parameters:
                 tainted = True
                 if not in_engine or phase == RECOMPUTE:
-                    state.read_marks.add((storage, tensor.storage_offset()))
+                    state.read_log.append(storage + tensor.storage_offset())
             elif type(tensor) is torch.nn.Parameter:
-                state.read_marks.add((storage, 0))
+                state.read_log.append(storage)
                 state.frozen.add(storage)
             elif storage in state.tainted or tensor.requires_grad:
                 tainted = True
@@ -274,7 +276,7 @@ class Recorder:
         entry[4] += total_bytes + written
         entry[5] += written
         entry[6] += flops
-        entry[8] = len(state.read_marks)
+        entry[8] = len(state.read_log)
 
     def _forward_site(self, node: Any) -> Site:
         """The forward line of a built-in autograd node."""

@@ -45,13 +45,12 @@ def op_storm(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
         repeats: Counter[str] = Counter()
         callers: Counter[Line] = Counter()
         direct = attributed = total_bytes = 0
-        reads_before, reads_after = 2**62, 0
+        parameters = 0
         for key, record in entries:
             if key.direct:
                 repeats[key.op] += record.tiny
                 direct += record.tiny
-                reads_before = min(reads_before, record.reads_before)
-                reads_after = max(reads_after, record.reads_after)
+                parameters = max(parameters, record.parameters)
                 if key.site.caller is not None:
                     callers[key.site.caller] += record.tiny
             else:
@@ -61,7 +60,7 @@ def op_storm(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
         if most < limits["repeats"] or direct + attributed < limits["ops"]:
             continue
         # A loop over layers reads new parameters as it goes; each accumulated batch walks it again.
-        if reads_after - reads_before >= most / max(step.backward_runs, 1) / 2:
+        if parameters >= most / max(step.backward_runs, 1) / 2:
             continue
         evidence = {
             "forward_ops": direct,

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from leanstep.diagnose.recorder import Recorder
 
 MAX_CASTS = 200_000
+# Below this many runs of an op nobody asks which parameters were read meanwhile.
+MIN_REPEATS = 8
 
 
 class StepState:
@@ -36,6 +38,9 @@ class StepState:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.tainted: set[int] = set()
+        # Buffers of the step before, until it is known which of them outlive this one.
+        self._earlier: tuple[dict[Site, Tally], list[tuple[Site, StorageWeakRef, int, int]]] = ({}, [])
+        self._outlived: dict[Site, int] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -57,7 +62,8 @@ class StepState:
         self.first_uses: dict[int, Site] = {}
         self.written: set[int] = set()
         self.unused: dict[int, Site] = {}
-        self.read_marks: set[tuple[int, int]] = set()
+        # Parameters in the order they are read; slices of a bank are told apart by their offset.
+        self.read_log: list[int] = []
         self.head_nodes: dict[int, tuple[Site, tuple[int, ...], int, int]] = {}
         self.head_width = self.head_inner = 0
         self.pending_heads: list[tuple[HeadRecord, Tensor]] = []
@@ -252,7 +258,8 @@ class StepState:
         for (site, info, phase, direct, chain), entry in self.ops.items():
             if chain and not writers.isdisjoint(chain):
                 phase = OPTIMIZER
-            found = OpRecord(*entry)
+            parameters = len(set(self.read_log[entry[7] : entry[8]])) if direct and entry[0] >= MIN_REPEATS else 0
+            found = OpRecord(*entry[:7], parameters)
             flops += found.flops
             key = OpKey(site, info.name, phase, direct)
             if key in ops:
@@ -298,19 +305,38 @@ class StepState:
         return record
 
     def _churn(self) -> dict[Site, Tally]:
-        """Buffers made and dropped. The last value of a variable always lives on: one per line is no keeping."""
+        """Buffers made under no_grad. Those that outlive the next step as well are taken off when it ends."""
+        self.settle_churn()
         made: dict[Site, Tally] = {}
-        alive: dict[Site, int] = {}
         spans: dict[Site, tuple[int, int]] = {}
-        for site, storage, num_bytes, weight_matmuls in self.fresh:
+        for site, _, num_bytes, weight_matmuls in self.fresh:
             spans[site] = (spans.get(site, (weight_matmuls, 0))[0], weight_matmuls)
-            if not storage.expired():
-                alive[site] = alive.get(site, 0) + 1
-                if alive[site] > 1:
-                    continue
             tally(made, site, num_bytes)
         # The activations of a frozen model are no churn: layers stand between one buffer and the next.
-        return {s: t for s, t in made.items() if spans[s][1] - spans[s][0] < t.count / 2}
+        made = {s: t for s, t in made.items() if spans[s][1] - spans[s][0] < t.count / 2}
+        self._earlier = (made, self.fresh)
+        return made
+
+    def settle_churn(self, last: bool = False) -> None:
+        """Take off the buffers of the step before that are still alive: they are kept, not dropped.
+
+        A variable that is bound anew in every step holds its value until then; that is no keeping. So what is
+        alive at the end of its own step (`last`: no later step will tell) counts as kept only if earlier steps
+        showed it, or if it is more than one value of the line.
+        """
+        made, fresh = self._earlier
+        alive: dict[Site, int] = {}
+        for site, storage, _, _ in fresh:
+            if not storage.expired():
+                alive[site] = alive.get(site, 0) + 1
+        for site, entry in made.items():
+            kept = self._outlived.get(site, max(alive.get(site, 0) - 1, 0)) if last else alive.get(site, 0)
+            if not last:
+                self._outlived[site] = kept
+            if kept:
+                entry.bytes -= entry.bytes * kept // entry.count
+                entry.count -= kept
+        self._earlier = ({}, [])
 
 
 def _name(tensor: Tensor) -> str:

@@ -241,6 +241,7 @@ class Watch:
 
     def _done(self) -> None:
         self.finished = True
+        self.recorder.state.settle_churn(last=True)
         self.recorder.active = False
         self._cycle = None
         self._leave_modes()
@@ -357,6 +358,7 @@ class Watch:
                 self.steps.append(partial)
         if _triton_entries() > self._jit_entries:
             self.recorder.note("triton", "", "Triton kernels were launched directly: they are not seen")
+        state.settle_churn(last=True)
         state.reset()
         for record in self.steps:
             for line in record.compiled:
