@@ -222,7 +222,6 @@ def all_cases() -> dict[str, Case]:
     """Every registered case by name; imports the packages' `cases.py` on first use."""
     global _loaded
     if not _loaded:
-        _loaded = True
         for module in CASE_MODULES:
             try:
                 present = importlib.util.find_spec(module) is not None
@@ -231,6 +230,8 @@ def all_cases() -> dict[str, Case]:
                 present = False
             if present:
                 importlib.import_module(module)
+        # Only now: a module that fails to import must fail again on the next look-up, not be left out silently.
+        _loaded = True
     return dict(_REGISTRY)
 
 
