@@ -178,6 +178,7 @@ def fused_loss(
     sign: Tensor | None = None,
     span_weights: tuple[Tensor, Tensor | None] | None = None,
     need_grad: bool = True,
+    on_built: Callable[[], None] | None = None,
 ) -> FusedOutput:
     """Loss and gradient of one micro-batch in plain torch operations.
 
@@ -198,6 +199,8 @@ def fused_loss(
         if "budget" in active or "smooth" in active:
             spans = span_table(config.block_size, config.max_lod, scores.device, scores.dtype)
             span = spans[batch.lod.long()].index_select(0, pairs.worse)
+    if on_built is not None:
+        on_built()
     terms, kept, factor, state, grad_PM = row_terms(
         x, sign_PM, span, pairs, config, active, state, denominator, need_grad=need_grad, span_weights=span_weights
     )

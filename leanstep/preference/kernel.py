@@ -5,6 +5,8 @@ V contexts · W padded length · P pairs
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -201,6 +203,7 @@ def triton_loss(
     sign: Tensor | None = None,
     span_weights: tuple[Tensor, Tensor | None] | None = None,
     need_grad: bool = True,
+    on_built: Callable[[], None] | None = None,
 ) -> FusedOutput:
     """Same contract as `fused_loss`; scores in any float dtype, sums in float32 (float64 for float64 scores).
 
@@ -208,6 +211,8 @@ def triton_loss(
     """
     dtype = compute_dtype(scores)
     sign = build_targets(batch, pairs, config) if sign is None else sign
+    if on_built is not None:
+        on_built()
     num_pairs, width = sign.shape
     kept = (sign != 0).any(1)
     factor = kept / denominator(kept).to(dtype)

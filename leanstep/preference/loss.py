@@ -34,6 +34,7 @@ def lens_loss(
     generator: torch.Generator | None = None,
     backend: str = "auto",
     process_group: object | None = None,
+    on_built: Callable[[], None] | None = None,
 ) -> LensResult:
     """Loss of the controller's scores against what the base model preferred.
 
@@ -52,6 +53,7 @@ def lens_loss(
         backend: eager (autograd over dense rows; compiles), flat (autograd over one list), fused (closed-form
             gradient; a Triton kernel on a GPU), auto (fused, or eager while being compiled).
         process_group: for `normalize="global"`.
+        on_built: called once pairs and targets are there, before the terms; for timers.
 
     Returns:
         LensResult; `loss` is 0 with zero gradient when no pair has a target.
@@ -93,12 +95,15 @@ def lens_loss(
                 sign=sign,
                 span_weights=span_weights,
                 need_grad=need_grad,
+                on_built=on_built,
             )
         loss = AttachGradient.apply(scores, out.loss, out.grad) if need_grad else out.loss
         kept, values, state = out.kept, out.terms, out.state
     else:
         with torch.no_grad():
             sign = build_targets(batch, pairs, config)
+        if on_built is not None:
+            on_built()
         x = scores.to(dtype)
         span_weights = sample_spans(x, sign, pairs, config, generator)
         if backend == "flat":
@@ -117,7 +122,7 @@ def lens_loss(
         loss = total.sum() / divide(kept).to(dtype)
         values = {name: torch.where(kept, value.detach(), 0) for name, value in values.items()}
     metrics = LensMetrics(scores.detach(), batch, config, pairs, kept, values, loss.detach(), state)
-    return LensResult(loss, values, kept, True, state, pairs, metrics)
+    return LensResult(loss, values, kept, True, state, pairs, metrics, scores.detach())
 
 
 def _fused_backend(x: Tensor) -> Callable:

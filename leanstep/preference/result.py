@@ -24,6 +24,7 @@ class LensResult:
         state: the moving average of the budget imbalance after this call (0-d), to pass to the next one.
         pairs: the pairs in processing order.
         metrics: telemetry, computed when it is read.
+        scores: the scores the loss was computed from, detached; also there when the controller is frozen.
     """
 
     loss: Tensor
@@ -33,3 +34,4 @@ class LensResult:
     state: Tensor | None = None
     pairs: Pairs | None = None
     metrics: LensMetrics | None = None
+    scores: Tensor | None = None
