@@ -1,8 +1,8 @@
 """Windowed causal attention over packed documents: a band of blocks instead of a T x T square.
 
-Queries are cut into blocks of B. Block i sees the keys of blocks i - back .. i, which covers the window, so the
-work is T * (back + 1) * B instead of T * T. The additive mask of a batch depends on its documents and the window
-only: it is built once and shared by the layers and by the backward pass.
+Queries are cut into blocks of B. Block i sees the keys of blocks i - back .. i, which covers the window, so
+the work is T * (back + 1) * B instead of T * T. The additive mask of a batch depends on its documents and the
+window only: it is built once and shared by the layers and by the backward pass.
 """
 
 # T tokens · H heads · D head size · B block · N blocks · S = (back + 1) * B keys per block
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, length: int) -> list[int]:
             f"cu_seqlens: expected [documents + 1] integers, got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(
             f"cu_seqlens: expected a rising sequence from 0 to {length}, got {bounds[:8]}...{bounds[-1]}"
         )
@@ -75,7 +76,7 @@ def make_plan(
 ) -> BandPlan:
     """The plan for documents with cumulative lengths `bounds`; `window` + 1 keys are visible at most."""
     length = bounds[-1]
-    longest = max((b - a for a, b in zip(bounds, bounds[1:], strict=False)), default=0)
+    longest = max((b - a for a, b in pairwise(bounds)), default=0)
     # Nobody sees further than the longest document: short documents make the band narrow.
     window = min(window, max(longest - 1, 0))
     block = _choose_block(window, head_dim)

@@ -1,7 +1,7 @@
 """The parameters: matrices of equal shape live in banks, and a training step takes the banks apart once.
 
-`bank[i]` inside a loop over layers makes autograd write one zero-filled gradient of the whole bank per layer and
-add them up. `unbind` on the flattened bank has a single `stack` for its backward.
+`bank[i]` inside a loop over layers makes autograd write one zero-filled gradient of the whole bank per layer
+and add them up. `unbind` on the flattened bank has a single `stack` for its backward.
 """
 
 # L layers · A layers with attention · D model · F hidden · V padded vocabulary
@@ -209,7 +209,9 @@ class BankedGPT(nn.Module):
         if self.lm_head.grad is None:
             self.lm_head.grad = torch.zeros_like(self.lm_head)
         if self.config.transposed_head:
-            self.lm_head.grad.add_(self.embed.grad.T)
+            from leanstep.muon.transpose import transpose_add
+
+            transpose_add(self.embed.grad, self.lm_head.grad)
         else:
             self.lm_head.grad += self.embed.grad
         self.embed.grad = None
@@ -220,7 +222,9 @@ class BankedGPT(nn.Module):
         if not self.tied:
             return
         if self.config.transposed_head:
-            self.embed.copy_(self.lm_head.T)
+            from leanstep.muon.transpose import transpose_copy
+
+            transpose_copy(self.lm_head, self.embed)
         else:
             self.embed.copy_(self.lm_head)
 

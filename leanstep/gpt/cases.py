@@ -190,7 +190,7 @@ def _training_step(builder: Builder) -> Callable[[Workload], Step]:
 
 
 def _bare_products(workload: Workload) -> Step:
-    """The matrix products of the step (forward and both gradients) and its attention kernels, nothing else."""
+    """The matrix products of the step (forward, both gradients) and its attention kernels, nothing else."""
     config, t = workload.constants["config"], workload.tensors
     dtype, length = t["embed"].dtype, t["inputs"].shape[0]
     dim, heads = config.model_dim, config.num_heads

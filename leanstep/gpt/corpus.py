@@ -1,8 +1,9 @@
 """The default corpus: the Python standard library's source, tokenised with a BPE trained on it.
 
-It is text that every machine with Python has, so nothing is downloaded. Files are cut into documents at blank lines;
-every twentieth file goes to validation; documents are in a fixed random order. The shards and the tokenizer are cached in the user's cache folder
-(`LEANSTEP_CACHE` overrides it), under a name made of everything that determines them.
+It is text that every machine with Python has, so nothing is downloaded. Files are cut into documents at
+blank lines; every twentieth file goes to validation; documents are in a fixed random order. The shards and
+the tokenizer are cached in the user's cache folder (`LEANSTEP_CACHE` overrides it), under a name made of
+everything that determines them.
 """
 
 from __future__ import annotations

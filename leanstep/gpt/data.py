@@ -1,8 +1,9 @@
 """Token shards and the batches cut from them.
 
-A `.bin` shard is 256 little-endian int32 of header (magic, version, token count, zeros), then uint16 tokens. Every
-document starts with the BOS token. Training batches hold whole documents, cut only at the sequence limit and at the
-end of the batch; validation batches are contiguous, so that losses compare between runs.
+A `.bin` shard is 256 little-endian int32 of header (magic, version, token count, zeros), then uint16
+tokens. Every document starts with the BOS token. Training batches hold whole documents, cut only at the
+sequence limit and at the end of the batch; validation batches are contiguous, so that losses compare
+between runs.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class _Shard:
     def spans(
         self, document: int, num_tokens: int, max_seq_len: int
     ) -> tuple[list[tuple[int, int]], int] | None:
-        """Spans that fill num_tokens + 1 tokens from `document` on and the document after them; None if they cannot."""
+        """Spans of num_tokens + 1 tokens from `document` on, and the next document; None at the tail."""
         spans, missing = [], num_tokens + 1
         while missing > 0:
             if document >= len(self.starts):
@@ -124,9 +125,9 @@ class _Shard:
 class DocumentLoader:
     """Document-aligned training batches from shards, in file order, for one rank of several.
 
-    Each batch takes documents for rank 0, then rank 1, and so on; what a cut leaves of a document is dropped. A
-    shard's tail that cannot fill every rank is dropped too. The next shard is read in a thread while this one is
-    used. The order depends on the files and sizes only.
+    Each batch takes documents for rank 0, then rank 1, and so on; what a cut leaves of a document is
+    dropped. A shard's tail that cannot fill every rank is dropped too. The next shard is read in a thread
+    while this one is used. The order depends on the files and sizes only.
 
     Args:
         paths: shards, in order.
@@ -165,7 +166,7 @@ class DocumentLoader:
         """Batch size (over all ranks) and sequence limit from the next batch on."""
         if num_tokens < self.world_size or num_tokens % self.world_size:
             raise ValueError(
-                f"num_tokens: expected a positive multiple of world_size = {self.world_size}, got {num_tokens}"
+                f"num_tokens: expected a multiple of world_size = {self.world_size} above 0, got {num_tokens}"
             )
         if max_seq_len < 1:
             raise ValueError(f"max_seq_len: expected at least 1, got {max_seq_len}")
@@ -185,8 +186,8 @@ class DocumentLoader:
         while spans is None:
             if tried == len(self.paths):
                 raise ValueError(
-                    f"num_tokens: no shard can fill {self.world_size} x {local} tokens with documents of up to "
-                    f"{self.max_seq_len} tokens; make the batch smaller or the shards larger"
+                    f"num_tokens: no shard can fill {self.world_size} x {local} tokens with documents of up "
+                    f"to {self.max_seq_len} tokens; make the batch smaller or the shards larger"
                 )
             self._next_shard()
             spans = self._rank_spans(local)
@@ -289,10 +290,11 @@ def validation_batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[Batch]:
-    """Contiguous batches over the first `total_tokens` (None: all that fit) of each run's same shards.
+    """Contiguous batches over the first `total_tokens` (None: all that fit) of the shards.
 
-    A batch of `num_tokens` over all ranks; this rank takes its slice of it. Documents are found by BOS, so a batch
-    that starts with one begins with an empty document (0, 0). A shard's tail that cannot fill a batch is skipped.
+    A batch has `num_tokens` over all ranks; this rank takes its slice of it. Documents are found by BOS, so
+    a batch that starts with one begins with an empty document (0, 0). A shard's tail that cannot fill a
+    batch is skipped.
     """
     if num_tokens < world_size or num_tokens % world_size:
         raise ValueError(

@@ -23,9 +23,9 @@ def generate(
 ) -> Tensor:
     """Sample continuations; the prompts of a batch are packed as documents of one sequence.
 
-    Every new token runs the whole sequence again: right for short sequences, wasteful for long ones. With a model
-    whose smear, key offset or bigrams cross documents, a row's first token sees its neighbour; `respect_docs`
-    prevents that.
+    Every new token runs the whole sequence again: right for short sequences, wasteful for long ones. With a
+    model whose smear, key offset or bigrams cross documents, a row's first token sees its neighbour;
+    `respect_docs` prevents that.
 
     Args:
         tokens: [T] one prompt, or [B, T] prompts of equal length, T >= 1.

@@ -1,7 +1,8 @@
 """From the fused projection to attention and back: norm, rotary, key offset, value embedding and gates.
 
-One matrix product makes queries, keys, values and gate logits of a layer. `Heads` turns it into the blocks that
-attention reads, written straight into their padded places; its backward fills one gradient of the whole projection.
+One matrix product makes queries, keys, values and gate logits of a layer. `Heads` turns it into the blocks
+that attention reads, written straight into their padded places; its backward fills one gradient of the whole
+projection.
 """
 
 # T tokens · H heads · D head size · E = H * D model · P = D/2 feature pairs
@@ -58,7 +59,7 @@ def _turn(x: Tensor, table: Tensor, out: Tensor) -> None:
 
 
 def _shift_back(k: Tensor, starts: Tensor | None) -> Tensor:
-    """A copy whose second half is the previous token's; the first token keeps its own, as do document starts."""
+    """A copy whose second half is the previous token's; first token and document starts keep their own."""
     still = k.shape[-1] // 2
     shifted = k.clone()
     shifted[1:, :, still:] = k[:-1, :, still:]
@@ -181,8 +182,8 @@ class Heads(torch.autograd.Function):
 class AttentionOut(torch.autograd.Function):
     """Gate, output product, and the residual it lands on.
 
-    resid * x + (gate * y) @ weight.T + x0_factor * x0 + xb_factor * xb; without `x`, the product alone. x0 and xb
-    come with plain numbers: their gradients go to `promise`, an output of `Injections`.
+    resid * x + (gate * y) @ weight.T + x0_factor * x0 + xb_factor * xb; without `x`, the product alone. x0
+    and xb come with plain numbers: their gradients go to `promise`, an output of `Injections`.
     """
 
     @staticmethod
@@ -229,7 +230,7 @@ class AttentionOut(torch.autograd.Function):
 
 
 class AttentionWeights(torch.autograd.Function):
-    """All layers' matrices at once: lambdas and gates folded in, the bank read once and its gradient written once.
+    """All layers' matrices at once, lambdas and gates folded in; the bank's gradient is written once.
 
     Args:
         bank: [A, 4E, E].

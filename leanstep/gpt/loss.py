@@ -1,7 +1,8 @@
 """Head, softcap and multi-token cross-entropy in one pass over rows of logits.
 
-A tile of rows goes through head, softcap, loss and its own gradient while it is in cache, so the [T, V] logits never
-exist as a whole, and neither does any of the dozen temporaries that autograd would keep of them.
+A tile of rows goes through head, softcap, loss and its own gradient while it is in cache, so the [T, V]
+logits never exist as a whole, and neither does any of the dozen temporaries that autograd would keep of
+them.
 """
 
 # T rows · C rows of a tile · E model · V vocabulary · K tokens predicted ahead
@@ -28,7 +29,7 @@ def ahead_targets(targets: Tensor, mtp: tuple[float, ...], dtype: torch.dtype) -
 def _tile_loss(
     logits: Tensor, index: Tensor, weights: Tensor, softcap: tuple[float, float, float] | None, grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of one tile, and its gradient; `logits` [C, V] arrive as (logit + b) / c and are overwritten."""
+    """Summed loss of a tile and its gradient; `logits` [C, V] come as (logit + b) / c and are overwritten."""
     row_weight = weights.sum(-1, keepdim=True)
     if softcap is None:
         scaled, height = logits, 1.0
@@ -139,7 +140,8 @@ def head_loss(
         )
     if head.shape[0 if transposed else 1] != hidden.shape[1]:
         raise ValueError(
-            f"head: expected {hidden.shape[1]} model features (transposed={transposed}), got {tuple(head.shape)}"
+            f"head: expected {hidden.shape[1]} model features with transposed={transposed}, "
+            f"got {tuple(head.shape)}"
         )
     if targets.shape != hidden.shape[:1] or targets.is_floating_point():
         raise ValueError(

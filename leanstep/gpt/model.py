@@ -1,4 +1,4 @@
-"""The flattened model: one forward over the banks, taken apart once, without Block, Attention or MLP modules."""
+"""The flattened model: one forward over the banks, taken apart once; no Block, Attention or MLP modules."""
 
 # T tokens · E model · A layers with attention
 
@@ -62,8 +62,10 @@ class GPT(BankedGPT):
     ) -> Tensor:
         """Final normalised states [T, E] of tokens [T] in documents bounded by `cu_seqlens`."""
         c = self.config
-        if inputs.dim() != 1 or inputs.is_floating_point():
-            raise ValueError(f"inputs: expected [T] integers, got {inputs.dtype} {tuple(inputs.shape)}")
+        if inputs.dim() != 1 or inputs.is_floating_point() or inputs.numel() == 0:
+            raise ValueError(
+                f"inputs: expected [T] integers, T >= 1, got {inputs.dtype} {tuple(inputs.shape)}"
+            )
         length = inputs.shape[0]
         if cu_seqlens is None:
             cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
@@ -159,7 +161,7 @@ class GPT(BankedGPT):
             looked_up = F.embedding(inputs + offsets[:, None], self.value_embeds).unbind(0)
             half = c.gate_width // 2
             # Paired layers' gates read the stream only; the others read half of it and half of the embedding.
-            inner, outer = self.ve_gate_bank.split(half, dim=2)
+            _, outer = self.ve_gate_bank.split(half, dim=2)
             for layer, table, weight in zip(c.value_embed_layers, looked_up, outer.unbind(0), strict=True):
                 values[layer] = table
                 ve_weights[layer] = None if layer in c.paired_layers else weight

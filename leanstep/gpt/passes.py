@@ -1,7 +1,8 @@
 """Residual stream, norms and MLP with hand-written backwards: fewer passes over [T, E], fewer tensors kept.
 
-Autograd on the plain code saves most intermediates and reads every tensor several times; a norm alone costs it a
-dozen passes. Each function here keeps the few tensors its backward needs and works in place on memory it owns.
+Autograd on the plain code saves most intermediates and reads every tensor several times; a norm alone costs
+it a dozen passes. Each function here keeps the few tensors its backward needs and works in place on what it
+owns.
 """
 
 # T tokens · E model · F hidden
@@ -46,7 +47,7 @@ def add_scaled(out: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of products, 0-dimensional. Not torch.dot: BLAS adds in order, twenty times further from the truth."""
+    """Sum of products, 0-dimensional. Not torch.dot: BLAS adds in order and is ten times less exact."""
     return (a * b).sum()
 
 
@@ -128,13 +129,13 @@ def _mlp_forward(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _mlp_backward(grad, scale: Number, normed, inverse, rectified, first, second, grad_x):
-    """Gradients of the matrices and of the scale in front of the MLP; adds the input's gradient to `grad_x`."""
+    """Gradients of the matrices and of the scale before the MLP; adds the input's gradient to `grad_x`."""
     squared = rectified.square()
     grad_second = torch.mm(squared.T, grad)
     # <grad, squared @ second> without making that product again.
     grad_scale = dot(grad_second, second)
-    # relu(p)^2 has slope 2 relu(p), which is zero where p is negative: no mask needed. The constant and the scale
-    # go into the small matrices.
+    # relu(p)^2 has slope 2 relu(p), which is zero where p is negative: no mask needed. The constant and the
+    # scale go into the small matrices.
     grad_hidden = torch.mm(grad, second.T, out=squared).mul_(rectified)
     grad_first = torch.mm(grad_hidden.T, normed).mul_(2 * scale)
     grad_normed = torch.mm(grad_hidden, first * (2 * scale))
@@ -189,7 +190,7 @@ class ResidualMLP(torch.autograd.Function):
 
 
 class SmearNorm(torch.autograd.Function):
-    """norm(x_t + gate_t * x_{t-1}) with gate_t = smear * sigmoid(weight . x_t[:width]); no gate where `closed`."""
+    """norm(x_t + gate_t * x_{t-1}), gate_t = smear * sigmoid(weight . x_t[:width]), 0 where `closed`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, smear: Tensor, weight: Tensor, closed: Tensor | None) -> Tensor:
@@ -222,9 +223,9 @@ class SmearNorm(torch.autograd.Function):
 class Injections(torch.autograd.Function):
     """Promises of x0_lambda_i * x0 + bigram_lambda_i * xb for every layer.
 
-    Its outputs are [T, E] views of a single zero: they carry the graph, not values. `AttentionOut` adds the real
-    terms itself and sends its gradient here, so the layers' gradients meet in one place: no injection is ever
-    stored, and x0 and xb get their gradients in one accumulating pass per layer.
+    Its outputs are [T, E] views of a single zero: they carry the graph, not values. Whoever takes one adds
+    the real terms itself and sends its gradient here, so the layers' gradients meet in one place: no
+    injection is ever stored, and x0 and xb get their gradients in one accumulating pass per layer.
     """
 
     @staticmethod

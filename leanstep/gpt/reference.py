@@ -48,6 +48,8 @@ def softcap_loss(
     logp = z.log_softmax(-1)
     loss = torch.zeros_like(logp[:, 0])
     rows = logits.shape[0]
+    if rows == 0:
+        return logits.sum(-1)
     for k, weight in enumerate(mtp):
         if k >= rows:
             break

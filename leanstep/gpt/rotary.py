@@ -1,7 +1,7 @@
 """Truncated rotary embedding with YaRN: half of each head rotates, adjacent features in pairs.
 
-Tables are complex: feature pair (even, odd) is one complex number, and turning it by the angle is one product.
-The half that does not rotate is multiplied by one, so the whole head is a single contiguous pass.
+Tables are complex: feature pair (even, odd) is one complex number, and turning it by the angle is one
+product. The half that does not rotate is multiplied by one, so the whole head is a single contiguous pass.
 """
 
 # T tokens · H heads · D head size · P = D/2 feature pairs

@@ -1,4 +1,4 @@
-"""The flattened model equals the modules: same parameters in, same loss and gradients out, for every switch."""
+"""The flattened model equals the modules: same parameters in, same loss and gradients out, every switch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ SEEDS = 3
 
 
 def assert_no_further(config: GPTConfig, factor: float = 2.0, **kwargs) -> None:
-    """Distance from float64, root mean square over elements and a few seeds: single small tensors are luck."""
+    """Distance from float64, root mean square over elements and seeds: single small tensors are luck."""
     ours: dict[str, list[float]] = {}
     theirs: dict[str, list[float]] = {}
     for seed in range(SEEDS):

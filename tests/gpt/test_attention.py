@@ -1,0 +1,105 @@
+"""The band of blocks against a dense mask, for windows, documents and lengths that do not divide."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leanstep.gpt.attention import PlanCache, check_cu_seqlens, make_plan, windowed_attention
+from leanstep.gpt.reference import dense_mask
+
+
+def dense(q, k, v, bounds, window, scale):
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=dense_mask(bounds, window), scale=scale)
+    return out.transpose(0, 1)
+
+
+def outputs_and_gradients(function, inputs, upstream):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 1], [0, 41], [0, 9, 9, 20, 32], [0, 1, 2, 300, 401], [0, 401]], ids=str
+)
+@pytest.mark.parametrize("window", [1, 6, 31, 32, 33, 1000])
+def test_band_equals_dense_mask(bounds: list[int], window: int):
+    length = bounds[-1]
+    inputs = [torch.randn(length, 3, 16) for _ in range(3)]
+    upstream = torch.randn(length, 3, 16)
+    plan = make_plan(bounds, window, 16, torch.float32)
+    wide = make_plan(bounds, window, 16, torch.float64)
+    candidate = outputs_and_gradients(
+        lambda q, k, v: windowed_attention(q, k, v, plan, 0.3), inputs, upstream
+    )
+    plain = outputs_and_gradients(lambda q, k, v: dense(q, k, v, bounds, window, 0.3), inputs, upstream)
+    doubles = [x.double() for x in inputs]
+    truth = outputs_and_gradients(
+        lambda q, k, v: dense(q, k, v, bounds, window, 0.3), doubles, upstream.double()
+    )
+    exact = outputs_and_gradients(
+        lambda q, k, v: windowed_attention(q, k, v, wide, 0.3), doubles, upstream.double()
+    )
+    for ours, theirs, same, want in zip(candidate, plain, exact, truth, strict=True):
+        # A document of one token has zero gradients of q and k: inputs of size one set the scale then.
+        scale = max(want.abs().max(), 1.0)
+        assert (ours - want).abs().max() <= 2 * (theirs - want).abs().max() + 5e-7 * scale
+        assert (same - want).abs().max() <= 1e-13 * scale
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=6).filter(any),
+    window=st.integers(0, 90),
+    head_dim=st.sampled_from([8, 48, 72]),
+)
+def test_any_documents_and_window(lengths: list[int], window: int, head_dim: int):
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    inputs = [torch.randn(bounds[-1], 2, head_dim, dtype=torch.float64) for _ in range(3)]
+    plan = make_plan(bounds, window, head_dim, torch.float64)
+    got = windowed_attention(*inputs, plan, 0.2)
+    assert (got - dense(*inputs, bounds, window, 0.2)).abs().max() < 1e-12
+
+
+def test_short_documents_make_the_band_narrow():
+    wide = make_plan([0, 2048], 1024, 16, torch.float32)
+    narrow = make_plan(list(range(0, 2049, 32)), 1024, 16, torch.float32)
+    assert narrow.mask.numel() * 10 < wide.mask.numel()
+
+
+def test_mask_allows_exactly_the_window():
+    plan = make_plan([0, 50, 120], 7, 16, torch.float32)
+    allowed = (plan.mask == 0).sum(-1).flatten()[:120]
+    want = [min(t if t < 50 else t - 50, 7) + 1 for t in range(120)]
+    assert allowed.tolist() == want
+    assert set(plan.mask.unique().tolist()) == {-math.inf, 0.0}
+
+
+def test_plans_are_cached_and_bounded():
+    cache = PlanCache(max_bytes=200_000)
+    first = cache.get([0, 300], 20, False, 16, torch.float32, torch.device("cpu"))
+    assert cache.get([0, 300], 20, False, 16, torch.float32, torch.device("cpu")) is first
+    for window in range(21, 40):
+        cache.get([0, 300], window, False, 16, torch.float32, torch.device("cpu"))
+        assert cache.num_bytes <= 200_000
+    assert cache.get([0, 300], 20, False, 16, torch.float32, torch.device("cpu")) is not first
+    doubled = cache.get([0, 300], 20, True, 16, torch.float32, torch.device("cpu"))
+    assert doubled.length == 600
+
+
+def test_bad_boundaries_are_named():
+    for bad in ([1, 5], [0, 4], [0, 4, 3, 5]):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            check_cu_seqlens(torch.tensor(bad), 5)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        check_cu_seqlens(torch.tensor([0.0, 5.0]), 5)
+    plan = make_plan([0, 5], 2, 16, torch.float32)
+    with pytest.raises(ValueError, match="q: expected 5"):
+        windowed_attention(*(torch.randn(6, 1, 16) for _ in range(3)), plan, 1.0)

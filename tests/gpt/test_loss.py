@@ -1,0 +1,119 @@
+"""The one-pass head loss against the vectors and the plain formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpt.golden import array, load
+
+from leanstep.gpt.loss import ahead_targets, head_loss
+from leanstep.gpt.reference import softcap_loss
+
+CAP = (23.0, 5.0, 7.5)
+
+
+@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize("tile_rows", [1, 5, 100])
+def test_vectors(case: int, tile_rows: int):
+    golden = load("softcap_mtp")
+    c = golden["cases"][case]
+    logits = array(c["logits"]).requires_grad_()
+    # An identity head makes hidden states and logits the same thing.
+    head, targets = torch.eye(logits.shape[1]), torch.tensor(c["targets"])
+    loss = head_loss(logits, head, targets, mtp=tuple(c["mtp_weights"]), softcap=CAP, tile_rows=tile_rows)
+    want = array(c["losses"]).double().sum()
+    assert abs(loss.item() - want) < golden["tolerance"] * len(c["targets"])
+    (loss * c["grad_output"]).backward()
+    assert (logits.grad - array(c["grad_logits"])).abs().max() < golden["tolerance"]
+
+
+def plain_loss(hidden, head, targets, mtp, softcap, transposed):
+    return softcap_loss(hidden @ (head if transposed else head.T), targets, mtp, softcap).sum()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 41, 401])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("softcap", [CAP, (90.0, 5.0, 7.5), None], ids=["cap", "high cap", "no cap"])
+def test_no_further_from_float64_than_the_plain_formula(rows: int, transposed: bool, softcap):
+    mtp, vocab, dim = (1.0, 0.5, 0.25), 131, 24
+    # Non-contiguous hidden states, and some ignored targets.
+    hidden = torch.randn(dim, rows).T
+    head = torch.randn((dim, vocab) if transposed else (vocab, dim))
+    targets = torch.randint(-1, vocab, (rows,))
+    results = []
+    for function, dtype in (
+        (
+            lambda *a: head_loss(*a, mtp=mtp, softcap=softcap, transposed=transposed, tile_rows=7),
+            torch.float32,
+        ),
+        (lambda *a: plain_loss(*a, mtp, softcap, transposed), torch.float32),
+        (lambda *a: plain_loss(*a, mtp, softcap, transposed), torch.float64),
+    ):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (hidden, head)]
+        loss = function(*leaves, targets)
+        grads = torch.autograd.grad(loss * 0.37, leaves)
+        results.append([loss.detach(), *grads])
+    for ours, theirs, want in zip(*results, strict=True):
+        scale = want.abs().max() if want.numel() else 0
+        error, plain = ((x.double() - want).abs().max() if want.numel() else 0.0 for x in (ours, theirs))
+        assert error <= 2 * plain + 5e-7 * scale
+
+
+def test_docstring_equivalence_and_ignored_targets():
+    hidden, head = torch.randn(30, 16), torch.randn(16, 50)
+    targets = torch.randint(0, 50, (30,))
+    targets[::4] = -1
+    a, b, c = CAP
+    want = F.cross_entropy(
+        a * torch.sigmoid((hidden @ head + b) / c), targets, reduction="sum", ignore_index=-1
+    )
+    assert torch.allclose(head_loss(hidden, head, targets, softcap=CAP), want, rtol=1e-6)
+    hidden.requires_grad_()
+    head_loss(hidden, head, targets, softcap=CAP).backward()
+    assert (hidden.grad[::4] == 0).all() and (hidden.grad[1] != 0).any()
+
+
+def test_tile_size_does_not_matter_much_and_repeats_exactly():
+    hidden, head, targets = torch.randn(100, 16), torch.randn(16, 50), torch.randint(0, 50, (100,))
+    losses = [head_loss(hidden, head, targets, softcap=CAP, tile_rows=n) for n in (1, 33, 100, 1000)]
+    assert max(losses) - min(losses) < 1e-5 * losses[0]
+    assert torch.equal(losses[1], head_loss(hidden, head, targets, softcap=CAP, tile_rows=33))
+
+
+def test_gradient_is_exact_in_float64():
+    hidden = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(5, 9, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 3, -1, 8, 2, 2])
+    for softcap in (CAP, None):
+        assert torch.autograd.gradcheck(
+            lambda h, w, cap=softcap: head_loss(h, w, targets, mtp=(1.0, 0.4), softcap=cap, tile_rows=4),
+            (hidden, head),
+        )
+
+
+def test_no_gradient_asked_none_computed():
+    hidden, head, targets = torch.randn(50, 16), torch.randn(16, 50), torch.randint(0, 50, (50,))
+    with torch.no_grad():
+        quiet = head_loss(hidden, head, targets, softcap=CAP)
+    assert not quiet.requires_grad
+    head.requires_grad_()
+    loss = head_loss(hidden, head, targets, softcap=CAP)
+    loss.backward()
+    assert torch.equal(loss, quiet) and head.grad is not None and hidden.grad is None
+
+
+def test_targets_end_with_the_batch():
+    index, weights = ahead_targets(torch.tensor([4, -1, 6]), (1.0, 0.5), torch.float32)
+    assert weights.tolist() == [[1.0, 0.0], [0.0, 0.5], [1.0, 0.0]]
+    assert index[0].tolist() == [4, 0] and index[1, 1] == 6
+
+
+def test_bad_input_is_named():
+    hidden, head, targets = torch.randn(4, 16), torch.randn(16, 50), torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ValueError, match="head: expected 16"):
+        head_loss(hidden, head, targets, transposed=False)
+    with pytest.raises(ValueError, match="targets"):
+        head_loss(hidden, head, targets[:3])
+    with pytest.raises(ValueError, match="tile_rows"):
+        head_loss(hidden, head, targets, tile_rows=0)

@@ -1,0 +1,134 @@
+"""Hand-written backwards against numerical differentiation in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from leanstep.gpt.attention import make_plan
+from leanstep.gpt.heads import AttentionOut, AttentionWeights, Heads, HeadShape
+from leanstep.gpt.passes import MLP, Injections, Mix, Norm, NormLinear, ResidualMLP, SmearNorm
+from leanstep.gpt.reference import norm
+from leanstep.gpt.rotary import Rotary
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def test_norm():
+    x = draw(5, 8)
+    assert torch.allclose(Norm.apply(x), norm(x), rtol=1e-14)
+    assert gradcheck(Norm.apply, (x,))
+    # A row of zeros stays zero and finite.
+    zero = torch.zeros(2, 8, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(Norm.apply(zero).sum(), zero)
+    assert torch.isfinite(grad).all()
+
+
+def test_norm_linear_and_mlp():
+    x, first, second = draw(5, 8), draw(12, 8), draw(12, 8)
+    assert torch.allclose(NormLinear.apply(x, first), norm(x) @ first.T)
+    assert torch.allclose(MLP.apply(x, first, second), (norm(x) @ first.T).relu().square() @ second)
+    assert gradcheck(NormLinear.apply, (x, first))
+    assert gradcheck(MLP.apply, (x, first, second))
+    resid, post = draw(), draw()
+    want = resid * x + post * MLP.apply(x, first, second)
+    assert torch.allclose(ResidualMLP.apply(x, resid, post, first, second), want)
+    assert gradcheck(ResidualMLP.apply, (x, resid, post, first, second))
+    assert gradcheck(lambda *a: ResidualMLP.apply(a[0], a[1], 1.0, a[2], a[3]), (x, resid, first, second))
+
+
+@pytest.mark.parametrize("closed", [None, [True, False, False, True, False]])
+def test_smear_norm(closed):
+    x, smear, weight = draw(5, 8), draw(), draw(1, 4)
+    mask = None if closed is None else torch.tensor(closed)
+    gate = smear * torch.sigmoid(x[1:, :4] @ weight.T)
+    if mask is not None:
+        gate = gate.masked_fill(mask[1:, None], 0)
+    want = norm(torch.cat([x[:1], x[1:] + gate * x[:-1]]))
+    assert torch.allclose(SmearNorm.apply(x, smear, weight, mask), want)
+    assert gradcheck(lambda *a: SmearNorm.apply(*a, mask), (x, smear, weight))
+
+
+def test_promises_deliver_the_injections_gradients():
+    x0, xb, x0_factors, xb_factors, lanes = draw(5, 8), draw(5, 8), draw(3), draw(3), draw(3, 5, 8)
+    upstream = torch.randn(3, 5, 8, dtype=torch.float64)
+
+    def promised(x0, xb, x0_factors, xb_factors):
+        promises = Injections.apply(x0, x0_factors, xb, xb_factors, [0, 2])
+        out = []
+        for layer, promise in zip([0, 2], promises, strict=True):
+            injected = [(x0_factors[layer].item(), x0.detach())]
+            if layer:
+                injected.append((xb_factors[layer].item(), xb.detach()))
+            out.append(Mix.apply(promise, injected, 2.0, lanes[layer].detach()))
+        return torch.stack(out)
+
+    def plain(x0, xb, x0_factors, xb_factors):
+        zeroth = 2.0 * lanes[0].detach() + x0_factors[0] * x0
+        return torch.stack([zeroth, 2.0 * lanes[2].detach() + x0_factors[2] * x0 + xb_factors[2] * xb])
+
+    inputs = (x0, xb, x0_factors, xb_factors)
+    got, want = promised(*inputs), plain(*inputs)
+    assert torch.allclose(got, want)
+    gradients = zip(
+        torch.autograd.grad(got, inputs, upstream[:2]),
+        torch.autograd.grad(want, inputs, upstream[:2]),
+        strict=True,
+    )
+    assert all(torch.allclose(a, b) for a, b in gradients)
+
+
+def test_mix():
+    factors, tensors = [draw(), draw()], [draw(4, 3), draw(4, 3)]
+    assert gradcheck(lambda *a: Mix.apply(None, [], *a), (*factors, *tensors))
+    assert gradcheck(lambda f, a, b: Mix.apply(None, [], f, 0.5, a, b), (factors[0], *tensors))
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("starts", [None, [0, 3]])
+def test_heads(paired: bool, extras: bool, starts):
+    length, heads, dim = 5, 2, 8
+    shape = HeadShape(heads, dim, paired, key_offset=not paired, gated=extras, has_ve=extras)
+    bounds = [0, 3, length]
+    plan = make_plan([2 * b for b in bounds] if paired else bounds, 3, dim, torch.float64)
+    table = Rotary(dim, 1024.0, 0.1).head_table(length, paired, torch.float64, torch.device("cpu"))
+    mask = None
+    if starts is not None:
+        mask = torch.zeros(length, dtype=torch.bool)
+        mask[starts] = True
+    projected = draw(length, shape.rows)
+    ve, ve_weight = (draw(length, shape.model), draw(heads, 3)) if extras else (None, None)
+    if paired:
+        ve_weight = None
+    weight, x, resid = draw(shape.model, shape.model), draw(length, shape.model), draw()
+
+    def through(projected, weight, x, resid, ve=None, ve_weight=None):
+        q, k, v, gate = Heads.apply(projected, ve, ve_weight, table, mask, plan, shape)
+        # Any smooth function of all three will do in place of attention.
+        y = q * (k.mean(-2, keepdim=True) + (v * k).sum(-2, keepdim=True))
+        return AttentionOut.apply(y, gate, weight, x, resid, None, [], plan, shape)
+
+    arguments = [projected, weight, x, resid] + [t for t in (ve, ve_weight) if t is not None]
+    assert gradcheck(through, arguments)
+
+
+def test_attention_weights_fold_lambdas_and_gates():
+    shapes = [HeadShape(1, 8, False, False, True, has_ve) for has_ve in (False, True)]
+    bank, scales, gates, ve_gates = draw(2, 32, 8), draw(2, 2), draw(2, 1, 4), draw(1, 1, 4)
+    taken = AttentionWeights.apply(bank, scales, gates, ve_gates, torch.float64, shapes)
+    # 24 + 1 rows are odd: one row of zeros is added.
+    assert [w.shape[0] for w in taken] == [26, 26, 8, 8]
+    assert torch.allclose(taken[1][:24], scales[1, 0] * bank[1, :24])
+    assert torch.allclose(taken[3], scales[1, 1] * bank[1, 24:])
+    assert torch.equal(taken[1][24:25, :4], gates[1]) and torch.equal(taken[1][25:, :4], ve_gates[0])
+    assert (taken[0][25] == 0).all() and (taken[1][24:, 4:] == 0).all()
+
+    def total(*inputs):
+        taken = AttentionWeights.apply(*inputs, torch.float64, shapes)
+        return tuple(w.square().sum() for w in taken)
+
+    assert gradcheck(total, (bank, scales, gates, ve_gates))
