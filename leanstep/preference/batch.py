@@ -221,6 +221,25 @@ class LensBatch:
         batch.check(config)
         return replace(batch, gists=list_gists(batch, config)).to(device)
 
+    def with_losses(self, losses: Tensor, *, gist_delta_weight: float = 0.0) -> LensBatch:
+        """The same contexts with the base model's losses [V], which stay on their device.
+
+        With `gist_delta_weight` g, variants other than the baseline count as loss + g * relu(loss - baseline loss).
+        """
+        if tuple(losses.shape) != (self.num_contexts,):
+            raise ValueError(f"losses: expected shape ({self.num_contexts},), one per context, got {tuple(losses.shape)}")
+        if self.counts is None:
+            raise ValueError("losses: this batch does not know its variants per sample; build it with from_variants")
+        values = losses.detach()
+        values = values if values.dtype == torch.float64 else values.float()
+        counts = torch.tensor(self.counts, dtype=torch.int64).to(values.device, non_blocking=True)
+        column = torch.arange(self.row.shape[1], device=values.device)
+        table = torch.where(column < counts[:, None], values[self.row], torch.nan)
+        if gist_delta_weight and table.numel():
+            excess = torch.relu(table - table.gather(1, self.baseline[:, None]))
+            table = torch.where(column == self.baseline[:, None], table, table + gist_delta_weight * excess)
+        return replace(self, loss=table)
+
     def check(self, config: LensConfig) -> None:
         """Read the tensors (a host sync: for debugging and for host data) and raise on malformed contexts."""
         pos, lod, valid = self.pos, self.lod, self.valid

@@ -1,0 +1,305 @@
+"""`leanstep train lens`: a focus controller end to end, on a small base model that learns beside it.
+
+Every step draws sequences, reads each one as a baseline and a few random working contexts (raw tokens and gists), takes
+the base model's NLL of every variant, and trains LensNet from the preferences between them. Evaluation asks two
+questions on held-out sequences: do the scores agree with the base model's preferences, and does the base model predict
+better when LensNet decides what to collapse than when chance does, at the same length.
+
+    recipe = build("tiny", seed=0)
+    run(recipe, Path("out"))                 # agreement and NLL by focus in out/metrics.jsonl
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from leanstep.preference import (
+    AllocatorConfig,
+    ContextReader,
+    LensBatch,
+    LensConfig,
+    LensNet,
+    LensObjective,
+    Variant,
+    allocate_focus,
+    baseline_variant,
+    check_variant_counts,
+    reachable_length,
+    sample_variants,
+)
+from leanstep.recipes.distributed import World
+from leanstep.recipes.fact_task import FactTask
+from leanstep.recipes.loop import Cadence
+from leanstep.recipes.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class LensSettings:
+    """Everything that decides a run.
+
+    Args:
+        width, layers: of the base model; lens_width: of the controller.
+        samples: sequences per rank and step.
+        random_variants: working contexts per sequence beside the baseline.
+        budget: share of the sequence's length that a working context may have.
+        warm_fraction: part of the steps in which only the base model learns.
+        lr, lens_lr: of the base model and of the controller.
+        evaluation_samples: held-out sequences.
+        gate_every: run the objective on every so many steps.
+    """
+
+    width: int = 64
+    layers: int = 2
+    lens_width: int = 32
+    samples: int = 16
+    random_variants: int = 2
+    budget: float = 0.7
+    warm_fraction: float = 0.5
+    lr: float = 3e-3
+    lens_lr: float = 1e-3
+    evaluation_samples: int = 96
+    gate_every: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget < 1:
+            raise ValueError(f"budget: expected a share between 0 and 1, got {self.budget}")
+        if not 0 <= self.warm_fraction < 1:
+            raise ValueError(f"warm_fraction: expected 0 to below 1, got {self.warm_fraction}")
+        for name in ("samples", "random_variants", "evaluation_samples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+
+PRESETS: dict[str, str] = {
+    "tiny": "64-wide base model, 128 tokens in blocks of 8: minutes on two cores",
+    "small": "256-wide base model, 1,024 tokens in blocks of 16: for one GPU",
+}
+_SIZES: dict[str, tuple[LensSettings, FactTask, int]] = {
+    "tiny": (LensSettings(), FactTask(), 1200),
+    "small": (
+        LensSettings(width=256, layers=4, lens_width=64, samples=32, evaluation_samples=256),
+        FactTask(tokens=1024, block=16, fact_blocks=4, values=16, questions=32),
+        6000,
+    ),
+}
+
+
+def build(
+    preset: str,
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    world: World | None = None,
+    lr: float | None = None,
+    lens_lr: float | None = None,
+    samples: int | None = None,
+    random_variants: int | None = None,
+    budget: float | None = None,
+    gate_every: int | None = None,
+    warm_fraction: float | None = None,
+) -> Lens:
+    """The recipe of a preset; other arguments replace the preset's values."""
+    if preset not in _SIZES:
+        raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    settings, task, default_steps = _SIZES[preset]
+    given: dict[str, Any] = {
+        "lr": lr,
+        "lens_lr": lens_lr,
+        "samples": samples,
+        "random_variants": random_variants,
+        "budget": budget,
+        "gate_every": gate_every,
+        "warm_fraction": warm_fraction,
+    }
+    settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
+    return Lens(settings, task, seed=seed, steps=steps or default_steps, preset=preset, world=world or World())
+
+
+class Lens:
+    """The recipe; see `leanstep.recipes.loop` for the contract."""
+
+    name = "lens"
+    cadence = Cadence(log=10, evaluate=200, save=200)
+
+    def __init__(
+        self, settings: LensSettings, task: FactTask, *, seed: int, steps: int, preset: str, world: World
+    ) -> None:
+        self.options, self.task, self.world, self.seed = settings, task, world, seed
+        self.num_steps = steps
+        self.warm_steps = round(steps * settings.warm_fraction)
+        self.settings = {"preset": preset, "seed": seed, "steps": steps, **asdict(settings), "task": asdict(task)}
+        self.config = LensConfig(
+            block_size=task.block,
+            num_random_variants=settings.random_variants,
+            recent_tokens=2 * task.questions,
+            gate_every=settings.gate_every,
+        )
+        self.length = reachable_length(task.tokens, round(settings.budget * task.tokens), task.block)
+        geometry = {"block_size": task.block, "max_lod": self.config.max_lod}
+        with torch.random.fork_rng(devices=[]):
+            # The same weights on every rank.
+            torch.manual_seed(seed)
+            self.reader = ContextReader(
+                task.vocab, settings.width, max_tokens=task.tokens, num_blocks=settings.layers, **geometry
+            ).to(world.device)
+            self.lens = LensNet(settings.width, settings.lens_width, **geometry).to(world.device)
+        self.objective = LensObjective(self.config)
+        self.reader_optimizer = torch.optim.AdamW(self.reader.parameters(), lr=settings.lr, betas=(0.9, 0.98))
+        # The controller has its own optimizer: its gradients never mix with the base model's.
+        self.lens_optimizer = torch.optim.AdamW(self.lens.parameters(), lr=settings.lens_lr, weight_decay=0.1)
+        self.generator = torch.Generator().manual_seed(seed * 1000 + world.rank + 1)
+
+    # --- one step of the loop ---
+
+    def step(self, i: int) -> Metrics:
+        tokens, answers = self.task.draw(self.options.samples, self.generator)
+        batch = self.contexts(self.variants(len(tokens), self.generator))
+        entries, losses = self.read(batch, tokens, answers)
+        loss = losses.mean()
+        loss.backward()
+        lr = self.options.lr * self._decay(i, 0, self.num_steps)
+        self._update(self.reader_optimizer, lr)
+        metrics: dict[str, Any] = {"loss": loss.detach(), "lr": lr, "tokens": batch.pos.numel()}
+        if i >= self.warm_steps:
+            metrics |= self._lens_step(i, batch.with_losses(losses), entries.detach())
+        return metrics
+
+    def _lens_step(self, i: int, batch: LensBatch, entries: Tensor) -> dict[str, Any]:
+        inputs = (entries, batch.pos, batch.lod, batch.valid, batch.num_tokens)
+        result = self.objective(self.lens, batch, inputs=inputs)
+        if result.active:
+            result.loss.backward()
+            self._update(self.lens_optimizer, self.options.lens_lr * self._decay(i, self.warm_steps, self.num_steps))
+        self.objective.optimizer_step()
+        return {"lens_loss": result.loss.detach()} if result.active else {}
+
+    @staticmethod
+    def _decay(i: int, first: int, last: int) -> float:
+        """Short warm-up, then linear to a tenth."""
+        progress = (i - first) / max(last - first, 1)
+        return min(1.0, (i - first + 1) / 20) * (1 - 0.9 * progress)
+
+    def _update(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self.world.size > 1:
+            for p in parameters:
+                dist.all_reduce(p.grad)
+                p.grad /= self.world.size
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # --- working contexts and what the base model makes of them ---
+
+    def variants(self, count: int, generator: torch.Generator) -> list[list[Variant]]:
+        """Baseline and random contexts of `count` sequences."""
+        samples = [
+            sample_variants(
+                self.task.tokens,
+                self.task.block,
+                self.config.max_lod,
+                self.options.random_variants,
+                self.length,
+                generator,
+                recent_tokens=self.config.recent_tokens,
+            )
+            for _ in range(count)
+        ]
+        check_variant_counts([len(v) for v in samples], count, self.options.random_variants)
+        return samples
+
+    def contexts(self, samples: list[list[Variant]]) -> LensBatch:
+        return LensBatch.from_variants(samples, self.config, num_tokens=self.task.tokens, device=self.world.device)
+
+    def read(self, batch: LensBatch, tokens: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+        """Entry embeddings [V, W, D] and mean NLL of the answers [V] of every context."""
+        assert batch.counts is not None
+        tokens, answers = tokens.to(self.world.device), answers.to(self.world.device)
+        sequence = torch.repeat_interleave(torch.arange(len(batch.counts)), torch.tensor(batch.counts))
+        sequence = sequence.to(self.world.device)
+        entries = self.reader.embed(tokens, sequence, batch.pos, batch.lod)
+        return entries, self.reader.losses(entries, batch.pos, batch.lod, batch.valid, tokens, sequence, answers)
+
+    def focus(self, tokens: Tensor) -> list[Variant]:
+        """The context that LensNet chooses for each sequence: all raw tokens, collapsed to the budget, lowest score first."""
+        whole = self.contexts([[baseline_variant(self.task.tokens, self.task.tokens)] for _ in tokens])
+        tokens = tokens.to(self.world.device)
+        sequence = torch.arange(len(tokens), device=self.world.device)
+        entries = self.reader.embed(tokens, sequence, whole.pos, whole.lod)
+        scores = self.lens(entries, whole.pos, whole.lod, whole.valid, whole.num_tokens).cpu()
+        chosen = []
+        for row in scores:
+            positions, lods = torch.arange(self.task.tokens), torch.zeros(self.task.tokens, dtype=torch.int8)
+            edits = (self.task.tokens - self.length) // (self.task.block - 1)
+            # The budget decides how many edits, the scores decide which: shifted, every score asks for a collapse.
+            positions, lods = allocate_focus(
+                positions,
+                lods,
+                row - row.max() - 0.2,
+                block_size=self.task.block,
+                max_lod=self.config.max_lod,
+                budget=self.task.tokens,
+                num_tokens=self.task.tokens,
+                config=AllocatorConfig(protected_entries=self.config.recent_tokens, max_edits=edits),
+            )
+            chosen.append(Variant(positions, lods))
+        return chosen
+
+    # --- evaluation and state ---
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Held-out agreement with the base model's preferences, and NLL of the answers by focus at one length."""
+        generator = torch.Generator().manual_seed(self.seed + 777_777)
+        tokens, answers = self.task.draw(self.options.evaluation_samples, generator)
+        samples = self.variants(len(tokens), generator)
+        batch = self.contexts(samples)
+        entries, losses = self.read(batch, tokens, answers)
+        scores = self.lens(entries, batch.pos, batch.lod, batch.valid, batch.num_tokens)
+        from leanstep.preference import lens_loss
+
+        result = lens_loss(scores, batch.with_losses(losses), self.config)
+        assert result.metrics is not None
+        read = result.metrics.read()
+        by_focus = {"lens": self.focus(tokens), "random": [v[-1] for v in samples], "recent": [v[0] for v in samples]}
+        nll = {}
+        for name, variants in by_focus.items():
+            _, values = self.read(self.contexts([[v] for v in variants]), tokens, answers)
+            nll[name] = float(values.mean())
+        lengths = {len(v.positions) for v in by_focus["lens"]}
+        return {
+            "val_loss": nll["lens"],
+            "val_nll_lens_focus": nll["lens"],
+            "val_nll_random_focus": nll["random"],
+            "val_nll_recent_focus": nll["recent"],
+            "preference_agreement": read["mc/preference_agreement"] or 0.0,
+            "pref_span_corr": read["mc/pref_span_corr"] or 0.0,
+            "context_length": float(max(lengths)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "reader": self.reader.state_dict(),
+            "lens": self.lens.state_dict(),
+            "objective": {"ema": self.objective.budget_ema, **self.objective.get_extra_state()},
+            "reader_optimizer": self.reader_optimizer.state_dict(),
+            "lens_optimizer": self.lens_optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reader.load_state_dict(state["reader"])
+        self.lens.load_state_dict(state["lens"])
+        objective = dict(state["objective"])
+        self.objective.budget_ema.copy_(objective.pop("ema"))
+        self.objective.set_extra_state(objective)
+        self.reader_optimizer.load_state_dict(state["reader_optimizer"])
+        self.lens_optimizer.load_state_dict(state["lens_optimizer"])
+        self.generator.set_state(state["generator"])
