@@ -9,10 +9,12 @@ window only: it is built once and shared by the layers and by the backward pass.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,18 +42,18 @@ class BandPlan:
     Args:
         length: T, time slots (twice the tokens for paired heads).
         block: B.
+        num_blocks: N.
         back: earlier blocks that a block sees.
-        mask: [N, 1, B, S] additive: 0 where allowed, -inf elsewhere.
+        mask: [N, 1, B, S] additive: 0 where allowed, -inf elsewhere. None under flex attention.
+        block_mask: flex attention's own description of the same, for one block of all tokens.
     """
 
     length: int
     block: int
+    num_blocks: int
     back: int
-    mask: Tensor
-
-    @property
-    def num_blocks(self) -> int:
-        return self.mask.shape[0]
+    mask: Tensor | None
+    block_mask: Any = None
 
     @property
     def front(self) -> int:
@@ -91,7 +93,33 @@ def make_plan(
     key = torch.arange((back + 1) * block) + (torch.arange(count) - back)[:, None, None] * block
     blocked = (key < first.view(count, block, 1)) | (key > query)
     mask = torch.zeros(blocked.shape, dtype=dtype).masked_fill_(blocked, -math.inf)
-    return BandPlan(length, block, back, mask[:, None].to(device))
+    return BandPlan(length, block, count, back, mask[:, None].to(device))
+
+
+def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -> BandPlan:
+    """The plan for flex attention, which skips empty blocks itself: one block, no padding, no additive mask.
+
+    Its backward exists on GPUs only (torch 2.13), so `PlanCache` uses it there.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    length = bounds[-1]
+    cu = torch.tensor(bounds)
+    starts = torch.repeat_interleave(cu[:-1], cu.diff()).to(device)
+
+    def visible(batch, head, query, key):
+        return (key <= query) & (query - key <= window) & (key >= starts[query])
+
+    mask = create_block_mask(visible, None, None, length, length, device=str(device))
+    return BandPlan(length, length, 1, 0, None, mask)
+
+
+@functools.cache
+def _flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Eager flex attention makes the whole score matrix; only the compiled one is worth having.
+    return torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
 
 
 class PlanCache:
@@ -113,7 +141,11 @@ class PlanCache:
         key = (tuple(bounds), window, paired, head_dim, dtype, device)
         plan = self._plans.get(key)
         if plan is None:
-            plan = make_plan([2 * b for b in bounds] if paired else bounds, window, head_dim, dtype, device)
+            slots = [2 * b for b in bounds] if paired else bounds
+            if device.type == "cuda":
+                plan = make_flex_plan(slots, window, device)
+            else:
+                plan = make_plan(slots, window, head_dim, dtype, device)
             self._plans[key] = plan
             while len(self._plans) > 1 and self.num_bytes > self.max_bytes:
                 self._plans.popitem(last=False)
@@ -122,7 +154,8 @@ class PlanCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(plan.mask.numel() * plan.mask.element_size() for plan in self._plans.values())
+        masks = [plan.mask for plan in self._plans.values() if plan.mask is not None]
+        return sum(mask.numel() * mask.element_size() for mask in masks)
 
     def clear(self) -> None:
         self._plans.clear()
@@ -167,6 +200,8 @@ def sum_band(grad_NHSD: Tensor, plan: BandPlan) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: BandPlan, scale: float) -> Tensor:
     """Attention of query blocks [N, H, B, D] over their bands [N, H, S, D]."""
+    if plan.block_mask is not None:
+        return _flex_attention()(q, k, v, block_mask=plan.block_mask, scale=scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask, scale=scale)
 
 

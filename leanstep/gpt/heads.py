@@ -279,10 +279,8 @@ class AttentionWeights(torch.autograd.Function):
             torch.mul(joint[:rows], scales[i, 0], out=grad_bank[i, :rows])
             torch.mul(out, scales[i, 1], out=grad_bank[i, rows:])
             if grad_gates is not None:
-                at, width = shape.gate_at, gates.shape[2]
-                grad_gates[i] = joint[at : at + shape.heads, :width]
+                grad_gates[i] = joint[shape.gate_at : shape.gate_at + shape.heads, : grad_gates.shape[2]]
             if grad_ve is not None and shape.has_ve:
-                at, width = shape.ve_gate_at, ve_gates.shape[2]
-                grad_ve[table] = joint[at : at + shape.heads, :width]
+                grad_ve[table] = joint[shape.ve_gate_at : shape.ve_gate_at + shape.heads, : grad_ve.shape[2]]
                 table += 1
         return grad_bank.to(bank.dtype), grad_scales, grad_gates, grad_ve, None, None

@@ -38,7 +38,9 @@ Number = float | Tensor
 
 def number(x: Number) -> Number:
     """A 0-dimensional CPU tensor as a float (a faster operand); elsewhere the tensor, to avoid a sync."""
-    return x.item() if isinstance(x, Tensor) and x.device.type == "cpu" else x
+    if isinstance(x, int | float):
+        return x
+    return x.item() if x.device.type == "cpu" else x
 
 
 def add_scaled(out: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
@@ -169,7 +171,7 @@ class ResidualMLP(torch.autograd.Function):
     def forward(ctx, x: Tensor, resid: Tensor, post: Number, first: Tensor, second: Tensor) -> Tensor:
         normed, inverse, rectified = _mlp_forward(x, first)
         ctx.resid, ctx.post = number(resid), number(post)
-        ctx.dtypes = resid.dtype, post.dtype if isinstance(post, Tensor) else None
+        ctx.dtypes = resid.dtype, None if isinstance(post, int | float) else post.dtype
         ctx.save_for_backward(x, normed, inverse, rectified, first, second)
         out = x * ctx.resid
         if isinstance(ctx.post, float):

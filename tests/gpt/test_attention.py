@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leanstep.gpt.attention import PlanCache, check_cu_seqlens, make_plan, windowed_attention
+from leanstep.gpt.attention import PlanCache, check_cu_seqlens, make_flex_plan, make_plan, windowed_attention
 from leanstep.gpt.reference import dense_mask
 
 
@@ -66,6 +66,17 @@ def test_any_documents_and_window(lengths: list[int], window: int, head_dim: int
     plan = make_plan(bounds, window, head_dim, torch.float64)
     got = windowed_attention(*inputs, plan, 0.2)
     assert (got - dense(*inputs, bounds, window, 0.2)).abs().max() < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention.*")
+def test_flex_plan_sees_the_same_keys():
+    # Forward only: flex attention has no backward on the CPU.
+    bounds, window = [0, 40, 41, 130], 17
+    inputs = [torch.randn(130, 2, 16) for _ in range(3)]
+    with torch.no_grad():
+        flex = windowed_attention(*inputs, make_flex_plan(bounds, window, "cpu"), 0.3)
+    band = windowed_attention(*inputs, make_plan(bounds, window, 16, torch.float32), 0.3)
+    assert (flex - band).abs().max() < 1e-5
 
 
 def test_short_documents_make_the_band_narrow():
