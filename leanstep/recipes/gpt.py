@@ -1,6 +1,6 @@
 """Pretrain the speedrun GPT: stages, tied and then untied head, NorMuon + Adam, or AdamW to compare with.
 
-    leanstep train gpt --preset tiny                       # two minutes on two cores
+    leanstep train gpt --preset tiny                       # under a minute on two cores
     leanstep train gpt --preset record-74 --set data=DIR   # .bin shards `*train*` and `*val*` of GPT-2 tokens
     leanstep train gpt --optimizer adamw --lr 3e-3         # same model, data and schedule
 
@@ -69,12 +69,12 @@ def _stages(tokens: tuple[int, int, int], max_seq_len: tuple[int, int, int]) -> 
 
 
 _TINY = Preset(
-    about="4 layers, width 64, the standard library's source: about a minute on two cores",
+    about="4 layers, width 64, the standard library's source: under a minute on two cores",
     model="tiny",
-    schedule=Schedule(_stages((2048, 4096, 6144), (256, 512, 512)), scheduled=485, extension=15,
-                      momentum_warmup=100, momentum_cooldown=25),
+    schedule=Schedule(_stages((1024, 2048, 3072), (256, 512, 512)), scheduled=290, extension=10,
+                      momentum_warmup=60, momentum_cooldown=15),
     micro_batches=1,
-    validation_tokens=65536,
+    validation_tokens=32768,
     validation_batch=8192,
     vocab_size=512,
     cadence=Cadence(log=10, evaluate=20, save=100),
