@@ -109,7 +109,7 @@ class NorMuon(torch.optim.Optimizer):
         for group, params in work:
             for param in params:
                 _check_grad(self._name_of(group, param), param)
-                saved.check_state(self._name_of(group, param), param, self.state.get(param), group)
+                self._check_state(group, param)
         for group in self.param_groups:
             group["calls"] += 1
         self._stepped = due
@@ -117,12 +117,15 @@ class NorMuon(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["skipped_steps"] += 1
             return loss
+        self._run(work)
+        return loss
+
+    def _run(self, work: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
         for group, params in work:
             if group["algorithm"] == "adam":
                 self._step_adam(group, params)
             else:
                 self._step_matrices(group, params)
-        return loss
 
     def zero_stepped_grads(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the groups the last `step` ran; the others go on accumulating."""
@@ -132,6 +135,9 @@ class NorMuon(torch.optim.Optimizer):
                     param.grad = None
                 elif param.grad is not None:
                     param.grad.zero_()
+
+    def _check_state(self, group: dict[str, Any], param: Tensor) -> None:
+        saved.check_state(self._name_of(group, param), param, self.state.get(param), group)
 
     def _all_finite(self, grads: list[Tensor]) -> bool:
         return grads_are_finite(grads)
@@ -285,7 +291,14 @@ class NorMuon(torch.optim.Optimizer):
 
     def _name_of(self, group: dict[str, Any], param: Tensor) -> str:
         index = next(i for i, p in enumerate(group["params"]) if p is param)
-        return group["param_names"][index] if "param_names" in group else f"param_{index}"
+        if "param_names" in group:
+            return group["param_names"][index]
+        before = 0
+        for other in self.param_groups:
+            if other is group:
+                break
+            before += len(other["params"])
+        return f"param_{before + index}"
 
 
 def _is_due(group: dict[str, Any], do_adam: bool | None) -> bool:

@@ -99,19 +99,12 @@ def _pick(item: MatrixItem, index: int) -> MatrixItem:
 
 
 def _run(items: list[MatrixItem], plan: PolarPlan, options: MatrixOptions, workspace: Workspace) -> None:
-    count = sum(item.weight.size(0) for item in items)
-    like = items[0].buffer
-    update = workspace.take("update", (count, plan.rows, plan.cols), like)
     sizes = [item.weight.size(0) for item in items]
+    update = workspace.take("update", (sum(sizes), plan.rows, plan.cols), items[0].buffer)
     for item, part in zip(items, update.split(sizes), strict=True):
         fill_update(item.grad, item.buffer, options.momentum, part, nesterov=options.nesterov)
-    x = update
-    if plan.dtype != update.dtype:
-        x = workspace.take("input", (count, plan.rows, plan.cols), like, plan.dtype)
-    normalize_into(update, x, options.eps_mode)
-    # A single matrix as [R, C]: symmetric panels and in-place products work on plain matrices.
-    factor = iterate(x[0] if count == 1 else x, plan, options.coefficients, workspace)
-    for item, part in zip(items, factor.view(count, plan.rows, plan.cols).split(sizes), strict=True):
+    factor = orthogonalise(update, plan, options, workspace)
+    for item, part in zip(items, factor.split(sizes), strict=True):
         scale = None
         if item.second is not None:
             scale = variance_scale(part, item.second, options.beta2, options.variance)
@@ -125,3 +118,13 @@ def _run(items: list[MatrixItem], plan: PolarPlan, options: MatrixOptions, works
             mode=options.residual,
             cautious=options.cautious,
         )
+
+
+def orthogonalise(update: Tensor, plan: PolarPlan, options: MatrixOptions, workspace: Workspace) -> Tensor:
+    """The polar factor of `update` [B, R, C] in the plan's dtype; `update` is scratch afterwards."""
+    shape = (update.size(0), plan.rows, plan.cols)
+    x = update if plan.dtype == update.dtype else workspace.take("input", shape, update, plan.dtype)
+    normalize_into(update, x, options.eps_mode)
+    # A single matrix as [R, C]: symmetric panels and in-place products work on plain matrices.
+    factor = iterate(x[0] if shape[0] == 1 else x, plan, options.coefficients, workspace)
+    return factor.view(shape)
