@@ -181,7 +181,8 @@ def header(watch: Any, script: str) -> str:
     after = f" after {watch.warmup_done}" if watch.warmup_done else ""
     parts.append(f"{steps} step{'s' * (steps != 1)} recorded{after}")
     if watch.step_seconds:
-        parts.append(f"step {duration(watch.step_seconds)} unrecorded")
+        bound = "at most " if watch.step_is_bound else ""
+        parts.append(f"step {bound}{duration(watch.step_seconds)} unrecorded")
     return f"leanstep diagnose {script}\n  " + " · ".join(parts)
 
 
@@ -205,9 +206,12 @@ def screen(watch: Any, findings: Sequence[Finding], script: str, *, silenced: in
         lines.append("  Nothing to complain about.")
     for number, entry in enumerate(visible, 1):
         lines.extend(_entry_lines(number, entry, width))
-    hidden = len(entries) - len(visible)
+    hidden = [entry for entry in entries if entry not in visible]
     if hidden:
-        lines.append(f"  and {hidden} smaller one{'s' * (hidden != 1)} (--all shows {'them' if hidden > 1 else 'it'})")
+        rules = Counter(entry.first.rule for entry in hidden)
+        names = ", ".join(f"{count} × {rule}" for rule, count in rules.most_common())
+        many = len(hidden) != 1
+        lines.append(f"  and {len(hidden)} smaller one{'s' * many}: {names} (--all shows {'them' if many else 'it'})")
     footer = _not_seen(watch)
     baselined = sum(f.baselined for f in findings)
     if baselined:
@@ -223,8 +227,10 @@ def _entry_lines(number: int, entry: Entry, width: int) -> list[str]:
     first = entry.first
     compiled = "  (compiled region)" if first.compiled else ""
     called = entry.called_from
-    head = f"{number:3}  {first.rule:<19} {entry.where:<26} {entry.amount}{compiled}"
-    code = _clip(first.line.code, width - 5 - (len(called) + 3 if called else 0))
+    amount = entry.amount + compiled
+    where = _clip(entry.where, max(width - 27 - len(amount), 12))
+    head = f"{number:3}  {first.rule:<19} {where:<26} {amount}"
+    code = _clip(first.line.statement, width - 5 - (len(called) + 3 if called else 0))
     return [
         _clip(head, width),
         f"     {code}{'   ' + called if called else ''}",

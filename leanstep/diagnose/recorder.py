@@ -114,6 +114,12 @@ class Recorder:
     def modes(self) -> tuple[Any, Any, Any]:
         return self._ops, self._calls, self._hooks
 
+    def start(self) -> None:
+        """Begin to listen; autograd nodes made before are nobody's."""
+        if source.sequence_number is not None:
+            self._last_number = source.sequence_number()
+        self.active = True
+
     def failed(self, error: Exception) -> None:
         """A fault of the recorder must not become a fault of the user's step."""
         if len(self.errors) < 10:

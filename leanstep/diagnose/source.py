@@ -59,6 +59,17 @@ class Line:
     def code(self) -> str:
         return linecache.getline(self.file, self.number).strip()
 
+    @property
+    def statement(self) -> str:
+        """The code for the eye: a line that opens a bracket is read on until it closes."""
+        text = self.code
+        for number in range(self.number + 1, self.number + 8):
+            if sum(map(text.count, "([{")) <= sum(map(text.count, ")]}")):
+                break
+            following = linecache.getline(self.file, number).strip()
+            text += following if text.endswith(("(", "[", "{")) else " " + following
+        return text
+
 
 UNKNOWN_LINE = Line("<backward, line unknown>", 0, "")
 

@@ -90,9 +90,10 @@ class StepState:
         key = (site, phase, direct, chain, first.dtype, shape)
         self.matmuls[key] = self.matmuls.get(key, 0) + 1
         width, inner = shape[3], shape[2]
-        if self.is_parameter(second) or second.untyped_storage()._cdata in self.frozen:
+        weight = self.is_parameter(second) or second.untyped_storage()._cdata in self.frozen
+        if weight:
             self.weight_matmuls += 1
-        if phase in (FORWARD, RECOMPUTE) and width >= 2 * inner and self.is_parameter(second):
+        if phase in (FORWARD, RECOMPUTE) and width >= 2 * inner and weight:
             if width > self.head_width:
                 self.head_width, self.head_inner = width, inner
             if torch.is_grad_enabled():
@@ -258,7 +259,12 @@ class StepState:
         for (site, info, phase, direct, chain), entry in self.ops.items():
             if chain and not writers.isdisjoint(chain):
                 phase = OPTIMIZER
-            parameters = len(set(self.read_log[entry[7] : entry[8]])) if direct and entry[0] >= MIN_REPEATS else 0
+            parameters = 0
+            if direct and entry[0] >= MIN_REPEATS:
+                # Without gradients a model that runs again and again decodes or acts: that loop is no storm,
+                # so there every read counts, not every parameter.
+                reads = self.read_log[entry[7] : entry[8]]
+                parameters = len(reads) if chain else len(set(reads))
             found = OpRecord(*entry[:7], parameters)
             flops += found.flops
             key = OpKey(site, info.name, phase, direct)

@@ -66,7 +66,7 @@ class Watch:
         self.recorder = Recorder(self.limits)
         self.steps: list[StepRecord] = []
         self.boundary = "none"
-        self.step_seconds: float | None = None
+        self._measured_seconds: float | None = None
         self.warmup_done = 0
         self.finished = False
         self.exception: BaseException | None = None
@@ -81,6 +81,9 @@ class Watch:
         self._held: set[int] = set()
         self._scanned = False
         self._started = self._last_end = 0.0
+        self._closed_at = 0.0
+        # The shortest recorded step: a step without the recorder takes no longer.
+        self._longest_possible: float | None = None
         self._light = False
         self._calibration: cost.Calibration | None = None
         self._threads: set[str] = set()
@@ -94,6 +97,7 @@ class Watch:
         if _current is not None:
             raise RuntimeError("watch(): another watch is already active; recordings cannot be nested")
         self._calibration = cost.calibrate()
+        cost.warm_up_torch()
         self._threads = {thread.name for thread in threading.enumerate()}
         self._jit_entries = _triton_entries()
         self._stack.enter_context(cuda.watch_graphs(self._on_graph_replay))
@@ -125,7 +129,7 @@ class Watch:
         ops.__enter__()
         calls.__enter__()
         self._modes_on = True
-        self.recorder.active = True
+        self.recorder.start()
 
     def _leave_modes(self) -> None:
         """Leave all three. Code of the user's that is still inside a mode of its own keeps it."""
@@ -226,6 +230,10 @@ class Watch:
 
     def _close_step(self, record: StepRecord | None) -> None:
         """One whole step is over. `record` is None for the step whose beginning ran unrecorded."""
+        now = time.perf_counter()
+        if self._closed_at:
+            self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
+        self._closed_at = now
         self.recorder.new_step()
         self._note_others()
         if self.warmup_done < self.num_warmup:
@@ -245,7 +253,7 @@ class Watch:
         self.recorder.active = False
         self._cycle = None
         self._leave_modes()
-        self._last_end = 0.0
+        self._last_end = time.perf_counter()
         if self._on_done is not None:
             self._on_done()
 
@@ -267,7 +275,7 @@ class Watch:
     def _light_step(self, now: float) -> None:
         start = self._last_end or self._started
         if start:
-            self.step_seconds = now - start
+            self._measured_seconds = now - start
         self._last_end = now
         last = self.num_warmup - (0 if self.boundary == "explicit" else 1)
         if self.boundary == "explicit":
@@ -282,7 +290,7 @@ class Watch:
     def _time_later_step(self, now: float) -> None:
         if self._last_end:
             elapsed = now - self._last_end
-            self.step_seconds = min(self.step_seconds, elapsed) if self.step_seconds else elapsed
+            self._measured_seconds = min(self._measured_seconds or elapsed, elapsed)
         self._last_end = now
 
     # Gradients nobody uses
@@ -376,6 +384,21 @@ class Watch:
         calibration = self._calibration or cost.calibrate()
         self._findings = cost.price(findings, self.steps, self.step_seconds, calibration)
         return self._findings
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of an unrecorded step; None when none was timed.
+
+        The first step of a run pays for what happens once (threads, allocations, lazy imports). When it took
+        longer than a recorded one, the recorded one's time is the better bound: `step_is_bound` says so.
+        """
+        if self._measured_seconds is None or self._longest_possible is None:
+            return self._measured_seconds
+        return min(self._measured_seconds, self._longest_possible)
+
+    @property
+    def step_is_bound(self) -> bool:
+        return self.step_seconds is not None and self.step_seconds != self._measured_seconds
 
     @property
     def _stackless(self) -> bool:
