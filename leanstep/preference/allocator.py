@@ -32,10 +32,10 @@ def allocate_focus(
 ) -> tuple[Tensor, Tensor]:
     """Edit one context by its scores: the strongest first, never beyond `budget` entries.
 
-    An entry expands into its b children if its score reaches `expand_at`, it is above LOD 0 and the result fits.
-    It collapses with the b - 1 entries behind it if its score is at most `collapse_at`, it is below `max_lod`, and
-    these b entries have the same LOD and touch each other. The last `protected_entries` stay; an edit that touches an
-    already edited entry is skipped.
+    An entry expands into its b children if its score reaches `expand_at`, it is above LOD 0 and the result
+    fits. It collapses with the b - 1 entries behind it if its score is at most `collapse_at`, it is below
+    `max_lod`, and these b entries have the same LOD and touch each other. The last `protected_entries`
+    stay; an edit that touches an already edited entry is skipped.
 
     Args:
         positions, lods, scores: [W] on the host.

@@ -50,9 +50,12 @@ class AsyncLens:
     Args:
         controller: LensNet; must have its own optimizer (or its own parameter groups).
         config: of the objective; or `loss`, a function (scores, batch) -> scalar.
-        max_staleness: in calls of `apply_ready`. 0: every result is waited for, which equals the synchronous run.
-        on_stale: what happens to a result that is not there in time: `wait` for it, or `drop` it (counted in `dropped`).
-        device: a second device for the computation; None = the controller's own, on a side stream if it is a GPU.
+        max_staleness: in calls of `apply_ready`. 0: every result is waited for, which equals the
+            synchronous run.
+        on_stale: what happens to a result that is not there in time: `wait` for it, or `drop` it (counted
+            in `dropped`).
+        device: a second device for the computation; None = the controller's own, on a side stream if it is
+            a GPU.
     """
 
     def __init__(
@@ -74,8 +77,11 @@ class AsyncLens:
         if on_stale == "drop" and max_staleness == 0:
             raise ValueError("max_staleness: 0 with on_stale='drop' would drop every result, expected wait")
         self.controller, self.max_staleness, self.on_stale = controller, max_staleness, on_stale
-        self._loss: LossFunction = loss if loss is not None else lambda scores, batch: _objective(scores, batch, config)
-        # A functional call swaps the module's parameters while it runs: never on the one the main thread uses.
+        self._loss: LossFunction = (
+            loss if loss is not None else lambda scores, batch: _objective(scores, batch, config)
+        )
+        # A functional call swaps the module's parameters while it runs: never on the one the main thread
+        # uses.
         self._shadow = copy.deepcopy(controller).requires_grad_(False)
         self._home = next(controller.parameters()).device
         self._away = torch.device(device) if device is not None else self._home
@@ -89,7 +95,7 @@ class AsyncLens:
         self.last_loss: Tensor | None = None
 
     def submit(self, batch: LensBatch, inputs: tuple[Any, ...]) -> AsyncHandle:
-        """Start on a micro-batch: `inputs` are LensNet's arguments. Parameters and inputs are taken as they are now."""
+        """Start on a micro-batch with LensNet's arguments; parameters and inputs as they are now."""
         if self._closed:
             raise RuntimeError("submit: this AsyncLens is closed")
         with torch.no_grad():
@@ -120,7 +126,8 @@ class AsyncLens:
                 self._stream.wait_event(ready)
             for tensor in (*snapshot.values(), *buffers.values(), *inputs):
                 if isinstance(tensor, Tensor) and tensor.is_cuda:
-                    # The allocator must not hand this memory out again before the side stream is done with it.
+                    # The allocator must not hand this memory out again before the side stream is done with
+                    # it.
                     tensor.record_stream(self._stream)
             loss, grads = self._differentiate(snapshot, buffers, batch, inputs)
             finished = torch.cuda.Event()
@@ -128,7 +135,11 @@ class AsyncLens:
         return loss, grads, finished
 
     def _differentiate(
-        self, snapshot: dict[str, Tensor], buffers: dict[str, Tensor], batch: LensBatch, inputs: tuple[Any, ...]
+        self,
+        snapshot: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        batch: LensBatch,
+        inputs: tuple[Any, ...],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if self._away != self._home:
             snapshot = {name: t.to(self._away) for name, t in snapshot.items()}
@@ -146,7 +157,8 @@ class AsyncLens:
     def apply_ready(self, optimizer: torch.optim.Optimizer) -> int:
         """Add finished gradients to the controller's `.grad`; returns how many results were added.
 
-        Results that are `max_staleness` calls old are waited for or dropped. An exception of the worker is raised here.
+        Results that are `max_staleness` calls old are waited for or dropped. An exception of the worker is
+        raised here.
         """
         self._check_optimizer(optimizer)
         added = 0
@@ -179,7 +191,7 @@ class AsyncLens:
         for number, group in enumerate(optimizer.param_groups):
             inside = {id(p) for p in group["params"]}
             if inside & mine and inside - mine:
-                raise ValueError(f"optimizer: group {number} mixes the controller's parameters with others; give it its own")
+                raise ValueError(f"optimizer: group {number} mixes the controller's parameters with others")
             seen |= inside & mine
         if seen != mine:
             raise ValueError(f"optimizer: holds {len(seen)} of the controller's {len(mine)} parameters")

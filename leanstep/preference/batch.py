@@ -69,8 +69,8 @@ class LensBatch:
         tokens: [V] int64, tokens in the context's sequence.
         baseline: [B] int64, which variant of the sample is the baseline.
         num_tokens: the longest sequence, a host integer (it sets the size of the look-up table).
-        gists: the entries above LOD 0 by context, or None when unknown. With it the fused CPU path visits only
-            the blocks that can carry a target.
+        gists: the entries above LOD 0 by context, or None when unknown. With it the fused CPU path visits
+            only the blocks that can carry a target.
         counts: variants per sample, host integers, or None when unknown.
     """
 
@@ -121,17 +121,22 @@ class LensBatch:
         if valid is None:
             valid = torch.ones_like(pos, dtype=torch.bool)
         if tuple(valid.shape) != shape_VW or valid.dtype != torch.bool:
-            raise ValueError(f"valid: expected bool of shape {shape_VW}, got {valid.dtype} {tuple(valid.shape)}")
+            raise ValueError(
+                f"valid: expected bool of shape {shape_VW}, got {valid.dtype} {tuple(valid.shape)}"
+            )
         if loss.dim() != 2:
             raise ValueError(f"loss: expected shape (samples, variants), got {tuple(loss.shape)}")
         if tuple(row.shape) != tuple(loss.shape):
             raise ValueError(f"row: expected shape {tuple(loss.shape)} to match loss, got {tuple(row.shape)}")
         if loss.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"loss: expected float32 or float64, got {loss.dtype}; a difference of losses needs the digits")
+            raise ValueError(
+                f"loss: expected float32 or float64, got {loss.dtype}: differences need the digits"
+            )
         if has_loss is not None:
             if has_loss.shape != loss.shape or has_loss.dtype != torch.bool:
                 raise ValueError(
-                    f"has_loss: expected bool of shape {tuple(loss.shape)}, got {has_loss.dtype} {tuple(has_loss.shape)}"
+                    f"has_loss: expected bool of shape {tuple(loss.shape)}, "
+                    f"got {has_loss.dtype} {tuple(has_loss.shape)}"
                 )
             loss = torch.where(has_loss, loss, torch.nan)
         if num_tokens < 1:
@@ -178,9 +183,13 @@ class LensBatch:
         """
         per_sample = [num_tokens] * len(samples) if isinstance(num_tokens, int) else list(num_tokens)
         if len(per_sample) != len(samples):
-            raise ValueError(f"num_tokens: expected {len(samples)} lengths, one per sample, got {len(per_sample)}")
+            raise ValueError(
+                f"num_tokens: expected {len(samples)} lengths, one per sample, got {len(per_sample)}"
+            )
         flat = [v for variants in samples for v in variants]
-        names = [f"variant {j} of sample {i}" for i, variants in enumerate(samples) for j in range(len(variants))]
+        names = [
+            f"variant {j} of sample {i}" for i, variants in enumerate(samples) for j in range(len(variants))
+        ]
         counts = tuple(len(variants) for variants in samples)
         width = max(counts, default=1)
         longest = max(per_sample, default=1)
@@ -188,7 +197,9 @@ class LensBatch:
         lods = [torch.as_tensor(v.lods, dtype=torch.int8, device="cpu") for v in flat]
         for name, p, lod in zip(names, positions, lods, strict=True):
             if p.dim() != 1 or p.shape != lod.shape:
-                raise ValueError(f"lods: {name} has {tuple(lod.shape)} lods for positions of shape {tuple(p.shape)}")
+                raise ValueError(
+                    f"lods: {name} has {tuple(lod.shape)} lods for positions of shape {tuple(p.shape)}"
+                )
         if flat:
             pos = pad_sequence(positions, batch_first=True, padding_value=longest)
             lod = pad_sequence(lods, batch_first=True)
@@ -197,7 +208,9 @@ class LensBatch:
             pos, lod = torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.int8)
             lengths = torch.zeros(0, dtype=torch.int64)
         valid = torch.arange(pos.shape[1]) < lengths[:, None]
-        tokens = torch.tensor([t for t, c in zip(per_sample, counts, strict=True) for _ in range(c)], dtype=torch.int64)
+        tokens = torch.tensor(
+            [t for t, c in zip(per_sample, counts, strict=True) for _ in range(c)], dtype=torch.int64
+        )
 
         row = torch.zeros(len(samples), width, dtype=torch.int64)
         baseline = torch.zeros(len(samples), dtype=torch.int64)
@@ -224,12 +237,17 @@ class LensBatch:
     def with_losses(self, losses: Tensor, *, gist_delta_weight: float = 0.0) -> LensBatch:
         """The same contexts with the base model's losses [V], which stay on their device.
 
-        With `gist_delta_weight` g, variants other than the baseline count as loss + g * relu(loss - baseline loss).
+        With `gist_delta_weight` g, variants other than the baseline count as loss + g * relu(loss -
+        baseline loss).
         """
         if tuple(losses.shape) != (self.num_contexts,):
-            raise ValueError(f"losses: expected shape ({self.num_contexts},), one per context, got {tuple(losses.shape)}")
+            raise ValueError(
+                f"losses: expected shape ({self.num_contexts},), one per context, got {tuple(losses.shape)}"
+            )
         if self.counts is None:
-            raise ValueError("losses: this batch does not know its variants per sample; build it with from_variants")
+            raise ValueError(
+                "losses: this batch does not know its variants per sample; build it with from_variants"
+            )
         values = losses.detach()
         values = values if values.dtype == torch.float64 else values.float()
         counts = torch.tensor(self.counts, dtype=torch.int64).to(values.device, non_blocking=True)
@@ -254,15 +272,23 @@ class LensBatch:
         bad = valid & ((pos < 0) | (pos >= self.tokens[:, None]))
         if bad.any():
             v, j = bad.nonzero()[0].tolist()
-            raise ValueError(f"positions: context {v} entry {j} starts at {int(pos[v, j])}, expected 0..{int(self.tokens[v]) - 1}")
+            raise ValueError(
+                f"positions: context {v} entry {j} starts at {int(pos[v, j])}, "
+                f"expected 0..{int(self.tokens[v]) - 1}"
+            )
         bad = valid & ((lod < 0) | (lod > config.max_lod))
         if bad.any():
             v, j = bad.nonzero()[0].tolist()
-            raise ValueError(f"lods: context {v} entry {j} has LOD {int(lod[v, j])}, expected 0..max_lod = {config.max_lod}")
+            raise ValueError(
+                f"lods: context {v} entry {j} has LOD {int(lod[v, j])}, "
+                f"expected 0..max_lod = {config.max_lod}"
+            )
         if self.loss.isinf().any():
             raise ValueError("loss: expected finite losses (NaN marks a variant without one), got inf")
         if self.row.numel() and (self.row.min() < 0 or self.row.max() >= max(self.num_contexts, 1)):
-            raise ValueError(f"row: expected indices of the {self.num_contexts} contexts, got up to {int(self.row.max())}")
+            raise ValueError(
+                f"row: expected indices of the {self.num_contexts} contexts, got up to {int(self.row.max())}"
+            )
 
     def to(self, device: torch.device | str | None) -> LensBatch:
         """The same batch on another device."""
@@ -292,7 +318,9 @@ def list_gists(batch: LensBatch, config: LensConfig) -> GistList | None:
     start = torch.where(real, pos.gather(1, entry), batch.num_tokens)
     level = torch.where(real, lod.long().gather(1, entry), -1)
     first = torch.arange(num_contexts)[:, None]
-    rows = torch.stack([first * width + entry, start * GIST_STEP, level, torch.where(real, span.gather(1, entry), 0)], 1)
+    rows = torch.stack(
+        [first * width + entry, start * GIST_STEP, level, torch.where(real, span.gather(1, entry), 0)], 1
+    )
     # Padding sits a block behind the last token, so that no block of real tokens reaches it.
     stride = batch.num_tokens + b + 1
     key = (torch.where(valid, pos, batch.num_tokens + b) + first * stride) * GIST_STEP + lod
@@ -306,9 +334,13 @@ def _loss_table(losses: list[list[float | Tensor | None]], width: int, dtype: to
     for i, row in enumerate(losses):
         for j, x in enumerate(row):
             if isinstance(x, Tensor) and x.dim() != 0:
-                raise ValueError(f"loss: variant {j} of sample {i}: expected a 0-d tensor, got shape {tuple(x.shape)}")
+                raise ValueError(
+                    f"loss: variant {j} of sample {i}: expected a 0-d tensor, got shape {tuple(x.shape)}"
+                )
             if not isinstance(x, Tensor) and x is not None and not abs(x) < float("inf"):
-                raise ValueError(f"loss: variant {j} of sample {i} is {x}; pass None for a variant without a loss")
+                raise ValueError(
+                    f"loss: variant {j} of sample {i} is {x}; pass None for a variant without a loss"
+                )
     if on_device:
         dtype = torch.float64 if any(x.dtype == torch.float64 for x in on_device) else torch.float32
     device = on_device[0].device if on_device else torch.device("cpu")

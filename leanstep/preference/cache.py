@@ -26,10 +26,10 @@ class CachedBatch:
 
 
 class ContextCache:
-    """Append-only records: sequence id, the variants (positions, lods, loss), and one optional tensor per sequence.
+    """Append-only records: sequence id, variants with losses, one optional tensor per sequence.
 
-    Positions are int32, lods int8, losses float32, in flat tensors with offsets. A batch from the cache gives the same
-    loss, bit for bit, as the live one whose losses were float32.
+    Positions are int32, lods int8, losses float32, in flat tensors with offsets. A batch from the cache
+    gives the same loss, bit for bit, as the live one whose losses were float32.
     """
 
     def __init__(self) -> None:
@@ -57,15 +57,23 @@ class ContextCache:
             }
         )
 
-    def batch(self, indices: Sequence[int], config: LensConfig, *, device: torch.device | str | None = None) -> CachedBatch:
+    def batch(
+        self, indices: Sequence[int], config: LensConfig, *, device: torch.device | str | None = None
+    ) -> CachedBatch:
         """The records with these indices as one micro-batch."""
         records = [self._records[i] for i in indices]
         samples = []
         for r in records:
             rows = zip(r["positions"], r["lods"], r["losses"], r["baseline"].tolist(), strict=True)
-            samples.append([Variant(p, lod, None if loss.isnan() else loss, base) for p, lod, loss, base in rows])
+            samples.append(
+                [Variant(p, lod, None if loss.isnan() else loss, base) for p, lod, loss, base in rows]
+            )
         made = LensBatch.from_variants(
-            samples, config, num_tokens=[r["num_tokens"] for r in records], device=device, loss_dtype=torch.float32
+            samples,
+            config,
+            num_tokens=[r["num_tokens"] for r in records],
+            device=device,
+            loss_dtype=torch.float32,
         )
         return CachedBatch(made, [r["id"] for r in records], [r["extra"] for r in records])
 

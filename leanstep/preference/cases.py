@@ -1,7 +1,8 @@
-"""The cases of this folder: the objective alone, a whole training step with a controller, and plain pair losses."""
+"""The cases of this folder: the objective alone, a training step with a controller, plain pair losses."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from dataclasses import replace
@@ -25,7 +26,9 @@ from .variants import planned_length, reachable_length, sample_variants
 _BATCH_TENSORS = ("pos", "lod", "valid", "loss", "row", "tokens", "baseline")
 
 
-def make_batch(params: Params, generator: torch.Generator, device: torch.device) -> tuple[LensBatch, LensConfig]:
+def make_batch(
+    params: Params, generator: torch.Generator, device: torch.device
+) -> tuple[LensBatch, LensConfig]:
     """Variants of random sequences with random losses, drawn as in training."""
     config = LensConfig(
         block_size=params["block"],
@@ -74,7 +77,9 @@ def _constants(batch: LensBatch, config: LensConfig) -> dict[str, Any]:
     return {"config": config, "num_tokens": batch.num_tokens, "gists": gists}
 
 
-def _make_loss(params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Workload:
+def _make_loss(
+    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Workload:
     batch, config = make_batch(params, generator, device)
     scores = torch.tanh(torch.randn(batch.pos.shape, generator=generator)).to(device, dtype)
     upstream = torch.tensor(1.7, dtype=torch.float32, device=device)
@@ -88,7 +93,9 @@ def _outputs(result: Any) -> Outputs:
 
 def _backend(name: str):
     def forward(tensors: dict[str, Tensor], constants: dict[str, Any]) -> Outputs:
-        return _outputs(lens_loss(tensors["scores"], batch_of(tensors, constants), constants["config"], backend=name))
+        return _outputs(
+            lens_loss(tensors["scores"], batch_of(tensors, constants), constants["config"], backend=name)
+        )
 
     return with_gradients(forward, wrt=("scores",))
 
@@ -118,7 +125,7 @@ def _compiler_missing(params: Params) -> str | None:
 
 
 def per_pair_loss(scores: Tensor, batch: LensBatch, config: LensConfig) -> Tensor:
-    """The objective with tensor operations inside each pair and a Python loop over pairs; default terms only."""
+    """The objective (default terms) with tensor operations per pair and a Python loop over pairs."""
     tables: dict[int, Tensor] = {}
 
     def table_of(context: int) -> Tensor:
@@ -189,10 +196,16 @@ register(
         make=_make_loss,
         implementations=(
             Implementation(
-                "reference", "reference", with_gradients(_reference, wrt=("scores",)), note="one .item() per entry"
+                "reference",
+                "reference",
+                with_gradients(_reference, wrt=("scores",)),
+                note="one .item() per entry",
             ),
             Implementation(
-                "leanstep", "fast", _backend("auto"), note="closed-form gradient; looks only at blocks under gists"
+                "leanstep",
+                "fast",
+                _backend("auto"),
+                note="closed-form gradient; looks only at blocks under gists",
             ),
             Implementation("eager", "fast", _backend("eager"), note="autograd over dense rows"),
             Implementation("flat", "fast", _backend("flat"), note="autograd over one flat list"),
@@ -204,7 +217,10 @@ register(
                 note="the eager path under torch.compile; compile time apart",
             ),
             Implementation(
-                "per-pair", "peer", with_gradients(_per_pair, wrt=("scores",)), note="tensor operations, one loop per pair"
+                "per-pair",
+                "peer",
+                with_gradients(_per_pair, wrt=("scores",)),
+                note="tensor operations, one loop per pair",
             ),
             Implementation("limit", "limit", _streaming_pass, note="copies every input once"),
         ),
@@ -223,7 +239,9 @@ register(
 )
 
 
-def _make_step(params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Workload:
+def _make_step(
+    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Workload:
     batch, config = make_batch(params, generator, device)
     width, block, top = params["width"], config.block_size, config.max_lod
     tokens = torch.randint(params["vocab"], (params["samples"], params["tokens"]), generator=generator)
@@ -240,7 +258,9 @@ def _make_step(params: Params, dtype: torch.dtype, device: torch.device, generat
                 if parameter.dim() > 1:
                     torch.nn.init.normal_(parameter, std=0.6 * parameter.shape[-1] ** -0.5)
     for prefix, module in (("reader.", reader), ("lens.", lens)):
-        tensors |= {prefix + name: value.detach().to(device, dtype) for name, value in module.state_dict().items()}
+        tensors |= {
+            prefix + name: value.detach().to(device, dtype) for name, value in module.state_dict().items()
+        }
     return Workload(tensors, {**_constants(batch, config), "sizes": sizes, "blocks": params["layers"]})
 
 
@@ -295,7 +315,9 @@ def _training_step(objective: str):
             if objective in ("plain", "limit"):
                 return {}
             named = zip([*reader.state_dict(), *lens.state_dict()], grads, strict=True)
-            outputs |= {f"grad:{name}": g for name, g in named if g is not None and name.startswith(("head", "embed"))}
+            outputs |= {
+                f"grad:{name}": g for name, g in named if g is not None and name.startswith(("head", "embed"))
+            }
             return {name: value.detach() for name, value in outputs.items()}
 
         return step
@@ -310,7 +332,9 @@ def _annotate_step(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
     if fast and limit:
         notes["leanstep"] = f"{fast / limit:.3f}x the limit row"
     if fast and plain:
-        notes["leanstep"] = notes.get("leanstep", "") + f"; {fast / plain:.2f}x the plain step without a controller"
+        notes["leanstep"] = (
+            notes.get("leanstep", "") + f"; {fast / plain:.2f}x the plain step without a controller"
+        )
     if limit and plain:
         notes["limit"] = f"{limit / plain:.2f}x the plain step: three contexts instead of one, and LensNet"
     return notes
@@ -324,24 +348,49 @@ register(
         summary="one micro-step of a small base model with its controller: 1 + 2 variants per sample",
         make=_make_step,
         implementations=(
-            Implementation("reference", "reference", _training_step("reference"), note="the objective as loops"),
+            Implementation(
+                "reference", "reference", _training_step("reference"), note="the objective as loops"
+            ),
             Implementation("leanstep", "fast", _training_step("fast")),
             Implementation(
-                "plain-step", "peer", _training_step("plain"), note="the base model on the baseline only, no controller"
+                "plain-step",
+                "peer",
+                _training_step("plain"),
+                note="the base model on the baseline only, no controller",
             ),
-            Implementation("limit", "limit", _training_step("limit"), note="scores.sum() in place of the objective"),
+            Implementation(
+                "limit", "limit", _training_step("limit"), note="scores.sum() in place of the objective"
+            ),
         ),
         sizes={
             "tiny": _STEP_TINY,
-            "cpu": {**_STEP_TINY, "samples": 4, "tokens": 512, "block": 32, "width": 128, "vocab": 512, "layers": 2},
-            "large": {**_STEP_TINY, "samples": 13, "tokens": 2048, "block": 32, "width": 256, "vocab": 4096, "layers": 4},
+            "cpu": {
+                **_STEP_TINY,
+                "samples": 4,
+                "tokens": 512,
+                "block": 32,
+                "width": 128,
+                "vocab": 512,
+                "layers": 2,
+            },
+            "large": {
+                **_STEP_TINY,
+                "samples": 13,
+                "tokens": 2048,
+                "block": 32,
+                "width": 256,
+                "vocab": 4096,
+                "layers": 4,
+            },
         },
         annotate=_annotate_step,
     )
 )
 
 
-def _make_pairs(params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Workload:
+def _make_pairs(
+    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Workload:
     groups, most = params["groups"], params["pairs"]
     chosen, rejected, items, offsets, starts = [], [], 0, [0], [0]
     for _ in range(groups):
@@ -371,10 +420,12 @@ def _widen(scores: Tensor) -> Tensor:
 def _per_group(tensors: dict[str, Tensor], constants: dict[str, Any]) -> Outputs:
     scores, margin = _widen(tensors["scores"]), _widen(tensors["margin"])
     total, starts = scores.sum() * 0, constants["starts"]
-    for begin, end in zip(starts[:-1], starts[1:], strict=True):
+    for begin, end in itertools.pairwise(starts):
         if begin == end:
             continue
-        gap = scores[tensors["chosen"][begin:end]] - scores[tensors["rejected"][begin:end]] - margin[begin:end]
+        gap = (
+            scores[tensors["chosen"][begin:end]] - scores[tensors["rejected"][begin:end]] - margin[begin:end]
+        )
         total = total - torch.nn.functional.logsigmoid(gap).sum()
     return {"loss": total / max(starts[-1], 1)}
 
@@ -382,7 +433,11 @@ def _per_group(tensors: dict[str, Tensor], constants: dict[str, Any]) -> Outputs
 def _trl_formula(tensors: dict[str, Tensor], constants: dict[str, Any]) -> Outputs:
     scores = _widen(tensors["scores"])
     rewards_chosen, rewards_rejected = scores[tensors["chosen"]], scores[tensors["rejected"]]
-    return {"loss": -torch.nn.functional.logsigmoid(rewards_chosen - rewards_rejected - _widen(tensors["margin"])).mean()}
+    return {
+        "loss": -torch.nn.functional.logsigmoid(
+            rewards_chosen - rewards_rejected - _widen(tensors["margin"])
+        ).mean()
+    }
 
 
 def _ragged_pairs(tensors: dict[str, Tensor], constants: dict[str, Any]) -> Outputs:
@@ -406,11 +461,17 @@ register(
         make=_make_pairs,
         implementations=(
             Implementation(
-                "per-group", "reference", with_gradients(_per_group, wrt=("scores",)), note="one Python iteration per group"
+                "per-group",
+                "reference",
+                with_gradients(_per_group, wrt=("scores",)),
+                note="one Python iteration per group",
             ),
             Implementation("leanstep", "fast", with_gradients(_ragged_pairs, wrt=("scores",))),
             Implementation(
-                "trl-reward", "peer", with_gradients(_trl_formula, wrt=("scores",)), note="TRL's reward loss, its formula"
+                "trl-reward",
+                "peer",
+                with_gradients(_trl_formula, wrt=("scores",)),
+                note="TRL's reward loss, its formula",
             ),
             Implementation("limit", "limit", _stream_pairs, note="copies every input once"),
         ),

@@ -1,8 +1,8 @@
-"""Only the entries that can carry a target: the gists of the worse context and the blocks under the better one's gists.
+"""Only the entries that can carry a target: the worse context's gists, and blocks under the better one's.
 
-A raw token gets a target only when the better context holds a gist in its block, and gists are few: at 2,048 tokens
-and 1,831 entries there are 7, so 231 entries per pair are looked at instead of 1,831. Blocks are found by binary
-search: the starts inside an aligned block are consecutive entries.
+A raw token gets a target only when the better context holds a gist in its block, and gists are few: at
+2,048 tokens and 1,831 entries there are 7, so 231 entries per pair are looked at instead of 1,831. Blocks
+are found by binary search: the starts inside an aligned block are consecutive entries.
 
 V contexts · W padded length · G gists per context · P pairs · b block size · M = G + G * b entries per pair
 """
@@ -55,11 +55,14 @@ def _steps(block_size: int, device: torch.device) -> Tensor:
 
 
 def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: LensConfig) -> CompactEntries:
-    """Candidates of every pair with their signs; contexts must not overlap themselves (`list_gists` sees to it)."""
+    """Candidates of every pair with their signs; `list_gists` has seen to it that nothing overlaps."""
     gists = batch.gists
     assert gists is not None
     b, stride = config.block_size, gists.stride
-    worse_rows, better_rows = gists.rows.index_select(0, pairs.worse), gists.rows.index_select(0, pairs.better)
+    worse_rows, better_rows = (
+        gists.rows.index_select(0, pairs.worse),
+        gists.rows.index_select(0, pairs.better),
+    )
     cell_gist, start_worse, lod_worse, span = worse_rows.unbind(1)
     _, start_better, lod_better, _ = better_rows.unbind(1)
     live = pairs.live[:, None]
@@ -85,7 +88,9 @@ def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: Lens
     num_pairs, num_gists = held_at.shape
     sign_gist = expand.to(scores.dtype)
     for level in range(1, min(config.max_lod, gists.top_level)):
-        sign_gist = _collapse_gists(sign_gist, start_worse, start_better, lod_worse, lod_better, live, level, b)
+        sign_gist = _collapse_gists(
+            sign_gist, start_worse, start_better, lod_worse, lod_better, live, level, b
+        )
     cell_block = cell_block.view(num_pairs, num_gists * b).clamp_(max=max(scores.numel() - 1, 0))
     cell = torch.cat([cell_gist, cell_block], 1)
     return CompactEntries(
@@ -106,7 +111,7 @@ def _collapse_gists(
     level: int,
     block_size: int,
 ) -> Tensor:
-    """Requests between gists: the better context starts a coarser one where the worse holds one of `level`."""
+    """Requests between gists: the better context is coarser where the worse holds one of `level`."""
     parent = block_size ** (level + 1) * GIST_STEP
     at_level = lod_worse == level
     same_start = start_worse[:, :, None] == start_better[:, None, :]

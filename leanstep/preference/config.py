@@ -16,7 +16,15 @@ _CHOICES = {
     "gate_mode": ("skip", "scale", "accumulate"),
     "normalize": ("local", "global"),
 }
-_AT_LEAST_ONE = ("block_size", "max_pairs", "span_k", "span_stride", "gate_every", "pairs_per_variant", "pairs_sampled")
+_AT_LEAST_ONE = (
+    "block_size",
+    "max_pairs",
+    "span_k",
+    "span_stride",
+    "gate_every",
+    "pairs_per_variant",
+    "pairs_sampled",
+)
 _NOT_NEGATIVE = ("num_random_variants", "recent_tokens", "gate_phase")
 _WEIGHTS = (
     "lens_loss_weight",
@@ -42,8 +50,8 @@ class LensConfig:
         budget_weight: squared imbalance between expanding and collapsing mass, in tokens.
         budget_smooth_weight, budget_smooth_beta: the same imbalance against its moving average.
         kl_weight: symmetric KL to a previous policy's scores on the same contexts.
-        coverage_weight, coverage_target, coverage_capacity: penalty for pushing old tokens out of a context of
-            `coverage_capacity` entries (None: its present length).
+        coverage_weight, coverage_target, coverage_capacity: penalty for pushing old tokens out of a context
+            of             `coverage_capacity` entries (None: its present length).
         temperature: divides every score.
         collapse_weight: weight of collapse targets in the preference term.
         hard_negative_ratio: share of the pairs without the best variant that is kept, largest delta first.
@@ -54,7 +62,8 @@ class LensConfig:
         form, hinge_margin: logistic | hinge | squared_hinge, and the hinge's margin.
         span_sampling, span_k, span_stride: which masked entries the preference term looks at.
         aux_on_full: rank and budget see all masked entries although the preference term is sampled.
-        pair_sampling, pairs_sampled: "random" evaluates `pairs_sampled` pairs with delta > 0, drawn uniformly.
+        pair_sampling, pairs_sampled: "random" evaluates `pairs_sampled` pairs with delta > 0, drawn
+            uniformly.
         pairs_per_variant: at most that many pairs per worse variant, largest delta first (biased).
         gate_every, gate_unit, gate_mode, gate_phase: run the objective every so many micro-steps or steps.
         normalize: divide by the kept pairs of this rank ("local") or of all ranks ("global").
@@ -120,7 +129,9 @@ class LensConfig:
         if self.temperature <= 0:
             raise ValueError(f"temperature: expected a positive number, got {self.temperature}")
         if not 0 < self.hard_negative_ratio <= 1:
-            raise ValueError(f"hard_negative_ratio: expected a value in (0, 1], got {self.hard_negative_ratio}")
+            raise ValueError(
+                f"hard_negative_ratio: expected a value in (0, 1], got {self.hard_negative_ratio}"
+            )
         if not 0 < self.budget_smooth_beta < 1:
             raise ValueError(f"budget_smooth_beta: expected a value in (0, 1), got {self.budget_smooth_beta}")
         if not 0 <= self.coverage_target <= 1:
@@ -128,7 +139,9 @@ class LensConfig:
         if self.coverage_capacity is not None and self.coverage_capacity <= 0:
             raise ValueError(f"coverage_capacity: expected a positive number, got {self.coverage_capacity}")
         if self.pair_sampling == "random" and self.pairs_sampled is None:
-            raise ValueError('pairs_sampled: expected a number of pairs with pair_sampling="random", got None')
+            raise ValueError(
+                'pairs_sampled: expected a number of pairs with pair_sampling="random", got None'
+            )
 
     @property
     def tau(self) -> float:

@@ -14,7 +14,9 @@ from .targets import span_table
 
 
 def owned_tokens(batch: LensBatch, config: LensConfig) -> Tensor:
-    """[V, W] int64: tokens that each entry is the first to cover; a row sums to the distinct tokens covered."""
+    """[V, W] int64: tokens that each entry is the first to cover; a row sums to the distinct tokens
+    covered.
+    """
     spans = span_table(config.block_size, config.max_lod, batch.pos.device, torch.int64)
     stop_VW = torch.minimum(batch.pos + spans[batch.lod.long()], batch.tokens[:, None])
     stop_VW = torch.where(batch.valid, stop_VW, 0)
@@ -37,7 +39,9 @@ def covered_tokens(batch: LensBatch, config: LensConfig) -> Tensor:
 
 
 def expected_lengths(scores: Tensor, batch: LensBatch, config: LensConfig) -> Tensor:
-    """[V, W]: entries that each entry becomes, 1/b for a full collapse to b for a full expansion; 0 for padding."""
+    """[V, W]: entries that each entry becomes, 1/b for a full collapse to b for a full expansion; 0 for
+    padding.
+    """
     b = config.block_size
     expand = torch.relu(scores).clamp(max=1) * (batch.lod > 0)
     collapse = torch.relu(-scores).clamp(max=1) * (batch.lod < config.max_lod)

@@ -44,8 +44,10 @@ class FlatEntries:
         return values.new_zeros(self.num_pairs + 1).index_add(0, self.pair_id, values)[:-1]
 
 
-def flatten_pairs(scores: Tensor, sign: Tensor, batch: LensBatch, pairs: Pairs, config: LensConfig) -> FlatEntries:
-    """Lay the worse contexts out one behind the other; the total is static, the lengths stay on the device."""
+def flatten_pairs(
+    scores: Tensor, sign: Tensor, batch: LensBatch, pairs: Pairs, config: LensConfig
+) -> FlatEntries:
+    """Lay the worse contexts out one behind the other: static total, lengths stay on the device."""
     num_pairs, width = sign.shape
     dtype, device = scores.dtype, scores.device
     valid = batch.valid.index_select(0, pairs.worse)
@@ -68,7 +70,9 @@ def flatten_pairs(scores: Tensor, sign: Tensor, batch: LensBatch, pairs: Pairs, 
         weights_flat = torch.where(targets_flat < 0, weights_flat * config.collapse_weight, weights_flat)
     spans = span_table(config.block_size, config.max_lod, device, dtype)
     span_tokens_flat = spans[batch.lod.reshape(-1)[pairs.worse[pair] * width + entry].long()]
-    return FlatEntries(scores_flat, targets_flat, weights_flat, scale[pair], span_tokens_flat, pair_id, num_pairs)
+    return FlatEntries(
+        scores_flat, targets_flat, weights_flat, scale[pair], span_tokens_flat, pair_id, num_pairs
+    )
 
 
 def flat_terms(

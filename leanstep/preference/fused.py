@@ -25,7 +25,7 @@ Denominator = Callable[[Tensor], Tensor]
 
 @dataclass
 class FusedOutput:
-    """Loss, per-pair terms and the gradient of the loss with respect to the scores (None if not asked for)."""
+    """Loss, terms per pair, and d loss / d scores (None if not asked for)."""
 
     loss: Tensor
     terms: dict[str, Tensor]
@@ -154,7 +154,11 @@ def row_terms(
             # d'_j = span (1 - d sign(x)) / D for x != 0, which is the two cases of the derivation in one.
             pull = pull * factor / size
             side = mass.sign_()
-            slope = torch.addcmul(pull[:, None], side, (imbalance * pull)[:, None], value=-1).mul_(side).mul_(side)
+            slope = (
+                torch.addcmul(pull[:, None], side, (imbalance * pull)[:, None], value=-1)
+                .mul_(side)
+                .mul_(side)
+            )
             slope[:, :wide].mul_(span)
             if weight is not None:
                 slope *= weight
@@ -202,7 +206,16 @@ def fused_loss(
     if on_built is not None:
         on_built()
     terms, kept, factor, state, grad_PM = row_terms(
-        x, sign_PM, span, pairs, config, active, state, denominator, need_grad=need_grad, span_weights=span_weights
+        x,
+        sign_PM,
+        span,
+        pairs,
+        config,
+        active,
+        state,
+        denominator,
+        need_grad=need_grad,
+        span_weights=span_weights,
     )
     grad = None
     if grad_PM is not None and entries is not None:
@@ -228,7 +241,7 @@ def context_terms(
     factor: Tensor,
     grad: Tensor | None,
 ) -> None:
-    """KL and coverage depend on the worse context alone: computed per context, spread to pairs; updates in place."""
+    """KL and coverage: computed per context, spread to pairs; updates `terms` and `grad` in place."""
     if not (("kl" in active and prev_scores is not None) or "coverage" in active):
         return
     # How much of the loss each context carries: the sum of 1/K over its pairs.

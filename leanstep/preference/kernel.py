@@ -1,4 +1,4 @@
-"""The row terms and their gradient in one Triton launch: one program per worse context, its pairs in a fixed order.
+"""The row terms and their gradient in one Triton launch: one program per worse context.
 
 V contexts · W padded length · P pairs
 """
@@ -81,8 +81,8 @@ def lens_rows_kernel(
 ):
     """Terms of every pair whose worse context is this program's, and the gradient of its row.
 
-    Two sweeps over the row per pair: sums first, then the gradient that needs them. A row of up to BLOCK_W entries is
-    one tile, and the second sweep finds it in cache.
+    Two sweeps over the row per pair: sums first, then the gradient that needs them. A row of up to BLOCK_W
+    entries is one tile, and the second sweep finds it in cache.
     """
     context = tl.program_id(0)
     acc = tl.float64 if DOUBLE else tl.float32
@@ -207,7 +207,8 @@ def triton_loss(
 ) -> FusedOutput:
     """Same contract as `fused_loss`; scores in any float dtype, sums in float32 (float64 for float64 scores).
 
-    Launches: one, or two around the scan when the budget is smoothed; plus those that build pairs and targets.
+    Launches: one, or two around the scan when the budget is smoothed; plus those that build pairs and
+    targets.
     """
     dtype = compute_dtype(scores)
     sign = build_targets(batch, pairs, config) if sign is None else sign
@@ -285,7 +286,17 @@ def triton_loss(
             launch(True, True)
     x = scores.to(dtype)
     context_terms(
-        x, batch, pairs, config, active, prev_scores, prev_valid, terms, kept, factor, grad if need_grad else None
+        x,
+        batch,
+        pairs,
+        config,
+        active,
+        prev_scores,
+        prev_valid,
+        terms,
+        kept,
+        factor,
+        grad if need_grad else None,
     )
     total = total_of(terms, config)
     loss = x.new_zeros(()) if total is None else (total * factor).sum()
@@ -295,7 +306,13 @@ def triton_loss(
 def _shipped(name: str, score_type: str, block: int, smooth: bool) -> dict:
     floats = ("span_ptr", "share_ptr", "weight_ptr", "scale_ptr", "strength_ptr", "factor_ptr", "offset_ptr")
     floats += ("pref_ptr", "rank_ptr", "imbalance_ptr", "grad_ptr")
-    signature = {"scores_ptr": score_type, "sign_ptr": "*i8", "lod_ptr": "*i8", "pair_ptr": "*i64", "start_ptr": "*i64"}
+    signature = {
+        "scores_ptr": score_type,
+        "sign_ptr": "*i8",
+        "lod_ptr": "*i8",
+        "pair_ptr": "*i64",
+        "start_ptr": "*i64",
+    }
     signature |= dict.fromkeys(floats, "*fp32")
     signature |= {"num_entries": "i32", "scores_stride": "i64"}
     numbers = ("margin", "rank_weight", "budget_weight", "collapse_weight", "hinge_margin")

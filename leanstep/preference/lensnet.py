@@ -64,7 +64,9 @@ class LensNet(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 1)
 
-    def forward(self, embeddings: Tensor, pos: Tensor, lod: Tensor, valid: Tensor, num_tokens: Tensor | int) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, pos: Tensor, lod: Tensor, valid: Tensor, num_tokens: Tensor | int
+    ) -> Tensor:
         """Scores [V, W] from embeddings [V, W, D], positions, levels and the padding mask; 0 where not valid.
 
         Args:

@@ -12,7 +12,7 @@ from .config import LensConfig
 from .flat import flat_terms
 from .fused import AttachGradient, fused_loss
 from .metrics import LensMetrics
-from .pairs import Pairs, build_pairs, sample_pairs
+from .pairs import build_pairs, sample_pairs
 from .result import LensResult
 from .spans import sample_spans
 from .targets import build_targets
@@ -45,7 +45,8 @@ def lens_loss(
         scores: [V, W] float64, float32, float16 or bfloat16; padded entries are not used.
         batch: the contexts and their losses.
         state: 0-d moving average of the budget imbalance from the previous call; None = 0.
-        prev_scores: [V, W] scores that a previous policy gives to the same contexts; no gradient flows into them.
+        prev_scores: [V, W] scores that a previous policy gives to the same contexts; no gradient flows into
+            them.
         prev_valid: [V] bool, contexts whose `prev_scores` may be used.
         pair_order: permutation of the P pair slots, or a generator that shuffles inside each sample.
         terms: the terms to compute (of those with a weight above 0); None = all of them.
@@ -173,5 +174,6 @@ def _check(
         raise ValueError(f"prev_scores: expected shape {expected}, got {tuple(prev_scores.shape)}")
     if prev_valid is not None and (tuple(prev_valid.shape) != expected[:1] or prev_valid.dtype != torch.bool):
         raise ValueError(
-            f"prev_valid: expected bool of shape {expected[:1]}, got {prev_valid.dtype} {tuple(prev_valid.shape)}"
+            f"prev_valid: expected bool of shape {expected[:1]}, "
+            f"got {prev_valid.dtype} {tuple(prev_valid.shape)}"
         )

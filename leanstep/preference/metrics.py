@@ -1,4 +1,4 @@
-"""Telemetry of the objective: nothing is computed until somebody reads it, and then the host reads one vector.
+"""Telemetry of the objective: computed when somebody reads it, and then the host reads one vector.
 
 V contexts · W padded length · B samples · C variants per sample · P pairs
 """
@@ -23,7 +23,8 @@ PREFIX = "mc/"
 class LensMetrics:
     """References to the tensors of one call. `values` gives device scalars, `read` one dictionary of floats.
 
-    Keys start with `mc/`; a value that is not defined (no pair, constant input, switched-off term) reads as None.
+    Keys start with `mc/`; a value that is not defined (no pair, constant input, switched-off term) reads as
+    None.
     """
 
     scores: Tensor
@@ -133,14 +134,18 @@ class LensMetrics:
             else:
                 host[name] = value
         numbers = torch.stack([v.reshape(()) for v in values.values()]).tolist()
-        read = {name: (None if number != number else number) for name, number in zip(values, numbers, strict=True)}
+        read = {
+            name: (None if number != number else number) for name, number in zip(values, numbers, strict=True)
+        }
         return {PREFIX + name: value for name, value in {**read, **host}.items()}
 
 
 def _mean(values: Tensor, mask: Tensor, weight: Tensor | None = None) -> Tensor:
     """Mean over `mask`; NaN when nothing is left."""
     weight = mask.double() if weight is None else torch.where(mask, weight, 0)
-    return torch.where(mask, values * weight, 0).sum() / torch.where(weight.sum() > 0, weight.sum(), torch.nan)
+    return torch.where(mask, values * weight, 0).sum() / torch.where(
+        weight.sum() > 0, weight.sum(), torch.nan
+    )
 
 
 def _pearson(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The objective with everything that lives between calls: moving average, counters, gate, stage, telemetry."""
+"""The objective with what lives between calls: moving average, counters, gate, stage, telemetry."""
 
 from __future__ import annotations
 
@@ -27,19 +27,23 @@ class LensObjective(nn.Module):
 
     Example:
         objective = LensObjective(LensConfig())
-        result = objective(lensnet, batch, inputs=(embeddings, batch.pos, batch.lod, batch.valid, batch.num_tokens))
+        inputs = (embeddings, batch.pos, batch.lod, batch.valid, batch.num_tokens)
+        result = objective(lensnet, batch, inputs=inputs)
         (base_loss + config.lens_loss_weight * result.loss).backward()
         optimizer.step()
         objective.optimizer_step()
 
-    Gate: with `gate_every` > 1 the controller runs only when `(counter - gate_phase) % gate_every == 0`. On other
-    calls `loss` is a plain 0 with `active=False`. The decision depends on counters alone, so all ranks agree. Mode
-    `accumulate` keeps the detached inputs of skipped calls and returns the mean loss over them and the present one.
+    Gate: with `gate_every` > 1 the controller runs only when `(counter - gate_phase) % gate_every == 0`. On
+    other calls `loss` is a plain 0 with `active=False`. The decision depends on counters alone, so all
+    ranks agree. Mode `accumulate` keeps the detached inputs of skipped calls and returns the mean loss over
+    them and the present one.
 
     Stages: `joint` (default), `offline` (from cached contexts), `frozen` (loss 0; scores still available).
     """
 
-    def __init__(self, config: LensConfig, *, backend: str = "auto", process_group: object | None = None) -> None:
+    def __init__(
+        self, config: LensConfig, *, backend: str = "auto", process_group: object | None = None
+    ) -> None:
         super().__init__()
         self.config, self.backend, self.process_group = config, backend, process_group
         self.register_buffer("budget_ema", torch.zeros((), dtype=torch.float64))
@@ -90,7 +94,8 @@ class LensObjective(nn.Module):
         """One micro-step.
 
         Args:
-            scores: [V, W], or a callable that gives them from `inputs`; a callable is not called on skipped steps.
+            scores: [V, W], or a callable that gives them from `inputs`; a callable is not called on skipped
+                steps.
             inputs: arguments of the callable; tensors among them are detached before they are kept.
         """
         due = self.is_due()
@@ -100,7 +105,12 @@ class LensObjective(nn.Module):
             with torch.no_grad():
                 available = scores(*inputs) if callable(scores) else scores.detach()
             return LensResult(torch.zeros((), device=available.device), active=False, scores=available)
-        options = {"prev_scores": prev_scores, "prev_valid": prev_valid, "pair_order": pair_order, "terms": terms}
+        options = {
+            "prev_scores": prev_scores,
+            "prev_valid": prev_valid,
+            "pair_order": pair_order,
+            "terms": terms,
+        }
         accumulate = self.config.gate_mode == "accumulate" and self.config.gate_every > 1
         if accumulate and not callable(scores):
             raise ValueError('scores: gate_mode="accumulate" needs a callable and its inputs, got a tensor')
@@ -219,8 +229,8 @@ class LensObjective(nn.Module):
         if slow is not None and slow > SLOW_MS and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the controller objective takes {slow:.0f} ms per micro-step: consider span_sampling or pair_sampling "
-                "(fewer entries or pairs), or gate_every (fewer steps)",
+                f"the controller objective takes {slow:.0f} ms per micro-step: consider span_sampling or "
+                "pair_sampling (fewer entries or pairs), or gate_every (fewer steps)",
                 stacklevel=2,
             )
         return values

@@ -64,8 +64,8 @@ def build_pairs(
 ) -> Pairs:
     """Pairs of every sample from its variants' losses.
 
-    Variants are sorted by loss (stable). Pairs with the best variant come first, then all others, each list by
-    delta descending (stable); `hard_negative_ratio` trims the second list, `max_pairs` the whole.
+    Variants are sorted by loss (stable). Pairs with the best variant come first, then all others, each list
+    by delta descending (stable); `hard_negative_ratio` trims the second list, `max_pairs` the whole.
 
     Args:
         loss: [B, C]; NaN takes no part.
@@ -77,7 +77,9 @@ def build_pairs(
         Pairs with P = B * min(max_pairs, C * (C - 1) / 2) slots.
     """
     if loss.dim() != 2 or row.shape != loss.shape:
-        raise ValueError(f"loss, row: expected two tensors of shape (B, C), got {tuple(loss.shape)} and {tuple(row.shape)}")
+        raise ValueError(
+            f"loss, row: expected two tensors of shape (B, C), got {tuple(loss.shape)} and {tuple(row.shape)}"
+        )
     num_samples, num_variants = loss.shape
     slots = pairs_per_sample(num_variants, config)
     first_N, second_N, late_N = _triangle(num_variants, loss.device)
@@ -101,13 +103,17 @@ def build_pairs(
         num_pairs_B1 = num_primary_B1 + torch.minimum(num_late_B1, quota_B1)
     valid = torch.arange(slots, device=loss.device) < num_pairs_B1
     if isinstance(order, torch.Generator):
-        shuffle = torch.rand(num_samples, slots, generator=order, device=order.device).argsort(1).to(loss.device)
+        shuffle = (
+            torch.rand(num_samples, slots, generator=order, device=order.device).argsort(1).to(loss.device)
+        )
         better, worse, delta, valid = (t.gather(1, shuffle) for t in (better, worse, delta, valid))
         order = None
     better, worse, delta, valid = (t.reshape(-1) for t in (better, worse, delta, valid))
     if order is not None:
         if tuple(order.shape) != tuple(valid.shape):
-            raise ValueError(f"pair_order: expected a permutation of shape {tuple(valid.shape)}, got {tuple(order.shape)}")
+            raise ValueError(
+                f"pair_order: expected a permutation of shape {tuple(valid.shape)}, got {tuple(order.shape)}"
+            )
         better, worse, delta, valid = (t.index_select(0, order) for t in (better, worse, delta, valid))
     live = valid & (delta > 0)
     return Pairs(better, worse, torch.where(valid, delta, 0.0), live, valid)
@@ -141,7 +147,12 @@ def sample_pairs(pairs: Pairs, config: LensConfig, generator: torch.Generator | 
 
 
 def check_variant_counts(
-    counts: Sequence[int], micro_batch: int, n_random: int, *, max_pairs: int = 8, num_pairs: int | None = None
+    counts: Sequence[int],
+    micro_batch: int,
+    n_random: int,
+    *,
+    max_pairs: int = 8,
+    num_pairs: int | None = None,
 ) -> int:
     """Make sure that nothing inflates the number of variants or pairs of a micro-step.
 

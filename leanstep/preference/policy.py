@@ -1,4 +1,4 @@
-"""Where the scores of a previous policy come from: a lagged copy of the controller, or a store of earlier scores."""
+"""Where a previous policy's scores come from: a lagged copy of the controller, or a store."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class ScoreStore:
     def put(self, keys: Sequence[str], scores: Tensor, batch: LensBatch) -> None:
         """Remember the valid scores of each context [V, W]."""
         if len(keys) != batch.num_contexts or scores.shape != batch.pos.shape:
-            raise ValueError(f"keys, scores: expected {batch.num_contexts} contexts, got {len(keys)}, {tuple(scores.shape)}")
+            raise ValueError(
+                f"keys, scores: expected {batch.num_contexts} contexts, "
+                f"got {len(keys)}, {tuple(scores.shape)}"
+            )
         host = scores.detach().float().cpu()
         valid = batch.valid.cpu()
         for key, row, mask in zip(keys, host, valid, strict=True):

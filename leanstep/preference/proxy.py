@@ -17,7 +17,9 @@ from .terms import compute_dtype
 KINDS = ("l2", "hinge", "distill")
 
 
-def aggregate_targets(batch: LensBatch, config: LensConfig, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def aggregate_targets(
+    batch: LensBatch, config: LensConfig, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Mean target of each entry over the kept pairs that mask it [V, W], and whether any does [V, W]."""
     pairs = build_pairs(batch.loss, batch.row, config)
     sign = build_targets(batch, pairs, config)
@@ -32,11 +34,13 @@ class ProxyLoss(nn.Module):
     """A pointwise loss in place of the pairwise one.
 
     `l2`: (x - t)^2 against the aggregated target t of the masked entries. `hinge`: relu(|t| - sign(t) x).
-    `distill`: (x - teacher)^2 over all valid entries. With `entries_per_context`, only that many entries of each
-    context, drawn uniformly. Mean inside each context, then over the contexts that have entries.
+    `distill`: (x - teacher)^2 over all valid entries. With `entries_per_context`, only that many entries of
+    each context, drawn uniformly. Mean inside each context, then over the contexts that have entries.
     """
 
-    def __init__(self, config: LensConfig, kind: str = "l2", *, entries_per_context: int | None = None) -> None:
+    def __init__(
+        self, config: LensConfig, kind: str = "l2", *, entries_per_context: int | None = None
+    ) -> None:
         super().__init__()
         if kind not in KINDS:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")

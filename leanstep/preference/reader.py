@@ -1,4 +1,4 @@
-"""A small base model that reads working contexts: token embeddings, the gist tree above them, a causal transformer.
+"""A small base model that reads working contexts: embeddings, a gist tree, a causal transformer.
 
 B sequences · T tokens · V contexts · W entries · D width · L coarsest level
 """
@@ -20,7 +20,7 @@ class GistTree(nn.Module):
         self.mix = nn.ModuleList(nn.Linear(width, width) for _ in range(max_lod))
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """[B, L + 1, T, D]: node of each level that starts at each token; children beyond the end count as absent."""
+        """[B, L + 1, T, D]: the node of each level that starts at each token; the end cuts children off."""
         levels = [embeddings]
         num_tokens = embeddings.shape[1]
         for level, mix in enumerate(self.mix):
@@ -64,7 +64,7 @@ class ContextReader(nn.Module):
         nn.init.normal_(self.level.weight, std=0.02)
 
     def embed(self, tokens: Tensor, sequence: Tensor, pos: Tensor, lod: Tensor) -> Tensor:
-        """Entry embeddings [V, W, D] of contexts over sequences: `sequence` [V] says which row of tokens [B, T]."""
+        """Entry embeddings [V, W, D]; `sequence` [V] is each context's row of tokens [B, T]."""
         nodes = self.tree(self.token(tokens))
         num_levels, num_tokens, width = nodes.shape[1:]
         cell = (sequence[:, None] * num_levels + lod.long()) * num_tokens + pos.clamp(max=num_tokens - 1)
@@ -84,14 +84,29 @@ class ContextReader(nn.Module):
         return self.norm(x)
 
     def losses(
-        self, entries: Tensor, pos: Tensor, lod: Tensor, valid: Tensor, tokens: Tensor, sequence: Tensor, counted: Tensor
+        self,
+        entries: Tensor,
+        pos: Tensor,
+        lod: Tensor,
+        valid: Tensor,
+        tokens: Tensor,
+        sequence: Tensor,
+        counted: Tensor,
     ) -> Tensor:
-        """[V] mean NLL of the next token over raw entries whose next token is marked in `counted` [B, T] bool."""
+        """[V] mean NLL of the next token over raw entries whose next token is marked in `counted` [B, T]
+        bool.
+        """
         hidden = self.hidden(entries, pos, lod, valid)
         following = (pos + 1).clamp(max=tokens.shape[1] - 1)
         inside = valid & (lod == 0) & (pos + 1 < tokens.shape[1])
         target = tokens[sequence[:, None], following]
         weight = (inside & counted[sequence[:, None], following]).to(hidden.dtype)
-        logits = self.head(hidden).float() if hidden.dtype in (torch.float16, torch.bfloat16) else self.head(hidden)
-        nll = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+        logits = (
+            self.head(hidden).float()
+            if hidden.dtype in (torch.float16, torch.bfloat16)
+            else self.head(hidden)
+        )
+        nll = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(
+            target.shape
+        )
         return (nll * weight).sum(1) / weight.sum(1).clamp(min=1)

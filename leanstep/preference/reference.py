@@ -54,7 +54,9 @@ def reference_targets(
     return targets
 
 
-def reference_coverage(scores: list[Tensor], context: list[tuple[int, int]], tokens: int, config: LensConfig) -> Tensor:
+def reference_coverage(
+    scores: list[Tensor], context: list[tuple[int, int]], tokens: int, config: LensConfig
+) -> Tensor:
     """The coverage penalty of one context: tokens that the asked-for edits would push out."""
     b = config.block_size
     owns, lengths, end = [], [], 0
@@ -176,8 +178,12 @@ def lens_loss_reference(
             pair_total = pair_total + config.coverage_weight * values["coverage"][k]
         total = total + pair_total
     stacked = {
-        name: torch.stack(row).detach() if row else torch.zeros(0, dtype=dtype) for name, row in values.items()
+        name: torch.stack(row).detach() if row else torch.zeros(0, dtype=dtype)
+        for name, row in values.items()
     }
     return LensResult(
-        loss=total / max(sum(kept), 1), terms=stacked, kept=torch.tensor(kept, dtype=torch.bool), state=ema.detach()
+        loss=total / max(sum(kept), 1),
+        terms=stacked,
+        kept=torch.tensor(kept, dtype=torch.bool),
+        state=ema.detach(),
     )

@@ -18,10 +18,10 @@ def sample_spans(
 ) -> tuple[Tensor, Tensor | None] | None:
     """Weights of the masked entries after span sampling; None without sampling.
 
-    `topk` keeps the `span_k` entries with the steepest preference cost (ties: lowest index) and averages over them.
-    That is biased on purpose: it looks at the mistakes only.
-    `random` keeps `span_k` entries uniformly without replacement; `stride` keeps every `span_stride`-th masked entry
-    from a random start. The expectation of the preference term under both equals the full term exactly.
+    `topk` keeps the `span_k` entries with the steepest preference cost (ties: lowest index) and averages
+    over them. That is biased on purpose: it looks at the mistakes only. `random` keeps `span_k` entries
+    uniformly without replacement; `stride` keeps every `span_stride`-th masked entry from a random start.
+    The expectation of the preference term under both equals the full term exactly.
 
     Returns:
         share [P, W]: weight in the preference term, in place of 1 / n.

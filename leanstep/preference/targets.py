@@ -33,18 +33,23 @@ _kept_spans = lru_cache(maxsize=64)(_make_spans)
 
 
 def build_lod_table(batch: LensBatch) -> Tensor:
-    """[V, T + 1] int8: LOD of the entry that starts at a token, -1 where none does. Column T takes the padding.
+    """[V, T + 1] int8: LOD of the entry that starts at a token, -1 where none does. Column T takes the
+    padding.
 
     Built once per micro-batch and used by every pair.
     """
-    table = torch.full((batch.num_contexts, batch.num_tokens + 1), -1, dtype=torch.int8, device=batch.pos.device)
+    table = torch.full(
+        (batch.num_contexts, batch.num_tokens + 1), -1, dtype=torch.int8, device=batch.pos.device
+    )
     table = table.scatter(1, batch.pos, batch.lod)
     table[:, batch.num_tokens] = -1
     return table
 
 
 def desired_lods(batch: LensBatch, pairs: Pairs, *, lookup: str = "auto") -> Tensor:
-    """[P, W] int8: LOD that the better context has at exactly the same start, -1 where nothing starts there."""
+    """[P, W] int8: LOD that the better context has at exactly the same start, -1 where nothing starts
+    there.
+    """
     if lookup not in ("auto", "table", "search"):
         raise ValueError(f"lookup: expected auto, table or search, got {lookup!r}")
     if lookup == "auto":
@@ -54,7 +59,9 @@ def desired_lods(batch: LensBatch, pairs: Pairs, *, lookup: str = "auto") -> Ten
     if lookup == "table":
         return build_lod_table(batch).index_select(0, pairs.better).gather(1, pos_PW)
     # Left padding holds T in front: send it below every position so that rows stay sorted.
-    padding_first = torch.where(batch.valid, batch.pos, torch.where(batch.valid.cumsum(1) == 0, -1, batch.num_tokens))
+    padding_first = torch.where(
+        batch.valid, batch.pos, torch.where(batch.valid.cumsum(1) == 0, -1, batch.num_tokens)
+    )
     key_PW = padding_first.index_select(0, pairs.better)
     slot = torch.searchsorted(key_PW, pos_PW).clamp_(max=max(key_PW.shape[1] - 1, 0))
     found = (key_PW.gather(1, slot) == pos_PW) & (pos_PW < batch.num_tokens)
@@ -64,8 +71,8 @@ def desired_lods(batch: LensBatch, pairs: Pairs, *, lookup: str = "auto") -> Ten
 def build_targets(batch: LensBatch, pairs: Pairs, config: LensConfig, *, lookup: str = "auto") -> Tensor:
     """Sign of the target of every entry of the worse context: +1 expand, -1 collapse, 0 none.
 
-    A collapse request reaches every entry of the same LOD in the same aligned parent block, and wins over expand.
-    The target itself is sign * tanh(delta) of the pair.
+    A collapse request reaches every entry of the same LOD in the same aligned parent block, and wins over
+    expand. The target itself is sign * tanh(delta) of the pair.
 
     Returns:
         [P, W] int8.

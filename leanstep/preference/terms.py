@@ -55,8 +55,12 @@ def smooth_budget(imbalance: Tensor, kept: Tensor, state: Tensor, beta: float) -
     return averages, last
 
 
-def divergence(scores: Tensor, previous: Tensor, previous_valid: Tensor | None, batch: LensBatch, tau: float) -> Tensor:
-    """[V] symmetric KL between the Bernoulli policies sigmoid(x / tau) of two score tensors, mean over entries."""
+def divergence(
+    scores: Tensor, previous: Tensor, previous_valid: Tensor | None, batch: LensBatch, tau: float
+) -> Tensor:
+    """[V] symmetric KL between the Bernoulli policies sigmoid(x / tau) of two score tensors, mean over
+    entries.
+    """
     x = torch.where(batch.valid, scores, 0)
     before = torch.where(batch.valid, previous.detach().to(scores.dtype), 0)
     pointwise = 0.5 * (torch.sigmoid(x / tau) - torch.sigmoid(before / tau)) * (x - before) / tau

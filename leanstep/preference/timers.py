@@ -10,8 +10,8 @@ import torch
 class SectionTimer:
     """Milliseconds between marks, summed by section.
 
-    `start(device)`, then `mark("name")` at the end of each section; `read()` gives mean milliseconds per call and
-    clears. Reading CUDA events waits for the last one: call it at log time only.
+    `start(device)`, then `mark("name")` at the end of each section; `read()` gives mean milliseconds per
+    call and clears. Reading CUDA events waits for the last one: call it at log time only.
     """
 
     def __init__(self) -> None:

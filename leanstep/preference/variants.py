@@ -12,7 +12,7 @@ from .batch import Variant
 def planned_length(
     max_len: int, progress: float, *, train_wc_length: int | None = None, num_tokens: int | None = None
 ) -> int:
-    """Entries to aim for: from 0.9 * max_len at the start of training to `train_wc_length` (default 0.75 * max_len)."""
+    """Entries to aim for: 0.9 * max_len at first, `train_wc_length` (0.75 * max_len) at the end."""
     if not 0 <= progress <= 1:
         raise ValueError(f"progress: expected 0..1, got {progress}")
     start = int(0.9 * max_len)
@@ -22,7 +22,7 @@ def planned_length(
 
 
 def reachable_length(num_tokens: int, planned: int, block_size: int) -> int:
-    """The nearest length at or below `planned` that whole collapses reach: each one removes block_size - 1 entries.
+    """The nearest length at or below `planned` that whole collapses reach.
 
     >>> reachable_length(2048, 1843, 32)
     1831
@@ -53,9 +53,10 @@ def sample_variants(
 ) -> list[Variant]:
     """The baseline and up to `n_random` random contexts of one sequence, without losses.
 
-    A random context starts as all T raw tokens and collapses random runs of b entries of the same LOD until it has
-    `target_len` entries. Runs start at any entry and never reach into the last `recent_tokens`. Level 0 goes first;
-    with probability `deep_probability` a run of level 1 does. Contexts equal to an earlier one are dropped.
+    A random context starts as all T raw tokens and collapses random runs of b entries of the same LOD until
+    it has `target_len` entries. Runs start at any entry and never reach into the last `recent_tokens`.
+    Level 0 goes first; with probability `deep_probability` a run of level 1 does. Contexts equal to an
+    earlier one are dropped.
 
     Args:
         T: tokens in the sequence.
@@ -88,7 +89,13 @@ def _content(variant: Variant) -> bytes:
 
 
 def _random_variant(
-    T: int, b: int, L: int, target_len: int, generator: torch.Generator | None, recent_tokens: int, deep: float
+    T: int,
+    b: int,
+    L: int,
+    target_len: int,
+    generator: torch.Generator | None,
+    recent_tokens: int,
+    deep: float,
 ) -> Variant:
     positions = torch.arange(T)
     lods = torch.zeros(T, dtype=torch.int8)

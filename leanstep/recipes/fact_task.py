@@ -1,7 +1,8 @@
-"""Toy sequences in which focus matters: a few blocks hold facts that questions at the end need, the rest is filler.
+"""Toy sequences in which focus matters: some blocks hold facts that later questions need.
 
-A fact token names a key and a value at once. The tail of the sequence is `question(key) answer(value)` pairs. A gist
-over a block of facts mixes their values, so a reader that collapsed the wrong block cannot answer.
+A fact token names a key and a value at once. The tail of the sequence is `question(key) answer(value)`
+pairs. A gist over a block of facts mixes their values, so a reader that collapsed the wrong block cannot
+answer.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ class FactTask:
         questions: pairs of question and answer at the end.
     """
 
-    tokens: int = 128
-    block: int = 8
+    tokens: int = 64
+    block: int = 4
     fact_blocks: int = 2
-    values: int = 8
-    fillers: int = 16
-    questions: int = 8
+    values: int = 4
+    fillers: int = 8
+    questions: int = 4
 
     def __post_init__(self) -> None:
         if self.body % self.block or self.body // self.block < self.fact_blocks:
-            raise ValueError(f"tokens: expected whole blocks of {self.block} before the questions, got {self.body}")
+            raise ValueError(
+                f"tokens: expected whole blocks of {self.block} before the questions, got {self.body}"
+            )
         if self.questions > self.keys:
             raise ValueError(f"questions: expected at most one per key, {self.keys}, got {self.questions}")
 

@@ -1,9 +1,10 @@
 """`leanstep train lens`: a focus controller end to end, on a small base model that learns beside it.
 
-Every step draws sequences, reads each one as a baseline and a few random working contexts (raw tokens and gists), takes
-the base model's NLL of every variant, and trains LensNet from the preferences between them. Evaluation asks two
-questions on held-out sequences: do the scores agree with the base model's preferences, and does the base model predict
-better when LensNet decides what to collapse than when chance does, at the same length.
+Every step draws sequences, reads each one as a baseline and a few random working contexts (raw tokens and
+gists), takes the base model's NLL of every variant, and trains LensNet from the preferences between them.
+Evaluation asks two questions on held-out sequences: do the scores agree with the base model's preferences,
+and does the base model predict better when LensNet decides what to collapse than when chance does, at the
+same length.
 
     recipe = build("tiny", seed=0)
     run(recipe, Path("out"))                 # agreement and NLL by focus in out/metrics.jsonl
@@ -53,8 +54,8 @@ class LensSettings:
         gate_every: run the objective on every so many steps.
     """
 
-    width: int = 64
-    layers: int = 2
+    width: int = 48
+    layers: int = 1
     lens_width: int = 32
     samples: int = 16
     random_variants: int = 2
@@ -76,11 +77,11 @@ class LensSettings:
 
 
 PRESETS: dict[str, str] = {
-    "tiny": "64-wide base model, 128 tokens in blocks of 8: minutes on two cores",
+    "tiny": "48-wide base model, 64 tokens in blocks of 4: minutes on two cores",
     "small": "256-wide base model, 1,024 tokens in blocks of 16: for one GPU",
 }
 _SIZES: dict[str, tuple[LensSettings, FactTask, int]] = {
-    "tiny": (LensSettings(), FactTask(), 1200),
+    "tiny": (LensSettings(), FactTask(), 1500),
     "small": (
         LensSettings(width=256, layers=4, lens_width=64, samples=32, evaluation_samples=256),
         FactTask(tokens=1024, block=16, fact_blocks=4, values=16, questions=32),
@@ -117,7 +118,9 @@ def build(
         "warm_fraction": warm_fraction,
     }
     settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
-    return Lens(settings, task, seed=seed, steps=steps or default_steps, preset=preset, world=world or World())
+    return Lens(
+        settings, task, seed=seed, steps=steps or default_steps, preset=preset, world=world or World()
+    )
 
 
 class Lens:
@@ -132,7 +135,13 @@ class Lens:
         self.options, self.task, self.world, self.seed = settings, task, world, seed
         self.num_steps = steps
         self.warm_steps = round(steps * settings.warm_fraction)
-        self.settings = {"preset": preset, "seed": seed, "steps": steps, **asdict(settings), "task": asdict(task)}
+        self.settings = {
+            "preset": preset,
+            "seed": seed,
+            "steps": steps,
+            **asdict(settings),
+            "task": asdict(task),
+        }
         self.config = LensConfig(
             block_size=task.block,
             num_random_variants=settings.random_variants,
@@ -174,7 +183,9 @@ class Lens:
         result = self.objective(self.lens, batch, inputs=inputs)
         if result.active:
             result.loss.backward()
-            self._update(self.lens_optimizer, self.options.lens_lr * self._decay(i, self.warm_steps, self.num_steps))
+            self._update(
+                self.lens_optimizer, self.options.lens_lr * self._decay(i, self.warm_steps, self.num_steps)
+            )
         self.objective.optimizer_step()
         return {"lens_loss": result.loss.detach()} if result.active else {}
 
@@ -216,7 +227,9 @@ class Lens:
         return samples
 
     def contexts(self, samples: list[list[Variant]]) -> LensBatch:
-        return LensBatch.from_variants(samples, self.config, num_tokens=self.task.tokens, device=self.world.device)
+        return LensBatch.from_variants(
+            samples, self.config, num_tokens=self.task.tokens, device=self.world.device
+        )
 
     def read(self, batch: LensBatch, tokens: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
         """Entry embeddings [V, W, D] and mean NLL of the answers [V] of every context."""
@@ -225,10 +238,14 @@ class Lens:
         sequence = torch.repeat_interleave(torch.arange(len(batch.counts)), torch.tensor(batch.counts))
         sequence = sequence.to(self.world.device)
         entries = self.reader.embed(tokens, sequence, batch.pos, batch.lod)
-        return entries, self.reader.losses(entries, batch.pos, batch.lod, batch.valid, tokens, sequence, answers)
+        return entries, self.reader.losses(
+            entries, batch.pos, batch.lod, batch.valid, tokens, sequence, answers
+        )
 
     def focus(self, tokens: Tensor) -> list[Variant]:
-        """The context that LensNet chooses for each sequence: all raw tokens, collapsed to the budget, lowest score first."""
+        """The context that LensNet chooses for each sequence: all raw tokens, collapsed to the budget,
+        lowest score first.
+        """
         whole = self.contexts([[baseline_variant(self.task.tokens, self.task.tokens)] for _ in tokens])
         tokens = tokens.to(self.world.device)
         sequence = torch.arange(len(tokens), device=self.world.device)
@@ -238,7 +255,8 @@ class Lens:
         for row in scores:
             positions, lods = torch.arange(self.task.tokens), torch.zeros(self.task.tokens, dtype=torch.int8)
             edits = (self.task.tokens - self.length) // (self.task.block - 1)
-            # The budget decides how many edits, the scores decide which: shifted, every score asks for a collapse.
+            # The budget decides how many edits, the scores decide which: shifted, every score asks for a
+            # collapse.
             positions, lods = allocate_focus(
                 positions,
                 lods,
@@ -256,7 +274,9 @@ class Lens:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Held-out agreement with the base model's preferences, and NLL of the answers by focus at one length."""
+        """Held-out agreement with the base model's preferences, and NLL of the answers by focus at one
+        length.
+        """
         generator = torch.Generator().manual_seed(self.seed + 777_777)
         tokens, answers = self.task.draw(self.options.evaluation_samples, generator)
         samples = self.variants(len(tokens), generator)
@@ -268,7 +288,11 @@ class Lens:
         result = lens_loss(scores, batch.with_losses(losses), self.config)
         assert result.metrics is not None
         read = result.metrics.read()
-        by_focus = {"lens": self.focus(tokens), "random": [v[-1] for v in samples], "recent": [v[0] for v in samples]}
+        by_focus = {
+            "lens": self.focus(tokens),
+            "random": [v[-1] for v in samples],
+            "recent": [v[0] for v in samples],
+        }
         nll = {}
         for name, variants in by_focus.items():
             _, values = self.read(self.contexts([[v] for v in variants]), tokens, answers)

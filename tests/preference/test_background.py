@@ -32,7 +32,9 @@ CONFIG = LensConfig(block_size=4)
 def variants_of(seed, tokens=64):
     g = torch.Generator().manual_seed(seed)
     drawn = sample_variants(tokens, 4, 2, 2, 52, g, recent_tokens=8)
-    return [replace(v, loss=float(x)) for v, x in zip(drawn, torch.rand(len(drawn), generator=g), strict=True)]
+    return [
+        replace(v, loss=float(x)) for v, x in zip(drawn, torch.rand(len(drawn), generator=g), strict=True)
+    ]
 
 
 def test_cached_batch_gives_the_live_loss_bitwise(tmp_path):
@@ -47,7 +49,9 @@ def test_cached_batch_gives_the_live_loss_bitwise(tmp_path):
     assert again.sequence_ids == [100, 101, 102, 103, 104] and again.extras[2].equal(torch.arange(64) + 2)
     x = torch.randn(live.pos.shape).tanh()
     assert lens_loss(x, live, CONFIG).loss.equal(lens_loss(x, again.batch, CONFIG).loss)
-    epochs = [[i for b in loaded.batches(2, CONFIG, seed=1, epoch=e) for i in b.sequence_ids] for e in (0, 0, 1)]
+    epochs = [
+        [i for b in loaded.batches(2, CONFIG, seed=1, epoch=e) for i in b.sequence_ids] for e in (0, 0, 1)
+    ]
     assert epochs[0] == epochs[1] != epochs[2] and sorted(epochs[2]) == [100, 101, 102, 103, 104]
     torch.save({"format": "other"}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="not a context cache"):
@@ -100,7 +104,11 @@ def test_proxy_losses_by_hand():
     l2 = ProxyLoss(config, "l2")(x, batch)
     assert l2.item() == pytest.approx(((0.5 + t) ** 2 + (-0.2 + t) ** 2) / 2, rel=1e-6)
     l2.backward()
-    assert x.grad[0, 2] == 0 and (x.grad[1] == 0).all() and x.grad[0, 0].item() == pytest.approx(0.5 + t, rel=1e-6)
+    assert (
+        x.grad[0, 2] == 0
+        and (x.grad[1] == 0).all()
+        and x.grad[0, 0].item() == pytest.approx(0.5 + t, rel=1e-6)
+    )
     hinge = ProxyLoss(config, "hinge")(x, batch)
     assert hinge.item() == pytest.approx((t + 0.5 + t - 0.2) / 2, rel=1e-6)
     teacher = torch.zeros_like(x).requires_grad_()
@@ -165,7 +173,9 @@ def test_late_results_are_waited_for_or_dropped():
         assert worker.apply_ready(optimizer) == 1 and worker.applied == 1
         # Gradients of the snapshot, not of the parameters as they are now.
         expected = torch.func.functional_call(
-            net, dict(zip(dict(net.named_parameters()), (p.requires_grad_() for p in before), strict=True)), inputs
+            net,
+            dict(zip(dict(net.named_parameters()), (p.requires_grad_() for p in before), strict=True)),
+            inputs,
         )
         grads = torch.autograd.grad(expected.square().mean(), before, allow_unused=True)
         for p, g in zip(net.parameters(), grads, strict=True):

@@ -99,7 +99,10 @@ def test_bad_configuration_names_the_field(change):
 def test_variant_counts():
     assert check_variant_counts([3] * 13, 13, 2) == 39
     assert check_variant_counts([3, 1, 2], 3, 2, num_pairs=4) == 6
-    for counts, message in [([3] * 12, "expected 13 samples, got 12"), ([4] + [3] * 12, "sample 0 has 4 variants")]:
+    for counts, message in [
+        ([3] * 12, "expected 13 samples, got 12"),
+        ([4] + [3] * 12, "sample 0 has 4 variants"),
+    ]:
         with pytest.raises(ValueError, match=message):
             check_variant_counts(counts, 13, 2)
     with pytest.raises(ValueError, match="5 pairs from 6 variants, expected at most 4"):

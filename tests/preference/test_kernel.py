@@ -1,4 +1,6 @@
-"""The Triton kernel under the interpreter: the original numbers, the closed form in torch, odd rows, two sweeps."""
+"""The Triton kernel under the interpreter: the original numbers, the closed form in torch, odd rows, two
+sweeps.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_golden_vectors(name, dtype):
     scores = golden.scores_of(data, batch, dtype).requires_grad_()
     rtol, atol = (1e-9, 1e-15) if dtype == torch.float64 else (1e-4, 2e-8)
     state = torch.tensor(data["config"]["ema_in"], dtype=dtype)
-    result = lens_loss(scores, batch, golden.config_of(data), state=state, pair_order=golden.pair_order_of(data, batch))
+    result = lens_loss(
+        scores, batch, golden.config_of(data), state=state, pair_order=golden.pair_order_of(data, batch)
+    )
     result.loss.backward()
     golden.assert_gradient(data, batch, scores.grad, rtol, atol)
     assert result.loss.item() == pytest.approx(data["outputs"]["loss"], rel=rtol)
@@ -43,7 +47,9 @@ def test_golden_vectors(name, dtype):
 def test_equals_the_eager_path(form, tile, sampling, monkeypatch):
     monkeypatch.setattr(kernel_module, "MAX_TILE", tile)
     batch = random_batch(seed=4, tokens=80)
-    config = LensConfig(block_size=4, form=form, span_sampling=sampling, span_k=5, aux_on_full=False, **EVERY_TERM)
+    config = LensConfig(
+        block_size=4, form=form, span_sampling=sampling, span_k=5, aux_on_full=False, **EVERY_TERM
+    )
     scores = torch.randn(batch.pos.shape).tanh()
     arguments = {"prev_scores": 0.3 * scores, "state": torch.tensor(0.1)}
     x, y = (torch.where(batch.valid, scores, torch.nan).requires_grad_() for _ in range(2))
@@ -61,7 +67,10 @@ def test_half_precision_scores_are_summed_in_float32():
     config = LensConfig(block_size=4)
     scores = torch.randn(batch.pos.shape).tanh().half()
     x, y = scores.clone().requires_grad_(), scores.float().requires_grad_()
-    a, b = lens_loss(x, batch, config, backend="fused").loss, lens_loss(y, batch, config, backend="eager").loss
+    a, b = (
+        lens_loss(x, batch, config, backend="fused").loss,
+        lens_loss(y, batch, config, backend="eager").loss,
+    )
     a.backward()
     b.backward()
     assert a.dtype == torch.float32 and x.grad.dtype == torch.float16

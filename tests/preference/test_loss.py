@@ -90,7 +90,9 @@ def test_telemetry_equals_the_original(name):
 
 
 def random_batch(num_samples=3, num_variants=4, tokens=96, block=4, max_lod=2, seed=0, drop=0.15):
-    """Random non-overlapping contexts with gaps, off-block gists, all levels, ragged counts and missing losses."""
+    """Random non-overlapping contexts with gaps, off-block gists, all levels, ragged counts and missing
+    losses.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def draw(n):

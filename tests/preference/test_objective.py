@@ -119,7 +119,9 @@ def test_telemetry_is_read_once_and_averages_active_steps():
     assert objective.log_due(4) and not objective.log_due(3)
     read = objective.read_metrics(base_forward_ms=12.0, grad_accum_steps=5)
     assert read["mc/lens_loss"] == pytest.approx((values[0] + values[2]) / 2)
-    assert read["mc/variants_total_step"] == 4 * sum(batch.counts) and read["mc/variants_total"] == sum(batch.counts)
+    assert read["mc/variants_total_step"] == 4 * sum(batch.counts) and read["mc/variants_total"] == sum(
+        batch.counts
+    )
     assert read["mc/lens_loss_ms"] > read["mc/lens_build_ms"] > 0 and read["mc/lens_forward_ms"] >= 0
     assert read["mc/lens_ms"] == read["mc/lens_loss_ms"] and read["mc/base_forward_ms"] == 12.0
     assert read["mc/lens_allocs"] is None and read["mc/grad_accum_steps"] == 5
@@ -153,7 +155,9 @@ def many_entries():
     return batch, x
 
 
-@pytest.mark.parametrize("how", [{"span_sampling": "random", "span_k": 4}, {"span_sampling": "stride", "span_stride": 3}])
+@pytest.mark.parametrize(
+    "how", [{"span_sampling": "random", "span_k": 4}, {"span_sampling": "stride", "span_stride": 3}]
+)
 def test_sampled_spans_are_unbiased(how):
     batch, x = many_entries()
     full = LensConfig(block_size=4)
@@ -167,7 +171,9 @@ def test_sampled_spans_are_unbiased(how):
 
     # 4,000 independent draws at once: the same pairs repeated.
     pairs = build_pairs(batch.loss, batch.row, full)
-    many = type(pairs)(*(getattr(pairs, f).repeat(4000) for f in ("better", "worse", "delta", "live", "valid")))
+    many = type(pairs)(
+        *(getattr(pairs, f).repeat(4000) for f in ("better", "worse", "delta", "live", "valid"))
+    )
     sign = build_targets(batch, many, full)
     weights = sample_spans(x, sign, many, sampled, torch.Generator().manual_seed(1))
     zero = torch.zeros((), dtype=x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -24,7 +25,7 @@ def problem(dtype=torch.float64, levels=4, seed=0):
 
 def brute_pairs(labels):
     out = []
-    for g, (a, b) in enumerate(zip(OFFSETS[:-1], OFFSETS[1:], strict=True)):
+    for g, (a, b) in enumerate(itertools.pairwise(OFFSETS)):
         out += [(g, i, j) for i in range(a, b) for j in range(a, b) if labels[i] > labels[j]]
     return out
 
@@ -140,7 +141,7 @@ def test_plackett_luce_equals_brute_force(top_k):
 
     def slow(s):
         total = []
-        for a, b in zip(OFFSETS[:-1], OFFSETS[1:], strict=True):
+        for a, b in itertools.pairwise(OFFSETS):
             order = torch.argsort(labels[a:b], descending=True, stable=True) + a
             z = 0.8 * s[order]
             terms = [torch.logsumexp(z[r:], 0) - z[r] for r in range(len(z))][:top_k]
@@ -166,10 +167,10 @@ def test_groups_of_two_are_bradley_terry():
 
 
 LOSSES = {
-    "bradley_terry": lambda s, l, o: bradley_terry(s, l, o, reduction="none"),
-    "hinge": lambda s, l, o: hinge(s, l, o, reduction="none"),
-    "squared_hinge": lambda s, l, o: hinge(s, l, o, squared=True, reduction="none"),
-    "plackett_luce": lambda s, l, o: plackett_luce(s, l, o, reduction="none"),
+    "bradley_terry": lambda s, y, o: bradley_terry(s, y, o, reduction="none"),
+    "hinge": lambda s, y, o: hinge(s, y, o, reduction="none"),
+    "squared_hinge": lambda s, y, o: hinge(s, y, o, squared=True, reduction="none"),
+    "plackett_luce": lambda s, y, o: plackett_luce(s, y, o, reduction="none"),
 }
 
 

@@ -1,10 +1,10 @@
 """Losses from preferences inside ragged groups: no n^2 memory, no host read."""
 
-from .logistic import bradley_terry
 from .draws import SampledPairs, draw_pairs, top_pairs
 from .groups import Groups, make_groups
-from .sorted_hinge import hinge
+from .logistic import bradley_terry
 from .ranking import plackett_luce
+from .sorted_hinge import hinge
 
 __all__ = [
     "Groups",

@@ -57,7 +57,11 @@ def draw_pairs(
     groups = make_groups(labels.double(), offsets)
     device = labels.device
     uniform = torch.rand(
-        groups.num_groups, num_draws, generator=generator, dtype=torch.float64, device=generator.device if generator else device
+        groups.num_groups,
+        num_draws,
+        generator=generator,
+        dtype=torch.float64,
+        device=generator.device if generator else device,
     ).to(device)
     n = labels.shape[0]
     order, lower = lower_counts(labels, groups)
@@ -92,7 +96,10 @@ def draw_pairs(
         for _ in range(max(n, 2).bit_length()):
             middle = (low + high) // 2
             inside = (middle + 1) * top - (prefix[(first + middle + 1).clamp(max=n)] - prefix[first])
-            low, high = torch.where(inside > remaining, low, middle + 1), torch.where(inside > remaining, middle, high)
+            low, high = (
+                torch.where(inside > remaining, low, middle + 1),
+                torch.where(inside > remaining, middle, high),
+            )
             low = torch.minimum(low, high)
         other = (first + low).clamp(0, n - 1)
         density = (top - values[other]).clamp(min=0) / torch.where(total > 0, total, 1)
@@ -111,7 +118,7 @@ def draw_pairs(
 
 
 def _search(mass: Tensor, first: Tensor, last: Tensor, target: Tensor) -> Tensor:
-    """Position inside [first, last) at which the running sum of `mass` exceeds `target`, never one without mass."""
+    """Where inside [first, last) the running sum of `mass` exceeds `target`; never without mass."""
     cumulative = mass.cumsum(0)
     base = torch.nn.functional.pad(cumulative, (1, 0))[first]
     found = torch.searchsorted(cumulative, (base + target).contiguous(), right=True)
@@ -137,8 +144,8 @@ def top_pairs(
 ) -> SampledPairs:
     """The k pairs of each group with the largest label gap, or the largest violation s_j - s_i.
 
-    Biased on purpose: training on them is not training on the full loss. Weights are 1 / (number of pairs chosen).
-    Needs host offsets; one group's n_g x n_g gaps are held at a time.
+    Biased on purpose: training on them is not training on the full loss. Weights are 1 / (number of pairs
+    chosen). Needs host offsets; one group's n_g x n_g gaps are held at a time.
     """
     if by not in ("gap", "violation"):
         raise ValueError(f"by: expected gap or violation, got {by!r}")

@@ -5,6 +5,7 @@ n items · G groups · item q of group g sits at offsets[g] <= q < offsets[g + 1
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,18 +52,24 @@ def make_groups(
         max_group_size: bound of the largest group for a tensor of offsets; None = n.
     """
     if scores.dim() != 1 or not scores.is_floating_point():
-        raise ValueError(f"scores: expected a floating tensor of shape (n,), got {scores.dtype} {tuple(scores.shape)}")
+        raise ValueError(
+            f"scores: expected a floating tensor of shape (n,), got {scores.dtype} {tuple(scores.shape)}"
+        )
     if isinstance(offsets, Groups):
         return offsets
     n, sizes = scores.shape[0], None
     if not isinstance(offsets, Tensor):
-        sizes = tuple(b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True))
+        sizes = tuple(b - a for a, b in itertools.pairwise(offsets))
         if not offsets or offsets[0] != 0 or offsets[-1] != n or min(sizes, default=0) < 0:
-            raise ValueError(f"offsets: expected ascending integers from 0 to {n}, got {list(offsets)[:4]}...")
+            raise ValueError(
+                f"offsets: expected ascending integers from 0 to {n}, got {list(offsets)[:4]}..."
+            )
         max_group_size = max(sizes, default=0)
         offsets = torch.tensor(list(offsets), dtype=torch.int64, device=scores.device)
     if offsets.dim() != 1 or offsets.shape[0] < 1 or offsets.is_floating_point():
-        raise ValueError(f"offsets: expected integers of shape (G + 1,), got {offsets.dtype} {tuple(offsets.shape)}")
+        raise ValueError(
+            f"offsets: expected integers of shape (G + 1,), got {offsets.dtype} {tuple(offsets.shape)}"
+        )
     if max_group_size is None:
         max_group_size = n
     group = torch.searchsorted(offsets[1:].contiguous(), torch.arange(n, device=scores.device), right=True)
@@ -72,19 +79,26 @@ def make_groups(
 def check_items(name: str, values: Tensor | None, scores: Tensor) -> None:
     """`values` goes with `scores` item by item; a trailing dimension of 1 would broadcast to n x n."""
     if scores.dim() != 1 or not scores.is_floating_point():
-        raise ValueError(f"scores: expected a floating tensor of shape (n,), got {scores.dtype} {tuple(scores.shape)}")
+        raise ValueError(
+            f"scores: expected a floating tensor of shape (n,), got {scores.dtype} {tuple(scores.shape)}"
+        )
     if values is not None and tuple(values.shape) != tuple(scores.shape):
-        raise ValueError(f"{name}: expected shape {tuple(scores.shape)} to match scores, got {tuple(values.shape)}")
+        raise ValueError(
+            f"{name}: expected shape {tuple(scores.shape)} to match scores, got {tuple(values.shape)}"
+        )
 
 
 def sort_in_groups(values: Tensor, group: Tensor, *, descending: bool = False) -> Tensor:
-    """Permutation that sorts by (group, value), stable. Two stable sorts: adding offsets to values would round them."""
+    """Permutation that sorts by (group, value), stable.
+
+    Two stable sorts: adding offsets to the values to separate groups would round them.
+    """
     by_value = torch.argsort(values, dim=0, descending=descending, stable=True)
     return by_value[torch.argsort(group[by_value], dim=0, stable=True)]
 
 
 def lower_counts(labels: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Items sorted by (group, label) [n], and for each sorted position how many items rank strictly lower [n]."""
+    """Items sorted by (group, label), and how many of the group rank strictly lower than each; [n] both."""
     order = sort_in_groups(labels, groups.group)
     sorted_labels, sorted_group = labels[order], groups.group[order]
     position = torch.arange(labels.shape[0], device=labels.device)

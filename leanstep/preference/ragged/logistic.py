@@ -38,7 +38,8 @@ def bradley_terry(
 
     Args:
         scores: [n], any float dtype.
-        labels, offsets: all pairs of a group with label_i > label_j. `offsets` [G + 1] as a host list or a tensor.
+        labels, offsets: all pairs of a group with label_i > label_j. `offsets` [G + 1] as a host list or a
+            tensor.
         pairs: (i, j) int64 [K] each, instead of labels; with `offsets` only for `reduction="group_mean"`.
         weights: [K] per pair with `pairs`, [n] per item otherwise (a pair weighs weights_i * weights_j).
         margin: number, or [K] with `pairs`.
@@ -73,9 +74,15 @@ def bradley_terry(
 
 
 def _all_pairs(
-    x: Tensor, labels: Tensor, groups: Groups, item: Tensor | None, margin: float, scale: float, smoothing: float
+    x: Tensor,
+    labels: Tensor,
+    groups: Groups,
+    item: Tensor | None,
+    margin: float,
+    scale: float,
+    smoothing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Sums per group and gradient per item. Tile (d, r) is the pair of rows r and r + d; every pair occurs once."""
+    """Sums per group, gradient per item. Tile cell (d, r) is the pair of rows r and r + d, once each."""
     order = rows_at = None
     if groups.sizes is not None:
         # Largest groups first: the rows that still have a partner at distance d are then a prefix.
@@ -85,7 +92,9 @@ def _all_pairs(
         lengths = torch.tensor(sizes, dtype=torch.int64, device=x.device)
         total = sum(sizes)
         first = lengths.cumsum(0) - lengths
-        order = torch.arange(total, device=x.device) + (starts - first).repeat_interleave(lengths, output_size=total)
+        order = torch.arange(total, device=x.device) + (starts - first).repeat_interleave(
+            lengths, output_size=total
+        )
         ends = [0]
         for size in sizes:
             ends.append(ends[-1] + size)
@@ -100,7 +109,11 @@ def _all_pairs(
     span = max(1, min(largest, TILE_ELEMENTS // max(n, 1)))
     group = arrange(groups.group)
     tail = (0, largest + span)
-    s_wide, label_wide, group_wide = pad(arrange(x), tail), pad(arrange(labels), tail), pad(group, tail, value=-1)
+    s_wide, label_wide, group_wide = (
+        pad(arrange(x), tail),
+        pad(arrange(labels), tail),
+        pad(group, tail, value=-1),
+    )
     weight_wide = None if item is None else pad(arrange(item), tail)
     sums, grad_wide = x.new_zeros(groups.num_groups), torch.zeros_like(s_wide)
     for first_shift in range(1, largest, span):
@@ -127,7 +140,8 @@ def _all_pairs(
         sums.index_add_(0, mine, (cost * weight).sum(0))
         slope = slope.mul_(weight).mul_(direction).mul_(scale)
         grad_wide[:rows] -= slope.sum(0)
-        # The partner of (d, r) is row r + d: read with one column less per row, anti-diagonals become columns.
+        # The partner of (d, r) is row r + d: read with one column less per row, anti-diagonals become
+        # columns.
         skewed = slope.new_zeros(depth * (rows + depth))
         skewed.view(depth, rows + depth)[:, :rows] = slope
         partner = skewed.as_strided((depth, rows + depth - 1), (rows + depth - 1, 1)).sum(0)
@@ -142,7 +156,9 @@ class _PairLoss(torch.autograd.Function):
     """Losses [K] of given pairs with their slopes computed on the way."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, i: Tensor, j: Tensor, weights, margin, scale: float, smoothing: float) -> Tensor:
+    def forward(
+        ctx: Any, scores: Tensor, i: Tensor, j: Tensor, weights, margin, scale: float, smoothing: float
+    ) -> Tensor:
         z = scores.to(working_dtype(scores))
         z = z.index_select(0, i).sub_(z.index_select(0, j))
         if isinstance(margin, Tensor) or margin != 0:
@@ -183,12 +199,18 @@ def _given_pairs(
 ) -> Tensor:
     i, j = pairs
     if scores.dim() != 1 or not scores.is_floating_point():
-        raise ValueError(f"scores: expected a floating tensor of shape (n,), got {scores.dtype} {tuple(scores.shape)}")
+        raise ValueError(
+            f"scores: expected a floating tensor of shape (n,), got {scores.dtype} {tuple(scores.shape)}"
+        )
     if i.dim() != 1 or i.shape != j.shape:
-        raise ValueError(f"pairs: expected two tensors of shape (K,), got {tuple(i.shape)} and {tuple(j.shape)}")
+        raise ValueError(
+            f"pairs: expected two tensors of shape (K,), got {tuple(i.shape)} and {tuple(j.shape)}"
+        )
     for name, value in (("weights", weights), ("margin", margin)):
         if isinstance(value, Tensor) and value.dim() and value.shape != i.shape:
-            raise ValueError(f"{name}: expected shape {tuple(i.shape)} to match pairs, got {tuple(value.shape)}")
+            raise ValueError(
+                f"{name}: expected shape {tuple(i.shape)} to match pairs, got {tuple(value.shape)}"
+            )
     losses = _PairLoss.apply(scores, i, j, weights, margin, scale, smoothing)
     if reduction == "none":
         return losses

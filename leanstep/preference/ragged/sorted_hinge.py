@@ -45,8 +45,8 @@ def hinge(
         scores: [n], any float dtype.
         labels: [n]; equal labels make no pair.
         offsets: [G + 1] host list or tensor.
-        levels: a bound of the distinct labels in a group, a host integer: 2 for chosen/rejected. One prefix pass per
-            level above the lowest. None = the largest group's size.
+        levels: a bound of the distinct labels in a group, a host integer: 2 for chosen/rejected. One prefix
+            pass per level above the lowest. None = the largest group's size.
         weights: ([n] for the upper item, [n] for the lower item); a pair weighs their product.
         reduction: sum | mean (over pairs) | group_mean | none ([G] sums).
 
