@@ -32,7 +32,7 @@ from torch import Tensor
 
 FORMAT = "leanstep-checkpoint-1"
 _NAME = re.compile(r"^step-(\d{8})\.safetensors$")
-_TEMPORARY = re.compile(r"^\.step-\d{8}\.safetensors\.\d+\.partial$")
+_TEMPORARY = re.compile(r"^\.(step-\d{8}\.safetensors|metrics\.jsonl|settings\.json)\.\d+\.partial$")
 
 
 class CheckpointError(ValueError):
@@ -155,11 +155,16 @@ def remove_leftovers(directory: Path) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace `path` by `data`; after a crash the file holds its old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        # A full disk: give the space back, the old file stays.
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -76,8 +78,33 @@ def test_values_unknown_to_json_become_text(tmp_path):
     assert json.loads(log.path.read_text()) == {"step": 1, "loss": "nan"}
 
 
-def test_the_board_writes_only_where_tensorboard_is_installed(tmp_path):
-    board = Board(tmp_path / "tb", 0)
-    board.add(1, {"step": 1, "loss": 2.0, "name": "x"})
+def test_the_board_writes_numbers_and_forgets_what_comes_again(tmp_path, monkeypatch):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, log_dir, purge_step):
+            calls.append((log_dir, purge_step))
+
+        def add_scalar(self, name, value, step):
+            calls.append((name, value, step))
+
+        def close(self):
+            calls.append("closed")
+
+    stub = types.ModuleType("torch.utils.tensorboard")
+    stub.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
+    board = Board(tmp_path, resumed_at=4)
+    board.add(5, {"step": 5, "loss": 2.0, "name": "x"})
     board.close()
-    assert (tmp_path / "tb").exists() == board.active
+    assert calls == [(str(tmp_path), 5), ("loss", 2.0, 5), "closed"]
+    Board(tmp_path, resumed_at=0)
+    assert calls[-1] == (str(tmp_path), None)
+
+
+def test_without_tensorboard_there_is_no_board(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    board = Board(tmp_path / "tb", 0)
+    board.add(1, {"loss": 2.0})
+    board.close()
+    assert not board.active and not (tmp_path / "tb").exists()
