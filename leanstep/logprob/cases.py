@@ -372,7 +372,7 @@ register(
 register(
     Case(
         name="policy-loss",
-        summary="PPO-clip with k3 KL and entropy bonus on the response rows, from hidden states to gradients.",
+        summary="PPO-clip with KL and entropy bonus on the response rows, from hidden states to gradients.",
         make=_make_policy,
         implementations=(
             Implementation("reference", "reference", with_gradients(_policy_reference, HEAD)),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leanstep.logprob.dispatch import kernels_for
 from leanstep.logprob.parallel import VocabShard
 from leanstep.logprob.statistics import EXPONENT_FLOOR, FinalStatistics
 
@@ -96,16 +97,12 @@ def logit_gradient_(
         # A row with every logit at -inf has no gradient at all, not even at its target.
         target = torch.where(final.alive if target.dim() == 1 else final.alive.unsqueeze(-1), target, 0.0)
         constant -= target if target.dim() == 1 else target.sum(-1)
-    x = torch.sub(z if source is None else source, final.max.unsqueeze(-1), out=z)
-    if gradients.entropy is None:
-        dz = x.exp_().mul_((constant * inverse_sum).unsqueeze(-1))
-    else:
-        assert work is not None and final.entropy is not None
-        e = torch.exp(x, out=work)
+    slope = None
+    if gradients.entropy is not None:
+        assert final.entropy is not None
         constant += gradients.entropy * (final.log_sum - final.entropy)
         slope = -gradients.entropy * inverse_sum
-        x.clamp_(min=EXPONENT_FLOOR[z.dtype])
-        dz = x.mul_(slope.unsqueeze(-1)).add_((constant * inverse_sum).unsqueeze(-1)).mul_(e)
+    dz = _scaled_exponentials(z, work, final.max, constant * inverse_sum, slope, source)
     if target is not None and one_hot:
         if smoothing:
             total = target if target.dim() == 1 else target.sum(-1)
@@ -113,6 +110,29 @@ def logit_gradient_(
             target = target * (1.0 - smoothing)
         add_at_targets_(dz, tokens, target, shard, columns)
     return dz
+
+
+def _scaled_exponentials(
+    z: Tensor,
+    work: Tensor | None,
+    maximum: Tensor,
+    constant: Tensor,
+    slope: Tensor | None,
+    source: Tensor | None,
+) -> Tensor:
+    """z <- e^x (constant + slope x), x = z - m, per row; 0 where e^x is 0."""
+    kernels = kernels_for(z)
+    if kernels is not None:
+        if source is not None and source is not z:
+            z.copy_(source)
+        return kernels.scale_exponentials(z, maximum, constant, slope)
+    x = torch.sub(z if source is None else source, maximum.unsqueeze(-1), out=z)
+    if slope is None:
+        return x.exp_().mul_(constant.unsqueeze(-1))
+    assert work is not None
+    e = torch.exp(x, out=work)
+    x.clamp_(min=EXPONENT_FLOOR[z.dtype])
+    return x.mul_(slope.unsqueeze(-1)).add_(constant.unsqueeze(-1)).mul_(e)
 
 
 def add_at_targets_(dz: Tensor, tokens: Tensor, values: Tensor, shard: VocabShard, columns: slice) -> None:

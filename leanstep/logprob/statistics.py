@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from leanstep.logprob.dispatch import kernels_for
+
 # exp of these is exactly 0, also as a subnormal: a finite stand-in for -inf in products.
 EXPONENT_FLOOR = {torch.float32: -110.0, torch.float64: -800.0}
 
@@ -137,6 +139,10 @@ class RowStatistics:
         `work` may be `z` itself when no moment is kept. `source` holds the logits when `z` does not yet.
         """
         source = z if source is None else source
+        kernels = kernels_for(source)
+        if kernels is not None:
+            kernels.update_statistics(source, self.max, self.sum, self.moment)
+            return
         shift, _, shrink = self.raise_max_(source.amax(-1))
         x = torch.sub(source, shift.unsqueeze(-1), out=z)
         e = torch.exp(x, out=work)

@@ -1,0 +1,82 @@
+"""The registered cases: every fast path proves itself at every proving size; peers give the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from leanstep.case import get_case
+from leanstep.logprob.cases import response_rows
+from leanstep.measure.parity import prove_case
+
+NAMES = ["logprob-logits", "logprob-linear", "policy-loss"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fast_paths_prove_themselves(name):
+    rows = prove_case(get_case(name))
+    assert rows and [r for r in rows if not r.ok] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_sweep_key_exists_and_cpu_is_the_documented_size(name):
+    params = get_case(name).params("cpu")
+    assert (params["tokens"], params["vocab"]) == (2048, 32000) and "response_frac" in params
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.25, 0.1, 0.0625])
+def test_response_rows(fraction):
+    params = {"tokens": 160, "samples": 4, "response_frac": fraction}
+    rows, lengths = response_rows(params)
+    assert len(rows) == sum(lengths) == 4 * round(40 * fraction)
+    # Windows [P - 1, L - 1): the last row of a sample scores nothing, unless every row is asked for.
+    assert ((rows % 40) < 39).all() or fraction == 1.0
+    assert len(rows.unique()) == len(rows) and rows.max() < 160
+
+
+def test_rows_that_cannot_run_say_why():
+    case = get_case("logprob-linear")
+    empty = case.params("empty")
+    assert case.implementation("torch-linear-ce").missing(empty) == "no selected rows"
+
+
+@pytest.mark.parametrize(
+    ("case_name", "impl"), [("logprob-linear", "gather-after"), ("policy-loss", "limit")]
+)
+def test_plain_rows_run(case_name, impl):
+    case = get_case(case_name)
+    workload = case.workload(case.params("tiny"), torch.float32)
+    result = case.implementation(impl).build(workload)()
+    expected = case.reference.build(workload)()
+    for name, value in result.items():
+        torch.testing.assert_close(value, expected[name], atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("impl", "module"), [("trl-chunked", "trl"), ("trl-chunked-rows", "trl"), ("verl-fused", "verl"),
+                         ("liger-chunked", "liger_kernel"), ("torch-linear-ce", "torch")]
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_peers_agree_where_they_give_the_same_thing(impl, module):
+    """Their numbers are ours, so that their times may stand beside ours."""
+    pytest.importorskip(module)
+    case = get_case("logprob-linear")
+    if case.implementation(impl).missing(case.params("tiny")):
+        pytest.skip(str(case.implementation(impl).missing(case.params("tiny"))))
+    workload = case.workload(case.params("tiny"), torch.float32)
+    result = case.implementation(impl).build(workload)()
+    expected = case.reference.build(workload)()
+    if "loss" in result:
+        torch.testing.assert_close(result["loss"], -expected["logp"].sum(), atol=1e-4, rtol=1e-5)
+        return
+    names = ["logp"] if "entropy" not in result else list(expected)
+    for name in names:
+        torch.testing.assert_close(result[name], expected[name], atol=2e-5, rtol=2e-4)
+
+
+def test_drift_runs_stay_together():
+    case = get_case("logprob-linear")
+    assert case.drift is not None
+    reference, fast = (case.drift(name, 0, 30) for name in ("reference", "leanstep"))
+    assert reference[-1] < reference[0] - 0.5
+    assert max(abs(a - b) for a, b in zip(reference, fast, strict=True)) < 1e-4

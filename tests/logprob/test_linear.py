@@ -1,0 +1,314 @@
+"""linear_logprobs against plain code in fp64, numerical derivatives, and its memory promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leanstep.logprob import Tiles, linear_logprobs
+from leanstep.logprob.reference import reference_linear_logprobs
+
+T, D, V = 9, 5, 23
+ROWS = torch.tensor([3, 1, 1, 8, 5])
+KEEP = (
+    torch.randint(0, V, (20,), generator=torch.Generator().manual_seed(1)),
+    torch.tensor([0, 4, 4, 9, 12, 20]),
+)
+SOME = torch.tensor([True, False, True, True, False])
+
+
+def tensors(dtype=torch.float64, t=T, d=D, v=V, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    make = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
+    return make(t, d), make(v, d), make(v)
+
+
+@pytest.mark.parametrize("order", ["rows", "vocab"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"entropy": "grad"},
+        {"entropy": "grad", "rows": ROWS, "temperature": "rows", "scale": 0.7, "extras": ("lse", "z_loss")},
+        {"entropy": "grad", "rows": ROWS, "softcap": 2.0, "temperature": 0.8},
+        {"entropy": "metric", "softcap": 2.0, "temperature": "rows"},
+        {"entropy": "grad", "targets": 3},
+        {"entropy": "none", "label_smoothing": 0.1},
+        {"entropy": "grad", "label_smoothing": 0.1, "targets": 2},
+        {"entropy": "grad", "extras": ("kl", "reverse_kl", "argmax"), "softcap": 3.0, "reference": True},
+        {"entropy": "grad", "keep": KEEP, "rows": ROWS},
+        {"entropy": "metric", "keep": (*KEEP, SOME), "rows": ROWS, "temperature": 0.5},
+        {"entropy": "none", "keep": (*KEEP, SOME), "rows": ROWS},
+    ],
+    ids="plain rows softcap metric targets smoothing smoothing-targets kl keep keep-metric keep-some".split(),
+)
+def test_gradcheck(options, order):
+    options = dict(options)
+    hidden, weight, bias = (x.requires_grad_() for x in tensors())
+    selected = len(options.get("rows", range(T)))
+    shape = (selected, options.pop("targets")) if "targets" in options else (selected,)
+    tokens = torch.randint(0, V, shape)
+    if options.get("temperature") == "rows":
+        options["temperature"] = torch.linspace(0.5, 1.5, selected, dtype=torch.float64)
+    if options.pop("reference", False):
+        ref_hidden, options["ref_weight"], options["ref_bias"] = tensors(seed=5)
+        options["ref_hidden"] = ref_hidden
+
+    def outputs(h, w, b):
+        out = linear_logprobs(h, w, tokens, bias=b, tile=Tiles(2, 7, order), **options)
+        return tuple(x for x in out if isinstance(x, torch.Tensor) and x.requires_grad)
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("wanted", ["hidden", "weight", "bias"])
+def test_only_wanted_gradients(wanted):
+    """Gradients with the other two frozen equal those with everything trained."""
+    tokens = torch.randint(0, V, (T,))
+    grads = []
+    for alone in (False, True):
+        names = dict(zip(("hidden", "weight", "bias"), tensors(), strict=True))
+        for name, x in names.items():
+            x.requires_grad_(not alone or name == wanted)
+        out = linear_logprobs(
+            names["hidden"], names["weight"], tokens, bias=names["bias"], entropy="grad", tile=(4, 8)
+        )
+        (out.logp.sum() + 0.3 * out.entropy.square().sum()).backward()
+        if alone:
+            assert [n for n, x in names.items() if x.grad is not None] == [wanted]
+        grads.append(names[wanted].grad)
+    torch.testing.assert_close(*grads, atol=1e-12, rtol=1e-12)
+
+
+def run(function, hidden, weight, tokens, upstream, dtype, **options):
+    h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
+    out = function(h, w, tokens, **options)
+    logp, entropy = out[0], out[1]
+    grads = torch.autograd.grad([logp, entropy], [h, w], [u.to(logp.dtype) for u in upstream])
+    return logp.detach(), entropy.detach(), *grads
+
+
+@pytest.mark.parametrize(("t", "d", "v"), [(41, 41, 401), (1, 3, 1271), (17, 1, 5), (33, 8, 1)])
+@pytest.mark.parametrize(("dtype", "k", "floor"), [(torch.float32, 2, 5e-7), (torch.bfloat16, 3, 8e-3)])
+def test_no_further_from_truth_than_plain_code(t, d, v, dtype, k, floor):
+    hidden, weight, _ = tensors(dtype, t, d, v)
+    tokens, upstream = torch.randint(0, v, (t,)), torch.randn(2, t, dtype=torch.float64)
+    truth = run(reference_linear_logprobs, hidden, weight, tokens, upstream, torch.float64)
+    plain = run(reference_linear_logprobs, hidden, weight, tokens, upstream, dtype)
+    fast = run(linear_logprobs, hidden, weight, tokens, upstream, dtype, entropy="grad", tile=(16, 100))
+    assert fast[0].dtype == torch.float32 and fast[2].dtype == dtype
+    for f, p, x in zip(fast, plain, truth, strict=True):
+        scale = float(x.abs().max().clamp(min=1e-3))
+        assert float((f.double() - x).abs().max()) <= k * float((p.double() - x).abs().max()) + floor * scale
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(0, 12),
+    vocab=st.integers(1, 40),
+    tile=st.tuples(st.integers(1, 13), st.integers(1, 41)),
+    order=st.sampled_from(["rows", "vocab"]),
+    select=st.booleans(),
+)
+def test_tiles_do_not_matter(rows, vocab, tile, order, select):
+    g = torch.Generator().manual_seed(rows * 41 + vocab)
+    hidden = torch.randn(rows, 3, generator=g, dtype=torch.float64)
+    weight = torch.randn(vocab, 3, generator=g, dtype=torch.float64)
+    index = torch.randint(0, rows, (max(rows // 2, 1),), generator=g) if select and rows else None
+    selected = rows if index is None else len(index)
+    tokens = torch.randint(0, vocab, (selected,), generator=g)
+    upstream = torch.randn(2, selected, generator=g, dtype=torch.float64)
+    expected = run(reference_linear_logprobs, hidden, weight, tokens, upstream, torch.float64, rows=index)
+    found = run(
+        linear_logprobs, hidden, weight, tokens, upstream, torch.float64, rows=index, entropy="grad",
+        tile=Tiles(*tile, order),
+    )  # fmt: skip
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
+
+
+def test_unselected_rows_get_exactly_zero():
+    hidden, weight, _ = tensors(torch.float32)
+    hidden.requires_grad_()
+    linear_logprobs(
+        hidden, weight, torch.tensor([0, 1, 2, 3, 4]), rows=ROWS, entropy="grad"
+    ).logp.sum().backward()
+    others = torch.ones(T, dtype=torch.bool).index_fill_(0, ROWS, False)
+    assert torch.equal(hidden.grad[others], torch.zeros(5, D)) and hidden.grad[ROWS].abs().min() > 0
+
+
+def test_runs_repeat_bitwise_and_inputs_stay():
+    hidden, weight, _ = tensors(torch.float32, 33, 17, 501)
+    before = hidden.clone(), weight.clone()
+    tokens, upstream = torch.randint(0, 501, (33,)), torch.randn(2, 33)
+    first, second = (
+        run(linear_logprobs, hidden, weight, tokens, upstream, torch.float32, entropy="grad", tile=(8, 64))
+        for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(hidden, before[0]) and torch.equal(weight, before[1])
+
+
+def test_strided_inputs():
+    hidden, weight, _ = tensors(torch.float32, 12, 6, 30)
+    tokens, upstream = torch.randint(0, 30, (12,)), torch.randn(2, 12)
+    expected = run(linear_logprobs, hidden, weight, tokens, upstream, torch.float32, entropy="grad")
+    strided = torch.stack([hidden, hidden], 1)[:, 1], weight.t().contiguous().t()
+    assert not any(x.is_contiguous() for x in strided)
+    found = run(linear_logprobs, *strided, tokens, upstream, torch.float32, entropy="grad")
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)
+
+
+def test_no_selected_rows_stay_in_the_graph():
+    hidden, weight, bias = (x.requires_grad_() for x in tensors(torch.float32))
+    none = torch.zeros(0, dtype=torch.int64)
+    out = linear_logprobs(hidden, weight, none, bias=bias, rows=none, entropy="grad")
+    assert out.logp.requires_grad and out.entropy.requires_grad and out.logp.shape == (0,)
+    (out.logp.sum() + out.entropy.sum()).backward()
+    for x in (hidden, weight, bias):
+        assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+def test_padding_columns_take_no_part():
+    hidden, weight, _ = tensors()
+    padded = torch.cat([weight, torch.full((4, D), 9.0, dtype=torch.float64)])
+    tokens, upstream = torch.randint(0, V, (T,)), torch.randn(2, T, dtype=torch.float64)
+    expected = run(linear_logprobs, hidden, weight, tokens, upstream, torch.float64, entropy="grad")
+    found = run(
+        linear_logprobs, hidden, padded, tokens, upstream, torch.float64, entropy="grad", vocab_total=V
+    )
+    for a, b in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(found[3][:V], expected[3])
+    assert torch.equal(found[3][V:], torch.zeros(4, D, dtype=torch.float64))
+
+
+def test_tied_weights_add_up():
+    weight = torch.randn(V, D, dtype=torch.float64, requires_grad=True)
+    ids, tokens = torch.randint(0, V, (T,)), torch.randint(0, V, (T,))
+    (tied,) = torch.autograd.grad(linear_logprobs(weight[ids], weight, tokens).logp.sum(), weight)
+    logits = weight[ids] @ weight.t()
+    (expected,) = torch.autograd.grad(torch.log_softmax(logits, -1).gather(1, tokens[:, None]).sum(), weight)
+    torch.testing.assert_close(tied, expected)
+
+
+def test_main_grad_collects_the_weight_gradient():
+    hidden, weight, _ = tensors(torch.float32)
+    hidden.requires_grad_(), weight.requires_grad_()
+    tokens = torch.randint(0, V, (T,))
+    (expected,) = torch.autograd.grad(linear_logprobs(hidden, weight, tokens).logp.sum(), weight)
+    main = torch.ones(V, D)
+    linear_logprobs(hidden, weight, tokens, main_grad=main).logp.sum().backward()
+    assert weight.grad is None and hidden.grad is not None
+    torch.testing.assert_close(main, expected + 1.0)
+
+
+def test_autocast_does_not_lower_precision():
+    hidden, weight, _ = tensors(torch.float32, 12, 16, 40)
+    tokens, upstream = torch.randint(0, 40, (12,)), torch.randn(2, 12)
+    expected = run(linear_logprobs, hidden, weight, tokens, upstream, torch.float32, entropy="grad")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(linear_logprobs, hidden, weight, tokens, upstream, torch.float32, entropy="grad")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_mixed_dtypes_return_gradients_in_kind():
+    hidden, weight, _ = tensors(torch.float32)
+    h, w = hidden.bfloat16().requires_grad_(), weight.requires_grad_()
+    linear_logprobs(h, w, torch.randint(0, V, (T,))).logp.sum().backward()
+    assert h.grad.dtype == torch.bfloat16 and w.grad.dtype == torch.float32
+
+
+def test_memory_holds_one_tile_and_no_full_logits():
+    from torch.profiler import ProfilerActivity, profile
+
+    t, d, v, tile = 256, 32, 8192, (64, 512)
+    hidden, weight, _ = tensors(torch.float32, t, d, v)
+    tokens, rows = torch.randint(0, v, (128,)), torch.arange(0, t, 2)
+
+    def step():
+        h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+        out = linear_logprobs(h, w, tokens, rows=rows, entropy="grad", tile=tile)
+        return torch.autograd.grad(out.logp.sum() + out.entropy.sum(), [h, w])
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    live = peak = 0
+    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    returned = 4 * (t * d + v * d)
+    # Two fp32 tiles, [T', D] sums, a gathered chunk, vectors.
+    allowed = 2 * 4 * tile[0] * tile[1] + 4 * 128 * d + 4 * tile[0] * d + 40 * 4 * 128
+    assert peak <= 1.1 * (returned + allowed)
+    assert peak - returned < 4 * t * v / 20
+
+
+def test_little_is_saved_for_backward():
+    hidden, weight, _ = tensors(torch.float32, 64, 8, 100)
+    hidden.requires_grad_(), weight.requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        linear_logprobs(hidden, weight, torch.randint(0, 100, (64,)), entropy="grad")
+    given = {hidden.data_ptr(), weight.data_ptr()}
+    assert sum(x.numel() for x in saved if x.data_ptr() not in given) <= 3 * 64
+
+
+def test_no_graph_without_gradients():
+    hidden, weight, _ = tensors(torch.float32)
+    out = linear_logprobs(hidden, weight, torch.randint(0, V, (T,)), entropy="grad")
+    assert not out.logp.requires_grad
+    with torch.no_grad():
+        assert not linear_logprobs(
+            hidden.requires_grad_(), weight, torch.randint(0, V, (T,))
+        ).logp.requires_grad
+
+
+def test_the_docstring_equivalence():
+    hidden, weight, bias = tensors(torch.float32)
+    rows, scale, temperature, tokens = ROWS, 0.5, 0.7, torch.tensor([0, 4, 22, 9, 9])
+    logits = scale * torch.nn.functional.linear(hidden[rows], weight, bias)
+    log_p = torch.log_softmax(logits.float() / temperature, -1)
+    out = linear_logprobs(
+        hidden, weight, tokens, bias=bias, rows=rows, entropy="grad", scale=scale, temperature=temperature
+    )
+    torch.testing.assert_close(out.logp, log_p.gather(1, tokens[:, None])[:, 0])
+    torch.testing.assert_close(out.entropy, -(log_p.exp() * log_p).sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(4)}, "hidden: expected a floating-point tensor with 2"),
+        ({"weight": torch.zeros(7, 3)}, r"weight: expected \[V, 4\] to match hidden, got \(7, 3\)"),
+        ({"weight": torch.nn.Embedding(7, 4)}, "weight: expected nn.Linear or a LoRA layer"),
+        ({"bias": torch.zeros(3)}, r"bias: expected \[7\]"),
+        ({"tokens": torch.tensor([0, 7, 1])}, r"tokens: expected ids in \[0, 7\)"),
+        ({"tokens": torch.tensor([0, -1, 1])}, r"tokens: expected ids in \[0, 7\)"),
+        ({"tokens": torch.tensor([0, 1])}, "tokens: expected length 3"),
+        ({"rows": torch.tensor([0.5])}, "rows: expected a one-dimensional int64"),
+        ({"temperature": -1.0}, "temperature: expected a value > 0"),
+        ({"softcap": 0.0}, "softcap: expected a value > 0"),
+        ({"label_smoothing": 1.0}, "label_smoothing: expected 0 <= value < 1"),
+        ({"extras": ("entropy",)}, "extras: expected lse"),
+        ({"extras": (("top_k", 0),)}, "extras: expected lse"),
+        ({"extras": ("kl",)}, "ref_weight: expected a weight or ref_hidden"),
+        ({"extras": ("kl",), "ref_weight": torch.zeros(6, 4)}, r"ref_weight: expected \[7, 4\]"),
+        ({"tile": (0, 4)}, r"tile: expected \(rows, columns\) > 0"),
+        ({"budget": 0}, "budget: expected a positive number"),
+        ({"entropy": True}, "entropy: expected one of"),
+        ({"keep": KEEP, "label_smoothing": 0.1}, "keep: expected 4 offsets"),
+    ],
+)
+def test_bad_input_is_named(change, message):
+    given = {
+        "hidden": torch.randn(3, 4),
+        "weight": torch.randn(7, 4),
+        "tokens": torch.tensor([0, 1, 2]),
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        linear_logprobs(given.pop("hidden"), given.pop("weight"), given.pop("tokens"), **given)

@@ -1,0 +1,68 @@
+"""Tile choice: within the budget, never past the problem, as the specification's formula says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leanstep.logprob.tiles import Tiles, checked_tile, choose_tiles, default_budget, even_slices
+
+MIB = 1 << 20
+
+
+@given(length=st.integers(0, 500), at_most=st.integers(1, 600))
+def test_even_slices_cover_once_without_a_thin_rest(length, at_most):
+    parts = list(even_slices(length, at_most))
+    assert [i for p in parts for i in range(p.start, p.stop)] == list(range(length))
+    sizes = [p.stop - p.start for p in parts]
+    assert len(parts) == -(-length // at_most) and all(0 < s <= at_most for s in sizes)
+
+
+@given(
+    rows=st.integers(1, 300_000),
+    vocab=st.integers(1, 300_000),
+    width=st.integers(1, 8192),
+    mib=st.integers(8, 1024),
+    device=st.sampled_from(["cpu", "meta"]),
+)
+def test_within_budget_and_problem(rows, vocab, width, mib, device):
+    tiles = choose_tiles(rows, vocab, width, budget=mib * MIB, device=device)
+    assert 1 <= tiles.rows <= rows and 1 <= tiles.columns <= vocab
+    assert tiles.tile_bytes <= mib * MIB
+
+
+def test_whole_vocabulary_rows_when_they_fit():
+    tiles = choose_tiles(205280, 76032, 2560, budget=MAX, device="meta")
+    assert tiles.columns == 76032 and tiles.rows == MAX // (10 * 76032 + 6 * 2560) // 128 * 128
+    assert tiles.order == "rows"
+
+
+MAX = 1024 * MIB
+
+
+def test_vocabulary_tiles_when_fewer_than_256_rows_fit():
+    tiles = choose_tiles(205280, 76032, 2560, budget=128 * MIB, device="meta")
+    assert tiles.columns == 2048 + 512 * round(((128 * MIB // 10 * 76032 / 205280) ** 0.5 - 2048) / 512)
+    assert tiles.rows == 128 * MIB // 10 // tiles.columns
+    assert tiles.order == "rows"
+
+
+def test_the_smaller_gradient_is_the_one_that_accumulates():
+    assert choose_tiles(512, 32000, 1024).order == "vocab"
+    assert choose_tiles(50000, 32000, 1024).order == "rows"
+
+
+def test_a_cpu_tile_is_tall_and_fits_the_cache():
+    tiles = choose_tiles(512, 32000, 1024)
+    assert tiles.rows == 512 and tiles.tile_bytes <= default_budget("cpu") == 16 * MIB
+
+
+def test_own_tiles():
+    assert checked_tile((5, 7), 3, 100) == Tiles(3, 7, "vocab")
+    assert checked_tile(Tiles(5, 7, "rows"), 100, 4) == Tiles(5, 4, "rows")
+    with pytest.raises(ValueError, match="tile"):
+        checked_tile((5, -1), 3, 100)
+    with pytest.raises(ValueError, match="budget"):
+        choose_tiles(3, 3, 3, budget=0, device=torch.device("cpu"))
