@@ -225,7 +225,7 @@ class GPT(BankedGPT):
         plan = self.plans.get(
             bounds, self.window_tokens(layer), shape.paired, shape.dim, lane0.dtype, lane0.device
         )
-        table = self.rotary.head_table(lane0.shape[0], shape.paired, lane0.dtype, lane0.device)
+        table = self.rotary.full_table(lane0.shape[0], shape.heads, shape.paired, lane0.dtype, lane0.device)
         projected = NormLinear.apply(lane0, layers.projections[layer])
         q, k, v, gate = Heads.apply(
             projected, layers.values[layer], layers.ve_weights[layer], table, starts, plan, shape

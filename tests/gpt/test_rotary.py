@@ -71,6 +71,10 @@ def test_tables_grow_and_state_is_exact():
     short = rotary.table(5, torch.float32, CPU)
     long = rotary.table(100, torch.float32, CPU)
     assert torch.equal(long[:5], short)
+    for paired in (False, True):
+        table = rotary.head_table(9, paired, torch.float32, CPU)
+        full = rotary.full_table(9, 4, paired, torch.float32, CPU)
+        assert torch.equal(full, torch.stack([table[:, h % table.shape[1]] for h in range(4)], dim=1))
     rotary.rescale(48, 112)
     other = Rotary(16, 1024.0, 0.1)
     other.load_state_dict(json.loads(json.dumps(rotary.state_dict())))
