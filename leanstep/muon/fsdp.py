@@ -128,6 +128,9 @@ class FsdpNorMuon(NorMuon):
         device = _local(self.param_groups[0]["params"][0]).device
         return agree(grads_are_finite(local), len(local), device, self._process_group)
 
+    def _new_state(self, group: Group, param: Tensor) -> None:
+        self._state_of(group, param)
+
     def _run(self, work: list[tuple[Group, list[Tensor]]]) -> None:
         rows: list[_Row] = []
         for group, params in work:

@@ -118,7 +118,16 @@ class NorMuon(torch.optim.Optimizer):
                 group["skipped_steps"] += 1
             return loss
         self._run(work)
+        for group in self.param_groups:
+            # Groups that are not due get their zero state too: checkpoints expect it after the first step.
+            for param in group["params"]:
+                if param.grad is not None and param not in self.state:
+                    self._new_state(group, param)
         return loss
+
+    def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
+        make = new_adam_state if group["algorithm"] == "adam" else new_matrix_state
+        self.state[param].update(make(group, param))
 
     def _run(self, work: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
         for group, params in work:

@@ -135,6 +135,10 @@ class ShardedNorMuon(NorMuon):
         if self._kind(group, param) == "replicated":
             super()._check_state(group, param)
 
+    def _new_state(self, group: Group, param: Tensor) -> None:
+        # What a rank keeps depends on the mode: it appears with the first step.
+        return
+
     def _run(self, work: list[tuple[Group, list[Tensor]]]) -> None:
         units = [
             _Unit(group, param, self._name_of(group, param), self._kind(group, param))
