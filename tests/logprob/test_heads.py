@@ -58,7 +58,8 @@ def test_a_peft_layer_is_unwrapped():
     hidden, tokens = given()
     hidden = hidden.float()
     base = nn.Linear(D, V, bias=False)
-    layer = lora.Linear(base, "default", lora.LoraConfig(r=RANK, lora_alpha=6, init_lora_weights=False))
+    config = lora.LoraConfig(r=RANK, lora_alpha=6, init_lora_weights=False)
+    layer = lora.Linear(base, "default", config, r=RANK, lora_alpha=6)
     with torch.no_grad():
         layer.lora_B["default"].weight.normal_()
     expected = torch.log_softmax(layer(hidden), -1).gather(1, tokens[:, None])[:, 0]
@@ -115,7 +116,7 @@ def sharded_run(rank, world_size):
         out = linear_logprobs(h, sharded, tokens, entropy="grad", tile=(3, 7))
         (out.logp.sum() + out.entropy.sum()).backward()
         assert sharded.grad.placements == (placement,)
-        results.append((out.logp.detach(), h.grad, sharded.grad.full_tensor()))
+        results.append([x.numpy() for x in (out.logp.detach(), h.grad, sharded.grad.full_tensor())])
     return results
 
 
@@ -132,7 +133,8 @@ def test_a_dtensor_weight_gets_the_averaged_gradient_with_its_placement(run_rank
         alone.append((out.logp.detach(), h.grad))
         total += w.grad / 2
     for rank, results in enumerate(ranks):
-        for logp, h_grad, w_grad in results:
+        for arrays in results:
+            logp, h_grad, w_grad = (torch.from_numpy(x) for x in arrays)
             torch.testing.assert_close(logp, alone[rank][0])
             torch.testing.assert_close(h_grad, alone[rank][1])
             torch.testing.assert_close(w_grad, total)
