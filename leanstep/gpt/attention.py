@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, length: int) -> list[int]:
@@ -180,6 +181,7 @@ class _Band(torch.autograd.Function):
         return band_view(padded, plan)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return sum_band(grad, ctx.plan)[: ctx.plan.length], None
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from leanstep.gpt.attention import BandPlan, band_view, sum_band
 from leanstep.gpt.passes import EPS, add_scaled, dot, number, wide_dtype
@@ -135,6 +136,7 @@ class Heads(torch.autograd.Function):
         return blocks, band_view(k_pad, plan), band_view(v_pad, plan), gate
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_q, grad_k, grad_v, grad_gate):  # type: ignore[override]
         q, k, inverse, table, starts, ve, ve_weight, ve_gate, gate = ctx.saved_tensors
         plan, shape = ctx.plan, ctx.shape
@@ -203,6 +205,7 @@ class AttentionOut(torch.autograd.Function):
         return out.addmm_(gated, weight.T)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):  # type: ignore[override]
         y, gate, gated, weight, x = ctx.saved_tensors
         plan, shape = ctx.plan, ctx.shape
@@ -260,6 +263,7 @@ class AttentionWeights(torch.autograd.Function):
         return *(w[: shape.rows] for w, shape in zip(joint, shapes, strict=True)), *out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):  # type: ignore[override]
         bank, scales, gates, ve_gates = ctx.saved_tensors
         count, _, model = bank.shape

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Logits of one tile: large enough for the matrix product, small enough to stay in cache. Measured flat from
 # 256 KiB to 1 MiB on two cores.
@@ -95,6 +96,7 @@ class _HeadLoss(torch.autograd.Function):
         return loss.to(wide)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, upstream: Tensor):  # type: ignore[override]
         grad_hidden, grad_head = ctx.saved_tensors
         return (

@@ -97,6 +97,7 @@ class GPT(BankedGPT):
             (resid[:2], resid[2:]) if c.resid_per_lane else ([resid[0]] * 2, [resid[1]] * 2)
         )
 
+        sources = {source for source, _ in c.skip_pairs}
         kept: dict[int, Tensor] = {}
         backout = None
         for i in range(c.num_layers):
@@ -125,7 +126,8 @@ class GPT(BankedGPT):
                         lane1 = Mix.apply(None, [], attn_resid[1][i], attn_post[1][i], lane1, a)
             elif c.inject_attention_free and c.injects:
                 lane0 = Mix.apply(promise, injected, 1.0, lane0)
-            kept[i] = lane0
+            if i in sources:
+                kept[i] = lane0
 
             scaled = c.has_post_mlp(i)
             if lane1 is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -64,6 +65,7 @@ class Norm(torch.autograd.Function):
         return normed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore[override]
         normed, inverse = ctx.saved_tensors
         return add_norm_backward(torch.zeros_like(normed), grad, normed, inverse)
@@ -91,6 +93,7 @@ class Mix(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         tensors = ctx.saved_tensors
         promise = grad if ctx.needs_input_grad[0] else None
@@ -117,6 +120,7 @@ class NormLinear(torch.autograd.Function):
         return torch.mm(normed, weight.T)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         normed, inverse, weight = ctx.saved_tensors
         grad_normed = torch.mm(grad, weight)
@@ -155,6 +159,7 @@ class MLP(torch.autograd.Function):
         return torch.mm(rectified.square(), second)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         normed, inverse, rectified, first, second = ctx.saved_tensors
         grad_x = torch.zeros_like(normed)
@@ -179,6 +184,7 @@ class ResidualMLP(torch.autograd.Function):
         return out.addcmul_(torch.mm(rectified.square(), second), ctx.post)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         x, normed, inverse, rectified, first, second = ctx.saved_tensors
         grad = grad.contiguous()
@@ -208,6 +214,7 @@ class SmearNorm(torch.autograd.Function):
         return normed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         x, smear, weight, opening, normed, inverse = ctx.saved_tensors
         width = weight.shape[1]
@@ -241,6 +248,7 @@ class Injections(torch.autograd.Function):
         return tuple(zero.clone().expand_as(x0) for _ in layers)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):  # type: ignore[override]
         x0, x0_factors, xb, xb_factors = ctx.saved_tensors
         results: list[Tensor | None] = []

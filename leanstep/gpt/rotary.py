@@ -69,7 +69,7 @@ class Rotary:
     def full_table(
         self, length: int, heads: int, paired: bool, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """`head_table` repeated for every head, [T, H, P]: without broadcasting a product is 4 times faster."""
+        """`head_table` for every head, [T, H, P]: a product without broadcasting is four times faster."""
         key = (heads, paired, dtype, device)
         cached = self._full.get(key)
         if cached is None or cached.shape[0] < length:

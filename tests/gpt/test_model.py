@@ -198,6 +198,14 @@ def test_a_training_step_selects_nothing_in_its_backward():
     assert "aten::select_backward" not in events_of_a_step(scramble(GPT(config)), data)
 
 
+def test_a_second_derivative_is_refused_not_wrong():
+    config = GPTConfig.preset("tiny", **TINY)
+    model, data = scramble(GPT(config)), batch(config)
+    (grad,) = torch.autograd.grad(model(*data), [model.embed], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_two_runs_are_bitwise_equal_and_inputs_stay():
     config = GPTConfig.preset("tiny", **TINY)
     model, data = scramble(GPT(config)), batch(config)
