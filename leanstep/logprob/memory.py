@@ -116,8 +116,8 @@ def plan_memory(
     rows_flops, all_flops = N * D * V, T * D * V
 
     if method == "plain":
-        # Measured: logits, log-probs and one working copy or gradient at a time.
-        parts = {"logits, log-probs, gradient [T, V] x 3": 3 * T * V * full}
+        # log-probs and probabilities are saved; two gradients and a product are alive while they meet.
+        parts = {"log-probs, probabilities, gradients [T, V] x 5": 5 * T * V * full}
         parts |= {"hidden gradient": hidden_grad, "weight gradient": weight_grad}
         return MemoryPlan(method, N, inputs, parts, 6 * all_flops)
     if method == "gathered-loss":
@@ -138,17 +138,17 @@ def plan_memory(
         parts = {
             "logits [T, V]": T * V * full,
             "gradient of logits [T, V]": T * V * full,
-            "tiles": 2 * c * V * full,
+            "tiles": 4 * c * V * full,
             "statistics": 5 * full * N,
         }
         return MemoryPlan(method, N, inputs, parts, 6 * all_flops)
     if method == "no-grad":
-        return MemoryPlan(
-            method, N, inputs, {"tiles": 2 * c * w * full, "statistics": 4 * full * N}, 2 * rows_flops
-        )
+        # Logits, the shifted copy and its exponentials.
+        parts = {"tiles": 3 * c * w * full, "statistics": 4 * full * N}
+        return MemoryPlan(method, N, inputs, parts, 2 * rows_flops)
     if method == "frozen":
         parts = {"hidden gradient": hidden_grad, "tiles": tiles, "statistics": statistics}
-        parts["saved directions [T', D]"] = N * D * size * (2 if entropy else 1)
+        parts[f"saved directions [T', D] x {2 if entropy else 1}"] = N * D * size * (2 if entropy else 1)
         return MemoryPlan(method, N, inputs, parts, (6 if entropy else 4) * rows_flops)
     if method == "policy":
         tiles = c * V * (2 * full + (2 if size < 4 else 0))

@@ -1,0 +1,379 @@
+"""`leanstep plan logprob|muon|lens`: the peak of a step that is not at hand, and which devices hold it.
+
+Two figures beside each other: a closed formula, and the real code run on tensors that hold no memory.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from leanstep.commands import BadInput
+from leanstep.commands.output import check_writable, console, write_json
+from leanstep.commands.plan_devices import device_table, judge, parse_devices
+
+plan_app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Predicted peak memory for shapes and devices not at hand: what fits, what does not, and why.",
+)
+
+GIB = 2**30
+DTYPES = ("fp32", "bf16", "fp16", "fp64")
+
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - = standard output.")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--devices", help="Only these: h100,h200,a100-40,a100-80,rtx4090,b200.")
+]
+DeviceSizeOption = Annotated[
+    float | None, typer.Option("--device-gb", help="A device of your own with this many GiB.")
+]
+ReserveOption = Annotated[
+    float, typer.Option("--reserve-gb", help="GiB that the rest (model, optimizer, context) already holds.")
+]
+SimulateOption = Annotated[
+    str, typer.Option(help="Run the real code on fake tensors for: leanstep (default), all or none.")
+]
+
+
+@plan_app.command("logprob")
+def plan_logprob(
+    tokens: Annotated[
+        int, typer.Option(help="Rows of the micro-batch, prompts and padding included.")
+    ] = 205280,
+    vocab: Annotated[int, typer.Option(help="Vocabulary, over all tensor-parallel ranks.")] = 76032,
+    hidden: Annotated[int, typer.Option(help="Width of the hidden states.")] = 2560,
+    dtype: Annotated[
+        str, typer.Option(help="Of hidden states and weight: fp32, bf16, fp16 or fp64.")
+    ] = "bf16",
+    chunk: Annotated[int, typer.Option(help="Rows per chunk.")] = 1024,
+    response_frac: Annotated[
+        str, typer.Option(help="Kept fractions of the rows, 0 .. 1.")
+    ] = "1,0.5,0.25,0.1",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that share the vocabulary.")] = 1,
+    simulate: SimulateOption = "leanstep",
+    devices: DeviceOption = None,
+    device_gb: DeviceSizeOption = None,
+    reserve_gb: ReserveOption = 1.0,
+    json: JsonOption = None,
+) -> None:
+    """Token log-probs and entropy with gradients, every method, per device.
+
+    Example: leanstep plan logprob --tokens 205280 --vocab 76032 --hidden 2560 --dtype fp32
+    """
+    _at_least_one(tokens=tokens, vocab=vocab, hidden=hidden, chunk=chunk, tp=tp)
+    fractions = _fractions(response_frac)
+    if dtype not in DTYPES:
+        raise BadInput(f"--dtype: no dtype {dtype!r}; it takes {', '.join(DTYPES)}")
+    _check_simulate(simulate)
+    known = parse_devices(devices, device_gb, reserve_gb)
+    check_writable(json, "--json")
+    out = console(json)
+
+    from leanstep.commands.plan_workloads import HeadShape, simulate_head
+    from leanstep.commands.progress import progress_bar
+    from leanstep.commands.select import DTYPES as TORCH_DTYPES
+    from leanstep.logprob.memory import DESCRIPTIONS, METHODS, plan_memory
+
+    torch_dtype = TORCH_DTYPES[dtype]
+    columns = -(-vocab // tp)
+    wanted = {"none": (), "all": METHODS, "leanstep": ("plain", "gathered-loss", "linear")}[simulate]
+    # Plain code computes every row, whatever is kept.
+    jobs = [(m, fraction) for m in METHODS for fraction in (fractions if m != "plain" else fractions[:1])]
+    rows = []
+    with progress_bar(out, "plan logprob") as report:
+        for done, (method, fraction) in enumerate(jobs):
+            report(f"{method} at {fraction:g}", done / len(jobs))
+            formula = plan_memory(
+                tokens, columns, hidden, fraction, method=method, dtype=torch_dtype, chunk=chunk
+            )
+            simulated = None
+            if method in wanted:
+                shape = HeadShape(tokens, formula.kept_rows, columns, hidden, torch_dtype, chunk)
+                simulated = simulate_head(method, shape)
+            total = formula.total_bytes
+            if simulated is not None:
+                total = simulated.input_bytes + simulated.peak_bytes
+            name, part = formula.largest_part
+            rows.append(
+                {
+                    "method": method,
+                    "description": DESCRIPTIONS[method],
+                    "response_frac": fraction,
+                    "kept_rows": formula.kept_rows,
+                    "input_bytes": formula.input_bytes,
+                    "formula_bytes": formula.total_bytes,
+                    "simulated_bytes": None if simulated is None else total,
+                    "largest_buffer_bytes": _largest_buffer(formula, simulated),
+                    "parts": formula.parts,
+                    "tflop": formula.flops / 1e12,
+                    "devices": judge(total, known, f"{name} {part / GIB:.2f} GiB"),
+                }
+            )
+    result = _head("logprob", known, reserve_gb) | {
+        "tokens": tokens,
+        "vocab": vocab,
+        "tensor_parallel": tp,
+        "hidden": hidden,
+        "dtype": dtype,
+        "chunk": chunk,
+        "rows": rows,
+        "longest": {
+            name: _longest_batch(capacity, columns, hidden, torch_dtype, chunk)
+            for name, capacity in known.items()
+        },
+    }
+    write_json(result, json)
+    if json == "-":
+        return
+    title = f"T = {tokens:,} rows · V = {columns:,} · D = {hidden:,} · {dtype} · chunks of {chunk}"
+    columns_shown = (
+        ("method", lambda r: r["method"]),
+        ("kept", lambda r: f"{r['response_frac']:g}"),
+        ("rows", lambda r: f"{r['kept_rows']:,}"),
+        ("largest buffer", lambda r: _gib(r["largest_buffer_bytes"])),
+        ("formula", lambda r: _gib(r["formula_bytes"])),
+        ("simulated", lambda r: _gib(r["simulated_bytes"])),
+        ("TFLOP", lambda r: f"{r['tflop']:.1f}" if r["tflop"] else "-"),
+    )
+    out.print(device_table(title, rows, columns_shown, known))
+    for method in METHODS:
+        out.print(f"  {method}: {DESCRIPTIONS[method]}", style="dim", markup=False)
+    for row in rows:
+        for name, verdict in row["devices"].items():
+            if not verdict["fits"] and row["response_frac"] == fractions[0]:
+                out.print(
+                    f"  {row['method']} at {row['response_frac']:g}, {name}: {verdict['why']}", markup=False
+                )
+                break
+    out.print("longest micro-batch with linear at fraction 1:", style="bold")
+    for name, length in result["longest"].items():
+        text = f"{length:,} rows" if length else "none: the weight and its gradient alone do not fit"
+        out.print(f"  {name}: {text}", markup=False)
+    out.print("GiB, inputs included; logits and sums in fp32.", style="dim")
+
+
+@plan_app.command("muon")
+def plan_muon(
+    layers: Annotated[int, typer.Option(help="Transformer layers.")] = 12,
+    dim: Annotated[int, typer.Option(help="Model width.")] = 768,
+    mlp_ratio: Annotated[float, typer.Option(help="MLP hidden width over model width.")] = 4.0,
+    vocab: Annotated[int, typer.Option(help="Rows of the embedding and of the head (both Adam).")] = 50304,
+    dtype: Annotated[str, typer.Option(help="Of weights and gradients: fp32 or bf16.")] = "bf16",
+    world: Annotated[str, typer.Option(help="Numbers of ranks to plan for.")] = "1,2,4,8",
+    simulate: SimulateOption = "leanstep",
+    devices: DeviceOption = None,
+    device_gb: DeviceSizeOption = None,
+    reserve_gb: ReserveOption = 1.0,
+    json: JsonOption = None,
+) -> None:
+    """Optimizer state and scratch of NorMuon beside AdamW, replicated and sharded over ranks.
+
+    Example: leanstep plan muon --layers 36 --dim 4096 --vocab 151936 --world 1,8,64
+    """
+    _at_least_one(layers=layers, dim=dim, vocab=vocab)
+    hidden = round(dim * mlp_ratio)
+    if hidden < 1:
+        raise BadInput(f"--mlp-ratio: expected a positive ratio, got {mlp_ratio}")
+    if dtype not in ("fp32", "bf16"):
+        raise BadInput(f"--dtype: no dtype {dtype!r}; it takes fp32, bf16")
+    worlds = _integers(world, "--world")
+    _check_simulate(simulate)
+    known = parse_devices(devices, device_gb, reserve_gb)
+    check_writable(json, "--json")
+    out = console(json)
+
+    from leanstep.commands.plan_optimizer import SHARDINGS, plan_optimizer, simulate_scratch
+    from leanstep.commands.select import DTYPES as TORCH_DTYPES
+
+    torch_dtype = TORCH_DTYPES[dtype]
+    scratch = None if simulate == "none" else simulate_scratch(dim, hidden, torch_dtype)
+    rows = []
+    for size in worlds:
+        for optimizer in ("adamw", "normuon"):
+            for sharding in SHARDINGS if size > 1 else SHARDINGS[:1]:
+                parts = plan_optimizer(
+                    optimizer, sharding, size, layers, dim, hidden, vocab, torch_dtype, scratch
+                )
+                total = sum(parts.values())
+                name, part = max(parts.items(), key=lambda item: item[1])
+                rows.append(
+                    {
+                        "optimizer": optimizer,
+                        "sharding": sharding,
+                        "world": size,
+                        "parts": parts,
+                        "formula_bytes": total,
+                        "devices": judge(total, known, f"{name} {part / GIB:.2f} GiB"),
+                    }
+                )
+    result = _head("muon", known, reserve_gb) | {
+        "layers": layers,
+        "dim": dim,
+        "mlp_hidden": hidden,
+        "vocab": vocab,
+        "dtype": dtype,
+        "scratch_simulated_bytes": scratch,
+        "rows": rows,
+    }
+    write_json(result, json)
+    if json == "-":
+        return
+    names = list(rows[0]["parts"])
+    columns_shown = (
+        ("optimizer", lambda r: r["optimizer"]),
+        ("ranks", lambda r: str(r["world"])),
+        ("sharding", lambda r: r["sharding"]),
+        *((name, lambda r, name=name: _gib(r["parts"][name])) for name in names),
+        ("sum", lambda r: _gib(r["formula_bytes"])),
+    )
+    title = f"{layers} layers · width {dim:,} · MLP {hidden:,} · vocabulary {vocab:,} · {dtype}"
+    out.print(device_table(title, rows, columns_shown, known))
+    out.print(
+        "GiB per rank, without activations. Scratch comes from the real polar code on fake tensors.",
+        style="dim",
+    )
+
+
+@plan_app.command("lens")
+def plan_lens(
+    samples: Annotated[int, typer.Option(help="Sequences per micro-batch.")] = 8,
+    variants: Annotated[int, typer.Option(help="Working contexts per sequence.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens per sequence.")] = 8192,
+    width: Annotated[int | None, typer.Option(help="Entries per context (default: tokens / 8).")] = None,
+    pairs: Annotated[int, typer.Option(help="Preference pairs per sequence.")] = 6,
+    simulate: SimulateOption = "leanstep",
+    devices: DeviceOption = None,
+    device_gb: DeviceSizeOption = None,
+    reserve_gb: ReserveOption = 1.0,
+    json: JsonOption = None,
+) -> None:
+    """The controller objective: look-up tables and pair tensors.
+
+    Example: leanstep plan lens --samples 32 --variants 12 --tokens 32768
+    """
+    width = max(tokens // 8, 1) if width is None else width
+    _at_least_one(samples=samples, variants=variants, tokens=tokens, width=width, pairs=pairs)
+    if width > tokens:
+        raise BadInput(f"--width: expected at most --tokens {tokens}, got {width}")
+    _check_simulate(simulate)
+    known = parse_devices(devices, device_gb, reserve_gb)
+    check_writable(json, "--json")
+    out = console(json)
+
+    from leanstep.commands.plan_lens import LENS_METHODS, plan_objective, simulate_objective
+
+    rows = []
+    for method in LENS_METHODS:
+        parts = plan_objective(method, samples, variants, tokens, width, pairs)
+        # Tables and pair tensors are not alive at the same time.
+        total, simulated = parts["inputs"] + max(parts["tables"], parts["pair tensors"]), None
+        if simulate != "none":
+            peak = simulate_objective(method, samples, variants, tokens, width, pairs)
+            simulated = peak.input_bytes + peak.peak_bytes
+        name, part = max(parts.items(), key=lambda item: item[1])
+        rows.append(
+            {
+                "method": method,
+                "description": LENS_METHODS[method],
+                "parts": parts,
+                "formula_bytes": total,
+                "simulated_bytes": simulated,
+                "devices": judge(max(total, simulated or 0), known, f"{name} {part / GIB:.2f} GiB"),
+            }
+        )
+    result = _head("lens", known, reserve_gb) | {
+        "samples": samples,
+        "variants": variants,
+        "tokens": tokens,
+        "width": width,
+        "pairs": pairs,
+        "rows": rows,
+    }
+    write_json(result, json)
+    if json == "-":
+        return
+    columns_shown = (
+        ("method", lambda r: r["method"]),
+        ("formula MiB", lambda r: f"{r['formula_bytes'] / 2**20:.1f}"),
+        (
+            "simulated MiB",
+            lambda r: "-" if r["simulated_bytes"] is None else f"{r['simulated_bytes'] / 2**20:.1f}",
+        ),
+    )
+    title = f"{samples} x {variants} contexts · {tokens:,} tokens · {width:,} entries · {pairs} pairs each"
+    out.print(device_table(title, rows, columns_shown, known))
+    for row in rows:
+        out.print(f"  {row['method']}: {row['description']}", style="dim", markup=False)
+
+
+def _head(kind: str, known: dict[str, int], reserve_gb: float) -> dict[str, Any]:
+    from leanstep.measure.environment import environment
+
+    return {**environment(), "plan": kind, "capacities": known, "reserve_bytes": round(reserve_gb * GIB)}
+
+
+def _largest_buffer(formula: Any, simulated: Any) -> int:
+    """One allocation: simulated where possible; the formulas' parts say how many buffers they hold."""
+    if simulated is not None:
+        inputs = simulated.input_bytes if formula.method == "gathered-loss" else 0
+        return max(simulated.largest_bytes, inputs)
+    name, value = formula.largest_part
+    count = name.rpartition(" x ")[2]
+    return value // int(count) if count.isdigit() else value
+
+
+def _longest_batch(capacity: int, vocab: int, hidden: int, dtype: Any, chunk: int) -> int:
+    """The most rows whose formula fits, all of them kept."""
+    from leanstep.logprob.memory import plan_memory
+
+    def fits(rows: int) -> bool:
+        return plan_memory(rows, vocab, hidden, 1.0, dtype=dtype, chunk=chunk).total_bytes <= capacity
+
+    low, high = 0, 1
+    while fits(high) and high < 2**40:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / GIB:.2f}"
+
+
+def _at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise BadInput(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+
+
+def _check_simulate(simulate: str) -> None:
+    if simulate not in ("leanstep", "all", "none"):
+        raise BadInput(f"--simulate: expected leanstep, all or none, got {simulate!r}")
+
+
+def _fractions(text: str) -> list[float]:
+    try:
+        values = [float(item) for item in text.split(",")]
+    except ValueError:
+        raise BadInput(f"--response-frac: expected numbers separated by commas, got {text!r}") from None
+    for value in values:
+        if not 0 <= value <= 1:
+            raise BadInput(f"--response-frac: expected fractions between 0 and 1, got {value:g}")
+    return values
+
+
+def _integers(text: str, argument: str) -> list[int]:
+    try:
+        values = [int(item) for item in text.split(",")]
+    except ValueError:
+        raise BadInput(f"{argument}: expected whole numbers separated by commas, got {text!r}") from None
+    for value in values:
+        if value < 1:
+            raise BadInput(f"{argument}: expected at least 1, got {value}")
+    return values
