@@ -67,9 +67,8 @@ def batch_of(tensors: dict[str, Tensor], constants: dict[str, Any]) -> LensBatch
     gists = None
     if "gist_rows" in tensors:
         gists = GistList(tensors["gist_rows"], tensors["gist_key"], *constants["gists"])
-    return LensBatch(
-        **{name: tensors[name] for name in _BATCH_TENSORS}, num_tokens=constants["num_tokens"], gists=gists
-    )
+    names = {name: tensors[name] for name in _BATCH_TENSORS}
+    return LensBatch(**names, num_tokens=constants["num_tokens"], gists=gists)  # type: ignore[arg-type]
 
 
 def _constants(batch: LensBatch, config: LensConfig) -> dict[str, Any]:

@@ -24,6 +24,12 @@ class Block(nn.Module):
         self.norm_mlp = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
+    def start_as_identity(self) -> None:
+        last = self.mlp[-1]
+        assert isinstance(last, nn.Linear)
+        for parameter in (self.out.weight, last.weight, last.bias):
+            nn.init.zeros_(parameter)
+
     def forward(self, x: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
         batch, length, width = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.num_heads, width // self.num_heads)
@@ -63,6 +69,12 @@ class LensNet(nn.Module):
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 1)
+        # Untrained, the controller has no opinion on levels, distances or neighbours.
+        for parameter in (self.level.weight, self.features.weight, self.embed.bias, self.head.bias):
+            nn.init.zeros_(parameter)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.start_as_identity()
 
     def forward(
         self, embeddings: Tensor, pos: Tensor, lod: Tensor, valid: Tensor, num_tokens: Tensor | int

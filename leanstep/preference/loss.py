@@ -64,7 +64,7 @@ def lens_loss(
     _check(scores, batch, state, prev_scores, prev_valid, backend)
     active = config.active_terms(terms)
     dtype = compute_dtype(scores)
-    state = scores.new_zeros((), dtype=dtype) if state is None else state.detach().to(dtype)
+    ema = scores.new_zeros((), dtype=dtype) if state is None else state.detach().to(dtype)
     if backend == "auto":
         backend = "eager" if torch.compiler.is_compiling() else "fused"
     with torch.no_grad():
@@ -89,7 +89,7 @@ def lens_loss(
                 pairs,
                 config,
                 active,
-                state,
+                ema,
                 prev_scores,
                 prev_valid,
                 divide,
@@ -99,7 +99,7 @@ def lens_loss(
                 on_built=on_built,
             )
         loss = AttachGradient.apply(scores, out.loss, out.grad) if need_grad else out.loss
-        kept, values, state = out.kept, out.terms, out.state
+        kept, values, ema = out.kept, out.terms, out.state
     else:
         with torch.no_grad():
             sign = build_targets(batch, pairs, config)
@@ -110,20 +110,20 @@ def lens_loss(
         if backend == "flat":
             if span_weights is not None:
                 raise ValueError('backend: span sampling needs "eager" or "fused", got "flat"')
-            values, kept, state = flat_terms(
-                x, sign, batch, pairs, config, active, state, prev_scores, prev_valid
+            values, kept, ema = flat_terms(
+                x, sign, batch, pairs, config, active, ema, prev_scores, prev_valid
             )
         else:
-            values, kept, state = eager_terms(
-                x, sign, batch, pairs, config, active, state, prev_scores, prev_valid, span_weights
+            values, kept, ema = eager_terms(
+                x, sign, batch, pairs, config, active, ema, prev_scores, prev_valid, span_weights
             )
         total = total_of(values, config)
         # An empty slice keeps the zero attached to the scores without reading one of them.
         total = x.reshape(-1)[:0] if total is None else torch.where(kept, total, 0)
         loss = total.sum() / divide(kept).to(dtype)
         values = {name: torch.where(kept, value.detach(), 0) for name, value in values.items()}
-    metrics = LensMetrics(scores.detach(), batch, config, pairs, kept, values, loss.detach(), state)
-    return LensResult(loss, values, kept, True, state, pairs, metrics, scores.detach())
+    metrics = LensMetrics(scores.detach(), batch, config, pairs, kept, values, loss.detach(), ema)
+    return LensResult(loss, values, kept, True, ema, pairs, metrics, scores.detach())
 
 
 def _fused_backend(x: Tensor) -> Callable:

@@ -163,7 +163,7 @@ class LensObjective(nn.Module):
             generator=generator,
             backend=self.backend,
             process_group=self.process_group,
-            on_built=(lambda: self._timer.mark("lens_build_ms")) if timed else None,
+            on_built=self._mark_built if timed else None,
             **options,
         )
         if timed:
@@ -171,6 +171,9 @@ class LensObjective(nn.Module):
         if "smooth" in self.config.active_terms(options["terms"]) and result.state is not None:
             self.budget_ema = result.state.to(torch.float64)
         return result
+
+    def _mark_built(self) -> None:
+        self._timer.mark("lens_build_ms")
 
     def _state(self) -> Tensor:
         return self.budget_ema
@@ -217,7 +220,9 @@ class LensObjective(nn.Module):
         if grad_accum_steps is not None:
             host["grad_accum_steps"] = float(grad_accum_steps)
         if self._metrics is None:
-            values = {PREFIX + name: value for name, value in host.items() if not isinstance(value, Tensor)}
+            values: dict[str, float | None] = {
+                PREFIX + name: value for name, value in host.items() if not isinstance(value, Tensor)
+            }
             values |= {PREFIX + "lens_active": 0.0, PREFIX + "lens_loss": None}
         else:
             assert self._loss_sum is not None

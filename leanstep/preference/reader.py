@@ -12,12 +12,18 @@ from .lensnet import Block
 
 
 class GistTree(nn.Module):
-    """Summaries of b consecutive nodes, for every start: gists may begin anywhere."""
+    """Summaries of b consecutive nodes, for every start: gists may begin anywhere.
 
-    def __init__(self, width: int, block_size: int, max_lod: int) -> None:
+    A gist is the mean of its children through `bottleneck` dimensions: what does not fit is lost.
+    """
+
+    def __init__(self, width: int, block_size: int, max_lod: int, bottleneck: int | None = None) -> None:
         super().__init__()
         self.block_size, self.max_lod = block_size, max_lod
-        self.mix = nn.ModuleList(nn.Linear(width, width) for _ in range(max_lod))
+        narrow = width if bottleneck is None else bottleneck
+        self.mix = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, narrow), nn.Linear(narrow, width)) for _ in range(max_lod)
+        )
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """[B, L + 1, T, D]: the node of each level that starts at each token; the end cuts children off."""
@@ -34,7 +40,7 @@ class GistTree(nn.Module):
                 total[:, : num_tokens - shift] += below[:, shift:]
                 count[: num_tokens - shift] += 1
             mean = total / count
-            levels.append(mean + mix(mean))
+            levels.append(mix(mean))
         return torch.stack(levels, 1)
 
 
@@ -51,12 +57,13 @@ class ContextReader(nn.Module):
         max_tokens: int = 2048,
         num_blocks: int = 2,
         num_heads: int = 2,
+        gist_bottleneck: int | None = None,
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(max_tokens, width)
         self.level = nn.Embedding(max_lod + 1, width)
-        self.tree = GistTree(width, block_size, max_lod)
+        self.tree = GistTree(width, block_size, max_lod, gist_bottleneck)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)

@@ -78,7 +78,7 @@ def eager_terms(
     state: Tensor,
     prev_scores: Tensor | None,
     prev_valid: Tensor | None,
-    span_weights: tuple[Tensor, Tensor] | None = None,
+    span_weights: tuple[Tensor, Tensor | None] | None = None,
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Every active term of every pair.
 

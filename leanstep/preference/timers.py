@@ -46,6 +46,7 @@ class SectionTimer:
                 if isinstance(begin, float) and isinstance(end, float):
                     total += 1000 * (end - begin)
                 else:
+                    assert not isinstance(begin, float) and not isinstance(end, float)
                     end.synchronize()
                     total += begin.elapsed_time(end)
             means[name] = total / len(spans)

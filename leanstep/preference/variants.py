@@ -97,38 +97,53 @@ def _random_variant(
     recent_tokens: int,
     deep: float,
 ) -> Variant:
-    positions = torch.arange(T)
-    lods = torch.zeros(T, dtype=torch.int8)
-    while len(positions) - (b - 1) >= target_len or len(positions) > target_len:
+    # A context as runs [start, count, level] of touching entries: a collapse splits one run into three.
+    runs: list[list[int]] = [[0, T, 0]]
+    length, limit = T, T - recent_tokens
+    while length > target_len:
         levels = list(range(L))
         if L > 1 and float(torch.rand((), generator=generator)) < deep:
             levels = [1, 0, *levels[2:]]
-        start = level = None
+        choice = None
         for level in levels:
-            candidates = _runs(positions, lods, level, b, T - recent_tokens)
-            if len(candidates):
-                pick = int(torch.randint(len(candidates), (), generator=generator))
-                start = int(candidates[pick])
+            # How many entries of each run can start a collapse that ends at or before `limit`.
+            starts = [
+                max(min(count, (limit - start) // b**level) - b + 1, 0) if lod == level else 0
+                for start, count, lod in runs
+            ]
+            if total := sum(starts):
+                choice = int(torch.randint(total, (), generator=generator))
                 break
-        if start is None:
+        if choice is None:
             break
-        assert level is not None
-        keep = torch.cat([torch.arange(start + 1), torch.arange(start + b, len(positions))])
-        lods = lods.clone()
-        lods[start] = level + 1
-        positions, lods = positions[keep], lods[keep]
+        index = 0
+        while choice >= starts[index]:
+            choice -= starts[index]
+            index += 1
+        _collapse(runs, index, choice, b)
+        length -= b - 1
+    positions = torch.cat([torch.arange(start, start + count * b**lod, b**lod) for start, count, lod in runs])
+    lods = torch.repeat_interleave(
+        torch.tensor([lod for _, _, lod in runs], dtype=torch.int8),
+        torch.tensor([count for _, count, _ in runs]),
+        output_size=length,
+    )
     return Variant(positions, lods, None, False)
 
 
-def _runs(positions: torch.Tensor, lods: torch.Tensor, level: int, b: int, limit: int) -> torch.Tensor:
-    """Entries at which b contiguous entries of `level` start and end at or before token `limit`."""
-    if len(positions) < b:
-        return positions[:0]
-    same = (lods == level).long()
-    inside = same.cumsum(0)
-    inside = torch.cat([inside.new_zeros(1), inside])
-    full = (inside[b:] - inside[:-b]) == b
-    first, last = positions[: len(positions) - b + 1], positions[b - 1 :]
-    span = b**level
-    contiguous = last - first == (b - 1) * span
-    return (full & contiguous & (last + span <= limit)).nonzero()[:, 0]
+def _collapse(runs: list[list[int]], index: int, first: int, b: int) -> None:
+    """Replace entries first .. first + b - 1 of a run by one gist, joined to neighbours of its level."""
+    start, count, lod = runs[index]
+    span = b**lod
+    pieces = [
+        [start, first, lod],
+        [start + first * span, 1, lod + 1],
+        [start + (first + b) * span, count - first - b, lod],
+    ]
+    runs[index : index + 1] = [piece for piece in pieces if piece[1]]
+    k = 1
+    while k < len(runs):
+        if runs[k][2] == runs[k - 1][2]:
+            runs[k - 1][1] += runs.pop(k)[1]
+        else:
+            k += 1

@@ -30,7 +30,7 @@ class FactTask:
     block: int = 4
     fact_blocks: int = 2
     values: int = 4
-    fillers: int = 8
+    fillers: int = 64
     questions: int = 4
 
     def __post_init__(self) -> None:

@@ -50,6 +50,10 @@ class LensSettings:
         budget: share of the sequence's length that a working context may have.
         warm_fraction: part of the steps in which only the base model learns.
         lr, lens_lr: of the base model and of the controller.
+        gist_bottleneck: dimensions a gist may pass on; few, so that collapsing facts loses them.
+        kl_weight: pull towards a policy that asks for no edits. Raw tokens only ever get collapse targets,
+            so without it every score ends at -1; with it a score shows how often and how strongly the
+            base model preferred the collapse.
         evaluation_samples: held-out sequences.
         gate_every: run the objective on every so many steps.
     """
@@ -63,6 +67,8 @@ class LensSettings:
     warm_fraction: float = 0.5
     lr: float = 3e-3
     lens_lr: float = 1e-3
+    gist_bottleneck: int = 2
+    kl_weight: float = 2.0
     evaluation_samples: int = 96
     gate_every: int = 1
 
@@ -103,6 +109,8 @@ def build(
     budget: float | None = None,
     gate_every: int | None = None,
     warm_fraction: float | None = None,
+    kl_weight: float | None = None,
+    gist_bottleneck: int | None = None,
 ) -> Lens:
     """The recipe of a preset; other arguments replace the preset's values."""
     if preset not in _SIZES:
@@ -116,6 +124,8 @@ def build(
         "budget": budget,
         "gate_every": gate_every,
         "warm_fraction": warm_fraction,
+        "kl_weight": kl_weight,
+        "gist_bottleneck": gist_bottleneck,
     }
     settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
     return Lens(
@@ -147,6 +157,7 @@ class Lens:
             num_random_variants=settings.random_variants,
             recent_tokens=2 * task.questions,
             gate_every=settings.gate_every,
+            kl_weight=settings.kl_weight,
         )
         self.length = reachable_length(task.tokens, round(settings.budget * task.tokens), task.block)
         geometry = {"block_size": task.block, "max_lod": self.config.max_lod}
@@ -154,7 +165,12 @@ class Lens:
             # The same weights on every rank.
             torch.manual_seed(seed)
             self.reader = ContextReader(
-                task.vocab, settings.width, max_tokens=task.tokens, num_blocks=settings.layers, **geometry
+                task.vocab,
+                settings.width,
+                max_tokens=task.tokens,
+                num_blocks=settings.layers,
+                gist_bottleneck=settings.gist_bottleneck,
+                **geometry,
             ).to(world.device)
             self.lens = LensNet(settings.width, settings.lens_width, **geometry).to(world.device)
         self.objective = LensObjective(self.config)
@@ -180,7 +196,8 @@ class Lens:
 
     def _lens_step(self, i: int, batch: LensBatch, entries: Tensor) -> dict[str, Any]:
         inputs = (entries, batch.pos, batch.lod, batch.valid, batch.num_tokens)
-        result = self.objective(self.lens, batch, inputs=inputs)
+        no_edits = torch.zeros(batch.pos.shape, device=self.world.device)
+        result = self.objective(self.lens, batch, inputs=inputs, prev_scores=no_edits)
         if result.active:
             result.loss.backward()
             self._update(
@@ -270,6 +287,22 @@ class Lens:
             chosen.append(Variant(positions, lods))
         return chosen
 
+    def best_focus(self, tokens: Tensor) -> list[Variant]:
+        """The context of one who knows the task: filler blocks collapsed, facts kept; the NLL to aim for."""
+        task = self.task
+        edits = (task.tokens - self.length) // (task.block - 1)
+        chosen = []
+        for row in tokens:
+            body = row[: task.body].view(-1, task.block)
+            filler = (body < task.fillers).all(1).nonzero()[:edits, 0].tolist()
+            keep = torch.ones(task.tokens, dtype=torch.bool)
+            lods = torch.zeros(task.tokens, dtype=torch.int8)
+            for block in filler:
+                lods[block * task.block] = 1
+                keep[block * task.block + 1 : (block + 1) * task.block] = False
+            chosen.append(Variant(torch.arange(task.tokens)[keep], lods[keep]))
+        return chosen
+
     # --- evaluation and state ---
 
     @torch.no_grad()
@@ -289,6 +322,7 @@ class Lens:
         assert result.metrics is not None
         read = result.metrics.read()
         by_focus = {
+            "best": self.best_focus(tokens),
             "lens": self.focus(tokens),
             "random": [v[-1] for v in samples],
             "recent": [v[0] for v in samples],
@@ -303,6 +337,7 @@ class Lens:
             "val_nll_lens_focus": nll["lens"],
             "val_nll_random_focus": nll["random"],
             "val_nll_recent_focus": nll["recent"],
+            "val_nll_best_focus": nll["best"],
             "preference_agreement": read["mc/preference_agreement"] or 0.0,
             "pref_span_corr": read["mc/pref_span_corr"] or 0.0,
             "context_length": float(max(lengths)),

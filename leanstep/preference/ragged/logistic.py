@@ -83,7 +83,8 @@ def _all_pairs(
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:
     """Sums per group, gradient per item. Tile cell (d, r) is the pair of rows r and r + d, once each."""
-    order = rows_at = None
+    order: Tensor | None = None
+    ends = sizes = None
     if groups.sizes is not None:
         # Largest groups first: the rows that still have a partner at distance d are then a prefix.
         by_size = sorted(range(len(groups.sizes)), key=lambda g: -groups.sizes[g])  # type: ignore[index]
@@ -98,9 +99,6 @@ def _all_pairs(
         ends = [0]
         for size in sizes:
             ends.append(ends[-1] + size)
-
-        def rows_at(shift: int) -> int:
-            return ends[sum(size > shift for size in sizes)]
 
     def arrange(values: Tensor) -> Tensor:
         return values if order is None else values[order]
@@ -117,22 +115,22 @@ def _all_pairs(
     weight_wide = None if item is None else pad(arrange(item), tail)
     sums, grad_wide = x.new_zeros(groups.num_groups), torch.zeros_like(s_wide)
     for first_shift in range(1, largest, span):
-        rows = n if rows_at is None else rows_at(first_shift)
+        rows = n
+        if sizes is not None and ends is not None:
+            rows = ends[sum(size > first_shift for size in sizes)]
         depth = min(span, largest - first_shift)
         if rows == 0:
             break
 
-        def window(values: Tensor, rows: int = rows, depth: int = depth, start: int = first_shift) -> Tensor:
-            return values.as_strided((depth, rows), (1, 1), start)
-
+        tile = (depth, rows, first_shift)
         mine = group_wide[:rows]
-        direction = torch.sign(label_wide[:rows] - window(label_wide)).to(x.dtype)
-        direction = torch.where(window(group_wide) == mine, direction, 0)
-        z = direction * (s_wide[:rows] - window(s_wide))
+        direction = torch.sign(label_wide[:rows] - _window(label_wide, *tile)).to(x.dtype)
+        direction = torch.where(_window(group_wide, *tile) == mine, direction, 0)
+        z = direction * (s_wide[:rows] - _window(s_wide, *tile))
         z = (z - margin).mul_(scale)
         weight = direction.abs()
         if weight_wide is not None:
-            weight = weight * weight_wide[:rows] * window(weight_wide)
+            weight = weight * weight_wide[:rows] * _window(weight_wide, *tile)
         cost, slope = softplus(-z), torch.sigmoid(-z)
         if smoothing:
             cost = (1 - smoothing) * cost + smoothing * softplus(z)
@@ -150,6 +148,11 @@ def _all_pairs(
     if order is not None:
         grad = torch.empty_like(grad).index_copy_(0, order, grad)
     return sums, grad
+
+
+def _window(values: Tensor, depth: int, rows: int, first: int) -> Tensor:
+    """[depth, rows] view: cell (d, r) is item r + first + d."""
+    return values.as_strided((depth, rows), (1, 1), first)
 
 
 class _PairLoss(torch.autograd.Function):
