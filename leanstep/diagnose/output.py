@@ -225,7 +225,7 @@ def screen(watch: Any, findings: Sequence[Finding], script: str, *, silenced: in
 
 def _entry_lines(number: int, entry: Entry, width: int) -> list[str]:
     first = entry.first
-    compiled = "  (compiled region)" if first.compiled else ""
+    compiled = "  compiled" if first.compiled else ""
     called = entry.called_from
     amount = entry.amount + compiled
     where = _clip(entry.where, max(width - 27 - len(amount), 12))

@@ -6,14 +6,14 @@ so that a training step can be judged before it ever meets a GPU.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,6 +117,16 @@ def read_target(args: tuple[Any, ...]) -> Tensor | None:
     return None
 
 
+def _tensors(args: Sequence[Any]) -> list[Tensor]:
+    found = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found += _tensors(arg)
+    return found
+
+
 def _has_boolean(indices: Any) -> bool:
     return any(isinstance(index, Tensor) and index.dtype in _BOOLEAN for index in indices)
 
@@ -140,25 +150,31 @@ def _holds_tensor(data: list[Any] | tuple[Any, ...]) -> bool:
 
 
 class HostCopies:
-    """Remembers what `.cpu()` already brought to the host: reading that copy again waits for nothing.
+    """Remembers what `.cpu()` brought to the host: reading that, or what is computed from it alone, waits for nothing.
 
-    `x.cpu().numpy()` is one read. On a CPU tensor `.cpu()` returns the tensor itself, so the storage and
-    the version of its contents are what is remembered, weakly.
+    `x.cpu().numpy()` is one read. Tensors are known by identity, weakly: on a CPU tensor `.cpu()` returns the tensor
+    itself, and its storage is shared with values that a GPU would keep on the device.
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._copies: dict[int, weakref.ref[Tensor]] = {}
 
     def add(self, tensor: Any) -> None:
-        if isinstance(tensor, Tensor) and not tensor.is_inference():
-            storage = tensor.untyped_storage()
-            self._copies[storage._cdata] = (StorageWeakRef(storage), tensor._version)
+        if isinstance(tensor, Tensor):
+            self._copies[id(tensor)] = weakref.ref(tensor)
 
     def holds(self, tensor: Any) -> bool:
-        if not self._copies or not isinstance(tensor, Tensor) or tensor.is_inference():
-            return False
-        found = self._copies.get(tensor.untyped_storage()._cdata)
-        return found is not None and not found[0].expired() and found[1] == tensor._version
+        found = self._copies.get(id(tensor))
+        return found is not None and found() is tensor
+
+    def follow(self, inputs: Sequence[Tensor], outputs: Any) -> None:
+        """What is computed from host copies alone is on the host as well."""
+        if inputs and all(self.holds(tensor) for tensor in inputs):
+            for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+                self.add(output)
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
 
     def clear(self) -> None:
         self._copies.clear()
@@ -186,7 +202,10 @@ class _OpReads(TorchDispatchMode):
             kind = op_read(name, args, kwargs)
             if kind is not None and not self.copies.holds(read_target(args)):
                 self.reads.kinds[kind] += 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.copies:
+            self.copies.follow(_tensors(args), result)
+        return result
 
 
 class _CallReads(TorchFunctionMode):
