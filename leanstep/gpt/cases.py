@@ -169,6 +169,8 @@ def _training_step(builder: Builder) -> Callable[[Workload], Step]:
 
         def step() -> Outputs:
             model.zero_grad(set_to_none=True)
+            # Every batch of a training run has other documents, hence other masks.
+            model.plans.clear()
             loss = model(t["inputs"], t["targets"], t["cu_seqlens"])
             loss.backward()
             outputs = {"loss": loss.detach()}
