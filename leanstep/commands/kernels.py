@@ -33,7 +33,7 @@ def kernels(
         raise BadInput("kernels: triton is not installed; pip install 'leanstep[triton]'")
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise BadInput("kernels: TRITON_INTERPRET=1 replaces kernels by Python; unset it to compile them")
-    names = split_list(targets, "--targets") or []
+    names = split_list(targets, "--targets") or ()
     try:
         for name in names:
             parse_target(name)
@@ -43,7 +43,7 @@ def kernels(
 
     out = console(json)
     with progress_bar(out, "kernels") as report:
-        rows = [row.to_json() for row in compile_all(tuple(names), progress=report)]
+        rows = [row.to_json() for row in compile_all(names, progress=report)]
     out.print(_table(rows, names))
     write_json({"targets": names, "rows": rows}, json)
     failed = [row for row in rows if row["error"]]
@@ -59,7 +59,7 @@ def kernels(
         raise FellShort(f"{len(spilled)} spill registers; {where}: {first['spill_bytes']} bytes")
 
 
-def _table(rows: list[dict[str, Any]], targets: list[str]) -> Table:
+def _table(rows: list[dict[str, Any]], targets: tuple[str, ...]) -> Table:
     title = "registers per thread / shared bytes per block"
     table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
     table.add_column("kernel")

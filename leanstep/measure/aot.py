@@ -131,6 +131,7 @@ def compile_all(
 def _tool(name: str) -> str:
     import triton
 
+    assert triton.__file__
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 

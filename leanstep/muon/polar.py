@@ -141,7 +141,7 @@ def plan_polar(
         compute_dtype: auto, or a dtype.
         cpu_half: an earlier answer to "is bfloat16 faster on this CPU", instead of measuring.
     """
-    device = torch.device(device)
+    place = torch.device(device)
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     if panels != "auto" and (not isinstance(panels, int) or panels < 1):
@@ -155,7 +155,7 @@ def plan_polar(
     if isinstance(compute_dtype, torch.dtype):
         reasons.append(f"{str(compute_dtype).removeprefix('torch.')}: asked for")
     else:
-        compute_dtype, why = choose_dtype(rows, cols, device, dtype, cpu_half)
+        compute_dtype, why = choose_dtype(rows, cols, place, dtype, cpu_half)
         reasons.append(why)
     half = compute_dtype in (torch.bfloat16, torch.float16)
     ratio = long / max(1, short)
@@ -174,9 +174,9 @@ def plan_polar(
         restart = None
     elif restart == "auto":
         restart = GRAM_RESTART
-    batched = device.type != "cpu" or rows * cols <= MAX_BATCHED_ELEMENTS
+    batched = place.type != "cpu" or rows * cols <= MAX_BATCHED_ELEMENTS
     if not isinstance(panels, int):
-        panels = choose_panels(short, device)
+        panels = choose_panels(short, place)
     assert restart is None or isinstance(restart, int)
     return PolarPlan(rows, cols, method, restart, panels, compute_dtype, batched, tuple(reasons))
 
@@ -191,6 +191,7 @@ class Workspace:
 
     def __init__(self) -> None:
         self._tensors: dict[tuple, Tensor] = {}
+        self._children: list[Workspace] = []
 
     def take(
         self, role: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
@@ -201,8 +202,15 @@ class Workspace:
             self._tensors[key] = torch.empty(shape, dtype=dtype, device=like.device)
         return self._tensors[key]
 
+    def child(self, index: int) -> Workspace:
+        """Scratch of its own for the index-th of several threads."""
+        while len(self._children) <= index:
+            self._children.append(Workspace())
+        return self._children[index]
+
     def clear(self) -> None:
         self._tensors.clear()
+        self._children.clear()
 
 
 def normalize_into(update: Tensor, out: Tensor, eps_mode: str = "relative") -> Tensor:

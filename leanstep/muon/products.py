@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
-def _kernels():
+def _kernels() -> Any:
     """The Triton kernels, or None where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         return None

@@ -6,6 +6,7 @@ go one by one through the same scratch memory. Single-process and sharded optimi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from leanstep.muon.polar import PolarPlan, Workspace, iterate, normalize_into
 from leanstep.muon.reference import POLAR_EXPRESS, Triples, shape_factor
+from leanstep.muon.side_by_side import run_side_by_side
 from leanstep.muon.update import fill_update, variance_scale, write_weight
 
 LR_RULES = ("shape", "spectral", "rms", "none")
@@ -57,11 +59,10 @@ def rate_factor(rule: LrRule, rows: int, cols: int, layout: str) -> float:
 
 def run_items(items: Sequence[MatrixItem], options: MatrixOptions, workspace: Workspace) -> None:
     """Update every item; the order of items does not change any result."""
+    alone = []
     for plan, group in _by_plan(items).items():
         if not plan.batched:
-            for item in group:
-                for index in range(item.weight.size(0)):
-                    _run([_pick(item, index)], plan, options, workspace)
+            alone += [_pick(item, index) for item in group for index in range(item.weight.size(0))]
             continue
         chunk: list[MatrixItem] = []
         size, limit = 0, max(1, options.max_batch_elements // (plan.rows * plan.cols))
@@ -72,6 +73,9 @@ def run_items(items: Sequence[MatrixItem], options: MatrixOptions, workspace: Wo
             chunk.append(item)
             size += item.weight.size(0)
         _run(chunk, plan, options, workspace)
+    # Biggest first: the last jobs to finish are then short ones.
+    alone.sort(key=lambda item: -item.plan.flops())
+    run_side_by_side([functools.partial(_run, [item], item.plan, options) for item in alone], workspace)
 
 
 def _by_plan(items: Sequence[MatrixItem]) -> dict[PolarPlan, list[MatrixItem]]:

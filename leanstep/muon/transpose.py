@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,17 +61,16 @@ def transpose_copy(src: Tensor, dst: Tensor | None = None, *, impl: str = "auto"
     Equivalent to:
         dst.copy_(src.T)
     """
-    if dst is None:
-        dst = torch.empty(src.shape[::-1], dtype=src.dtype, device=src.device)
-    impl = _check(src, dst, impl)
+    out = torch.empty(src.shape[::-1], dtype=src.dtype, device=src.device) if dst is None else dst
+    impl = _check(src, out, impl)
     if impl == "triton":
-        _kernels().transpose_copy(src, dst)
+        _kernels().transpose_copy(src, out)
     elif impl == "compiled":
-        _compiled(_copy)(dst, src)
+        _compiled(_copy)(out, src)
     else:
         # Stock copy_ already goes by blocks of 60 x 60: a blocked version in Python was no faster.
-        dst.copy_(src.T)
-    return dst
+        out.copy_(src.T)
+    return out
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def _compiled(function: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, T
     return torch.compile(function)
 
 
-def _kernels():
+def _kernels() -> Any:
     from leanstep.muon import kernel
 
     return kernel
