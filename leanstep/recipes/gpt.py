@@ -48,6 +48,7 @@ class Preset:
         micro_batches: pieces of the global batch of a step (at least the number of ranks).
         validation_tokens, validation_batch: tokens of an evaluation, and of one forward pass in it.
         vocab_size: of the default corpus; None = the run needs `data`.
+        tuned: options by optimizer that differ from the optimizer's own defaults (`results/` has the sweep).
     """
 
     about: str
@@ -59,6 +60,7 @@ class Preset:
     vocab_size: int | None = None
     model_fields: dict[str, Any] = field(default_factory=dict)
     cadence: Cadence = field(default_factory=Cadence)
+    tuned: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def _stages(tokens: tuple[int, int, int], max_seq_len: tuple[int, int, int]) -> tuple[Stage, ...]:
@@ -78,6 +80,7 @@ _TINY = Preset(
     validation_batch=8192,
     vocab_size=512,
     cadence=Cadence(log=10, evaluate=20, save=100),
+    tuned={"normuon": {"adam_lr": 0.03}, "adamw": {"lr": 0.03}},
 )  # fmt: skip
 
 _PRESETS = {
@@ -169,7 +172,10 @@ def build(
         world=world,
         micro_batches=micro_batches,
         optimizer=optimizer,
-        optimizer_options={key: value for key, value in options.items() if value is not None},
+        optimizer_options={
+            **chosen.tuned.get(optimizer, {}),
+            **{key: value for key, value in options.items() if value is not None},
+        },
         validation_tokens=chosen.validation_tokens,
         validation_batch=chosen.validation_batch,
         cadence=chosen.cadence,

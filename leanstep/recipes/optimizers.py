@@ -37,7 +37,8 @@ ADAM_TABLE: dict[str, tuple[tuple[float, float], float, float]] = {
     "bigram_embed": ((0.75, 0.95), 75.0, 5.0),
 }
 BANKS = ("attn_bank", "mlp_bank")
-TABLES = ("embed", "lm_head", "bigram_embed", "value_embeds")
+RARE_TABLES = ("bigram_embed", "value_embeds")
+TABLES = ("embed", "lm_head", *RARE_TABLES)
 
 
 class ScheduledOptimizer(Protocol):
@@ -96,9 +97,10 @@ class AdamWEverywhere:
         warmup: fraction of the steps in which the rate rises from 0.
         decay: `record` follows the schedule's multiplier, `cosine` falls to a tenth.
         beta2: of the second moment.
+        table_lr_mul: learning-rate multiplier of the bigram and value tables, whose rows are seen rarely.
     """
 
-    OPTIONS = ("lr", "weight_decay", "warmup", "decay", "beta2")
+    OPTIONS = ("lr", "weight_decay", "warmup", "decay", "beta2", "table_lr_mul")
 
     def __init__(
         self,
@@ -111,6 +113,7 @@ class AdamWEverywhere:
         warmup: float = 0.05,
         decay: str = "record",
         beta2: float = 0.95,
+        table_lr_mul: float = 1.0,
     ) -> None:
         if lr <= 0:
             raise ValueError(f"lr: expected a positive number, got {lr}")
@@ -119,11 +122,14 @@ class AdamWEverywhere:
         self.model, self.schedule, self.world = model, schedule, world
         self.lr, self.decay, self.warmup_steps = lr, decay, max(1, round(warmup * schedule.num_steps))
         named = dict(model.named_parameters())
-        large = [p for name, p in named.items() if name in BANKS + TABLES]
-        small = [p for name, p in named.items() if name not in BANKS + TABLES]
+        groups: dict[tuple[float, float], list[Tensor]] = {}
+        for name, parameter in named.items():
+            decay_of = weight_decay if name in BANKS + TABLES else 0.0
+            lr_mul = table_lr_mul if name in RARE_TABLES else 1.0
+            groups.setdefault((decay_of, lr_mul), []).append(parameter)
         # The fused step is the fastest AdamW that torch has, on the CPU as well.
         self.adamw = torch.optim.AdamW(
-            [{"params": large, "weight_decay": weight_decay}, {"params": small, "weight_decay": 0.0}],
+            [{"params": p, "weight_decay": wd, "lr_mul": mul} for (wd, mul), p in groups.items()],
             lr=lr,
             betas=(0.9, beta2),
             fused=True,
@@ -139,7 +145,7 @@ class AdamWEverywhere:
         self.model.tie_gradients()
         average_gradients(self.model, self.world)
         for group in self.adamw.param_groups:
-            group["lr"] = self.lr_at(here)
+            group["lr"] = self.lr_at(here) * group["lr_mul"]
         self.adamw.step()
         self.model.copy_tied()
         self.adamw.zero_grad(set_to_none=True)
@@ -213,7 +219,7 @@ class NorMuonAndAdam:
         for name, (betas, lr_mul, wd_mul) in ADAM_TABLE.items():
             if name in named:
                 group = {"params": [(name, named[name])], "algorithm": "adam", "betas": betas}
-                lr_mul = table_lr_mul if name in ("value_embeds", "bigram_embed") else lr_mul
+                lr_mul = table_lr_mul if name in RARE_TABLES else lr_mul
                 group.update(lr_mul=lr_mul, wd_mul=wd_mul, weight_decay=adam_decay, residual="none")
                 small.append(group)
         # `ignore`: looking for NaN would read a device value on every step.

@@ -124,11 +124,13 @@ def kill_at_random_steps(folder: Path, kills: int, steps: int, seed: int = 0) ->
     finish(start(folder, "killed", steps))
     ends = [load(list_checkpoints(folder / name / "checkpoints")[-1]) for name in ("whole", "killed")]
     assert ends[0].step == ends[1].step == steps
+    pairs = zip(metric_lines(folder / "whole"), metric_lines(folder / "killed"), strict=False)
     return {
         "kills": len(hit),
         "steps_at_kill": hit,
         "weights_differ": differences(ends[0].state["recipe"], ends[1].state["recipe"]),
         "metrics_equal": metric_lines(folder / "whole") == metric_lines(folder / "killed"),
+        "first_difference": next((pair for pair in pairs if pair[0] != pair[1]), None),
         "files": sorted(p.name for p in (folder / "killed" / "checkpoints").iterdir()),
     }
 
