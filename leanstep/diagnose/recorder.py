@@ -105,7 +105,8 @@ class Recorder:
         self.state = StepState(self)
         self.parameters: dict[int, Parameter] = {}
         self.writers: set[int] = set()
-        self.optimizer_depth = 0
+        # Optimizers whose step() is running, outermost first.
+        self.stepping: list[int] = []
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.on_first_node: Any = None
         self.node_seen = False
@@ -186,7 +187,10 @@ class Recorder:
                 if self.on_first_node is not None:
                     self.on_first_node()
                 self.node_seen = True
-            if flags & IN_OPTIM or (self.optimizer_depth and not created):
+            if self.stepping and not flags & IN_OPTIM and not self.stack.inside(frame, IN_OPTIM):
+                # A step() that raised never reported its end.
+                self.stepping.clear()
+            if flags & IN_OPTIM or (self.stepping and not created):
                 phase = OPTIMIZER
             else:
                 phase = FORWARD
@@ -374,7 +378,7 @@ class Recorder:
             if target is not None:
                 storage = target.untyped_storage()._cdata
                 tainted = target.requires_grad or storage in self.parameters or storage in self.state.tainted
-            phase = BACKWARD if in_engine else OPTIMIZER if self.optimizer_depth else FORWARD
+            phase = BACKWARD if in_engine else OPTIMIZER if self.stepping else FORWARD
             self._count_read(kind, target, site, phase, flags, tainted)
 
     def _count_read(

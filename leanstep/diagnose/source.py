@@ -166,6 +166,19 @@ class Stack:
         key = tuple(ids)
         return self._chains.setdefault(key, key)
 
+    def inside(self, frame: FrameType | None, flag: int) -> bool:
+        """Whether a frame with this flag is anywhere on the stack."""
+        verdicts = self._verdicts
+        while frame is not None:
+            code = frame.f_code
+            verdict = verdicts.get(id(code))
+            if verdict is None:
+                verdict = self._judge(code)
+            if verdict & flag:
+                return True
+            frame = frame.f_back
+        return False
+
     def _caller(self, frame: FrameType) -> Line | None:
         outer = frame.f_back
         while outer is not None:

@@ -77,7 +77,6 @@ class Watch:
         self._dropped: StepRecord | None = None
         self._cycle: StepRecord | None = None
         self._cycle_optimizers: set[int] = set()
-        self._depth: list[int] = []
         self._held: set[int] = set()
         self._scanned = False
         self._started = self._last_end = 0.0
@@ -162,11 +161,13 @@ class Watch:
 
     def step(self) -> None:
         """End a step by hand. From the first call on, steps end here only."""
-        if self.boundary != "explicit":
+        earlier: list[StepRecord] = []
+        if self.boundary != "explicit" and not self.finished:
+            # What the optimizers' steps divided so far is one step after all.
             self.boundary = "explicit"
-            self.steps.clear()
-            self._cycle, self._cycle_optimizers = None, set()
-            self.warmup_done = 0 if not self._light else self.warmup_done
+            earlier = [*self.steps, *([self._cycle] if self._cycle is not None else [])]
+            self.steps, self._cycle, self._cycle_optimizers = [], None, set()
+            self.warmup_done = self.warmup_done if self._light else 0
         now = time.perf_counter()
         if self._light:
             self._light_step(now)
@@ -174,23 +175,23 @@ class Watch:
         if self.finished:
             self._time_later_step(now)
         elif self._modes_on:
-            record = self.recorder.state.close()
-            self._close_step(record)
+            parts = [*earlier, self.recorder.state.close()]
+            for part in parts[1:]:
+                parts[0].merge(part)
+            self._close_step(parts[0])
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        key = id(optimizer)
-        if key in self._depth:
+        stepping, key = self.recorder.stepping, id(optimizer)
+        if key in stepping:
             # Its last step() raised: the hook after it never ran.
-            del self._depth[self._depth.index(key) :]
-        self._depth.append(key)
-        self.recorder.optimizer_depth = len(self._depth)
+            del stepping[stepping.index(key) :]
+        stepping.append(key)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         now = time.perf_counter()
-        key = id(optimizer)
-        if key in self._depth:
-            del self._depth[self._depth.index(key) :]
-        self.recorder.optimizer_depth = len(self._depth)
+        stepping, key = self.recorder.stepping, id(optimizer)
+        if key in stepping:
+            del stepping[stepping.index(key) :]
         with torch._C.DisableTorchFunction():
             self._hold(optimizer)
             if self._modes_on:

@@ -1,0 +1,306 @@
+"""`watch()`: numbers unchanged, everything left again, steps where they belong, little memory."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import statistics
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.optim import optimizer as optimizer_module
+
+from leanstep import diagnose
+from leanstep.diagnose import source
+from leanstep.diagnose.watch import Watch
+
+STEPS = Path(__file__).parent / "steps"
+
+
+def state() -> tuple[object, ...]:
+    """All that a recording touches in the process."""
+    return (
+        torch._C._len_torch_function_stack(),
+        torch._C._len_torch_dispatch_stack(),
+        dict(optimizer_module._global_optimizer_pre_hooks),
+        dict(optimizer_module._global_optimizer_post_hooks),
+        torch.optim.Optimizer.__init__,
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        list(warnings.filters),
+        warnings.showwarning,
+        getattr(torch.cuda.CUDAGraph, "replay", None),
+        torch.autograd._engine_run_backward,
+    )
+
+
+def training(seed: int = 0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(8, 16)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def test_recording_changes_no_number() -> None:
+    step = training()
+    plain = [step() for _ in range(5)]
+    step = training()
+    recorded = []
+    with diagnose.watch(steps=5, warmup=0) as watch:
+        for _ in range(5):
+            recorded.append(step())
+            watch.step()
+    assert len(watch.steps) == 5
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("timed", [False, True])
+def test_everything_is_left_again(error, timed: bool) -> None:
+    step = training()
+    before = state()
+    watch = Watch(steps=2, warmup=1, timed_warmup=timed)
+
+    def run() -> None:
+        with watch:
+            step()
+            training()()
+            for _ in range(5):
+                step()
+                if error is not None:
+                    raise error("stop")
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(error):
+            run()
+    assert state() == before
+    assert diagnose.watch().findings() == []
+
+
+def test_an_error_inside_the_optimizer_does_not_stay_its_phase() -> None:
+    model = torch.nn.Linear(4, 4)
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no")
+
+    failing, working = Failing(model.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    with diagnose.watch(steps=2, warmup=0) as watch:
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.randn(2, 4))
+            model(torch.randn(2, 4)).sum().backward()
+            with pytest.raises(RuntimeError):
+                failing.step()
+            working.step()
+            watch.step()
+    phases = [{key.phase for key in step.ops if key.op == "addmm"} for step in watch.steps]
+    assert phases == [{"forward"}, {"forward"}]
+
+
+def test_findings_are_kept_when_the_training_raises() -> None:
+    step = training()
+    with pytest.raises(ValueError, match="stop"), diagnose.watch(steps=9, warmup=0) as watch:
+        for number in range(4):
+            float(step())
+            watch.step()
+            if number == 2:
+                raise ValueError("stop")
+    assert [(f.rule, f.count) for f in watch.findings()] == [("host-sync", 1)]
+    assert len(watch.steps) == 3
+
+
+def test_nested_watches_are_refused() -> None:
+    with diagnose.watch(), pytest.raises(RuntimeError, match="already active"), diagnose.watch():
+        pass
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize(("argument", "value"), [("steps", 0), ("warmup", -1)])
+def test_bad_arguments_are_named(argument: str, value: int) -> None:
+    with pytest.raises(ValueError, match=argument):
+        diagnose.watch(**{argument: value})
+
+
+def test_step_outside_a_watch_does_nothing() -> None:
+    diagnose.step()
+
+
+def test_explicit_steps_win_over_the_optimizer(write_script, watched) -> None:
+    script = write_script(
+        "import torch\n"
+        "from leanstep import diagnose\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(4):\n"
+        "    for _ in range(2):\n"
+        "        model(torch.randn(2, 4)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "        print(float(model.weight.detach().sum()))\n"
+        "    diagnose.step()\n"
+    )
+    watch = watched(script)
+    assert (watch.boundary, len(watch.steps)) == ("explicit", 3)
+    assert [(f.rule, f.line.number, f.counts) for f in watch.findings()] == [("host-sync", 9, [2, 2, 2])]
+
+
+def test_what_prepares_a_batch_belongs_to_every_step(write_script, watched) -> None:
+    """The read stands before the first op with a gradient; the last step has no successor to count it for."""
+    script = write_script(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "data = torch.randn(8, 4)\n"
+        "for _ in range(4):\n"
+        "    batch = data[data[:, 0] > 0]\n"
+        "    model(batch).sum().backward()\n"
+        "    optimizer.step()\n"
+        "with torch.no_grad():\n"
+        "    print(model(data).sum().item())\n"
+    )
+    watch = watched(script)
+    assert [(f.line.number, f.counts, f.confidence) for f in watch.findings()] == [(6, [1, 1, 1], "medium")]
+
+
+def test_a_run_without_an_optimizer_is_one_step(write_script, watched) -> None:
+    script = write_script(
+        "import torch\nw = torch.ones(3, requires_grad=True)\n"
+        "for _ in range(3):\n    loss = (w * 2).sum()\n    loss.backward()\n    print(loss.item())\n"
+    )
+    watch = watched(script)
+    assert (watch.boundary, len(watch.steps), watch.warmup_done) == ("none", 1, 0)
+    assert [(f.line.number, f.count) for f in watch.findings()] == [(6, 3)]
+
+
+def test_recording_stops_after_its_steps_and_the_script_runs_on(write_script, watched) -> None:
+    script = write_script(
+        "import torch\nmodel = torch.nn.Linear(4, 4)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "depths = []\n"
+        "for _ in range(9):\n    model(torch.randn(2, 4)).sum().backward()\n    optimizer.step()\n"
+        "    depths.append(torch._C._len_torch_dispatch_stack())\n"
+        "assert depths == [1, 1, 1, 1, 0, 0, 0, 0, 0], depths\n"
+    )
+    watch = watched(script)
+    assert len(watch.steps) == 3
+    assert watch.step_seconds is not None
+
+
+def test_a_mode_of_the_user_survives_ours() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    step = training()
+    counter = FlopCounterMode(display=False)
+    with diagnose.watch(steps=1, warmup=0) as watch:
+        step()
+        with counter:
+            step()
+            watch.step()
+            step()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    # Two steps inside: forward and backward of both layers, the first layer's input needs no gradient.
+    assert counter.get_total_flops() == 2 * 2 * 8 * 16 * (2 * 16 + 3 * 4)
+
+
+def test_private_names_missing(monkeypatch, watched) -> None:
+    """Without them forward findings are right, backward ops have no line, and the header says so."""
+    from leanstep.diagnose import output
+
+    monkeypatch.setattr(source, "current_node", None)
+    monkeypatch.setattr(source, "sequence_number", None)
+    watch = watched(STEPS / "sync_in_loop.py")
+    assert [(f.rule, f.line.number, f.count) for f in watch.findings()] == [("host-sync", 17, 64)]
+    assert "backward ops have no line" in output.screen(watch, [], "train.py")
+    assert watched(STEPS / "zero_fill_bank.py").findings() == []
+
+
+def test_private_names_are_there() -> None:
+    """Fails when a new torch drops them."""
+    assert source.missing_private_names() == []
+    leaf = torch.ones(1, requires_grad=True)
+    assert isinstance((leaf * 2).grad_fn._sequence_nr(), int)
+
+
+def _resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def test_a_thousand_steps_stay_small() -> None:
+    w = torch.ones(16, 16, requires_grad=True)
+    x = torch.randn(4, 16)
+    with diagnose.watch(steps=1100, warmup=0) as watch:
+        for number in range(1100):
+            (x @ w).square().mean().backward()
+            w.grad.norm().item()
+            watch.step()
+            if number == 100:
+                gc.collect()
+                before = _resident_mib()
+    grown = _resident_mib() - before
+    assert len(watch.steps) == 1100
+    assert [f.count for f in watch.findings()] == [1]
+    assert grown < 20
+
+
+def _ratio(step, rounds: int) -> float:
+    for _ in range(3):
+        step()
+    plain, recorded = [], []
+    with Watch(steps=10_000, warmup=0) as watch:
+        watch.recorder.active = False
+        watch._leave_modes()
+        for _ in range(rounds):
+            start = time.perf_counter()
+            step()
+            plain.append(time.perf_counter() - start)
+            watch._enter_modes()
+            start = time.perf_counter()
+            step()
+            recorded.append(time.perf_counter() - start)
+            watch._leave_modes()
+            watch.step()
+    return statistics.median(recorded) / statistics.median(plain)
+
+
+def test_overhead_on_thousands_of_tiny_ops() -> None:
+    model = torch.nn.Linear(32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(16, 32)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scores = model(x).squeeze(-1)
+        loss = torch.zeros(())
+        for i in range(16):
+            for j in range(i + 1, 16):
+                loss = loss - F.logsigmoid(scores[i] - scores[j])
+        loss.backward()
+        optimizer.step()
+
+    assert _ratio(step, 9) <= 8
+
+
+def test_overhead_when_matmuls_dominate() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.randn(512, 512)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    assert _ratio(step, 9) <= 1.5
