@@ -178,6 +178,8 @@ def _make_record(
             return 0 if outcome.stopped_by == "SIGTERM" else 130
         if world.is_main:
             finished.append(Run.from_evaluations(number, outcome.evaluations, target))
+            if not math.isfinite(finished[-1].val_loss):
+                raise FellShort(f"record: seed {number} diverged, its final loss is {finished[-1].val_loss}")
     if not world.is_main:
         return 0
     new = Record(plan.recipe, settings, target, tuple(finished), _machine(world))

@@ -115,6 +115,14 @@ def test_a_record_counts_seeds_tests_the_mean_and_compares(tmp_path, capsys):
     assert code == 1 and "not below 2.5 with p < 0.01" in err.splitlines()[-1]
 
 
+def test_a_diverged_seed_is_no_record(tmp_path, capsys):
+    code, _, err = train(
+        capsys, "slope", "--out", tmp_path, "--runs", 2, "--target", 2.5, "--set", "slope=Infinity"
+    )
+    assert code == 1 and "record: seed 0 diverged, its final loss is -inf" in err.splitlines()[-1]
+    assert not (tmp_path / "record.json").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
