@@ -89,14 +89,11 @@ def results(model, inputs, targets, cu):
     return out
 
 
-SEEDS = 3
-
-
-def assert_no_further(config: GPTConfig, factor: float = 2.0, **kwargs) -> None:
+def assert_no_further(config: GPTConfig, factor: float = 2.0, seeds: int = 3, **kwargs) -> None:
     """Distance from float64, root mean square over elements and seeds: single small tensors are luck."""
     ours: dict[str, list[float]] = {}
     theirs: dict[str, list[float]] = {}
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         plain = scramble(ReferenceGPT(config), seed)
         flat = GPT(config)
         flat.load_state_dict(plain.state_dict())
@@ -111,7 +108,7 @@ def assert_no_further(config: GPTConfig, factor: float = 2.0, **kwargs) -> None:
                 errors.setdefault(name, []).append(error.item())
     for name, want in truths.items():
         k = factor if want.numel() >= 1000 else max(factor, 3)
-        mine, other = ((sum(e**2 for e in x[name]) / SEEDS) ** 0.5 for x in (ours, theirs))
+        mine, other = ((sum(e**2 for e in x[name]) / seeds) ** 0.5 for x in (ours, theirs))
         floor = 1e-6 if want.numel() >= 100 else 4e-6
         assert mine <= k * other + floor, f"{name}: relative error {mine:.2e} against {other:.2e}"
 
@@ -121,11 +118,9 @@ def test_flat_equals_modules_tiny(switch: dict):
     assert_no_further(GPTConfig.preset("tiny", **{**TINY, **switch}))
 
 
-@pytest.mark.parametrize(
-    "switch", ["as it is", "fold_post_mlp", "resid_per_lane", "inject before", "respect_docs"]
-)
+@pytest.mark.parametrize("switch", [name for name in SWITCHES if name != "odd heads"])
 def test_flat_equals_modules_record(switch: str):
-    assert_no_further(GPTConfig.preset("record-74", **{**RECORD, **SWITCHES[switch]}))
+    assert_no_further(GPTConfig.preset("record-74", **{**RECORD, **SWITCHES[switch]}), seeds=2)
 
 
 @pytest.mark.parametrize("length", [1, 2, 41, 401])
