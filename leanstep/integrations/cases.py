@@ -7,6 +7,9 @@ starts from the same bits.
 
 # B sequences · T positions · D model · V vocabulary · C completion length
 
+# Both packages export their names lazily, which a type checker cannot follow.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import functools

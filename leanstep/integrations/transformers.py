@@ -7,6 +7,9 @@ or, without another Trainer class, `skip_ignored_rows(model)` once: `model(..., 
 returns the same loss from the labelled rows only.
 """
 
+# Both packages export their names lazily, which a type checker cannot follow.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import functools

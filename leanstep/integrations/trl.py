@@ -8,6 +8,9 @@ answers that call with `linear_logprobs` on the labelled rows and leaves everyth
 advantages, the loss, metrics, DDP and FSDP wrapping) to TRL.
 """
 
+# Both packages export their names lazily, which a type checker cannot follow.
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import contextlib
