@@ -350,7 +350,9 @@ def _chunks(
         )
     elif budget <= 0:
         raise ValueError(f"budget: expected a positive number of bytes, got {budget}")
-    row_bytes = head.dtype.itemsize * (columns + 2 * min(tiles.columns, columns))
+    # A tile's width follows the local shard; ranks must not count with it.
+    work_columns = columns if group is not None else min(tiles.columns, columns)
+    row_bytes = head.dtype.itemsize * (columns + 2 * work_columns)
     most = max(budget // max(row_bytes, 1), 1)
     if objective.kind != "gspo":
         if most < min(FEWEST_ROWS, num_rows):

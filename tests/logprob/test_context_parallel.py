@@ -262,7 +262,7 @@ def switches_off(rank: int, world: int) -> bool:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request):
-    return run_ranks(request.param, everything)
+    return run_ranks(request.param, everything, timeout=240)
 
 
 def test_allgather_results_equal_upstream(ranks):
