@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import runpy
 import sys
@@ -31,12 +32,14 @@ class Outcome:
 
 def run_script(path: Path, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
     """Run `path` as `__main__` inside `context`, which is left before anything is printed."""
+    linecache.checkcache()
     old_argv, old_path = sys.argv, list(sys.path)
     sys.argv = [str(path), *argv]
     sys.path[:1] = [str(path.resolve().parent)]
     try:
         with context:
-            runpy.run_path(str(path), run_name="__main__")
+            # Python gives the main script's absolute path to tracebacks and `__file__`.
+            runpy.run_path(str(path.absolute()), run_name="__main__")
     except Stop:
         return Outcome(stopped=True)
     except SystemExit as error:

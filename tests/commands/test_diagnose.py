@@ -1,0 +1,301 @@
+"""`leanstep diagnose` as a user meets it: exit codes, tracebacks, JSON, gates, the fake run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+
+from leanstep import cli
+from leanstep.diagnose.output import SCHEMA_FILE
+
+STEPS = Path(__file__).parents[1] / "diagnose" / "steps"
+READS = """\
+import sys
+import torch
+
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(5):
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    total = sum(model.weight.detach()[i, 0].item() for i in range(4))
+    optimizer.step()
+    optimizer.zero_grad()
+print("done", sys.argv[1:])
+"""
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Switched off: a recording would see the fill."""
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def reads() -> str:
+    Path("train.py").write_text(READS, encoding="utf-8")
+    return "train.py"
+
+
+def run(*arguments: str) -> int:
+    return cli.run(["diagnose", *map(str, arguments)])
+
+
+def validated(path: str | Path) -> dict:
+    report = json.loads(Path(path).read_text(encoding="utf-8"))
+    jsonschema.validate(report, json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
+    return report
+
+
+def test_json_validates_and_names_the_line(reads: str) -> None:
+    assert run(reads, "--json", "out.json", "--", "--lr", "3") == 0
+    report = validated("out.json")
+    (finding,) = report["findings"]
+    assert (finding["rule"], finding["file"], finding["line"], finding["count"]) == ("host-sync", "train.py", 9, 4)
+    assert finding["id"].startswith("host-sync:train.py:total = sum(")
+    assert report["argv"] == ["--lr", "3"]
+    assert report["steps"]["recorded"] == 3
+    assert report["exit"] == {"code": 0, "exception": None}
+    assert finding["cost"]["basis"] == "assumed"
+
+
+@pytest.mark.parametrize("name", ["dead_rows_sft", "unbatched_adamw", "transposed_add", "clean_pairs", "unused_grad"])
+def test_every_output_validates(name: str) -> None:
+    assert run(STEPS / f"{name}.py", "--json", "out.json") == 0
+    report = validated("out.json")
+    assert bool(report["findings"]) == (not name.startswith("clean"))
+    ranks = [finding["rank"] for finding in report["findings"]]
+    assert ranks == list(range(1, len(ranks) + 1))
+
+
+def test_dash_puts_nothing_but_json_on_standard_output(reads: str, capsys) -> None:
+    assert run(reads, "--json", "-") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["findings"]
+    assert "done" in captured.err
+    assert "host-sync" in captured.err
+
+
+def test_the_screen_says_what_and_what_to_do(reads: str, capsys) -> None:
+    assert run(reads) == 0
+    text = capsys.readouterr().out
+    assert "host-sync" in text
+    assert "train.py:9" in text
+    assert "4 reads" in text
+    assert "40–200 µs on a GPU → keep on the device" in text
+
+
+def test_five_entries_fit_on_one_screen(capsys) -> None:
+    lines = "\n".join(f"    x{i} = float(w.detach()[{i}]) + float(w.detach()[0])\n\n\n\n" for i in range(5))
+    Path("many.py").write_text(
+        "import torch\nw = torch.ones(9, requires_grad=True)\no = torch.optim.SGD([w], lr=0.1)\n"
+        f"for _ in range(4):\n    w.sum().backward()\n    o.step()\n{lines}",
+        encoding="utf-8",
+    )
+    assert run("many.py") == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert sum("host-sync" in line for line in shown) == 5
+    assert len(shown) <= 24
+    assert max(map(len, shown)) <= 80
+
+
+def test_explain_shows_the_source_and_all_six_answers(reads: str, capsys) -> None:
+    assert run(reads, "--explain", "1") == 0
+    text = capsys.readouterr().out
+    for word in ("what", "often", "costs", "why", "do "):
+        assert f"\n  {word}" in text
+    assert ">    9      total = sum(" in text
+    assert run(reads, "--explain", "7") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("missing.py",), "no such file"),
+        (("train.py", "--fail-on", "host-synk"), "unknown rule 'host-synk'"),
+        (("train.py", "--threshold", "op-storm.size=1"), "op-storm has no 'size'"),
+        (("train.py", "--baseline", "none.json"), "no such file: none.json"),
+        (("train.py", "--write-baseline"), "expected --baseline"),
+        (("train.py", "--json", "nowhere/out.json"), "nowhere"),
+        (("train.py", "--ranks", "2"), "expected 0 or all"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(arguments, message: str, reads: str, capsys) -> None:
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert "done" not in captured.out
+
+
+def test_gate(reads: str) -> None:
+    assert run(reads, "--fail-on", "host-sync,dead-rows") == 1
+    assert run(reads, "--fail-on", "any") == 1
+    assert run(reads, "--fail-on", "dead-rows") == 0
+    assert run(reads, "--fail-on", "host-sync", "--threshold", "host-sync.reads=5") == 0
+
+
+def test_gate_without_a_step_is_bad_input(capsys) -> None:
+    Path("short.py").write_text(
+        "import torch\nw = torch.ones(1, requires_grad=True)\no = torch.optim.SGD([w], lr=1.0)\n"
+        "w.sum().backward()\no.step()\n",
+        encoding="utf-8",
+    )
+    assert run("short.py", "--fail-on", "any") == 2
+    assert "no step was recorded" in capsys.readouterr().err
+
+
+def test_baseline_survives_inserted_lines_but_not_more_reads(reads: str, capsys) -> None:
+    assert run(reads, "--baseline", "base.json", "--write-baseline") == 0
+    Path(reads).write_text(READS.replace("import sys\n", "import sys\n\n# moved\n\n"), encoding="utf-8")
+    assert run(reads, "--baseline", "base.json", "--fail-on", "any") == 0
+    assert "Suppressed by baseline: 1." in capsys.readouterr().out
+    Path(reads).write_text(READS.replace("range(4))", "range(4))").replace("(8, 4)", "(8, 6)"), encoding="utf-8")
+    assert run(reads, "--baseline", "base.json", "--fail-on", "any") == 0
+    known = json.loads(Path("base.json").read_text(encoding="utf-8"))
+    known["findings"][0]["count"] = 3
+    Path("base.json").write_text(json.dumps(known), encoding="utf-8")
+    assert run(reads, "--baseline", "base.json", "--fail-on", "any") == 1
+    Path("base.json").write_text("[]", encoding="utf-8")
+    assert run(reads, "--baseline", "base.json") == 2
+
+
+def test_a_comment_allows_a_rule_on_its_line(reads: str, capsys) -> None:
+    allowed = READS.replace("range(4))\n", "range(4))  # leanstep: allow op-storm, host-sync\n")
+    Path(reads).write_text(allowed, encoding="utf-8")
+    assert run(reads, "--fail-on", "any") == 0
+    assert "Silenced by comments: 1." in capsys.readouterr().out
+    Path(reads).write_text(READS.replace("range(4))\n", "range(4))  # leanstep: allow op-storm\n"), encoding="utf-8")
+    assert run(reads, "--fail-on", "any") == 1
+
+
+def test_annotations_are_escaped(capsys) -> None:
+    folder = Path("odd,name:100%")
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text(READS, encoding="utf-8")
+    assert run(script, "--annotations") == 0
+    found = re.findall(r"^::warning file=(.*),line=9,title=leanstep host-sync::(.*)$", capsys.readouterr().out, re.M)
+    assert len(found) == 1
+    assert found[0][0] == "odd%2Cname%3A100%25/train.py"
+    assert "4 × scalar" in found[0][1]
+
+
+def test_html_gets_a_section(reads: str) -> None:
+    assert run(reads, "--html", "page.html") == 0
+    page = Path("page.html").read_text(encoding="utf-8")
+    assert "host-sync" in page
+    assert "train.py:9" in page
+
+
+BROKEN = """\
+import torch
+
+
+def widen(x, number):
+    if number == 3:
+        return x @ torch.zeros(3, 3)
+    return x
+
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(6):
+    loss = widen(model(torch.randn(2, 4)), number).sum()
+    loss.backward()
+    loss.item()
+    optimizer.step()
+"""
+
+
+def test_a_broken_script_shows_pythons_traceback_and_keeps_its_findings(capfd) -> None:
+    Path("broken.py").write_text(BROKEN, encoding="utf-8")
+    plain = subprocess.run([sys.executable, "broken.py"], capture_output=True, text=True, check=False)
+    assert run("broken.py", "--json", "out.json", "--fail-on", "dead-rows") == plain.returncode == 1
+    captured = capfd.readouterr()
+    assert captured.err == plain.stderr
+    report = validated("out.json")
+    assert report["exit"] == {"code": 1, "exception": "RuntimeError"}
+    assert [(f["rule"], f["line"]) for f in report["findings"]] == [("host-sync", 15)]
+    assert report["steps"]["recorded"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "stderr"),
+    [
+        ("raise SystemExit(7)\n", 7, ""),
+        ("raise SystemExit\n", 0, ""),
+        ("raise SystemExit('enough')\n", 1, "enough\n"),
+        ("def f(:\n", 1, None),
+        ("raise KeyboardInterrupt\n", 130, None),
+    ],
+)
+def test_the_scripts_own_exit_code(text: str, code: int, stderr: str | None, capfd) -> None:
+    Path("script.py").write_text(text, encoding="utf-8")
+    plain = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, check=False)
+    assert run("script.py") == code
+    captured = capfd.readouterr()
+    assert captured.err == plain.stderr
+    if stderr is not None:
+        assert captured.err == stderr
+
+
+def test_ctrl_c_from_outside() -> None:
+    Path("slow.py").write_text(
+        READS.replace("range(5)", "range(10**9)").replace("optimizer.zero_grad()", "optimizer.zero_grad(); print(number, flush=True)"),
+        encoding="utf-8",
+    )
+    root = str(Path(cli.__file__).parents[1])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "leanstep", "diagnose", "slow.py"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+    assert process.stdout is not None
+    while process.stdout.readline().strip() != "9":
+        pass
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert "leanstep" not in err
+    assert "4 reads" in out
+
+
+def test_stop_ends_the_script_early(reads: str, capsys) -> None:
+    Path(reads).write_text(READS.replace("range(5)", "range(10**9)"), encoding="utf-8")
+    assert run(reads, "--stop", "--steps", "2") == 0
+    assert "2 steps recorded after 1" in capsys.readouterr().out
+
+
+def test_a_folder_runs_its_train_py(capsys) -> None:
+    assert run(STEPS / "dead_rows_folder", "--json", "out.json") == 0
+    places = {(f["rule"], Path(f["file"]).name) for f in validated("out.json")["findings"]}
+    assert places == {("dead-rows", "net.py"), ("host-sync", "losses.py")}
+    for name in ("model", "model.net", "losses"):
+        sys.modules.pop(name, None)
+    capsys.readouterr()
+    assert run(".") == 2
+
+
+def test_fake_run_stops_at_the_first_read(reads: str, capsys) -> None:
+    assert run(reads, "--fake", "--json", "fake.json") == 1
+    assert "train.py:9" in capsys.readouterr().out
+    assert json.loads(Path("fake.json").read_text(encoding="utf-8"))["read"]["line"] == 9
+    assert run(STEPS / "clean_lm.py", "--fake") == 0
+    assert "nothing forced the host to look" in capsys.readouterr().out
