@@ -328,6 +328,11 @@ def test_non_finite_gradient_skips_the_whole_step_and_is_counted(bad, where):
     assert optimizer.skipped_steps == 1
 
 
+def test_huge_finite_gradients_are_not_mistaken_for_infinite_ones():
+    weight, grad = torch.zeros(20, 30), torch.randn(20, 30)
+    torch.testing.assert_close(step_once(weight, grad * 1e37), step_once(weight, grad), atol=1e-5, rtol=0)
+
+
 def test_groups_run_on_their_phase_and_keep_their_gradient_otherwise():
     model = small_model()
     optimizer = NorMuon(split_params(model, adam={"every": 2, "phase": 1}))
