@@ -101,7 +101,7 @@ def linear_logprobs(
     Returns:
         LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
 
-    Peak extra memory: one tile (about 16 MiB on a CPU), [T', D] sums, 5 vectors; gradients that are returned.
+    Peak extra memory: one tile (about 6 MiB on a CPU), [T', D] sums, 5 vectors; gradients that are returned.
     GEMMs (2 T' D V FLOPs each): 4 with gradients; 2 with a frozen head, 3 if entropy is "grad"; 1 without.
     Collectives: 2 forward, 1 backward with a group; else none.
     Use something else when: V < 1,000 and all rows count; the plain version is as fast.

@@ -265,7 +265,7 @@ def _chunk_rows(chunk_rows: int | None, logits: Tensor, dtype: torch.dtype) -> i
     if chunk_rows is not None:
         return chunk_rows
     row_bytes = 2 * dtype.itemsize * max(logits.shape[1], 1)
-    return max(default_budget(logits.device) // 2 // row_bytes, 1)
+    return max(default_budget(logits.device) // row_bytes, 1)
 
 
 def _check_reusable(logits: Tensor, rows: Tensor | None, dtype: torch.dtype) -> None:

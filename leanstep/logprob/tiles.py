@@ -16,8 +16,8 @@ import torch
 
 # Logits and work area in fp32, and a 16-bit copy where the weight has 16 bits.
 TILE_ELEMENT_BYTES = 10
-# Half of a common last-level cache; the bench is flat between 8 and 32 MiB.
-CPU_TILE_BYTES = 16 << 20
+# Logits and work area then fit a share of the last-level cache that other cores leave; larger is slower.
+CPU_TILE_BYTES = 6 << 20
 MAX_BUDGET_BYTES = 512 << 20
 CPU_MAX_ROWS = 1024
 

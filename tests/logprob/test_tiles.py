@@ -56,7 +56,7 @@ def test_the_smaller_gradient_is_the_one_that_accumulates():
 
 def test_a_cpu_tile_is_tall_and_fits_the_cache():
     tiles = choose_tiles(512, 32000, 1024)
-    assert tiles.rows == 512 and tiles.tile_bytes <= default_budget("cpu") == 16 * MIB
+    assert tiles.rows == 512 and tiles.tile_bytes <= default_budget("cpu") == 6 * MIB
 
 
 def test_own_tiles():
