@@ -308,7 +308,7 @@ def policy_ranks(rank: int, world: int) -> list[dict]:
     results = []
     for objective, budget in (
         (PolicyObjective(entropy_coef=0.1, clip_high=0.3), None),
-        (PolicyObjective(entropy_coef=0.1, clip_high=0.3), 64 * 8 * 3 * V),
+        (PolicyObjective(entropy_coef=0.1, clip_high=0.3), 70 * 8 * 3 * -(-V // world)),
         (PolicyObjective(kind="gspo", clip_low=0.5, clip_high=0.5), 64 * 8 * V),
     ):
         bounds = shard_bounds(V, world, "unequal")
