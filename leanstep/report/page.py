@@ -35,9 +35,15 @@ def add_section(path: str | Path, kind: str, payload: Data) -> None:
     What the page already holds stays; the same case, script or plan measured again replaces its older self.
     A file that is not a leanstep page is refused, never overwritten.
     """
+    add_sections(path, {kind: payload})
+
+
+def add_sections(path: str | Path, payloads: dict[str, Data]) -> None:
+    """`add_section` for several kinds at once: the page is written once, with all of them or not at all."""
     data = read_page(path)
-    held = data["sections"].get(kind)
-    data["sections"][kind] = sections.merge(kind, held, sections.prepare(kind, payload))
+    for kind, payload in payloads.items():
+        held = data["sections"].get(kind)
+        data["sections"][kind] = sections.merge(kind, held, sections.prepare(kind, payload))
     data["written"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     write_text(path, render(data), "--html")
 

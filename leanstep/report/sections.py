@@ -142,6 +142,7 @@ def _demo(payload: Data) -> Data:
                 "before_findings": findings_view(before["diagnose"]),
                 "after_findings": findings_view(after["diagnose"]),
                 "diff_rows": [{**row, "html": html} for row, html in coloured],
+                "memory_figure": units.memory_change(example["memory_ratio"]),
                 "gone": gone,
                 "came": came,
                 "rules_gone": _rules_gone(before["diagnose"], after["diagnose"]),

@@ -34,3 +34,10 @@ def ratio(value: float | None) -> str:
 
 def small(value: float | None) -> str:
     return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def memory_change(value: float) -> tuple[str, str]:
+    """A memory ratio in words: ("4.2×", "less peak memory"), ("1.3×", "more ..."), ("=", "the same ...")."""
+    if 0.95 <= value <= 1.05:
+        return "=", "the same peak memory"
+    return (ratio(value), "less peak memory") if value > 1 else (ratio(1 / value), "more peak memory")

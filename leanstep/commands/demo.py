@@ -1,0 +1,293 @@
+"""`leanstep demo`: diagnose, replace, prove and bench three training steps; one table, one page."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from leanstep.commands import BadInput, FellShort
+from leanstep.commands.output import check_writable, console, write_json
+from leanstep.report import units
+
+# The page with plotly inlined takes 5 MB, and is written beside its older self.
+PAGE_BYTES = 8 * 2**20
+STEPS = 6
+# What the page compares with peers and the limit: case, size, parameters that keep it short, rows left out.
+COMPARED: tuple[tuple[str, str, dict[str, Any], tuple[str, ...]], ...] = (
+    ("lens-loss", "cpu", {}, ("compiled",)),
+    ("logprob-linear", "cpu", {"tokens": 768, "hidden": 512, "vocab": 16000}, ("cut-cross-entropy",)),
+    ("polar", "square", {}, ("addmm-bf16", "leanstep-bf16")),
+    ("bank-access", "cpu", {}, ()),
+)
+SWEPT = (1.0, 0.5, 0.25, 0.1)
+
+
+def demo(
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where to write index.html.")] = "leanstep-report",
+    only: Annotated[str | None, typer.Option(help="Only these examples: lens,rl,speedrun.")] = None,
+    peers: Annotated[
+        bool, typer.Option(help="Also compare cases with peers, the limit and a 141 GB device.")
+    ] = True,
+    budget: Annotated[float, typer.Option(help="Seconds of timing per example.")] = 8.0,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")
+    ] = None,
+) -> None:
+    """Walk through the loop on three bundled training steps and write one page. Takes two to three minutes.
+
+    Example: leanstep demo --out report
+    """
+    # Read when torch is first imported: its profiler warns about memory that was there before, on every run.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from leanstep.commands.example import EXAMPLES, compare, examples_folder
+    from leanstep.commands.select import split_list
+
+    names = split_list(only, "--only") or tuple(e.name for e in EXAMPLES)
+    for name in names:
+        if name not in {e.name for e in EXAMPLES}:
+            raise BadInput(f"--only: no example {name!r}; there are {', '.join(e.name for e in EXAMPLES)}")
+    if budget <= 0:
+        raise BadInput(f"--budget: expected seconds above 0, got {budget}")
+    examples_folder()
+    check_writable(json, "--json")
+    page = _page_path(out)
+
+    screen = console(json)
+    started = time.perf_counter()
+    board = Board([e for e in EXAMPLES if e.name in names], screen)
+    found: list[dict[str, Any]] = []
+    sections: dict[str, Any] = {}
+    with board, _interrupt_in_one_line():
+        for example in board.examples:
+            result = compare(
+                example,
+                steps=STEPS,
+                budget_s=budget,
+                report=lambda what, name=example.name: board.show(name, what),
+            )
+            found.append(result)
+            board.finish(result)
+        if peers:
+            sections = _compare_cases(board)
+    seconds = time.perf_counter() - started
+    payload = _payload(found, seconds)
+    screen.print(closing_table(found))
+    _write_page(page, payload, sections)
+    write_json({"demo": payload, **sections}, json)
+    screen.print(
+        f"{units.seconds(seconds)} · the page: {page.resolve().as_uri()}", soft_wrap=True, markup=False
+    )
+    failed = [f"{e['name']} {row['tensor']}" for e in found for row in e["proof"] if not row["ok"]]
+    if failed:
+        raise FellShort(f"demo: the proof failed for {len(failed)} tensors, first {failed[0]}")
+
+
+@contextlib.contextmanager
+def _interrupt_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("leanstep: interrupted; no page was written", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _page_path(out: str) -> Path:
+    """DIR/index.html, after making sure now that it can be written in three minutes."""
+    from leanstep.report.page import read_page
+
+    folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"--out: {out} is a file; expected a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out: cannot make the folder {out}: {error.strerror}") from None
+    page = folder / "index.html"
+    check_writable(str(page), "--out")
+    free = shutil.disk_usage(folder).free
+    if free < PAGE_BYTES:
+        raise BadInput(f"--out: {units.size(free)} free in {out}; the page needs {units.size(PAGE_BYTES)}")
+    read_page(page)
+    return page
+
+
+def _payload(found: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    from leanstep.measure.environment import environment
+
+    return {**environment(), "seconds": seconds, "examples": found}
+
+
+def _write_page(page: Path, payload: dict[str, Any], sections: dict[str, Any]) -> None:
+    """All sections at once: the page is there with everything or as it was before."""
+    from leanstep.report.page import add_sections
+
+    add_sections(page, {"demo": payload, **sections})
+
+
+def _compare_cases(board: Board) -> dict[str, Any]:
+    """Cases against peers and the limit, the response-fraction sweep, and the plan at the published size."""
+    from leanstep.case import all_cases
+    from leanstep.measure.bench import run_bench
+
+    results = []
+    known = all_cases()
+    for name, size, overrides, left_out in COMPARED:
+        if name not in known:
+            continue
+        case = known[name]
+        rows = tuple(i.name for i in case.implementations if i.name not in left_out)
+        board.show("peers", f"{name} against peers and the limit")
+        results.append(run_bench(case, size, overrides=overrides, only=rows, budget_s=2.0).to_json())
+        if name == "logprob-linear":
+            for fraction in SWEPT:
+                board.show("peers", f"{name} with {fraction:g} of the rows kept")
+                swept = {"response_frac": fraction, **overrides}
+                few = ("leanstep", "gather-after", "limit")
+                results.append(run_bench(case, size, overrides=swept, only=few, budget_s=1.0).to_json())
+    board.show("peers", "plan at the published size")
+    return {"bench": {"results": results}, "plan": plan_at_published_size()}
+
+
+def plan_at_published_size() -> dict[str, Any]:
+    """Predicted peaks of the published out-of-memory case against the device it ran on."""
+    import torch
+
+    from leanstep.logprob.memory import plan_memory
+    from leanstep.measure.environment import environment
+
+    tokens, vocab, hidden = 205_280, 76_032, 2_560
+    methods = {
+        "plain": ("full logits", "reference"),
+        "gathered-step": ("full logits, rows gathered after the head", "peer"),
+        "linear": ("leanstep: rows before the head, tiles", "fast"),
+    }
+    rows = []
+    for method, (label, kind) in methods.items():
+        for fraction in SWEPT:
+            plan = plan_memory(tokens, vocab, hidden, fraction, method=method, dtype=torch.float32)  # type: ignore[arg-type]
+            rows.append({"method": label, "kind": kind, "x": fraction, "peak_bytes": plan.total_bytes})
+    return {
+        **environment(),
+        "title": "Predicted peak of the published out-of-memory case",
+        "summary": f"{tokens:,} tokens, vocabulary {vocab:,}, width {hidden:,}, fp32, log-prob and entropy "
+        "with gradients, against an H200 of 141 GB. One buffer of logits alone is 58.1 GiB. By formula; "
+        "`leanstep plan logprob` also runs the real code on tensors that hold no memory.",
+        "x_title": "response fraction",
+        "rows": rows,
+        "devices": {"H200": 141_000_000_000},
+    }
+
+
+class Board:
+    """The live display: one line per example with what is going on and what came out.
+
+    It redraws only when something changes: a drawing thread would disturb the clock and the recorder.
+    """
+
+    def __init__(self, examples: list[Any], screen: Console) -> None:
+        self.examples = examples
+        self.screen = screen
+        self.results: dict[str, dict[str, Any]] = {}
+        self.now: tuple[str, str] = ("", "")
+        self.started = time.perf_counter()
+        self.live = Live(console=screen, auto_refresh=False, transient=True) if screen.is_terminal else None
+
+    def __enter__(self) -> Board:
+        if self.live:
+            self.live.__enter__()
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        if self.live:
+            self.live.__exit__(*details)
+
+    def show(self, name: str, what: str) -> None:
+        changed = self.now != (name, what)
+        self.now = (name, what)
+        if self.live:
+            self.live.update(self.table(), refresh=True)
+        elif changed and "round" not in what:
+            self.screen.print(f"{self.elapsed()}  {name}: {what}", markup=False)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        self.results[result["name"]] = result
+        self.screen.print(findings_text(result))
+        if self.live:
+            self.live.update(self.table(), refresh=True)
+
+    def elapsed(self) -> str:
+        minutes, seconds = divmod(int(time.perf_counter() - self.started), 60)
+        return f"{minutes}:{seconds:02d}"
+
+    def table(self) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for column in ("", "example", "now", self.elapsed()):
+            table.add_column(column)
+        for example in self.examples:
+            done, active = example.name in self.results, example.name == self.now[0]
+            mark = Text("✓", "green") if done else Text("▸", "bold") if active else Text("·", "dim")
+            line = (
+                headline(self.results[example.name]) if done else Text(self.now[1] if active else "", "dim")
+            )
+            table.add_row(mark, Text(example.name, "bold" if active else ""), line, "")
+        if self.now[0] == "peers":
+            table.add_row(Text("▸", "bold"), Text("peers", "bold"), Text(self.now[1], "dim"), "")
+        return table
+
+
+def headline(result: dict[str, Any]) -> Text:
+    figure, words = units.memory_change(result["memory_ratio"])
+    return Text.assemble((units.ratio(result["time_ratio"]), "bold green"), f" faster, {figure} {words}")
+
+
+def findings_text(result: dict[str, Any], shown: int = 3) -> Text:
+    """The dearest findings of `before.py` with their lines, and what is left of them in `after.py`."""
+    before, after = (result[side]["diagnose"]["findings"] for side in ("before", "after"))
+    text = Text.assemble((result["title"], "bold"), f"  (examples/{result['name']})\n")
+    for finding in sorted(before, key=lambda f: f["rank"])[:shown]:
+        place = f"{Path(finding['file']).name}:{finding['line']}"
+        text.append(f"  {finding['rule']:<20}", "yellow")
+        text.append(f"{place:<20} ")
+        text.append(f"{finding['count']:,} per step\n", "dim")
+        text.append(f"      {finding['code'][:92]}\n", "dim")
+    rest = f", {len(before) - shown} more" if len(before) > shown else ""
+    passed = sum(row["ok"] for row in result["proof"])
+    text.append(f"  {len(before)} findings before{rest}; {len(after)} after. ")
+    proven = passed == len(result["proof"])
+    text.append(
+        f"Loss and gradients: {passed} of {len(result['proof'])} tensors as close to fp64 as before.\n",
+        "green" if proven else "bold red",
+    )
+    return text
+
+
+def closing_table(results: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title="before → after", title_justify="left")
+    table.add_column("training step")
+    for name in ("findings", "time", "faster", "peak memory", "less", "loss and gradients"):
+        table.add_column(name, justify="right")
+    for result in results:
+        before, after = result["before"], result["after"]
+        ok = all(row["ok"] for row in result["proof"])
+        table.add_row(
+            result["name"],
+            f"{len(before['diagnose']['findings'])} → {len(after['diagnose']['findings'])}",
+            f"{units.seconds(before['median_s'])} → {units.seconds(after['median_s'])}",
+            Text(units.ratio(result["time_ratio"]), "bold green"),
+            f"{units.size(before['peak_bytes'])} → {units.size(after['peak_bytes'])}",
+            units.ratio(result["memory_ratio"]),
+            Text("proven", "green") if ok else Text("FAILED", "bold red"),
+        )
+    return table

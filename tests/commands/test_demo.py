@@ -1,0 +1,155 @@
+"""`leanstep demo`: refuses early, leaves nothing half written, and says in one line why."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from leanstep.commands import BadInput, demo, example
+from leanstep.report.files import BadInput as FilesBadInput
+from leanstep.report.page import read_page
+
+COMMAND = [sys.executable, "-m", "leanstep", "demo", "--no-peers", "--only", "lens", "--budget", "0.5"]
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment()
+    )
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def one_line(result: subprocess.CompletedProcess) -> str:
+    assert result.returncode == 2, result
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.timeout(240)
+def test_demo_writes_the_page_and_prints_the_table(tmp_path: Path):
+    result = run("--out", str(tmp_path / "report"), "--json", str(tmp_path / "demo.json"), timeout=230)
+    assert result.returncode == 0, result.stderr
+    assert "before → after" in result.stdout and "proven" in result.stdout
+    assert "pair_losses.py:" in result.stdout and "host-sync" in result.stdout
+    page = tmp_path / "report" / "index.html"
+    (found,) = read_page(page)["sections"]["demo"]["examples"]
+    assert found["name"] == "lens" and all(row["ok"] for row in found["proof"])
+    assert {f["rule"] for f in found["before"]["diagnose"]["findings"]} >= {"host-sync", "op-storm"}
+    assert found["after"]["diagnose"]["findings"] == []
+    assert found["before"]["losses"] == pytest.approx(found["after"]["losses"], rel=1e-4)
+    assert [p.name for p in page.parent.iterdir()] == ["index.html"]
+    assert json.loads((tmp_path / "demo.json").read_text())["demo"]["examples"][0]["name"] == "lens"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+@pytest.mark.parametrize(
+    ("options", "reason"), [("size=1m", "free in"), ("size=16m,ro", "Read-only file system")]
+)
+def test_full_disk_and_read_only_folder(tmp_path: Path, options: str, reason: str):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this machine does not let tests mount a tmpfs")
+    try:
+        message = one_line(run("--out", str(folder)))
+        assert message.startswith("leanstep: --out:") and reason in message
+        assert list(folder.iterdir()) == []
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_fills_up_at_the_end_keeps_the_old_page(tmp_path: Path, monkeypatch):
+    page = tmp_path / "index.html"
+    demo._write_page(page, {**demo._payload([], 1.0)}, {})
+    old = page.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FilesBadInput, match=r"cannot write .*index.html: No space left on device"):
+        demo._write_page(page, demo._payload([], 2.0), {})
+    assert page.read_bytes() == old and [p.name for p in tmp_path.iterdir()] == ["index.html"]
+
+
+@pytest.mark.parametrize("wait_for", ["diagnose before.py", "train 6 steps, before"])
+def test_interrupt_leaves_no_page(tmp_path: Path, wait_for: str):
+    process = subprocess.Popen(
+        [*COMMAND, "--out", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment(), "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if wait_for in line:
+                break
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors.strip().splitlines() == ["leanstep: interrupted; no page was written"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"only": "lens,chess"}, r"--only: no example 'chess'; there are lens, rl, speedrun"),
+        ({"only": "lens,,rl"}, r"--only: expected names separated by commas"),
+        ({"budget": 0.0}, r"--budget: expected seconds above 0, got 0.0"),
+        ({"out": __file__}, r"--out: .* is a file; expected a folder"),
+        ({"json": "/nowhere/at/all.json"}, r"--json: the folder /nowhere/at does not exist"),
+    ],
+)
+def test_bad_input_is_named(arguments: dict, message: str, tmp_path: Path):
+    defaults = {"out": str(tmp_path), "only": None, "peers": False, "budget": 1.0, "json": None}
+    with pytest.raises(BadInput, match=message):
+        demo.demo(**{**defaults, **arguments})
+
+
+def test_a_foreign_index_is_refused_before_the_work(tmp_path: Path):
+    (tmp_path / "index.html").write_text("<html>mine</html>")
+    with pytest.raises(BadInput, match="not a page that leanstep wrote"):
+        demo._page_path(str(tmp_path))
+
+
+def test_missing_examples_are_said(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(example.leanstep, "__file__", str(tmp_path / "leanstep" / "__init__.py"))
+    with pytest.raises(BadInput, match="bundled examples are missing"):
+        example.examples_folder()
+
+
+def test_a_failing_example_is_one_line(tmp_path: Path):
+    script = tmp_path / "broken.py"
+    script.write_text("raise RuntimeError('no data')\n")
+    with pytest.raises(demo.FellShort, match=r"broken.py failed: RuntimeError: no data"):
+        example.diagnose_script(script)
+
+
+def test_plan_knows_the_published_figures():
+    plan = demo.plan_at_published_size()
+    peaks = {
+        (row["method"].split(":")[0].split(",")[0], row["x"]): row["peak_bytes"] / 2**30
+        for row in plan["rows"]
+    }
+    assert 170 < peaks["full logits", 1.0] < 250
+    assert peaks["leanstep", 1.0] < 6.5
