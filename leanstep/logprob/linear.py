@@ -189,7 +189,7 @@ class _LinearLogProbs(torch.autograd.Function):
         best = None if best is None else best.over_ranks(p.group)
         final, kept_final = stats.final(), stats.keep_final()
         logp = (kept_final or final).log_prob(stats.target)
-        if p.smoothing and stats.total is not None:
+        if p.smoothing and stats.total is not None and p.head.vocabulary is not None:
             mean = (stats.total / p.head.vocabulary - final.max) - final.log_sum
             logp = (1.0 - p.smoothing) * logp + p.smoothing * (
                 mean if logp.dim() == 1 else mean.unsqueeze(-1)

@@ -200,7 +200,7 @@ class _PolicyLoss(torch.autograd.Function):
             part = chunk.rows
             final, target = buffers.statistics(part) if not chunk.recompute else _recomputed(p, part)
             logp[part] = final.log_prob(target)
-            if entropy is not None:
+            if entropy is not None and final.entropy is not None:
                 entropy[part] = final.entropy
             rows, g_logp, g_entropy = _row_gradients(call, chunk, logp[part], final.entropy)
             losses[part], ratio[part], clipped[part] = rows

@@ -201,6 +201,7 @@ class RowStatistics:
 
         The head that is not exponentiated keeps its exact step: no factor of exp(step) hides a clamped one.
         """
+        assert self.ref_max is not None and self.ref_sum is not None
         # Before the first column both sums are 0 and the step has no meaning.
         step = torch.where(self.max == -torch.inf, 0.0, self.max - shift)
         ref_step = torch.where(self.ref_max == -torch.inf, 0.0, self.ref_max - ref_shift)
