@@ -20,7 +20,8 @@ ALLOWED = {
     "measure": {"case", "diagnose"},
     "diagnose": set(),
     "report": {"measure", "diagnose", "case"},
-    "recipes": {"preference", "logprob", "muon", "gpt"},
+    # A race writes down what it ran on.
+    "recipes": {"preference", "logprob", "muon", "gpt", "measure"},
     "integrations": {"preference", "logprob", "muon", "gpt", "case"},
 }
 
