@@ -76,13 +76,15 @@ def plan_logprob(
     from leanstep.commands.plan_workloads import HeadShape, simulate_head
     from leanstep.commands.progress import progress_bar
     from leanstep.commands.select import DTYPES as TORCH_DTYPES
-    from leanstep.logprob.memory import DESCRIPTIONS, METHODS, plan_memory
+    from leanstep.logprob.memory import DESCRIPTIONS, METHODS, Method, plan_memory
 
     torch_dtype = TORCH_DTYPES[dtype]
     columns = -(-vocab // tp)
     wanted = {"none": (), "all": METHODS, "leanstep": ("plain", "gathered-loss", "linear")}[simulate]
-    # Plain code computes every row, whatever is kept.
-    jobs = [(m, fraction) for m in METHODS for fraction in (fractions if m != "plain" else fractions[:1])]
+    jobs: list[tuple[Method, float]] = []
+    for each in METHODS:
+        # Plain code computes every row, whatever is kept.
+        jobs += [(each, fraction) for fraction in (fractions if each != "plain" else fractions[:1])]
     rows = []
     with progress_bar(out, "plan logprob") as report:
         for done, (method, fraction) in enumerate(jobs):

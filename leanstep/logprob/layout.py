@@ -127,9 +127,9 @@ def checked_masks(loss_masks: Masks, responses: list[int]) -> list[Tensor]:
         raise ValueError(f"loss_masks: expected one per sample ({len(responses)}), got {len(loss_masks)}")
     masks = []
     for k, (mask, length) in enumerate(zip(loss_masks, responses, strict=True)):
-        if isinstance(mask, Tensor) and mask.device.type != "cpu":
-            raise ValueError(f"loss_masks[{k}]: expected host values, got a tensor on {mask.device}")
-        host = mask if isinstance(mask, Tensor) else torch.tensor(list(mask))
+        host = torch.as_tensor(mask)
+        if host.device.type != "cpu":
+            raise ValueError(f"loss_masks[{k}]: expected host values, got a tensor on {host.device}")
         if host.shape != (length,):
             raise ValueError(f"loss_masks[{k}]: expected length {length}, got shape {tuple(host.shape)}")
         if not bool(((host == 0) | (host == 1)).all()):

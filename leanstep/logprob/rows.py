@@ -71,8 +71,7 @@ class RowPlan:
 
     def targets(self, tokens: Tensor | Sequence[Tensor]) -> Tensor:
         """The scored token of each computed row, from the samples' own tokens (concatenated, or one each)."""
-        stream = tokens if isinstance(tokens, Tensor) else torch.cat(list(tokens)) if len(tokens) else None
-        stream = self.targets_index.new_zeros(0) if stream is None else stream
+        stream = _one_row(tokens, self.targets_index)
         if stream.ndim != 1 or stream.numel() != self.num_tokens:
             got = tuple(stream.shape)
             raise ValueError(f"tokens: expected all samples' {self.num_tokens} tokens in one row, got {got}")
@@ -342,11 +341,17 @@ def sample_mean(values: Tensor | Sequence[Tensor], plan: RowPlan) -> Tensor:
     """
     if plan.weights is None:
         raise ValueError("plan: sample_mean needs a plan built with loss_masks")
-    flat = values if isinstance(values, Tensor) else torch.cat(list(values)) if len(values) else None
-    flat = plan.weights.new_zeros(0) if flat is None else flat
+    flat = _one_row(values, plan.weights)
     if flat.shape != plan.weights.shape:
         raise ValueError(f"values: expected {plan.weights.numel()} entries, got shape {tuple(flat.shape)}")
     return (flat * plan.weights.to(flat.dtype)).sum()
+
+
+def _one_row(values: Any, like: Tensor) -> Tensor:
+    """A tensor as it is, a list of tensors concatenated; no tensors at all give an empty one."""
+    if isinstance(values, Tensor):
+        return values
+    return torch.cat(list(values)) if len(values) else like.new_zeros(0)
 
 
 def _ranges(bounds: Iterable[tuple[int, int]]) -> Tensor:
