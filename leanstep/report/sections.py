@@ -247,15 +247,38 @@ def _closeness(row: Data) -> float:
 def _plan(plan: Data) -> Data:
     """A plan's own chart when its rows carry methods and peaks, and its rows as a table in any case."""
     rows = plan.get("rows", [])
-    chart = None
-    if rows and all({"method", "kind", "x", "peak_bytes"} <= set(row) for row in rows):
-        chart = charts.capacity(rows, plan.get("devices", {}), x_title=plan.get("x_title", ""))
+    chart, drawn, devices = None, rows, plan.get("devices", {})
+    if plan.get("plan") == "logprob":
+        drawn, devices = _logprob_peaks(plan)
+    if drawn and all({"method", "kind", "x", "peak_bytes"} <= set(row) for row in drawn):
+        chart = charts.capacity(drawn, devices, x_title=plan.get("x_title", "response fraction"))
     return {
         "title": _plan_key(plan),
         "summary": plan.get("summary", ""),
         "chart": chart,
         "tables": tables_of({"rows": rows}) if rows else tables_of(plan),
     }
+
+
+# The methods of `leanstep plan logprob` that a chart can hold side by side, and the device it is drawn against.
+_DRAWN = {"plain": "reference", "gathered-loss": "peer", "gathered-step": "peer", "linear": "fast"}
+_DRAWN_DEVICE = "h200"
+
+
+def _logprob_peaks(plan: Data) -> tuple[list[Data], dict[str, int]]:
+    """Rows for the capacity chart: the simulated peak where there is one, else the formula's."""
+    rows = []
+    fractions = sorted({row["response_frac"] for row in plan["rows"]})
+    for row in plan["rows"]:
+        if row["method"] not in _DRAWN:
+            continue
+        peak = row.get("simulated_bytes") or row["formula_bytes"]
+        # Plain code computes every row: one figure for all fractions.
+        for fraction in fractions if row["method"] == "plain" else [row["response_frac"]]:
+            kind = _DRAWN[row["method"]]
+            rows.append({"method": row["method"], "kind": kind, "x": fraction, "peak_bytes": peak})
+    held = plan.get("capacities", {})
+    return rows, {name.upper(): size for name, size in held.items() if name == _DRAWN_DEVICE}
 
 
 def tables_of(payload: Data) -> list[Data]:

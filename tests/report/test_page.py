@@ -168,3 +168,27 @@ def test_two_environments_are_told_apart():
     other = samples.prove_result() | {"torch": "2.14.0"}
     shown = sections.view({"bench": {"results": [samples.bench_result()]}, "prove": other})["environments"]
     assert [e["parts"] for e in shown] == ["bench", "prove"]
+
+
+def test_a_logprob_plan_is_drawn_from_its_simulated_peaks():
+    rows = [
+        {"method": method, "response_frac": fraction, "formula_bytes": 2**30, "simulated_bytes": simulated}
+        for method, fraction, simulated in (
+            ("plain", 1.0, 3 * 2**30),
+            ("linear", 1.0, None),
+            ("linear", 0.5, None),
+        )
+    ]
+    plan = {
+        "plan": "logprob",
+        "rows": [*rows, {**rows[1], "method": "frozen"}],
+        "capacities": {"h200": 2**37, "h100": 1},
+    }
+    (shown,) = sections.view({"plan": sections.prepare("plan", plan)})["plan"]
+    plain, linear, device = shown["chart"]["data"]
+    assert shown["title"] == "logprob"
+    assert (plain["x"], plain["y"]) == ([0.5, 1.0], [3.0, 3.0]) and (linear["x"], linear["y"]) == (
+        [0.5, 1.0],
+        [1.0, 1.0],
+    )
+    assert device["name"].startswith("H200")

@@ -1,0 +1,194 @@
+"""The README's figures: measured here, kept in `results/`, written between markers, never by hand.
+
+`leanstep bench --readme` measures every case of `MEASURED`, writes one result file each with the command that
+repeats it, and rewrites the marked blocks. A test renders the blocks again from the committed files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from leanstep.report import units
+from leanstep.report.files import BadInput, write_text
+
+# (case, size, what the reader calls it); the order of the table.
+MEASURED = (
+    ("logprob-linear", "cpu", "log-probs and entropy of a quarter of the rows, LM head included"),
+    ("policy-loss", "cpu", "the whole policy objective on those rows"),
+    ("logprob-logits", "cpu", "log-probs and entropy from existing logits"),
+    ("lens-loss", "seed", "controller objective, 39 pairs of 1,831 entries"),
+    ("lens-step", "cpu", "training step with that controller"),
+    ("polar", "cpu", "Polar Express, 768 × 3072"),
+    ("polar", "square", "Polar Express, 768 × 768"),
+    ("muon-step", "cpu", "NorMuon step, 2 of 768 × 3072 and 8 of 768 × 768"),
+    ("transpose-add", "cpu", "add a transposed 768 × 50,304 gradient"),
+    ("bank-access", "cpu", "weights of 11 layers out of a bank, and back"),
+    ("gpt-step", "tiny", "training step of the small GPT"),
+)
+# The script whose diagnosis the README shows.
+SCREEN_SCRIPT = "examples/rl/before.py"
+_BLOCK = re.compile(r"(<!-- (figures|screen):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL)
+
+Data = dict[str, Any]
+
+
+def repository() -> Path:
+    """The checkout this package runs from; an installed copy has no README to write."""
+    root = Path(__file__).parents[2]
+    if not (root / "README.md").is_file() or not (root / "pyproject.toml").is_file():
+        raise BadInput("--readme: this leanstep was not run from a checkout; there is no README.md to write")
+    return root
+
+
+def update_readme(console: Console, *, budget_s: float = 20.0) -> None:
+    """Measure, write `results/*.json`, rewrite the blocks of README.md."""
+    from leanstep.case import get_case
+    from leanstep.measure.bench import run_bench
+
+    root = repository()
+    (root / "results").mkdir(exist_ok=True)
+    for name, size, what in MEASURED:
+        console.print(f"{name} {size}: {what}", markup=False)
+        result = run_bench(get_case(name), size, budget_s=budget_s)
+        if result.failed:
+            raise BadInput(f"--readme: parity failed for {name} {result.failed[0].tensor}; nothing to write")
+        command = f"leanstep bench {name} --size {size}"
+        write_result(root, f"bench-{name}-{size}", command, result.to_json())
+    write_result(
+        root, "diagnose-rl-before", f"leanstep diagnose {SCREEN_SCRIPT} --stop", diagnose_screen(root)
+    )
+    rewrite(root)
+
+
+def write_result(root: Path, name: str, command: str, result: Data) -> None:
+    """One result file: the figures and the command that repeats them."""
+    when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    text = json.dumps(
+        {"command": command, "date": when, "result": result}, indent=1, ensure_ascii=False, allow_nan=False
+    )
+    write_text(root / "results" / f"{name}.json", text + "\n", "--readme")
+
+
+def diagnose_screen(root: Path) -> Data:
+    """What `leanstep diagnose` prints for the example, as it prints it to a file."""
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "leanstep", "diagnose", SCREEN_SCRIPT, "--stop"]
+    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
+    if ran.returncode:
+        raise BadInput(f"--readme: {' '.join(command[2:])} failed: {ran.stderr.strip()[-200:]}")
+    return {"screen": ran.stdout.rstrip() + "\n"}
+
+
+def rewrite(root: Path) -> None:
+    """Write the blocks of README.md again from the result files."""
+    readme = root / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    write_text(readme, rendered(text, load_results(root)), "--readme")
+
+
+def load_results(root: Path) -> dict[str, Data]:
+    return {
+        p.stem: json.loads(p.read_text(encoding="utf-8")) for p in sorted((root / "results").glob("*.json"))
+    }
+
+
+def rendered(text: str, results: dict[str, Data]) -> str:
+    """The text with every marked block rendered from the results; a block without results stays empty."""
+    blocks = {"figures": figures_table(results), "screen": screen_block(results)}
+    return _BLOCK.sub(lambda m: m.group(1) + blocks[m.group(2)] + m.group(4), text)
+
+
+def figures_table(results: dict[str, Data]) -> str:
+    """The table of the README, with the machine in its caption."""
+    lines, environments = [], set()
+    for name, size, what in MEASURED:
+        held = results.get(f"bench-{name}-{size}")
+        if held is None:
+            continue
+        result = held["result"]
+        environments.add((result["device"], result["threads"], result["torch"]))
+        rows = result["rows"]
+        plain = next(r for r in rows if r["kind"] == "reference")
+        fast = next((r for r in rows if r["impl"] == "leanstep"), None)
+        if fast is None or not plain["available"] or not fast["available"]:
+            continue
+        link = f"[`{name}`](results/bench-{name}-{size}.json)"
+        times = [units.seconds(plain["median_s"]), units.seconds(fast["median_s"])]
+        faster = f"**{units.ratio(fast['time_ratio'])}**"
+        extra = f"{units.size(plain['extra_bytes'])} → {units.size(fast['extra_bytes'])}"
+        limit, peer = _limit(rows), _best_peer(rows)
+        lines.append("| " + " | ".join([f"{what} ({link})", *times, faster, extra, peer, limit]) + " |")
+    if not lines:
+        return ""
+    head = "| | plain code | leanstep | faster | extra memory | best peer | limit |"
+    machines = "; ".join(
+        f"{device}, {threads} threads, torch {torch}" for device, threads, torch in sorted(environments)
+    )
+    how = "Forward and backward, medians of one run per line; written by `leanstep bench --readme`."
+    caption = f"{how} {machines}."
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *lines, "", caption, ""])
+
+
+def _best_peer(rows: list[Data]) -> str:
+    peers = [r for r in rows if r["kind"] == "peer" and r["available"] and r["median_s"]]
+    best = min(peers, key=lambda r: r["median_s"], default=None)
+    return f"{units.seconds(best['median_s'])} ({best['impl']})" if best else "-"
+
+
+def _limit(rows: list[Data]) -> str:
+    limit = next((r for r in rows if r["kind"] == "limit" and r["available"]), None)
+    return units.seconds(limit["median_s"]) if limit else "-"
+
+
+def screen_block(results: dict[str, Data]) -> str:
+    held = results.get("diagnose-rl-before")
+    return f"```\n{held['result']['screen'].rstrip()}\n```\n" if held else ""
+
+
+# Figures in running text: a ratio, a time, or a size, outside code.
+_FIGURE = re.compile(r"(?<![\w.,/-])(\d[\d,]*(?:\.\d+)?)\s?(×|ms|µs|s|KiB|MiB|GiB)(?![\w/])")
+
+
+def figures_in(text: str) -> list[str]:
+    """Every figure with a unit in a page of Markdown, code and shape products (768 × 3072) left out."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", " ", text, flags=re.DOTALL)
+    text = re.sub(r"\d[\d,]* ×(?= ?[\d\w])(?: ?[\d,]+)?", " ", text)
+    return [f"{number} {unit}" for number, unit in _FIGURE.findall(text)]
+
+
+def known_figures(results: dict[str, Data]) -> set[str]:
+    """Every figure that the result files support, in the ways the pages write them."""
+    known: set[str] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            for item in value.values():
+                walk(item)
+        elif isinstance(value, list):
+            for item in value:
+                walk(item)
+        elif isinstance(value, str):
+            known.update(figures_in(value))
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            known.update(_spellings(float(value)))
+
+    for held in results.values():
+        walk(held)
+    return known
+
+
+def _spellings(value: float) -> set[str]:
+    if value != value or abs(value) == float("inf"):
+        return set()
+    texts = {units.seconds(value), units.size(value)} if value >= 0 else set()
+    texts |= {f"{units.ratio(value)[:-1]} ×", f"{value:g} ×", f"{value:.0f} s", f"{value:.1f} s"}
+    texts |= {f"{value / 2**30:.{digits}f} GiB" for digits in (0, 1, 2)}
+    return texts
