@@ -42,8 +42,8 @@ class GistList:
 
     Args:
         rows: [V, 4, G] int64: cell in the flattened [V, W] tensors, 8 * start, LOD (-1 = padding), span.
-        key: [V * W + b] int64, ascending: context * stride + 8 * start + LOD; sentinels at the end.
-        stride: distance between the keys of two contexts.
+        key: [V * W + 1] int64, ascending: context * stride + 8 * start + LOD, and a sentinel.
+        stride: distance between the keys of two contexts, a multiple of 8 * b.
         top_level: the highest LOD in the batch, a host integer.
     """
 
@@ -322,10 +322,10 @@ def list_gists(batch: LensBatch, config: LensConfig) -> GistList | None:
         [first * width + entry, start * GIST_STEP, level, torch.where(real, span.gather(1, entry), 0)], 1
     )
     # Padding sits a block behind the last token, so that no block of real tokens reaches it.
-    stride = batch.num_tokens + b + 1
-    key = (torch.where(valid, pos, batch.num_tokens + b) + first * stride) * GIST_STEP + lod
-    sentinel = torch.full((b,), torch.iinfo(torch.int64).max // 2)
-    return GistList(rows, torch.cat([key.reshape(-1), sentinel]), stride * GIST_STEP, int(level.max()))
+    stride = (batch.num_tokens // b + 2) * b
+    key = (torch.where(valid, pos, stride - 1) + first * stride) * GIST_STEP + lod
+    key = torch.nn.functional.pad(key.reshape(-1), (0, 1), value=1 << 60)
+    return GistList(rows, key, stride * GIST_STEP, int(level.max()))
 
 
 def _loss_table(losses: list[list[float | Tensor | None]], width: int, dtype: torch.dtype) -> Tensor:

@@ -103,20 +103,6 @@ def _reference(tensors: dict[str, Tensor], constants: dict[str, Any]) -> Outputs
     return _outputs(lens_loss_reference(tensors["scores"], batch_of(tensors, constants), constants["config"]))
 
 
-def _compiled(workload: Workload) -> Step:
-    def forward(tensors: dict[str, Tensor], constants: dict[str, Any]) -> Outputs:
-        batch = batch_of(workload.tensors, workload.constants)
-        return _outputs(compiled(tensors["scores"], batch))
-
-    def objective(scores: Tensor, batch: LensBatch):
-        return lens_loss(scores, batch, workload.constants["config"], backend="eager")
-
-    compiled = torch.compile(objective, fullgraph=True)
-    step = with_gradients(forward, wrt=("scores",))(workload)
-    step()
-    return step
-
-
 def _compiler_missing(params: Params) -> str | None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         return "torch.compile on a CPU needs a C++ compiler"
@@ -211,9 +197,9 @@ register(
             Implementation(
                 "compiled",
                 "fast",
-                _compiled,
+                _backend("compiled"),
                 unavailable=_compiler_missing,
-                note="the eager path under torch.compile; compile time apart",
+                note="the closed form under torch.compile; compile time apart",
             ),
             Implementation(
                 "per-pair",

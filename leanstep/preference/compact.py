@@ -49,73 +49,67 @@ def can_compact(batch: LensBatch, config: LensConfig) -> bool:
     return batch.gists.rows.shape[2] * (config.block_size + 1) <= batch.pos.shape[1] // 2
 
 
-@lru_cache(maxsize=16)
-def _steps(block_size: int, device: torch.device) -> Tensor:
-    return torch.arange(block_size, device=device)
+def _make_constants(
+    num_gists: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Steps inside a block [b], and what a hit means [M]: gists expand, raw tokens collapse."""
+    signs = [1.0] * num_gists + [-1.0] * (num_gists * block_size)
+    return torch.arange(block_size, device=device), torch.tensor(signs, dtype=dtype, device=device)
+
+
+_kept_constants = lru_cache(maxsize=64)(_make_constants)
 
 
 def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: LensConfig) -> CompactEntries:
     """Candidates of every pair with their signs; `list_gists` has seen to it that nothing overlaps."""
     gists = batch.gists
     assert gists is not None
-    b, stride = config.block_size, gists.stride
-    worse_rows, better_rows = (
-        gists.rows.index_select(0, pairs.worse),
-        gists.rows.index_select(0, pairs.better),
-    )
-    cell_gist, start_worse, lod_worse, span = worse_rows.unbind(1)
-    _, start_better, lod_better, _ = better_rows.unbind(1)
-    live = pairs.live[:, None]
-    in_worse = (pairs.worse * stride)[:, None]
-    held_at = in_worse + start_better
-    block_at = held_at - start_better % (b * GIST_STEP)
-    asked_at = (pairs.better * stride)[:, None] + start_worse
-    query = torch.stack([asked_at, held_at, block_at])
-    slot = torch.searchsorted(gists.key, query)
+    b, num_pairs, num_gists = config.block_size, pairs.worse.shape[0], gists.rows.shape[2]
+    block = b * GIST_STEP
+    constants = _make_constants if torch.compiler.is_compiling() else _kept_constants
+    steps, signs = constants(num_gists, b, scores.dtype, scores.device)
+    # Compared with itself, a context gives no target: that is how dead pairs drop out.
+    better = torch.where(pairs.live, pairs.better, pairs.worse)
+    both = torch.stack([pairs.worse, better])
+    mine = gists.rows.index_select(0, both.view(-1)).view(2, num_pairs, 4, num_gists)
+    cell_gist, _, lod_worse, span = mine[0].unbind(1)
+    start = mine[:, :, 1]
+    # [0]: the worse context's gists looked up in the better; [1]: the other way round.
+    query = torch.add(start, both.flip(0)[:, :, None], alpha=gists.stride)
+    block_at = query[1] & -block if b & (b - 1) == 0 else query[1] - query[1] % block
+    slot = torch.searchsorted(gists.key, torch.cat([query, block_at[None]]))
     # Key minus query is the LOD when an entry starts exactly there, and at least 8 otherwise.
-    asked, held = (gists.key.index_select(0, slot[:2].view(-1)).view(2, *held_at.shape) - query[:2]).unbind(0)
-    expand = (asked < lod_worse) & live
-    request = (held == 0) & live
-
+    found = gists.key.index_select(0, slot[:2].view(-1)).view(query.shape) - query
+    expand = found[0].view_as(lod_worse) < lod_worse
     # A block without a request is compared with a far-away start, which matches nothing.
-    compare_at = torch.where(request, block_at, -gists.key.shape[0] * stride)
-    cell_block = slot[2].unsqueeze(2) + _steps(b, scores.device)
+    compare_at = torch.where(found[1] == 0, block_at, -(1 << 60))
+    cell_block = slot[2].clamp(max=scores.numel() - b).unsqueeze(2) + steps
     offset = gists.key.index_select(0, cell_block.view(-1)).view(cell_block.shape) - compare_at.unsqueeze(2)
     if b & (b - 1) == 0:
-        raw = (offset & ~((b - 1) * GIST_STEP)) == 0
+        raw = (offset & ~(block - GIST_STEP)) == 0
     else:
-        raw = (offset < b * GIST_STEP) & (offset % GIST_STEP == 0)
-    num_pairs, num_gists = held_at.shape
-    sign_gist = expand.to(scores.dtype)
+        raw = (offset >= 0) & (offset < block) & (offset % GIST_STEP == 0)
+    hit = torch.cat([expand, raw.view(num_pairs, num_gists * b)], 1)
+    sign = hit * signs
     for level in range(1, min(config.max_lod, gists.top_level)):
-        sign_gist = _collapse_gists(
-            sign_gist, start_worse, start_better, lod_worse, lod_better, live, level, b
-        )
-    cell_block = cell_block.view(num_pairs, num_gists * b).clamp_(max=max(scores.numel() - 1, 0))
-    cell = torch.cat([cell_gist, cell_block], 1)
+        _collapse_gists(sign[:, :num_gists], mine[0], mine[1], level, b)
+    cell = torch.cat([cell_gist, cell_block.view(num_pairs, num_gists * b)], 1)
     return CompactEntries(
         cell=cell,
         x=scores.reshape(-1).index_select(0, cell.view(-1)).view(cell.shape),
-        sign=torch.cat([sign_gist, raw.view(num_pairs, num_gists * b).to(scores.dtype).neg_()], 1),
+        sign=sign,
         span=span.to(scores.dtype),
     )
 
 
-def _collapse_gists(
-    sign: Tensor,
-    start_worse: Tensor,
-    start_better: Tensor,
-    lod_worse: Tensor,
-    lod_better: Tensor,
-    live: Tensor,
-    level: int,
-    block_size: int,
-) -> Tensor:
+def _collapse_gists(sign: Tensor, worse: Tensor, better: Tensor, level: int, block_size: int) -> None:
     """Requests between gists: the better context is coarser where the worse holds one of `level`."""
+    _, start_worse, lod_worse, _ = worse.unbind(1)
+    _, start_better, lod_better, _ = better.unbind(1)
     parent = block_size ** (level + 1) * GIST_STEP
     at_level = lod_worse == level
     same_start = start_worse[:, :, None] == start_better[:, None, :]
-    asks = (same_start & at_level[:, :, None]).any(1) & (lod_better > level) & live
+    asks = (same_start & at_level[:, :, None]).any(1) & (lod_better > level)
     same_parent = (start_worse // parent)[:, :, None] == (start_better // parent)[:, None, :]
     reached = (same_parent & asks[:, None, :]).any(2) & at_level
-    return torch.where(reached, -1.0, sign)
+    sign.masked_fill_(reached, -1.0)

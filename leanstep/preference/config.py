@@ -171,4 +171,5 @@ class LensConfig:
                 raise ValueError(f"terms: expected a subset of {', '.join(TERMS)}, got {sorted(unknown)}")
         else:
             asked = set(TERMS)
-        return tuple(t for t in TERMS if t in asked and self.weights[t] > 0)
+        weights = self.weights
+        return tuple(t for t in TERMS if t in asked and weights[t] > 0)

@@ -85,12 +85,13 @@ def row_terms(
     Returns:
         terms, kept [P], factor [P] (1/K for kept pairs), state, gradient [P, M] or None.
     """
-    dtype = x.dtype
-    up = sign.clamp(min=0)
-    down = up - sign
-    num_up = up.sum(1)
-    num = torch.linalg.vecdot(sign, sign)
-    num_down = num - num_up
+    dtype, need_rank = x.dtype, "rank" in active
+    # Both sides in one tensor: every later operation on them is one call.
+    sides = sign.new_empty(2, *sign.shape)
+    up = torch.clamp(sign, min=0, out=sides[0])
+    down = torch.sub(up, sign, out=sides[1])
+    nums = sides.sum(2)
+    num = nums[0] + nums[1]
     kept = num > 0
     factor = kept / denominator(kept).to(dtype)
     aligned = sign * x
@@ -100,9 +101,12 @@ def row_terms(
     share, weight = span_weights if span_weights is not None else (None, None)
     if "pref" in active:
         scale, strength = pair_factors(pairs, config, dtype)
-        wrong = aligned.mul_((-scale)[:, None])
+        downhill = -scale
+        wrong = aligned.mul_(downhill[:, None])
         amount = strength if share is not None else strength / num.clamp(min=1)
-        mass = sign * sign if share is None else share
+        # Without weights the mass of an entry is 1, and 1 * sign is sign.
+        plain = share is None and config.collapse_weight == 1
+        mass = up + down if share is None else share
         if config.collapse_weight != 1:
             mass = mass * torch.add(1, down, alpha=config.collapse_weight - 1)
         hinge = None
@@ -117,20 +121,24 @@ def row_terms(
                 slope = torch.sigmoid_(wrong)
             else:
                 slope = (hinge > 0).to(dtype) if config.form == "hinge" else 2 * hinge
-            grad = slope.mul_(mass).mul_(sign).mul_((scale * amount * factor).neg_()[:, None])
-    if "rank" in active:
-        both = (num_up > 0) & (num_down > 0)
-        per_up, per_down = num_up.clamp(min=1).reciprocal_(), num_down.clamp(min=1).reciprocal_()
-        x_rank = x if weight is None else x * weight
-        gap = torch.linalg.vecdot(up, x_rank).mul_(per_up) - torch.linalg.vecdot(down, x_rank).mul_(per_down)
-        shortfall = torch.relu(config.margin - gap).mul_(both)
+            slope = slope.mul_(sign) if plain else slope.mul_(mass).mul_(sign)
+            grad = slope.mul_((downhill * amount).mul_(factor)[:, None])
+    if need_rank:
+        shares = nums.clamp(min=1).reciprocal_()
+        means = torch.linalg.vecdot(sides, x if weight is None else x * weight).mul_(shares)
+        # 1 when both signs occur, else 0.
+        both = torch.minimum(nums[0], nums[1]).clamp_(max=1)
+        shortfall = torch.relu((means[1] - means[0]).add_(config.margin)).mul_(both)
         terms["rank"] = shortfall
         if need_grad:
             push = (shortfall > 0) * factor * config.rank_weight
-            slope = (down * per_down[:, None]).addcmul_(up, per_up[:, None], value=-1).mul_(push[:, None])
-            if weight is not None:
-                slope *= weight
-            grad = slope if grad is None else grad.add_(slope)
+            rates = shares.mul_(push).unsqueeze(2)
+            if weight is None:
+                grad = torch.zeros_like(x) if grad is None else grad
+                grad.addcmul_(up, rates[0], value=-1).addcmul_(down, rates[1])
+            else:
+                slope = (down * rates[1]).addcmul_(up, rates[0], value=-1).mul_(weight)
+                grad = slope if grad is None else grad.add_(slope)
     if "budget" in active or "smooth" in active:
         assert span is not None
         wide = span.shape[1]
@@ -224,7 +232,7 @@ def fused_loss(
         grad = torch.zeros_like(scores).index_add_(0, pairs.worse, grad_PM)
     context_terms(scores, batch, pairs, config, active, prev_scores, prev_valid, terms, kept, factor, grad)
     total = total_of(terms, config)
-    loss = scores.new_zeros(()) if total is None else (total * factor).sum()
+    loss = scores.new_zeros(()) if total is None else torch.dot(total, factor)
     return FusedOutput(loss, terms, kept, state, grad)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -10,15 +11,15 @@ from torch import Tensor
 from .batch import LensBatch
 from .config import LensConfig
 from .flat import flat_terms
-from .fused import AttachGradient, fused_loss
+from .fused import AttachGradient, FusedOutput, fused_loss
 from .metrics import LensMetrics
-from .pairs import build_pairs, sample_pairs
+from .pairs import Pairs, build_pairs, sample_pairs
 from .result import LensResult
 from .spans import sample_spans
 from .targets import build_targets
 from .terms import compute_dtype, eager_terms, total_of
 
-BACKENDS = ("auto", "eager", "flat", "fused")
+BACKENDS = ("auto", "eager", "flat", "fused", "compiled")
 
 
 def lens_loss(
@@ -52,7 +53,9 @@ def lens_loss(
         terms: the terms to compute (of those with a weight above 0); None = all of them.
         generator: for pair and span sampling.
         backend: eager (autograd over dense rows; compiles), flat (autograd over one list), fused (closed-form
-            gradient; a Triton kernel on a GPU), auto (fused, or eager while being compiled).
+            gradient; a Triton kernel on a GPU), compiled (the torch version of fused under torch.compile:
+            half a minute once per shape, then about half the time), auto (fused, or eager while being
+            compiled).
         process_group: for `normalize="global"`.
         on_built: called once pairs and targets are there, before the terms; for timers.
 
@@ -67,13 +70,27 @@ def lens_loss(
     ema = scores.new_zeros((), dtype=dtype) if state is None else state.detach().to(dtype)
     if backend == "auto":
         backend = "eager" if torch.compiler.is_compiling() else "fused"
-    with torch.no_grad():
-        pairs = build_pairs(batch.loss, batch.row, config, order=pair_order)
-        pairs = sample_pairs(pairs, config, generator)
+    if backend == "compiled" and config.normalize == "global":
+        raise ValueError('backend: "compiled" has no collectives, expected normalize="local"')
+    if backend == "compiled" and (config.span_sampling != "none" or config.pair_sampling != "none"):
+        raise ValueError('backend: "compiled" does not sample, expected "fused" or "eager"')
+    if backend != "compiled":
+        with torch.no_grad():
+            pairs = build_pairs(batch.loss, batch.row, config, order=pair_order)
+            pairs = sample_pairs(pairs, config, generator)
     divide = _denominator(config, process_group)
     gradients = torch.is_grad_enabled()
 
-    if backend == "fused":
+    if backend == "compiled":
+        need_grad = scores.requires_grad and gradients
+        with torch.no_grad():
+            x = scores.detach().to(dtype)
+            out, pairs = _compiled_closed_form()(
+                x, batch, config, active, ema, prev_scores, prev_valid, pair_order, need_grad
+            )
+        loss = AttachGradient.apply(scores, out.loss, out.grad) if need_grad else out.loss
+        kept, values, ema = out.kept, out.terms, out.state
+    elif backend == "fused":
         with torch.no_grad():
             backend_loss = _fused_backend(scores)
             # The kernel reads any dtype; the torch version works in the dtype of its sums.
@@ -124,6 +141,34 @@ def lens_loss(
         values = {name: torch.where(kept, value.detach(), 0) for name, value in values.items()}
     metrics = LensMetrics(scores.detach(), batch, config, pairs, kept, values, loss.detach(), ema)
     return LensResult(loss, values, kept, True, ema, pairs, metrics, scores.detach())
+
+
+def _closed_form(
+    x: Tensor,
+    batch: LensBatch,
+    config: LensConfig,
+    active: tuple[str, ...],
+    state: Tensor,
+    prev_scores: Tensor | None,
+    prev_valid: Tensor | None,
+    pair_order: Tensor | None,
+    need_grad: bool,
+) -> tuple[FusedOutput, Pairs]:
+    """Pairs, loss and gradient in one graph."""
+    pairs = sample_pairs(build_pairs(batch.loss, batch.row, config, order=pair_order), config, None)
+
+    def count(kept: Tensor) -> Tensor:
+        return kept.sum().clamp(min=1)
+
+    out = fused_loss(
+        x, batch, pairs, config, active, state, prev_scores, prev_valid, count, need_grad=need_grad
+    )
+    return out, pairs
+
+
+@lru_cache(maxsize=1)
+def _compiled_closed_form() -> Callable:
+    return torch.compile(_closed_form, fullgraph=True, dynamic=False)
 
 
 def _fused_backend(x: Tensor) -> Callable:

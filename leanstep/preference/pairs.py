@@ -34,18 +34,16 @@ class Pairs:
     valid: Tensor
 
 
-def _triangle(num_variants: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _triangle(num_variants: int, device: torch.device) -> Tensor:
     # A compiled graph holds its own constants, and the compiler warns about caches.
     make = _make_triangle if torch.compiler.is_compiling() else _kept_triangle
     return make(num_variants, device)
 
 
-def _make_triangle(num_variants: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """All i < j in sorted order: i, j, and 0 for pairs with the best variant, 1 for the others."""
+def _make_triangle(num_variants: int, device: torch.device) -> Tensor:
+    """All i < j in sorted order, those with i = 0 first: [2N], the i of every pair and then the j."""
     lists = [(i, j) for i in range(num_variants) for j in range(i + 1, num_variants)]
-    first = torch.tensor([i for i, _ in lists], dtype=torch.int64, device=device)
-    second = torch.tensor([j for _, j in lists], dtype=torch.int64, device=device)
-    return first, second, (first > 0).to(torch.int8)
+    return torch.tensor([i for i, _ in lists] + [j for _, j in lists], dtype=torch.int64, device=device)
 
 
 _kept_triangle = lru_cache(maxsize=64)(_make_triangle)
@@ -82,26 +80,34 @@ def build_pairs(
         )
     num_samples, num_variants = loss.shape
     slots = pairs_per_sample(num_variants, config)
-    first_N, second_N, late_N = _triangle(num_variants, loss.device)
+    first_and_second = _triangle(num_variants, loss.device)
     # NaN sorts last, after every number.
     sorted_loss_BC, rank_BC = torch.sort(loss, dim=1, stable=True)
-    num_scored_B1 = (sorted_loss_BC == sorted_loss_BC).sum(1, keepdim=True)
-    delta_BN = sorted_loss_BC.index_select(1, second_N) - sorted_loss_BC.index_select(1, first_N)
-    # j is scored implies i is scored; unscored pairs have delta NaN and sort behind all others.
-    by_delta_BN = torch.argsort(-delta_BN, dim=1, stable=True)
-    group_BN = torch.where(second_N < num_scored_B1, late_N, 2).gather(1, by_delta_BN)
-    pick_BP = by_delta_BN.gather(1, torch.argsort(group_BN, dim=1, stable=True)[:, :slots])
-    row_BC = row.gather(1, rank_BC)
-    delta = delta_BN.gather(1, pick_BP)
-    better = row_BC.index_select(1, first_N).gather(1, pick_BP)
-    worse = row_BC.index_select(1, second_N).gather(1, pick_BP)
-    num_pairs_B1 = num_scored_B1 * (num_scored_B1 - 1) // 2
-    if config.hard_negative_ratio < 1:
-        num_primary_B1 = (num_scored_B1 - 1).clamp(min=0)
-        num_late_B1 = num_pairs_B1 - num_primary_B1
-        quota_B1 = (num_late_B1.double() * config.hard_negative_ratio).ceil().long().clamp(min=1)
-        num_pairs_B1 = num_primary_B1 + torch.minimum(num_late_B1, quota_B1)
-    valid = torch.arange(slots, device=loss.device) < num_pairs_B1
+    first_BN, second_BN = sorted_loss_BC.index_select(1, first_and_second).chunk(2, 1)
+    # Minus delta: ascending order is delta descending, and pairs without both losses (NaN) go last.
+    gap_BN = first_BN - second_BN
+    num_primary = max(num_variants - 1, 0)
+    gap, pick = torch.sort(gap_BN[:, :num_primary], dim=1, stable=True)
+    if num_variants > 2:
+        late_gap, late_pick = torch.sort(gap_BN[:, num_primary:], dim=1, stable=True)
+        if config.hard_negative_ratio < 1:
+            num_scored = (sorted_loss_BC == sorted_loss_BC).sum(1, keepdim=True)
+            num_late = ((num_scored - 1) * (num_scored - 2) // 2).clamp(min=0)
+            quota = (num_late.double() * config.hard_negative_ratio).ceil().clamp(min=1)
+            position = torch.arange(late_gap.shape[1], device=loss.device)
+            late_gap = torch.where(position < quota, late_gap, torch.nan)
+        gap, pick = torch.cat([gap, late_gap], 1), torch.cat([pick, late_pick + num_primary], 1)
+    if num_variants > 3:
+        # A sample with missing losses has holes between the two lists; with up to three variants it has not.
+        whole = torch.argsort((gap != gap).to(torch.int8), dim=1, stable=True)
+        gap, pick = gap.gather(1, whole), pick.gather(1, whole)
+    gap, pick = gap[:, :slots], pick[:, :slots]
+    context_BC = row.gather(1, rank_BC)
+    context_B2N = context_BC.index_select(1, first_and_second).view(num_samples, 2, -1)
+    chosen = context_B2N.gather(2, pick[:, None, :].expand(num_samples, 2, slots))
+    better, worse = chosen.unbind(1)
+    delta = -gap
+    valid = delta == delta
     if isinstance(order, torch.Generator):
         shuffle = (
             torch.rand(num_samples, slots, generator=order, device=order.device).argsort(1).to(loss.device)
@@ -115,8 +121,9 @@ def build_pairs(
                 f"pair_order: expected a permutation of shape {tuple(valid.shape)}, got {tuple(order.shape)}"
             )
         better, worse, delta, valid = (t.index_select(0, order) for t in (better, worse, delta, valid))
-    live = valid & (delta > 0)
-    return Pairs(better, worse, torch.where(valid, delta, 0.0), live, valid)
+    # NaN is not above 0 either.
+    live = delta > 0
+    return Pairs(better, worse, torch.where(live, delta, 0.0), live, valid)
 
 
 def sample_pairs(pairs: Pairs, config: LensConfig, generator: torch.Generator | None) -> Pairs:

@@ -25,7 +25,9 @@ def compute_dtype(scores: Tensor) -> torch.dtype:
 def pair_factors(pairs: Pairs, config: LensConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Scale s = max(1, delta) / tau and strength a = max(tanh(delta), 1e-6) of each pair, [P]."""
     # In the losses' own dtype first: delta may be far below what float32 resolves at the size of a loss.
-    scale = pairs.delta.clamp(min=1).to(dtype) / config.tau
+    scale = pairs.delta.clamp(min=1).to(dtype)
+    if config.tau != 1:
+        scale = scale / config.tau
     strength = torch.tanh(pairs.delta).clamp(min=1e-6).to(dtype)
     return scale, strength
 
@@ -141,8 +143,10 @@ def eager_terms(
 
 def total_of(terms: dict[str, Tensor], config: LensConfig) -> Tensor | None:
     """Weighted sum of the terms, [P], in the fixed order of the names."""
-    total = None
+    total, weights = None, config.weights
     for name, value in terms.items():
-        weighted = value if config.weights[name] == 1 else value * config.weights[name]
-        total = weighted if total is None else total + weighted
+        if total is None:
+            total = value if weights[name] == 1 else value * weights[name]
+        else:
+            total = torch.add(total, value, alpha=weights[name])
     return total

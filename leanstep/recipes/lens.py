@@ -30,6 +30,7 @@ from leanstep.preference import (
     allocate_focus,
     baseline_variant,
     check_variant_counts,
+    lens_loss,
     reachable_length,
     sample_variants,
 )
@@ -48,12 +49,15 @@ class LensSettings:
         samples: sequences per rank and step.
         random_variants: working contexts per sequence beside the baseline.
         budget: share of the sequence's length that a working context may have.
-        warm_fraction: part of the steps in which only the base model learns.
+        warm_fraction: part of the steps in which the base model learns; then it is frozen, and the
+            controller learns from its preferences.
         lr, lens_lr: of the base model and of the controller.
         gist_bottleneck: dimensions a gist may pass on; few, so that collapsing facts loses them.
         kl_weight: pull towards a policy that asks for no edits. Raw tokens only ever get collapse targets,
             so without it every score ends at -1; with it a score shows how often and how strongly the
             base model preferred the collapse.
+        rank_weight, budget_weight: 0 here. Both balance expanding against collapsing inside a pair and so
+            work against a score that says how much a collapse is worth.
         evaluation_samples: held-out sequences.
         gate_every: run the objective on every so many steps.
     """
@@ -64,11 +68,13 @@ class LensSettings:
     samples: int = 16
     random_variants: int = 2
     budget: float = 0.7
-    warm_fraction: float = 0.5
+    warm_fraction: float = 0.6
     lr: float = 3e-3
-    lens_lr: float = 1e-3
+    lens_lr: float = 4e-3
     gist_bottleneck: int = 2
-    kl_weight: float = 2.0
+    kl_weight: float = 4.0
+    rank_weight: float = 0.0
+    budget_weight: float = 0.0
     evaluation_samples: int = 96
     gate_every: int = 1
 
@@ -158,6 +164,8 @@ class Lens:
             recent_tokens=2 * task.questions,
             gate_every=settings.gate_every,
             kl_weight=settings.kl_weight,
+            rank_weight=settings.rank_weight,
+            budget_weight=settings.budget_weight,
         )
         self.length = reachable_length(task.tokens, round(settings.budget * task.tokens), task.block)
         geometry = {"block_size": task.block, "max_lod": self.config.max_lod}
@@ -184,15 +192,17 @@ class Lens:
     def step(self, i: int) -> Metrics:
         tokens, answers = self.task.draw(self.options.samples, self.generator)
         batch = self.contexts(self.variants(len(tokens), self.generator))
-        entries, losses = self.read(batch, tokens, answers)
+        if i >= self.warm_steps:
+            with torch.no_grad():
+                entries, losses = self.read(batch, tokens, answers)
+            metrics = self._lens_step(i, batch.with_losses(losses), entries)
+            return {"loss": losses.mean(), "tokens": batch.pos.numel(), **metrics}
+        _, losses = self.read(batch, tokens, answers)
         loss = losses.mean()
         loss.backward()
-        lr = self.options.lr * self._decay(i, 0, self.num_steps)
+        lr = self.options.lr * self._decay(i, 0, self.warm_steps)
         self._update(self.reader_optimizer, lr)
-        metrics: dict[str, Any] = {"loss": loss.detach(), "lr": lr, "tokens": batch.pos.numel()}
-        if i >= self.warm_steps:
-            metrics |= self._lens_step(i, batch.with_losses(losses), entries.detach())
-        return metrics
+        return {"loss": loss.detach(), "lr": lr, "tokens": batch.pos.numel()}
 
     def _lens_step(self, i: int, batch: LensBatch, entries: Tensor) -> dict[str, Any]:
         inputs = (entries, batch.pos, batch.lod, batch.valid, batch.num_tokens)
@@ -316,11 +326,9 @@ class Lens:
         batch = self.contexts(samples)
         entries, losses = self.read(batch, tokens, answers)
         scores = self.lens(entries, batch.pos, batch.lod, batch.valid, batch.num_tokens)
-        from leanstep.preference import lens_loss
-
-        result = lens_loss(scores, batch.with_losses(losses), self.config)
-        assert result.metrics is not None
-        read = result.metrics.read()
+        batch = batch.with_losses(losses)
+        read = self._agreement(scores, batch)
+        coin = torch.rand(scores.shape, generator=generator).to(scores.device) * 2 - 1
         by_focus = {
             "best": self.best_focus(tokens),
             "lens": self.focus(tokens),
@@ -339,9 +347,15 @@ class Lens:
             "val_nll_recent_focus": nll["recent"],
             "val_nll_best_focus": nll["best"],
             "preference_agreement": read["mc/preference_agreement"] or 0.0,
+            "agreement_by_chance": self._agreement(coin, batch)["mc/preference_agreement"] or 0.0,
             "pref_span_corr": read["mc/pref_span_corr"] or 0.0,
             "context_length": float(max(lengths)),
         }
+
+    def _agreement(self, scores: Tensor, batch: LensBatch) -> dict[str, float | None]:
+        result = lens_loss(scores, batch, self.config)
+        assert result.metrics is not None
+        return result.metrics.read()
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -302,8 +302,9 @@ def test_eager_path_compiles_into_one_graph_and_operations_do_not_grow():
 
     config = LensConfig(block_size=4, budget_smooth_weight=0.1)
     counts = []
-    for seed, num_samples, variants in ((1, 2, 3), (2, 6, 5)):
+    for seed, num_samples, variants in ((1, 5, 5), (2, 9, 8)):
         batch = random_batch(seed=seed, num_samples=num_samples, num_variants=variants)
+        assert batch.loss.shape[1] > 3
         x = torch.randn(batch.pos.shape).tanh().requires_grad_()
         torch._dynamo.reset()
         counter = CompileCounter()
@@ -318,3 +319,59 @@ def test_eager_path_compiles_into_one_graph_and_operations_do_not_grow():
         counts.append(counter.op_count)
     assert counts[0] == counts[1]
     assert math.isfinite(loss.item())
+
+
+# The compiler's own imports use deprecated parts of torch.jit.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_closed_form_equals_the_eager_path():
+    data = golden.load("02_t128_b8_default")
+    batch, config = golden.batch_of(data), golden.config_of(data)
+    x = golden.scores_of(data, batch, torch.float32).requires_grad_()
+    a, b = (lens_loss(x, batch, config, backend=name) for name in ("compiled", "eager"))
+    torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-7)
+    (ga,), (gb,) = torch.autograd.grad(a.loss, x), torch.autograd.grad(b.loss, x)
+    torch.testing.assert_close(ga, gb, rtol=1e-5, atol=1e-7)
+    with pytest.raises(ValueError, match="does not sample"):
+        lens_loss(x, batch, LensConfig(block_size=8, span_sampling="topk"), backend="compiled")
+
+
+@pytest.mark.parametrize("backend", ["eager", "flat", "fused"])
+def test_no_host_reads_between_scores_and_gradient(backend):
+    from leanstep.measure.syncs import host_syncs
+
+    batch = random_batch(seed=3)
+    config = LensConfig(block_size=4, **EVERY_TERM)
+    x = torch.randn(batch.pos.shape).tanh().requires_grad_()
+    before = 0.5 * x.detach()
+
+    def step():
+        lens_loss(x, batch, config, prev_scores=before, backend=backend).loss.backward()
+
+    step()
+    assert host_syncs(step) == 0
+    assert host_syncs(lambda: lens_loss_reference(x, batch, config).loss.backward()) > 100
+
+
+def ranks_normalize(rank, world_size):
+    torch.manual_seed(0)
+    config = LensConfig(block_size=4, normalize="global")
+    batches = [random_batch(seed=s) for s in (2, 5)]
+    scores = [torch.randn(b.pos.shape, dtype=torch.float64).tanh() for b in batches]
+    x = scores[rank].requires_grad_()
+    result = lens_loss(x, batches[rank], config)
+    result.loss.backward()
+    return result.loss.item(), int(result.kept.sum()), x.grad
+
+
+def test_global_normalisation_is_the_mean_over_all_ranks(run_ranks):
+    outcomes = run_ranks(2, ranks_normalize)
+    torch.manual_seed(0)
+    batches = [random_batch(seed=s) for s in (2, 5)]
+    scores = [torch.randn(b.pos.shape, dtype=torch.float64).tanh() for b in batches]
+    total = sum(kept for _, kept, _ in outcomes)
+    for (value, kept, grad), batch, x in zip(outcomes, batches, scores, strict=True):
+        x = x.requires_grad_()
+        local = lens_loss(x, batch, LensConfig(block_size=4))
+        (2 * local.loss * kept / total).backward()
+        assert value == pytest.approx(2 * local.loss.item() * kept / total, rel=1e-12)
+        torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-15)
