@@ -84,7 +84,8 @@ def plan_logprob(
     jobs: list[tuple[Method, float]] = []
     for each in METHODS:
         # Plain code computes every row, whatever is kept.
-        jobs += [(each, fraction) for fraction in (fractions if each != "plain" else fractions[:1])]
+        for fraction in fractions if each != "plain" else fractions[:1]:
+            jobs.append((each, fraction))
     rows = []
     with progress_bar(out, "plan logprob") as report:
         for done, (method, fraction) in enumerate(jobs):
