@@ -105,20 +105,16 @@ class Race:
         target = self.final_loss({})
         ranked = sorted(rates, key=lambda lr: self.final_loss({"optimizer": "adamw", "lr": lr}))
         best = {"optimizer": "adamw", "lr": ranked[0]}
-        extras = [{"decay": "cosine"}, {"beta2": 0.99}, {"weight_decay": 0.01}]
+        extras = [{"decay": "cosine"}, {"beta2": 0.99}, {"weight_decay": 0.01}, {"table_lr_mul": 3.0}]
         helpful = [extra for extra in extras if self.final_loss({**best, **extra}) < self.final_loss(best)]
         choices = [{}, *helpful] + (
             [{k: v for e in helpful for k, v in e.items()}] if len(helpful) > 1 else []
         )
         extra = min(choices, key=lambda e: self.final_loss({**best, **e}))
         for length in lengths:
-            # The best rate of the short runs, and the next one in case longer runs prefer another.
-            tries = [
-                {"optimizer": "adamw", "lr": lr, **extra, "steps": round(steps * length)} for lr in ranked[:2]
-            ]
-            losses = [self.final_loss(options) for options in tries]
-            if min(losses) <= target:
-                return target, tries[losses.index(min(losses))]
+            options = {**best, **extra, "steps": round(steps * length)}
+            if self.final_loss(options) <= target:
+                return target, options
         return target, None
 
     def final(self, target: float, adamw: dict[str, Any]) -> dict[str, Any]:
@@ -148,8 +144,8 @@ def _say(line: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="NorMuon against a tuned AdamW.")
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--rates", default="0.005,0.01,0.02,0.04")
-    parser.add_argument("--lengths", default="1.75,2.5,4")
+    parser.add_argument("--rates", default="0.005,0.01,0.02,0.03,0.04")
+    parser.add_argument("--lengths", default="1.75,2.5,2.75,3,4")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--threads", type=int)
