@@ -68,7 +68,7 @@ class LensSettings:
     samples: int = 16
     random_variants: int = 2
     budget: float = 0.7
-    warm_fraction: float = 0.6
+    warm_fraction: float = 0.7
     lr: float = 3e-3
     lens_lr: float = 4e-3
     gist_bottleneck: int = 2
@@ -93,7 +93,7 @@ PRESETS: dict[str, str] = {
     "small": "256-wide base model, 1,024 tokens in blocks of 16: for one GPU",
 }
 _SIZES: dict[str, tuple[LensSettings, FactTask, int]] = {
-    "tiny": (LensSettings(), FactTask(), 1500),
+    "tiny": (LensSettings(), FactTask(), 1000),
     "small": (
         LensSettings(width=256, layers=4, lens_width=64, samples=32, evaluation_samples=256),
         FactTask(tokens=1024, block=16, fact_blocks=4, values=16, questions=32),

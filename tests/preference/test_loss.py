@@ -350,28 +350,3 @@ def test_no_host_reads_between_scores_and_gradient(backend):
     step()
     assert host_syncs(step) == 0
     assert host_syncs(lambda: lens_loss_reference(x, batch, config).loss.backward()) > 100
-
-
-def ranks_normalize(rank, world_size):
-    torch.manual_seed(0)
-    config = LensConfig(block_size=4, normalize="global")
-    batches = [random_batch(seed=s) for s in (2, 5)]
-    scores = [torch.randn(b.pos.shape, dtype=torch.float64).tanh() for b in batches]
-    x = scores[rank].requires_grad_()
-    result = lens_loss(x, batches[rank], config)
-    result.loss.backward()
-    return result.loss.item(), int(result.kept.sum()), x.grad
-
-
-def test_global_normalisation_is_the_mean_over_all_ranks(run_ranks):
-    outcomes = run_ranks(2, ranks_normalize)
-    torch.manual_seed(0)
-    batches = [random_batch(seed=s) for s in (2, 5)]
-    scores = [torch.randn(b.pos.shape, dtype=torch.float64).tanh() for b in batches]
-    total = sum(kept for _, kept, _ in outcomes)
-    for (value, kept, grad), batch, x in zip(outcomes, batches, scores, strict=True):
-        x = x.requires_grad_()
-        local = lens_loss(x, batch, LensConfig(block_size=4))
-        (2 * local.loss * kept / total).backward()
-        assert value == pytest.approx(2 * local.loss.item() * kept / total, rel=1e-12)
-        torch.testing.assert_close(grad, x.grad, rtol=1e-12, atol=1e-15)
