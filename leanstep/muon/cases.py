@@ -269,7 +269,12 @@ register(
                 _stepping(_reference_step()),
                 note="NorMuon, one matrix at a time, float32",
             ),
-            Implementation("leanstep", "fast", _stepping(_leanstep(None)), note="NorMuon, float32 products"),
+            Implementation(
+                "leanstep",
+                "fast",
+                _stepping(_leanstep(None)),
+                note="NorMuon, float32 products; scratch is kept between steps",
+            ),
             Implementation(
                 "leanstep-bf16",
                 "fast",

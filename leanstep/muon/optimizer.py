@@ -17,10 +17,11 @@ from torch import Tensor
 from leanstep.muon import state as saved
 from leanstep.muon.groups import ADAM_LR_SHARE, MATRIX_DEFAULTS, check_params, fill_group, group_cut
 from leanstep.muon.matrices import matrix_views, second_shape, second_views
-from leanstep.muon.polar import MIN_HALF_SPEEDUP, PolarPlan, Workspace, cpu_bfloat16_speedup, plan_polar
+from leanstep.muon.polar import MIN_HALF_SPEEDUP, PolarPlan, cpu_bfloat16_speedup, plan_polar
 from leanstep.muon.residual import from_master, to_master
 from leanstep.muon.steps import MatrixItem, MatrixOptions, rate_factor, run_items
 from leanstep.muon.update import adam_
+from leanstep.muon.workspace import Workspace
 
 
 class NorMuon(torch.optim.Optimizer):

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from leanstep.muon.products import choose_panels, commuting_product, gram_matrix, quadratic
 from leanstep.muon.reference import ABSOLUTE_EPS, POLAR_EXPRESS, SAFETY, Triples
+from leanstep.muon.side_by_side import run_side_by_side
+from leanstep.muon.workspace import Workspace
 
 METHODS = ("auto", "standard", "gram")
 EPS_MODES = ("relative", "absolute")
@@ -186,33 +188,6 @@ def explain(rows: int, cols: int, **options) -> str:
     return str(plan_polar(rows, cols, **options))
 
 
-class Workspace:
-    """Scratch tensors by role, shape and dtype: equal matrices in a row reuse the same memory."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[tuple, Tensor] = {}
-        self._children: list[Workspace] = []
-
-    def take(
-        self, role: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        dtype = dtype or like.dtype
-        key = (role, shape, dtype, like.device)
-        if key not in self._tensors:
-            self._tensors[key] = torch.empty(shape, dtype=dtype, device=like.device)
-        return self._tensors[key]
-
-    def child(self, index: int) -> Workspace:
-        """Scratch of its own for the index-th of several threads."""
-        while len(self._children) <= index:
-            self._children.append(Workspace())
-        return self._children[index]
-
-    def clear(self) -> None:
-        self._tensors.clear()
-        self._children.clear()
-
-
 def normalize_into(update: Tensor, out: Tensor, eps_mode: str = "relative") -> Tensor:
     """out = update / (1.02 * its norm), per matrix, in the dtype of `out`; see `reference.normalize`."""
     if eps_mode == "absolute":
@@ -232,10 +207,12 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
 
 
-def iterate(x: Tensor, plan: PolarPlan, coefficients: Triples, workspace: Workspace) -> Tensor:
+def iterate(
+    x: Tensor, plan: PolarPlan, coefficients: Triples, workspace: Workspace, out: Tensor | None = None
+) -> Tensor:
     """Run the polynomial steps on a normalised x ([R, C] or [B, R, C], plan.dtype).
 
-    x is scratch afterwards; the result is x or a tensor of the workspace.
+    x is scratch afterwards; the result is `out`, or without it x or a tensor of the workspace.
     """
     side = min(plan.rows, plan.cols)
     square = (*x.shape[:-2], side, side)
@@ -250,9 +227,11 @@ def iterate(x: Tensor, plan: PolarPlan, coefficients: Triples, workspace: Worksp
         # a * I inside the factor saves a pass over x, but half precision would round b A + c A^2 against it.
         inside = x.dtype in (torch.float32, torch.float64)
         add = torch.addmm if x.ndim == 2 else torch.baddbmm
-        for a, b, c in coefficients:
+        for index, (a, b, c) in enumerate(coefficients):
             gram_matrix(x, gram, tall=plan.tall, panels=plan.panels)
             quadratic(gram, poly, a, b, c, panels=plan.panels, identity=inside)
+            if out is not None and index + 1 == len(coefficients):
+                spare = out
             if inside:
                 apply(poly, x, spare)
             else:
@@ -278,6 +257,8 @@ def iterate(x: Tensor, plan: PolarPlan, coefficients: Triples, workspace: Worksp
             product, other = other, product
         fresh = False
         if last:
+            if out is not None and not restart:
+                spare = out
             x, spare = apply(product, x, spare), x
         if restart:
             gram_matrix(x, gram, tall=plan.tall, panels=plan.panels)
@@ -285,6 +266,7 @@ def iterate(x: Tensor, plan: PolarPlan, coefficients: Triples, workspace: Worksp
     return x
 
 
+@torch.no_grad()
 def polar(
     update: Tensor,
     *,
@@ -311,6 +293,7 @@ def polar(
 
     Returns:
         [..., R, C] in the dtype of `update`; singular values of a Gaussian matrix land in 0.86 .. 1.14.
+        No gradient flows through it.
 
     Peak extra memory: three copies of one matrix plus five of its smaller square, in the compute dtype.
     Collectives: none.
@@ -334,11 +317,18 @@ def polar(
     workspace = workspace or Workspace()
     source = update.reshape(-1, rows, cols)
     result = torch.empty(source.shape, dtype=update.dtype, device=update.device)
-    pieces = [(source, result)] if plan.batched else list(zip(source, result, strict=True))
-    for matrix, target in pieces:
+
+    def job(matrix: Tensor, target: Tensor, scratch: Workspace) -> None:
         wide_enough = matrix if matrix.dtype in (torch.float32, torch.float64) else matrix.float()
-        x = workspace.take("input", tuple(matrix.shape), matrix, plan.dtype)
-        target.copy_(iterate(normalize_into(wide_enough, x, eps_mode), plan, coefficients, workspace))
+        x = scratch.take("input", tuple(matrix.shape), matrix, plan.dtype)
+        normalize_into(wide_enough, x, eps_mode)
+        same = plan.dtype == target.dtype
+        factor = iterate(x, plan, coefficients, scratch, out=target if same else None)
+        if factor is not target:
+            target.copy_(factor)
+
+    pieces = [(source, result)] if plan.batched else list(zip(source, result, strict=True))
+    run_side_by_side([functools.partial(job, matrix, target) for matrix, target in pieces], workspace)
     return result.view(update.shape)
 
 

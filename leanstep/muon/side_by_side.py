@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from leanstep.muon.polar import Workspace
+from leanstep.muon.workspace import Workspace
 
 Job = Callable[[Workspace], None]
 # With fewer jobs per core than this, the last one would leave the other cores idle for too long.

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from leanstep.muon.polar import PolarPlan, Workspace, iterate, normalize_into
+from leanstep.muon.polar import PolarPlan, iterate, normalize_into
 from leanstep.muon.reference import POLAR_EXPRESS, Triples, shape_factor
 from leanstep.muon.side_by_side import run_side_by_side
 from leanstep.muon.update import fill_update, variance_scale, write_weight
+from leanstep.muon.workspace import Workspace
 
 LR_RULES = ("shape", "spectral", "rms", "none")
 LrRule = str | Callable[[int, int], float]

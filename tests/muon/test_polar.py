@@ -13,13 +13,13 @@ from muon.golden import array, load
 from leanstep.muon import reference
 from leanstep.muon.polar import (
     PolarPlan,
-    Workspace,
     choose_dtype,
     cpu_bfloat16_speedup,
     explain,
     plan_polar,
     polar,
 )
+from leanstep.muon.workspace import Workspace
 
 FORMS = {
     "standard": {"method": "standard", "panels": 1},
