@@ -17,21 +17,33 @@ from leanstep.diagnose.script import Outcome, Stop, run_script
 from leanstep.diagnose.watch import Watch
 from leanstep.report.files import write_text
 
-_SCRIPT = Annotated[str, typer.Argument(help="The training script, or a folder with a train.py.", show_default=False)]
-_ARGS = Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)]
+_SCRIPT = Annotated[
+    str, typer.Argument(help="The training script, or a folder with a train.py.", show_default=False)
+]
+_ARGS = Annotated[
+    list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)
+]
 _STEPS = Annotated[int, typer.Option("--steps", min=1, help="Steps to record.")]
 _WARMUP = Annotated[int, typer.Option("--warmup", min=0, help="Steps to drop first; the last one is timed.")]
-_JSON = Annotated[str | None, typer.Option("--json", help="Write the findings as JSON; - for standard output.")]
+_JSON = Annotated[
+    str | None, typer.Option("--json", help="Write the findings as JSON; - for standard output.")
+]
 _HTML = Annotated[str | None, typer.Option("--html", help="Write or extend a report page.")]
-_FAIL = Annotated[str | None, typer.Option("--fail-on", help="Exit 1 when one of these rules fires: ids, or any.")]
+_FAIL = Annotated[
+    str | None, typer.Option("--fail-on", help="Exit 1 when one of these rules fires: ids, or any.")
+]
 _BASELINE = Annotated[str | None, typer.Option("--baseline", help="Known findings, which do not fail.")]
 _WRITE = Annotated[bool, typer.Option("--write-baseline", help="Write the findings to the --baseline file.")]
 _ANNOTATE = Annotated[bool, typer.Option("--annotations", help="Print one ::warning line per finding.")]
 _EXPLAIN = Annotated[int | None, typer.Option("--explain", min=1, help="Print entry N in full.")]
 _ALL = Annotated[bool, typer.Option("--all", help="Show small findings as well.")]
-_LIMIT = Annotated[list[str] | None, typer.Option("--threshold", help="id.name=value, such as op-storm.repeats=64.")]
+_LIMIT = Annotated[
+    list[str] | None, typer.Option("--threshold", help="id.name=value, such as op-storm.repeats=64.")
+]
 _STOP = Annotated[bool, typer.Option("--stop", help="End the script when the steps are recorded.")]
-_FAKE = Annotated[bool, typer.Option("--fake", help="Run the first step without data: does the host look at values?")]
+_FAKE = Annotated[
+    bool, typer.Option("--fake", help="Run the first step without data: does the host look at values?")
+]
 _RANKS = Annotated[str, typer.Option("--ranks", help="0: rank 0 reports itself; all: merged by line.")]
 
 
@@ -66,7 +78,11 @@ def diagnose(
         raise BadInput("--write-baseline: expected --baseline FILE to say where")
     if baseline is not None and not write_baseline and not Path(baseline).is_file():
         raise BadInput(f"--baseline: no such file: {baseline} (--write-baseline makes it)")
-    for option, target in (("--json", json), ("--html", html), ("--baseline", baseline if write_baseline else None)):
+    for option, target in (
+        ("--json", json),
+        ("--html", html),
+        ("--baseline", baseline if write_baseline else None),
+    ):
         check_writable(target, option)
     if fake:
         raise typer.Exit(_run_fake(path, args or [], json))
@@ -134,9 +150,14 @@ def _run_fake(path: Path, args: list[str], json: str | None) -> int:
     if verdict.line is not None:
         place = f"{short_path(verdict.line.file)}:{verdict.line.number}"
         report["read"] = {
-            "file": short_path(verdict.line.file), "line": verdict.line.number, "op": verdict.op, "code": verdict.line.code,
-        }  # fmt: skip
-        screen.print(f"host-sync  {place}  {verdict.op}\n    {verdict.line.code}", markup=False, soft_wrap=True)
+            "file": short_path(verdict.line.file),
+            "line": verdict.line.number,
+            "op": verdict.op,
+            "code": verdict.line.code,
+        }
+        screen.print(
+            f"host-sync  {place}  {verdict.op}\n    {verdict.line.code}", markup=False, soft_wrap=True
+        )
         screen.print("The host looks at a value here; later reads were not reached.", markup=False)
     elif outcome.exception is None:
         ran = "The first step" if verdict.steps else "The script"
@@ -150,7 +171,9 @@ def _run_fake(path: Path, args: list[str], json: str | None) -> int:
 def _write_baseline(findings: list[Finding], path: str) -> None:
     import json
 
-    write_text(path, json.dumps(gates.baseline_of(findings), indent=1, ensure_ascii=False) + "\n", "--baseline")
+    write_text(
+        path, json.dumps(gates.baseline_of(findings), indent=1, ensure_ascii=False) + "\n", "--baseline"
+    )
     for finding in findings:
         finding.baselined = True
 
@@ -166,10 +189,16 @@ def _show(
     if explain is not None:
         entries = output.entries_of([f for f in findings if not f.baselined])
         if explain > len(entries):
-            raise BadInput(f"--explain: expected 1 to {len(entries)}, got {explain}" if entries else "--explain: no findings")
-        target.print("\n" + output.explain(entries[explain - 1]), markup=False, highlight=False, soft_wrap=True)
+            raise BadInput(
+                f"--explain: expected 1 to {len(entries)}, got {explain}"
+                if entries
+                else "--explain: no findings"
+            )
+        target.print(
+            "\n" + output.explain(entries[explain - 1]), markup=False, highlight=False, soft_wrap=True
+        )
     if annotate:
-        for command in output.annotations(findings):
+        for command in output.annotation_lines(findings):
             target.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -188,12 +217,14 @@ def _exit_code(outcome: Outcome, watch: Watch, findings: list[Finding], rules: t
     if outcome.code:
         return outcome.code
     if rules and not watch.steps:
-        raise BadInput(f"--fail-on: no step was recorded after {watch.num_warmup} of warm-up; nothing can be said")
+        raise BadInput(
+            f"--fail-on: no step was recorded after {watch.num_warmup} of warm-up; nothing can be said"
+        )
     failed = gates.failures(findings, rules)
     if failed:
         names = ", ".join(sorted({finding.rule for finding in failed}))
-        print(f"leanstep: --fail-on: {len(failed)} finding{'s' * (len(failed) != 1)} ({names})", file=sys.stderr)
+        print(
+            f"leanstep: --fail-on: {len(failed)} finding{'s' * (len(failed) != 1)} ({names})", file=sys.stderr
+        )
         return 1
     return 0
-
-

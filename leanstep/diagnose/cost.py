@@ -1,6 +1,7 @@
 """What a finding costs: this machine's rates, measured once per process, and the price of a finding.
 
-A price is no speed-up: it says what the line spends, not what a replacement would. `leanstep bench` measures that.
+A price is no speed-up: it says what the line spends, not what a replacement would. `leanstep bench`
+measures that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ SMALL_SHARE = 0.005
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates of this machine: seconds per tiny op, bytes per second (straight and strided), FLOP per second."""
+    """Rates of this machine: seconds per tiny op, bytes per second (straight and strided),
+    FLOP per second.
+    """
 
     op_s: float
     bytes_per_s: float
@@ -101,7 +104,11 @@ def _rates(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> tuple[
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for kind in (dtype, torch.float32):
             a = torch.randn(batch, rows, inner).to(kind)
-            b = torch.randn(batch, columns, inner).to(kind).mT if column_major else torch.randn(batch, inner, columns).to(kind)
+            b = (
+                torch.randn(batch, columns, inner).to(kind).mT
+                if column_major
+                else torch.randn(batch, inner, columns).to(kind)
+            )
             pairs.append((a, b) if batch > 1 else (a[0], b[0]))
         best = [float("inf"), float("inf")]
         for round_number in range(12):
@@ -119,7 +126,10 @@ def _rates(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> tuple[
 
 
 def price(
-    findings: Sequence[Finding], steps: Sequence[StepRecord], step_seconds: float | None, calibration: Calibration
+    findings: Sequence[Finding],
+    steps: Sequence[StepRecord],
+    step_seconds: float | None,
+    calibration: Calibration,
 ) -> list[Finding]:
     """Fill in what each finding costs per step, and rank: the most expensive first, compiled regions last."""
     peak_saved = max((step.peak_saved_bytes for step in steps), default=0)

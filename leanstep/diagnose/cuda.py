@@ -1,6 +1,8 @@
-"""On a GPU: torch's own sync warnings, counted beside the recorder's reads, and CUDA graphs that hide their kernels.
+"""On a GPU: torch's own sync warnings, counted beside the recorder's reads, and CUDA graphs that hide
+their kernels.
 
-Without a GPU all of it does nothing. The sync debug setting is process-wide, so it is restored on the way out.
+Without a GPU all of it does nothing. The sync debug setting is process-wide, so it is restored on the
+way out.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from leanstep.diagnose import source
 
 @contextmanager
 def sync_debug(recorder: Any) -> Iterator[None]:
-    """Let torch warn at every synchronising call while recording, and compare the number with the counted reads."""
+    """Let torch warn at every synchronising call while recording,
+    and compare the number with the counted reads.
+    """
     if not torch.cuda.is_available():
         yield
         return
@@ -26,7 +30,9 @@ def sync_debug(recorder: Any) -> Iterator[None]:
     show = warnings.showwarning
     seen = 0
 
-    def count(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+    def count(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
         nonlocal seen
         if "synchronizing CUDA operation" not in str(message):
             show(message, category, filename, lineno, file, line)
@@ -48,7 +54,9 @@ def sync_debug(recorder: Any) -> Iterator[None]:
 
 
 def disagreement(counted: int, seen: int) -> str | None:
-    """What to say when torch's sync warnings and the counted reads differ by more than a tenth; None if they agree."""
+    """What to say when torch's sync warnings and the counted reads differ by more than a tenth;
+    None if they agree.
+    """
     if abs(counted - seen) <= 0.1 * max(counted, seen):
         return None
     return f"torch warned of {seen} synchronising calls, {counted} host reads were counted"

@@ -32,7 +32,9 @@ class FakeVerdict:
 
 
 class _FakeRun:
-    """Fake CPU tensors around the script. Fake CUDA tensors would abort the process on a CPU build of torch."""
+    """Fake CPU tensors around the script.
+    Fake CUDA tensors would abort the process on a CPU build of torch.
+    """
 
     def __init__(self) -> None:
         self.verdict = FakeVerdict()

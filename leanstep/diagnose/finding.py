@@ -58,7 +58,9 @@ class Limits:
             except ValueError:
                 number = float("nan")
             if not (equals and dot) or number != number:
-                raise ValueError(f"threshold: expected id.name=value (such as op-storm.repeats=64), got {setting!r}")
+                raise ValueError(
+                    f"threshold: expected id.name=value (such as op-storm.repeats=64), got {setting!r}"
+                )
             changes.setdefault(rule, {})[name] = number
         return cls(changes)
 

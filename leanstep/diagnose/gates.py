@@ -1,4 +1,6 @@
-"""What turns findings into a verdict: comments that allow, a baseline of known ones, rules that must not fire."""
+"""What turns findings into a verdict: comments that allow, a baseline of known ones,
+rules that must not fire.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""What is known about an ATen op before it runs: whether it has a kernel, what it writes, what it multiplies."""
+"""What is known about an ATen op before it runs: whether it has a kernel, what it writes,
+what it multiplies.
+"""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -51,8 +54,8 @@ class OpInfo:
     """The static half of a record; made once per op overload."""
 
     __slots__ = (
-        "adds", "cast", "clone", "counted", "foreach_adds", "fresh", "into_zeros", "matmul", "maybe_read", "name",
-        "plain", "schema_name", "view", "whole_buffer", "writes", "zeros",
+        "adds", "cast", "clone", "counted", "foreach_adds", "fresh", "into_zeros", "matmul", "maybe_read",
+        "name", "plain", "schema_name", "view", "whole_buffer", "writes", "zeros",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -70,7 +73,8 @@ class OpInfo:
         self.into_zeros = INTO_ZEROS.get(self.name)
         self.zeros = self.name in ZEROS
         self.maybe_read = is_candidate(schema.name)
-        # Arguments that the op writes in place, by position; `out=` tensors are keyword-only and not parameters.
+        # Arguments that the op writes in place, by position; `out=` tensors are keyword-only and not
+        # parameters.
         self.writes = tuple(
             i
             for i, argument in enumerate(schema.arguments)
@@ -110,7 +114,7 @@ def different_order(a: Tensor, b: Tensor) -> bool:
 def out_of_order(tensor: Tensor) -> bool:
     """Whether the dimensions are not stored outermost first: a transposed view, not merely a slice."""
     strides = [s for s, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1 and s]
-    return any(outer < inner for outer, inner in zip(strides, strides[1:], strict=False))
+    return any(outer < inner for outer, inner in itertools.pairwise(strides))
 
 
 def widens(source: torch.dtype, target: torch.dtype) -> bool:

@@ -1,4 +1,6 @@
-"""What a recording says: the JSON object, the terminal's screen, one finding in full, annotations for a CI."""
+"""What a recording says: the JSON object, the terminal's screen, one finding in full,
+annotations for a CI.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,12 @@ WIDTH = 80
 
 
 def as_json(
-    watch: Any, findings: Sequence[Finding], script: str = "", argv: Sequence[str] = (), code: int = 0, exception: str | None = None
+    watch: Any,
+    findings: Sequence[Finding],
+    script: str = "",
+    argv: Sequence[str] = (),
+    code: int = 0,
+    exception: str | None = None,
 ) -> dict[str, Any]:
     """The object of `--json`; `schema.json` in this folder describes it."""
     ops = sorted(step.num_ops for step in watch.steps)
@@ -55,8 +62,12 @@ def as_json(
 
 def _finding(f: Finding) -> dict[str, Any]:
     cost: dict[str, Any] = {
-        "seconds": f.seconds, "bytes": f.bytes, "flops": int(f.work.flops) or None, "share": f.share, "basis": f.basis
-    }  # fmt: skip
+        "seconds": f.seconds,
+        "bytes": f.bytes,
+        "flops": int(f.work.flops) or None,
+        "share": f.share,
+        "basis": f.basis,
+    }
     if f.seconds_range is not None:
         cost["seconds_range"] = list(f.seconds_range)
     return {
@@ -68,7 +79,8 @@ def _finding(f: Finding) -> dict[str, Any]:
         "function": f.line.function,
         "code": f.line.code,
         "called_from": [
-            {"file": short_path(line.file), "line": line.number, "count": count} for line, count in f.callers.most_common()
+            {"file": short_path(line.file), "line": line.number, "count": count}
+            for line, count in f.callers.most_common()
         ],
         "count": f.count,
         "counts": f.counts,
@@ -94,7 +106,11 @@ class Entry:
 
     def takes(self, other: Finding) -> bool:
         mine = self.findings[0]
-        same = (mine.rule, mine.line.file, mine.line.function) == (other.rule, other.line.file, other.line.function)
+        same = (mine.rule, mine.line.file, mine.line.function) == (
+            other.rule,
+            other.line.file,
+            other.line.function,
+        )
         return same and any(abs(f.line.number - other.line.number) <= 3 for f in self.findings)
 
     @property
@@ -176,7 +192,10 @@ def entries_of(findings: Sequence[Finding]) -> list[Entry]:
 
 def header(watch: Any, script: str) -> str:
     device = "cuda" if watch.recorder.accelerator else "cpu"
-    parts = [f"torch {torch.__version__}", f"{device}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"]
+    parts = [
+        f"torch {torch.__version__}",
+        f"{device}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}",
+    ]
     steps = len(watch.steps)
     after = f" after {watch.warmup_done}" if watch.warmup_done else ""
     parts.append(f"{steps} step{'s' * (steps != 1)} recorded{after}")
@@ -186,7 +205,15 @@ def header(watch: Any, script: str) -> str:
     return f"leanstep diagnose {script}\n  " + " · ".join(parts)
 
 
-def screen(watch: Any, findings: Sequence[Finding], script: str, *, silenced: int = 0, show_all: bool = False, width: int = WIDTH) -> str:
+def screen(
+    watch: Any,
+    findings: Sequence[Finding],
+    script: str,
+    *,
+    silenced: int = 0,
+    show_all: bool = False,
+    width: int = WIDTH,
+) -> str:
     """The terminal's text: header, entries, what was not seen."""
     lines = [header(watch, script)]
     shown = [f for f in findings if not f.baselined]
@@ -211,7 +238,9 @@ def screen(watch: Any, findings: Sequence[Finding], script: str, *, silenced: in
         rules = Counter(entry.first.rule for entry in hidden)
         names = ", ".join(f"{count} × {rule}" for rule, count in rules.most_common())
         many = len(hidden) != 1
-        lines.append(f"  and {len(hidden)} smaller one{'s' * many}: {names} (--all shows {'them' if many else 'it'})")
+        lines.append(
+            f"  and {len(hidden)} smaller one{'s' * many}: {names} (--all shows {'them' if many else 'it'})"
+        )
     footer = _not_seen(watch)
     baselined = sum(f.baselined for f in findings)
     if baselined:
@@ -263,9 +292,13 @@ def explain(entry: Entry) -> str:
         parts += [
             f"{f.rule}  {short_path(f.line.file)}:{f.line.number} in {f.line.function}",
             *_excerpt(f.line),
-            *(f"  called from {short_path(line.file)}:{line.number}: {count}" for line, count in f.callers.most_common(8)),
+            *(
+                f"  called from {short_path(line.file)}:{line.number}: {count}"
+                for line, count in f.callers.most_common(8)
+            ),
             f"  what   {f.what}",
-            f"  often  {f.amount} per step (on {steps}: {', '.join(map(str, f.counts[:8]))}); phase {f.phase}",
+            f"  often  {f.amount} per step (on {steps}: {', '.join(map(str, f.counts[:8]))}); phase "
+            f"{f.phase}",
             f"  costs  {cost} per step, {f.basis}; confidence {f.confidence}",
             f"  why    {f.why}",
             f"  do     {f.fix}",
@@ -283,8 +316,10 @@ def _excerpt(line: Line, around: int = 3) -> list[str]:
     return found
 
 
-def annotations(findings: Sequence[Finding]) -> list[str]:
-    """GitHub workflow commands, one per finding; a library's line is shown where the user's code called it."""
+def annotation_lines(findings: Sequence[Finding]) -> list[str]:
+    """GitHub workflow commands, one per finding;
+    a library's line is shown where the user's code called it.
+    """
     commands = []
     for f in findings:
         if f.baselined:

@@ -51,7 +51,9 @@ def gather(report: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any] | 
     folder.rmdir()
     merged = merge(reports)
     if len(reports) < world_size():
-        note = f"{world_size() - len(reports)} of {world_size()} ranks gave no report within {timeout_s:.0f} s"
+        note = (
+            f"{world_size() - len(reports)} of {world_size()} ranks gave no report within {timeout_s:.0f} s"
+        )
         merged["not_seen"].append({"kind": "rank", "where": "", "note": note})
     return merged
 
@@ -67,7 +69,12 @@ def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
     for same in by_id.values():
         counts = [finding["count"] for finding in same]
         first = max(same, key=lambda f: f["count"])
-        spread = {"ranks": len(same), "min": min(counts), "median": statistics.median_low(counts), "max": max(counts)}
+        spread = {
+            "ranks": len(same),
+            "min": min(counts),
+            "median": statistics.median_low(counts),
+            "max": max(counts),
+        }
         findings.append({**first, "evidence": {**first["evidence"], "across_ranks": spread}})
     findings.sort(key=lambda f: (f["compiled"], -(f["cost"]["share"] or 0.0), -f["count"]))
     merged["findings"] = [{**finding, "rank": number} for number, finding in enumerate(findings, 1)]

@@ -60,7 +60,7 @@ def is_candidate(name: str) -> bool:
     return name in ALWAYS_READ or name in SOMETIMES_READ_OR_COPY
 
 
-def op_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> str | None:
+def op_read(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> str | None:
     """The kind of host read that this dispatch makes, or None.
 
     Args:
@@ -90,7 +90,7 @@ def op_read(name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None = No
     return None
 
 
-def call_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> str | None:
+def call_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> str | None:
     """The kind of host read that a Python-level call makes if it dispatches none of its own, or None."""
     kind = READ_CALLS.get(func)
     if kind == "to":
@@ -105,13 +105,13 @@ def call_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = 
     return kind
 
 
-def read_target(args: tuple[Any, ...]) -> Tensor | None:
+def read_target(args: Sequence[Any]) -> Tensor | None:
     """The tensor whose values are looked at: the first one among the arguments, or in their first list."""
     for arg in args:
         if isinstance(arg, Tensor):
             return arg
         if isinstance(arg, (list, tuple)):
-            inner = read_target(tuple(arg))
+            inner = read_target(arg)
             if inner is not None:
                 return inner
     return None
@@ -135,7 +135,7 @@ def _leaves_device(source: Tensor, target: torch.device) -> bool:
     return target.type == "cpu" and source.device.type not in ("cpu", "meta")
 
 
-def _asks_for_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _asks_for_host(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     # `.to("cpu")` spelled out on a value of the model is a read; `.to(device)` of a batch or of a
     # non-differentiable tensor is how portable code is written, and no read when the device is the same.
     target = kwargs.get("device", args[1] if len(args) > 1 else None)
@@ -150,9 +150,11 @@ def _holds_tensor(data: list[Any] | tuple[Any, ...]) -> bool:
 
 
 class HostCopies:
-    """Remembers what `.cpu()` brought to the host: reading that, or what is computed from it alone, waits for nothing.
+    """Remembers what `.cpu()` brought to the host: reading that, or what is computed from it alone,
+    waits for nothing.
 
-    `x.cpu().numpy()` is one read. Tensors are known by identity, weakly: on a CPU tensor `.cpu()` returns the tensor
+    `x.cpu().numpy()` is one read. Tensors are known by identity, weakly: on a CPU tensor `.cpu()`
+    returns the tensor
     itself, and its storage is shared with values that a GPU would keep on the device.
     """
 

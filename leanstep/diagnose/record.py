@@ -21,7 +21,8 @@ FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "o
 class OpRecord:
     """All runs of one op on one line in one phase. `direct`: dispatched by the line, not by its backward.
 
-    `parameters`: how many distinct ones the step read between the op's first run and its last; it tells a loop
+    `parameters`: how many distinct ones the step read between the op's first run and its last; it tells
+    a loop
     over layers from a loop over samples.
     """
 

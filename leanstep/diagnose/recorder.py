@@ -19,11 +19,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leanstep.diagnose import source
 from leanstep.diagnose.finding import Limits
 from leanstep.diagnose.ops import OpInfo, matmul_shape
-from leanstep.diagnose.reads import READ_CALLS, RUNS_USER_CODE, HostCopies, call_read, op_read, read_target
-from leanstep.diagnose.reads import run_read_call, run_under
+from leanstep.diagnose.reads import (
+    READ_CALLS,
+    RUNS_USER_CODE,
+    HostCopies,
+    call_read,
+    op_read,
+    read_target,
+    run_read_call,
+    run_under,
+)
 from leanstep.diagnose.record import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, tally
-from leanstep.diagnose.source import ACCUMULATE_GRAD, IN_CHECKPOINT, IN_COMPILED, IN_DATA, IN_ENGINE, IN_LEANSTEP
-from leanstep.diagnose.source import IN_OPTIM, IN_TRANSFORM, UNKNOWN, Site, Stack
+from leanstep.diagnose.source import (
+    ACCUMULATE_GRAD,
+    IN_CHECKPOINT,
+    IN_COMPILED,
+    IN_DATA,
+    IN_ENGINE,
+    IN_LEANSTEP,
+    IN_OPTIM,
+    IN_TRANSFORM,
+    UNKNOWN,
+    Site,
+    Stack,
+)
 from leanstep.diagnose.step import StepState
 
 MAX_MAP_ENTRIES = 200_000
@@ -45,7 +64,8 @@ def _hide_from_compiler(*functions: Any) -> None:
 class _Ops(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap the method to keep its compiler out, at 3 us per op; `_hide_from_compiler` does it once.
+        # torch would wrap the method to keep its compiler out, at 3 us per op; `_hide_from_compiler`
+        # does it once.
         return not _CAN_HIDE
 
     def __init__(self, recorder: Recorder) -> None:
@@ -202,7 +222,12 @@ class Recorder:
                 if direct:
                     self._sites_by_number.setdefault(number - 1, site)
             else:
-                self.note("dropped", "", f"more than {MAX_MAP_ENTRIES:,} autograd nodes in one step: lines of later backward ops are unknown")
+                self.note(
+                    "dropped",
+                    "",
+                    f"more than {MAX_MAP_ENTRIES:,} autograd nodes in one step: lines of later backward "
+                    f"ops are unknown",
+                )
         if flags & (IN_COMPILED | IN_TRANSFORM):
             self._note_flags(flags, site)
 
@@ -217,17 +242,23 @@ class Recorder:
                 tensors.extend(item for item in arg if isinstance(item, Tensor))
         max_bytes = total_bytes = 0
         tainted = False
-        storages = []
         for tensor in tensors:
-            num_bytes = tensor.nbytes
+            try:
+                num_bytes = tensor.nbytes
+                storage = tensor.untyped_storage()._cdata
+            except RuntimeError:
+                # Sparse tensors have no storage of their own.
+                continue
             total_bytes += num_bytes
             if num_bytes > max_bytes:
                 max_bytes = num_bytes
-            storage = tensor.untyped_storage()._cdata
-            storages.append(storage)
             if learn and tensor.requires_grad and tensor.is_leaf:
                 # A leaf cut out of the graph (detach().requires_grad_()) is an activation, not a parameter.
-                if type(tensor) is torch.nn.Parameter or storage in self.parameters or storage not in state.tainted:
+                if (
+                    type(tensor) is torch.nn.Parameter
+                    or storage in self.parameters
+                    or storage not in state.tainted
+                ):
                     self._learn(tensor, storage, site)
             if storage in self.parameters:
                 tainted = True
@@ -242,6 +273,7 @@ class Recorder:
         if info.writes and not in_engine and not (grad and created):
             phase = self._parameter_writes(info, args, site, phase)
 
+        outs: Any
         if isinstance(out, Tensor):
             outs = (out,)
         elif isinstance(out, (tuple, list)):
@@ -250,11 +282,14 @@ class Recorder:
             outs = ()
         written = 0
         for tensor in outs:
-            num_bytes = tensor.nbytes
+            try:
+                num_bytes = tensor.nbytes
+                storage = tensor.untyped_storage()._cdata
+            except RuntimeError:
+                continue
             written += num_bytes
             if num_bytes > max_bytes:
                 max_bytes = num_bytes
-            storage = tensor.untyped_storage()._cdata
             if tainted:
                 state.tainted.add(storage)
             else:
@@ -276,14 +311,23 @@ class Recorder:
             if info.matmul:
                 shape = matmul_shape(info, args)
                 flops = 2 * shape[0] * shape[1] * shape[2] * shape[3]
-                state.on_matmul(info, args, outs, shape, site, phase, direct, chain, number, node if built_in else None)
+                state.on_matmul(
+                    info, args, outs, shape, site, phase, direct, chain, number, node if built_in else None
+                )
             elif info.cast:
                 state.on_cast(tensors[0], outs[0], site, phase)
             elif built_in or phase == BACKWARD:
                 state.on_backward_write(info, args, outs, site)
             if direct and written >= self.layout_bytes and not info.matmul:
                 state.on_layout(info, args, kwargs, outs, site)
-        if not grad and not in_engine and info.fresh and max_bytes >= self.churn_bytes and not info.cast and not info.matmul:
+        if (
+            not grad
+            and not in_engine
+            and info.fresh
+            and max_bytes >= self.churn_bytes
+            and not info.cast
+            and not info.matmul
+        ):
             state.on_fresh(outs, site, self.churn_bytes)
 
         key = (site, info, phase, direct, chain)
@@ -308,7 +352,7 @@ class Recorder:
             return UNKNOWN
         number = node._sequence_nr()
         if number == ACCUMULATE_GRAD:
-            variable = getattr(node, "variable", None)
+            variable: Any = getattr(node, "variable", None)
             if isinstance(variable, Tensor):
                 parameter = self.parameters.get(variable.untyped_storage()._cdata)
                 if parameter is not None:
@@ -354,7 +398,9 @@ class Recorder:
         if flags & IN_COMPILED:
             self.state.compiled.add(site.line)
         else:
-            self.note("transform", where, "runs inside torch.func or torch.jit: one op there may hide several")
+            self.note(
+                "transform", where, "runs inside torch.func or torch.jit: one op there may hide several"
+            )
 
     # Reads
 
@@ -384,7 +430,8 @@ class Recorder:
     def _count_read(
         self, kind: str, target: Tensor | None, site: Site, phase: str, flags: int, tainted: bool
     ) -> None:
-        # torch's optimizers keep their step counters on the host; a sampler's permutation lives there as well.
+        # torch's optimizers keep their step counters on the host; a sampler's permutation lives there as
+        # well.
         if flags & (IN_OPTIM | IN_DATA | IN_LEANSTEP):
             return
         if target is not None and self._copies.holds(target):

@@ -1,6 +1,8 @@
-"""The rules: one pure function each, from the record of a step to hits; their texts; and the verdict over steps.
+"""The rules: one pure function each, from the record of a step to hits; their texts; and the verdict
+over steps.
 
-A finding must hold on every recorded step. Its count is the median over the steps, except for dead rows, where
+A finding must hold on every recorded step. Its count is the median over the steps, except for dead rows,
+where
 the minimum is the only number that is waste on every step.
 """
 
@@ -50,7 +52,9 @@ def _plural(count: int, word: str, plural: str | None = None) -> str:
 
 def _reads(f: Finding) -> str:
     loop = " in a loop" if f.in_loop else ""
-    source = "" if f.confidence == "high" else " The value depends on no parameter: it may be host data already."
+    source = (
+        "" if f.confidence == "high" else " The value depends on no parameter: it may be host data already."
+    )
     return f"The host reads a value from the device{loop}: {_listed(f.evidence['kinds'])}.{source}"
 
 
@@ -64,16 +68,22 @@ def _storm(f: Finding) -> str:
 
 def _dead(f: Finding) -> str:
     e = f.evidence
-    varies = "" if len(set(f.counts)) == 1 else f" The number varies between steps ({min(f.counts)} to {max(f.counts)})."
+    varies = (
+        ""
+        if len(set(f.counts)) == 1
+        else f" The number varies between steps ({min(f.counts)} to {max(f.counts)})."
+    )
     return (
-        f"{f.count:,} of {e['rows']:,} rows of the head ({e['inner']:,} to {e['width']:,}) get a gradient of exactly zero "
+        f"{f.count:,} of {e['rows']:,} rows of the head ({e['inner']:,} to {e['width']:,}) get a gradient "
+        f"of exactly zero "
         f"on {len(f.counts)} of {len(f.counts)} steps.{varies}"
     )
 
 
 def _unbatched(f: Finding) -> str:
     e = f.evidence
-    return f"The optimizer dispatches {e['ops']:,} ops from this line, one tensor at a time: {_listed(e['repeats'])}."
+    repeats = _listed(e["repeats"])
+    return f"The optimizer dispatches {e['ops']:,} ops from this line, one tensor at a time: {repeats}."
 
 
 RULES: dict[str, Rule] = {
@@ -84,8 +94,10 @@ RULES: dict[str, Rule] = {
             rules_host.host_sync,
             lambda f: _plural(f.count, "read"),
             _reads,
-            "On a GPU each read waits until the device has finished everything queued before it, and the queue runs empty.",
-            "Keep the value on the device (torch.where, masked arithmetic, integer row indices made once) and read it "
+            "On a GPU each read waits until the device has finished everything queued before it, and the "
+            "queue runs empty.",
+            "Keep the value on the device (torch.where, masked arithmetic, integer row indices made once) "
+            "and read it "
             "once after the step, or every k-th step. leanstep.preference has pair losses without reads; "
             "leanstep.logprob.plan_rows makes integer row indices in place of boolean masks.",
             "keep on the device; read once per step",
@@ -97,7 +109,8 @@ RULES: dict[str, Rule] = {
             lambda f: f"{f.count:,} tiny ops",
             _storm,
             "Each op costs microseconds of dispatch (and a launch on a GPU) however little it computes.",
-            "Write the loop as tensor ops over all items at once. leanstep.preference.ragged and LensObjective do it for "
+            "Write the loop as tensor ops over all items at once. leanstep.preference.ragged and "
+            "LensObjective do it for "
             "pair and ragged losses, leanstep.logprob for per-token log-probs.",
             "one tensor op over all items",
             "leanstep.preference",
@@ -108,7 +121,8 @@ RULES: dict[str, Rule] = {
             lambda f: f"{f.count:,} of {f.evidence['rows']:,}",
             _dead,
             "Their logits are computed, stored and differentiated, and contribute nothing.",
-            "Choose the rows before the head: linear_logprobs(hidden, weight, targets, rows=...), or hidden[rows] with "
+            "Choose the rows before the head: linear_logprobs(hidden, weight, targets, rows=...), or "
+            "hidden[rows] with "
             "integer indices made once.",
             "linear_logprobs(..., rows=...)",
             "leanstep.logprob.linear_logprobs",
@@ -121,8 +135,10 @@ RULES: dict[str, Rule] = {
                 f"The backward of this line writes {f.count:,} whole buffers ({_listed(f.evidence['ops'])}), "
                 f"{size(f.evidence['bytes'])} together, each for a gradient at most a quarter of its size."
             ),
-            "Indexing a piece makes autograd fill a buffer of the full size with zeros per piece, and add them up.",
-            "Take all pieces with one op: unbind, split, or a loss over the whole tensor; for parameter banks the access of "
+            "Indexing a piece makes autograd fill a buffer of the full size with zeros per piece, and add "
+            "them up.",
+            "Take all pieces with one op: unbind, split, or a loss over the whole tensor; for parameter "
+            "banks the access of "
             "leanstep.gpt, which writes every slice of the gradient once.",
             "unbind/split once; one loss for all",
             "leanstep.gpt",
@@ -132,11 +148,14 @@ RULES: dict[str, Rule] = {
             rules_tensors.transposed_copy,
             lambda f: _plural(f.count, "copy", "copies"),
             lambda f: (
-                f"{_listed(f.evidence['kinds'])} across memory layouts, {size(f.evidence['bytes'])} per step: rows are read "
+                f"{_listed(f.evidence['kinds'])} across memory layouts, {size(f.evidence['bytes'])} per "
+                f"step: rows are read "
                 "where columns are written."
             ),
-            "A strided pass is several times slower than a straight one, and a matmul takes either layout for free.",
-            "Pass the transposed view to the matmul, and keep state in the layout of its use. The transpose-copy and "
+            "A strided pass is several times slower than a straight one, and a matmul takes either layout "
+            "for free.",
+            "Pass the transposed view to the matmul, and keep state in the layout of its use. The "
+            "transpose-copy and "
             "transpose-add kernels of leanstep.muon and leanstep.gpt do what must be done in tiles.",
             "pass the view; keep one layout",
             "leanstep.muon",
@@ -173,8 +192,10 @@ RULES: dict[str, Rule] = {
                 f"Saved for the backward: {_listed(f.evidence['shapes'])}, {size(f.evidence['bytes'])} of "
                 f"{size(f.evidence['all_saved_bytes'])} that the step saves."
             ),
-            "Vocabulary-wide tensors are the peak of the step, and one number per row is what the loss needs.",
-            "leanstep.logprob.linear_logprobs computes log-probs and entropy from the hidden states and holds one tile.",
+            "Vocabulary-wide tensors are the peak of the step, and one number per row is what the loss "
+            "needs.",
+            "leanstep.logprob.linear_logprobs computes log-probs and entropy from the hidden states and "
+            "holds one tile.",
             "logprob.linear_logprobs (one tile)",
             "leanstep.logprob.linear_logprobs",
         ),
@@ -187,7 +208,8 @@ RULES: dict[str, Rule] = {
                 f"({_listed(f.evidence['shapes'])}), {size(f.evidence['bytes'])} together."
             ),
             "Chunking saves nothing here: autograd keeps every chunk; recompute in backward.",
-            "leanstep.logprob.linear_logprobs recomputes one tile at a time; or run backward() per chunk, or checkpoint it.",
+            "leanstep.logprob.linear_logprobs recomputes one tile at a time; or run backward() per chunk, "
+            "or checkpoint it.",
             "logprob.linear_logprobs (recomputes)",
             "leanstep.logprob.linear_logprobs",
         ),
@@ -197,7 +219,8 @@ RULES: dict[str, Rule] = {
             lambda f: f"{f.count:,} ops",
             _unbatched,
             "Small updates are all overhead when each parameter gets its own ops.",
-            "fused=True (or foreach=True) for torch's optimizers, torch._foreach_* ops in hand-written updates, "
+            "fused=True (or foreach=True) for torch's optimizers, torch._foreach_* ops in hand-written "
+            "updates, "
             "leanstep.muon.NorMuon for Muon: it stacks matrices of one shape and multiplies them together.",
             "fused=True, _foreach_*, or NorMuon",
             "leanstep.muon.NorMuon",
@@ -211,7 +234,8 @@ RULES: dict[str, Rule] = {
                 f"{f.evidence['gflops_per_s']} GFLOP/s against {f.evidence['fp32_gflops_per_s']} in float32."
             ),
             "This CPU has no fast instructions for the dtype.",
-            "Compute in float32 on this CPU (keep the weights as they are and cast once); leanstep picks the dtype that way.",
+            "Compute in float32 on this CPU (keep the weights as they are and cast once); leanstep picks "
+            "the dtype that way.",
             "compute in float32 on this CPU",
         ),
         Rule(

@@ -1,4 +1,6 @@
-"""Rules about the host: reads, storms of tiny ops, optimizers that walk, slow dtypes, churn, unused gradients."""
+"""Rules about the host: reads, storms of tiny ops, optimizers that walk, slow dtypes, churn,
+unused gradients.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,10 @@ def unbatched_optimizer(step: StepRecord, limits: Mapping[str, float]) -> list[H
         return []
     matmuls: dict[Line, Counter[tuple[int, ...]]] = defaultdict(Counter)
     for key, count in step.matmuls.items():
-        if key.phase == OPTIMIZER and 2 * key.shape[0] * key.shape[1] * key.shape[2] * key.shape[3] <= limits["flops"]:
+        if (
+            key.phase == OPTIMIZER
+            and 2 * key.shape[0] * key.shape[1] * key.shape[2] * key.shape[3] <= limits["flops"]
+        ):
             matmuls[key.site.line][key.shape] += count
     hits = []
     for line, entries in lines.items():

@@ -56,7 +56,7 @@ def zero_fill(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 def transposed_copy(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     """Copies or adds across memory layouts."""
-    found = {line: entry for line, entry in by_line(step.state_copies, Tally).items()}
+    found = dict(by_line(step.state_copies, Tally))
     for line, (total, callers) in by_line(step.other_copies, Tally).items():
         if total.bytes >= limits["bytes"] and total.bytes >= limits["share"] * step.written_bytes:
             if line in found:
@@ -68,7 +68,11 @@ def transposed_copy(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     for line, (total, callers) in found.items():
         phases = {key.phase for key in step.ops if key.site.line == line and key.direct}
         phase = "optimizer" if "optimizer" in phases else "forward"
-        evidence = {"kinds": dict(total.detail), "bytes": total.bytes, "step_written_bytes": step.written_bytes}
+        evidence = {
+            "kinds": dict(total.detail),
+            "bytes": total.bytes,
+            "step_written_bytes": step.written_bytes,
+        }
         hits.append(Hit(line, total.count, callers, phase, evidence, Work(strided_bytes=2 * total.bytes)))
     return hits
 
@@ -79,7 +83,9 @@ def _casts(table: Mapping, limits: Mapping[str, float]) -> list[Hit]:
         if line is not UNKNOWN_LINE and total.bytes >= limits["bytes"]:
             evidence = {"casts": dict(total.detail), "bytes": total.bytes}
             # Read in one width and written in the other: three halves of the wide tensor.
-            hits.append(Hit(line, total.count, callers, "forward", evidence, Work(moved_bytes=1.5 * total.bytes)))
+            hits.append(
+                Hit(line, total.count, callers, "forward", evidence, Work(moved_bytes=1.5 * total.bytes))
+            )
     return hits
 
 
@@ -110,7 +116,11 @@ def retained_chunks(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
             and total.kept_bytes >= limits["bytes"]
             and total.kept_rows >= limits["rows"]
         ):
-            evidence = {"chunks": total.kept, "bytes": total.kept_bytes, "shapes": dict(total.shapes.most_common(3))}
+            evidence = {
+                "chunks": total.kept,
+                "bytes": total.kept_bytes,
+                "shapes": dict(total.shapes.most_common(3)),
+            }
             work = Work(held_bytes=total.kept_bytes)
             hits.append(Hit(line, total.kept, callers, "forward", evidence, work))
     return hits

@@ -1,4 +1,6 @@
-"""Run a user's script the way Python would, so that its errors, its exit code and its arguments stay its own."""
+"""Run a user's script the way Python would, so that its errors,
+its exit code and its arguments stay its own.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 # What a frame tells about an op that runs inside it. Flags of skipped frames are or-ed together.
-IN_OPTIM, IN_DATA, IN_CHECKPOINT, IN_ENGINE, IN_COMPILED, IN_TRANSFORM, IN_LEANSTEP = (1 << i for i in range(7))
+IN_OPTIM, IN_DATA, IN_CHECKPOINT, IN_ENGINE, IN_COMPILED, IN_TRANSFORM, IN_LEANSTEP = (
+    1 << i for i in range(7)
+)
 LIBRARY, USER = 1 << 8, 1 << 9
 
 current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
@@ -28,12 +30,18 @@ if not hasattr(torch._C, "_FunctionBase") or not hasattr(torch.autograd.graph, "
     current_node = None
 ACCUMULATE_GRAD = 2**64 - 1
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120  (a prefix for str.startswith)
+_TORCH = os.path.join(os.path.dirname(str(torch.__file__)), "")  # noqa: PTH118, PTH120  (a prefix for str.startswith)
 _LEANSTEP = str(Path(__file__).resolve().parents[1]) + os.sep
 _OWN = str(Path(__file__).resolve().parent) + os.sep
 _STDLIB = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_TRANSFORMS = ("_functorch/vmap.py", "_functorch/eager_transforms.py", "_functorch/apis.py", "jit/_script.py", "jit/_trace.py")
+_TRANSFORMS = (
+    "_functorch/vmap.py",
+    "_functorch/eager_transforms.py",
+    "_functorch/apis.py",
+    "jit/_script.py",
+    "jit/_trace.py",
+)
 
 
 def missing_private_names() -> list[str]:

@@ -118,7 +118,9 @@ class StepState:
         if actual not in (shape, turned) or self.is_parameter(operand):
             return False
         gradient = operand
-        if actual != shape or (shape == turned and len(shape) > 1 and operand.stride(-1) > operand.stride(-2)):
+        if actual != shape or (
+            shape == turned and len(shape) > 1 and operand.stride(-1) > operand.stride(-2)
+        ):
             gradient = operand.mT
         largest = torch.linalg.vector_norm(gradient.detach(), ord=float("inf"), dim=-1)
         dead = (largest == 0).sum()
@@ -138,7 +140,9 @@ class StepState:
         if tensor.dtype == out.dtype or tensor.is_inference():
             return
         if len(self.casts) >= MAX_CASTS:
-            self.recorder.note("dropped", "", f"more than {MAX_CASTS:,} casts in one step: later ones are not compared")
+            self.recorder.note(
+                "dropped", "", f"more than {MAX_CASTS:,} casts in one step: later ones are not compared"
+            )
             return
         storage = tensor.untyped_storage()
         version = tensor._version
@@ -152,7 +156,12 @@ class StepState:
         else:
             self.casts[key] = StorageWeakRef(storage)
         earlier = self.cast_results.get(storage._cdata)
-        if earlier is not None and earlier[0] == out.dtype and earlier[1] == version and widens(out.dtype, tensor.dtype):
+        if (
+            earlier is not None
+            and earlier[0] == out.dtype
+            and earlier[1] == version
+            and widens(out.dtype, tensor.dtype)
+        ):
             tally(self.round_trips, site, out.nbytes, 1, f"{_name(out)} to {_name(tensor)} and back")
         self.cast_results[out_storage._cdata] = (tensor.dtype, out._version, StorageWeakRef(out_storage))
         if phase in (FORWARD, RECOMPUTE) and self.is_parameter(tensor):
@@ -184,7 +193,11 @@ class StepState:
                 self._count_layout(args[:2], outs[0].nbytes, site, "copy" if info.name == "copy_" else "add")
         elif info.foreach_adds and isinstance(args[1], (list, tuple)):
             for mine, theirs in zip(args[0], args[1], strict=False):
-                if isinstance(theirs, Tensor) and mine.nbytes >= self.recorder.layout_bytes and different_order(mine, theirs):
+                if (
+                    isinstance(theirs, Tensor)
+                    and mine.nbytes >= self.recorder.layout_bytes
+                    and different_order(mine, theirs)
+                ):
                     self._count_layout((mine, theirs), mine.nbytes, site, "add")
 
     def _count_layout(self, operands: Any, num_bytes: int, site: Site, kind: str) -> None:
@@ -207,7 +220,9 @@ class StepState:
                 optimizer = reference()
                 for values in optimizer.state.values() if optimizer is not None else ():
                     if isinstance(values, dict):
-                        storages |= {v.untyped_storage()._cdata for v in values.values() if isinstance(v, Tensor)}
+                        storages |= {
+                            v.untyped_storage()._cdata for v in values.values() if isinstance(v, Tensor)
+                        }
             self.gradients = (stamp, storages)
         return self.gradients[1]
 
@@ -216,7 +231,9 @@ class StepState:
     def on_fresh(self, outs: Any, site: Site, least: int) -> None:
         for out in outs:
             if out.nbytes >= least:
-                self.fresh.append((site, StorageWeakRef(out.untyped_storage()), out.nbytes, self.weight_matmuls))
+                self.fresh.append(
+                    (site, StorageWeakRef(out.untyped_storage()), out.nbytes, self.weight_matmuls)
+                )
 
     # Ends
 
@@ -265,7 +282,7 @@ class StepState:
                 # so there every read counts, not every parameter.
                 reads = self.read_log[entry[7] : entry[8]]
                 parameters = len(reads) if chain else len(set(reads))
-            found = OpRecord(*entry[:7], parameters)
+            found = OpRecord(*entry[:7], parameters=parameters)
             flops += found.flops
             key = OpKey(site, info.name, phase, direct)
             if key in ops:
@@ -327,7 +344,8 @@ class StepState:
         """Take off the buffers of the step before that are still alive: they are kept, not dropped.
 
         A variable that is bound anew in every step holds its value until then; that is no keeping. So what is
-        alive at the end of its own step (`last`: no later step will tell) counts as kept only if earlier steps
+        alive at the end of its own step (`last`: no later step will tell) counts as kept only if earlier
+        steps
         showed it, or if it is more than one value of the line.
         """
         made, fresh = self._earlier
@@ -347,5 +365,3 @@ class StepState:
 
 def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-

@@ -2,7 +2,8 @@
 
 A step ends when the next one begins: at the first op that creates an autograd node after an optimizer's
 `step()` returned, so several optimizers, averages and logging stay together. What runs between the two is
-counted to the step that follows, where the preparation of its batch belongs; each step has it once either way.
+counted to the step that follows, where the preparation of its batch belongs; each step has it once
+either way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from leanstep.diagnose import cost, cuda, rules, source
 from leanstep.diagnose.finding import Finding, Limits
 from leanstep.diagnose.record import StepRecord
 from leanstep.diagnose.recorder import Recorder
-from leanstep.diagnose.stacks import leave_mode
+from leanstep.diagnose.stacks import SavedHooks, leave_mode
 
 # Steps whose counters are kept whole; of earlier ones only what the rules said.
 FULL_STEPS = 8
@@ -74,6 +75,7 @@ class Watch:
         self._on_done = on_done
         self._stack = ExitStack()
         self._modes_on = False
+        self._hooks = SavedHooks()
         self._dropped: StepRecord | None = None
         self._cycle: StepRecord | None = None
         self._cycle_optimizers: set[int] = set()
@@ -99,6 +101,7 @@ class Watch:
         cost.warm_up_torch()
         self._threads = {thread.name for thread in threading.enumerate()}
         self._jit_entries = _triton_entries()
+        self._stack.enter_context(self._hooks.stepping_aside())
         self._stack.enter_context(cuda.watch_graphs(self._on_graph_replay))
         self._stack.enter_context(cuda.sync_debug(self.recorder))
         self._stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
@@ -115,6 +118,7 @@ class Watch:
         self.exception = error
         try:
             self._leave_modes()
+            self._hooks.leave()
         finally:
             self._stack.close()
             _current = None
@@ -124,7 +128,7 @@ class Watch:
         if self._modes_on or self.finished:
             return
         ops, calls, hooks = self.recorder.modes()
-        hooks.__enter__()
+        self._hooks.enter(hooks)
         ops.__enter__()
         calls.__enter__()
         self._modes_on = True
@@ -136,10 +140,10 @@ class Watch:
             return
         self._modes_on = False
         self.recorder.active = False
-        ops, calls, hooks = self.recorder.modes()
+        ops, calls, _ = self.recorder.modes()
         leave_mode(calls)
         leave_mode(ops)
-        hooks.__exit__()
+        self._hooks.leave()
 
     def _watch_for_optimizers(self) -> None:
         """The first optimizer that is made tells that steps will end: until then everything is recorded."""
@@ -212,7 +216,9 @@ class Watch:
             self._end_body(key)
 
     def _end_body(self, key: int) -> None:
-        """An optimizer has stepped: does its step belong to the step being recorded, or start the next one?"""
+        """An optimizer has stepped: does its step belong to the step being recorded,
+        or start the next one?
+        """
         if not self.recorder.node_seen:
             self._cycle_optimizers.add(key)
             return
@@ -232,7 +238,7 @@ class Watch:
     def _close_step(self, record: StepRecord | None) -> None:
         """One whole step is over. `record` is None for the step whose beginning ran unrecorded."""
         now = time.perf_counter()
-        if self._closed_at:
+        if self._closed_at and self._modes_on:
             self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
         self._closed_at = now
         self.recorder.new_step()
@@ -265,8 +271,7 @@ class Watch:
         self.recorder.state.reset()
         self.recorder.node_seen = False
         self._light = True
-        self._timer = torch.autograd.graph.saved_tensors_hooks(self._note_start, lambda packed: packed)
-        self._timer.__enter__()
+        self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self._note_start, lambda packed: packed))
 
     def _note_start(self, tensor: Any) -> Any:
         if not self._started:
@@ -283,7 +288,7 @@ class Watch:
             self.warmup_done += 1
         if self.warmup_done >= last:
             self._light = False
-            self._timer.__exit__()
+            self._hooks.leave()
             self._enter_modes()
         elif self.boundary != "explicit":
             self.warmup_done += 1
@@ -342,8 +347,14 @@ class Watch:
             world = torch.distributed.get_world_size()
             if world > 1:
                 rank = torch.distributed.get_rank()
-                self.recorder.note("rank", f"rank {rank}", f"each of {world} ranks records itself; this is rank {rank}")
-        if multiprocessing.active_children() and "torch.utils.data.dataloader" in sys.modules and not self._scanned:
+                self.recorder.note(
+                    "rank", f"rank {rank}", f"each of {world} ranks records itself; this is rank {rank}"
+                )
+        if (
+            multiprocessing.active_children()
+            and "torch.utils.data.dataloader" in sys.modules
+            and not self._scanned
+        ):
             self._scan_objects()
 
     # Results
@@ -361,7 +372,9 @@ class Watch:
             partial = self._dropped
             if partial is None and not completed and state.num_ops:
                 partial = state.close()
-                self.recorder.note("dropped", "", "the run stopped inside its first recorded step: findings are of that part")
+                self.recorder.note(
+                    "dropped", "", "the run stopped inside its first recorded step: findings are of that part"
+                )
             if partial is not None:
                 self.num_warmup = self.warmup_done = 0
                 self.steps.append(partial)
@@ -420,7 +433,8 @@ def watch(steps: int = 3, warmup: int = 1, limits: Limits | None = None) -> Watc
                 watch.step()
         print(watch.findings())
 
-    Without `watch.step()` a step ends where the next one begins after `optimizer.step()`. Recording changes no number.
+    Without `watch.step()` a step ends where the next one begins after `optimizer.step()`. Recording
+    changes no number.
     """
     return Watch(steps, warmup, limits)
 
@@ -447,5 +461,7 @@ def _triton_entries() -> int:
     total = 0
     for obj in gc.get_objects():
         if type(obj) is kind:
-            total += sum(len(cache[0]) if isinstance(cache, tuple) else 1 for cache in obj.device_caches.values())
+            total += sum(
+                len(cache[0]) if isinstance(cache, tuple) else 1 for cache in obj.device_caches.values()
+            )
     return total

@@ -67,7 +67,12 @@ def test_json_validates_and_names_the_line(reads: str) -> None:
     assert run(reads, "--json", "out.json", "--", "--lr", "3") == 0
     report = validated("out.json")
     (finding,) = report["findings"]
-    assert (finding["rule"], finding["file"], finding["line"], finding["count"]) == ("host-sync", "train.py", 9, 4)
+    assert (finding["rule"], finding["file"], finding["line"], finding["count"]) == (
+        "host-sync",
+        "train.py",
+        9,
+        4,
+    )
     assert finding["id"].startswith("host-sync:train.py:total = sum(")
     assert report["argv"] == ["--lr", "3"]
     assert report["steps"]["recorded"] == 3
@@ -75,7 +80,9 @@ def test_json_validates_and_names_the_line(reads: str) -> None:
     assert finding["cost"]["basis"] == "assumed"
 
 
-@pytest.mark.parametrize("name", ["dead_rows_sft", "unbatched_adamw", "transposed_add", "clean_pairs", "unused_grad"])
+@pytest.mark.parametrize(
+    "name", ["dead_rows_sft", "unbatched_adamw", "transposed_add", "clean_pairs", "unused_grad"]
+)
 def test_every_output_validates(name: str) -> None:
     assert run(STEPS / f"{name}.py", "--json", "out.json") == 0
     report = validated("out.json")
@@ -166,7 +173,9 @@ def test_baseline_survives_inserted_lines_but_not_more_reads(reads: str, capsys)
     Path(reads).write_text(READS.replace("import sys\n", "import sys\n\n# moved\n\n"), encoding="utf-8")
     assert run(reads, "--baseline", "base.json", "--fail-on", "any") == 0
     assert "Suppressed by baseline: 1." in capsys.readouterr().out
-    Path(reads).write_text(READS.replace("range(4))", "range(4))").replace("(8, 4)", "(8, 6)"), encoding="utf-8")
+    Path(reads).write_text(
+        READS.replace("range(4))", "range(4))").replace("(8, 4)", "(8, 6)"), encoding="utf-8"
+    )
     assert run(reads, "--baseline", "base.json", "--fail-on", "any") == 0
     known = json.loads(Path("base.json").read_text(encoding="utf-8"))
     known["findings"][0]["count"] = 3
@@ -181,7 +190,9 @@ def test_a_comment_allows_a_rule_on_its_line(reads: str, capsys) -> None:
     Path(reads).write_text(allowed, encoding="utf-8")
     assert run(reads, "--fail-on", "any") == 0
     assert "Silenced by comments: 1." in capsys.readouterr().out
-    Path(reads).write_text(READS.replace("range(4))\n", "range(4))  # leanstep: allow op-storm\n"), encoding="utf-8")
+    Path(reads).write_text(
+        READS.replace("range(4))\n", "range(4))  # leanstep: allow op-storm\n"), encoding="utf-8"
+    )
     assert run(reads, "--fail-on", "any") == 1
 
 
@@ -191,7 +202,9 @@ def test_annotations_are_escaped(capsys) -> None:
     script = folder / "train.py"
     script.write_text(READS, encoding="utf-8")
     assert run(script, "--annotations") == 0
-    found = re.findall(r"^::warning file=(.*),line=9,title=leanstep host-sync::(.*)$", capsys.readouterr().out, re.M)
+    found = re.findall(
+        r"^::warning file=(.*),line=9,title=leanstep host-sync::(.*)$", capsys.readouterr().out, re.M
+    )
     assert len(found) == 1
     assert found[0][0] == "odd%2Cname%3A100%25/train.py"
     assert "4 × scalar" in found[0][1]
@@ -258,7 +271,9 @@ def test_the_scripts_own_exit_code(text: str, code: int, stderr: str | None, cap
 
 def test_ctrl_c_from_outside() -> None:
     Path("slow.py").write_text(
-        READS.replace("range(5)", "range(10**9)").replace("optimizer.zero_grad()", "optimizer.zero_grad(); print(number, flush=True)"),
+        READS.replace("range(5)", "range(10**9)").replace(
+            "optimizer.zero_grad()", "optimizer.zero_grad(); print(number, flush=True)"
+        ),
         encoding="utf-8",
     )
     root = str(Path(cli.__file__).parents[1])

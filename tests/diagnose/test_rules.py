@@ -59,7 +59,9 @@ def test_host_sync_counts_reads_and_tells_host_data_apart() -> None:
     assert "may be host data" in second.what
 
 
-@pytest.mark.parametrize(("repeats", "backward", "fires"), [(31, 200, 0), (32, 67, 0), (32, 68, 1), (100, 0, 1)])
+@pytest.mark.parametrize(
+    ("repeats", "backward", "fires"), [(31, 200, 0), (32, 67, 0), (32, 68, 1), (100, 0, 1)]
+)
 def test_op_storm_needs_repeats_and_ops(repeats: int, backward: int, fires: int) -> None:
     assert counts(storm(repeats, backward)) == [("op-storm", 7, repeats)] * fires
 
@@ -106,7 +108,9 @@ def test_zero_fill_without_a_line_is_no_finding() -> None:
     assert counts(StepRecord(zero_fills={UNKNOWN: Tally(9, MIB)})) == []
 
 
-@pytest.mark.parametrize(("size", "written", "fires"), [(MIB - 1, 2 * MIB, 0), (MIB, 20 * MIB, 1), (MIB, 21 * MIB, 0)])
+@pytest.mark.parametrize(
+    ("size", "written", "fires"), [(MIB - 1, 2 * MIB, 0), (MIB, 20 * MIB, 1), (MIB, 21 * MIB, 0)]
+)
 def test_transposed_copies_of_activations_need_a_share(size: int, written: int, fires: int) -> None:
     step = StepRecord(other_copies={HERE: Tally(1, size)}, written_bytes=written)
     assert counts(step) == [("transposed-copy", 7, 1)] * fires
@@ -114,12 +118,16 @@ def test_transposed_copies_of_activations_need_a_share(size: int, written: int, 
 
 def test_transposed_copies_of_state_always_count_and_join_the_others() -> None:
     step = StepRecord(
-        state_copies={HERE: Tally(2, 512 * KIB)}, other_copies={HERE: Tally(3, 3 * MIB)}, written_bytes=4 * MIB
+        state_copies={HERE: Tally(2, 512 * KIB)},
+        other_copies={HERE: Tally(3, 3 * MIB)},
+        written_bytes=4 * MIB,
     )
     assert counts(step) == [("transposed-copy", 7, 5)]
 
 
-@pytest.mark.parametrize(("table", "rule"), [("duplicate_casts", "duplicate-cast"), ("round_trips", "dtype-round-trip")])
+@pytest.mark.parametrize(
+    ("table", "rule"), [("duplicate_casts", "duplicate-cast"), ("round_trips", "dtype-round-trip")]
+)
 def test_casts_need_bytes(table: str, rule: str) -> None:
     assert counts(StepRecord(**{table: {HERE: Tally(2, 64 * KIB - 1)}})) == []
     assert counts(StepRecord(**{table: {HERE: Tally(2, 64 * KIB)}})) == [(rule, 7, 2)]
@@ -161,8 +169,13 @@ def updates(count: int, small: int, others: int = 60) -> StepRecord:
     return StepRecord(ops=ops)
 
 
-@pytest.mark.parametrize(("count", "small", "others", "fires"), [(16, 16, 48, 1), (16, 16, 47, 0), (15, 15, 60, 0), (20, 10, 60, 0)])
-def test_unbatched_optimizer_needs_repeats_of_small_ops(count: int, small: int, others: int, fires: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "small", "others", "fires"),
+    [(16, 16, 48, 1), (16, 16, 47, 0), (15, 15, 60, 0), (20, 10, 60, 0)],
+)
+def test_unbatched_optimizer_needs_repeats_of_small_ops(
+    count: int, small: int, others: int, fires: int
+) -> None:
     assert counts(updates(count, small, others)) == [("unbatched-optimizer", 7, count)] * fires
 
 
@@ -227,7 +240,15 @@ def test_thresholds_can_be_set() -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", ["storm.repeats=1", "op-storm.size=1", "op-storm.repeats", "op-storm.repeats=x", "repeats=3", "op-storm.ops=-1"]
+    "setting",
+    [
+        "storm.repeats=1",
+        "op-storm.size=1",
+        "op-storm.repeats",
+        "op-storm.repeats=x",
+        "repeats=3",
+        "op-storm.ops=-1",
+    ],
 )
 def test_bad_thresholds_are_named(setting: str) -> None:
     with pytest.raises(ValueError, match="threshold"):

@@ -188,7 +188,8 @@ def test_a_run_without_an_optimizer_is_one_step(write_script, watched) -> None:
 
 def test_recording_stops_after_its_steps_and_the_script_runs_on(write_script, watched) -> None:
     script = write_script(
-        "import torch\nmodel = torch.nn.Linear(4, 4)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "import torch\nmodel = torch.nn.Linear(4, 4)\noptimizer = torch.optim.SGD(model.parameters(), "
+        "lr=0.1)\n"
         "depths = []\n"
         "for _ in range(9):\n    model(torch.randn(2, 4)).sum().backward()\n    optimizer.step()\n"
         "    depths.append(torch._C._len_torch_dispatch_stack())\n"
