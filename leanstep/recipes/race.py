@@ -117,11 +117,13 @@ class Race:
                 return target, options
         return target, None
 
-    def final(self, target: float, adamw: dict[str, Any]) -> dict[str, Any]:
-        """The timed run of both, interleaved."""
+    def final(self, adamw: dict[str, Any]) -> dict[str, Any]:
+        """The timed run of both, interleaved; the target is where NorMuon ends in this very run."""
         trainings = {"normuon": self.build({}), "adamw": self.build(adamw)}
         curves = train_interleaved(trainings, say=_say)
-        ours, theirs = curves["normuon"], first_at(curves["adamw"], target)
+        ours = curves["normuon"]
+        target = ours["val_loss"][-1]
+        theirs = first_at(curves["adamw"], target)
         result = {
             "target": target,
             "adamw_options": adamw,
@@ -131,6 +133,7 @@ class Race:
             "ratio": None if theirs is None else round(theirs[1] / max(ours["time_s"][-1], 1e-3), 3),
             "seconds_per_step": {n: c["time_s"][-1] / c["step"][-1] for n, c in curves.items()},
         }
+        self.body.update(environment())
         self.body["race"] = result
         self.body["preset"] = self.preset
         self.write()
@@ -161,8 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if chosen.only_sweep:
         return 0
-    result = race.body.get("race") or race.final(target, adamw)
-    _say(f"loss {target:.4f}: normuon {result['normuon_s']:.1f} s, adamw {result['adamw_s']} s")
+    result = race.body.get("race") or race.final(adamw)
+    _say(f"loss {result['target']:.4f}: normuon {result['normuon_s']:.1f} s, adamw {result['adamw_s']} s")
     if chosen.svg:
         write_atomically(chosen.svg, race_svg(race.body).encode())
     return 0

@@ -62,7 +62,8 @@ def test_the_cheapest_run_that_reaches_the_target_is_chosen(tmp_path, monkeypatc
     assert len(trained) == count + 1  # only the look at the number of steps
     assert {"lr": 0.05, "optimizer": "adamw"} in [row["options"] for row in again.body["sweep"]]
     assert runner.sweep([0.02, 0.01], [1.5]) == (2.5, None)
-    result = again.final(target, chosen)
+    result = again.final(chosen)
+    assert result["target"] == 2.5 and result["adamw_s"] is not None
     assert json.loads((tmp_path / "r.json").read_text())["race"] == result
 
 
