@@ -240,6 +240,7 @@ class Recorder:
                 tensors.append(arg)
             elif type(arg) is list or type(arg) is tuple:
                 tensors.extend(item for item in arg if isinstance(item, Tensor))
+        plain = info.plain
         max_bytes = total_bytes = 0
         tainted = False
         for tensor in tensors:
@@ -247,7 +248,8 @@ class Recorder:
                 num_bytes = tensor.nbytes
                 storage = tensor.untyped_storage()._cdata
             except RuntimeError:
-                # Sparse tensors have no storage of their own.
+                # Sparse tensors have no storage of their own: counted as ops, not looked into.
+                plain = True
                 continue
             total_bytes += num_bytes
             if num_bytes > max_bytes:
@@ -307,7 +309,7 @@ class Recorder:
         state.num_ops += 1
         state.written_bytes += written
         flops = 0
-        if not info.plain:
+        if not plain:
             if info.matmul:
                 shape = matmul_shape(info, args)
                 flops = 2 * shape[0] * shape[1] * shape[2] * shape[3]
@@ -457,6 +459,8 @@ class Recorder:
 
     def _on_saved(self, tensor: Tensor) -> None:
         if source.current_node is not None and source.current_node() is not None:
+            return
+        if tensor.layout is not torch.strided:
             return
         storage = tensor.untyped_storage()._cdata
         state = self.state

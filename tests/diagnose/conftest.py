@@ -7,6 +7,7 @@ import io
 import os
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,9 @@ def run_watched(script: Path, watch: Watch | None = None, limits: Limits | None 
     before, path = set(sys.modules), list(sys.path)
     sys.path.insert(0, str(script.parent))
     try:
-        with contextlib.redirect_stdout(io.StringIO()), watch:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), watch:
+            # What a script warns of is its own affair.
+            warnings.simplefilter("ignore")
             runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.path[:] = path
