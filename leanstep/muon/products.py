@@ -45,11 +45,8 @@ def choose_panels(side: int, device: torch.device) -> int:
 
 def _bounds(side: int, panels: int) -> list[tuple[int, int]]:
     # Multiples of 16 keep the panels aligned to vector registers.
-    edges = [
-        min(side, -(-side * i // panels + 15) // 16 * 16) if 0 < i < panels else side * i // panels
-        for i in range(panels + 1)
-    ]
-    return [(lo, hi) for lo, hi in itertools.pairwise(edges) if hi > lo]
+    edges = [0, *(min(side, round(side * i / panels / 16) * 16) for i in range(1, panels)), side]
+    return [(low, high) for low, high in itertools.pairwise(edges) if high > low]
 
 
 def _mirror(out: Tensor, bounds: list[tuple[int, int]]) -> None:

@@ -105,14 +105,26 @@ def run_modes(rank, world_size, steps):
             advance(optimizer, params, rank, steps - 1, 1, low_rank, average)
         state = optimizer.state_dict()["state"]
         results[label] = (weights_of(params), state, counter.get_total_counts(), optimizer.explain())
-    return pack(results)
+    return results
+
+
+def run_everything(rank, world_size, steps):
+    """All that needs two ranks in one start: processes are slow to begin, collectives are not."""
+    return pack(
+        (run_modes(rank, world_size, steps), resume_on_two(rank, world_size), misuse(rank, world_size))
+    )
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
+def everything():
     from ranks import run_ranks
 
-    return [unpack(data) for data in run_ranks(2, run_modes, 20, timeout=120)]
+    return [unpack(data) for data in run_ranks(2, run_everything, 20, timeout=120)]
+
+
+@pytest.fixture
+def two_ranks(everything):
+    return [modes for modes, _, _ in everything]
 
 
 @pytest.mark.parametrize("label", MODES)
@@ -162,7 +174,7 @@ def resume_on_two(rank, world_size):
         half = resume(rank, world_size, comms, 3, 0, None, torch.float32)
         again, _ = resume(rank, world_size, comms, 3, 3, pack(half), torch.float32)
         results[comms] = (whole, half, again)
-    return pack(results)
+    return results
 
 
 def continue_on_three(rank, world_size, saved):
@@ -174,8 +186,8 @@ def continue_on_three(rank, world_size, saved):
     return pack(results)
 
 
-def test_resume_changes_no_bit_and_world_sizes_may_differ(run_ranks):
-    (first, *_) = (unpack(data) for data in run_ranks(2, resume_on_two, timeout=120))
+def test_resume_changes_no_bit_and_world_sizes_may_differ(everything, run_ranks):
+    _, first, _ = everything[0]
     saved = {comms: pack(first[comms][1]) for comms in ("sharded", "owner")}
     on_three = [unpack(data) for data in run_ranks(3, continue_on_three, saved, timeout=120)]
     for comms in ("sharded", "owner"):
@@ -221,8 +233,8 @@ def misuse(rank, world_size):
     return unchanged, optimizer.skipped_steps, messages
 
 
-def test_one_bad_rank_makes_all_skip_and_misuse_raises_everywhere(run_ranks):
-    for unchanged, skipped, messages in run_ranks(2, misuse):
+def test_one_bad_rank_makes_all_skip_and_misuse_raises_everywhere(everything):
+    for _, _, (unchanged, skipped, messages) in everything:
         assert unchanged and skipped == 1
         assert "expected the same parameters with a gradient on every rank" in messages[0]
         assert messages[1].startswith("comms: expected one of replicated")

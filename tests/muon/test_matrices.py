@@ -1,0 +1,56 @@
+"""Views of a parameter: each element in exactly one matrix, memory shared, state lines in step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leanstep.muon.matrices import check_cut, make_cut, matrix_views, second_shape, second_views
+
+CUTS = [
+    ((6, 8), {}),
+    ((2, 3, 6, 8), {}),
+    ((6, 8), {"split": [4, 2]}),
+    ((6, 8), {"split": [5, 3], "split_dim": 1}),
+    ((6, 8), {"heads": 3}),
+    ((3, 6, 8), {"split": [4, 2], "heads": [2, 1]}),
+    ((3, 6, 8), {"split_dim": 1, "heads": 4}),
+    ((6, 2, 2, 2), {"flatten": "conv"}),
+    ((6, 2, 2, 2), {"flatten": "conv", "heads": 2}),
+]
+
+
+@pytest.mark.parametrize(("shape", "options"), CUTS)
+def test_views_cover_every_element_once_and_share_memory(shape, options):
+    cut = make_cut(**options)
+    check_cut("weight", shape, cut)
+    tensor = torch.zeros(shape)
+    for view in matrix_views(tensor, cut):
+        assert view.ndim == 3
+        view += 1
+    assert (tensor == 1).all()
+
+
+@pytest.mark.parametrize("per", ["long", "row"])
+@pytest.mark.parametrize(("shape", "options"), CUTS)
+def test_variance_state_has_a_number_for_every_line(shape, options, per):
+    cut = make_cut(**options)
+    second = torch.zeros(second_shape(shape, cut, per))
+    views = matrix_views(torch.zeros(shape), cut)
+    states = second_views(second, views, cut, per)
+    for view, state in zip(views, states, strict=True):
+        state += 1
+        assert state.size(0) == view.size(0)
+        kept = view.size(1) if state.size(2) == 1 else view.size(2)
+        assert kept == (view.size(1) if per == "row" else max(view.shape[1:]))
+    assert (second == 1).all()
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
+def test_heads_are_contiguous_blocks_of_rows(heads, rows, cols):
+    tensor = torch.arange(heads * rows * cols).view(heads * rows, cols).float()
+    (view,) = matrix_views(tensor, make_cut(heads=heads))
+    for index in range(heads):
+        assert torch.equal(view[index], tensor[index * rows : (index + 1) * rows])
