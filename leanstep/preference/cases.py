@@ -219,7 +219,6 @@ register(
         },
         prove_sizes=("tiny", "odd", "empty"),
         dtypes=(torch.float32, torch.bfloat16),
-        default_size="seed",
     )
 )
 

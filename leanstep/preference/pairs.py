@@ -88,7 +88,11 @@ def build_pairs(
     gap_BN = first_BN - second_BN
     num_primary = max(num_variants - 1, 0)
     gap, pick = torch.sort(gap_BN[:, :num_primary], dim=1, stable=True)
-    if num_variants > 2:
+    if num_variants == 3:
+        # One pair is sorted as it is, and the quota keeps at least one.
+        gap = torch.cat([gap, gap_BN[:, 2:]], 1)
+        pick = torch.nn.functional.pad(pick, (0, 1), value=2)
+    elif num_variants > 3:
         late_gap, late_pick = torch.sort(gap_BN[:, num_primary:], dim=1, stable=True)
         if config.hard_negative_ratio < 1:
             num_scored = (sorted_loss_BC == sorted_loss_BC).sum(1, keepdim=True)
@@ -97,7 +101,6 @@ def build_pairs(
             position = torch.arange(late_gap.shape[1], device=loss.device)
             late_gap = torch.where(position < quota, late_gap, torch.nan)
         gap, pick = torch.cat([gap, late_gap], 1), torch.cat([pick, late_pick + num_primary], 1)
-    if num_variants > 3:
         # A sample with missing losses has holes between the two lists; with up to three variants it has not.
         whole = torch.argsort((gap != gap).to(torch.int8), dim=1, stable=True)
         gap, pick = gap.gather(1, whole), pick.gather(1, whole)
