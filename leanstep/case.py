@@ -230,7 +230,7 @@ def all_cases() -> dict[str, Case]:
                 present = False
             if present:
                 importlib.import_module(module)
-        # Only now: a module that fails to import must fail again on the next look-up, not be left out silently.
+        # Only now: a module that fails to import must fail again on the next look-up, not be left out.
         _loaded = True
     return dict(_REGISTRY)
 
