@@ -273,7 +273,7 @@ register(
                 "leanstep",
                 "fast",
                 _stepping(_leanstep(None)),
-                note="NorMuon, float32 products; scratch is kept between steps",
+                note="NorMuon, float32 products",
             ),
             Implementation(
                 "leanstep-bf16",

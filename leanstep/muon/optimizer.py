@@ -118,7 +118,11 @@ class NorMuon(torch.optim.Optimizer):
             for group in self.param_groups:
                 group["skipped_steps"] += 1
             return loss
-        self._run(work)
+        try:
+            self._run(work)
+        finally:
+            # Forward and backward need the memory more than the next step needs warm scratch.
+            self._workspace.clear()
         for group in self.param_groups:
             # Groups that are not due get their zero state too: checkpoints expect it after the first step.
             for param in group["params"]:
