@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 TOKENS, BLOCK, MAX_LOD = 1024, 32, 2
-SAMPLES, VARIANTS, SUMMARIES = 6, 3, 9
+SAMPLES, VARIANTS, SUMMARIES = 4, 3, 9
 RECENT = 128
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCAB, WIDTH, HEADS, LAYERS = 16_384, 192, 4, 2
-GROUPS, GROUP_SIZE, PROMPT, RESPONSE = 2, 4, 224, 32
+GROUPS, GROUP_SIZE, PROMPT, RESPONSE = 2, 3, 224, 32
 LENGTH = PROMPT + RESPONSE
 
 

@@ -260,7 +260,7 @@ def _plan(plan: Data) -> Data:
     }
 
 
-# The methods of `leanstep plan logprob` that a chart can hold side by side, and the device it is drawn against.
+# The methods of `leanstep plan logprob` that a chart holds side by side, and the device it is drawn against.
 _DRAWN = {"plain": "reference", "gathered-loss": "peer", "gathered-step": "peer", "linear": "fast"}
 _DRAWN_DEVICE = "h200"
 
