@@ -131,6 +131,7 @@ class Recorder:
         self.on_first_node: Any = None
         self.node_seen = False
         self.accelerator = False
+        self.total_reads = 0
         self.errors: list[str] = []
         self.notes: dict[tuple[str, str], str] = {}
         self._infos: dict[int, OpInfo] = {}
@@ -254,6 +255,9 @@ class Recorder:
             total_bytes += num_bytes
             if num_bytes > max_bytes:
                 max_bytes = num_bytes
+            if built_in:
+                tainted = True
+                continue
             if learn and tensor.requires_grad and tensor.is_leaf:
                 # A leaf cut out of the graph (detach().requires_grad_()) is an activation, not a parameter.
                 if (
@@ -272,6 +276,10 @@ class Recorder:
             elif storage in state.tainted or tensor.requires_grad:
                 tainted = True
 
+        if info.view:
+            if self._copies:
+                self._copies.follow(tensors, out)
+            return
         if info.writes and not in_engine and not (grad and created):
             phase = self._parameter_writes(info, args, site, phase)
 
@@ -441,6 +449,7 @@ class Recorder:
         if self.accelerator and target is not None and target.device.type == "cpu" and kind != "cpu":
             return
         self.state.num_reads += 1
+        self.total_reads += 1
         tally(self.state.reads, site, 0, 1, kind)
         entry = self.state.reads[site]
         entry.detail[f"phase {phase}"] += 1
