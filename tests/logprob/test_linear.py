@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from leanstep.logprob import Tiles, linear_logprobs
 from leanstep.logprob.reference import reference_linear_logprobs
 
-T, D, V = 9, 5, 23
-ROWS = torch.tensor([3, 1, 1, 8, 5])
+T, D, V = 6, 3, 17
+ROWS = torch.tensor([3, 1, 1, 5, 4])
 KEEP = (
     torch.randint(0, V, (20,), generator=torch.Generator().manual_seed(1)),
     torch.tensor([0, 4, 4, 9, 12, 20]),
@@ -56,7 +56,7 @@ def test_gradcheck(options, order):
         options["ref_hidden"] = ref_hidden
 
     def outputs(h, w, b):
-        out = linear_logprobs(h, w, tokens, bias=b, tile=Tiles(2, 7, order), **options)
+        out = linear_logprobs(h, w, tokens, bias=b, tile=Tiles(4, 7, order), **options)
         return tuple(x for x in out if isinstance(x, torch.Tensor) and x.requires_grad)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
@@ -135,7 +135,7 @@ def test_unselected_rows_get_exactly_zero():
         hidden, weight, torch.tensor([0, 1, 2, 3, 4]), rows=ROWS, entropy="grad"
     ).logp.sum().backward()
     others = torch.ones(T, dtype=torch.bool).index_fill_(0, ROWS, False)
-    assert torch.equal(hidden.grad[others], torch.zeros(5, D)) and hidden.grad[ROWS].abs().min() > 0
+    assert torch.equal(hidden.grad[others], torch.zeros(2, D)) and hidden.grad[ROWS].abs().min() > 0
 
 
 def test_runs_repeat_bitwise_and_inputs_stay():
@@ -269,7 +269,7 @@ def test_no_graph_without_gradients():
 
 def test_the_docstring_equivalence():
     hidden, weight, bias = tensors(torch.float32)
-    rows, scale, temperature, tokens = ROWS, 0.5, 0.7, torch.tensor([0, 4, 22, 9, 9])
+    rows, scale, temperature, tokens = ROWS, 0.5, 0.7, torch.tensor([0, 4, 16, 9, 9])
     logits = scale * torch.nn.functional.linear(hidden[rows], weight, bias)
     log_p = torch.log_softmax(logits.float() / temperature, -1)
     out = linear_logprobs(
