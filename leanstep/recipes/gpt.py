@@ -80,7 +80,7 @@ _TINY = Preset(
     validation_batch=8192,
     vocab_size=512,
     cadence=Cadence(log=10, evaluate=20, save=100),
-    tuned={"normuon": {"adam_lr": 0.03}, "adamw": {"lr": 0.03}},
+    tuned={"normuon": {"adam_lr": 0.03}, "adamw": {"lr": 0.03, "table_lr_mul": 10.0}},
 )  # fmt: skip
 
 _PRESETS = {

@@ -30,6 +30,16 @@ from leanstep.recipes.curves import race_svg
 
 Curve = dict[str, list[float]]
 
+# What else is tried at AdamW's best rate: another decay, memory, regularisation, faster tables.
+EXTRAS: list[dict[str, Any]] = [
+    {"decay": "cosine"},
+    {"beta2": 0.99},
+    {"weight_decay": 0.01},
+    {"table_lr_mul": 3.0},
+    {"table_lr_mul": 10.0},
+    {"table_lr_mul": 30.0},
+]
+
 
 def train_interleaved(
     trainings: Mapping[str, gpt.GPTTraining],
@@ -103,10 +113,9 @@ class Race:
         """(target, the cheapest AdamW options that reach it)."""
         steps = self.build({}).num_steps
         target = self.final_loss({})
-        ranked = sorted(rates, key=lambda lr: self.final_loss({"optimizer": "adamw", "lr": lr}))
-        best = {"optimizer": "adamw", "lr": ranked[0]}
-        extras = [{"decay": "cosine"}, {"beta2": 0.99}, {"weight_decay": 0.01}, {"table_lr_mul": 3.0}]
-        helpful = [extra for extra in extras if self.final_loss({**best, **extra}) < self.final_loss(best)]
+        grid = [{"optimizer": "adamw", "lr": lr, "table_lr_mul": 1.0} for lr in rates]
+        best = min(grid, key=self.final_loss)
+        helpful = [extra for extra in EXTRAS if self.final_loss({**best, **extra}) < self.final_loss(best)]
         choices = [{}, *helpful] + (
             [{k: v for e in helpful for k, v in e.items()}] if len(helpful) > 1 else []
         )
@@ -148,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="NorMuon against a tuned AdamW.")
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--rates", default="0.005,0.01,0.02,0.03,0.04")
-    parser.add_argument("--lengths", default="1.75,2.5,2.75,3,4")
+    parser.add_argument("--lengths", default="1.75,2,2.25,2.5,3,4")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--threads", type=int)

@@ -55,12 +55,14 @@ def test_the_cheapest_run_that_reaches_the_target_is_chosen(tmp_path, monkeypatc
     monkeypatch.setattr(race.gpt, "build", build)
     runner = race.Race(tmp_path / "r.json", "tiny")
     target, chosen = runner.sweep([0.02, 0.01, 0.05], [1.5, 2, 3])
-    assert target == 2.5 and chosen == {"optimizer": "adamw", "lr": 0.01, "steps": 200}
+    assert target == 2.5 and chosen == {"optimizer": "adamw", "lr": 0.01, "table_lr_mul": 1.0, "steps": 200}
     count = len(trained)
     again = race.Race(tmp_path / "r.json", "tiny")
     assert again.sweep([0.02, 0.01, 0.05], [1.5, 2, 3]) == (target, chosen)
     assert len(trained) == count + 1  # only the look at the number of steps
-    assert {"lr": 0.05, "optimizer": "adamw"} in [row["options"] for row in again.body["sweep"]]
+    assert {"lr": 0.05, "optimizer": "adamw", "table_lr_mul": 1.0} in [
+        row["options"] for row in again.body["sweep"]
+    ]
     assert runner.sweep([0.02, 0.01], [1.5]) == (2.5, None)
     result = again.final(chosen)
     assert result["target"] == 2.5 and result["adamw_s"] is not None
