@@ -326,7 +326,7 @@ def _cut(flat: Tensor, rows: list[_Row], rank: int, world: int) -> list[Tensor]:
     return parts
 
 
-def _bank_second(group: Group, param: DTensor) -> DTensor:
+def _bank_second(group: Group, param: DTensor) -> Tensor:
     """Zero variance state of a bank, cut over the ranks as the bank is."""
     shape = second_shape(param.shape, group_cut(group), group["variance"])
     dtype = torch.promote_types(param.dtype, torch.float32)

@@ -26,7 +26,7 @@ class PlainNorMuon:
         self.state: list[tuple[Tensor, Tensor]] = []
         for param in params:
             dtype = torch.promote_types(param.dtype, torch.float32)
-            axis = reference.variance_axis(*param.shape)
+            axis = reference.variance_axis(param.shape[0], param.shape[1])
             second = torch.zeros_like(param, dtype=dtype).sum(axis, keepdim=True)
             self.state.append((torch.zeros_like(param, dtype=dtype), second))
 
@@ -37,7 +37,7 @@ class PlainNorMuon:
             assert param.grad is not None
             update, buffer = reference.nesterov(param.grad.to(buffer.dtype), buffer, 0.95)
             update, second = reference.reduce_variance(self.orthogonalise(update), second, 0.95)
-            rate = self.lr * reference.shape_factor(*param.shape)
+            rate = self.lr * reference.shape_factor(param.shape[0], param.shape[1])
             weight = param.detach().to(buffer.dtype)
             param.copy_(reference.cautious_decay(weight, update, rate, self.weight_decay * self.lr))
             self.state[index] = (buffer, second)
