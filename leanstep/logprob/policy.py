@@ -261,11 +261,17 @@ class _Buffers:
     def __init__(self, p: Problem, most_rows: int) -> None:
         self.p = p
         device = p.source.hidden.device
-        self.logits = torch.empty(most_rows, p.head.columns, dtype=p.head.dtype, device=device)
+        self.logits = torch.empty(most_rows * p.head.columns, dtype=p.head.dtype, device=device)
         size = most_rows * min(p.tiles.columns, p.head.columns)
         self.work = [
             torch.empty(size, dtype=p.head.dtype, device=device) for _ in range(2 if p.moment else 1)
         ]
+
+    def _tile(self, size: int, columns: slice) -> Tensor:
+        # Tile after tile, each contiguous: rows of a [c, V] matrix would lie a page or more apart.
+        return self.logits[size * columns.start : size * columns.stop].view(
+            size, columns.stop - columns.start
+        )
 
     def statistics(self, part: slice) -> tuple[FinalStatistics, Tensor]:
         """Project the rows, keep the logits, and reduce them to statistics of the whole vocabulary."""
@@ -274,7 +280,7 @@ class _Buffers:
         self.h, self.low_h = p.chunks(part)
         stats = RowStatistics.empty(size, dtype=p.head.dtype, device=p.tokens.device, moment=p.moment)
         for columns in p.tiles.column_slices(p.head.columns):
-            z = self.logits[:size, columns]
+            z = self._tile(size, columns)
             p.head.logits(self.h, self.low_h, p.head.weight_tile(columns), part, columns, z)
             stats.target.add_(target_logits(z, p.tokens[part], p.head.shard, columns))
             first, last = (
@@ -292,7 +298,7 @@ class _Buffers:
         size = part.stop - part.start
         local = _rows_of(p, part)
         for columns in p.tiles.column_slices(p.head.columns):
-            z = self.logits[:size, columns]
+            z = self._tile(size, columns)
             work = tile_buffer(self.work[-1], size, columns.stop - columns.start)
             du = tile_gradient_(local, z, work, final, None, gradients, slice(0, size), columns)
             sums.add(du, self.h, self.low_h, p.head.weight_tile(columns), part, columns)
