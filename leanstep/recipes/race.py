@@ -115,15 +115,13 @@ class Race:
         target = self.final_loss({})
         grid = [{"optimizer": "adamw", "lr": lr, "table_lr_mul": 1.0} for lr in rates]
         best = min(grid, key=self.final_loss)
-        helpful = [extra for extra in EXTRAS if self.final_loss({**best, **extra}) < self.final_loss(best)]
-        choices = [{}, *helpful] + (
-            [{k: v for e in helpful for k, v in e.items()}] if len(helpful) > 1 else []
-        )
-        extra = min(choices, key=lambda e: self.final_loss({**best, **e}))
+        # The two best settings of the short runs: longer runs may prefer the second.
+        ranked = sorted([{}, *EXTRAS], key=lambda extra: self.final_loss({**best, **extra}))[:2]
         for length in lengths:
-            options = {**best, **extra, "steps": round(steps * length)}
-            if self.final_loss(options) <= target:
-                return target, options
+            tries = [{**best, **extra, "steps": round(steps * length)} for extra in ranked]
+            chosen = min(tries, key=self.final_loss)
+            if self.final_loss(chosen) <= target:
+                return target, chosen
         return target, None
 
     def final(self, adamw: dict[str, Any]) -> dict[str, Any]:
