@@ -1,7 +1,7 @@
 """Find the waste in an LLM training step, replace it with an exact fast path, prove that nothing changed.
 
-The packages: `leanstep.preference`, `leanstep.logprob`, `leanstep.muon`, `leanstep.gpt`; `leanstep.diagnose` names the
-lines that waste time or memory. They are imported on use, so that `import leanstep` costs nothing.
+The packages: `leanstep.preference`, `leanstep.logprob`, `leanstep.muon`, `leanstep.gpt`; `leanstep.diagnose`
+names the lines that waste time or memory. They are imported on use, so that `import leanstep` costs nothing.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from leanstep.case import Outputs, Step, Workload
@@ -52,7 +54,7 @@ def simulate_objective(
 
     def build(workload: Workload) -> Step:
         def step() -> Outputs:
-            t = dict(workload.tensors)
+            t: dict[str, Any] = dict(workload.tensors)
             scores = t.pop("scores").detach().requires_grad_()
             result = lens_loss(scores, LensBatch(**t, num_tokens=tokens), config, backend=method)
             (grad,) = torch.autograd.grad(result.loss, scores)

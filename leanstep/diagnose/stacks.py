@@ -12,6 +12,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 
+# Not in torch's type stubs.
+_AUTOGRAD: Any = torch._C._autograd  # type: ignore[attr-defined]
+
 
 def leave_mode(mode: Any) -> None:
     """Remove `mode` from its stack; modes above it are put back in their order."""
@@ -59,24 +62,20 @@ class SavedHooks:
 
     def enter(self, hooks: Any) -> None:
         self._hooks = hooks
-        self._aside = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+        self._aside = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message() is not None
         if not self._aside:
             hooks.__enter__()
 
     def leave(self) -> None:
         hooks, self._hooks = self._hooks, None
         # A with-block of the user's that ended in between has popped ours in place of its own.
-        if (
-            hooks is not None
-            and not self._aside
-            and torch._C._autograd._top_saved_tensors_default_hooks(True)
-        ):
+        if hooks is not None and not self._aside and _AUTOGRAD._top_saved_tensors_default_hooks(True):
             hooks.__exit__()
 
     @contextmanager
     def stepping_aside(self) -> Iterator[None]:
         """Watch torch's own switch for hooks while recording."""
-        switch = torch._C._autograd
+        switch = _AUTOGRAD
         disable, enable = switch._saved_tensors_hooks_disable, switch._saved_tensors_hooks_enable
 
         def disabled(*args: Any, **kwargs: Any) -> Any:

@@ -40,6 +40,23 @@ class BankedGPT(nn.Module):
     `schedule_state`: the windows, the YaRN frequencies and scale, and whether head and embedding are tied.
     """
 
+    # Registered by `_allocate`; those of a switched-off feature do not exist.
+    embed: Tensor
+    lm_head: Tensor
+    bigram_embed: Tensor
+    value_embeds: Tensor
+    attn_bank: Tensor
+    mlp_bank: Tensor
+    attn_gate_bank: Tensor
+    ve_gate_bank: Tensor
+    smear_gate: Tensor
+    skip_gate: Tensor
+    post_lambdas: Tensor
+    resid_lambdas: Tensor
+    x0_lambdas: Tensor
+    bigram_lambdas: Tensor
+    scalars: Tensor
+
     def __init__(self, config: GPTConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config

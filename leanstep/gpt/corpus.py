@@ -167,6 +167,7 @@ def _build(target: Path, texts: list[str], vocab_size: int, max_chars: int) -> N
     )
     tokenizer.train_from_iterator(documents["train"], trainer)
     bos = tokenizer.token_to_id(BOS)
+    assert bos is not None, "the trainer was given it as a special token"
     target.parent.mkdir(parents=True, exist_ok=True)
     # Built aside and renamed: another process never sees half a corpus.
     building = Path(tempfile.mkdtemp(dir=target.parent, prefix=".building-"))

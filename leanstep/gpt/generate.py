@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from leanstep.gpt.banks import BankedGPT
-
 
 @torch.no_grad()
 def generate(
-    model: BankedGPT,
+    model: Any,
     tokens: Tensor,
     max_new_tokens: int,
     *,

@@ -46,7 +46,7 @@ def number(x: Number) -> Number:
 
 def add_scaled(out: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
     """out += factor * x, in place."""
-    return out.add_(x, alpha=factor) if isinstance(factor, float) else out.addcmul_(x, factor)
+    return out.addcmul_(x, factor) if isinstance(factor, Tensor) else out.add_(x, alpha=factor)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -179,9 +179,9 @@ class ResidualMLP(torch.autograd.Function):
         ctx.dtypes = resid.dtype, None if isinstance(post, int | float) else post.dtype
         ctx.save_for_backward(x, normed, inverse, rectified, first, second)
         out = x * ctx.resid
-        if isinstance(ctx.post, float):
-            return out.addmm_(rectified.square(), second, alpha=ctx.post)
-        return out.addcmul_(torch.mm(rectified.square(), second), ctx.post)
+        if isinstance(ctx.post, Tensor):
+            return out.addcmul_(torch.mm(rectified.square(), second), ctx.post)
+        return out.addmm_(rectified.square(), second, alpha=ctx.post)
 
     @staticmethod
     @once_differentiable

@@ -65,7 +65,8 @@ def _model(constants: dict[str, Any], dtype: torch.dtype) -> Any:
         eos_token_id=constants["vocab"] - 2,
     )
     with torch.random.fork_rng(devices=[]):
-        return Qwen2ForCausalLM(config).to(dtype)
+        model: Any = Qwen2ForCausalLM(config)
+    return model.to(dtype)
 
 
 def _loaded_model(workload: Workload) -> Any:

@@ -109,7 +109,8 @@ class LeanTrainer(Trainer):
             raise ValueError(
                 "label_smoothing_factor: expected 0 with LeanTrainer (it would need every logit)"
             )
-        skip_ignored_rows(self.model, allow_untested=allow_untested)
+        model: Any = self.model
+        skip_ignored_rows(model, allow_untested=allow_untested)
 
 
 def norm_muon(model: nn.Module, lr: float = 0.02, **options: Any) -> NorMuon:

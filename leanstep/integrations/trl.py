@@ -163,7 +163,7 @@ class LeanRewardTrainer(RewardTrainer):
         self._log_rewards(rewards.detach(), inputs["attention_mask"], pairs=offsets is None)
         return (loss, outputs) if return_outputs else loss
 
-    def _log_rewards(self, rewards: Tensor, attention_mask: Tensor, *, pairs: bool) -> None:
+    def _log_rewards(self: Any, rewards: Tensor, attention_mask: Tensor, *, pairs: bool) -> None:
         """The metrics that TRL logs, from one stacked read of the device."""
         mode = "train" if self.model.training else "eval"
         gather = self.accelerator.gather

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def memory_timeline(
     finally:
         if enabled:
             gc.enable()
-    kineto = profiler.profiler.kineto_results  # type: ignore[union-attr]
+    kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     # Backward runs on its own thread: the event list is per thread, so sort by time before summing.
     events = sorted((e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]")
     level, timeline = 0, []

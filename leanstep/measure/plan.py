@@ -74,19 +74,24 @@ def _merges_gradients(first: Any, second: Any) -> bool:
     The engine adds in place when it alone holds one of them, but never under a dispatch mode; without this
     correction a simulation would count one buffer too many wherever a tensor is used twice.
     """
-    return (
+    return bool(
         torch._C._current_autograd_node() is not None
         and isinstance(first, Tensor)
         and isinstance(second, Tensor)
         and first.shape == second.shape
         and first.dtype == second.dtype
-        and hasattr(first, "_use_count")
-        and (first._use_count() <= _UNSHARED or second._use_count() <= _UNSHARED)
+        and min(_use_count(first), _use_count(second)) <= _UNSHARED
     )
 
 
 def _stolen(first: Any, second: Any) -> Tensor:
-    return first.add_(second) if first._use_count() <= _UNSHARED else second.add_(first)
+    return first.add_(second) if _use_count(first) <= _UNSHARED else second.add_(first)
+
+
+def _use_count(tensor: Any) -> int:
+    """References in C++; without the (private) count a tensor passes for shared."""
+    count = getattr(tensor, "_use_count", None)
+    return count() if count else _UNSHARED + 1
 
 
 @dataclass(frozen=True)

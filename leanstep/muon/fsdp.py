@@ -140,7 +140,7 @@ class FsdpNorMuon(NorMuon):
                     state["step"] += 1
                     if _local(param).numel():
                         adam_item(group, _local(param), _local(param.grad), _local_state(state))
-                elif self._is_cut(group, param):
+                elif isinstance(param, DTensor) and self._is_cut(group, param):
                     name = self._name_of(group, param)
                     cols = param.numel() // max(1, param.size(0))
                     rows.append(_Row(group, param, name, self.assignment().owner[name], param.size(0), cols))

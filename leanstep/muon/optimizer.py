@@ -75,7 +75,7 @@ class NorMuon(torch.optim.Optimizer):
         named = bool(params) and isinstance(params[0], tuple)
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
         first = sum(len(g["params"]) for g in self.param_groups)
-        names = [p[0] if isinstance(p, tuple) else f"param_{first + i}" for i, p in enumerate(params)]
+        names = [str(p[0]) if isinstance(p, tuple) else f"param_{first + i}" for i, p in enumerate(params)]
         check_params({**group, "params": tensors}, names)
         taken = {id(p) for g in self.param_groups for p in g["params"]}
         for name, tensor in zip(names, tensors, strict=True):
@@ -160,6 +160,7 @@ class NorMuon(torch.optim.Optimizer):
         items = []
         for param in params:
             state = self._matrix_state(group, param)
+            assert param.grad is not None
             items += self.matrix_items(group, param, param.grad, state)
         run_items(items, matrix_options(group), self._workspace)
 
@@ -217,6 +218,7 @@ class NorMuon(torch.optim.Optimizer):
             if not state:
                 state.update(new_adam_state(group, param))
             state["step"] += 1
+            assert param.grad is not None
             adam_item(group, param.detach(), param.grad, state)
 
     def explain(self) -> str:

@@ -186,7 +186,7 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
         tensor = tensors[name]
         value = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), value)
         if tensor.numel():
-            value = zlib.crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), value)
+            value = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, value)
     return f"{value:08x}"
 
 
