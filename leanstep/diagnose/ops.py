@@ -55,7 +55,7 @@ class OpInfo:
 
     __slots__ = (
         "adds", "cast", "clone", "counted", "foreach_adds", "fresh", "into_zeros", "matmul", "maybe_read",
-        "name", "plain", "schema_name", "view", "whole_buffer", "writes", "zeros",
+        "name", "plain", "renames", "schema_name", "view", "whole_buffer", "writes", "zeros",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -72,6 +72,7 @@ class OpInfo:
         self.whole_buffer = self.name in WHOLE_BUFFER
         self.into_zeros = INTO_ZEROS.get(self.name)
         self.zeros = self.name in ZEROS
+        self.renames = namespace == "aten" and self.name in ("detach", "alias", "lift_fresh")
         self.maybe_read = is_candidate(schema.name)
         # Arguments that the op writes in place, by position; `out=` tensors are keyword-only and not
         # parameters.

@@ -46,6 +46,8 @@ from leanstep.diagnose.source import (
 from leanstep.diagnose.step import StepState
 
 MAX_MAP_ENTRIES = 200_000
+_SPECIAL_CALLS = frozenset(READ_CALLS) | RUNS_USER_CODE
+_num_function_modes = torch._C._len_torch_function_stack
 _NO_CHAIN: tuple[int, ...] = ()
 
 
@@ -76,12 +78,15 @@ class _Ops(TorchDispatchMode):
         out = func(*args, **kwargs) if kwargs else func(*args)
         recorder = self.recorder
         if recorder.active:
-            # The function mode would otherwise see every look at a shape or a dtype below.
-            with torch._C.DisableTorchFunction():
-                try:
+            try:
+                if _num_function_modes():
+                    # A function mode would see every look at a shape or a dtype below.
+                    with torch._C.DisableTorchFunction():
+                        recorder.on_op(func, args, kwargs, out)
+                else:
                     recorder.on_op(func, args, kwargs, out)
-                except Exception as error:
-                    recorder.failed(error)
+            except Exception as error:
+                recorder.failed(error)
         return out
 
 
@@ -92,10 +97,11 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in READ_CALLS and self.recorder.active:
-            return self.recorder.on_call(func, args, kwargs)
-        if func in RUNS_USER_CODE:
-            return run_under(self, func, args, kwargs)
+        if func in _SPECIAL_CALLS:
+            if func in RUNS_USER_CODE:
+                return run_under(self, func, args, kwargs)
+            if self.recorder.active:
+                return self.recorder.on_call(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -177,6 +183,11 @@ class Recorder:
         info = self._infos.get(id(func))
         if info is None:
             info = self._infos[id(func)] = OpInfo(func)
+        if info.renames:
+            # Saving a tensor for the backward detaches it: the most frequent op of all, and no work.
+            if self._copies and args:
+                self._copies.follow((args[0],), out)
+            return
         grad = torch.is_grad_enabled()
         current_node = source.current_node
         node = current_node() if current_node is not None else None
@@ -244,37 +255,46 @@ class Recorder:
         plain = info.plain
         max_bytes = total_bytes = 0
         tainted = False
-        for tensor in tensors:
-            try:
-                num_bytes = tensor.nbytes
-                storage = tensor.untyped_storage()._cdata
-            except RuntimeError:
-                # Sparse tensors have no storage of their own: counted as ops, not looked into.
-                plain = True
-                continue
-            total_bytes += num_bytes
-            if num_bytes > max_bytes:
-                max_bytes = num_bytes
-            if built_in:
-                tainted = True
-                continue
-            if learn and tensor.requires_grad and tensor.is_leaf:
-                # A leaf cut out of the graph (detach().requires_grad_()) is an activation, not a parameter.
-                if (
-                    type(tensor) is torch.nn.Parameter
-                    or storage in self.parameters
-                    or storage not in state.tainted
-                ):
-                    self._learn(tensor, storage, site)
-            if storage in self.parameters:
-                tainted = True
-                if not in_engine or phase == RECOMPUTE:
-                    state.read_log.append(storage + tensor.storage_offset())
-            elif type(tensor) is torch.nn.Parameter:
-                state.read_log.append(storage)
-                state.frozen.add(storage)
-            elif storage in state.tainted or tensor.requires_grad:
-                tainted = True
+        if built_in:
+            # The engine's own ops work on gradients: only their sizes are of interest.
+            for tensor in tensors:
+                try:
+                    num_bytes = tensor.nbytes
+                except RuntimeError:
+                    plain = True
+                    continue
+                total_bytes += num_bytes
+                if num_bytes > max_bytes:
+                    max_bytes = num_bytes
+        else:
+            for tensor in tensors:
+                try:
+                    num_bytes = tensor.nbytes
+                    storage = tensor.untyped_storage()._cdata
+                except RuntimeError:
+                    # Sparse tensors have no storage of their own: counted as ops, not looked into.
+                    plain = True
+                    continue
+                total_bytes += num_bytes
+                if num_bytes > max_bytes:
+                    max_bytes = num_bytes
+                if learn and tensor.requires_grad and tensor.is_leaf:
+                    # A leaf cut out of the graph (detach().requires_grad_()) is an activation.
+                    if (
+                        type(tensor) is torch.nn.Parameter
+                        or storage in self.parameters
+                        or storage not in state.tainted
+                    ):
+                        self._learn(tensor, storage, site)
+                if storage in self.parameters:
+                    tainted = True
+                    if not in_engine or phase == RECOMPUTE:
+                        state.read_log.append(storage + tensor.storage_offset())
+                elif type(tensor) is torch.nn.Parameter:
+                    state.read_log.append(storage)
+                    state.frozen.add(storage)
+                elif storage in state.tainted or tensor.requires_grad:
+                    tainted = True
 
         if info.view:
             if self._copies:
@@ -294,12 +314,14 @@ class Recorder:
         for tensor in outs:
             try:
                 num_bytes = tensor.nbytes
-                storage = tensor.untyped_storage()._cdata
+                storage = tensor.untyped_storage()._cdata if not built_in else 0
             except RuntimeError:
                 continue
             written += num_bytes
             if num_bytes > max_bytes:
                 max_bytes = num_bytes
+            if built_in:
+                continue
             if tainted:
                 state.tainted.add(storage)
             else:
@@ -368,6 +390,9 @@ class Recorder:
                 if parameter is not None:
                     return parameter.first_use
             return UNKNOWN
+        site = self._sites_by_number.get(number)
+        if site is not None:
+            return site
         # Views made in place create nodes without a dispatch: the nearest earlier node is on their line.
         for candidate in range(number, number - 4, -1):
             site = self._sites_by_number.get(candidate) or self._older_sites.get(candidate)

@@ -241,6 +241,10 @@ class StepState:
         """The backward has run: what was saved for it is free again."""
         self.backward_runs += 1
         self.zero_storages.clear()
+        for parameter in self.recorder.parameters.values():
+            tensor = parameter.tensor()
+            if tensor is not None and tensor.grad is not None and tensor.grad.layout is torch.strided:
+                self.tainted.add(tensor.grad.untyped_storage()._cdata)
         self._close_window()
 
     def _close_window(self) -> None:

@@ -154,7 +154,7 @@ class Watch:
             if self._modes_on and not self._light and self.boundary == "none" and not _in_engine():
                 self._start_light()
 
-        torch.optim.Optimizer.__init__ = noticed
+        torch.optim.Optimizer.__init__ = noticed  # type: ignore[method-assign]
 
         def restore() -> None:
             torch.optim.Optimizer.__init__ = original
