@@ -105,7 +105,8 @@ def test_disagreement_with_torchs_own_sync_warnings_is_said() -> None:
 def test_ranks_are_merged_by_line() -> None:
     def report(count: int) -> dict:
         finding = {
-            "id": "host-sync:a:b", "count": count, "compiled": False, "rank": 1, "evidence": {}, "cost": {"share": 0.1},
+            "id": "host-sync:a:b", "count": count, "compiled": False, "rank": 1, "evidence": {},
+            "cost": {"share": 0.1},
         }  # fmt: skip
         return {"findings": [finding], "not_seen": [{"kind": "rank", "where": f"rank {count}", "note": ""}]}
 

@@ -25,7 +25,8 @@ def run(watched, name: str):
 def test_torch_muon_walks_over_its_matrices(watched) -> None:
     watch = run(watched, "muon")
     findings = found(watch)
-    # 8 matrices x 23 (2 lerps, a cast, norm, clamp, divide, 15 matmuls, decay, update), 11 parameters x AdamW's 9.
+    # 8 matrices x 23 (2 lerps, a cast, norm, clamp, divide, 15 matmuls, decay, update),
+    # 11 parameters x AdamW's 9.
     assert findings["unbatched-optimizer", "optimizer.step()"] == 283
     assert findings["host-sync", "print(step, loss.item())"] == 1
     assert {rule for rule, _ in findings} <= {"unbatched-optimizer", "host-sync", "slow-dtype"}
