@@ -112,10 +112,13 @@ def lens_loss_reference(
     contexts: list[list[tuple[int, int]]] = []
     entries: list[list[int]] = []
     for v in range(batch.num_contexts):
-        entries.append([j for j in range(batch.pos.shape[1]) if batch.valid[v, j].item()])
-        contexts.append([(int(batch.pos[v, j].item()), int(batch.lod[v, j].item())) for j in entries[v]])
+        rows = zip(batch.pos[v], batch.lod[v], strict=True)
+        starts = [(int(p.item()), int(lod.item())) for p, lod in rows]
+        # Padding holds the position behind the last token.
+        entries.append([j for j, (p, _) in enumerate(starts) if p < batch.num_tokens])
+        contexts.append([starts[j] for j in entries[v]])
 
-    total = scores.to(dtype).sum() * 0
+    total = scores.reshape(-1)[:0].to(dtype).sum()
     ema = torch.as_tensor(state, dtype=dtype)
     values = {name: [torch.zeros((), dtype=dtype)] * len(slots) for name in active}
     kept = [False] * len(slots)
@@ -130,7 +133,10 @@ def lens_loss_reference(
         if not masked:
             continue
         kept[k] = True
-        x = [scores[worse, j].to(dtype) for j in entries[worse]]
+        row = scores[worse].to(dtype)
+        whole = ("kl" in active and prev_scores is not None) or "coverage" in active
+        wanted = range(len(targets)) if whole else [i for i, _ in masked]
+        x = {i: row[entries[worse][i]] for i in wanted}
         scale = max(1.0, delta) / config.tau
         strength = max(math.tanh(delta), 1e-6)
         zero = torch.zeros((), dtype=dtype)
@@ -174,7 +180,7 @@ def lens_loss_reference(
             pair_total = pair_total + config.kl_weight * values["kl"][k]
         if "coverage" in active:
             tokens = int(batch.tokens[worse].item())
-            values["coverage"][k] = reference_coverage(x, contexts[worse], tokens, config)
+            values["coverage"][k] = reference_coverage(list(x.values()), contexts[worse], tokens, config)
             pair_total = pair_total + config.coverage_weight * values["coverage"][k]
         total = total + pair_total
     stacked = {
