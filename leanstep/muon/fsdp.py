@@ -69,6 +69,8 @@ class FsdpNorMuon(NorMuon):
     must call `step` and `state_dict` together.
     """
 
+    takes_shards = True
+
     def __init__(
         self, params: Iterable[Any], lr: float = 0.02, *, max_elements: int = 1 << 28, **options: Any
     ) -> None:

@@ -44,6 +44,9 @@ class NorMuon(torch.optim.Optimizer):
     weight the int16 residual that completes it to float32.
     """
 
+    # Whether parameters may be DTensors, of which this rank holds a part.
+    takes_shards = False
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -77,6 +80,11 @@ class NorMuon(torch.optim.Optimizer):
         first = sum(len(g["params"]) for g in self.param_groups)
         names = [str(p[0]) if isinstance(p, tuple) else f"param_{first + i}" for i, p in enumerate(params)]
         check_params({**group, "params": tensors}, names)
+        sharded = [name for name, t in zip(names, tensors, strict=True) if hasattr(t, "placements")]
+        if sharded and not self.takes_shards:
+            raise ValueError(
+                f"{sharded[0]}: expected a whole tensor, got a DTensor; use leanstep.muon.fsdp.FsdpNorMuon"
+            )
         taken = {id(p) for g in self.param_groups for p in g["params"]}
         for name, tensor in zip(names, tensors, strict=True):
             if id(tensor) in taken:

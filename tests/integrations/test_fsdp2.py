@@ -74,6 +74,24 @@ def fsdp2_rank(rank: int, world_size: int, steps: int):
     return losses, weights
 
 
+def refused_rank(rank: int, world_size: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from leanstep.muon import NorMuon, split_params
+
+    model = build()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    with pytest.raises(ValueError) as caught:
+        NorMuon(split_params(model), lr=0.02)
+    return str(caught.value)
+
+
+def test_plain_norm_muon_names_the_optimizer_for_shards(run_ranks):
+    (message,) = run_ranks(1, refused_rank)
+    assert "got a DTensor; use leanstep.muon.fsdp.FsdpNorMuon" in message
+
+
 def test_two_sharded_ranks_follow_one_process(run_ranks):
     model = build()
     losses = train(model, 5, 0, 1)
