@@ -35,7 +35,7 @@ def test_trainings_take_turns_and_end_together():
 
 def test_the_first_crossing_counts():
     curve = {"step": [0, 5, 10], "time_s": [0.0, 1.0, 2.0], "val_loss": [3.0, 2.0, 2.5]}
-    assert race.first_at(curve, 2.0) == (5, 1.0) and race.first_at(curve, 1.9) is None
+    assert race.first_at(curve, 2.0) == 1 and race.first_at(curve, 1.9) is None
 
 
 def test_the_cheapest_run_that_reaches_the_target_is_chosen(tmp_path, monkeypatch):
@@ -65,7 +65,7 @@ def test_the_cheapest_run_that_reaches_the_target_is_chosen(tmp_path, monkeypatc
     ]
     assert runner.sweep([0.02, 0.01], [1.5]) == (2.5, None)
     result = again.final(chosen)
-    assert result["target"] == 2.5 and result["adamw_s"] is not None
+    assert result["target"] == 2.5 and result["time_s"]["adamw"] is not None
     assert json.loads((tmp_path / "r.json").read_text())["race"] == result
 
 
@@ -75,7 +75,7 @@ def test_the_drawing_has_both_curves_and_the_arrivals():
     body = {
         "torch": "2", "threads": 2, "preset": "tiny",
         "race": {
-            "target": 2.5, "ratio": 2.0, "curves": {"normuon": curve, "adamw": slow},
+            "target": 2.5, "time_s": {"ratio": 2.0}, "curves": {"normuon": curve, "adamw": slow},
             "adamw_options": {"lr": 0.01},
         },
     }  # fmt: skip
