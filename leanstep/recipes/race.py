@@ -71,9 +71,7 @@ def train_interleaved(
                 curve["time_s"].append(round(clocks[name][0], 3))
                 curve["cpu_s"].append(round(clocks[name][1], 3))
                 curve["val_loss"].append(round(training.evaluate()["val_loss"], 5))
-                say(
-                    f"{name}: step {curve['step'][-1]} loss {curve['val_loss'][-1]:.4f} {curve['time_s'][-1]} s"
-                )
+                say(f"{name}: step {training.completed} loss {curve['val_loss'][-1]:.4f}")
     return curves
 
 
