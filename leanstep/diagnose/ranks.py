@@ -6,6 +6,7 @@ time the script has ended. Ranks on other machines are therefore not merged.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -13,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+_STARTED = time.time()
 
 
 def rank() -> int:
@@ -31,9 +34,8 @@ def gather(report: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any] | 
     """On rank 0 the reports of all ranks, merged by line; None on the others."""
     if world_size() == 1:
         return merge([report])
-    job = "-".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
-    parent = os.getppid()
-    folder = Path(tempfile.gettempdir()) / f"leanstep-ranks-{os.getuid()}-{job}-{parent}"
+    job = "-".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
+    folder = Path(tempfile.gettempdir()) / f"leanstep-ranks-{os.getuid()}-{job}"
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{rank()}.json"
     partial = target.with_suffix(".partial")
@@ -43,12 +45,13 @@ def gather(report: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any] | 
         return None
     files = [folder / f"{number}.json" for number in range(world_size())]
     deadline = time.monotonic() + timeout_s
-    while not all(file.exists() for file in files) and time.monotonic() < deadline:
+    while not all(map(_is_fresh, files)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    reports = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in files if _is_fresh(file)]
     for file in files:
         file.unlink(missing_ok=True)
-    folder.rmdir()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
     merged = merge(reports)
     if len(reports) < world_size():
         note = (
@@ -56,6 +59,11 @@ def gather(report: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any] | 
         )
         merged["not_seen"].append({"kind": "rank", "where": "", "note": note})
     return merged
+
+
+def _is_fresh(file: Path) -> bool:
+    """Written by this run, not left behind by one that was killed."""
+    return file.exists() and file.stat().st_mtime >= _STARTED
 
 
 def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
