@@ -68,6 +68,8 @@ def diagnose(
     """Name the lines that waste a training step: run SCRIPT, record a few steps, rank what they cost.
 
     Exit code: the script's own; 1 when a rule of --fail-on fires; 2 for bad input.
+
+    Example: leanstep diagnose train.py --steps 3 -- --batch-size 8
     """
     path = _script_path(script)
     rules = _checked("--fail-on", gates.parse_rules, fail_on) if fail_on is not None else ()

@@ -16,7 +16,8 @@ from leanstep.commands.plan_devices import device_table, judge, parse_devices
 plan_app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Predicted peak memory for shapes and devices not at hand: what fits, what does not, and why.",
+    help="Predicted peak memory for shapes and devices not at hand: what fits, what does not, and why.\n\n"
+    "Example: leanstep plan logprob --tokens 205280 --vocab 76032 --hidden 2560",
 )
 
 GIB = 2**30
@@ -24,6 +25,9 @@ DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - = standard output.")
+]
+HtmlOption = Annotated[
+    str | None, typer.Option("--html", metavar="FILE", help="Write the result into this report page.")
 ]
 DeviceOption = Annotated[
     str | None, typer.Option("--devices", help="Only these: h100,h200,a100-40,a100-80,rtx4090,b200.")
@@ -59,6 +63,7 @@ def plan_logprob(
     device_gb: DeviceSizeOption = None,
     reserve_gb: ReserveOption = 1.0,
     json: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Token log-probs and entropy with gradients, every method, per device.
 
@@ -71,6 +76,7 @@ def plan_logprob(
     _check_simulate(simulate)
     known = parse_devices(devices, device_gb, reserve_gb)
     check_writable(json, "--json")
+    check_writable(html, "--html")
     out = console(json)
 
     from leanstep.commands.plan_workloads import HeadShape, simulate_head
@@ -130,6 +136,7 @@ def plan_logprob(
         },
     }
     write_json(result, json)
+    _add_to_page(html, result)
     if json == "-":
         return
     title = f"T = {tokens:,} rows · V = {columns:,} · D = {hidden:,} · {dtype} · chunks of {chunk}"
@@ -172,6 +179,7 @@ def plan_muon(
     device_gb: DeviceSizeOption = None,
     reserve_gb: ReserveOption = 1.0,
     json: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Optimizer state and scratch of NorMuon beside AdamW, replicated and sharded over ranks.
 
@@ -187,6 +195,7 @@ def plan_muon(
     _check_simulate(simulate)
     known = parse_devices(devices, device_gb, reserve_gb)
     check_writable(json, "--json")
+    check_writable(html, "--html")
     out = console(json)
 
     from leanstep.commands.plan_optimizer import SHARDINGS, plan_optimizer, simulate_scratch
@@ -223,6 +232,7 @@ def plan_muon(
         "rows": rows,
     }
     write_json(result, json)
+    _add_to_page(html, result)
     if json == "-":
         return
     names = list(rows[0]["parts"])
@@ -253,6 +263,7 @@ def plan_lens(
     device_gb: DeviceSizeOption = None,
     reserve_gb: ReserveOption = 1.0,
     json: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """The controller objective: look-up tables and pair tensors.
 
@@ -265,6 +276,7 @@ def plan_lens(
     _check_simulate(simulate)
     known = parse_devices(devices, device_gb, reserve_gb)
     check_writable(json, "--json")
+    check_writable(html, "--html")
     out = console(json)
 
     from leanstep.commands.plan_lens import LENS_METHODS, plan_objective, simulate_objective
@@ -297,6 +309,7 @@ def plan_lens(
         "rows": rows,
     }
     write_json(result, json)
+    _add_to_page(html, result)
     if json == "-":
         return
     columns_shown = (
@@ -317,6 +330,13 @@ def _head(kind: str, known: dict[str, int], reserve_gb: float) -> dict[str, Any]
     from leanstep.measure.environment import environment
 
     return {**environment(), "plan": kind, "capacities": known, "reserve_bytes": round(reserve_gb * GIB)}
+
+
+def _add_to_page(path: str | None, result: dict[str, Any]) -> None:
+    if path:
+        from leanstep.report.page import add_section
+
+        add_section(path, "plan", result)
 
 
 def _largest_buffer(formula: Any, simulated: Any) -> int:

@@ -55,6 +55,8 @@ def train(
     """Train one of the three recipes end to end: checkpoints, exact resuming, metrics, records.
 
     Several processes: torchrun --nproc-per-node 2 -m leanstep train gpt ...
+
+    Example: leanstep train gpt --preset tiny --out runs/gpt
     """
     from leanstep.recipes import process_group
     from leanstep.recipes.distributed import check_device

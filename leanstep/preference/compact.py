@@ -10,13 +10,13 @@ V contexts · W padded length · G gists per context · P pairs · b block size 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .batch import GIST_STEP, LensBatch
 from .config import LensConfig
+from .constants import kept
 from .pairs import Pairs
 
 
@@ -49,15 +49,13 @@ def can_compact(batch: LensBatch, config: LensConfig) -> bool:
     return batch.gists.rows.shape[2] * (config.block_size + 1) <= batch.pos.shape[1] // 2
 
 
-def _make_constants(
+@kept
+def _constants(
     num_gists: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Steps inside a block [b], and what a hit means [M]: gists expand, raw tokens collapse."""
     signs = [1.0] * num_gists + [-1.0] * (num_gists * block_size)
     return torch.arange(block_size, device=device), torch.tensor(signs, dtype=dtype, device=device)
-
-
-_kept_constants = lru_cache(maxsize=64)(_make_constants)
 
 
 def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: LensConfig) -> CompactEntries:
@@ -66,8 +64,7 @@ def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: Lens
     assert gists is not None
     b, num_pairs, num_gists = config.block_size, pairs.worse.shape[0], gists.rows.shape[2]
     block = b * GIST_STEP
-    constants = _make_constants if torch.compiler.is_compiling() else _kept_constants
-    steps, signs = constants(num_gists, b, scores.dtype, scores.device)
+    steps, signs = _constants(num_gists, b, scores.dtype, scores.device)
     # Compared with itself, a context gives no target: that is how dead pairs drop out.
     better = torch.where(pairs.live, pairs.better, pairs.worse)
     both = torch.stack([pairs.worse, better])

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .config import LensConfig
+from .constants import kept
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,11 @@ class Pairs:
     valid: Tensor
 
 
+@kept
 def _triangle(num_variants: int, device: torch.device) -> Tensor:
-    # A compiled graph holds its own constants, and the compiler warns about caches.
-    make = _make_triangle if torch.compiler.is_compiling() else _kept_triangle
-    return make(num_variants, device)
-
-
-def _make_triangle(num_variants: int, device: torch.device) -> Tensor:
     """All i < j in sorted order, those with i = 0 first: [2N], the i of every pair and then the j."""
     lists = [(i, j) for i in range(num_variants) for j in range(i + 1, num_variants)]
     return torch.tensor([i for i, _ in lists] + [j for _, j in lists], dtype=torch.int64, device=device)
-
-
-_kept_triangle = lru_cache(maxsize=64)(_make_triangle)
 
 
 def pairs_per_sample(num_variants: int, config: LensConfig) -> int:

@@ -6,30 +6,23 @@ V contexts · W padded length · T tokens · P pairs · L coarsest level · b bl
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .batch import LensBatch
 from .config import LensConfig
+from .constants import kept
 from .pairs import Pairs
 
 # Above this many bytes the dense table gives way to a binary search in the sorted positions.
 TABLE_LIMIT_BYTES = 1 << 30
 
 
+@kept
 def span_table(block_size: int, max_lod: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[L + 1] tokens per entry by LOD."""
-    make = _make_spans if torch.compiler.is_compiling() else _kept_spans
-    return make(block_size, max_lod, device, dtype)
-
-
-def _make_spans(block_size: int, max_lod: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor([block_size**lod for lod in range(max_lod + 1)], dtype=dtype, device=device)
-
-
-_kept_spans = lru_cache(maxsize=64)(_make_spans)
 
 
 def build_lod_table(batch: LensBatch) -> Tensor:

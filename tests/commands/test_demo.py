@@ -94,6 +94,8 @@ def test_interrupt_leaves_no_page(tmp_path: Path, wait_for: str):
         stderr=subprocess.PIPE,
         text=True,
         env={**environment(), "PYTHONUNBUFFERED": "1"},
+        # A background shell ignores Ctrl-C and its children inherit that: start from the default.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         assert process.stdout is not None

@@ -280,6 +280,8 @@ def test_ctrl_c_from_outside() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "leanstep", "diagnose", "slow.py"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root},
+        # A background shell ignores Ctrl-C and its children inherit that: start from the default.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     assert process.stdout is not None
     while process.stdout.readline().strip() != "9":
