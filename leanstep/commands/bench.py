@@ -63,7 +63,7 @@ def bench(
     if readme:
         from leanstep.report.readme import update_readme
 
-        update_readme(console(json))
+        update_readme(console(json), budget_s=budget)
         return
 
     out = console(json)
