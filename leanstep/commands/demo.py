@@ -25,7 +25,7 @@ from leanstep.report import units
 PAGE_BYTES = 8 * 2**20
 STEPS = 5
 # Peers whose import or compilation alone takes longer than the whole demo may; `leanstep bench` runs them.
-HEAVY_PEERS = ("cut-cross-entropy", "verl-fused", "verl-fused-rows", "liger-chunked")
+HEAVY_PEERS = ("cut-cross-entropy", "verl-fused", "verl-fused-rows", "liger-chunked", "trl-chunked")
 # What the page compares with peers and the limit: case, size, parameters that keep it short, rows left out.
 COMPARED: tuple[tuple[str, str, dict[str, Any], tuple[str, ...]], ...] = (
     ("lens-loss", "cpu", {"samples": 3, "tokens": 256}, ("compiled",)),
@@ -33,7 +33,7 @@ COMPARED: tuple[tuple[str, str, dict[str, Any], tuple[str, ...]], ...] = (
     ("polar", "square", {}, ("addmm-bf16", "leanstep-bf16")),
     ("bank-access", "cpu", {}, ()),
 )
-SWEPT = (1.0, 0.5, 0.25, 0.1)
+SWEPT = (1.0, 0.25, 0.1)
 
 
 def demo(
@@ -166,6 +166,7 @@ def plan_at_published_size() -> dict[str, Any]:
     """Predicted peaks of the published out-of-memory case against the device it ran on."""
     import torch
 
+    from leanstep.commands.plan_devices import DEVICES_MIB
     from leanstep.logprob.memory import plan_memory
     from leanstep.measure.environment import environment
 
@@ -188,7 +189,7 @@ def plan_at_published_size() -> dict[str, Any]:
         "`leanstep plan logprob` also runs the real code on tensors that hold no memory.",
         "x_title": "response fraction",
         "rows": rows,
-        "devices": {"H200": 141_000_000_000},
+        "devices": {"H200": DEVICES_MIB["h200"] * 2**20},
     }
 
 

@@ -291,12 +291,11 @@ def capacity(rows: list[dict[str, Any]], devices: dict[str, int], *, x_title: st
             {
                 "type": "scatter",
                 "mode": "lines",
-                # Makers count in powers of ten.
-                "name": f"{name}, {num_bytes / 1e9:.0f} GB",
+                "name": f"{name}, {units.size(num_bytes)}",
                 "x": edge,
                 "y": [num_bytes / 2**30] * 2,
                 "line": {"color": "@bad", "width": 1.5, "dash": "dash"},
-                "hovertemplate": f"{name}: {num_bytes / 1e9:.0f} GB = {units.size(num_bytes)}<extra></extra>",
+                "hovertemplate": f"{name}: {units.size(num_bytes)}<extra></extra>",
             }
         )
     return {

@@ -99,6 +99,6 @@ def test_capacity_draws_one_line_per_method_and_device():
         "plain",
         "gathered after the head",
         "leanstep",
-        "H200, 141 GB",
+        "H200, 131 GiB",
     ]
     assert figure["data"][3]["y"] == [pytest.approx(131.3, abs=0.02)] * 2
