@@ -32,8 +32,7 @@ def race_svg(body: Mapping[str, Any]) -> str:
     target = race["target"]
     # The first evaluation is before the first step and would squeeze the rest.
     shown = {
-        name: [p for p in zip(c["time_s"], c["val_loss"], strict=True) if p[0] > 0]
-        for name, c in curves.items()
+        name: [p for p in zip(c[clock], c["val_loss"], strict=True) if p[0] > 0] for name, c in curves.items()
     }
     right = max(t for points in shown.values() for t, _ in points) * 1.02
     losses = [loss for points in shown.values() for _, loss in points]

@@ -86,6 +86,17 @@ def test_the_drawing_has_both_curves_and_the_arrivals():
     assert "20 s" in texts and "40 s" in texts and "AdamW needs 2.00 times as long to the same loss" in texts
 
 
+def test_one_thread_is_drawn_over_its_processor_time():
+    curve = {"step": [0, 5], "time_s": [0.0, 90.0], "cpu_s": [0.0, 10.0], "val_loss": [6.0, 2.5]}
+    slow = {"step": [0, 9], "time_s": [0.0, 95.0], "cpu_s": [0.0, 30.0], "val_loss": [6.0, 2.4]}
+    race_part = {
+        "target": 2.5, "time_s": {"ratio": 1.06}, "cpu_s": {"ratio": 3.0},
+        "curves": {"normuon": curve, "adamw": slow}, "adamw_options": {"lr": 0.01},
+    }  # fmt: skip
+    drawing = race_svg({"torch": "2", "threads": 1, "race": race_part})
+    assert ">10 s<" in drawing and ">30 s<" in drawing and "3.00 times" in drawing and ">90 s<" not in drawing
+
+
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (2.4, 6.1), (0, 83.7), (1e-3, 2e-3)])
 def test_ticks_are_few_round_and_inside(low, high):
     ticks = nice_ticks(low, high)
