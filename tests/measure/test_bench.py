@@ -69,3 +69,9 @@ def test_notes_can_be_added_from_the_measured_rows():
 
     _, rows = rows_of(toy_case("toy", annotate=annotate))
     assert rows["fast"]["note"].endswith("× the limit")
+
+
+def test_a_row_that_asks_for_its_size_is_asked_with_one():
+    sized = implementation("sized", fast, unavailable=lambda p: "too large" if p["rows"] > 10**6 else None)
+    _, rows = rows_of(toy_case("toy", sized))
+    assert rows["sized"]["available"] and rows["sized"]["max_error"] < 1e-5
