@@ -346,6 +346,8 @@ register(
                 "limit", "limit", _training_step("limit"), note="scores.sum() in place of the objective"
             ),
         ),
+        # Gradients of a whole model: rounding of the base model's sums, not of the objective, sets the scale.
+        floor=2e-6,
         sizes={
             "tiny": _STEP_TINY,
             "cpu": {
