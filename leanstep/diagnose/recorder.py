@@ -13,21 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.diagnose import source
 from leanstep.diagnose.finding import Limits
+from leanstep.diagnose.modes import CallMode, OpMode, hide_from_compiler
 from leanstep.diagnose.ops import OpInfo, matmul_shape
 from leanstep.diagnose.reads import (
-    READ_CALLS,
-    RUNS_USER_CODE,
     HostCopies,
     call_read,
     op_read,
     read_target,
     run_read_call,
-    run_under,
 )
 from leanstep.diagnose.record import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, tally
 from leanstep.diagnose.source import (
@@ -46,63 +42,7 @@ from leanstep.diagnose.source import (
 from leanstep.diagnose.step import StepState
 
 MAX_MAP_ENTRIES = 200_000
-_SPECIAL_CALLS = frozenset(READ_CALLS) | RUNS_USER_CODE
-_num_function_modes = torch._C._len_torch_function_stack
 _NO_CHAIN: tuple[int, ...] = ()
-
-
-_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-_CAN_HIDE = hasattr(_eval_frame, "set_code_exec_strategy")
-
-
-def _hide_from_compiler(*functions: Any) -> None:
-    """Frames of the recorder below a compiled region are not for tracing."""
-    if _CAN_HIDE:
-        skip = _eval_frame._FrameAction.SKIP
-        for function in functions:
-            _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
-
-
-class _Ops(TorchDispatchMode):
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would wrap the method to keep its compiler out, at 3 us per op; `_hide_from_compiler`
-        # does it once.
-        return not _CAN_HIDE
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        recorder = self.recorder
-        if recorder.active:
-            try:
-                if _num_function_modes():
-                    # A function mode would see every look at a shape or a dtype below.
-                    with torch._C.DisableTorchFunction():
-                        recorder.on_op(func, args, kwargs, out)
-                else:
-                    recorder.on_op(func, args, kwargs, out)
-            except Exception as error:
-                recorder.failed(error)
-        return out
-
-
-class _Calls(TorchFunctionMode):
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _SPECIAL_CALLS:
-            if func in RUNS_USER_CODE:
-                return run_under(self, func, args, kwargs)
-            if self.recorder.active:
-                return self.recorder.on_call(func, args, kwargs)
-        return func(*args, **kwargs)
 
 
 class Parameter:
@@ -147,8 +87,8 @@ class Recorder:
         # Two generations: a graph may outlive the step that built it.
         self._sites_by_number: dict[int, Site] = {}
         self._older_sites: dict[int, Site] = {}
-        self._ops = _Ops(self)
-        self._calls = _Calls(self)
+        self._ops = OpMode(self)
+        self._calls = CallMode(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _identity)
 
     def modes(self) -> tuple[Any, Any, Any]:
@@ -518,7 +458,7 @@ def _identity(value: Any) -> Any:
     return value
 
 
-_hide_from_compiler(_Ops.__torch_dispatch__, _Calls.__torch_function__, Recorder._pack, _identity)
+hide_from_compiler(Recorder._pack, _identity)
 
 
 def _any_requires_grad(args: tuple[Any, ...]) -> bool:

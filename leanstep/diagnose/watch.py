@@ -8,7 +8,6 @@ either way.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from leanstep.diagnose import cost, cuda, rules, source
+from leanstep.diagnose import cost, cuda, objects, rules, source
 from leanstep.diagnose.finding import Finding, Limits
 from leanstep.diagnose.record import StepRecord
 from leanstep.diagnose.recorder import Recorder
@@ -100,7 +99,7 @@ class Watch:
         self._calibration = cost.calibrate()
         cost.warm_up_torch()
         self._threads = {thread.name for thread in threading.enumerate()}
-        self._jit_entries = _triton_entries()
+        self._jit_entries = objects.triton_entries()
         self._stack.enter_context(self._hooks.stepping_aside())
         self._stack.enter_context(cuda.watch_graphs(self._on_graph_replay))
         self._stack.enter_context(cuda.sync_debug(self.recorder))
@@ -306,7 +305,7 @@ class Watch:
         if all(reference() is not optimizer for reference in references):
             references[:] = [reference for reference in references if reference() is not None]
             references.append(weakref.ref(optimizer))
-        self._held.update(_storages_of(optimizer))
+        self._held.update(objects.storages_of(optimizer))
 
     def _judge_gradients(self) -> None:
         if not self._scanned:
@@ -324,13 +323,10 @@ class Watch:
     def _scan_objects(self) -> None:
         """Optimizers that step only now and then hold their parameters all the same; loaders have workers."""
         self._scanned = True
-        loader = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", ())
-        for obj in gc.get_objects():
-            kind = type(obj)
-            if issubclass(kind, torch.optim.Optimizer):
-                self._held.update(_storages_of(obj))
-            elif loader and kind is loader:
-                self.recorder.note("worker", "", "a DataLoader runs workers: what they compute is not seen")
+        held, has_workers = objects.scan()
+        self._held |= held
+        if has_workers:
+            self.recorder.note("worker", "", "a DataLoader runs workers: what they compute is not seen")
 
     # What cannot be seen
 
@@ -378,7 +374,7 @@ class Watch:
             if partial is not None:
                 self.num_warmup = self.warmup_done = 0
                 self.steps.append(partial)
-        if _triton_entries() > self._jit_entries:
+        if objects.triton_entries() > self._jit_entries:
             self.recorder.note("triton", "", "Triton kernels were launched directly: they are not seen")
         state.settle_churn(last=True)
         state.reset()
@@ -441,27 +437,3 @@ def watch(steps: int = 3, warmup: int = 1, limits: Limits | None = None) -> Watc
 
 def _in_engine() -> bool:
     return source.current_node is not None and source.current_node() is not None
-
-
-def _storages_of(optimizer: Any) -> set[int]:
-    storages = set()
-    for group in getattr(optimizer, "param_groups", ()):
-        for parameter in group["params"]:
-            if isinstance(parameter, torch.Tensor):
-                storages.add(parameter.untyped_storage()._cdata)
-    return storages
-
-
-def _triton_entries() -> int:
-    """How many compiled kernels Triton holds; it grows when one is launched for the first time."""
-    jit = sys.modules.get("triton.runtime.jit")
-    kind = getattr(jit, "JITFunction", None)
-    if kind is None:
-        return 0
-    total = 0
-    for obj in gc.get_objects():
-        if type(obj) is kind:
-            total += sum(
-                len(cache[0]) if isinstance(cache, tuple) else 1 for cache in obj.device_caches.values()
-            )
-    return total
