@@ -20,7 +20,7 @@ def size(num_bytes: float | None) -> str:
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
+            return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
         value /= 1024
     return f"{value:.3g} TiB"
 
