@@ -30,8 +30,7 @@ HEAVY_PEERS = ("cut-cross-entropy", "verl-fused", "verl-fused-rows", "liger-chun
 COMPARED: tuple[tuple[str, str, dict[str, Any], tuple[str, ...]], ...] = (
     ("lens-loss", "cpu", {"samples": 3, "tokens": 256}, ("compiled",)),
     ("logprob-linear", "cpu", {"tokens": 512, "hidden": 512, "vocab": 8000}, HEAVY_PEERS),
-    ("polar", "square", {}, ("addmm-bf16", "leanstep-bf16")),
-    ("bank-access", "cpu", {}, ()),
+    ("polar", "square", {}, ("addmm-bf16", "leanstep-bf16", "leanstep-gram")),
 )
 SWEPT = (1.0, 0.25, 0.1)
 
@@ -89,7 +88,7 @@ def demo(
     _write_page(page, payload, sections)
     write_json({"demo": payload, **sections}, json)
     screen.print(
-        f"{units.seconds(seconds)} · the page: {page.resolve().as_uri()}", soft_wrap=True, markup=False
+        f"{units.duration(seconds)} · the page: {page.resolve().as_uri()}", soft_wrap=True, markup=False
     )
     failed = [f"{e['name']} {row['tensor']}" for e in found for row in e["proof"] if not row["ok"]]
     if failed:

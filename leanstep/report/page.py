@@ -78,6 +78,7 @@ def render(data: Data) -> str:
     )
     environment.filters |= {
         "seconds": units.seconds,
+        "duration": units.duration,
         "size": units.size,
         "ratio": units.ratio,
         "small": units.small,

@@ -95,12 +95,14 @@ def view(sections: dict[str, Data]) -> Data:
 def findings_view(report: Data) -> Data:
     """Findings of one script with labels and coloured source."""
     findings = []
-    for finding in sorted(report["findings"], key=lambda f: f["rank"]):
+    # Ranks count from 1 here: what a command left out as too small leaves no gap.
+    for rank, finding in enumerate(sorted(report["findings"], key=lambda f: f["rank"]), 1):
         excerpt = finding["source"]
         cost = finding.get("cost") or {}
         findings.append(
             {
                 **finding,
+                "rank": rank,
                 "place": f"{Path(finding['file']).name}:{finding['line']}",
                 "share": cost.get("share") or 0.0,
                 "cost": cost_label(cost),

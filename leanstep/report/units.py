@@ -13,6 +13,12 @@ def seconds(value: float | None) -> str:
     return f"{value * 1e6:.3g} µs"
 
 
+def duration(value: float) -> str:
+    """141 s, 27 min 41 s: how long a person waited."""
+    minutes, rest = divmod(round(value), 60)
+    return f"{round(value)} s" if value < 180 else f"{minutes} min {rest} s"
+
+
 def size(num_bytes: float | None) -> str:
     """58.1 GiB, 3.4 MiB."""
     if num_bytes is None:
@@ -37,7 +43,7 @@ def small(value: float | None) -> str:
 
 
 def memory_change(value: float) -> tuple[str, str]:
-    """A memory ratio in words: ("4.2×", "less peak memory"), ("1.3×", "more ..."), ("=", "the same ...")."""
-    if 0.95 <= value <= 1.05:
-        return "=", "the same peak memory"
+    """A memory ratio in words: ("4.2×", "less peak memory"), ("1.3×", "more ..."), ("≈", "the same ...")."""
+    if 0.93 <= value <= 1.07:
+        return "≈", "the same peak memory"
     return (ratio(value), "less peak memory") if value > 1 else (ratio(1 / value), "more peak memory")

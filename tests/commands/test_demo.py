@@ -46,7 +46,7 @@ def test_demo_writes_the_page_and_prints_the_table(tmp_path: Path):
     page = tmp_path / "report" / "index.html"
     (found,) = read_page(page)["sections"]["demo"]["examples"]
     assert found["name"] == "lens" and all(row["ok"] for row in found["proof"])
-    assert {f["rule"] for f in found["before"]["diagnose"]["findings"]} >= {"host-sync", "op-storm"}
+    assert {f["rule"] for f in found["before"]["diagnose"]["findings"]} >= {"host-sync"}
     assert found["after"]["diagnose"]["findings"] == []
     assert found["before"]["losses"] == pytest.approx(found["after"]["losses"], rel=1e-4)
     assert [p.name for p in page.parent.iterdir()] == ["index.html"]
