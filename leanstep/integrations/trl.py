@@ -25,13 +25,19 @@ from torch import Tensor, nn
 from leanstep.integrations.causal_lm import check_head, score_labels
 from leanstep.integrations.versions import require_version
 from leanstep.logprob.outputs import Entropy
-from leanstep.preference.ragged import bradley_terry
-
-TESTED = ("1.16",)
 
 require_version("trl", ("1",))
 
-from trl import GRPOTrainer, RewardTrainer  # noqa: E402 - after the check, so that a stub fails with our line
+from trl import GRPOTrainer  # noqa: E402 - after the check, so that a stub fails with our line
+
+from leanstep.integrations.trl_reward import (  # noqa: E402
+    TESTED,
+    GroupCollator,
+    LeanRewardTrainer,
+    reward_loss,
+)
+
+__all__ = ["GroupCollator", "LeanGRPOTrainer", "LeanRewardTrainer", "apply", "reward_loss"]
 
 
 def apply(trainer: Any, *, allow_untested: bool = False, check: bool = True) -> Any:
@@ -137,78 +143,3 @@ def _adapter_on_head_allowed() -> Iterator[None]:
     finally:
         if original is not None:
             grpo_trainer.BaseTunerLayer = original
-
-
-class LeanRewardTrainer(RewardTrainer):
-    """`trl.RewardTrainer` whose pairwise loss is `leanstep.preference.ragged.bradley_terry`.
-
-    For one pair per prompt the two are the same function. The ragged form also takes K answers per prompt
-    (`group_offsets` and `labels` in the batch: answers of one prompt are neighbours, a higher label is
-    better) without building the pairs.
-    """
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        offsets, labels = inputs.pop("group_offsets", None), inputs.pop("labels", None)
-        margin = inputs.pop("margin", None)
-        outputs = model(**{**inputs, "use_cache": False})
-        rewards = outputs.logits.squeeze(-1)
-        loss = reward_loss(rewards, margin=margin, offsets=offsets, labels=labels)
-        if self.args.center_rewards_coefficient is not None:
-            if offsets is not None:
-                raise ValueError("center_rewards_coefficient: has no meaning for groups, expected None")
-            chosen, rejected = rewards.chunk(2)
-            loss = loss + self.args.center_rewards_coefficient * ((chosen + rejected) ** 2).mean()
-        self._log_rewards(rewards.detach(), inputs["attention_mask"], pairs=offsets is None)
-        return (loss, outputs) if return_outputs else loss
-
-    def _log_rewards(self: Any, rewards: Tensor, attention_mask: Tensor, *, pairs: bool) -> None:
-        """The metrics that TRL logs, from one stacked read of the device."""
-        mode = "train" if self.model.training else "eval"
-        gather = self.accelerator.gather
-        if mode == "train":
-            self._total_train_tokens += int(gather(attention_mask.sum()).sum().item()) // self._tp_size
-        metrics = self._metrics[mode]
-        metrics["num_tokens"] = [self._total_train_tokens]
-        values = gather(rewards)
-        stacked = [values.min(), values.mean(), values.max()]
-        names = ["min_reward", "mean_reward", "max_reward"]
-        if pairs:
-            chosen, rejected = rewards.chunk(2)
-            stacked += [
-                gather((chosen > rejected).float().mean()).mean(),
-                gather((chosen - rejected).mean()).mean(),
-            ]
-            names += ["accuracy", "margin"]
-        for name, value in zip(names, torch.stack(stacked).tolist(), strict=True):
-            metrics[name].append(value)
-
-
-def reward_loss(
-    rewards: Tensor,
-    *,
-    margin: Tensor | None = None,
-    offsets: Tensor | None = None,
-    labels: Tensor | None = None,
-) -> Tensor:
-    """TRL's reward loss: rewards are [2 * B], the chosen half first; or ragged groups with labels.
-
-    Equivalent to (without groups):
-        chosen, rejected = rewards.chunk(2)
-        loss = -torch.nn.functional.logsigmoid(chosen - rejected - margin).mean()
-    """
-    if (offsets is None) != (labels is None):
-        raise ValueError("offsets, labels: expected both or neither")
-    if offsets is not None:
-        assert labels is not None
-        return bradley_terry(rewards, labels=labels, offsets=offsets, reduction="mean")
-    if rewards.dim() != 1 or rewards.numel() % 2:
-        raise ValueError(f"rewards: expected an even number in one row, got shape {tuple(rewards.shape)}")
-    half = rewards.numel() // 2
-    index = torch.arange(half, device=rewards.device)
-    if margin is not None:
-        margin = margin.to(rewards.device, rewards.dtype)
-    return bradley_terry(
-        rewards, pairs=(index, index + half), margin=0.0 if margin is None else margin, reduction="mean"
-    )
