@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leanstep.integrations.versions import require_version
 from leanstep.logprob import token_logprobs
 from leanstep.logprob.layout import Layout
 from leanstep.logprob.parallel import return_parts
@@ -35,6 +36,7 @@ def get_log_probs_and_entropy(
     loss_masks: Sequence[Tensor] | None = None,
     tp_group: Any = "megatron",
     cp_group: Any = "megatron",
+    allow_untested: bool = False,
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Per-sample log-probs (and entropy) of the local response tokens.
 
@@ -42,6 +44,7 @@ def get_log_probs_and_entropy(
         logits: [1, T, V / TP] (thd) or [B, S, V / TP] (bshd), not modified.
         loss_masks: per sample, length R; needed by `log_probs_loss_mask_only`.
         tp_group, cp_group: "megatron" takes them from `parallel_state`; a group, a mesh or None otherwise.
+        allow_untested: try a Megatron-Core version this was not tested with.
 
     Returns:
         An empty tensor and {"log_probs": [...], "entropy": [...]}, as slime does. Entropy carries a gradient
@@ -53,7 +56,7 @@ def get_log_probs_and_entropy(
         raise ValueError("log_probs_loss_mask_only: needs log_probs_response_only")
     if loss_mask_only and loss_masks is None:
         raise ValueError("loss_masks: log_probs_loss_mask_only needs them, got None")
-    tp_group, cp_group, cp_size, cp_rank = _groups(tp_group, cp_group)
+    tp_group, cp_group, cp_size, cp_rank = _groups(tp_group, cp_group, allow_untested)
     flat = logits.reshape(-1, logits.shape[-1])
     plan = plan_rows(
         total_lengths,
@@ -100,10 +103,11 @@ def _layout(args: Namespace, cp_size: int) -> Layout:
     return form  # type: ignore[return-value]
 
 
-def _groups(tp_group: Any, cp_group: Any) -> tuple[Any, Any, int, int]:
+def _groups(tp_group: Any, cp_group: Any, allow_untested: bool) -> tuple[Any, Any, int, int]:
     if "megatron" in (tp_group, cp_group):
         from leanstep.integrations import megatron
 
+        require_version("megatron-core", megatron.TESTED, allow_untested=allow_untested)
         state = megatron.parallel_state
         ready = state.model_parallel_is_initialized()
         tp_group = megatron.tensor_parallel_group() if tp_group == "megatron" else tp_group

@@ -103,3 +103,124 @@ def test_two_sharded_ranks_follow_one_process(run_ranks):
             np.testing.assert_allclose(
                 weights[name], parameter.detach().numpy(), rtol=2e-3, atol=2e-4, err_msg=name
             )
+
+
+class StockLM(TinyLM):
+    """The same model as people write it: all logits, log_softmax, masked sums."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, items: int, coefficient: float) -> torch.Tensor:
+        log_p = torch.log_softmax(self.head(self.backbone(ids)), -1)
+        logp = log_p.gather(-1, ids[:, 1:, None]).squeeze(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        return -((logp + coefficient * entropy) * mask).sum() / items
+
+    def backbone(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return (x + self.down(torch.relu(self.up(x))))[:, :-1]
+
+
+class LeanLM(StockLM):
+    """Scored rows only, by one call."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, items: int, coefficient: float) -> torch.Tensor:
+        from leanstep.logprob import linear_logprobs
+
+        rows = mask.reshape(-1).nonzero().squeeze(1)
+        hidden, targets = self.backbone(ids).reshape(-1, WIDTH), ids[:, 1:].reshape(-1)[rows]
+        out = linear_logprobs(hidden, self.head.weight, targets, rows=rows, entropy="grad")
+        return -(out.logp.sum() + coefficient * out.entropy.sum()) / items
+
+
+def ragged_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left padding, ragged answers, a sample without any; in step 1 the second rank has nothing to score."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    ids = torch.randint(0, VOCAB, (3, 9), generator=generator)
+    mask = torch.ones(3, 8, dtype=torch.bool)
+    mask[0, :4], mask[0, 7:] = False, False
+    mask[1, : 3 + rank], mask[1, 6 - step :] = False, False
+    mask[2] = False
+    ids[0, :2] = 0
+    if step == 1 and rank == 1:
+        mask[:] = False
+    return ids, mask
+
+
+def stock_and_lean_rank(rank: int, world_size: int):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    found = []
+    for kind, own_head in ((StockLM, False), (LeanLM, False), (LeanLM, True)):
+        torch.manual_seed(0)
+        model = kind()
+        if own_head:
+            # Its own FSDP group: in our forward the weight is then still a sharded DTensor.
+            fully_shard(model.head, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        losses, gradients = [], []
+        for step in range(3):
+            ids, mask = ragged_batch(step, rank)
+            items = sum(int(ragged_batch(step, r)[1].sum()) for r in range(world_size))
+            loss = model(ids, mask, items, 0.05)
+            optimizer.zero_grad()
+            loss.backward()
+            gradients.append({n: p.grad.full_tensor().numpy() for n, p in model.named_parameters()})
+            optimizer.step()
+            losses.append(loss.item())
+        found.append((losses, gradients))
+    return found
+
+
+def test_sharded_steps_equal_the_stock_head_under_fsdp2(run_ranks):
+    for stock, *leans in run_ranks(2, stock_and_lean_rank, timeout=120):
+        for losses, gradients in leans:
+            np.testing.assert_allclose(losses, stock[0], rtol=1e-5, atol=1e-6)
+            for step, (ours, theirs) in enumerate(zip(gradients, stock[1], strict=True)):
+                for name, expected in theirs.items():
+                    np.testing.assert_allclose(
+                        ours[name], expected, rtol=1e-4, atol=1e-6, err_msg=f"step {step} {name}"
+                    )
+
+
+def transformers_rank(rank: int, world_size: int):
+    import warnings
+
+    warnings.simplefilter("ignore")
+    from integrations.tiny_models import VOCAB as WORDS
+    from integrations.tiny_models import causal_lm
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from leanstep.integrations.transformers import skip_ignored_rows
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    found = []
+    for lean in (False, True):
+        model = causal_lm("llama").train()
+        if lean:
+            skip_ignored_rows(model)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        losses = []
+        for step in range(3):
+            ids, mask = ragged_batch(step, rank)
+            labels = torch.where(torch.nn.functional.pad(mask, (1, 0)), ids, -100)
+            loss = model(input_ids=ids % WORDS, labels=labels, num_items_in_batch=7).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found.append((losses, {n: p.full_tensor().detach().numpy() for n, p in model.named_parameters()}))
+    return found
+
+
+def test_a_sharded_transformers_model_follows_its_stock_forward(run_ranks):
+    for stock, lean in run_ranks(2, transformers_rank, timeout=120):
+        np.testing.assert_allclose(lean[0], stock[0], rtol=1e-4, atol=1e-5)
+        for name, expected in stock[1].items():
+            scale = float(np.abs(expected).max())
+            np.testing.assert_allclose(lean[1][name], expected, rtol=2e-3, atol=2e-4 * scale, err_msg=name)

@@ -172,6 +172,144 @@ def test_context_parallel_ranks_give_slimes_own_results(run_ranks, name):
                 np.testing.assert_allclose(ours, np.array(theirs, dtype=np.float32), rtol=2e-5, atol=2e-5)
 
 
+# Three samples in one packed row, three padding tokens behind them; nothing of the second one counts.
+TOTALS, RESPONSES, PADDING = [7, 5, 9], [3, 4, 5], 3
+LOSS_MASKS = [torch.tensor([1, 0, 1]), torch.zeros(4, dtype=torch.long), torch.ones(5, dtype=torch.long)]
+WORDS, STEPS, COEFFICIENT = 38, 3, 0.05
+
+
+def policy_loss(log_probs, entropies, advantages):
+    """Masked means per sample, as slime takes them, with the entropy bonus."""
+    loss = 0.0
+    for logp, entropy, advantage, mask in zip(log_probs, entropies, advantages, LOSS_MASKS, strict=True):
+        value = -advantage * logp - COEFFICIENT * entropy
+        loss = loss + (value * mask).sum() / mask.sum().clamp(min=1)
+    return loss / len(LOSS_MASKS)
+
+
+def response_rows():
+    starts = np.cumsum([0, *TOTALS[:-1]])
+    return [
+        torch.arange(start + total - response - 1, start + total - 1)
+        for start, total, response in zip(starts, TOTALS, RESPONSES, strict=True)
+    ]
+
+
+def stock_scores(logits, tokens):
+    """Megatron's own cross entropy, and the entropy from its differentiable sum over ranks."""
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import (
+        reduce_from_tensor_model_parallel_region as sum_over_ranks,
+    )
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    targets = torch.cat([*tokens, torch.zeros(PADDING, dtype=torch.long)]).roll(-1)[None]
+    logp = -vocab_parallel_cross_entropy(logits.clone(), targets)[0]
+    highest = logits[0].detach().amax(-1, keepdim=True)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    shifted = logits[0] - highest
+    total = sum_over_ranks(shifted.exp().sum(-1))
+    entropy = total.log() - sum_over_ranks((shifted.exp() * shifted).sum(-1)) / total
+    return [logp[rows] for rows in response_rows()], [entropy[rows] for rows in response_rows()]
+
+
+def slime_scores(logits, tokens, switches):
+    from leanstep.integrations.slime import get_log_probs_and_entropy
+
+    args = Namespace(
+        rollout_temperature=1.0,
+        log_probs_chunk_size=4,
+        qkv_format="thd",
+        log_probs_response_only=switches[0],
+        log_probs_loss_mask_only=switches[1],
+        entropy_coef=COEFFICIENT,
+    )
+    _, found = get_log_probs_and_entropy(
+        logits, args=args, unconcat_tokens=tokens, total_lengths=TOTALS, response_lengths=RESPONSES,
+        with_entropy=True, loss_masks=LOSS_MASKS,
+    )  # fmt: skip
+    return found["log_probs"], found["entropy"]
+
+
+def layer_scores(hidden, layer, tokens):
+    """`output_layer_logprobs` on the response rows: no logits at all."""
+    from leanstep.integrations.megatron import output_layer_logprobs
+
+    flat, rows = torch.cat(tokens), torch.cat(response_rows())
+    out = output_layer_logprobs(hidden, layer, flat[rows + 1], rows=rows, entropy="grad")
+    return out.logp.split(RESPONSES), out.entropy.split(RESPONSES)
+
+
+METHODS = {
+    "stock": None,
+    "slime, all rows": (False, False),
+    "slime, response rows": (True, False),
+    "slime, loss-mask rows": (True, True),
+    "output layer": None,
+}
+
+
+def training_rank(rank: int, world_size: int):
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=world_size,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        params_dtype=torch.float32,
+    )
+    found = {}
+    for method, switches in METHODS.items():
+        generator = torch.Generator().manual_seed(0)
+        embedding = torch.randn(WORDS, WIDTH, generator=generator).requires_grad_()
+        full = torch.randn(WORDS, WIDTH, generator=generator)
+        layer = ColumnParallelLinear(
+            WIDTH, WORDS, config=config, init_method=torch.nn.init.zeros_, bias=False, gather_output=False,
+            skip_bias_add=True,
+        )  # fmt: skip
+        with torch.no_grad():
+            layer.weight.copy_(full.chunk(world_size)[rank])
+        optimizer = torch.optim.SGD([embedding, layer.weight], lr=0.3)
+        losses, gradients = [], []
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(100 + step)
+            tokens = [torch.randint(0, WORDS, (n,), generator=generator) for n in TOTALS]
+            advantages = torch.randn(len(TOTALS), generator=generator)
+            ids = torch.cat([*tokens, torch.zeros(PADDING, dtype=torch.long)])
+            hidden = torch.tanh(embedding[ids])
+            if method == "output layer":
+                scores = layer_scores(hidden, layer, tokens)
+            else:
+                logits, _ = layer(hidden[None])
+                scores = slime_scores(logits, tokens, switches) if switches else stock_scores(logits, tokens)
+            loss = policy_loss(*scores, advantages)
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append((embedding.grad.clone().numpy(), layer.weight.grad.clone().numpy()))
+            optimizer.step()
+        found[method] = losses, gradients
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def test_training_steps_on_two_ranks_equal_megatrons_own_loss(run_ranks):
+    for found in run_ranks(2, training_rank, timeout=120):
+        losses, gradients = found.pop("stock")
+        assert len(set(losses)) == STEPS
+        for method, (own_losses, own_gradients) in found.items():
+            np.testing.assert_allclose(own_losses, losses, rtol=1e-4, atol=1e-6, err_msg=method)
+            for step in range(STEPS):
+                for ours, theirs in zip(own_gradients[step], gradients[step], strict=True):
+                    np.testing.assert_allclose(
+                        ours, theirs, rtol=1e-3, atol=1e-5, err_msg=f"{method} step {step}"
+                    )
+
+
 def test_loss_mask_only_needs_response_only():
     case = cases_of("e2e_cp1_thd.json")[0]
     with pytest.raises(ValueError, match="log_probs_loss_mask_only: needs log_probs_response_only"):
@@ -187,3 +325,10 @@ def test_an_unknown_megatron_version_is_refused(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda package: "0.99.1")
     with pytest.raises(UnknownVersion, match=r"megatron-core: version 0.99.1"):
         megatron.vocab_parallel_logprobs(torch.zeros(1, 3), torch.tensor([0]))
+    case = cases_of("e2e_cp1_thd.json")[0]
+    with pytest.raises(UnknownVersion, match=r"megatron-core: version 0.99.1"):
+        slime_call(case, 0, response_only=True, loss_mask_only=False)
+    _, found = slime_call(case, 0, response_only=True, loss_mask_only=False, allow_untested=True)
+    expected = case["ranks"][0]["e2e_response_only"]["log_probs"]
+    for ours, theirs in zip(found["log_probs"], expected, strict=True):
+        np.testing.assert_allclose(ours.numpy(), np.array(theirs, dtype=np.float32), rtol=2e-5, atol=2e-5)

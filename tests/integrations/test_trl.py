@@ -164,15 +164,15 @@ def test_norm_muon_through_the_optimizers_argument(tmp_path):
         trainer.train()
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert [entry["learning_rate"] for entry in logs] == [0.01, 0.005, 0.0025]
-        moved = [n for n, p in model.named_parameters() if not torch.equal(before[n], p)]
-        assert len(moved) == len(before)
-        return [entry["loss"] for entry in logs], model
+        moved = {n: p.detach() - before[n] for n, p in model.named_parameters()}
+        return [entry["loss"] for entry in logs], moved
 
     stock, theirs = run(GRPOTrainer)
     lean, ours = run(LeanGRPOTrainer)
     assert lean == pytest.approx(stock, rel=2e-3, abs=2e-4)
-    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3 * b.abs().max().item(), msg=name)
+    for name, expected in theirs.items():
+        # By norm: single entries whose gradient is rounding noise may step either way.
+        assert 0 < expected.norm() and (ours[name] - expected).norm() < 0.05 * expected.norm(), name
 
 
 def test_an_unknown_trl_version_is_refused(tmp_path, monkeypatch):

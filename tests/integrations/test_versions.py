@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from importlib import metadata
 
 import pytest
@@ -31,3 +33,28 @@ def test_an_unknown_version_is_refused(monkeypatch, version):
 def test_a_missing_package_names_the_command_that_installs_it():
     with pytest.raises(ModuleNotFoundError, match=r"no-such-package is not installed: pip install leanstep"):
         require_version("no-such-package", ("1",))
+
+
+@pytest.mark.parametrize(
+    ("package", "module", "modules"),
+    [
+        ("trl", "trl", ("trl", "trl_reward")),
+        ("transformers", "transformers", ("transformers",)),
+        ("megatron-core", "megatron", ("megatron",)),
+    ],
+)
+def test_an_adapter_refuses_an_unknown_package_before_importing_it(
+    tmp_path, monkeypatch, package, module, modules
+):
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").write_text("raise AssertionError('the stub was imported')\n")
+    information = tmp_path / f"{package.replace('-', '_')}-9.0.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 9.0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [n for n in sys.modules if n == module or n.startswith(module + ".")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in modules:
+        monkeypatch.delitem(sys.modules, f"leanstep.integrations.{name}", raising=False)
+    with pytest.raises(UnknownVersion, match=rf"{package}: version 9.0.0 is not one this adapter was tested"):
+        importlib.import_module(f"leanstep.integrations.{module}")
