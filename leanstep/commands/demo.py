@@ -28,9 +28,9 @@ STEPS = 5
 HEAVY_PEERS = ("cut-cross-entropy", "verl-fused", "verl-fused-rows", "liger-chunked", "trl-chunked")
 # What the page compares with peers and the limit: case, size, parameters that keep it short, rows left out.
 COMPARED: tuple[tuple[str, str, dict[str, Any], tuple[str, ...]], ...] = (
-    ("lens-loss", "cpu", {"samples": 3, "tokens": 256}, ("compiled",)),
+    ("lens-loss", "cpu", {"samples": 3, "tokens": 256}, ()),
     ("logprob-linear", "cpu", {"tokens": 512, "hidden": 512, "vocab": 8000}, HEAVY_PEERS),
-    ("polar", "square", {}, ("addmm-bf16", "leanstep-bf16", "leanstep-gram")),
+    ("polar", "square", {}, ("addmm-bf16", "leanstep-bf16", "leanstep-restart")),
 )
 SWEPT = (1.0, 0.25, 0.1)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -103,12 +102,6 @@ def _reference(tensors: dict[str, Tensor], constants: dict[str, Any]) -> Outputs
     return _outputs(lens_loss_reference(tensors["scores"], batch_of(tensors, constants), constants["config"]))
 
 
-def _compiler_missing(params: Params) -> str | None:
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        return "torch.compile on a CPU needs a C++ compiler"
-    return "compiling takes half a minute; see --size seed" if params["tokens"] < 1024 else None
-
-
 def per_pair_loss(scores: Tensor, batch: LensBatch, config: LensConfig) -> Tensor:
     """The objective (default terms) with tensor operations per pair and a Python loop over pairs."""
     tables: dict[int, Tensor] = {}
@@ -190,17 +183,11 @@ register(
                 "leanstep",
                 "fast",
                 _backend("auto"),
-                note="closed-form gradient; looks only at blocks under gists",
+                note="closed-form gradient in C++; looks only at blocks under gists",
             ),
+            Implementation("fused", "fast", _backend("fused"), note="the same in torch operations"),
             Implementation("eager", "fast", _backend("eager"), note="autograd over dense rows"),
             Implementation("flat", "fast", _backend("flat"), note="autograd over one flat list"),
-            Implementation(
-                "compiled",
-                "fast",
-                _backend("compiled"),
-                unavailable=_compiler_missing,
-                note="the closed form under torch.compile; compile time apart",
-            ),
             Implementation(
                 "per-pair",
                 "peer",

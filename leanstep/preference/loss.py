@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,15 +10,16 @@ from torch import Tensor
 from .batch import LensBatch
 from .config import LensConfig
 from .flat import flat_terms
-from .fused import AttachGradient, FusedOutput, fused_loss
+from .fused import AttachGradient, fused_loss
 from .metrics import LensMetrics
-from .pairs import Pairs, build_pairs, sample_pairs
+from .native import native_loss, native_pairs, why_not
+from .pairs import build_pairs, sample_pairs
 from .result import LensResult
 from .spans import sample_spans
 from .targets import build_targets
 from .terms import compute_dtype, eager_terms, total_of
 
-BACKENDS = ("auto", "eager", "flat", "fused", "compiled")
+BACKENDS = ("auto", "eager", "flat", "fused", "native")
 
 
 def lens_loss(
@@ -53,8 +53,8 @@ def lens_loss(
         terms: the terms to compute (of those with a weight above 0); None = all of them.
         generator: for pair and span sampling.
         backend: eager (autograd over dense rows; compiles), flat (autograd over one list), fused (closed-form
-            gradient; a Triton kernel on a GPU), compiled (the torch version of fused under torch.compile:
-            half a minute once per shape, then about half the time), auto (fused, or eager while being
+            gradient in torch operations; a Triton kernel on a GPU), native (the closed form in C++, for CPUs
+            with a compiler; needs seconds once per machine), auto (native, else fused; eager while being
             compiled).
         process_group: for `normalize="global"`.
         on_built: called once pairs and targets are there, before the terms; for timers.
@@ -70,51 +70,60 @@ def lens_loss(
     ema = scores.new_zeros((), dtype=dtype) if state is None else state.detach().to(dtype)
     if backend == "auto":
         backend = "eager" if torch.compiler.is_compiling() else "fused"
-    if backend == "compiled" and config.normalize == "global":
-        raise ValueError('backend: "compiled" has no collectives, expected normalize="local"')
-    if backend == "compiled" and (config.span_sampling != "none" or config.pair_sampling != "none"):
-        raise ValueError('backend: "compiled" does not sample, expected "fused" or "eager"')
-    if backend != "compiled":
-        with torch.no_grad():
+        if backend == "fused" and why_not(scores, config) is None:
+            backend = "native"
+    elif backend == "native" and (reason := why_not(scores, config)) is not None:
+        raise ValueError(f'backend: "native" cannot take this call: {reason}')
+    with torch.no_grad():
+        if backend == "native" and pair_order is None:
+            pairs = native_pairs(batch.loss, batch.row, config)
+        else:
             pairs = build_pairs(batch.loss, batch.row, config, order=pair_order)
-            pairs = sample_pairs(pairs, config, generator)
+        pairs = sample_pairs(pairs, config, generator)
     divide = _denominator(config, process_group)
     gradients = torch.is_grad_enabled()
 
-    if backend == "compiled":
+    if backend in ("native", "fused"):
         need_grad = scores.requires_grad and gradients
         with torch.no_grad():
-            x = scores.detach().to(dtype)
-            out, pairs = _compiled_closed_form()(
-                x, batch, config, active, ema, prev_scores, prev_valid, pair_order, need_grad
-            )
-        loss = AttachGradient.apply(scores, out.loss, out.grad) if need_grad else out.loss
-        kept, values, ema = out.kept, out.terms, out.state
-    elif backend == "fused":
-        with torch.no_grad():
-            backend_loss = _fused_backend(scores)
-            # The kernel reads any dtype; the torch version works in the dtype of its sums.
-            x = scores.detach() if backend_loss is not fused_loss else scores.detach().to(dtype)
-            sign = span_weights = None
-            if config.span_sampling != "none":
-                sign = build_targets(batch, pairs, config)
-                span_weights = sample_spans(x.to(dtype), sign, pairs, config, generator)
-            need_grad = scores.requires_grad and gradients
-            out = backend_loss(
-                x,
-                batch,
-                pairs,
-                config,
-                active,
-                ema,
-                prev_scores,
-                prev_valid,
-                divide,
-                sign=sign,
-                span_weights=span_weights,
-                need_grad=need_grad,
-                on_built=on_built,
-            )
+            out = None
+            if backend == "native":
+                x = scores.detach().to(dtype)
+                out = native_loss(
+                    x,
+                    batch,
+                    pairs,
+                    config,
+                    active,
+                    ema,
+                    prev_scores,
+                    prev_valid,
+                    need_grad=need_grad,
+                    on_built=on_built,
+                )
+            if out is None:
+                backend_loss = _fused_backend(scores)
+                # The kernel reads any dtype; the torch version works in the dtype of its sums.
+                x = scores.detach() if backend_loss is not fused_loss else scores.detach().to(dtype)
+                sign = span_weights = None
+                if config.span_sampling != "none":
+                    sign = build_targets(batch, pairs, config)
+                    span_weights = sample_spans(x.to(dtype), sign, pairs, config, generator)
+                out = backend_loss(
+                    x,
+                    batch,
+                    pairs,
+                    config,
+                    active,
+                    ema,
+                    prev_scores,
+                    prev_valid,
+                    divide,
+                    sign=sign,
+                    span_weights=span_weights,
+                    need_grad=need_grad,
+                    on_built=on_built,
+                )
         loss = AttachGradient.apply(scores, out.loss, out.grad) if need_grad else out.loss
         kept, values, ema = out.kept, out.terms, out.state
     else:
@@ -141,34 +150,6 @@ def lens_loss(
         values = {name: torch.where(kept, value.detach(), 0) for name, value in values.items()}
     metrics = LensMetrics(scores.detach(), batch, config, pairs, kept, values, loss.detach(), ema)
     return LensResult(loss, values, kept, True, ema, pairs, metrics, scores.detach())
-
-
-def _closed_form(
-    x: Tensor,
-    batch: LensBatch,
-    config: LensConfig,
-    active: tuple[str, ...],
-    state: Tensor,
-    prev_scores: Tensor | None,
-    prev_valid: Tensor | None,
-    pair_order: Tensor | None,
-    need_grad: bool,
-) -> tuple[FusedOutput, Pairs]:
-    """Pairs, loss and gradient in one graph."""
-    pairs = sample_pairs(build_pairs(batch.loss, batch.row, config, order=pair_order), config, None)
-
-    def count(kept: Tensor) -> Tensor:
-        return kept.sum().clamp(min=1)
-
-    out = fused_loss(
-        x, batch, pairs, config, active, state, prev_scores, prev_valid, count, need_grad=need_grad
-    )
-    return out, pairs
-
-
-@lru_cache(maxsize=1)
-def _compiled_closed_form() -> Callable:
-    return torch.compile(_closed_form, fullgraph=True, dynamic=False)
 
 
 def _fused_backend(x: Tensor) -> Callable:
