@@ -1,6 +1,7 @@
 """Log-probs and entropy straight from hidden states: the [T, V] logits never exist.
 
-Rows are selected before the projection, logits live one tile at a time, the backward recomputes them.
+Rows are selected before the projection, logits live one tile at a time, the backward recomputes what the
+caller leaves no room for.
 """
 
 # T rows · T' selected rows · D model · V local vocabulary · K targets per row
@@ -8,7 +9,7 @@ Rows are selected before the projection, logits live one tile at a time, the bac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from leanstep.logprob.gradient import RowGradients, first_order_only
 from leanstep.logprob.head import Head, RowSource
 from leanstep.logprob.heads import LoRA, build_head
 from leanstep.logprob.keep import Keep, checked_keep
+from leanstep.logprob.kept import KeptLogits, LentGradient, checked_allowance
 from leanstep.logprob.outputs import (
     Entropy,
     LogProbs,
@@ -64,6 +66,8 @@ def linear_logprobs(
     main_grad: Tensor | None = None,
     budget: int | None = None,
     tile: tuple[int, int] | Tiles | None = None,
+    logit_bytes: int = 0,
+    logits_in_grad: bool = False,
     group: Any = None,
     vocab_start: int | None = None,
     vocab_total: int | None = None,
@@ -94,6 +98,10 @@ def linear_logprobs(
         lora: a low-rank addition to `weight`.
         main_grad: [V, D]; the weight's gradient is added to it and not returned.
         budget: bytes for tiles; `tile` = (rows, columns) sets them outright.
+        logit_bytes: tiles of logits, up to this many bytes, stay until the backward, which then recomputes
+            only the others; T' V x 4 keeps them all (x 8 in fp64). The numbers are the same bit for bit.
+        logits_in_grad: keep logits in the memory of the weight's gradient, which is then allocated in the
+            forward: all of them while T' <= D, no byte more at the peak. A second backward recomputes.
         group, vocab_start, vocab_total: vocabulary shards, as in `token_logprobs`.
         sequence_parallel: hidden is [T / ranks, D]; `rows` are global and on the host.
         reduce_grad: "all_reduce" the hidden gradient over `group`, or "none" if the caller's layer does.
@@ -101,12 +109,15 @@ def linear_logprobs(
     Returns:
         LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
 
-    Peak extra memory: one tile (about 6 MiB on a CPU), [T', D] sums, 5 vectors; gradients that are returned.
-    GEMMs (2 T' D V FLOPs each): 4 with gradients; 2 with a frozen head, 3 if entropy is "grad"; 1 without.
+    Peak extra memory: one tile (about 6 MiB on a CPU), [T', D] sums, 5 vectors, `logit_bytes`; gradients that
+        are returned.
+    GEMMs (2 T' D V FLOPs each): 4 with gradients, 3 if all logits are kept; with a frozen head 2, or 3 if
+        entropy is "grad"; 1 without.
     Collectives: 2 forward, 1 backward with a group; else none.
     Use something else when: V < 1,000 and all rows count; the plain version is as fast.
     """
     check_entropy(entropy)
+    checked_allowance(logit_bytes)
     process_group = resolve_group(group)
     shard_options: Any = {"group": group, "vocab_start": vocab_start, "vocab_total": vocab_total}
     if sequence_parallel and process_group is not None:
@@ -158,6 +169,9 @@ def linear_logprobs(
             reduce_grad=reduce_grad,
         )
         call = _Call(problem, entropy, bool({"lse", "z_loss"} & wants), main_grad)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            call.logit_bytes = logit_bytes
+            call.logits_in_grad = logits_in_grad and weight.requires_grad and main_grad is None
         function = _FrozenLinearLogProbs if _is_frozen(problem, hidden, weight, bias) else _LinearLogProbs
         logp, entropy_values, lse, kl, reverse_kl, values, ids = function.apply(*tensors, call)  # type: ignore[misc]
     return LogProbs(
@@ -172,11 +186,25 @@ def linear_logprobs(
     )
 
 
+@dataclass
 class _Call:
     """What the autograd Functions carry besides tensors."""
 
-    def __init__(self, problem: Problem, entropy: Entropy, lse: bool, main_grad: Tensor | None) -> None:
-        self.problem, self.entropy, self.lse, self.main_grad = problem, entropy, lse, main_grad
+    problem: Problem
+    entropy: Entropy
+    lse: bool
+    main_grad: Tensor | None
+    logit_bytes: int = 0
+    logits_in_grad: bool = False
+
+    def kept_logits(self) -> KeptLogits:
+        p = self.problem
+        weight, dtype = p.head.weight, p.head.dtype
+        lent = None
+        if self.logits_in_grad and p.tiles.order == "vocab" and p.num_rows and p.head.columns:
+            if LentGradient.possible(weight, dtype):
+                lent = LentGradient(weight, dtype, p.head.columns, p.num_rows <= p.tiles.rows)
+        return KeptLogits(self.logit_bytes, lent)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -184,7 +212,8 @@ class _LinearLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: _Call):  # type: ignore[override, no-untyped-def]
         ctx.set_materialize_grads(False)
         p = call.problem
-        stats, best = forward_sweep(p)
+        kept_logits = call.kept_logits()
+        stats, best = forward_sweep(p, kept_logits)
         stats = combine_statistics(stats, p.group)
         best = None if best is None else best.over_ranks(p.group)
         final, kept_final = stats.final(), stats.keep_final()
@@ -206,8 +235,9 @@ class _LinearLogProbs(torch.autograd.Function):
         if kept_final is not None and call.entropy != "grad":
             full, kept_final = (*kept_final.saved()[:2], None), None
         kept = (None, None) if kept_final is None else kept_final.saved()[:2]
-        ctx.save_for_backward(hidden, weight, bias, low_hidden, low_weight, *full, *kept, *saved_kl)
-        ctx.call = call
+        given = (hidden, weight, bias, low_hidden, low_weight)
+        ctx.save_for_backward(*given, *full, *kept, *saved_kl, *kept_logits.tensors)
+        ctx.call, ctx.places, ctx.lent = call, kept_logits.places, kept_logits.lent
         lse = final.log_sum_exp() if call.lse else None
         values, ids = (None, None) if best is None else (best.values, best.ids)
         quiet = [
@@ -219,8 +249,13 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, g_logp, g_entropy, g_lse, g_kl, g_reverse, _values, _ids):  # type: ignore[no-untyped-def]
-        _, _, _, _, _, maximum, log_sum, entropy, kept_max, kept_log_sum, *saved_kl = ctx.saved_tensors
         call: _Call = ctx.call
+        maximum, log_sum, entropy, kept_max, kept_log_sum, *others = ctx.saved_tensors[5:]
+        saved_kl, lent = others[:4], ctx.lent
+        kept_logits = KeptLogits.restored(ctx.places, others[4:], lent)
+        if ctx.needs_input_grad[1]:
+            # The gradient overwrites its logits and goes to the caller: another backward recomputes.
+            ctx.lent = None
         p = call.problem
         final = FinalStatistics.restored(maximum, log_sum, entropy)
         kept = final if p.keep is not None else None
@@ -230,8 +265,8 @@ class _LinearLogProbs(torch.autograd.Function):
             *(_cast(g, p.head.dtype) for g in (g_logp, g_entropy, g_lse, g_kl, g_reverse))
         )
         with torch.autocast(p.tokens.device.type, enabled=False):
-            sums = HeadSums(p, ctx.needs_input_grad[:5], call.main_grad)
-            backward_sweep(p, final, kept, gradients, sums, divergences=saved_kl)
+            sums = HeadSums(p, ctx.needs_input_grad[:5], call.main_grad, lent=lent)
+            backward_sweep(p, final, kept, gradients, sums, divergences=saved_kl, kept_logits=kept_logits)
             grads = sums.result()
         return *grads, None
 

@@ -300,7 +300,7 @@ class _Buffers:
         for columns in p.tiles.column_slices(p.head.columns):
             z = self._tile(size, columns)
             work = tile_buffer(self.work[-1], size, columns.stop - columns.start)
-            du = tile_gradient_(local, z, work, final, None, gradients, slice(0, size), columns)
+            du = tile_gradient_(local, z, z, work, final, None, gradients, slice(0, size), columns)
             sums.add(du, self.h, self.low_h, p.head.weight_tile(columns), part, columns)
 
 

@@ -148,8 +148,9 @@ class RowStatistics:
         e = torch.exp(x, out=work)
         self.sum.mul_(shrink).add_(e.sum(-1))
         if self.moment is not None:
-            x.clamp_(min=EXPONENT_FLOOR[z.dtype])
-            self.moment.add_(torch.linalg.vecdot(e, x))
+            # In place: vecdot would make a third tile for the products.
+            x.clamp_(min=EXPONENT_FLOOR[z.dtype]).mul_(e)
+            self.moment.add_(x.sum(-1))
 
     def keep_part(self) -> RowStatistics:
         """The restricted softmax as statistics of its own; updating it updates `keep_max` and `keep_sum`."""

@@ -1,8 +1,9 @@
 """The two sweeps of the fused LM head: statistics forward, recomputed logits and gradients backward.
 
-Neither ever holds more than one tile of logits. The backward walks the tiles so that the larger gradient is
-written once: with fewer rows than vocabulary, each weight tile is visited once and dW is written tile by
-tile; a loop over row chunks would rewrite all of dW for every chunk (2 to 3 times slower at small chunks).
+Neither holds more than one tile of logits, unless the caller has room for more (`KeptLogits`): those are not
+recomputed. The backward walks the tiles so that the larger gradient is written once: with fewer rows than
+vocabulary, each weight tile is visited once and dW is written tile by tile; a loop over row chunks would
+rewrite all of dW for every chunk (2 to 3 times slower at small chunks).
 Tile order is fixed and nothing is atomic: two runs give the same bits.
 """
 
@@ -21,6 +22,7 @@ from leanstep.logprob.extras import TopK, add_kl_gradient_, update_pair_
 from leanstep.logprob.gradient import RowGradients, logit_gradient_, target_logits
 from leanstep.logprob.head import Head, RowSource, product, tile_buffer
 from leanstep.logprob.keep import KeepIds
+from leanstep.logprob.kept import KeptLogits, LentGradient
 from leanstep.logprob.parallel import reduce_hidden_grad
 from leanstep.logprob.statistics import FinalStatistics, RowStatistics
 from leanstep.logprob.tiles import Tiles
@@ -65,8 +67,8 @@ class Problem:
         ]
 
 
-def forward_sweep(p: Problem) -> tuple[RowStatistics, TopK | None]:
-    """Statistics of every selected row over this shard's columns."""
+def forward_sweep(p: Problem, kept_logits: KeptLogits | None = None) -> tuple[RowStatistics, TopK | None]:
+    """Statistics of every selected row over this shard's columns; tiles that fit stay in `kept_logits`."""
     device = p.source.hidden.device
     stats = RowStatistics.empty(
         p.num_rows,
@@ -86,7 +88,10 @@ def forward_sweep(p: Problem) -> tuple[RowStatistics, TopK | None]:
         size = rows.stop - rows.start
         part, tokens = stats.rows(rows.start, rows.stop), p.tokens[rows]
         for columns in p.tiles.column_slices(p.head.columns):
-            z, work = (tile_buffer(s, size, columns.stop - columns.start) for s in (storage[0], storage[-1]))
+            width = columns.stop - columns.start
+            first, last = (tile_buffer(s, size, width) for s in (storage[0], storage[-1]))
+            z = None if kept_logits is None else kept_logits.new_tile(rows, columns, first)
+            z = first if z is None else z
             p.head.logits(h, low_h, p.head.weight_tile(columns), rows, columns, z)
             part.target.add_(target_logits(z, tokens, p.head.shard, columns))
             if part.total is not None:
@@ -100,8 +105,8 @@ def forward_sweep(p: Problem) -> tuple[RowStatistics, TopK | None]:
                 if p.two_softmaxes:
                     part.keep_part().update_(kept, kept)
                 else:
-                    z.copy_(kept)
-            part.update_(z, work)
+                    z = kept
+            part.update_(first, last, source=z)
     return stats, best
 
 
@@ -122,6 +127,7 @@ class HeadSums:
         wanted: which of hidden, weight, bias, low_hidden, low_weight need a gradient.
         main_grad: the weight's gradient is added here instead of returned.
         chunk_rows: most rows per `add`, when that is not the tile's height.
+        lent: the weight's gradient where it was allocated early.
     """
 
     def __init__(
@@ -130,11 +136,12 @@ class HeadSums:
         wanted: Sequence[bool],
         main_grad: Tensor | None = None,
         chunk_rows: int | None = None,
+        lent: LentGradient | None = None,
     ) -> None:
         head = p.head
         self.p = p
         self.hidden = _HiddenGradient(p.source, p, wanted[0], chunk_rows or p.tiles.rows)
-        self.weight = _WeightGradient(head.weight, p, wanted[1], main_grad)
+        self.weight = _WeightGradient(head.weight, p, wanted[1], main_grad, lent)
         self.bias = None
         if wanted[2]:
             self.bias = torch.zeros(head.weight.shape[0], dtype=head.dtype, device=head.weight.device)
@@ -178,6 +185,7 @@ def backward_sweep(
     *,
     first_row: int = 0,
     divergences: Sequence[Tensor | None] = (),
+    kept_logits: KeptLogits | None = None,
 ) -> None:
     """Recompute the logits tile by tile and push the row gradients through them into `sums`.
 
@@ -185,6 +193,7 @@ def backward_sweep(
         kept_final: statistics of the restricted softmax, when `p.keep` is set.
         first_row: where these rows start among the rows of `sums`.
         divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
+        kept_logits: tiles that need no recomputing; they are read and not changed.
     """
     head = p.head
     storage = p.buffers(2 if gradients.entropy is not None else 1)
@@ -198,9 +207,11 @@ def backward_sweep(
         last_rows, last_columns = rows, columns
         assert h is not None and weight_tile is not None
         size, width = rows.stop - rows.start, columns.stop - columns.start
-        z, work = (tile_buffer(s, size, width) for s in (storage[0], storage[-1]))
-        head.logits(h, low_h, weight_tile, rows, columns, z)
-        du = tile_gradient_(p, z, work, final, kept_final, gradients, rows, columns, divergences)
+        out, work = (tile_buffer(s, size, width) for s in (storage[0], storage[-1]))
+        z = None if kept_logits is None else kept_logits.tile(rows, columns)
+        if z is None:
+            z = head.logits(h, low_h, weight_tile, rows, columns, out)
+        du = tile_gradient_(p, z, out, work, final, kept_final, gradients, rows, columns, divergences)
         placed = slice(rows.start + first_row, rows.stop + first_row)
         sums.add(du, h, low_h, weight_tile, placed, columns)
 
@@ -208,6 +219,7 @@ def backward_sweep(
 def tile_gradient_(
     p: Problem,
     z: Tensor,
+    out: Tensor,
     work: Tensor,
     final: FinalStatistics,
     kept_final: FinalStatistics | None,
@@ -216,7 +228,7 @@ def tile_gradient_(
     columns: slice,
     divergences: Sequence[Tensor | None] = (),
 ) -> Tensor:
-    """Overwrite a tile of logits with the gradient of u = h W^T + b."""
+    """The gradient of u = h W^T + b for a tile of logits `z`, in `out` (which may be `z`)."""
     head, tokens = p.head, p.tokens[rows]
     cap = None if head.softcap is None else head.cap_slope(z, rows)
     some = gradients.rows(rows, head.row_slope(rows))
@@ -231,14 +243,12 @@ def tile_gradient_(
     if p.keep is not None and some.logp is not None and kept_final is not None:
         kept = _restricted(p, p.keep, z, rows, columns)
         if some.entropy is None:
-            z.copy_(kept)
-            main = kept_final
+            z, main = kept, kept_final
         else:
             addition = logit_gradient_(kept, None, kept_final.rows(rows), RowGradients(some.logp), *where)
             some = RowGradients(None, some.entropy, some.lse)
-    dz = logit_gradient_(
-        z, work, main.rows(rows), some, *where, smoothing=p.smoothing, vocabulary=head.vocabulary or 0
-    )
+    smoothing: Any = {"smoothing": p.smoothing, "vocabulary": head.vocabulary or 0}
+    dz = logit_gradient_(out, work, main.rows(rows), some, *where, **smoothing, source=z)
     if addition is not None:
         dz.add_(addition)
     return dz if cap is None else dz.mul_(cap)
@@ -314,7 +324,14 @@ class _HiddenGradient:
 class _WeightGradient:
     """dW, each tile written once in "vocab" order, or summed over row chunks in "rows" order."""
 
-    def __init__(self, weight: Tensor, p: Problem, wanted: bool, main_grad: Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        p: Problem,
+        wanted: bool,
+        main_grad: Tensor | None,
+        lent: LentGradient | None = None,
+    ) -> None:
         self.p, self.main_grad = p, main_grad
         self.out = self.sums = self.tile = None
         if not wanted:
@@ -323,8 +340,11 @@ class _WeightGradient:
         if main_grad is not None:
             self.sums = main_grad
             return
-        make = torch.empty_like if p.num_rows and p.head.columns else torch.zeros_like
-        self.out = make(weight, memory_format=torch.contiguous_format)
+        if lent is None:
+            make = torch.empty_like if p.num_rows and p.head.columns else torch.zeros_like
+            self.out = make(weight, memory_format=torch.contiguous_format)
+        else:
+            self.out = lent.gradient
         self.out[p.head.columns :] = 0.0
         if weight.dtype == dtype:
             self.sums = self.out

@@ -160,6 +160,8 @@ def linear_ranks(rank: int, world: int) -> list[dict]:
         "no rows": {"rows": kept[:0]},
         "keep": {"rows": kept, "keep": (torch.arange(0, 27) % V, torch.arange(0, 28, 3))},
         "metric": {"rows": kept, "entropy": "metric"},
+        "kept logits": {"rows": kept, "tile": (4, 5), "logit_bytes": 400},
+        "logits in the gradient": {"rows": kept, "tile": (9, 5), "logits_in_grad": True},
     }
     results = []
     for name, options in cases.items():

@@ -1,0 +1,248 @@
+"""Logits kept for the backward: the same bits as recomputing, fewer GEMMs, no more bytes than allowed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leanstep.logprob import LoRA, Tiles, linear_logprobs
+
+T, D, V = 11, 8, 37
+ROWS = torch.tensor([9, 1, 1, 5, 4, 0, 10])
+IDS = torch.randint(0, V, (30,), generator=torch.Generator().manual_seed(1))
+KEEP = (IDS, torch.tensor([0, 4, 4, 9, 12, 20, 28, 30]))
+SOME = torch.tensor([True, False, True, True, False, True, True])
+EVERYTHING = 1 << 40
+
+OPTIONS = {
+    "plain": {"entropy": "grad"},
+    "no-entropy": {"entropy": "none", "bias": True},
+    "rows": {
+        "entropy": "grad",
+        "rows": ROWS,
+        "temperature": "rows",
+        "scale": 0.7,
+        "extras": ("lse", "z_loss"),
+    },
+    "softcap": {"entropy": "grad", "rows": ROWS, "softcap": 2.0, "temperature": 0.8, "bias": True},
+    "metric": {"entropy": "metric", "softcap": 2.0, "temperature": "rows"},
+    "targets": {"entropy": "grad", "targets": 3},
+    "smoothing": {"entropy": "grad", "label_smoothing": 0.1, "bias": True},
+    "kl": {"entropy": "grad", "extras": ("kl", "reverse_kl", "argmax"), "reference": True},
+    "keep": {"entropy": "grad", "keep": KEEP, "rows": ROWS},
+    "keep-metric": {"entropy": "metric", "keep": (*KEEP, SOME), "rows": ROWS, "temperature": 0.5},
+    "keep-some": {"entropy": "none", "keep": (*KEEP, SOME), "rows": ROWS},
+    "lora": {"entropy": "grad", "rows": ROWS, "lora": True, "bias": True},
+    "padded": {"entropy": "grad", "rows": ROWS, "vocab_total": V - 3},
+    "empty": {"entropy": "grad", "rows": ROWS[:0]},
+}
+KEPT = {
+    "one tile": {"logit_bytes": 4 * 7 * 8},
+    "all": {"logit_bytes": EVERYTHING},
+    "in grad": {"logits_in_grad": True},
+    "in grad, others saved": {"logits_in_grad": True, "logit_bytes": EVERYTHING},
+}
+
+
+def normal(*shape, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def call(name, dtype, tile, **more):
+    """Inputs that want a gradient, and a function of them."""
+    options = dict(OPTIONS[name])
+    selected = len(options.get("rows", range(T)))
+    real = options.get("vocab_total", V)
+    shape = (selected, options.pop("targets")) if "targets" in options else (selected,)
+    tokens = torch.randint(0, real, shape, generator=torch.Generator().manual_seed(2))
+    if options.get("temperature") == "rows":
+        options["temperature"] = torch.linspace(0.5, 1.5, selected, dtype=torch.float64)
+    if options.pop("reference", False):
+        options |= {
+            "ref_hidden": normal(T, D, seed=5, dtype=dtype),
+            "ref_weight": normal(V, D, seed=6, dtype=dtype),
+        }
+    inputs = {"hidden": normal(T, D, seed=3, dtype=dtype), "weight": normal(V, D, seed=4, dtype=dtype)}
+    if options.pop("bias", False):
+        inputs["bias"] = normal(V, seed=7, dtype=dtype)
+    low_rank = options.pop("lora", False)
+    if low_rank:
+        inputs |= {"down": normal(2, D, seed=8, dtype=dtype), "up": normal(V, 2, seed=9, dtype=dtype)}
+
+    def outputs(*given):
+        named = dict(zip(inputs, given, strict=True))
+        if low_rank:
+            named["lora"] = LoRA(named.pop("down"), named.pop("up"), 0.5)
+        out = linear_logprobs(
+            named.pop("hidden"), named.pop("weight"), tokens, tile=tile, **named, **options, **more
+        )
+        return tuple(x for x in out if isinstance(x, torch.Tensor) and x.requires_grad)
+
+    return [x.requires_grad_() for x in inputs.values()], outputs
+
+
+def values_and_gradients(name, dtype, tile, **more):
+    inputs, outputs = call(name, dtype, tile, **more)
+    found = outputs(*inputs)
+    upstream = [normal(*x.shape, seed=20 + i, dtype=x.dtype) for i, x in enumerate(found)]
+    return [x.detach() for x in found] + list(torch.autograd.grad(found, inputs, upstream))
+
+
+@pytest.mark.parametrize("tile", [Tiles(4, 7, "vocab"), Tiles(4, 7, "rows"), Tiles(11, 9, "vocab")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_same_bits_as_recomputing(name, dtype, tile):
+    expected = values_and_gradients(name, dtype, tile)
+    for how, kept in KEPT.items():
+        for a, b in zip(values_and_gradients(name, dtype, tile, **kept), expected, strict=True):
+            assert torch.equal(a, b), how
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
+@pytest.mark.parametrize("name", ["rows", "softcap", "smoothing", "keep", "lora"])
+def test_gradcheck(name, kept):
+    inputs, outputs = call(name, torch.float64, Tiles(4, 9, "vocab"), **kept)
+    assert torch.autograd.gradcheck(outputs, tuple(inputs))
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
+def test_a_second_backward_finds_the_same(kept):
+    inputs, outputs = call("rows", torch.float32, Tiles(4, 9, "vocab"), **kept)
+    found = outputs(*inputs)
+    upstream = [normal(*x.shape, seed=30, dtype=x.dtype) for x in found]
+    (alone,) = torch.autograd.grad(found, inputs[:1], upstream, retain_graph=True)
+    first = torch.autograd.grad(found, inputs, upstream, retain_graph=True)
+    copies = [x.clone() for x in first]
+    second = torch.autograd.grad(found, inputs, upstream)
+    assert torch.equal(alone, first[0])
+    for a, b, c in zip(first, copies, second, strict=True):
+        assert torch.equal(a, b) and torch.equal(b, c) and a.data_ptr() != c.data_ptr()
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(found, inputs, upstream)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.name().startswith("aten::addmm")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kept", "tile", "products"),
+    [
+        # 3 row chunks, 4 vocabulary tiles; each tile is one product forward and two for the gradients.
+        ({}, (4, 10), 4 * 12),
+        ({"logit_bytes": EVERYTHING}, (4, 10), 3 * 12),
+        ({"logit_bytes": 5 * 4 * 4 * 10}, (4, 10), 4 * 12 - 5),
+        # D = 8 leaves room for two of three row chunks, or one where the next tile is the narrow last.
+        ({"logits_in_grad": True}, (4, 10), 4 * 12 - (2 + 2 + 1)),
+        ({"logits_in_grad": True, "logit_bytes": EVERYTHING}, (4, 10), 3 * 12),
+    ],
+)
+def test_kept_tiles_are_not_recomputed(kept, tile, products):
+    inputs, outputs = call("plain", torch.float32, tile, **kept)
+    with Products() as counted:
+        torch.autograd.grad([x.sum() for x in outputs(*inputs)], inputs)
+    assert counted.count == products
+
+
+def test_few_rows_fit_the_gradient_entirely():
+    inputs, outputs = call("rows", torch.float32, (7, 10), logits_in_grad=True)
+    with Products() as counted:
+        torch.autograd.grad([x.sum() for x in outputs(*inputs)], inputs)
+    assert counted.count == 3 * 4
+
+
+def saved_tiles(allowed, **more):
+    inputs, outputs = call("plain", torch.float32, (4, 10), logit_bytes=allowed, **more)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        found = outputs(*inputs)
+    # Everything else that is saved is an input or a vector.
+    return [x for x in saved if x.dim() == 2 and x.shape[1] != D], found, inputs
+
+
+@pytest.mark.parametrize(("allowed", "tiles"), [(0, 0), (83, 0), (160, 1), (1000, 7), (EVERYTHING, 12)])
+def test_no_more_is_saved_than_allowed(allowed, tiles):
+    found, _, _ = saved_tiles(allowed)
+    assert len(found) == tiles and sum(x.numel() * 4 for x in found) <= allowed
+
+
+def test_tiles_are_freed_with_the_graph():
+    tiles, found, inputs = saved_tiles(EVERYTHING)
+    alive = [weakref.ref(x) for x in tiles]
+    del tiles
+    torch.autograd.grad([x.sum() for x in found], inputs)
+    gc.collect()
+    assert not any(x() is not None for x in alive)
+
+
+def test_nothing_is_kept_without_a_graph():
+    hidden, weight = normal(T, D, seed=3), normal(V, D, seed=4).requires_grad_()
+
+    class Sizes(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if "empty" in func.name():
+                self.most = max(self.most, out.numel())
+            return out
+
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context, Sizes() as sizes:
+            linear_logprobs(
+                hidden, weight, torch.zeros(T, dtype=torch.int64), tile=(4, 7),
+                logit_bytes=EVERYTHING, logits_in_grad=True,
+            )  # fmt: skip
+        assert sizes.most <= 4 * 7
+
+
+def test_an_early_gradient_costs_no_memory_at_the_peak():
+    from leanstep.measure.memory import measure_peak
+
+    t, d, v = 128, 256, 4096
+    given = {
+        "hidden": normal(t, d, seed=1, dtype=torch.float32),
+        "weight": normal(v, d, seed=2, dtype=torch.float32),
+    }
+    tokens = torch.randint(0, v, (t,))
+
+    def extra(**kept):
+        def step():
+            h, w = (x.detach().requires_grad_() for x in given.values())
+            out = linear_logprobs(h, w, tokens, entropy="grad", tile=(64, 512), **kept)
+            grads = torch.autograd.grad([out.logp.sum(), out.entropy.sum()], [h, w])
+            return {"hidden": grads[0], "weight": grads[1]}
+
+        return measure_peak(step, given).extra_bytes
+
+    recomputed = extra()
+    assert extra(logits_in_grad=True) <= 1.02 * recomputed
+    saved = extra(logit_bytes=EVERYTHING)
+    assert recomputed + 4 * t * v <= saved <= 1.02 * recomputed + 4 * t * v
+
+
+def test_main_grad_is_never_lent():
+    inputs, _ = call("plain", torch.float32, (4, 10))
+    tokens, mains = torch.arange(T), []
+    for kept in ({}, {"logits_in_grad": True}):
+        main = torch.ones(V, D)
+        linear_logprobs(*inputs, tokens, main_grad=main, tile=(4, 10), **kept).logp.sum().backward()
+        mains.append(main)
+    assert torch.equal(*mains)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "all", None])
+def test_bad_allowances_are_named(value):
+    with pytest.raises(ValueError, match="logit_bytes: expected a whole number of bytes >= 0, got"):
+        linear_logprobs(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), logit_bytes=value)
