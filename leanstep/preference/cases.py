@@ -221,9 +221,9 @@ def _make_step(
     sequence[:] = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     tensors = {"token_ids": tokens.to(device), "sequence": sequence.to(device), **batch_tensors(batch)}
     sizes = {"vocab": params["vocab"], "width": width, "block": block, "top": top, "tokens": params["tokens"]}
-    reader, lens = _models({"sizes": sizes, "blocks": params["layers"]})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(1 << 30, (), generator=generator)))
+        reader, lens = _models({"sizes": sizes, "blocks": params["layers"]})
         for module in (reader, lens):
             for parameter in module.parameters():
                 if parameter.dim() > 1:
@@ -285,10 +285,10 @@ def _training_step(objective: str):
             grads = torch.autograd.grad(loss, parameters, allow_unused=True)
             if objective in ("plain", "limit"):
                 return {}
-            named = zip([*reader.state_dict(), *lens.state_dict()], grads, strict=True)
-            outputs |= {
-                f"grad:{name}": g for name, g in named if g is not None and name.startswith(("head", "embed"))
-            }
+            # One vector per model: a bias whose gradient cancels to nothing has no scale of its own.
+            num_reader = len(list(reader.parameters()))
+            for name, part in (("reader", grads[:num_reader]), ("lens", grads[num_reader:])):
+                outputs[f"grad:{name}"] = torch.cat([g.reshape(-1) for g in part if g is not None])
             return {name: value.detach() for name, value in outputs.items()}
 
         return step
@@ -333,8 +333,6 @@ register(
                 "limit", "limit", _training_step("limit"), note="scores.sum() in place of the objective"
             ),
         ),
-        # Gradients of a whole model: rounding of the base model's sums, not of the objective, sets the scale.
-        floor=2e-6,
         sizes={
             "tiny": _STEP_TINY,
             "cpu": {
