@@ -23,6 +23,11 @@ FORMS = {"logistic": 0, "hinge": 1, "squared_hinge": 2}
 MAX_TILE = 8192
 
 
+def _num_warps(block: int) -> int:
+    # With 8 warps a tile of 2048 spills on sm_100; short rows do not fill 16.
+    return 16 if block >= 2048 else 8
+
+
 @triton.jit
 def _preference(wrong, hinge_margin, FORM: tl.constexpr):
     """Cost and slope of the preference term at `wrong` = -sign * score * scale."""
@@ -228,6 +233,8 @@ def triton_loss(
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     budget = "budget" in active or "smooth" in active
 
+    block = min(triton.next_power_of_2(width), MAX_TILE)
+
     def launch(with_grad: bool, with_offset: bool) -> None:
         if num_pairs == 0 or width == 0:
             return
@@ -264,8 +271,8 @@ def triton_loss(
             WEIGHTED=weight is not None,
             NEED_GRAD=with_grad,
             DOUBLE=dtype == torch.float64,
-            BLOCK_W=min(triton.next_power_of_2(width), MAX_TILE),
-            num_warps=8,
+            BLOCK_W=block,
+            num_warps=_num_warps(block),
         )
 
     smooth = "smooth" in active
@@ -324,7 +331,7 @@ def _shipped(name: str, score_type: str, block: int, smooth: bool) -> dict:
         "fn": lens_rows_kernel,
         "signature": signature,
         "constexprs": constexprs,
-        "num_warps": 8,
+        "num_warps": _num_warps(block),
         "num_stages": 2,
     }
 
