@@ -40,6 +40,10 @@ COMMANDS = {
 _CommandLineError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
+class _Interrupted(Exception):
+    """Ctrl-C under a name that typer does not turn into a silent exit."""
+
+
 class _LazyCommands(TyperGroup):
     """A group that imports a command's module when it is asked for: `leanstep --version` needs no torch."""
 
@@ -60,6 +64,12 @@ class _LazyCommands(TyperGroup):
             command = typer.main.get_command(single)
         command.name = cmd_name
         return command
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
 
 
 app = typer.Typer(
@@ -99,7 +109,7 @@ def run(arguments: list[str] | None = None) -> int:
             print(error.format_message(), file=sys.stderr)
             return 2
         return _one_line(error.format_message(), 2)
-    except (typer.Abort, KeyboardInterrupt):
+    except (_Interrupted, typer.Abort, KeyboardInterrupt):
         return _one_line("interrupted", 130)
     except typer.Exit as error:
         return error.exit_code

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from leanstep.commands import BadInput, FellShort
-from leanstep.commands.output import check_writable, console, write_json
+from leanstep.commands.output import check_writable, console, kept_for_json, write_json
 from leanstep.commands.progress import progress_bar
 from leanstep.commands.select import (
     check_implementations,
@@ -71,7 +71,7 @@ def bench(
     failed: list[str] = []
     for case in chosen:
         for override in overrides:
-            with progress_bar(out, case.name) as report:
+            with progress_bar(out, case.name) as report, kept_for_json(json):
                 result = run_bench(
                     case,
                     size or case.default_size,

@@ -52,7 +52,7 @@ def demo(
     """
     # Read when torch is first imported: its profiler warns about memory that was there before, on every run.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from leanstep.commands.example import EXAMPLES, compare, examples_folder
+    from leanstep.commands.example import EXAMPLES, compare, readable_examples
     from leanstep.commands.select import split_list
 
     names = split_list(only, "--only") or tuple(e.name for e in EXAMPLES)
@@ -61,9 +61,9 @@ def demo(
             raise BadInput(f"--only: no example {name!r}; there are {', '.join(e.name for e in EXAMPLES)}")
     if budget <= 0:
         raise BadInput(f"--budget: expected seconds above 0, got {budget}")
-    examples_folder()
     check_writable(json, "--json")
     page = _page_path(out)
+    examples = readable_examples(page.parent)
 
     screen = console(json)
     started = time.perf_counter()
@@ -74,6 +74,7 @@ def demo(
         for example in board.examples:
             result = compare(
                 example,
+                examples,
                 steps=STEPS,
                 budget_s=budget,
                 report=lambda what, name=example.name: board.show(name, what),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,6 +62,22 @@ def examples_folder() -> Path:
         if all((folder / e.name / f"{side}.py").is_file() for e in EXAMPLES for side in SIDES):
             return folder
     raise BadInput(f"demo: the bundled examples are missing beside {package}; run it from a checkout")
+
+
+def readable_examples(out: Path) -> Path:
+    """The examples as a user's own files: from an installed package they are copied to `out/examples` first.
+
+    `diagnose` names the user's lines and passes over installed packages; and the reader can open them there.
+    """
+    folder = examples_folder()
+    if folder.parent != Path(leanstep.__file__).parent:
+        return folder
+    target = out / "examples"
+    try:
+        shutil.copytree(folder, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    except OSError as error:
+        raise BadInput(f"--out: cannot copy the examples to {target}: {error}") from None
+    return target.resolve()
 
 
 def load(folder: Path, side: str) -> ModuleType:
@@ -196,11 +213,13 @@ def _step(module: ModuleType) -> Callable[[], dict[str, torch.Tensor]]:
     return step
 
 
-def compare(example: Example, *, steps: int, budget_s: float, report: Report) -> dict[str, Any]:
-    """Everything about one example, as the page's `demo` section holds it."""
+def compare(
+    example: Example, examples: Path, *, steps: int, budget_s: float, report: Report
+) -> dict[str, Any]:
+    """Everything about one of the `examples`, as the page's `demo` section holds it."""
     from leanstep.report.source import difference
 
-    folder = examples_folder() / example.name
+    folder = examples / example.name
     texts = {side: (folder / f"{side}.py").read_text(encoding="utf-8") for side in SIDES}
     found: dict[str, Any] = {side: {} for side in SIDES}
     for side in SIDES:

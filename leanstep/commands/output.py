@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,16 @@ def console(json_path: str | None = None) -> Console:
     plain = Console(stderr=json_path == "-", highlight=False)
     # A pipe has no width; the usual guess of 80 columns would break every row of a table in three.
     return plain if plain.is_terminal else Console(stderr=json_path == "-", highlight=False, width=160)
+
+
+@contextlib.contextmanager
+def kept_for_json(json_path: str | None) -> Iterator[None]:
+    """While standard output carries the JSON object, what the measured code prints goes to standard error."""
+    if json_path == "-":
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    else:
+        yield
 
 
 def check_writable(path: str | None, argument: str) -> None:

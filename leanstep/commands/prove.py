@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from leanstep.commands import BadInput, FellShort
-from leanstep.commands.output import check_writable, console, write_json
+from leanstep.commands.output import check_writable, console, kept_for_json, write_json
 from leanstep.commands.progress import progress_bar
 from leanstep.commands.select import (
     check_implementations,
@@ -67,7 +67,7 @@ def prove(
     out = console(json)
     rows: list[dict[str, Any]] = []
     drifts: list[dict[str, Any]] = []
-    with progress_bar(out, "prove") as report:
+    with progress_bar(out, "prove") as report, kept_for_json(json):
         for index, case in enumerate(chosen):
             report(case.name, index / len(chosen))
             rows += [
@@ -76,7 +76,7 @@ def prove(
     out.print(prove_table(rows))
     if drift:
         for case in able:
-            with progress_bar(out, f"drift {case.name}") as report:
+            with progress_bar(out, f"drift {case.name}") as report, kept_for_json(json):
                 found = run_drift(
                     case, runs=runs, steps=steps, on_run=lambda name, done, total: report(name, done / total)
                 )

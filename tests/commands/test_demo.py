@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,6 +139,25 @@ def test_missing_examples_are_said(monkeypatch, tmp_path: Path):
     monkeypatch.setattr(example.leanstep, "__file__", str(tmp_path / "leanstep" / "__init__.py"))
     with pytest.raises(BadInput, match="bundled examples are missing"):
         example.examples_folder()
+
+
+def test_an_installed_package_shows_the_user_copies_of_its_examples(monkeypatch, tmp_path: Path):
+    assert example.readable_examples(tmp_path) == ROOT / "examples" and list(tmp_path.iterdir()) == []
+    package = tmp_path / "site-packages" / "leanstep"
+    shutil.copytree(ROOT / "examples", package / "examples")
+    monkeypatch.setattr(example.leanstep, "__file__", str(package / "__init__.py"))
+    folder = example.readable_examples(tmp_path / "report")
+    assert folder == tmp_path / "report" / "examples"
+    for name in ("lens/before.py", "rl/policy.py", "speedrun/after.py"):
+        assert (folder / name).read_bytes() == (ROOT / "examples" / name).read_bytes()
+
+
+def test_the_wheel_holds_every_example():
+    tomllib = pytest.importorskip("tomllib")
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    included = build["targets"]["wheel"]["force-include"]
+    assert included == {f"examples/{e.name}": f"leanstep/examples/{e.name}" for e in example.EXAMPLES}
+    assert {f"examples/{p.name}" for p in (ROOT / "examples").iterdir() if p.is_dir()} >= set(included)
 
 
 def test_a_failing_example_is_one_line(tmp_path: Path):
