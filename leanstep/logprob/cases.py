@@ -10,89 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.case import Case, Implementation, Params, Step, Workload, register, with_gradients
+from leanstep.case import Case, Implementation, Kind, Params, Step, Workload, register, with_gradients
 from leanstep.logprob import peers
 from leanstep.logprob.linear import linear_logprobs
 from leanstep.logprob.logits import token_logprobs
-from leanstep.logprob.objective import PolicyObjective, policy_loss
+from leanstep.logprob.objective import policy_loss
 from leanstep.logprob.policy import linear_policy_loss
 from leanstep.logprob.reference import reference_logprobs
+from leanstep.logprob.workloads import make_linear, make_logits, make_policy, normal
 
 Tensors = dict[str, Tensor]
 Constants = dict[str, Any]
-
-OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.28, kl="k3", kl_coef=0.04, entropy_coef=0.01)
-
-
-def response_rows(params: Params) -> tuple[Tensor, list[int]]:
-    """Rows that score the responses of equal samples laid end to end, and the response lengths."""
-    length = params["tokens"] // params["samples"]
-    response = min(round(params["response_frac"] * length), length - 1)
-    if params["response_frac"] >= 1:
-        # Every row, the last of a sample included: the sweep's left end is the plain problem.
-        response = length
-    starts = [k * length + length - 1 - min(response, length - 1) for k in range(params["samples"])]
-    parts = [torch.arange(start, start + response) for start in starts]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64), [response] * params["samples"]
-
-
-def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=generator) * scale
-
-
-def _make_linear(
-    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> Workload:
-    rows, lengths = response_rows(params)
-    width = params["hidden"]
-    tensors = {
-        "hidden": _normal(generator, params["tokens"], width).to(device, dtype),
-        # Logits of a few units, as a trained head gives.
-        "weight": _normal(generator, params["vocab"], width, scale=2.0 / width**0.5).to(device, dtype),
-        "tokens": torch.randint(0, params["vocab"], (params["tokens"],), generator=generator).to(device),
-        "rows": rows.to(device),
-        "upstream:logp": _normal(generator, len(rows)).to(device),
-        "upstream:entropy": _normal(generator, len(rows), scale=0.1).to(device),
-    }
-    return Workload(tensors, {"sequence_lengths": lengths})
-
-
-def _make_logits(
-    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> Workload:
-    rows, _ = response_rows(params)
-    tensors = {
-        "logits": _normal(generator, params["tokens"], params["vocab"], scale=2.0).to(device, dtype),
-        "tokens": torch.randint(0, params["vocab"], (params["tokens"],), generator=generator).to(device),
-        "rows": rows.to(device),
-        "upstream:logp": _normal(generator, len(rows)).to(device),
-        "upstream:entropy": _normal(generator, len(rows), scale=0.1).to(device),
-    }
-    return Workload(tensors, {"all_rows": len(rows) == params["tokens"]})
-
-
-def _make_policy(
-    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> Workload:
-    workload = _make_linear(params, dtype, device, generator)
-    rows, lengths = workload.tensors["rows"], workload.constants["sequence_lengths"]
-    tensors = {k: v for k, v in workload.tensors.items() if not k.startswith("upstream:")}
-    with torch.no_grad():
-        logp = linear_logprobs(tensors["hidden"], tensors["weight"], tensors["tokens"], rows=rows).logp
-    advantages = _normal(generator, len(lengths)).repeat_interleave(lengths[0] if lengths else 0)
-    tensors |= {
-        "old_logp": logp + _normal(generator, len(rows), scale=0.2).to(device),
-        "ref_logp": logp + _normal(generator, len(rows), scale=0.2).to(device),
-        "advantages": advantages.to(device),
-        "mask": (torch.rand(len(rows), generator=generator) > 0.1).float().to(device),
-        "upstream:loss": torch.tensor(1.7, device=device),
-    }
-    constants = {
-        "sequence_lengths": lengths,
-        "objective": OBJECTIVE,
-        "compiled": shutil.which("g++") is not None,
-    }
-    return Workload(tensors, constants)
 
 
 def _linear_reference(t: Tensors, constants: Constants) -> Tensors:
@@ -107,10 +35,14 @@ def _linear_gather_after(t: Tensors, constants: Constants) -> Tensors:
     return {"logp": logp, "entropy": entropy}
 
 
-def _linear_fast(t: Tensors, constants: Constants) -> Tensors:
-    out = linear_logprobs(t["hidden"], t["weight"], t["tokens"], rows=t["rows"], entropy="grad")
+def _linear_fast(t: Tensors, constants: Constants, **options: Any) -> Tensors:
+    out = linear_logprobs(t["hidden"], t["weight"], t["tokens"], rows=t["rows"], entropy="grad", **options)
     assert out.entropy is not None
     return {"logp": out.logp, "entropy": out.entropy}
+
+
+def _linear_kept(t: Tensors, constants: Constants) -> Tensors:
+    return _linear_fast(t, constants, logits_in_grad=True)
 
 
 def _logits_reference(t: Tensors, constants: Constants) -> Tensors:
@@ -212,22 +144,26 @@ def _no_rows(params: Params) -> str | None:
     return None if params["response_frac"] > 0 else "no selected rows"
 
 
-def _no_liger(params: Params) -> str | None:
+def _no_rows_or_compiler(params: Params) -> str | None:
     return _no_rows(params) or _no_compiler(params)
 
 
 def _against_limit(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
-    limit = rows.get("limit", {}).get("median_s")
-    fast = [n for n, row in rows.items() if row["kind"] == "fast" and row["median_s"]]
-    return {n: f"{rows[n]['median_s'] / limit:.2f} x the limit's time" for n in fast} if limit else {}
+    """Each fast path beside the limit of its own number of GEMMs."""
+    notes = {}
+    for name, row in rows.items():
+        own = rows.get("limit-kept" if name == "leanstep-kept" else "limit", {})
+        if row["kind"] == "fast" and row["median_s"] and own.get("median_s"):
+            notes[name] = f"{row['median_s'] / own['median_s']:.2f} x its limit's time"
+    return notes
 
 
 def _drift(implementation: str, seed: int, steps: int) -> list[float]:
     """A bigram policy trained on fixed targets with an entropy bonus, by gradient descent."""
     generator = torch.Generator().manual_seed(seed)
     vocab, width, tokens = 61, 16, 96
-    embedding = _normal(generator, vocab, width, scale=0.5).requires_grad_()
-    head = _normal(generator, vocab, width, scale=0.5).requires_grad_()
+    embedding = normal(generator, vocab, width, scale=0.5).requires_grad_()
+    head = normal(generator, vocab, width, scale=0.5).requires_grad_()
     ids = torch.randint(0, vocab, (tokens + 1,), generator=generator)
     rows = torch.arange(tokens // 4, tokens)
     function = _linear_reference if implementation == "reference" else _linear_fast
@@ -258,14 +194,41 @@ def _sizes(**cpu: Any) -> dict[str, dict[str, Any]]:
 
 
 HEAD = ("hidden", "weight")
-PROVE = ("tiny", "odd", "one", "empty")
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def _head_row(name: str, kind: Kind, function: Any, note: str = "", **options: Any) -> Implementation:
+    """A row with gradients of the hidden states and the head."""
+    return Implementation(name, kind, with_gradients(function, HEAD), note=note, **options)
+
+
+def _peer_rows(name: str, module: str, all_rows: Any, same_rows: Any, note: str) -> list[Implementation]:
+    """A peer as it comes, on all rows, and handed the same rows."""
+    return [
+        _head_row(name, "peer", all_rows, note, requires=(module,)),
+        _head_row(
+            f"{name}-rows",
+            "peer",
+            same_rows,
+            "handed the same rows",
+            requires=(module,),
+            unavailable=_no_rows,
+        ),
+    ]
+
+
+# What every case of this folder proves, and where.
+SHARED: Any = {
+    "prove_sizes": ("tiny", "odd", "one", "empty"),
+    "dtypes": (torch.float32, torch.float64, torch.bfloat16),
+    "truth_size": "check",
+    "annotate": _against_limit,
+}
 
 register(
     Case(
         name="logprob-logits",
         summary="Log-prob and entropy of existing [T, V] logits, forward and backward.",
-        make=_make_logits,
+        make=make_logits,
         implementations=(
             Implementation("reference", "reference", with_gradients(_logits_reference, ("logits",))),
             Implementation("leanstep", "fast", with_gradients(_logits_fast, ("logits",))),
@@ -279,10 +242,7 @@ register(
             Implementation("limit", "limit", _logits_streams, note="two reads and one write of [T, V]"),
         ),
         sizes=_sizes(response_frac=1.0),
-        prove_sizes=PROVE,
-        dtypes=DTYPES,
-        truth_size="check",
-        annotate=_against_limit,
+        **SHARED,
     )
 )
 
@@ -290,82 +250,51 @@ register(
     Case(
         name="logprob-linear",
         summary="Log-prob and entropy of the response rows from hidden states and the LM head.",
-        make=_make_linear,
+        make=make_linear,
         implementations=(
-            Implementation(
-                "reference",
-                "reference",
-                with_gradients(_linear_reference, HEAD),
-                note="all rows, then the wanted",
-            ),
-            Implementation("leanstep", "fast", with_gradients(_linear_fast, HEAD)),
-            Implementation(
-                "gather-after",
-                "peer",
-                with_gradients(_linear_gather_after, HEAD),
-                note="rows picked from the logits",
-            ),
-            Implementation(
+            _head_row("reference", "reference", _linear_reference, "all rows, then the wanted"),
+            _head_row("leanstep", "fast", _linear_fast, "4 GEMMs: logits recomputed"),
+            _head_row("leanstep-kept", "fast", _linear_kept, "3 GEMMs: logits kept in the gradient's memory"),
+            _head_row("gather-after", "peer", _linear_gather_after, "rows picked from the logits"),
+            *_peer_rows(
                 "trl-chunked",
-                "peer",
-                with_gradients(peers.trl_all_rows, HEAD),
-                requires=("trl",),
-                note="all rows, as TRL does on a CPU",
+                "trl",
+                peers.trl_all_rows,
+                peers.trl_same_rows,
+                "all rows, as TRL does on a CPU",
             ),
-            Implementation(
-                "trl-chunked-rows",
-                "peer",
-                with_gradients(peers.trl_same_rows, HEAD),
-                requires=("trl",),
-                unavailable=_no_rows,
-                note="handed the same rows",
+            *_peer_rows(
+                "verl-fused", "verl", peers.verl_all_rows, peers.verl_same_rows, "FusedLinearForPPO, all rows"
             ),
-            Implementation(
-                "verl-fused",
-                "peer",
-                with_gradients(peers.verl_all_rows, HEAD),
-                requires=("verl",),
-                note="FusedLinearForPPO, all rows",
-            ),
-            Implementation(
-                "verl-fused-rows",
-                "peer",
-                with_gradients(peers.verl_same_rows, HEAD),
-                requires=("verl",),
-                unavailable=_no_rows,
-                note="handed the same rows",
-            ),
-            Implementation(
+            _head_row(
                 "liger-chunked",
                 "peer",
-                with_gradients(peers.liger_logprob, HEAD),
+                peers.liger_logprob,
+                "same rows; no entropy",
                 requires=("liger_kernel",),
                 unavailable=_no_rows,
-                note="same rows; no entropy",
             ),
-            Implementation(
+            _head_row(
                 "torch-linear-ce",
                 "peer",
-                with_gradients(peers.torch_linear_cross_entropy, HEAD),
+                peers.torch_linear_cross_entropy,
+                "same rows; summed loss, no entropy",
                 unavailable=lambda p: _no_rows(p) or _no_torch_head(p),
-                note="same rows; summed loss, no entropy",
             ),
-            Implementation(
+            _head_row(
                 "cut-cross-entropy",
                 "peer",
-                with_gradients(peers.cut_cross_entropy, HEAD),
+                peers.cut_cross_entropy,
+                "torch_compile; same rows; no entropy",
                 requires=("cut_cross_entropy",),
-                unavailable=_no_liger,
-                note="torch_compile; same rows; no entropy",
+                unavailable=_no_rows_or_compiler,
             ),
             Implementation("limit", "limit", _bare_gemms(2), note="4 bare GEMMs on the selected rows"),
+            Implementation("limit-kept", "limit", _bare_gemms(1), note="3 bare GEMMs on the selected rows"),
         ),
         sizes=_sizes(),
-        prove_sizes=PROVE,
-        dtypes=DTYPES,
-        truth_size="check",
-        annotate=_against_limit,
         drift=_drift,
+        **SHARED,
     )
 )
 
@@ -373,35 +302,22 @@ register(
     Case(
         name="policy-loss",
         summary="PPO-clip with KL and entropy bonus on the response rows, from hidden states to gradients.",
-        make=_make_policy,
+        make=make_policy,
         implementations=(
-            Implementation("reference", "reference", with_gradients(_policy_reference, HEAD)),
-            Implementation(
-                "leanstep",
-                "fast",
-                with_gradients(_policy_fast, HEAD),
-                note="gradients formed in the forward pass",
-            ),
-            Implementation(
-                "leanstep-recompute",
-                "fast",
-                with_gradients(_policy_composed, HEAD),
-                note="linear_logprobs, then policy_loss",
-            ),
-            Implementation(
+            _head_row("reference", "reference", _policy_reference),
+            _head_row("leanstep", "fast", _policy_fast, "gradients formed in the forward pass"),
+            _head_row("leanstep-recompute", "fast", _policy_composed, "linear_logprobs, then policy_loss"),
+            _head_row(
                 "liger-grpo",
                 "peer",
-                with_gradients(peers.liger_grpo, HEAD),
+                peers.liger_grpo,
+                "same rows, compiled; no entropy bonus",
                 requires=("liger_kernel",),
-                unavailable=_no_liger,
-                note="same rows, compiled; no entropy bonus",
+                unavailable=_no_rows_or_compiler,
             ),
             Implementation("limit", "limit", _bare_gemms(1), note="3 bare GEMMs on the selected rows"),
         ),
         sizes=_sizes(),
-        prove_sizes=PROVE,
-        dtypes=(torch.float32, torch.float64),
-        truth_size="check",
-        annotate=_against_limit,
+        **{**SHARED, "dtypes": (torch.float32, torch.float64)},
     )
 )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob.extras import TopK
-from leanstep.logprob.gradient import target_logits, tile_ids
+from leanstep.logprob.gradient import read_targets_, tile_ids
 from leanstep.logprob.head import product, tile_buffer
 from leanstep.logprob.parallel import combine_statistics
 from leanstep.logprob.statistics import EXPONENT_FLOOR, RowStatistics, finite_shift
@@ -78,7 +78,7 @@ def _sweep_chunk(
         z, work = (tile_buffer(s, size, columns.stop - columns.start) for s in storage)
         weight = head.weight_tile(columns)
         head.logits(h, low_h, weight, rows, columns, z)
-        part.target.add_(target_logits(z, tokens, head.shard, columns))
+        read_targets_(part.target, z, tokens, head.shard, columns)
         if best is not None:
             best.update_(z, rows, columns.start + head.shard.start)
         cap = None if head.softcap is None else head.cap_slope(z, rows)

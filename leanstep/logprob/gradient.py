@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,18 +67,49 @@ class RowGradients:
         return RowGradients(*(pick(v) for v in (self.logp, self.entropy, self.lse, self.kl, self.reverse_kl)))
 
 
+class RowFactors(NamedTuple):
+    """What the gradient of a row needs besides its logits, worked out once for all tiles of the row.
+
+    Args:
+        max, constant, slope: [R, 1]; slope None where no entropy gradient flows.
+        target: [R] or [R, K], added at the targets; None where no log-prob gradient flows.
+    """
+
+    max: Tensor
+    constant: Tensor
+    slope: Tensor | None
+    target: Tensor | None
+
+    @classmethod
+    def of(cls, final: FinalStatistics, gradients: RowGradients) -> RowFactors:
+        inverse_sum = torch.exp(-final.log_sum)
+        target = gradients.logp
+        constant = torch.zeros_like(inverse_sum) if gradients.lse is None else gradients.lse.clone()
+        if target is not None:
+            # A row with every logit at -inf has no gradient at all, not even at its target.
+            target = torch.where(final.alive if target.dim() == 1 else final.alive.unsqueeze(-1), target, 0.0)
+            constant -= target if target.dim() == 1 else target.sum(-1)
+        slope = None
+        if gradients.entropy is not None:
+            assert final.entropy is not None
+            constant += gradients.entropy * (final.log_sum - final.entropy)
+            slope = (-gradients.entropy * inverse_sum).unsqueeze(-1)
+        return cls(final.max.unsqueeze(-1), (constant * inverse_sum).unsqueeze(-1), slope, target)
+
+    def rows(self, part: slice) -> RowFactors:
+        return RowFactors(*(None if v is None else v[part] for v in self))  # type: ignore[arg-type]
+
+
 def logit_gradient_(
     z: Tensor,
     work: Tensor | None,
-    final: FinalStatistics,
-    gradients: RowGradients,
+    factors: RowFactors,
     tokens: Tensor,
     shard: VocabShard,
     columns: slice,
     *,
     smoothing: float = 0.0,
     vocabulary: int = 0,
-    one_hot: bool = True,
     source: Tensor | None = None,
 ) -> Tensor:
     """Overwrite the tile `z` [R, W] with its gradient.
@@ -88,22 +119,10 @@ def logit_gradient_(
         tokens: [R] or [R, K], global ids; `columns` are the tile's within the shard.
         smoothing: label smoothing, over `vocabulary` real columns.
         source: where the logits are read from when `z` holds nothing yet.
-        one_hot: False leaves out `g 1[v=y]` (restricted softmax: added by the caller).
     """
-    inverse_sum = torch.exp(-final.log_sum)
-    target = gradients.logp
-    constant = torch.zeros_like(inverse_sum) if gradients.lse is None else gradients.lse.clone()
+    dz = _scaled_exponentials(z, work, factors, source)
+    target = factors.target
     if target is not None:
-        # A row with every logit at -inf has no gradient at all, not even at its target.
-        target = torch.where(final.alive if target.dim() == 1 else final.alive.unsqueeze(-1), target, 0.0)
-        constant -= target if target.dim() == 1 else target.sum(-1)
-    slope = None
-    if gradients.entropy is not None:
-        assert final.entropy is not None
-        constant += gradients.entropy * (final.log_sum - final.entropy)
-        slope = -gradients.entropy * inverse_sum
-    dz = _scaled_exponentials(z, work, final.max, constant * inverse_sum, slope, source)
-    if target is not None and one_hot:
         if smoothing:
             total = target if target.dim() == 1 else target.sum(-1)
             dz.add_((total * (smoothing / vocabulary)).unsqueeze(-1))
@@ -113,47 +132,43 @@ def logit_gradient_(
 
 
 def _scaled_exponentials(
-    z: Tensor,
-    work: Tensor | None,
-    maximum: Tensor,
-    constant: Tensor,
-    slope: Tensor | None,
-    source: Tensor | None,
+    z: Tensor, work: Tensor | None, factors: RowFactors, source: Tensor | None
 ) -> Tensor:
     """z <- e^x (constant + slope x), x = z - m, per row; 0 where e^x is 0."""
+    maximum, constant, slope, _ = factors
     kernels = kernels_for(z)
     if kernels is not None:
         if source is not None and source is not z:
             z.copy_(source)
-        return kernels.scale_exponentials(z, maximum, constant, slope)
-    x = torch.sub(z if source is None else source, maximum.unsqueeze(-1), out=z)
+        vectors = (None if v is None else v.squeeze(-1) for v in (maximum, constant, slope))
+        return kernels.scale_exponentials(z, *vectors)
+    x = torch.sub(z if source is None else source, maximum, out=z)
     if slope is None:
-        return x.exp_().mul_(constant.unsqueeze(-1))
+        return x.exp_().mul_(constant)
     assert work is not None
     e = torch.exp(x, out=work)
     x.clamp_(min=EXPONENT_FLOOR[z.dtype])
-    return x.mul_(slope.unsqueeze(-1)).add_(constant.unsqueeze(-1)).mul_(e)
+    return x.mul_(slope).add_(constant).mul_(e)
 
 
 def add_at_targets_(dz: Tensor, tokens: Tensor, values: Tensor, shard: VocabShard, columns: slice) -> None:
     """dz[i, y_i] += values[i] where the tile holds column y_i; static shapes, no sync."""
     local, held = tile_ids(tokens, shard, columns)
-    values = torch.where(held, values, 0.0)
+    values = values * held
     if local.dim() == 1:
         local, values = local.unsqueeze(-1), values.unsqueeze(-1)
     dz.scatter_add_(1, local, values)
 
 
-def target_logits(z: Tensor, tokens: Tensor, shard: VocabShard, columns: slice) -> Tensor:
-    """z at the targets that this tile holds, 0 at the others; shaped like `tokens`."""
+def read_targets_(target: Tensor, z: Tensor, tokens: Tensor, shard: VocabShard, columns: slice) -> None:
+    """target <- z at the targets that this tile holds; the others stay. Shaped like `tokens`."""
     local, held = tile_ids(tokens, shard, columns)
     picked = z.gather(1, local.unsqueeze(-1) if local.dim() == 1 else local)
-    return torch.where(held, picked.view_as(local), 0.0)
+    torch.where(held, picked.view_as(local), target, out=target)
 
 
 def tile_ids(tokens: Tensor, shard: VocabShard, columns: slice) -> tuple[Tensor, Tensor]:
     """Column within the tile, clamped into range, and whether the tile really holds the token."""
     local = tokens - (shard.start + columns.start)
-    width = columns.stop - columns.start
-    held = (local >= 0).logical_and_(local < width)
-    return local.clamp_(0, width - 1), held
+    inside = local.clamp(0, columns.stop - columns.start - 1)
+    return inside, inside == local

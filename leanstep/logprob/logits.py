@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.logprob.gradient import RowGradients, first_order_only, logit_gradient_, target_logits
+from leanstep.logprob.gradient import (
+    RowFactors,
+    RowGradients,
+    first_order_only,
+    logit_gradient_,
+    read_targets_,
+)
 from leanstep.logprob.keep import Keep, KeepIds, checked_keep
 from leanstep.logprob.outputs import (
     Entropy,
@@ -160,7 +166,7 @@ class _TokenLogProbs(torch.autograd.Function):
             tokens = call.tokens[part]
             rows = stats.rows(part.start, part.stop)
             if call.shard.real:
-                rows.target.copy_(target_logits(source, tokens, call.shard, call.columns))
+                read_targets_(rows.target, source, tokens, call.shard, call.columns)
             if call.keep is not None and call.shard.real:
                 mask = call.keep.mask(part, tokens, call.shard, call.columns)
                 kept = source.masked_fill(mask.logical_not_(), -torch.inf)
@@ -225,10 +231,12 @@ class _TokenLogProbs(torch.autograd.Function):
             if call.shard.real:
                 scratch = work[:size] if g_entropy is not None else None
                 where = (tokens, call.shard, call.columns)
-                logit_gradient_(out, scratch, main.rows(part), some, *where, source=source)
+                factors = RowFactors.of(main.rows(part), some)
+                logit_gradient_(out, scratch, factors, *where, source=source)
                 if two_softmaxes and kept is not None:
                     logp_only = RowGradients(g_logp).rows(part, slope)
-                    out.add_(logit_gradient_(kept, None, kept_final.rows(part), logp_only, *where))
+                    factors = RowFactors.of(kept_final.rows(part), logp_only)
+                    out.add_(logit_gradient_(kept, None, factors, *where))
             if not in_place:
                 target = grad[:, : call.shard.real]
                 if call.rows is None:

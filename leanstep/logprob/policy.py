@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leanstep.logprob.gradient import RowGradients, first_order_only, target_logits
+from leanstep.logprob.gradient import RowGradients, first_order_only, read_targets_
 from leanstep.logprob.head import Head, RowSource, tile_buffer
 from leanstep.logprob.heads import LoRA, build_head
 from leanstep.logprob.objective import (
@@ -40,8 +40,8 @@ from leanstep.logprob.sweep import (
     Problem,
     backward_sweep,
     forward_sweep,
-    tile_gradient_,
 )
+from leanstep.logprob.tile_gradient import TileGradient
 from leanstep.logprob.tiles import Tiles, choose_tiles, default_budget, even_slices
 
 # A chunk keeps its whole vocabulary of logits: more than a cache holds, far less than [T, V].
@@ -282,7 +282,7 @@ class _Buffers:
         for columns in p.tiles.column_slices(p.head.columns):
             z = self._tile(size, columns)
             p.head.logits(self.h, self.low_h, p.head.weight_tile(columns), part, columns, z)
-            stats.target.add_(target_logits(z, p.tokens[part], p.head.shard, columns))
+            read_targets_(stats.target, z, p.tokens[part], p.head.shard, columns)
             first, last = (
                 tile_buffer(w, size, columns.stop - columns.start) for w in (self.work[0], self.work[-1])
             )
@@ -296,11 +296,12 @@ class _Buffers:
         """Overwrite the kept logits with their gradient, tile by tile, and push it to hidden and weight."""
         p = self.p
         size = part.stop - part.start
-        local = _rows_of(p, part)
+        gradient = TileGradient(_rows_of(p, part), final, None, gradients)
+        rows = slice(0, size)
         for columns in p.tiles.column_slices(p.head.columns):
             z = self._tile(size, columns)
             work = tile_buffer(self.work[-1], size, columns.stop - columns.start)
-            du = tile_gradient_(local, z, z, work, final, None, gradients, slice(0, size), columns)
+            du = gradient.tile_(z, z, work, rows, columns)
             sums.add(du, self.h, self.low_h, p.head.weight_tile(columns), part, columns)
 
 

@@ -163,7 +163,8 @@ class RowStatistics:
         Returns the finite shift, the step m - m' (clamped) and alpha = exp(step), not yet applied to s.
         """
         new_max = torch.maximum(self.max, tile_max)
-        shift = finite_shift(new_max)
+        # Lowest finite number in place of -inf: -inf minus it is -inf again, and not NaN.
+        shift = new_max.clamp(min=torch.finfo(new_max.dtype).min)
         step = (self.max - shift).clamp_(min=EXPONENT_FLOOR[new_max.dtype])
         shrink = step.exp()
         if self.moment is not None:

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.logprob.extras import TopK, add_kl_gradient_, update_pair_
-from leanstep.logprob.gradient import RowGradients, logit_gradient_, target_logits
+from leanstep.logprob.extras import TopK, update_pair_
+from leanstep.logprob.gradient import RowGradients, read_targets_
 from leanstep.logprob.head import Head, RowSource, product, tile_buffer
 from leanstep.logprob.keep import KeepIds
 from leanstep.logprob.kept import KeptLogits, LentGradient
 from leanstep.logprob.parallel import reduce_hidden_grad
 from leanstep.logprob.statistics import FinalStatistics, RowStatistics
+from leanstep.logprob.tile_gradient import TileGradient, reference_logits, restricted
 from leanstep.logprob.tiles import Tiles
 
 
@@ -93,15 +94,15 @@ def forward_sweep(p: Problem, kept_logits: KeptLogits | None = None) -> tuple[Ro
             z = None if kept_logits is None else kept_logits.new_tile(rows, columns, first)
             z = first if z is None else z
             p.head.logits(h, low_h, p.head.weight_tile(columns), rows, columns, z)
-            part.target.add_(target_logits(z, tokens, p.head.shard, columns))
+            read_targets_(part.target, z, tokens, p.head.shard, columns)
             if part.total is not None:
                 part.total.add_(z.sum(-1))
             if best is not None:
                 best.update_(z, rows, columns.start + p.head.shard.start)
             if p.reference is not None:
-                update_pair_(part, z, _reference_logits(p, rows, columns))
+                update_pair_(part, z, reference_logits(p, rows, columns))
             if p.keep is not None:
-                kept = _restricted(p, p.keep, z, rows, columns)
+                kept = restricted(p, p.keep, z, rows, columns)
                 if p.two_softmaxes:
                     part.keep_part().update_(kept, kept)
                 else:
@@ -196,6 +197,7 @@ def backward_sweep(
         kept_logits: tiles that need no recomputing; they are read and not changed.
     """
     head = p.head
+    gradient = TileGradient(p, final, kept_final, gradients, divergences)
     storage = p.buffers(2 if gradients.entropy is not None else 1)
     h = low_h = weight_tile = None
     last_rows = last_columns = None
@@ -211,47 +213,9 @@ def backward_sweep(
         z = None if kept_logits is None else kept_logits.tile(rows, columns)
         if z is None:
             z = head.logits(h, low_h, weight_tile, rows, columns, out)
-        du = tile_gradient_(p, z, out, work, final, kept_final, gradients, rows, columns, divergences)
+        du = gradient.tile_(z, out, work, rows, columns)
         placed = slice(rows.start + first_row, rows.stop + first_row)
         sums.add(du, h, low_h, weight_tile, placed, columns)
-
-
-def tile_gradient_(
-    p: Problem,
-    z: Tensor,
-    out: Tensor,
-    work: Tensor,
-    final: FinalStatistics,
-    kept_final: FinalStatistics | None,
-    gradients: RowGradients,
-    rows: slice,
-    columns: slice,
-    divergences: Sequence[Tensor | None] = (),
-) -> Tensor:
-    """The gradient of u = h W^T + b for a tile of logits `z`, in `out` (which may be `z`)."""
-    head, tokens = p.head, p.tokens[rows]
-    cap = None if head.softcap is None else head.cap_slope(z, rows)
-    some = gradients.rows(rows, head.row_slope(rows))
-    addition = None
-    if some.kl is not None or some.reverse_kl is not None:
-        addition = torch.zeros_like(z)
-        q = _reference_logits(p, rows, columns)
-        saved = [None if d is None else d[rows] for d in divergences]
-        add_kl_gradient_(addition, z, q, final.rows(rows), some, saved)
-    where = (tokens, head.shard, columns)
-    main = final
-    if p.keep is not None and some.logp is not None and kept_final is not None:
-        kept = _restricted(p, p.keep, z, rows, columns)
-        if some.entropy is None:
-            z, main = kept, kept_final
-        else:
-            addition = logit_gradient_(kept, None, kept_final.rows(rows), RowGradients(some.logp), *where)
-            some = RowGradients(None, some.entropy, some.lse)
-    smoothing: Any = {"smoothing": p.smoothing, "vocabulary": head.vocabulary or 0}
-    dz = logit_gradient_(out, work, main.rows(rows), some, *where, **smoothing, source=z)
-    if addition is not None:
-        dz.add_(addition)
-    return dz if cap is None else dz.mul_(cap)
 
 
 def _walk(p: Problem) -> Iterator[tuple[slice, slice]]:
@@ -260,21 +224,6 @@ def _walk(p: Problem) -> Iterator[tuple[slice, slice]]:
         yield from ((r, c) for r in rows for c in columns)
     else:
         yield from ((r, c) for c in columns for r in rows)
-
-
-def _restricted(p: Problem, keep: KeepIds, z: Tensor, rows: slice, columns: slice) -> Tensor:
-    mask = keep.mask(rows, p.tokens[rows], p.head.shard, columns)
-    return z.masked_fill(mask.logical_not_(), -torch.inf)
-
-
-def _reference_logits(p: Problem, rows: slice, columns: slice) -> Tensor:
-    assert p.reference is not None
-    head, source = p.reference
-    out = torch.empty(
-        rows.stop - rows.start, columns.stop - columns.start, dtype=head.dtype, device=p.tokens.device
-    )
-    h = source.chunk(rows, head.operand_dtype)
-    return head.logits(h, None, head.weight_tile(columns), rows, columns, out)
 
 
 class _HiddenGradient:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leanstep.case import get_case
-from leanstep.logprob.cases import response_rows
+from leanstep.logprob.workloads import response_rows
 from leanstep.measure.parity import prove_case
 
 NAMES = ["logprob-logits", "logprob-linear", "policy-loss"]
@@ -41,7 +41,8 @@ def test_rows_that_cannot_run_say_why():
 
 
 @pytest.mark.parametrize(
-    ("case_name", "impl"), [("logprob-linear", "gather-after"), ("policy-loss", "limit")]
+    ("case_name", "impl"),
+    [("logprob-linear", "gather-after"), ("policy-loss", "limit"), ("logprob-linear", "limit-kept")],
 )
 def test_plain_rows_run(case_name, impl):
     case = get_case(case_name)
@@ -80,3 +81,12 @@ def test_drift_runs_stay_together():
     reference, fast = (case.drift(name, 0, 30) for name in ("reference", "leanstep"))
     assert reference[-1] < reference[0] - 0.5
     assert max(abs(a - b) for a, b in zip(reference, fast, strict=True)) < 1e-4
+
+
+def test_fast_paths_stand_beside_the_limit_of_their_own_gemms():
+    case = get_case("logprob-linear")
+    assert case.annotate is not None
+    times = {"leanstep": 8.0, "leanstep-kept": 6.6, "limit": 8.0, "limit-kept": 6.0, "trl-chunked": 9.0}
+    rows = {n: {"kind": case.implementation(n).kind, "median_s": s} for n, s in times.items()}
+    notes = case.annotate(rows)
+    assert notes == {"leanstep": "1.00 x its limit's time", "leanstep-kept": "1.10 x its limit's time"}
