@@ -25,11 +25,13 @@ Outputs = dict[str, Tensor]
 Step = Callable[[], Outputs]
 Params = Mapping[str, Any]
 
-# Each package registers its cases in `leanstep/<package>/cases.py`, imported on the first look-up.
+# Modules called `cases.py` or `*_cases.py` register cases; they are imported on the first look-up.
 CASE_MODULES = (
     "leanstep.preference.cases",
+    "leanstep.preference.ragged.cases",
     "leanstep.logprob.cases",
     "leanstep.muon.cases",
+    "leanstep.muon.transpose_cases",
     "leanstep.gpt.cases",
     "leanstep.integrations.cases",
 )
