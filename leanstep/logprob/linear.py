@@ -296,18 +296,24 @@ class _FrozenLinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, g_logp, g_entropy, g_lse, *_unused):  # type: ignore[no-untyped-def]
         rows, *jacobians = ctx.saved_tensors
         p = ctx.call.problem
-        dtype = jacobians[0].dtype
-        grad = None
-        for g, jacobian in zip((g_logp, g_entropy, g_lse), jacobians, strict=True):
-            if g is not None and jacobian is not None:
-                term = jacobian.to(p.head.dtype) * g.to(p.head.dtype).unsqueeze(-1)
-                grad = term if grad is None else grad.add_(term)
-        if grad is None:
-            grad = torch.zeros_like(jacobians[0], dtype=p.head.dtype)
-        grad = reduce_hidden_grad(grad, p.group, p.reduce_grad).to(dtype)
-        if rows is not None:
-            grad = grad.new_zeros(ctx.hidden_shape).index_add_(0, rows, grad)
-        return grad, None, None, None, None, None
+        flowing = [
+            (g.to(p.head.dtype).unsqueeze(-1), jacobian)
+            for g, jacobian in zip((g_logp, g_entropy, g_lse), jacobians, strict=True)
+            if g is not None and jacobian is not None
+        ]
+        out = jacobians[0].new_zeros(ctx.hidden_shape)
+        # Ranks add their shares before anything is rounded; alone, a chunk of rows at a time is enough.
+        parts = p.tiles.row_slices(p.num_rows) if p.group is None else [slice(0, p.num_rows)]
+        for part in parts:
+            grad = jacobians[0].new_zeros(jacobians[0][part].shape, dtype=p.head.dtype)
+            for g, jacobian in flowing:
+                grad.addcmul_(jacobian[part].to(p.head.dtype), g[part])
+            grad = reduce_hidden_grad(grad, p.group, p.reduce_grad).to(out.dtype)
+            if rows is None:
+                out[part] = grad
+            else:
+                out.index_add_(0, rows[part], grad)
+        return out, None, None, None, None, None
 
 
 def _is_frozen(p: Problem, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

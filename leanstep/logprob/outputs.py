@@ -85,15 +85,20 @@ def check_tokens(
 
 
 def check_range(name: str, ids: Tensor, stop: int) -> None:
-    """Refuse ids outside [0, stop). Reading CPU values costs no host sync; elsewhere the device asserts."""
-    if _is_fake(ids):
-        return
-    inside = (ids >= 0).logical_and_(ids < stop).all()
-    if ids.device.type == "cpu":
-        if not inside:
-            raise ValueError(f"{name}: expected ids in [0, {stop}), got {int(ids.min())} to {int(ids.max())}")
-    else:
-        torch._assert_async(inside, f"{name}: ids outside [0, {stop})")
+    """Refuse ids outside [0, stop)."""
+    if not _is_fake(ids):
+        wrong = f"{name}: expected ids in [0, {stop})"
+        _assert_all((ids >= 0).logical_and_(ids < stop), wrong, ids)
+
+
+def _assert_all(condition: Tensor, wrong: str, values: Tensor) -> None:
+    """The device asserts, the host need not look; on a CPU at once, with the values in the message."""
+    try:
+        torch._assert_async(condition.all(), wrong)
+    except RuntimeError:
+        if values.device.type != "cpu":
+            raise
+        raise ValueError(f"{wrong}, got {values.min().item()} to {values.max().item()}") from None
 
 
 def check_temperature(
@@ -111,12 +116,8 @@ def check_temperature(
                 f"got {temperature.dtype} {tuple(temperature.shape)}"
             )
         temperature = select_per_row("temperature", temperature, rows, num_rows).to(dtype)
-        if (
-            temperature.device.type == "cpu"
-            and not _is_fake(temperature)
-            and not bool((temperature > 0).all())
-        ):
-            raise ValueError(f"temperature: expected values > 0, got {float(temperature.min())}")
+        if temperature.numel() and not _is_fake(temperature):
+            _assert_all(temperature > 0, "temperature: expected values > 0", temperature)
         return temperature
     if not float(temperature) > 0:
         raise ValueError(f"temperature: expected a value > 0, got {temperature}")

@@ -225,10 +225,10 @@ class _PolicyLoss(torch.autograd.Function):
             raise RuntimeError("linear_policy_loss: its gradients were handed out by an earlier backward")
         # The caller owns them now; a second backward would hand out memory that somebody accumulates into.
         ctx.gradients = None
-        if g.device.type != "cpu" or float(g) != 1.0:
-            for grad in gradients:
-                if grad is not None:
-                    grad.mul_(g)
+        # Always multiplied: to see that it is 1, the host would have to read it.
+        for grad in gradients:
+            if grad is not None:
+                grad.mul_(g)
         return *gradients, None
 
 

@@ -8,6 +8,7 @@ import torch
 from leanstep.case import get_case
 from leanstep.logprob.workloads import response_rows
 from leanstep.measure.parity import prove_case
+from leanstep.measure.syncs import host_syncs
 
 NAMES = ["logprob-logits", "logprob-linear", "policy-loss"]
 
@@ -90,3 +91,12 @@ def test_fast_paths_stand_beside_the_limit_of_their_own_gemms():
     rows = {n: {"kind": case.implementation(n).kind, "median_s": s} for n, s in times.items()}
     notes = case.annotate(rows)
     assert notes == {"leanstep": "1.00 x its limit's time", "leanstep-kept": "1.10 x its limit's time"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fast_paths_never_make_the_host_read(name):
+    case = get_case(name)
+    workload = case.workload(case.params("odd"), torch.float32)
+    for implementation in case.implementations:
+        if implementation.kind == "fast":
+            assert host_syncs(implementation.build(workload)) == 0, implementation.name

@@ -231,3 +231,24 @@ def test_bad_input_is_named(change, message):
     tensors, tokens, data = make()
     with pytest.raises(ValueError, match=message):
         linear_policy_loss(tensors["hidden"], tensors["weight"], tokens, rows=ROWS, **{**data, **change})
+
+
+@pytest.mark.parametrize("kept", [{}, {"logit_bytes": 1 << 40}, {"logits_in_grad": True}], ids=str)
+def test_planning_runs_the_real_code_on_fake_tensors(kept):
+    """`leanstep plan` does: neither path may look at a value, in forward or backward."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        hidden, weight = torch.randn(T, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
+        n = len(ROWS)
+        tokens, old, advantages = torch.zeros(n, dtype=torch.int64), torch.randn(n), torch.randn(n)
+        rows = torch.arange(n)
+        if kept:
+            out = linear_logprobs(hidden, weight, tokens, rows=rows, entropy="grad", **kept)
+            loss = out.logp.sum() + out.entropy.sum()
+        else:
+            loss = linear_policy_loss(
+                hidden, weight, tokens, rows=rows, old_logp=old, advantages=advantages
+            ).loss
+        loss.backward()
+        assert hidden.grad.shape == (T, D) and weight.grad.shape == (V, D)
