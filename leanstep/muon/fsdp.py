@@ -25,8 +25,8 @@ from leanstep.muon.assignment import Assignment, assign
 from leanstep.muon.collectives import agree, all_to_all, chunk
 from leanstep.muon.groups import group_cut
 from leanstep.muon.matrices import matrix_views, second_shape, second_views
-from leanstep.muon.optimizer import (
-    NorMuon,
+from leanstep.muon.optimizer import NorMuon
+from leanstep.muon.parameters import (
     adam_item,
     grads_are_finite,
     matrix_options,

@@ -32,8 +32,8 @@ from leanstep.muon.collectives import (
 )
 from leanstep.muon.groups import group_cut
 from leanstep.muon.matrices import matrix_views
-from leanstep.muon.optimizer import (
-    NorMuon,
+from leanstep.muon.optimizer import NorMuon
+from leanstep.muon.parameters import (
     adam_item,
     grads_are_finite,
     matrix_options,
