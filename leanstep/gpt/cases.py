@@ -284,7 +284,10 @@ GPT_STEP = register(
                 note="Block, Attention, MLP modules; bank[i] per layer; the same banded attention",
             ),
             Implementation(
-                "leanstep", "fast", _training_step(_flat), note="flattened forward, one-pass head loss"
+                "leanstep",
+                "fast",
+                _training_step(_flat),
+                note="flattened forward, one-pass head loss; host reads are its scalars, on a CPU only",
             ),
             Implementation(
                 "modules-dense",
