@@ -107,8 +107,9 @@ def rendered(text: str, results: dict[str, Data]) -> str:
 
 
 def figures_table(results: dict[str, Data]) -> str:
-    """The table of the README, with the machine in its caption."""
+    """The table of the README; under it what the named peers do differently, and the machine."""
     lines, environments = [], set()
+    notes: list[str] = []
     for name, size, what in MEASURED:
         held = results.get(f"bench-{name}-{size}")
         if held is None:
@@ -124,7 +125,7 @@ def figures_table(results: dict[str, Data]) -> str:
         times = [units.seconds(plain["median_s"]), units.seconds(fast["median_s"])]
         faster = f"**{units.ratio(fast['time_ratio'])}**"
         extra = f"{units.size(plain['extra_bytes'])} → {units.size(fast['extra_bytes'])}"
-        limit, peer = _limit(rows), _best_peer(rows)
+        limit, peer = _limit(rows), _best_peer(rows, notes)
         lines.append("| " + " | ".join([f"{what} ({link})", *times, faster, extra, peer, limit]) + " |")
     if not lines:
         return ""
@@ -134,13 +135,26 @@ def figures_table(results: dict[str, Data]) -> str:
     )
     how = "Forward and backward, medians of one run per line; written by `leanstep bench --readme`."
     caption = f"{how} {machines}."
-    return "\n".join([head, "|---|---|---|---|---|---|---|", *lines, "", caption, ""])
+    footnotes = [f"<sup>{number}</sup> {note}." for number, note in enumerate(notes, 1)]
+    below = [" ".join(["What the named peers do:", *footnotes]), ""] if notes else []
+    return "\n".join([head, "|---|---|---|---|---|---|---|", *lines, "", *below, caption, ""])
 
 
-def _best_peer(rows: list[Data]) -> str:
+def _best_peer(rows: list[Data], notes: list[str]) -> str:
+    """The fastest peer; its note (what it leaves out, in which precision it works) goes to `notes`."""
     peers = [r for r in rows if r["kind"] == "peer" and r["available"] and r["median_s"]]
     best = min(peers, key=lambda r: r["median_s"], default=None)
-    return f"{units.seconds(best['median_s'])} ({best['impl']})" if best else "-"
+    if best is None:
+        return "-"
+    # The time of a first call is about this run, not about what the peer computes.
+    parts = [part for part in best["note"].split("; ") if part and not part.startswith("first call ")]
+    mark = ""
+    if parts:
+        note = f"{best['impl']}: {'; '.join(parts)}"
+        if note not in notes:
+            notes.append(note)
+        mark = f"<sup>{notes.index(note) + 1}</sup>"
+    return f"{units.seconds(best['median_s'])} ({best['impl']}{mark})"
 
 
 def _limit(rows: list[Data]) -> str:

@@ -50,10 +50,34 @@ def test_blocks_are_rendered_from_results():
         "<!-- figures:begin -->\nold\n<!-- figures:end -->\n<!-- screen:begin -->\n<!-- screen:end -->\nc\n"
     )
     shown = readme.rendered(text, held)
-    assert "| 2.4 s | 450 ms | **5.33×** | 753 MiB → 20 MiB | 1.9 s (trl-chunked) | 410 ms |" in shown
+    assert (
+        "| 2.4 s | 450 ms | **5.33×** | 753 MiB → 20 MiB | 1.9 s (trl-chunked<sup>1</sup>) | 410 ms |"
+        in shown
+    )
+    assert "What the named peers do: <sup>1</sup> trl-chunked: all rows.\n" in shown
     assert "old" not in shown and "```\ntwo\nlines\n```" in shown
     assert readme.rendered(shown, held) == shown
     assert readme.rendered(shown, {}) == text.replace("old\n", "")
+
+
+def test_a_peer_that_computes_less_says_so_under_the_table():
+    held = {}
+    for name, note in (
+        ("logprob-linear", "same rows; no entropy; first call 9.1 s"),
+        ("policy-loss", ""),
+        ("logprob-logits", "same rows; no entropy"),
+    ):
+        result = samples.bench_result(case=name)
+        result["rows"][2] |= {"impl": "cut-cross-entropy", "note": note}
+        held[f"bench-{name}-cpu"] = {"result": result}
+    table = readme.figures_table(held)
+    cells = [line.split(" | ")[-2] for line in table.splitlines() if "(results/" in line]
+    assert cells == [
+        "1.9 s (cut-cross-entropy<sup>1</sup>)",
+        "1.9 s (cut-cross-entropy)",
+        "1.9 s (cut-cross-entropy<sup>1</sup>)",
+    ]
+    assert "\nWhat the named peers do: <sup>1</sup> cut-cross-entropy: same rows; no entropy.\n" in table
 
 
 @pytest.mark.parametrize(
