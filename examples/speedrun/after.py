@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from text import VOCAB, make_batch
 from torch import Tensor, nn
 
-from leanstep.gpt.banks import unbind_bank
+from leanstep.gpt import unbind_bank
 from leanstep.muon import NorMuon, split_params
 
 LAYERS, WIDTH, HEADS = 32, 128, 4

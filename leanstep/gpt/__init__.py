@@ -14,6 +14,8 @@
     model.schedule_state(); model.load_schedule_state(state)       # JSON-able: windows, YaRN, tied flag
     model.tied; model.tie_gradients(); model.copy_tied(); model.untie()
 
+    weights = unbind_bank(bank)                      # every matrix of [..., rows, cols]; one stack backward
+
 Parameters are named as in the optimizer table of the record: embed, lm_head, bigram_embed, value_embeds,
 attn_bank, mlp_bank, attn_gate_bank, ve_gate_bank, smear_gate, skip_gate, post_lambdas, resid_lambdas,
 x0_lambdas, bigram_lambdas, scalars. A switched-off feature has no parameter. `model.bank_views()` gives the
@@ -28,6 +30,7 @@ methods.
     corpus = standard_library_corpus(vocab_size=512) # .train_paths, .validation_paths, .bos, .tokenizer()
 """
 
+from leanstep.gpt.banks import unbind_bank
 from leanstep.gpt.bigram import bigram_hash
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.corpus import Corpus, standard_library_corpus
@@ -46,6 +49,7 @@ __all__ = [
     "build_model",
     "read_shard",
     "standard_library_corpus",
+    "unbind_bank",
     "validation_batches",
     "write_shard",
 ]

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from leanstep.gpt import GPT, GPTConfig
-from leanstep.gpt.banks import unbind_bank
+from leanstep.gpt import GPT, GPTConfig, unbind_bank
 
 
 def counts(function) -> dict[str, int]:
