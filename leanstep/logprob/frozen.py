@@ -23,7 +23,7 @@ from leanstep.logprob.extras import TopK
 from leanstep.logprob.gradient import read_targets_, tile_ids
 from leanstep.logprob.head import product, tile_buffer
 from leanstep.logprob.parallel import combine_statistics
-from leanstep.logprob.statistics import EXPONENT_FLOOR, RowStatistics, finite_shift
+from leanstep.logprob.statistics import EXPONENT_FLOOR, RowStatistics, exponentials, finite_shift
 from leanstep.logprob.sweep import Problem
 
 
@@ -84,7 +84,7 @@ def _sweep_chunk(
         cap = None if head.softcap is None else head.cap_slope(z, rows)
         mean = _mean(part)
         shift, step, shrink = part.raise_max_(z.amax(-1))
-        e = torch.exp(z.sub_(shift.unsqueeze(-1)), out=work)
+        e = exponentials(z.sub_(shift.unsqueeze(-1)), work)
         part.sum.mul_(shrink).add_(e.sum(-1))
         if part.moment is not None:
             z.clamp_(min=EXPONENT_FLOOR[z.dtype])

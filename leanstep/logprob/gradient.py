@@ -22,7 +22,7 @@ from torch import Tensor
 
 from leanstep.logprob.dispatch import kernels_for
 from leanstep.logprob.parallel import VocabShard
-from leanstep.logprob.statistics import EXPONENT_FLOOR, FinalStatistics
+from leanstep.logprob.statistics import EXPONENT_FLOOR, FinalStatistics, exponentials
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,9 +144,9 @@ def _scaled_exponentials(
         return kernels.scale_exponentials(z, *vectors)
     x = torch.sub(z if source is None else source, maximum, out=z)
     if slope is None:
-        return x.exp_().mul_(constant)
+        return exponentials(x, x).mul_(constant)
     assert work is not None
-    e = torch.exp(x, out=work)
+    e = exponentials(x, work)
     x.clamp_(min=EXPONENT_FLOOR[z.dtype])
     return x.mul_(slope).add_(constant).mul_(e)
 
