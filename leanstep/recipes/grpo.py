@@ -12,11 +12,10 @@ hidden states never reach the head.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from leanstep.gpt import GPT, GPTConfig
@@ -26,6 +25,7 @@ from leanstep.recipes.distributed import World
 from leanstep.recipes.loop import Cadence
 from leanstep.recipes.metrics import Metrics
 from leanstep.recipes.topic_task import END, TopicTask
+from leanstep.recipes.warm_start import WarmStarted, from_preset
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,6 @@ def build(
     prompts: int | None = None,
 ) -> Grpo:
     """The recipe of a preset; other arguments replace the preset's values."""
-    if preset not in _SIZES:
-        raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
-    settings, task, default_steps = _SIZES[preset]
     given: dict[str, Any] = {
         "select": select,
         "lr": lr,
@@ -111,10 +108,8 @@ def build(
         "group": group,
         "prompts": prompts,
     }
-    settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
-    return Grpo(
-        settings, task, seed=seed, steps=steps or default_steps, preset=preset, world=world or World()
-    )
+    settings, task, steps = from_preset(_SIZES, preset, steps, given)
+    return Grpo(settings, task, seed=seed, steps=steps, preset=preset, world=world or World())
 
 
 @dataclass(frozen=True)
@@ -137,25 +132,18 @@ class Rollout:
     lengths: Tensor
 
 
-class Grpo:
+class Grpo(WarmStarted):
     """The recipe; see `leanstep.recipes.loop` for the contract."""
 
     name = "grpo"
     cadence = Cadence(log=10, evaluate=20, save=50)
+    options: GrpoSettings
+    task: TopicTask
 
     def __init__(
         self, settings: GrpoSettings, task: TopicTask, *, seed: int, steps: int, preset: str, world: World
     ) -> None:
-        self.options, self.task, self.world, self.seed = settings, task, world, seed
-        self.num_steps = steps
-        self.warm_steps = round(steps * settings.warm_fraction)
-        self.settings = {
-            "preset": preset,
-            "seed": seed,
-            "steps": steps,
-            **asdict(settings),
-            "task": asdict(task),
-        }
+        super().__init__(settings, task, seed=seed, steps=steps, preset=preset, world=world)
         config = GPTConfig.preset(
             "plain",
             vocab_size=task.vocab,
@@ -167,12 +155,9 @@ class Grpo:
             long_window_layers=tuple(range(settings.layers)),
         )
         self.model = GPT(config, generator=torch.Generator().manual_seed(seed)).to(world.device)
-        self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0
+            self.model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0
         )
-        # Ranks see different prompts and samples, but start from the same weights.
-        self.generator = torch.Generator().manual_seed(seed * 1000 + world.rank + 1)
         self.reference: GPT | None = None
         if settings.kl_coef > 0:
             self.reference = GPT(config).to(world.device).requires_grad_(False)
@@ -198,7 +183,7 @@ class Grpo:
         )
         loss = -out.logp.mean()
         loss.backward()
-        norm = self._update(self.options.warm_lr)
+        norm = self.update(self.optimizer, self.options.warm_lr)
         if self.reference is not None:
             self.reference.load_state_dict(self.model.state_dict())
         return {"loss": loss, "gradient_norm": norm, "tokens": len(tokens), "lr": self.options.warm_lr}
@@ -210,7 +195,7 @@ class Grpo:
         metrics: dict[str, Any] = {}
         for _ in range(self.options.updates):
             metrics = self.loss_and_gradients(rollout, self.options.select)
-            metrics["gradient_norm"] = self._update(lr)
+            metrics["gradient_norm"] = self.update(self.optimizer, lr)
         return {
             **metrics,
             "reward": rollout.rewards.mean(),
@@ -309,19 +294,6 @@ class Grpo:
         )
         out.loss.backward()
         return {"loss": out.loss.detach(), **out.metrics}
-
-    def _update(self, lr: float) -> Tensor:
-        if self.world.size > 1:
-            for p in self.parameters:
-                if p.grad is not None:
-                    dist.all_reduce(p.grad)
-                    p.grad /= self.world.size
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        for param_group in self.optimizer.param_groups:
-            param_group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
 
     def _pack(self, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
         return pack(sequences, self.world.device)

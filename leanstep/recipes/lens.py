@@ -12,11 +12,10 @@ same length.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from leanstep.preference import (
@@ -38,6 +37,7 @@ from leanstep.recipes.distributed import World
 from leanstep.recipes.fact_task import FactTask
 from leanstep.recipes.loop import Cadence
 from leanstep.recipes.metrics import Metrics
+from leanstep.recipes.warm_start import WarmStarted, from_preset
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,6 @@ def build(
     gist_bottleneck: int | None = None,
 ) -> Lens:
     """The recipe of a preset; other arguments replace the preset's values."""
-    if preset not in _SIZES:
-        raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
-    settings, task, default_steps = _SIZES[preset]
     given: dict[str, Any] = {
         "lr": lr,
         "lens_lr": lens_lr,
@@ -133,31 +130,22 @@ def build(
         "kl_weight": kl_weight,
         "gist_bottleneck": gist_bottleneck,
     }
-    settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
-    return Lens(
-        settings, task, seed=seed, steps=steps or default_steps, preset=preset, world=world or World()
-    )
+    settings, task, steps = from_preset(_SIZES, preset, steps, given)
+    return Lens(settings, task, seed=seed, steps=steps, preset=preset, world=world or World())
 
 
-class Lens:
+class Lens(WarmStarted):
     """The recipe; see `leanstep.recipes.loop` for the contract."""
 
     name = "lens"
     cadence = Cadence(log=10, evaluate=200, save=200)
+    options: LensSettings
+    task: FactTask
 
     def __init__(
         self, settings: LensSettings, task: FactTask, *, seed: int, steps: int, preset: str, world: World
     ) -> None:
-        self.options, self.task, self.world, self.seed = settings, task, world, seed
-        self.num_steps = steps
-        self.warm_steps = round(steps * settings.warm_fraction)
-        self.settings = {
-            "preset": preset,
-            "seed": seed,
-            "steps": steps,
-            **asdict(settings),
-            "task": asdict(task),
-        }
+        super().__init__(settings, task, seed=seed, steps=steps, preset=preset, world=world)
         self.config = LensConfig(
             block_size=task.block,
             num_random_variants=settings.random_variants,
@@ -185,7 +173,6 @@ class Lens:
         self.reader_optimizer = torch.optim.AdamW(self.reader.parameters(), lr=settings.lr, betas=(0.9, 0.98))
         # The controller has its own optimizer: its gradients never mix with the base model's.
         self.lens_optimizer = torch.optim.AdamW(self.lens.parameters(), lr=settings.lens_lr, weight_decay=0.1)
-        self.generator = torch.Generator().manual_seed(seed * 1000 + world.rank + 1)
 
     # --- one step of the loop ---
 
@@ -201,7 +188,7 @@ class Lens:
         loss = losses.mean()
         loss.backward()
         lr = self.options.lr * self._decay(i, 0, self.warm_steps)
-        self._update(self.reader_optimizer, lr)
+        self.update(self.reader_optimizer, lr)
         return {"loss": loss.detach(), "lr": lr, "tokens": batch.pos.numel()}
 
     def _lens_step(self, i: int, batch: LensBatch, entries: Tensor) -> dict[str, Any]:
@@ -210,7 +197,7 @@ class Lens:
         result = self.objective(self.lens, batch, inputs=inputs, prev_scores=no_edits)
         if result.active:
             result.loss.backward()
-            self._update(
+            self.update(
                 self.lens_optimizer, self.options.lens_lr * self._decay(i, self.warm_steps, self.num_steps)
             )
         self.objective.optimizer_step()
@@ -221,18 +208,6 @@ class Lens:
         """Short warm-up, then linear to a tenth."""
         progress = (i - first) / max(last - first, 1)
         return min(1.0, (i - first + 1) / 20) * (1 - 0.9 * progress)
-
-    def _update(self, optimizer: torch.optim.Optimizer, lr: float) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self.world.size > 1:
-            for p in parameters:
-                dist.all_reduce(p.grad)
-                p.grad /= self.world.size
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
 
     # --- working contexts and what the base model makes of them ---
 

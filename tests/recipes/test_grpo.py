@@ -56,12 +56,12 @@ def test_row_selection_changes_neither_loss_nor_gradients(kl_coef):
     # Move the weights, so that ratios and the KL are not trivially 1 and 0.
     with torch.no_grad():
         generator = torch.Generator().manual_seed(2)
-        for p in recipe.parameters:
+        for p in recipe.model.parameters():
             p += 0.02 * torch.randn(p.shape, generator=generator)
     results = []
     for select in ("response", "all"):
         metrics = recipe.loss_and_gradients(rollout, select)
-        results.append((metrics, [p.grad.clone() for p in recipe.parameters]))
+        results.append((metrics, [p.grad.clone() for p in recipe.model.parameters()]))
         recipe.optimizer.zero_grad()
     (kept, kept_grads), (every, every_grads) = results
     assert rollout.plan.num_rows < rollout.plan.T_local / 4
@@ -78,7 +78,7 @@ def test_row_selection_needs_less_memory():
     def update(select: str):
         def step():
             recipe.loss_and_gradients(rollout, select)
-            grads = {str(i): p.grad for i, p in enumerate(recipe.parameters)}
+            grads = {str(i): p.grad for i, p in enumerate(recipe.model.parameters())}
             recipe.optimizer.zero_grad()
             return grads
 
@@ -139,7 +139,7 @@ def test_reward_rises(tmp_path: Path):
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
 def test_resumed_run_ends_with_the_same_weights(tmp_path: Path, kl_coef: float):
     def weights(recipe: Grpo) -> list[torch.Tensor]:
-        return [p.detach().clone() for p in recipe.parameters]
+        return [p.detach().clone() for p in recipe.model.parameters()]
 
     straight = small_recipe(steps=8, kl_coef=kl_coef)
     run(straight, tmp_path / "a")
