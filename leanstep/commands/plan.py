@@ -10,8 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from leanstep.commands import BadInput
-from leanstep.commands.output import check_writable, console, write_json
-from leanstep.commands.plan_devices import device_table, judge, parse_devices
+from leanstep.commands.plan_devices import GIB
+from leanstep.commands.plan_run import (
+    DeviceOption,
+    DeviceSizeOption,
+    HtmlOption,
+    JsonOption,
+    PlanRun,
+    ReserveOption,
+    SimulateOption,
+)
 
 plan_app = typer.Typer(
     no_args_is_help=True,
@@ -20,27 +28,7 @@ plan_app = typer.Typer(
     "Example: leanstep plan logprob --tokens 205280 --vocab 76032 --hidden 2560",
 )
 
-GIB = 2**30
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
-
-JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - = standard output.")
-]
-HtmlOption = Annotated[
-    str | None, typer.Option("--html", metavar="FILE", help="Write the result into this report page.")
-]
-DeviceOption = Annotated[
-    str | None, typer.Option("--devices", help="Only these: h100,h200,a100-40,a100-80,rtx4090,b200.")
-]
-DeviceSizeOption = Annotated[
-    float | None, typer.Option("--device-gb", help="A device of your own with this many GiB.")
-]
-ReserveOption = Annotated[
-    float, typer.Option("--reserve-gb", help="GiB that the rest (model, optimizer, context) already holds.")
-]
-SimulateOption = Annotated[
-    str, typer.Option(help="Run the real code on fake tensors for: leanstep (default), all or none.")
-]
 
 
 @plan_app.command("logprob")
@@ -73,11 +61,7 @@ def plan_logprob(
     fractions = _fractions(response_frac)
     if dtype not in DTYPES:
         raise BadInput(f"--dtype: no dtype {dtype!r}; it takes {', '.join(DTYPES)}")
-    _check_simulate(simulate)
-    known = parse_devices(devices, device_gb, reserve_gb)
-    check_writable(json, "--json")
-    check_writable(html, "--html")
-    out = console(json)
+    run = PlanRun.begin("logprob", simulate, devices, device_gb, reserve_gb, json, html)
 
     from leanstep.commands.plan_workloads import HeadShape, simulate_head
     from leanstep.commands.progress import progress_bar
@@ -93,7 +77,7 @@ def plan_logprob(
         for fraction in fractions if each != "plain" else fractions[:1]:
             jobs.append((each, fraction))
     rows = []
-    with progress_bar(out, "plan logprob") as report:
+    with progress_bar(run.out, "plan logprob") as report:
         for done, (method, fraction) in enumerate(jobs):
             report(f"{method} at {fraction:g}", done / len(jobs))
             formula = plan_memory(
@@ -106,7 +90,6 @@ def plan_logprob(
             total = formula.total_bytes
             if simulated is not None:
                 total = simulated.input_bytes + simulated.peak_bytes
-            name, part = formula.largest_part
             rows.append(
                 {
                     "method": method,
@@ -119,10 +102,10 @@ def plan_logprob(
                     "largest_buffer_bytes": _largest_buffer(formula, simulated),
                     "parts": formula.parts,
                     "tflop": formula.flops / 1e12,
-                    "devices": judge(total, known, f"{name} {part / GIB:.2f} GiB"),
+                    "devices": run.judge(total, formula.parts),
                 }
             )
-    result = _head("logprob", known, reserve_gb) | {
+    result = {
         "tokens": tokens,
         "vocab": vocab,
         "tensor_parallel": tp,
@@ -132,13 +115,9 @@ def plan_logprob(
         "rows": rows,
         "longest": {
             name: _longest_batch(capacity, columns, hidden, torch_dtype, chunk)
-            for name, capacity in known.items()
+            for name, capacity in run.capacities.items()
         },
     }
-    write_json(result, json)
-    _add_to_page(html, result)
-    if json == "-":
-        return
     title = f"T = {tokens:,} rows · V = {columns:,} · D = {hidden:,} · {dtype} · chunks of {chunk}"
     columns_shown = (
         ("method", lambda r: r["method"]),
@@ -149,7 +128,9 @@ def plan_logprob(
         ("simulated", lambda r: _gib(r["simulated_bytes"])),
         ("TFLOP", lambda r: f"{r['tflop']:.1f}" if r["tflop"] else "-"),
     )
-    out.print(device_table(title, rows, columns_shown, known))
+    if not run.finish(result, title, columns_shown):
+        return
+    out = run.out
     for method in METHODS:
         out.print(f"  {method}: {DESCRIPTIONS[method]}", style="dim", markup=False)
     for row in rows:
@@ -192,11 +173,7 @@ def plan_muon(
     if dtype not in ("fp32", "bf16"):
         raise BadInput(f"--dtype: no dtype {dtype!r}; it takes fp32, bf16")
     worlds = _integers(world, "--world")
-    _check_simulate(simulate)
-    known = parse_devices(devices, device_gb, reserve_gb)
-    check_writable(json, "--json")
-    check_writable(html, "--html")
-    out = console(json)
+    run = PlanRun.begin("muon", simulate, devices, device_gb, reserve_gb, json, html)
 
     from leanstep.commands.plan_optimizer import SHARDINGS, plan_optimizer, simulate_scratch
     from leanstep.commands.select import DTYPES as TORCH_DTYPES
@@ -211,7 +188,6 @@ def plan_muon(
                     optimizer, sharding, size, layers, dim, hidden, vocab, torch_dtype, scratch
                 )
                 total = sum(parts.values())
-                name, part = max(parts.items(), key=lambda item: item[1])
                 rows.append(
                     {
                         "optimizer": optimizer,
@@ -219,10 +195,10 @@ def plan_muon(
                         "world": size,
                         "parts": parts,
                         "formula_bytes": total,
-                        "devices": judge(total, known, f"{name} {part / GIB:.2f} GiB"),
+                        "devices": run.judge(total, parts),
                     }
                 )
-    result = _head("muon", known, reserve_gb) | {
+    result = {
         "layers": layers,
         "dim": dim,
         "mlp_hidden": hidden,
@@ -231,10 +207,6 @@ def plan_muon(
         "scratch_simulated_bytes": scratch,
         "rows": rows,
     }
-    write_json(result, json)
-    _add_to_page(html, result)
-    if json == "-":
-        return
     names = list(rows[0]["parts"])
     columns_shown = (
         ("optimizer", lambda r: r["optimizer"]),
@@ -244,11 +216,11 @@ def plan_muon(
         ("sum", lambda r: _gib(r["formula_bytes"])),
     )
     title = f"{layers} layers · width {dim:,} · MLP {hidden:,} · vocabulary {vocab:,} · {dtype}"
-    out.print(device_table(title, rows, columns_shown, known))
-    out.print(
-        "GiB per rank, without activations. Scratch comes from the real polar code on fake tensors.",
-        style="dim",
-    )
+    if run.finish(result, title, columns_shown):
+        run.out.print(
+            "GiB per rank, without activations. Scratch comes from the real polar code on fake tensors.",
+            style="dim",
+        )
 
 
 @plan_app.command("lens")
@@ -273,11 +245,7 @@ def plan_lens(
     _at_least_one(samples=samples, variants=variants, tokens=tokens, width=width, pairs=pairs)
     if width > tokens:
         raise BadInput(f"--width: expected at most --tokens {tokens}, got {width}")
-    _check_simulate(simulate)
-    known = parse_devices(devices, device_gb, reserve_gb)
-    check_writable(json, "--json")
-    check_writable(html, "--html")
-    out = console(json)
+    run = PlanRun.begin("lens", simulate, devices, device_gb, reserve_gb, json, html)
 
     from leanstep.commands.plan_lens import LENS_METHODS, plan_objective, simulate_objective
 
@@ -289,7 +257,6 @@ def plan_lens(
         if simulate != "none":
             peak = simulate_objective(method, samples, variants, tokens, width, pairs)
             simulated = peak.input_bytes + peak.peak_bytes
-        name, part = max(parts.items(), key=lambda item: item[1])
         rows.append(
             {
                 "method": method,
@@ -297,10 +264,10 @@ def plan_lens(
                 "parts": parts,
                 "formula_bytes": total,
                 "simulated_bytes": simulated,
-                "devices": judge(max(total, simulated or 0), known, f"{name} {part / GIB:.2f} GiB"),
+                "devices": run.judge(max(total, simulated or 0), parts),
             }
         )
-    result = _head("lens", known, reserve_gb) | {
+    result = {
         "samples": samples,
         "variants": variants,
         "tokens": tokens,
@@ -308,10 +275,6 @@ def plan_lens(
         "pairs": pairs,
         "rows": rows,
     }
-    write_json(result, json)
-    _add_to_page(html, result)
-    if json == "-":
-        return
     columns_shown = (
         ("method", lambda r: r["method"]),
         ("formula MiB", lambda r: f"{r['formula_bytes'] / 2**20:.1f}"),
@@ -321,22 +284,9 @@ def plan_lens(
         ),
     )
     title = f"{samples} x {variants} contexts · {tokens:,} tokens · {width:,} entries · {pairs} pairs each"
-    out.print(device_table(title, rows, columns_shown, known))
-    for row in rows:
-        out.print(f"  {row['method']}: {row['description']}", style="dim", markup=False)
-
-
-def _head(kind: str, known: dict[str, int], reserve_gb: float) -> dict[str, Any]:
-    from leanstep.measure.environment import environment
-
-    return {**environment(), "plan": kind, "capacities": known, "reserve_bytes": round(reserve_gb * GIB)}
-
-
-def _add_to_page(path: str | None, result: dict[str, Any]) -> None:
-    if path:
-        from leanstep.report.page import add_section
-
-        add_section(path, "plan", result)
+    if run.finish(result, title, columns_shown):
+        for row in rows:
+            run.out.print(f"  {row['method']}: {row['description']}", style="dim", markup=False)
 
 
 def _largest_buffer(formula: Any, simulated: Any) -> int:
@@ -373,11 +323,6 @@ def _at_least_one(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise BadInput(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
-
-
-def _check_simulate(simulate: str) -> None:
-    if simulate not in ("leanstep", "all", "none"):
-        raise BadInput(f"--simulate: expected leanstep, all or none, got {simulate!r}")
 
 
 def _fractions(text: str) -> list[float]:
