@@ -1,6 +1,6 @@
 """The README's figures: measured here, kept in `results/`, written between markers, never by hand.
 
-`leanstep bench --readme` measures every case of `MEASURED`, writes one result file each with the command that
+`leanstep bench --readme` measures every case of `LINES`, writes one result file each with the command that
 repeats it, and rewrites the marked blocks. A test renders the blocks again from the committed files.
 """
 
@@ -10,26 +10,43 @@ import json
 import re
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from leanstep.report import units
 from leanstep.report.files import BadInput, write_text
 
-# (case, size, what the reader calls it); the order of the table.
-MEASURED = (
-    ("logprob-linear", "cpu", "log-probs and entropy of a quarter of the rows, LM head included"),
-    ("policy-loss", "cpu", "the whole policy objective on those rows"),
-    ("logprob-logits", "cpu", "log-probs and entropy from existing logits"),
-    ("lens-loss", "seed", "controller objective, 39 pairs of 1,831 entries"),
-    ("lens-step", "cpu", "training step with that controller"),
-    ("polar", "cpu", "Polar Express, 768 × 3072"),
-    ("polar", "square", "Polar Express, 768 × 768"),
-    ("muon-step", "cpu", "NorMuon step, 2 of 768 × 3072 and 8 of 768 × 768"),
-    ("transpose-add", "cpu", "add a transposed 768 × 50,304 gradient"),
-    ("bank-access", "cpu", "weights of 11 layers out of a bank, and back"),
-    ("gpt-step", "tiny", "training step of the small GPT"),
+
+class Line(NamedTuple):
+    """One line of the table: a case, what the reader calls it, and the row that is leanstep's."""
+
+    case: str
+    size: str
+    what: str
+    impl: str = "leanstep"
+
+
+# The order of the table.
+LINES = (
+    Line("logprob-linear", "cpu", "log-probs and entropy of a quarter of the rows, LM head included"),
+    Line("logprob-linear", "cpu", "the same, logits kept for the backward", "leanstep-kept"),
+    Line("policy-loss", "cpu", "the whole policy objective on those rows"),
+    Line("logprob-logits", "cpu", "log-probs and entropy from existing logits"),
+    Line("lens-loss", "seed", "controller objective, 39 pairs of 1,831 entries"),
+    Line("lens-step", "cpu", "training step with that controller"),
+    Line("pair-loss", "cpu", "Bradley-Terry over 39 ragged groups"),
+    Line("polar", "cpu", "Polar Express in float32, 768 × 3072"),
+    Line("polar", "cpu", "the same in bfloat16, as `auto` picks on this CPU", "leanstep-bf16"),
+    Line("polar", "square", "Polar Express in float32, 768 × 768"),
+    Line("muon-step", "seed", "NorMuon step in float32, 12 of 768 × 3072 and 48 of 768 × 768"),
+    Line("muon-step", "seed", "the same in bfloat16, as `auto` picks on this CPU", "leanstep-bf16"),
+    Line("transpose-add", "cpu", "add a transposed 768 × 50,304 gradient"),
+    Line("transpose-copy", "cpu", "copy it transposed"),
+    Line("bank-access", "cpu", "weights of 11 layers out of a bank, and back"),
+    Line("gpt-step", "tiny", "training step of the small GPT"),
+    Line("grpo-step", "cpu", "GRPO step in TRL, Qwen's vocabulary, 25 % completion tokens"),
+    Line("sft-step", "cpu", "supervised step in transformers, Qwen's vocabulary"),
 )
 # The script whose diagnosis the README shows.
 SCREEN_SCRIPT = "examples/rl/before.py"
@@ -53,8 +70,8 @@ def update_readme(console: Console, *, budget_s: float = 20.0) -> None:
 
     root = repository()
     (root / "results").mkdir(exist_ok=True)
-    for name, size, what in MEASURED:
-        console.print(f"{name} {size}: {what}", markup=False)
+    for name, size in dict.fromkeys((line.case, line.size) for line in LINES):
+        console.print(f"{name} {size}", markup=False)
         result = run_bench(get_case(name), size, budget_s=budget_s)
         if result.failed:
             raise BadInput(f"--readme: parity failed for {name} {result.failed[0].tensor}; nothing to write")
@@ -110,7 +127,7 @@ def figures_table(results: dict[str, Data]) -> str:
     """The table of the README; under it what the named peers do differently, and the machine."""
     lines, environments = [], set()
     notes: list[str] = []
-    for name, size, what in MEASURED:
+    for name, size, what, impl in LINES:
         held = results.get(f"bench-{name}-{size}")
         if held is None:
             continue
@@ -118,7 +135,7 @@ def figures_table(results: dict[str, Data]) -> str:
         environments.add((result["device"], result["threads"], result["torch"]))
         rows = result["rows"]
         plain = next(r for r in rows if r["kind"] == "reference")
-        fast = next((r for r in rows if r["impl"] == "leanstep"), None)
+        fast = next((r for r in rows if r["impl"] == impl), None)
         if fast is None or not plain["available"] or not fast["available"]:
             continue
         link = f"[`{name}`](results/bench-{name}-{size}.json)"
