@@ -196,6 +196,10 @@ def _sizes(**cpu: Any) -> dict[str, dict[str, Any]]:
 HEAD = ("hidden", "weight")
 
 
+def _workload(make: Any) -> Any:
+    return lambda *given: Workload(*make(*given))
+
+
 def _head_row(name: str, kind: Kind, function: Any, note: str = "", **options: Any) -> Implementation:
     """A row with gradients of the hidden states and the head."""
     return Implementation(name, kind, with_gradients(function, HEAD), note=note, **options)
@@ -228,7 +232,7 @@ register(
     Case(
         name="logprob-logits",
         summary="Log-prob and entropy of existing [T, V] logits, forward and backward.",
-        make=make_logits,
+        make=_workload(make_logits),
         implementations=(
             Implementation("reference", "reference", with_gradients(_logits_reference, ("logits",))),
             Implementation("leanstep", "fast", with_gradients(_logits_fast, ("logits",))),
@@ -250,7 +254,7 @@ register(
     Case(
         name="logprob-linear",
         summary="Log-prob and entropy of the response rows from hidden states and the LM head.",
-        make=make_linear,
+        make=_workload(make_linear),
         implementations=(
             _head_row("reference", "reference", _linear_reference, "all rows, then the wanted"),
             _head_row("leanstep", "fast", _linear_fast, "4 GEMMs: logits recomputed"),
@@ -302,7 +306,7 @@ register(
     Case(
         name="policy-loss",
         summary="PPO-clip with KL and entropy bonus on the response rows, from hidden states to gradients.",
-        make=make_policy,
+        make=_workload(make_policy),
         implementations=(
             _head_row("reference", "reference", _policy_reference),
             _head_row("leanstep", "fast", _policy_fast, "gradients formed in the forward pass"),

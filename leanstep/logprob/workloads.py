@@ -5,13 +5,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from leanstep.case import Params, Workload
 from leanstep.logprob.linear import linear_logprobs
 from leanstep.logprob.objective import PolicyObjective
+
+Params = Mapping[str, Any]
+# Tensors by name, and constants by name.
+Inputs = tuple[dict[str, Tensor], dict[str, Any]]
 
 OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.28, kl="k3", kl_coef=0.04, entropy_coef=0.01)
 
@@ -34,7 +39,7 @@ def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tenso
 
 def make_linear(
     params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> Workload:
+) -> Inputs:
     rows, lengths = response_rows(params)
     width = params["hidden"]
     tensors = {
@@ -46,12 +51,12 @@ def make_linear(
         "upstream:logp": normal(generator, len(rows)).to(device),
         "upstream:entropy": normal(generator, len(rows), scale=0.1).to(device),
     }
-    return Workload(tensors, {"sequence_lengths": lengths})
+    return tensors, {"sequence_lengths": lengths}
 
 
 def make_logits(
     params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> Workload:
+) -> Inputs:
     rows, _ = response_rows(params)
     tensors = {
         "logits": normal(generator, params["tokens"], params["vocab"], scale=2.0).to(device, dtype),
@@ -60,15 +65,15 @@ def make_logits(
         "upstream:logp": normal(generator, len(rows)).to(device),
         "upstream:entropy": normal(generator, len(rows), scale=0.1).to(device),
     }
-    return Workload(tensors, {"all_rows": len(rows) == params["tokens"]})
+    return tensors, {"all_rows": len(rows) == params["tokens"]}
 
 
 def make_policy(
     params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> Workload:
-    workload = make_linear(params, dtype, device, generator)
-    rows, lengths = workload.tensors["rows"], workload.constants["sequence_lengths"]
-    tensors = {k: v for k, v in workload.tensors.items() if not k.startswith("upstream:")}
+) -> Inputs:
+    tensors, constants = make_linear(params, dtype, device, generator)
+    rows, lengths = tensors["rows"], constants["sequence_lengths"]
+    tensors = {k: v for k, v in tensors.items() if not k.startswith("upstream:")}
     with torch.no_grad():
         logp = linear_logprobs(tensors["hidden"], tensors["weight"], tensors["tokens"], rows=rows).logp
     advantages = normal(generator, len(lengths)).repeat_interleave(lengths[0] if lengths else 0)
@@ -84,4 +89,4 @@ def make_policy(
         "objective": OBJECTIVE,
         "compiled": shutil.which("g++") is not None,
     }
-    return Workload(tensors, constants)
+    return tensors, constants
