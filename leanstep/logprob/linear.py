@@ -21,7 +21,7 @@ from leanstep.logprob.gradient import RowGradients, first_order_only
 from leanstep.logprob.head import Head, RowSource
 from leanstep.logprob.heads import LoRA, build_head
 from leanstep.logprob.keep import Keep, checked_keep
-from leanstep.logprob.kept import KeptLogits, LentGradient, checked_allowance
+from leanstep.logprob.kept_logits import KeptLogits, LentGradient, checked_allowance
 from leanstep.logprob.outputs import (
     Entropy,
     LogProbs,

@@ -143,8 +143,8 @@ def plan_memory(
         }
         return MemoryPlan(method, N, inputs, parts, 6 * all_flops)
     if method == "no-grad":
-        # Logits, the shifted copy and its exponentials.
-        parts = {"tiles": 3 * c * w * full, "statistics": 4 * full * N}
+        # Logits and their exponentials.
+        parts = {"tiles": 2 * c * w * full, "statistics": 4 * full * N}
         return MemoryPlan(method, N, inputs, parts, 2 * rows_flops)
     if method == "frozen":
         parts = {"hidden gradient": hidden_grad, "tiles": tiles, "statistics": statistics}

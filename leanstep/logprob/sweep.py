@@ -22,7 +22,7 @@ from leanstep.logprob.extras import TopK, update_pair_
 from leanstep.logprob.gradient import RowGradients, read_targets_
 from leanstep.logprob.head import Head, RowSource, product, tile_buffer
 from leanstep.logprob.keep import KeepIds
-from leanstep.logprob.kept import KeptLogits, LentGradient
+from leanstep.logprob.kept_logits import KeptLogits, LentGradient
 from leanstep.logprob.parallel import reduce_hidden_grad
 from leanstep.logprob.statistics import FinalStatistics, RowStatistics
 from leanstep.logprob.tile_gradient import TileGradient, reference_logits, restricted
