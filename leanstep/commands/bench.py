@@ -38,7 +38,7 @@ def bench(
         str | None, typer.Option(metavar="FILE", help="Write the result into this report page.")
     ] = None,
     readme: Annotated[
-        bool, typer.Option(help="Measure the README's cases and rewrite its table of figures.")
+        bool, typer.Option(help="Measure the README's cases (only the named ones) and rewrite its figures.")
     ] = False,
 ) -> None:
     """Measure time, peak memory and error side by side.
@@ -63,7 +63,7 @@ def bench(
     if readme:
         from leanstep.report.readme import update_readme
 
-        update_readme(console(json), budget_s=budget)
+        update_readme(console(json), cases={case.name for case in chosen}, budget_s=budget)
         return
 
     out = console(json)

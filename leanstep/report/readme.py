@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,14 +64,14 @@ def repository() -> Path:
     return root
 
 
-def update_readme(console: Console, *, budget_s: float = 20.0) -> None:
-    """Measure, write `results/*.json`, rewrite the blocks of README.md."""
+def update_readme(console: Console, *, cases: Collection[str], budget_s: float = 20.0) -> None:
+    """Measure the lines of these cases, write `results/*.json`, rewrite the blocks of README.md."""
     from leanstep.case import get_case
     from leanstep.measure.bench import run_bench
 
     root = repository()
     (root / "results").mkdir(exist_ok=True)
-    for name, size in dict.fromkeys((line.case, line.size) for line in LINES):
+    for name, size in dict.fromkeys((line.case, line.size) for line in LINES if line.case in cases):
         console.print(f"{name} {size}", markup=False)
         result = run_bench(get_case(name), size, budget_s=budget_s)
         if result.failed:
