@@ -1,4 +1,4 @@
-"""Imports go one way, and a fast-path folder stands alone: a user can copy it away."""
+"""Imports go one way, and a fast-path folder stands alone: a user can copy it away (with cores.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FAST_PATHS = ("preference", "logprob", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
     "preference": set(),
-    "logprob": set(),
-    "muon": set(),
+    "logprob": {"cores"},
+    "muon": {"cores"},
     "gpt": {"muon"},
     "measure": {"case", "diagnose"},
     "diagnose": set(),

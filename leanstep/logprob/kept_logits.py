@@ -10,6 +10,7 @@ logits are overwritten by the gradient, so a second backward recomputes them: th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,7 @@ class KeptLogits:
     def __init__(self, allowed_bytes: int = 0, lent: LentGradient | None = None) -> None:
         self.left_bytes, self.lent = allowed_bytes, lent
         self._tiles: dict[Place, Tensor] = {}
+        self._lock = threading.Lock()
 
     @classmethod
     def restored(
@@ -52,9 +54,10 @@ class KeptLogits:
             if tile is not None:
                 return tile
         num_bytes = like.numel() * like.element_size()
-        if num_bytes > self.left_bytes:
-            return None
-        self.left_bytes -= num_bytes
+        with self._lock:
+            if num_bytes > self.left_bytes:
+                return None
+            self.left_bytes -= num_bytes
         tile = torch.empty_like(like)
         self._tiles[rows.start, columns.start] = tile
         return tile

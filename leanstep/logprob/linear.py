@@ -40,7 +40,7 @@ from leanstep.logprob.parallel import (
 from leanstep.logprob.sparse import SPARSE_FRACTION, sparse_logprobs
 from leanstep.logprob.statistics import FinalStatistics
 from leanstep.logprob.sweep import HeadSums, Problem, backward_sweep, forward_sweep
-from leanstep.logprob.tiles import Tiles, checked_tile, choose_tiles
+from leanstep.logprob.tiles import Tiles, checked_tile, choose_cores, choose_tiles
 
 EXTRAS = ("lse", "z_loss", "argmax", "top_k", "kl", "reverse_kl")
 
@@ -109,8 +109,8 @@ def linear_logprobs(
     Returns:
         LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
 
-    Peak extra memory: one tile (about 6 MiB on a CPU), [T', D] sums, 5 vectors, `logit_bytes`; gradients that
-        are returned.
+    Peak extra memory: one tile (about 6 MiB) and [T', D] sums per CPU core, 5 vectors, `logit_bytes`;
+        gradients that are returned.
     GEMMs (2 T' D V FLOPs each): 4 with gradients, 3 if all logits are kept; with a frozen head 2, or 3 if
         entropy is "grad"; 1 without.
     Collectives: 2 forward, 1 backward with a group; else none.
@@ -172,7 +172,11 @@ def linear_logprobs(
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             call.logit_bytes = logit_bytes
             call.logits_in_grad = logits_in_grad and weight.requires_grad and main_grad is None
-        function = _FrozenLinearLogProbs if _is_frozen(problem, hidden, weight, bias) else _LinearLogProbs
+        function = _LinearLogProbs
+        if _is_frozen(problem, hidden, weight, bias):
+            function = _FrozenLinearLogProbs
+        elif tile is None:
+            _share_among_cores(problem, budget, call.logits_in_grad)
         logp, entropy_values, lse, kl, reverse_kl, values, ids = function.apply(*tensors, call)  # type: ignore[misc]
     return LogProbs(
         logp=logp,
@@ -323,6 +327,21 @@ def _is_frozen(p: Problem, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
         p.low is None and p.keep is None and p.reference is None and not p.smoothing and p.tokens.dim() == 1
     )
     return torch.is_grad_enabled() and hidden.requires_grad and not trained and plain
+
+
+def _share_among_cores(p: Problem, budget: int | None, logits_in_grad: bool) -> None:
+    """Give each core a part of the vocabulary, where that is possible and pays."""
+    if p.top_k or p.keep is not None or p.reference is not None or p.tiles.order != "vocab":
+        return
+    hidden = p.source.hidden
+    shape = (p.num_rows, p.head.columns, hidden.shape[1])
+    cores = choose_cores(*shape, hidden.device)
+    # The default is what one core's tile may take; a caller's budget is for all of them.
+    share = None if budget is None else max(budget // cores, 1)
+    tiles = choose_tiles(*shape, budget=share, device=hidden.device)
+    # With several row chunks a tile's logits wait in the next tile's part of dW: that may be another core's.
+    if cores > 1 and (p.num_rows <= tiles.rows or not logits_in_grad):
+        p.cores, p.tiles = cores, tiles
 
 
 def _checked_extras(extras: Sequence[str | tuple[str, int]]) -> tuple[set[str], int]:

@@ -5,33 +5,46 @@ recomputed. The backward walks the tiles so that the larger gradient is written 
 vocabulary, each weight tile is visited once and dW is written tile by tile; a loop over row chunks would
 rewrite all of dW for every chunk (2 to 3 times slower at small chunks).
 Tile order is fixed and nothing is atomic: two runs give the same bits.
+
+On a CPU with several threads each core takes a part of the vocabulary (`Problem.cores`) with statistics and
+a hidden gradient of its own, joined in a fixed order at the end: the cores then meet once per sweep, not
+after every operation on a tile.
 """
 
 # R rows of a chunk · W columns of a tile · T' selected rows · D model · V local vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from leanstep.cores import run_on_cores
 from leanstep.logprob.extras import TopK, update_pair_
 from leanstep.logprob.gradient import RowGradients, read_targets_
 from leanstep.logprob.head import Head, RowSource, product, tile_buffer
 from leanstep.logprob.keep import KeepIds
 from leanstep.logprob.kept_logits import KeptLogits, LentGradient
 from leanstep.logprob.parallel import reduce_hidden_grad
-from leanstep.logprob.statistics import FinalStatistics, RowStatistics
+from leanstep.logprob.statistics import FinalStatistics, RowStatistics, merge
 from leanstep.logprob.tile_gradient import TileGradient, reference_logits, restricted
-from leanstep.logprob.tiles import Tiles
+from leanstep.logprob.tiles import Tiles, even_slices
+
+# Hidden rows of a chunk, and those of the LoRA branch.
+ReadRows = Callable[[slice], tuple[Tensor, Tensor | None]]
 
 
 @dataclass
 class Problem:
-    """Everything constant about one call. `low` is the LoRA branch's input, `reference` the KL's head."""
+    """Everything constant about one call. `low` is the LoRA branch's input, `reference` the KL's head.
+
+    `cores`: how many parts of the vocabulary are swept side by side.
+    """
 
     head: Head
     source: RowSource
@@ -47,6 +60,7 @@ class Problem:
     reverse_kl: bool = False
     group: Any = None
     reduce_grad: str = "all_reduce"
+    cores: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -60,6 +74,11 @@ class Problem:
         h = self.source.chunk(part, self.head.operand_dtype)
         return h, None if self.low is None else self.low.chunk(part, self.head.operand_dtype)
 
+    def column_parts(self) -> list[list[slice]]:
+        """Column slices of the tiles, cut into one run per core."""
+        columns = list(self.tiles.column_slices(self.head.columns))
+        return [columns[part] for part in even_slices(len(columns), -(-len(columns) // self.cores))] or [[]]
+
     def buffers(self, count: int) -> list[Tensor]:
         """Flat tiles, made once per sweep."""
         size = self.tiles.rows * self.tiles.columns
@@ -70,11 +89,36 @@ class Problem:
 
 def forward_sweep(p: Problem, kept_logits: KeptLogits | None = None) -> tuple[RowStatistics, TopK | None]:
     """Statistics of every selected row over this shard's columns; tiles that fit stay in `kept_logits`."""
-    device = p.source.hidden.device
-    stats = RowStatistics.empty(
+    best = TopK.empty(p.num_rows, p.top_k, p.head.dtype, p.source.hidden.device) if p.top_k else None
+    jobs, swept = [], []
+    for columns in p.column_parts():
+        swept.append(_empty_statistics(p))
+        storage = p.buffers(2 if p.moment else 1)
+        jobs.append(functools.partial(_forward_part, p, columns, swept[-1], storage, best, kept_logits))
+    _run_parts(p, jobs)
+    return functools.reduce(merge, swept), best
+
+
+def _run_parts(p: Problem, jobs: Sequence[Callable[[ReadRows], None]]) -> None:
+    """Run the parts of a sweep, side by side if there are several; each is given a way to read row chunks."""
+    read = p.chunks
+    if p.num_rows <= p.tiles.rows:
+        whole = p.chunks(slice(0, p.num_rows))
+
+        def read(part: slice) -> tuple[Tensor, Tensor | None]:
+            return whole
+
+    if len(jobs) == 1:
+        jobs[0](read)
+    else:
+        run_on_cores([lambda core, job=job: job(read) for job in jobs], p.cores)
+
+
+def _empty_statistics(p: Problem) -> RowStatistics:
+    return RowStatistics.empty(
         p.num_rows,
         dtype=p.head.dtype,
-        device=device,
+        device=p.source.hidden.device,
         moment=p.moment,
         num_targets=None if p.tokens.dim() == 1 else p.tokens.shape[1],
         total=p.smoothing > 0,
@@ -82,13 +126,22 @@ def forward_sweep(p: Problem, kept_logits: KeptLogits | None = None) -> tuple[Ro
         reference=p.kl,
         reverse=p.reverse_kl,
     )
-    best = TopK.empty(p.num_rows, p.top_k, p.head.dtype, device) if p.top_k else None
-    storage = p.buffers(2 if p.moment else 1)
+
+
+def _forward_part(
+    p: Problem,
+    columns_swept: list[slice],
+    stats: RowStatistics,
+    storage: list[Tensor],
+    best: TopK | None,
+    kept_logits: KeptLogits | None,
+    read: ReadRows,
+) -> None:
     for rows in p.tiles.row_slices(p.num_rows):
-        h, low_h = p.chunks(rows)
+        h, low_h = read(rows)
         size = rows.stop - rows.start
         part, tokens = stats.rows(rows.start, rows.stop), p.tokens[rows]
-        for columns in p.tiles.column_slices(p.head.columns):
+        for columns in columns_swept:
             width = columns.stop - columns.start
             first, last = (tile_buffer(s, size, width) for s in (storage[0], storage[-1]))
             z = None if kept_logits is None else kept_logits.new_tile(rows, columns, first)
@@ -108,7 +161,6 @@ def forward_sweep(p: Problem, kept_logits: KeptLogits | None = None) -> tuple[Ro
                 else:
                     z = kept
             part.update_(first, last, source=z)
-    return stats, best
 
 
 class HeadGradients(NamedTuple):
@@ -166,6 +218,20 @@ class HeadSums:
             self.low_hidden.add(du, head.low_weight[columns].to(du.dtype), rows, columns)
             self.low_weight.add(du, low_h, rows, columns)
 
+    def fork(self) -> HeadSums:
+        """The same sums for another core: columns are written where they are, rows into sums of their own."""
+        other = copy.copy(self)
+        other.hidden, other.weight = self.hidden.fork(), self.weight.fork()
+        other.low_hidden = None if self.low_hidden is None else self.low_hidden.fork()
+        other.low_weight = None if self.low_weight is None else self.low_weight.fork()
+        return other
+
+    def join(self, other: HeadSums) -> None:
+        """Add the rows that another core summed up."""
+        self.hidden.join(other.hidden)
+        if self.low_hidden is not None and other.low_hidden is not None:
+            self.low_hidden.join(other.low_hidden)
+
     def result(self) -> HeadGradients:
         bias = self.p.head.bias
         return HeadGradients(
@@ -196,14 +262,34 @@ def backward_sweep(
         divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
         kept_logits: tiles that need no recomputing; they are read and not changed.
     """
+    jobs, forks = [], []
+    for columns in p.column_parts():
+        forks.append(sums.fork() if forks else sums)
+        gradient = TileGradient(p, final, kept_final, gradients, divergences)
+        storage = p.buffers(2 if gradients.entropy is not None else 1)
+        part = (p, columns, gradient, storage, forks[-1], first_row, kept_logits)
+        jobs.append(functools.partial(_backward_part, *part))
+    _run_parts(p, jobs)
+    for fork in forks[1:]:
+        sums.join(fork)
+
+
+def _backward_part(
+    p: Problem,
+    columns_swept: list[slice],
+    gradient: TileGradient,
+    storage: list[Tensor],
+    sums: HeadSums,
+    first_row: int,
+    kept_logits: KeptLogits | None,
+    read: ReadRows,
+) -> None:
     head = p.head
-    gradient = TileGradient(p, final, kept_final, gradients, divergences)
-    storage = p.buffers(2 if gradients.entropy is not None else 1)
     h = low_h = weight_tile = None
     last_rows = last_columns = None
-    for rows, columns in _walk(p):
+    for rows, columns in _walk(p, columns_swept):
         if rows is not last_rows:
-            h, low_h = p.chunks(rows)
+            h, low_h = read(rows)
         if columns is not last_columns:
             weight_tile = head.weight_tile(columns)
         last_rows, last_columns = rows, columns
@@ -218,8 +304,8 @@ def backward_sweep(
         sums.add(du, h, low_h, weight_tile, placed, columns)
 
 
-def _walk(p: Problem) -> Iterator[tuple[slice, slice]]:
-    rows, columns = list(p.tiles.row_slices(p.num_rows)), list(p.tiles.column_slices(p.head.columns))
+def _walk(p: Problem, columns: list[slice]) -> Iterator[tuple[slice, slice]]:
+    rows = list(p.tiles.row_slices(p.num_rows))
     if p.tiles.order == "rows":
         yield from ((r, c) for r in rows for c in columns)
     else:
@@ -242,6 +328,16 @@ class _HiddenGradient:
             self.sums = hidden.new_zeros((source.num_rows, hidden.shape[1]), dtype=dtype)
         else:
             self.chunk = hidden.new_zeros((min(chunk_rows, source.num_rows), hidden.shape[1]), dtype=dtype)
+
+    def fork(self) -> _HiddenGradient:
+        """Fresh sums of the same rows, for another core; "vocab" order only."""
+        other = copy.copy(self)
+        other.sums = None if self.sums is None else torch.zeros_like(self.sums)
+        return other
+
+    def join(self, other: _HiddenGradient) -> None:
+        if self.sums is not None and other.sums is not None:
+            self.sums.add_(other.sums)
 
     def add(self, du: Tensor, weight_tile: Tensor, rows: slice, columns: slice) -> None:
         if self.sums is not None:
@@ -301,6 +397,12 @@ class _WeightGradient:
             self.sums = weight.new_zeros(weight.shape, dtype=dtype)
         else:
             self.tile = weight.new_zeros((p.tiles.columns, weight.shape[1]), dtype=dtype)
+
+    def fork(self) -> _WeightGradient:
+        """Another core's hand on the same gradient, with a tile of its own to sum in."""
+        other = copy.copy(self)
+        other.tile = None if self.tile is None else torch.zeros_like(self.tile)
+        return other
 
     def add(self, du: Tensor, h: Tensor, rows: slice, columns: slice) -> None:
         if self.sums is not None:

@@ -22,6 +22,12 @@ MAX_BUDGET_BYTES = 512 << 20
 CPU_MAX_ROWS = 1024
 
 
+# A core of its own for each part of the vocabulary pays from this many multiply-adds per core on, and while
+# the hidden gradients that the other cores sum up stay small.
+MIN_CORE_PRODUCTS = 1 << 28
+MAX_CORE_BYTES = 32 << 20
+
+
 @dataclass(frozen=True)
 class Tiles:
     """`rows` x `columns` per tile; `order` names the outer loop of the backward.
@@ -61,6 +67,14 @@ def default_budget(device: torch.device | str) -> int:
     if device.type == "cuda" and torch.cuda.is_available():
         return min(MAX_BUDGET_BYTES, torch.cuda.mem_get_info(device)[0] // 20)
     return MAX_BUDGET_BYTES
+
+
+def choose_cores(num_rows: int, vocab: int, width: int, device: torch.device | str = "cpu") -> int:
+    """How many parts of the vocabulary to sweep side by side: all of torch's threads on a CPU, or 1."""
+    threads = torch.get_num_threads()
+    if torch.device(device).type != "cpu" or num_rows * vocab * width < threads * MIN_CORE_PRODUCTS:
+        return 1
+    return threads if (threads - 1) * num_rows * width * 4 <= MAX_CORE_BYTES else 1
 
 
 def choose_tiles(

@@ -1,17 +1,17 @@
-"""Independent CPU jobs side by side: one matrix per core instead of all cores on one matrix.
+"""Matrices side by side: one per core instead of all cores on one.
 
 Two threads on one 768 x 768 product reach 80 % of twice one thread and meet at a barrier after every call;
-two matrices on one thread each meet once per step. torch releases the interpreter lock inside its operations.
+two matrices on one thread each meet once per step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
 
+from leanstep.cores import run_on_cores
 from leanstep.muon.triangle import one_triangle_allowed
 from leanstep.muon.workspace import Workspace
 
@@ -21,11 +21,10 @@ MIN_JOBS_PER_WORKER = 2
 
 
 def run_side_by_side(jobs: Sequence[Job], workspace: Workspace, workers: int | None = None) -> None:
-    """Run every job once, in order of the list as cores become free; each gets a workspace of its own core.
+    """Run every job once; each gets the workspace of its own core.
 
-    Results do not depend on which core runs a job. For the time of the call torch uses one thread per
-    operation in the whole process, and so does NumPy. With one core, or few jobs, they run in a row with
-    all threads.
+    Results do not depend on which core runs a job. For the time of the call torch and NumPy use one thread
+    per operation. With one core, or few jobs, they run in a row with all threads.
     """
     threads = torch.get_num_threads()
     workers = threads if workers is None else workers
@@ -34,32 +33,9 @@ def run_side_by_side(jobs: Sequence[Job], workspace: Workspace, workers: int | N
             for job in jobs:
                 job(workspace)
         return
-    queue = iter(jobs)
-    lock = threading.Lock()
-    failures: list[BaseException] = []
 
-    def work(scratch: Workspace) -> None:
-        with torch.no_grad():
-            while not failures:
-                with lock:
-                    job = next(queue, None)
-                if job is None:
-                    return
-                try:
-                    job(scratch)
-                except BaseException as failure:
-                    failures.append(failure)
+    def with_scratch(job: Job) -> Callable[[int], None]:
+        return lambda core: job(workspace.child(core))
 
-    torch.set_num_threads(1)
-    try:
-        others = [threading.Thread(target=work, args=(workspace.child(i),)) for i in range(1, workers)]
-        with one_triangle_allowed():
-            for thread in others:
-                thread.start()
-            work(workspace.child(0))
-            for thread in others:
-                thread.join()
-    finally:
-        torch.set_num_threads(threads)
-    if failures:
-        raise failures[0]
+    with one_triangle_allowed():
+        run_on_cores([with_scratch(job) for job in jobs], workers)

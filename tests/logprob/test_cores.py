@@ -1,0 +1,93 @@
+"""The vocabulary in parts, one per core: the same numbers, the same bits every time, gradients as hard."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from leanstep.logprob import Tiles
+from leanstep.logprob.tiles import MAX_CORE_BYTES, choose_cores
+
+from .test_kept_logits import KEPT, OPTIONS, call, normal, values_and_gradients
+
+# The function of the same name hides the module from a plain import.
+linear = importlib.import_module("leanstep.logprob.linear")
+
+
+@pytest.fixture(params=[Tiles(4, 7, "vocab"), Tiles(11, 5, "vocab"), Tiles(11, 40, "vocab")], ids=str)
+def split(monkeypatch, request):
+    """Three cores for every call, with small tiles; returns how often they were asked for."""
+    calls = []
+    real = linear._share_among_cores
+
+    def shared(problem, budget, logits_in_grad):
+        problem.tiles = request.param
+        real(problem, budget, logits_in_grad)
+        calls.append(problem.cores)
+
+    monkeypatch.setattr(linear, "choose_cores", lambda *shape: 3)
+    monkeypatch.setattr(linear, "choose_tiles", lambda *shape, **options: request.param)
+    monkeypatch.setattr(linear, "_share_among_cores", shared)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_parts_give_the_numbers_of_the_whole(name, dtype, split):
+    whole = values_and_gradients(name, dtype, Tiles(11, 40, "vocab"))
+    parts = values_and_gradients(name, dtype, None)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
+    for a, b in zip(parts, whole, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    again = values_and_gradients(name, dtype, None)
+    assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
+    assert split == [1 if name.startswith("k") else 3] * 2
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["rows", "softcap", "lora", "smoothing"])
+def test_kept_logits_give_the_same_bits(name, dtype, kept, split):
+    expected = values_and_gradients(name, dtype, None)
+    found = values_and_gradients(name, dtype, None, **kept)
+    if split[0] == split[1]:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    else:
+        # Several row chunks lend their neighbour's part of dW: such a call stays on one core.
+        assert "logits_in_grad" in kept and split[1] == 1
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["rows", "smoothing", "lora"])
+def test_gradcheck(name, split):
+    inputs, outputs = call(name, torch.float64, None)
+    assert torch.autograd.gradcheck(outputs, tuple(inputs))
+
+
+def test_main_grad_is_added_to(split):
+    inputs, outputs = call("plain", torch.float32, None)
+    found = outputs(*inputs)
+    upstream = [normal(*x.shape, seed=30, dtype=x.dtype) for x in found]
+    _, expected = torch.autograd.grad(found, inputs, upstream)
+    main_grad = torch.ones_like(inputs[1])
+    inputs, outputs = call("plain", torch.float32, None, main_grad=main_grad)
+    torch.autograd.grad(outputs(*inputs), inputs, upstream, allow_unused=True)
+    torch.testing.assert_close(main_grad - 1, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_cores_are_used_where_they_pay():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert choose_cores(512, 32000, 1024) == 2
+        assert choose_cores(8, 100, 64) == 1
+        assert choose_cores(512, 32000, 1024, "cuda") == 1
+        # The second hidden gradient would be too large.
+        assert choose_cores(MAX_CORE_BYTES // 4096 + 1, 32000, 1024) == 1
+        torch.set_num_threads(1)
+        assert choose_cores(512, 32000, 1024) == 1
+    finally:
+        torch.set_num_threads(threads)

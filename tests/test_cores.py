@@ -1,0 +1,65 @@
+"""Jobs side by side: every one once, errors reach the caller, threads are given back, watchers see all."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from leanstep.cores import is_watched, run_on_cores
+from leanstep.measure.memory import measure_peak
+
+
+def test_every_job_runs_once_with_one_thread_and_torch_threads_are_restored():
+    threads, done, cores = torch.get_num_threads(), [0] * 20, set()
+
+    def job(index, core):
+        done[index] += 1
+        cores.add(core)
+        assert torch.get_num_threads() == 1 and not torch.is_grad_enabled()
+
+    run_on_cores([lambda core, i=i: job(i, core) for i in range(20)], 3)
+    assert done == [1] * 20 and cores <= {0, 1, 2}
+    assert torch.get_num_threads() == threads and torch.is_grad_enabled()
+
+
+def test_two_jobs_are_at_work_at_the_same_time():
+    meeting = threading.Barrier(2, timeout=20)
+    run_on_cores([lambda core: meeting.wait()] * 2, 2)
+
+
+def test_an_error_stops_the_rest_and_reaches_the_caller():
+    threads, begun = torch.get_num_threads(), []
+
+    def job(core):
+        begun.append(core)
+        raise ValueError("broken job")
+
+    with pytest.raises(ValueError, match="broken job"):
+        run_on_cores([job] * 50, 2)
+    assert len(begun) <= 2 and torch.get_num_threads() == threads
+
+
+def test_inference_mode_reaches_every_core():
+    with torch.inference_mode():
+        x = torch.zeros(4)
+        run_on_cores([lambda core, i=i: x[i].add_(1) for i in range(4)], 2)
+    assert x.tolist() == [1.0] * 4
+
+
+def test_a_profiler_sees_the_memory_of_every_core():
+    kept = {}
+
+    def job(core):
+        if core not in kept:
+            kept[core] = torch.empty(1 << 18)
+
+    def step():
+        assert is_watched()
+        run_on_cores([job] * 4, 2)
+        kept.clear()
+        return {}
+
+    assert not is_watched()
+    assert measure_peak(step, {}).peak_bytes == 2 * 4 * (1 << 18)
