@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+from types import FrameType
 from typing import Any
 
 import typer
@@ -120,5 +122,25 @@ def _one_line(message: str, code: int) -> int:
     return code
 
 
+# Python drops an exception that is raised in here: destructors, and what weak references call.
+_DROPPING_FILES = ("weakref.py", "_weakrefset.py")
+_RETRY_S = 0.01
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C. Inside a destructor KeyboardInterrupt would be printed and forgotten: try again in a moment."""
+    look: FrameType | None = frame
+    while look is not None:
+        if look.f_code.co_name == "__del__" or look.f_code.co_filename.endswith(_DROPPING_FILES):
+            signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
+            return
+        look = look.f_back
+    raise KeyboardInterrupt
+
+
 def main() -> None:
+    # Not where the caller ignores Ctrl-C (a background job of a shell), nor where there is no such timer.
+    if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGALRM, _interrupt)
     sys.exit(run())

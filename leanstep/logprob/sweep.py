@@ -77,7 +77,8 @@ class Problem:
     def column_parts(self) -> list[list[slice]]:
         """Column slices of the tiles, cut into one run per core."""
         columns = list(self.tiles.column_slices(self.head.columns))
-        return [columns[part] for part in even_slices(len(columns), -(-len(columns) // self.cores))] or [[]]
+        per_core = max(-(-len(columns) // self.cores), 1)
+        return [columns[part] for part in even_slices(len(columns), per_core)] or [[]]
 
     def buffers(self, count: int) -> list[Tensor]:
         """Flat tiles, made once per sweep."""

@@ -28,6 +28,11 @@ EPS_MODES = ("relative", "absolute")
 # From about this aspect ratio on the n x n form needs fewer operations (3.25r + 21.25 < 16.25r + 6.25 with
 # four panels).
 GRAM_RATIO = 1.25
+# Squaring loses digits of singular values below 1e-3 of the largest; after two steps these have grown 33
+# times, and a fresh Gram matrix wins one or two digits back for 3r - 3 units. Small matrices have the time
+# for it; large ones go without, still 20 times closer than bfloat16 on the worst spectra of docs/muon.md.
+GRAM_RESTART = 2
+MIN_FAST_SIDE = 256
 # Half precision pays on a CPU only where the product is long enough to hide its conversions.
 MIN_HALF_SIDE = 256
 MIN_HALF_SPEEDUP = 1.3
@@ -136,8 +141,8 @@ def plan_polar(
     Args:
         device, dtype: of the update that will be orthogonalised.
         method: auto | standard | gram.
-        restart: None (what auto picks), or the number of steps after which the gram form starts afresh: 2
-            wins one or two digits on spectra that fall off steeply, for 3r - 3 units of work.
+        restart: auto (2 for a short side below 256, else None), None, or the number of steps after which
+            the gram form starts afresh.
         panels: auto, or how many row panels a symmetric product is cut into (1 = all of it).
         compute_dtype: auto, or a dtype.
         cpu_half: an earlier answer to "is bfloat16 faster on this CPU", instead of measuring.
@@ -174,9 +179,12 @@ def plan_polar(
     if method == "standard":
         restart = None
     elif restart == "auto":
-        # Squaring in float32 loses digits of singular values below 1e-3 of the largest, and is still 20 times
-        # closer than bfloat16 on the worst spectra of docs/muon.md.
-        restart = None
+        restart = GRAM_RESTART if short < MIN_FAST_SIDE else None
+        reasons.append(
+            f"restart: the short side is below {MIN_FAST_SIDE}, digits cost little"
+            if restart
+            else f"no restart: from side {MIN_FAST_SIDE} on it costs a quarter of the time"
+        )
     batched = place.type != "cpu" or rows * cols <= MAX_BATCHED_ELEMENTS
     if not isinstance(panels, int):
         panels = choose_panels(short, place)

@@ -108,7 +108,7 @@ def test_interrupt_leaves_no_page(tmp_path: Path, wait_for: str):
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 130, errors
     assert errors.strip().splitlines() == ["leanstep: interrupted; no page was written"]
     assert list(tmp_path.iterdir()) == []
 

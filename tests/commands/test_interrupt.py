@@ -61,3 +61,34 @@ def test_an_interrupt_is_one_line_and_leaves_no_file(tmp_path, command):
     assert process.returncode == 130
     assert errors == "leanstep: interrupted\n" and out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_inside_a_destructor_is_not_lost():
+    code = """
+import os, signal, time
+from leanstep import cli
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+
+def body(*args, **kwargs):
+    del [Dying()][0]
+    time.sleep(20)
+
+cli.run = lambda: body()
+try:
+    cli.main()
+except KeyboardInterrupt:
+    print("seen")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert (done.stdout, done.stderr) == ("seen\n", "")

@@ -10,8 +10,7 @@ from torch import nn
 
 from leanstep.muon import NorMuon, split_params
 
-# With a restart, last-bit differences of the gradients stay small in the directions that carry no signal.
-OPTIONS = {"lr": 0.03, "compute_dtype": torch.float32, "restart": 2}
+OPTIONS = {"lr": 0.03, "compute_dtype": torch.float32}
 
 
 class Model(nn.Module):

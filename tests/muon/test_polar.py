@@ -190,6 +190,7 @@ def test_plan_follows_shape_and_dtype_and_says_why():
     assert plan_polar(768, 3072, compute_dtype=torch.float32).method == "gram"
     assert plan_polar(768, 3072, compute_dtype=torch.float32).restart is None
     assert plan_polar(768, 3072, compute_dtype=torch.float32, restart=2).restart == 2
+    assert plan_polar(64, 256, compute_dtype=torch.float32).restart == 2
     assert plan_polar(768, 900, compute_dtype=torch.float32).method == "standard"
     assert plan_polar(768, 3072, device="cuda").dtype == torch.bfloat16
     assert plan_polar(768, 3072, device="cuda").method == "standard"
