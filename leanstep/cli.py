@@ -24,8 +24,10 @@ SUMMARY = (
     "and prove that nothing changed."
 )
 
-# Kineto prints its own start and stop on standard error below this level; torch reads it once, when loaded.
+# Below these levels kineto prints its own start and stop on standard error, and the profiler warns about
+# memory that was there before it; torch reads them once, when loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # command -> (module, attribute); a Typer is mounted as a group. Each is imported only when it is asked for.
 COMMANDS = {

@@ -22,7 +22,7 @@ def main(rounds: int = 7) -> None:
 
     def update(select: str) -> dict[str, torch.Tensor]:
         metrics = recipe.loss_and_gradients(rollout, select)
-        result = {f"grad{i}": p.grad for i, p in enumerate(recipe.parameters) if p.grad is not None}
+        result = {f"grad{i}": p.grad for i, p in enumerate(recipe.model.parameters()) if p.grad is not None}
         recipe.optimizer.zero_grad()
         return {"loss": metrics["loss"], **result}
 

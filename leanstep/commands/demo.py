@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 import time
@@ -50,8 +49,6 @@ def demo(
 
     Example: leanstep demo --out report
     """
-    # Read when torch is first imported: its profiler warns about memory that was there before, on every run.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from leanstep.commands.example import EXAMPLES, compare, readable_examples
     from leanstep.commands.select import split_list
 

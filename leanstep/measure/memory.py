@@ -30,10 +30,12 @@ class Peak:
 def measure_peak(
     step: Callable[[], dict[str, Tensor]], inputs: dict[str, Tensor], device: torch.device | str = "cpu"
 ) -> Peak:
-    """Run `step` once and return its peak above the memory that was there before.
+    """Run `step` twice and return the peak of the second call above the memory that was there before it.
 
-    Outputs that share storage with an input are not counted as returned: they cost nothing.
+    Outputs that were there already cost the call nothing and are not counted as returned: those that share
+    storage with an input, and those that the first call handed out too (an optimizer's own weights).
     """
+    earlier = step()
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
@@ -45,7 +47,7 @@ def measure_peak(
     else:
         outputs, timeline = memory_timeline(step)
         peak = max((level for _, level in timeline), default=0)
-    held = {t.untyped_storage().data_ptr() for t in inputs.values()}
+    held = {t.untyped_storage().data_ptr() for t in (*inputs.values(), *earlier.values())}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs.values()}
     returned = sum(size for address, size in storages.items() if address not in held)
     return Peak(max(0, peak), returned)

@@ -30,6 +30,17 @@ def test_a_view_of_an_input_is_not_returned_memory():
     assert peak.returned_bytes == 0 and peak.peak_bytes == 0
 
 
+def test_memory_that_a_step_updates_in_place_is_not_returned_by_it():
+    weight = torch.ones(256, 1024)
+
+    def step():
+        weight.add_(torch.ones(128, 1024).repeat(2, 1))
+        return {"weight": weight}
+
+    peak = measure_peak(step, {})
+    assert peak.returned_bytes == 0 and abs(peak.extra_bytes - 1.5 * MIB) < 4096
+
+
 def test_backward_memory_on_the_engines_thread_is_counted():
     x = torch.ones(256, 1024, requires_grad=True)
 

@@ -167,3 +167,13 @@ def test_presets_and_options():
     for bad in ({"vocab": 10}, {"min_prompt": 1}, {"answer_words": 99}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             TopicTask(**bad)
+
+
+def test_the_row_selection_example_runs(capsys):
+    import runpy
+
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "rl" / "row_selection.py"))
+    example["main"](rounds=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert "rows" in lines[0] and "all:" in lines[1] and "response:" in lines[2]
+    assert float(lines[3].split()[-1]) < 1e-5
