@@ -143,7 +143,7 @@ def figures_table(results: dict[str, Data]) -> str:
         times = [units.seconds(plain["median_s"]), units.seconds(fast["median_s"])]
         faster = f"**{units.ratio(fast['time_ratio'])}**"
         extra = f"{units.size(plain['extra_bytes'])} → {units.size(fast['extra_bytes'])}"
-        limit, peer = _limit(rows), _best_peer(rows, notes)
+        limit, peer = _limit(rows, impl), _best_peer(rows, notes)
         lines.append("| " + " | ".join([f"{what} ({link})", *times, faster, extra, peer, limit]) + " |")
     if not lines:
         return ""
@@ -175,8 +175,11 @@ def _best_peer(rows: list[Data], notes: list[str]) -> str:
     return f"{units.seconds(best['median_s'])} ({best['impl']}{mark})"
 
 
-def _limit(rows: list[Data]) -> str:
-    limit = next((r for r in rows if r["kind"] == "limit" and r["available"]), None)
+def _limit(rows: list[Data], impl: str) -> str:
+    """The limit of this row: the one named after it (leanstep-kept, limit-kept), else the first."""
+    limits = [r for r in rows if r["kind"] == "limit" and r["available"]]
+    limits.sort(key=lambda r: r["impl"] != impl.replace("leanstep", "limit"))
+    limit = next(iter(limits), None)
     return units.seconds(limit["median_s"]) if limit else "-"
 
 
