@@ -85,22 +85,12 @@ def lens_loss(
 
     if backend in ("native", "fused"):
         need_grad = scores.requires_grad and gradients
+        given = (batch, pairs, config, active, ema, prev_scores, prev_valid)
         with torch.no_grad():
             out = None
             if backend == "native":
                 x = scores.detach().to(dtype)
-                out = native_loss(
-                    x,
-                    batch,
-                    pairs,
-                    config,
-                    active,
-                    ema,
-                    prev_scores,
-                    prev_valid,
-                    need_grad=need_grad,
-                    on_built=on_built,
-                )
+                out = native_loss(x, *given, need_grad=need_grad, on_built=on_built)
             if out is None:
                 backend_loss = _fused_backend(scores)
                 # The kernel reads any dtype; the torch version works in the dtype of its sums.
@@ -111,13 +101,7 @@ def lens_loss(
                     span_weights = sample_spans(x.to(dtype), sign, pairs, config, generator)
                 out = backend_loss(
                     x,
-                    batch,
-                    pairs,
-                    config,
-                    active,
-                    ema,
-                    prev_scores,
-                    prev_valid,
+                    *given,
                     divide,
                     sign=sign,
                     span_weights=span_weights,
