@@ -170,6 +170,13 @@ class Case:
         return self.make(params, dtype, torch.device(device), torch.Generator().manual_seed(seed))
 
 
+def limit_of(rows: Mapping[str, Mapping[str, Any]], impl: str) -> Mapping[str, Any] | None:
+    """The measured limit of a row: the one named after it (limit-kept for leanstep-kept), else the first."""
+    limits = [name for name, row in rows.items() if row["kind"] == "limit" and row["median_s"]]
+    own = min(limits, key=lambda name: name != impl.replace("leanstep", "limit"), default=None)
+    return None if own is None else rows[own]
+
+
 def with_gradients(
     function: Callable[[dict[str, Tensor], dict[str, Any]], Outputs], wrt: tuple[str, ...]
 ) -> Callable[[Workload], Step]:

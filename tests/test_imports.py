@@ -1,4 +1,4 @@
-"""Imports go one way, and a fast-path folder stands alone: a user can copy it away (with cores.py)."""
+"""Imports go one way; a fast-path folder stands alone but for cores.py and cache.py: a copy of it works."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PACKAGE = Path(__file__).parent.parent / "leanstep"
 FAST_PATHS = ("preference", "logprob", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
-    "preference": set(),
+    "preference": {"cache"},
     "logprob": {"cores"},
     "muon": {"cores"},
-    "gpt": {"muon"},
+    "gpt": {"muon", "cache"},
     "measure": {"case", "diagnose"},
     "diagnose": set(),
     "report": {"measure", "diagnose", "case"},

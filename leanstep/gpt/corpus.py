@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 
+from leanstep.cache import cache_folder
 from leanstep.gpt.data import write_shard
 
 BOS = "<|bos|>"
@@ -45,16 +44,6 @@ class Corpus:
         from tokenizers import Tokenizer
 
         return Tokenizer.from_file(str(self.tokenizer_path))
-
-
-def cache_folder() -> Path:
-    """`LEANSTEP_CACHE`, or leanstep's folder in the user's cache."""
-    override = os.environ.get("LEANSTEP_CACHE")
-    if override:
-        return Path(override)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "leanstep"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanstep"
 
 
 def standard_library_files(root: Path | None = None) -> list[Path]:

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.case import Case, Implementation, Kind, Params, Step, Workload, register, with_gradients
+from leanstep.case import (
+    Case,
+    Implementation,
+    Kind,
+    Params,
+    Step,
+    Workload,
+    limit_of,
+    register,
+    with_gradients,
+)
 from leanstep.logprob import peers
 from leanstep.logprob.linear import linear_logprobs
 from leanstep.logprob.logits import token_logprobs
@@ -152,8 +162,8 @@ def _against_limit(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Each fast path beside the limit of its own number of GEMMs."""
     notes = {}
     for name, row in rows.items():
-        own = rows.get("limit-kept" if name == "leanstep-kept" else "limit", {})
-        if row["kind"] == "fast" and row["median_s"] and own.get("median_s"):
+        own = limit_of(rows, name)
+        if row["kind"] == "fast" and row["median_s"] and own is not None:
             notes[name] = f"{row['median_s'] / own['median_s']:.2f} x its limit's time"
     return notes
 

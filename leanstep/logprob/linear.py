@@ -19,6 +19,7 @@ from leanstep.logprob.extras import divergences
 from leanstep.logprob.frozen import frozen_sweep
 from leanstep.logprob.gradient import RowGradients, first_order_only
 from leanstep.logprob.head import Head, RowSource
+from leanstep.logprob.head_sums import HeadSums
 from leanstep.logprob.heads import LoRA, build_head
 from leanstep.logprob.keep import Keep, checked_keep
 from leanstep.logprob.kept_logits import KeptLogits, LentGradient, checked_allowance
@@ -39,7 +40,7 @@ from leanstep.logprob.parallel import (
 )
 from leanstep.logprob.sparse import SPARSE_FRACTION, sparse_logprobs
 from leanstep.logprob.statistics import FinalStatistics
-from leanstep.logprob.sweep import HeadSums, Problem, backward_sweep, forward_sweep
+from leanstep.logprob.sweep import Problem, backward_sweep, forward_sweep
 from leanstep.logprob.tiles import Tiles, checked_tile, choose_cores, choose_tiles
 
 EXTRAS = ("lse", "z_loss", "argmax", "top_k", "kl", "reverse_kl")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from leanstep.logprob.gradient import RowGradients, first_order_only, read_targets_
 from leanstep.logprob.head import Head, RowSource, tile_buffer
+from leanstep.logprob.head_sums import HeadGradients, HeadSums
 from leanstep.logprob.heads import LoRA, build_head
 from leanstep.logprob.objective import (
     Normalizer,
@@ -34,13 +35,7 @@ from leanstep.logprob.objective import (
 from leanstep.logprob.outputs import check_rows, check_temperature, check_tokens, select_per_row
 from leanstep.logprob.parallel import combine_statistics, resolve_group
 from leanstep.logprob.statistics import FinalStatistics, RowStatistics
-from leanstep.logprob.sweep import (
-    HeadGradients,
-    HeadSums,
-    Problem,
-    backward_sweep,
-    forward_sweep,
-)
+from leanstep.logprob.sweep import Problem, backward_sweep, forward_sweep
 from leanstep.logprob.tile_gradient import TileGradient
 from leanstep.logprob.tiles import Tiles, choose_tiles, default_budget, even_slices
 

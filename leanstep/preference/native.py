@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from leanstep.cache import cache_folder
+
 from .batch import LensBatch
 from .config import LensConfig
 from .fused import FusedOutput, context_terms
@@ -104,10 +106,8 @@ def _build(folder: Path) -> Path:
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
     try:
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        home = Path(os.environ.get("LEANSTEP_CACHE") or Path(cache) / "leanstep")
         try:
-            library = ctypes.CDLL(str(_build(home)))
+            library = ctypes.CDLL(str(_build(cache_folder())))
         except PermissionError:
             library = ctypes.CDLL(str(_build(Path(tempfile.mkdtemp(prefix="leanstep-")))))
     except (OSError, RuntimeError) as reason:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from leanstep.case import limit_of
 from leanstep.report import units
 from leanstep.report.files import BadInput, write_text
 
@@ -176,10 +177,7 @@ def _best_peer(rows: list[Data], notes: list[str]) -> str:
 
 
 def _limit(rows: list[Data], impl: str) -> str:
-    """The limit of this row: the one named after it (leanstep-kept, limit-kept), else the first."""
-    limits = [r for r in rows if r["kind"] == "limit" and r["available"]]
-    limits.sort(key=lambda r: r["impl"] != impl.replace("leanstep", "limit"))
-    limit = next(iter(limits), None)
+    limit = limit_of({r["impl"]: r for r in rows}, impl)
     return units.seconds(limit["median_s"]) if limit else "-"
 
 

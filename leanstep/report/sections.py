@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from leanstep.case import limit_of
 from leanstep.report import charts, source, units
 
 Data = dict[str, Any]
@@ -207,9 +208,9 @@ def _bench(results: list[Data]) -> tuple[list[Data], list[Data]]:
 
 def _with_charts(result: Data) -> Data:
     fast = [r for r in result["rows"] if r["kind"] == "fast" and r["available"] and r["time_ratio"]]
-    limit = [r for r in result["rows"] if r["kind"] == "limit" and r["available"] and r["median_s"]]
     best = max(fast, key=lambda r: r["time_ratio"], default=None)
-    headroom = best["median_s"] / limit[0]["median_s"] if best and limit else None
+    limit = limit_of({r["impl"]: r for r in result["rows"]}, best["impl"]) if best else None
+    headroom = best["median_s"] / limit["median_s"] if best and limit else None
     return {
         **result,
         "best": best,

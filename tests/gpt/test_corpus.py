@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leanstep.gpt import DocumentLoader, read_shard, standard_library_corpus
-from leanstep.gpt.corpus import cache_folder, split_documents, standard_library_files
+from leanstep.gpt.corpus import split_documents, standard_library_files
 
 pytest.importorskip("tokenizers")
 
@@ -58,14 +58,6 @@ def test_another_text_gets_another_place(corpus, tmp_path: Path):
     mine = standard_library_corpus(280, root=root, folder=folder)
     (root / "0.py").write_text("other = 1\n" * 200)
     assert standard_library_corpus(280, root=root, folder=folder).tokenizer_path != mine.tokenizer_path
-
-
-def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("LEANSTEP_CACHE", str(tmp_path / "here"))
-    assert cache_folder() == tmp_path / "here"
-    monkeypatch.delenv("LEANSTEP_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "leanstep"
 
 
 def test_bad_arguments_are_named(tmp_path: Path):
