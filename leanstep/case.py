@@ -171,7 +171,7 @@ class Case:
 
 
 def limit_of(rows: Mapping[str, Mapping[str, Any]], impl: str) -> Mapping[str, Any] | None:
-    """The measured limit of a row: the one named after it (limit-kept for leanstep-kept), else the first."""
+    """The measured limit of a row: the one named after it (limit-x for leanstep-x), else the first."""
     limits = [name for name, row in rows.items() if row["kind"] == "limit" and row["median_s"]]
     own = min(limits, key=lambda name: name != impl.replace("leanstep", "limit"), default=None)
     return None if own is None else rows[own]

@@ -6,10 +6,13 @@ end. torch releases the interpreter lock inside its operations, so plain Python 
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+from leanstep.blas import one_thread_each
 
 # Called with the number of its core: scratch memory may be kept per core.
 Job = Callable[[int], None]
@@ -23,25 +26,58 @@ def is_watched() -> bool:
 def run_on_cores(jobs: Sequence[Job], cores: int) -> None:
     """Run every job once, in the order of the list as cores become free, each with one thread per operation.
 
-    For the time of the call torch uses one thread per operation in the whole process. While somebody watches
-    this thread the jobs stay on it and take turns as the cores would, so that scratch per core shows. The
-    first error stops the jobs that have not begun and is raised here.
+    For the time of the call torch and NumPy use one thread per operation in the process. While somebody
+    watches this thread the jobs stay on it and take turns as the cores would, so that scratch per core shows.
+    The first error stops the jobs that have not begun and is raised here.
     """
+    queue = iter(jobs)
+    _run(lambda: next(queue, None), cores)
+
+
+def run_chains(chains: Sequence[Iterator[None]], cores: int) -> None:
+    """Run every chain of steps to its end; a free core takes the next step of the chain that is least far.
+
+    Inside a chain the order is fixed, so sums that belong to a chain have the same bits whichever core takes
+    a step. One chain more than cores keeps all of them busy until the end, also when one is slower. Threads,
+    watchers and errors as in `run_on_cores`.
+    """
+    steps_done = dict.fromkeys(range(len(chains)), 0)
+
+    def take() -> Job | None:
+        if not steps_done:
+            return None
+        index = min(steps_done, key=lambda i: (steps_done[i], i))
+        so_far = steps_done.pop(index)
+
+        def step(core: int) -> None:
+            for _ in chains[index]:
+                steps_done[index] = so_far + 1
+                return
+
+        return step
+
+    _run(take, cores)
+
+
+def _run(take: Callable[[], Job | None], cores: int) -> None:
+    """`take` gives the next job, or None to a core that may go home."""
     threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
-    queue = iter(enumerate(jobs))
     lock = threading.Lock()
     failures: list[BaseException] = []
+    taken = 0
 
     def work(core: int) -> None:
+        nonlocal taken
         # Grad mode and inference mode belong to a thread; a new one has neither of the caller's.
         with torch.inference_mode(inference), torch.no_grad():
             while not failures:
                 with lock:
-                    index, job = next(queue, (0, None))
+                    job, number = take(), taken
+                    taken += 1
                 if job is None:
                     return
                 try:
-                    job(index % cores if watched else core)
+                    job(number % cores if watched else core)
                 except BaseException as failure:
                     failures.append(failure)
 
@@ -49,11 +85,13 @@ def run_on_cores(jobs: Sequence[Job], cores: int) -> None:
     torch.set_num_threads(1)
     try:
         others = [threading.Thread(target=work, args=(core,)) for core in range(1, 1 if watched else cores)]
-        for thread in others:
-            thread.start()
-        work(0)
-        for thread in others:
-            thread.join()
+        # Watchers see torch's operations only.
+        with contextlib.nullcontext() if watched else one_thread_each():
+            for thread in others:
+                thread.start()
+            work(0)
+            for thread in others:
+                thread.join()
     finally:
         torch.set_num_threads(threads)
     if failures:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from leanstep.cores import is_watched, run_on_cores
+from leanstep.cores import is_watched, run_chains, run_on_cores
 from leanstep.measure.memory import measure_peak
 
 
@@ -63,3 +63,51 @@ def test_a_profiler_sees_the_memory_of_every_core():
 
     assert measure_peak(step, {}).peak_bytes == 2 * 4 * (1 << 18)
     assert watched == [False, True]
+
+
+def steps(name, count, seen, lock=None):
+    for number in range(count):
+        assert lock is None or lock.acquire(blocking=False), "two cores in one chain"
+        seen.append((name, number))
+        if lock is not None:
+            lock.release()
+        yield
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+@pytest.mark.parametrize("lengths", [[], [0], [5], [7, 7, 7], [1, 0, 9, 4]])
+def test_chains_run_to_their_end_each_in_its_order(lengths, cores):
+    seen = []
+    run_chains([steps(i, n, seen, threading.Lock()) for i, n in enumerate(lengths)], cores)
+    for i, n in enumerate(lengths):
+        assert [number for name, number in seen if name == i] == list(range(n))
+
+
+def test_chains_advance_evenly():
+    seen = []
+    run_chains([steps(i, 6, seen) for i in range(3)], 1)
+    assert seen == [(i, number) for number in range(6) for i in range(3)]
+
+
+def test_a_slow_chain_does_not_hold_the_others():
+    meeting = threading.Barrier(2, timeout=20)
+
+    def slow():
+        meeting.wait()
+        yield
+
+    def quick():
+        for _ in range(50):
+            yield
+        meeting.wait()
+
+    run_chains([slow(), quick()], 2)
+
+
+def test_an_error_in_a_chain_reaches_the_caller():
+    def broken():
+        yield
+        raise ValueError("broken chain")
+
+    with pytest.raises(ValueError, match="broken chain"):
+        run_chains([broken(), steps(0, 1000, [])], 2)

@@ -1,4 +1,4 @@
-"""Imports go one way; a fast-path folder stands alone but for cores.py and cache.py: a copy of it works."""
+"""Imports go one way; a fast-path folder needs a few single files of the package at most: a copy works."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parent.parent / "leanstep"
 FAST_PATHS = ("preference", "logprob", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
-    "preference": {"cache"},
-    "logprob": {"cores"},
-    "muon": {"cores"},
+    "preference": {"native"},
+    "logprob": {"cores", "native", "blas"},
+    "muon": {"cores", "blas"},
     "gpt": {"muon", "cache"},
     "measure": {"case", "diagnose"},
     "diagnose": set(),

@@ -80,9 +80,8 @@ def plan_logprob(
     with progress_bar(run.out, "plan logprob") as report:
         for done, (method, fraction) in enumerate(jobs):
             report(f"{method} at {fraction:g}", done / len(jobs))
-            formula = plan_memory(
-                tokens, columns, hidden, fraction, method=method, dtype=torch_dtype, chunk=chunk
-            )
+            options: Any = {"method": method, "dtype": torch_dtype, "chunk": chunk, "kernels": True}
+            formula = plan_memory(tokens, columns, hidden, fraction, **options)
             simulated = None
             if method in wanted:
                 shape = HeadShape(tokens, formula.kept_rows, columns, hidden, torch_dtype, chunk)
@@ -304,7 +303,10 @@ def _longest_batch(capacity: int, vocab: int, hidden: int, dtype: Any, chunk: in
     from leanstep.logprob.memory import plan_memory
 
     def fits(rows: int) -> bool:
-        return plan_memory(rows, vocab, hidden, 1.0, dtype=dtype, chunk=chunk).total_bytes <= capacity
+        return (
+            plan_memory(rows, vocab, hidden, 1.0, dtype=dtype, chunk=chunk, kernels=True).total_bytes
+            <= capacity
+        )
 
     low, high = 0, 1
     while fits(high) and high < 2**40:

@@ -1,4 +1,4 @@
-"""Where the Triton kernels are used: fp32 tiles on a GPU, when Triton is installed."""
+"""What makes the two passes over a tile of fp32 logits: Triton on a GPU, C++ on a CPU, else plain torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from leanstep.logprob import native, planned
+from leanstep.native import has_memory
+
+# Fewer logits in a call are done before a first build (a third of a second, once per machine) would be.
+NATIVE_LOGITS = 1 << 18
 
 
 @functools.cache
-def _kernel_module() -> ModuleType | None:
+def _triton() -> ModuleType | None:
     try:
         from leanstep.logprob import kernel
     except ImportError:
@@ -18,9 +25,17 @@ def _kernel_module() -> ModuleType | None:
     return kernel
 
 
-def kernels_for(z: Tensor) -> ModuleType | None:
-    """The kernel module if it can run on the tile `z`, else None: plain torch, in place."""
-    if not z.is_cuda or z.dtype != torch.float32:
+def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> ModuleType | None:
+    """`kernel`, `native` or None for a call with so many logits, made of `given`, summed in `dtype`.
+
+    A plan (fake tensors) counts on kernels for as many logits as a CPU would use them.
+    """
+    if dtype != torch.float32:
         return None
-    module = _kernel_module()
-    return module if module is not None and z.stride(-1) == 1 else None
+    if isinstance(given, FakeTensor) and not torch.compiler.is_compiling():
+        return planned if num_logits >= NATIVE_LOGITS else None
+    if given.is_cuda:
+        return _triton()
+    if given.device.type != "cpu" or num_logits < NATIVE_LOGITS or not has_memory(given):
+        return None
+    return native if native.is_built() else None

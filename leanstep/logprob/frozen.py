@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob.extras import TopK
-from leanstep.logprob.gradient import read_targets_, tile_ids
-from leanstep.logprob.head import product, tile_buffer
+from leanstep.logprob.head import Scratch, product
 from leanstep.logprob.parallel import combine_statistics
 from leanstep.logprob.statistics import EXPONENT_FLOOR, RowStatistics, exponentials, finite_shift
 from leanstep.logprob.sweep import Problem
+from leanstep.logprob.targets import read_targets_, tile_ids
 
 
 class RowJacobians(NamedTuple):
@@ -48,10 +48,10 @@ def frozen_sweep(
         for wanted in (True, wants_entropy, wants_lse)
     ]
     pending = []
-    storage = p.buffers(2)
+    scratch = p.scratch()
     for rows in p.tiles.row_slices(p.num_rows):
         part = stats.rows(rows.start, rows.stop)
-        sums = _sweep_chunk(p, part, best, rows, storage, wants_entropy)
+        sums = _sweep_chunk(p, part, best, rows, scratch, wants_entropy)
         if p.group is None:
             _write(p, part, rows, sums, jacobians)
         else:
@@ -67,7 +67,7 @@ def frozen_sweep(
 
 
 def _sweep_chunk(
-    p: Problem, part: RowStatistics, best: TopK | None, rows: slice, storage: list[Tensor], centred: bool
+    p: Problem, part: RowStatistics, best: TopK | None, rows: slice, scratch: Scratch, centred: bool
 ) -> tuple[Tensor, Tensor | None]:
     head, tokens = p.head, p.tokens[rows]
     size = rows.stop - rows.start
@@ -75,10 +75,10 @@ def _sweep_chunk(
     first = h.new_zeros((size, head.weight.shape[1]), dtype=head.dtype)
     second = torch.zeros_like(first) if centred else None
     for columns in p.tiles.column_slices(head.columns):
-        z, work = (tile_buffer(s, size, columns.stop - columns.start) for s in storage)
+        z, work = scratch.tiles(2, size, columns.stop - columns.start)
         weight = head.weight_tile(columns)
         head.logits(h, low_h, weight, rows, columns, z)
-        read_targets_(part.target, z, tokens, head.shard, columns)
+        read_targets_(part.target, z, tokens, head.shard.start + columns.start)
         if best is not None:
             best.update_(z, rows, columns.start + head.shard.start)
         cap = None if head.softcap is None else head.cap_slope(z, rows)
@@ -124,7 +124,7 @@ def _write(
     slope = slope.unsqueeze(-1) if isinstance(slope, Tensor) else slope
     inverse = torch.where(part.sum == 0, 0.0, 1.0 / part.sum).unsqueeze(-1)
     mean_weight = sums[0].mul_(inverse).mul_(slope)
-    local, held = tile_ids(p.tokens[rows], head.shard, slice(0, max(head.columns, 1)))
+    local, held = tile_ids(p.tokens[rows], head.shard.start, max(head.columns, 1))
     alive = held.logical_and_(part.sum != 0)
     own = head.weight.index_select(0, local).to(head.dtype) * slope
     if head.softcap is not None:

@@ -13,16 +13,16 @@ One exp and four cheap passes; nothing depends on m + log s, which loses digits 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from leanstep.logprob.dispatch import kernels_for
-from leanstep.logprob.parallel import VocabShard
 from leanstep.logprob.statistics import EXPONENT_FLOOR, FinalStatistics, exponentials
+from leanstep.logprob.targets import add_at_targets_
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,75 +100,48 @@ class RowFactors(NamedTuple):
         return RowFactors(*(None if v is None else v[part] for v in self))  # type: ignore[arg-type]
 
 
-def logit_gradient_(
+def logit_gradient(
     z: Tensor,
-    work: Tensor | None,
+    scratch: Sequence[Tensor],
     factors: RowFactors,
     tokens: Tensor,
-    shard: VocabShard,
-    columns: slice,
+    first: int,
     *,
     smoothing: float = 0.0,
     vocabulary: int = 0,
-    source: Tensor | None = None,
+    kernels: ModuleType | None = None,
 ) -> Tensor:
-    """Overwrite the tile `z` [R, W] with its gradient.
+    """The gradient of the tile of logits `z` [R, W], in the first tile of `scratch`.
 
     Args:
-        work: a second tile; needed only when an entropy gradient flows.
-        tokens: [R] or [R, K], global ids; `columns` are the tile's within the shard.
+        scratch: one tile, which may be `z`; without kernels a second where an entropy gradient flows.
+        tokens: [R] or [R, K], global ids; `first` is that of the tile's first column.
         smoothing: label smoothing, over `vocabulary` real columns.
-        source: where the logits are read from when `z` holds nothing yet.
     """
-    dz = _scaled_exponentials(z, work, factors, source)
-    target = factors.target
+    maximum, constant, slope, target = factors
+    if kernels is not None:
+        # The kernel adds at one target per row; what is more complicated follows it.
+        simple = target if target is not None and target.dim() == 1 and not smoothing else None
+        dz = kernels.scale_exponentials(z, scratch[0], maximum, constant, slope, tokens, first, simple)
+        target = None if simple is not None else target
+    else:
+        dz = _scaled_exponentials(z, scratch, maximum, constant, slope)
     if target is not None:
         if smoothing:
             total = target if target.dim() == 1 else target.sum(-1)
             dz.add_((total * (smoothing / vocabulary)).unsqueeze(-1))
             target = target * (1.0 - smoothing)
-        add_at_targets_(dz, tokens, target, shard, columns)
+        add_at_targets_(dz, tokens, target, first)
     return dz
 
 
 def _scaled_exponentials(
-    z: Tensor, work: Tensor | None, factors: RowFactors, source: Tensor | None
+    z: Tensor, scratch: Sequence[Tensor], maximum: Tensor, constant: Tensor, slope: Tensor | None
 ) -> Tensor:
-    """z <- e^x (constant + slope x), x = z - m, per row; 0 where e^x is 0."""
-    maximum, constant, slope, _ = factors
-    kernels = kernels_for(z)
-    if kernels is not None:
-        if source is not None and source is not z:
-            z.copy_(source)
-        vectors = (None if v is None else v.squeeze(-1) for v in (maximum, constant, slope))
-        return kernels.scale_exponentials(z, *vectors)
-    x = torch.sub(z if source is None else source, maximum, out=z)
+    """e^x (constant + slope x), x = z - m, per row; 0 where e^x is 0."""
+    x = torch.sub(z, maximum, out=scratch[0])
     if slope is None:
         return exponentials(x, x).mul_(constant)
-    assert work is not None
-    e = exponentials(x, work)
+    e = exponentials(x, scratch[1])
     x.clamp_(min=EXPONENT_FLOOR[z.dtype])
     return x.mul_(slope).add_(constant).mul_(e)
-
-
-def add_at_targets_(dz: Tensor, tokens: Tensor, values: Tensor, shard: VocabShard, columns: slice) -> None:
-    """dz[i, y_i] += values[i] where the tile holds column y_i; static shapes, no sync."""
-    local, held = tile_ids(tokens, shard, columns)
-    values = values * held
-    if local.dim() == 1:
-        local, values = local.unsqueeze(-1), values.unsqueeze(-1)
-    dz.scatter_add_(1, local, values)
-
-
-def read_targets_(target: Tensor, z: Tensor, tokens: Tensor, shard: VocabShard, columns: slice) -> None:
-    """target <- z at the targets that this tile holds; the others stay. Shaped like `tokens`."""
-    local, held = tile_ids(tokens, shard, columns)
-    picked = z.gather(1, local.unsqueeze(-1) if local.dim() == 1 else local)
-    torch.where(held, picked.view_as(local), target, out=target)
-
-
-def tile_ids(tokens: Tensor, shard: VocabShard, columns: slice) -> tuple[Tensor, Tensor]:
-    """Column within the tile, clamped into range, and whether the tile really holds the token."""
-    local = tokens - (shard.start + columns.start)
-    inside = local.clamp(0, columns.stop - columns.start - 1)
-    return inside, inside == local

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from leanstep.blas import multiply
 from leanstep.logprob.parallel import VocabShard
 
 
@@ -27,6 +28,12 @@ class RowSource:
     @property
     def num_rows(self) -> int:
         return self.hidden.shape[0] if self.rows is None else self.rows.shape[0]
+
+    def part(self, rows: slice) -> RowSource:
+        """Some of the rows."""
+        if self.rows is None:
+            return RowSource(self.hidden[rows], None)
+        return RowSource(self.hidden, self.rows[rows])
 
     def chunk(self, part: slice, dtype: torch.dtype) -> Tensor:
         if self.rows is None:
@@ -110,7 +117,7 @@ class Head:
 def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> Tensor:
     """out = factor a @ b (+ out), summed in the dtype of `out`."""
     if a.dtype == out.dtype:
-        return torch.addmm(out, a, b, beta=float(accumulate), alpha=factor, out=out)
+        return multiply(a, b, out, alpha=factor, beta=float(accumulate))
     # CUDA only: 16-bit operands with an fp32 result.
     fresh = torch.mm(a, b, out_dtype=out.dtype)
     if factor != 1.0:
@@ -118,6 +125,17 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulat
     return out.add_(fresh) if accumulate else out.copy_(fresh)
 
 
-def tile_buffer(storage: Tensor, rows: int, columns: int) -> Tensor:
-    """A contiguous [rows, columns] view at the start of a flat buffer."""
-    return storage[: rows * columns].view(rows, columns)
+class Scratch:
+    """Tiles for one core, each allocated when it is first asked for and then used again."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, num_elements: int) -> None:
+        self._device, self._dtype, self._size = like.device, dtype, num_elements
+        self._storage: dict[int, Tensor] = {}
+
+    def tile(self, number: int, rows: int, columns: int) -> Tensor:
+        if number not in self._storage:
+            self._storage[number] = torch.empty(self._size, dtype=self._dtype, device=self._device)
+        return self._storage[number][: rows * columns].view(rows, columns)
+
+    def tiles(self, count: int, rows: int, columns: int) -> list[Tensor]:
+        return [self.tile(number, rows, columns) for number in range(count)]

@@ -14,9 +14,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from leanstep.logprob.gradient import tile_ids
 from leanstep.logprob.outputs import check_range
-from leanstep.logprob.parallel import VocabShard
+from leanstep.logprob.targets import tile_ids
 
 Keep = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -41,16 +40,15 @@ class KeepIds:
     def mean_size(self) -> float:
         return len(self.ids) / max(len(self.starts) - 1, 1)
 
-    def mask(self, rows: slice, tokens: Tensor, shard: VocabShard, columns: slice) -> Tensor:
-        """[R, W] bool: True where a column of the tile takes part in the row's log-prob."""
-        width = columns.stop - columns.start
+    def mask(self, rows: slice, tokens: Tensor, first: int, width: int) -> Tensor:
+        """[R, W] bool: True where a column of the tile, from id `first` on, is in the row's log-prob."""
         unrestricted = ~self.has_set[rows]
         # One spare column receives every id that lies outside the tile: static shapes, no sync.
         mask = unrestricted.unsqueeze(-1).expand(-1, width + 1).contiguous()
         pairs = slice(self.starts[rows.start], self.starts[rows.stop])
-        local, held = tile_ids(self.ids[pairs], shard, columns)
+        local, held = tile_ids(self.ids[pairs], first, width)
         mask[self.row_of[pairs] - rows.start, torch.where(held, local, width)] = True
-        local, held = tile_ids(tokens, shard, columns)
+        local, held = tile_ids(tokens, first, width)
         mask.scatter_(1, torch.where(held, local, width).unsqueeze(-1), True)
         return mask[:, :width]
 

@@ -1,9 +1,9 @@
 """Tiles of logits that a forward sweep leaves to the backward: each saves the backward one of its GEMMs.
 
-Two places can hold them. Saved tensors, up to a byte allowance: freed with the graph, seen by
-`saved_tensors_hooks` (offloading), never written to. And the memory of the weight's gradient, allocated
-early: [V, D] has room for [T', V] logits as long as T' <= D, and the backward would allocate it anyway. Those
-logits are overwritten by the gradient, so a second backward recomputes them: the same bits.
+Three places can hold them. Saved tensors, up to a byte allowance: freed with the graph, seen by
+`saved_tensors_hooks` (offloading), never written to. The memory of the weight's gradient, allocated early:
+[V, D] has room for [T', V] logits as long as T' <= D, and the backward would allocate it anyway. And a buffer
+for one chunk of rows, when the backward of a chunk follows its forward.
 """
 
 # R rows of a chunk · W columns of a tile · T' selected rows · D model · V local vocabulary
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,24 +20,31 @@ from torch import Tensor
 # Where a tile lies: its first row and its first column.
 Place = tuple[int, int]
 
-ALIGNMENT_BYTES = 64
+
+class Room(Protocol):
+    """Memory that holds tiles and outlives the forward sweep."""
+
+    def new_tile(self, rows: slice, columns: slice) -> Tensor | None: ...
+
+    def tile(self, rows: slice, columns: slice) -> Tensor | None: ...
 
 
 class KeptLogits:
-    """Filled by the forward with `new_tile`, in the order of its walk; read by the backward with `tile`."""
+    """Filled by the forward with `new_tile`, in the order of its walk; read by the backward with `tile`.
 
-    def __init__(self, allowed_bytes: int = 0, lent: LentGradient | None = None) -> None:
-        self.left_bytes, self.lent = allowed_bytes, lent
+    `room` is filled first, then up to `allowed_bytes` of tensors that the autograd graph saves.
+    """
+
+    def __init__(
+        self, like: Tensor, dtype: torch.dtype, room: Room | None = None, allowed_bytes: int = 0
+    ) -> None:
+        self.device, self.dtype, self.room, self.left_bytes = like.device, dtype, room, allowed_bytes
         self._tiles: dict[Place, Tensor] = {}
         self._lock = threading.Lock()
 
-    @classmethod
-    def restored(
-        cls, places: Sequence[Place], tensors: Sequence[Tensor], lent: LentGradient | None
-    ) -> KeptLogits:
-        kept = cls(0, lent)
-        kept._tiles = dict(zip(places, tensors, strict=True))
-        return kept
+    def restore(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> KeptLogits:
+        self._tiles = dict(zip(places, tensors, strict=True))
+        return self
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -44,70 +52,79 @@ class KeptLogits:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The saved tiles; those in the lent gradient are not among them."""
+        """The saved tiles; those in `room` are not among them."""
         return tuple(self._tiles.values())
 
-    def new_tile(self, rows: slice, columns: slice, like: Tensor) -> Tensor | None:
-        """A tile to be filled, shaped as `like` [R, W]; None when there is no room for it."""
-        if self.lent is not None:
-            tile = self.lent.new_tile(rows, columns, like)
+    def new_tile(self, rows: slice, columns: slice) -> Tensor | None:
+        """A tile to be filled; None when there is no room for it."""
+        if self.room is not None:
+            tile = self.room.new_tile(rows, columns)
             if tile is not None:
                 return tile
-        num_bytes = like.numel() * like.element_size()
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        num_bytes = shape[0] * shape[1] * self.dtype.itemsize
         with self._lock:
             if num_bytes > self.left_bytes:
                 return None
             self.left_bytes -= num_bytes
-        tile = torch.empty_like(like)
+        tile = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._tiles[rows.start, columns.start] = tile
         return tile
 
     def tile(self, rows: slice, columns: slice) -> Tensor | None:
         found = self._tiles.get((rows.start, columns.start))
-        if found is None and self.lent is not None:
-            return self.lent.tile(rows, columns)
+        if found is None and self.room is not None:
+            return self.room.tile(rows, columns)
         return found
 
 
 class LentGradient:
     """The weight's gradient [V, D], its memory lent to logits until the gradient is written.
 
-    The backward walks vocabulary tiles outermost and writes the rows of the gradient that belong to one tile
-    while it reads that tile's logits. One row chunk: they are read before the write, and may lie in those
-    very rows. Several: they lie in the rows of the next tile, and the last tile finds no room.
+    The backward walks vocabulary tiles outermost. Its first row chunk reads a tile of logits before it writes
+    that tile's rows of the gradient, so the logits may lie in those very rows; a second backward, which finds
+    them overwritten, recomputes: the same bits. Later chunks add to the gradient and cannot be kept here.
     """
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype, num_columns: int, single_chunk: bool) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
         self.gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        self.dtype, self.num_columns, self.single_chunk = dtype, num_columns, single_chunk
-        self._offsets: dict[Place, int] = {}
-        self._ends: dict[int, int] = {}
+        self.dtype = dtype
+        self._held: set[int] = set()
 
     @staticmethod
-    def possible(weight: Tensor, dtype: torch.dtype) -> bool:
-        """Whether a row of the gradient is a whole number of logits long."""
-        return weight.shape[1] * weight.element_size() % dtype.itemsize == 0
+    def rows_that_fit(weight: Tensor, dtype: torch.dtype) -> int:
+        """How many rows of logits every column has room for: D, or half of it under 16-bit weights."""
+        row_bytes = weight.shape[1] * weight.element_size()
+        return row_bytes // dtype.itemsize if row_bytes % dtype.itemsize == 0 else 0
 
-    def new_tile(self, rows: slice, columns: slice, like: Tensor) -> Tensor | None:
-        row_elements = self.gradient.shape[1] * self.gradient.element_size() // self.dtype.itemsize
-        first = columns.start if self.single_chunk else columns.stop
-        # Tiles are equally wide, but for the last.
-        last = min(first + like.shape[1], self.num_columns)
-        step = ALIGNMENT_BYTES // self.dtype.itemsize
-        end = self._ends[columns.start] if columns.start in self._ends else first * row_elements
-        offset = -(-end // step) * step
-        if offset + like.numel() > last * row_elements:
+    def new_tile(self, rows: slice, columns: slice) -> Tensor | None:
+        if rows.start or rows.stop > self.rows_that_fit(self.gradient, self.dtype):
             return None
-        self._ends[columns.start] = offset + like.numel()
-        self._offsets[rows.start, columns.start] = offset
+        self._held.add(columns.start)
         return self.tile(rows, columns)
 
     def tile(self, rows: slice, columns: slice) -> Tensor | None:
-        offset = self._offsets.get((rows.start, columns.start))
-        if offset is None:
+        if rows.start or columns.start not in self._held:
             return None
+        size, width = rows.stop, columns.stop - columns.start
+        lent = self.gradient[columns].view(-1).view(self.dtype)
+        return lent[: size * width].view(size, width)
+
+
+class ChunkBuffer:
+    """Room for the logits of one chunk of rows over the whole local vocabulary, used again by the next."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
+        self.num_rows = num_rows
+        self.logits = torch.empty(num_rows * num_columns, dtype=dtype, device=like.device)
+
+    def new_tile(self, rows: slice, columns: slice) -> Tensor:
+        # Tile after tile, each contiguous: rows of an [R, V] matrix would lie a page or more apart.
         size, width = rows.stop - rows.start, columns.stop - columns.start
-        return self.gradient.view(-1).view(self.dtype)[offset : offset + size * width].view(size, width)
+        offset = self.num_rows * columns.start + rows.start * width
+        return self.logits[offset : offset + size * width].view(size, width)
+
+    tile = new_tile
 
 
 def checked_allowance(logit_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """Log-probs and entropy straight from hidden states: the [T, V] logits never exist.
 
-Rows are selected before the projection, logits live one tile at a time, the backward recomputes what the
-caller leaves no room for.
+Rows are selected before the projection, logits live one tile at a time; those that find room in the memory of
+the weight's gradient wait there for the backward, which recomputes the others.
 """
 
 # T rows · T' selected rows · D model · V local vocabulary · K targets per row
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leanstep.logprob.dispatch import kernels_for
 from leanstep.logprob.extras import divergences
 from leanstep.logprob.frozen import frozen_sweep
 from leanstep.logprob.gradient import RowGradients, first_order_only
@@ -41,7 +42,12 @@ from leanstep.logprob.parallel import (
 from leanstep.logprob.sparse import SPARSE_FRACTION, sparse_logprobs
 from leanstep.logprob.statistics import FinalStatistics
 from leanstep.logprob.sweep import Problem, backward_sweep, forward_sweep
-from leanstep.logprob.tiles import Tiles, checked_tile, choose_cores, choose_tiles
+from leanstep.logprob.tiles import CPU_MAX_ROWS, Tiles, checked_tile, choose_cores, choose_tiles
+
+# Row chunks as tall as the gradient's memory allows, so that no more rows than need be are recomputed; but
+# chunks so low that products slow down, or tiles far beyond a cache, would cost more than recomputing.
+FEWEST_LENT_ROWS = 256
+MOST_LENT_ROWS = 4096
 
 EXTRAS = ("lse", "z_loss", "argmax", "top_k", "kl", "reverse_kl")
 
@@ -67,8 +73,8 @@ def linear_logprobs(
     main_grad: Tensor | None = None,
     budget: int | None = None,
     tile: tuple[int, int] | Tiles | None = None,
+    logits_in_grad: bool = True,
     logit_bytes: int = 0,
-    logits_in_grad: bool = False,
     group: Any = None,
     vocab_start: int | None = None,
     vocab_total: int | None = None,
@@ -99,10 +105,11 @@ def linear_logprobs(
         lora: a low-rank addition to `weight`.
         main_grad: [V, D]; the weight's gradient is added to it and not returned.
         budget: bytes for tiles; `tile` = (rows, columns) sets them outright.
-        logit_bytes: tiles of logits, up to this many bytes, stay until the backward, which then recomputes
+        logits_in_grad: logits wait for the backward in the memory of the weight's gradient, which is then
+            allocated in the forward: all of them while T' <= D, no byte more at the peak. A second backward
+            recomputes them. False: several forwards come before their backwards, and memory is short.
+        logit_bytes: more tiles of logits, up to this many bytes, stay until the backward, which recomputes
             only the others; T' V x 4 keeps them all (x 8 in fp64). The numbers are the same bit for bit.
-        logits_in_grad: keep logits in the memory of the weight's gradient, which is then allocated in the
-            forward: all of them while T' <= D, no byte more at the peak. A second backward recomputes.
         group, vocab_start, vocab_total: vocabulary shards, as in `token_logprobs`.
         sequence_parallel: hidden is [T / ranks, D]; `rows` are global and on the host.
         reduce_grad: "all_reduce" the hidden gradient over `group`, or "none" if the caller's layer does.
@@ -110,10 +117,10 @@ def linear_logprobs(
     Returns:
         LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
 
-    Peak extra memory: one tile (about 6 MiB) and [T', D] sums per CPU core, 5 vectors, `logit_bytes`;
-        gradients that are returned.
-    GEMMs (2 T' D V FLOPs each): 4 with gradients, 3 if all logits are kept; with a frozen head 2, or 3 if
-        entropy is "grad"; 1 without.
+    Peak extra memory: a tile (0.5 MiB, or 6 without a C++ compiler) per CPU core, the selected rows of hidden
+        and [T', D] sums that do not fit its gradient, 5 vectors, `logit_bytes`; gradients that are returned.
+    GEMMs (2 T' D V FLOPs each): 3 with gradients, one more of the rows whose logits are not kept; with a
+        frozen head 2, or 3 if entropy is "grad"; 1 without.
     Collectives: 2 forward, 1 backward with a group; else none.
     Use something else when: V < 1,000 and all rows count; the plain version is as fast.
     """
@@ -168,6 +175,7 @@ def linear_logprobs(
             reverse_kl="reverse_kl" in wants,
             group=process_group,
             reduce_grad=reduce_grad,
+            kernels=kernels_for(hidden, head.dtype, source.num_rows * head.columns),
         )
         call = _Call(problem, entropy, bool({"lse", "z_loss"} & wants), main_grad)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -177,7 +185,7 @@ def linear_logprobs(
         if _is_frozen(problem, hidden, weight, bias):
             function = _FrozenLinearLogProbs
         elif tile is None:
-            _share_among_cores(problem, budget, call.logits_in_grad)
+            _choose_sweep(problem, budget, call.logits_in_grad)
         logp, entropy_values, lse, kl, reverse_kl, values, ids = function.apply(*tensors, call)  # type: ignore[misc]
     return LogProbs(
         logp=logp,
@@ -207,9 +215,9 @@ class _Call:
         weight, dtype = p.head.weight, p.head.dtype
         lent = None
         if self.logits_in_grad and p.tiles.order == "vocab" and p.num_rows and p.head.columns:
-            if LentGradient.possible(weight, dtype):
-                lent = LentGradient(weight, dtype, p.head.columns, p.num_rows <= p.tiles.rows)
-        return KeptLogits(self.logit_bytes, lent)
+            if min(p.num_rows, p.tiles.rows) <= LentGradient.rows_that_fit(weight, dtype):
+                lent = LentGradient(weight, dtype)
+        return KeptLogits(weight, dtype, lent, self.logit_bytes)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -242,7 +250,7 @@ class _LinearLogProbs(torch.autograd.Function):
         kept = (None, None) if kept_final is None else kept_final.saved()[:2]
         given = (hidden, weight, bias, low_hidden, low_weight)
         ctx.save_for_backward(*given, *full, *kept, *saved_kl, *kept_logits.tensors)
-        ctx.call, ctx.places, ctx.lent = call, kept_logits.places, kept_logits.lent
+        ctx.call, ctx.places, ctx.lent = call, kept_logits.places, kept_logits.room
         lse = final.log_sum_exp() if call.lse else None
         values, ids = (None, None) if best is None else (best.values, best.ids)
         quiet = [
@@ -257,7 +265,8 @@ class _LinearLogProbs(torch.autograd.Function):
         call: _Call = ctx.call
         maximum, log_sum, entropy, kept_max, kept_log_sum, *others = ctx.saved_tensors[5:]
         saved_kl, lent = others[:4], ctx.lent
-        kept_logits = KeptLogits.restored(ctx.places, others[4:], lent)
+        kept_logits = KeptLogits(ctx.saved_tensors[1], call.problem.head.dtype, lent)
+        kept_logits.restore(ctx.places, others[4:])
         if ctx.needs_input_grad[1]:
             # The gradient overwrites its logits and goes to the caller: another backward recomputes.
             ctx.lent = None
@@ -330,19 +339,19 @@ def _is_frozen(p: Problem, hidden: Tensor, weight: Tensor, bias: Tensor | None) 
     return torch.is_grad_enabled() and hidden.requires_grad and not trained and plain
 
 
-def _share_among_cores(p: Problem, budget: int | None, logits_in_grad: bool) -> None:
-    """Give each core a part of the vocabulary, where that is possible and pays."""
-    if p.top_k or p.keep is not None or p.reference is not None or p.tiles.order != "vocab":
+def _choose_sweep(p: Problem, budget: int | None, lends: bool) -> None:
+    """Tiles that suit the passes and the gradient's memory, and a part of the vocabulary for each core."""
+    if p.top_k or p.keep is not None or p.reference is not None:
         return
-    hidden = p.source.hidden
+    hidden, max_rows = p.source.hidden, CPU_MAX_ROWS
+    if lends and (fitting := LentGradient.rows_that_fit(p.head.weight, p.head.dtype)) >= FEWEST_LENT_ROWS:
+        max_rows = min(fitting, MOST_LENT_ROWS)
     shape = (p.num_rows, p.head.columns, hidden.shape[1])
-    cores = choose_cores(*shape, hidden.device)
+    cores = choose_cores(*shape, hidden.device) if p.tiles.order == "vocab" else 1
     # The default is what one core's tile may take; a caller's budget is for all of them.
     share = None if budget is None else max(budget // cores, 1)
-    tiles = choose_tiles(*shape, budget=share, device=hidden.device)
-    # With several row chunks a tile's logits wait in the next tile's part of dW: that may be another core's.
-    if cores > 1 and (p.num_rows <= tiles.rows or not logits_in_grad):
-        p.cores, p.tiles = cores, tiles
+    options: Any = {"budget": share, "device": hidden.device, "max_rows": max_rows}
+    p.cores, p.tiles = cores, choose_tiles(*shape, **options, kernels=p.kernels is not None)
 
 
 def _checked_extras(extras: Sequence[str | tuple[str, int]]) -> tuple[set[str], int]:

@@ -8,19 +8,24 @@ backward pass reads the caller's logits again and fills one gradient buffer chun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from leanstep.cores import run_on_cores
+from leanstep.logprob import native
+from leanstep.logprob.dispatch import kernels_for
 from leanstep.logprob.gradient import (
     RowFactors,
     RowGradients,
     first_order_only,
-    logit_gradient_,
-    read_targets_,
+    logit_gradient,
 )
+from leanstep.logprob.head import Scratch
 from leanstep.logprob.keep import Keep, KeepIds, checked_keep
 from leanstep.logprob.outputs import (
     Entropy,
@@ -97,17 +102,22 @@ def token_logprobs(
         raise ValueError(f"chunk_rows: expected None, -1 or a positive number, got {chunk_rows}")
     if reuse_buffer:
         _check_reusable(logits, rows, dtype)
+    kernels = kernels_for(logits, dtype, tokens.shape[0] * shard.real)
+    # A row that is selected twice must not get both gradients at once.
+    cores = torch.get_num_threads() if kernels is native and rows is None else 1
     call = _Call(
         tokens=tokens,
         rows=rows,
         entropy=entropy,
         temperature=check_temperature(temperature, rows, num_rows, dtype),
         keep=keep_ids,
-        chunk_rows=_chunk_rows(chunk_rows, logits, dtype),
+        chunk_rows=_chunk_rows(chunk_rows, logits, dtype, cores),
         shard=shard,
         group=group,
         dtype=dtype,
         reuse_buffer=reuse_buffer,
+        kernels=kernels,
+        cores=cores,
     )
     logp, entropy_values, lse = _TokenLogProbs.apply(logits, call)  # type: ignore[misc]
     return LogProbs(logp, entropy_values, lse if return_lse else None)
@@ -125,25 +135,37 @@ class _Call:
     group: Any
     dtype: torch.dtype
     reuse_buffer: bool
+    kernels: ModuleType | None
+    cores: int
 
-    @property
-    def columns(self) -> slice:
-        return slice(0, self.shard.real)
+    def over_chunks(self, logits: Tensor, work: Callable[[slice, Scratch], None]) -> None:
+        """Do the work on every chunk of rows, on all cores where one call of a kernel is one core's."""
+        selected = self.tokens.shape[0]
+        size = min(self.chunk_rows, selected) * self.shard.real
+        scratch = [Scratch(logits, self.dtype, size) for _ in range(self.cores)]
+        chunks = list(even_slices(selected, self.chunk_rows))
+        if self.cores == 1:
+            for part in chunks:
+                work(part, scratch[0])
+        else:
+            jobs = [lambda core, part=part: work(part, scratch[core]) for part in chunks]
+            run_on_cores(jobs, self.cores)
 
-    def source(self, logits: Tensor, part: slice, buffer: Tensor) -> Tensor:
-        """Rows `part` of the tempered logits; `buffer` is filled only when they must be made."""
+    def source(self, logits: Tensor, part: slice, make_buffer: Callable[[], Tensor]) -> Tensor:
+        """Rows `part` of the tempered logits; a buffer is filled only when they must be made."""
         real = logits[:, : self.shard.real]
         if self.rows is None:
             chunk = real[part]
         else:
             chunk = real.index_select(0, self.rows[part])
         unscaled = isinstance(self.temperature, float) and self.temperature == 1.0
-        if unscaled:
-            return chunk if chunk.dtype == self.dtype else buffer.copy_(chunk)
+        if unscaled and chunk.dtype == self.dtype and (self.kernels is None or chunk.stride(-1) == 1):
+            return chunk
+        buffer = make_buffer().copy_(chunk)
         t = self.temperature
-        return torch.div(
-            buffer.copy_(chunk), t[part].unsqueeze(-1) if isinstance(t, Tensor) else t, out=buffer
-        )
+        if unscaled:
+            return buffer
+        return buffer.div_(t[part].unsqueeze(-1) if isinstance(t, Tensor) else t)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -159,23 +181,25 @@ class _TokenLogProbs(torch.autograd.Function):
             moment=call.entropy != "none",
             keep=call.keep is not None and not single,
         )
-        z, work = (_chunk(logits, call, wanted) for wanted in (True, call.entropy != "none"))
-        for part in even_slices(selected, call.chunk_rows):
-            size = part.stop - part.start
-            source = call.source(logits, part, z[:size])
+        needed = 0 if call.kernels is not None else 1 + (call.entropy != "none")
+
+        def add_chunk(part: slice, scratch: Scratch) -> None:
+            shape = (part.stop - part.start, call.shard.real)
+            source = call.source(logits, part, lambda: scratch.tile(0, *shape))
             tokens = call.tokens[part]
             rows = stats.rows(part.start, part.stop)
-            if call.shard.real:
-                read_targets_(rows.target, source, tokens, call.shard, call.columns)
             if call.keep is not None and call.shard.real:
-                mask = call.keep.mask(part, tokens, call.shard, call.columns)
+                mask = call.keep.mask(part, tokens, call.shard.start, call.shard.real)
                 kept = source.masked_fill(mask.logical_not_(), -torch.inf)
                 if single:
                     source = kept
                 else:
-                    rows.keep_part().update_(kept, kept)
+                    rows.keep_part().update_(kept, [kept], kernels=call.kernels)
             if call.shard.real:
-                rows.update_(z[:size], work[:size] if call.entropy != "none" else z[:size], source=source)
+                where = (tokens, call.shard.start)
+                rows.update_(source, scratch.tiles(needed, *shape), *where, kernels=call.kernels)
+
+        call.over_chunks(logits, add_chunk)
         stats = combine_statistics(stats, call.group)
         final, kept_final = stats.final(), stats.keep_final()
         ctx.call = call
@@ -211,38 +235,37 @@ class _TokenLogProbs(torch.autograd.Function):
         two_softmaxes = restricted and g_entropy is not None
         main = kept_final if g_entropy is None else final
         gradients = RowGradients(None if two_softmaxes else g_logp, g_entropy, g_lse)
+        every_row, slope = slice(0, call.tokens.shape[0]), 1.0 / call.temperature
+        factors, second = RowFactors.of(main, gradients.rows(every_row, slope)), None
+        if two_softmaxes and g_logp is not None:
+            second = RowFactors.of(kept_final, RowGradients(g_logp).rows(every_row, slope))
         grad, in_place = _gradient_buffer(logits, call)
-        work = _chunk(logits, call, g_entropy is not None)
-        z = _chunk(logits, call, not in_place)
-        for part in even_slices(call.tokens.shape[0], call.chunk_rows):
-            size, tokens = part.stop - part.start, call.tokens[part]
-            out = grad[part][:, : call.shard.real] if in_place else z[:size]
-            slope = 1.0 / (
-                call.temperature[part] if isinstance(call.temperature, Tensor) else call.temperature
-            )
-            source = call.source(logits, part, out)
-            some = gradients.rows(part, slope)
+        needs_work = g_entropy is not None and call.kernels is None
+
+        def write_chunk(part: slice, scratch: Scratch) -> None:
+            shape, tokens = (part.stop - part.start, call.shard.real), call.tokens[part]
+            out = grad[part][:, : call.shard.real] if in_place else scratch.tile(0, *shape)
+            source = call.source(logits, part, lambda: out)
             kept = None
             if restricted and g_logp is not None and call.shard.real:
-                mask = call.keep.mask(part, tokens, call.shard, call.columns)  # type: ignore[union-attr]
+                mask = call.keep.mask(part, tokens, call.shard.start, call.shard.real)  # type: ignore[union-attr]
                 kept = source.masked_fill(mask.logical_not_(), -torch.inf)
                 if not two_softmaxes:
                     source = kept
             if call.shard.real:
-                scratch = work[:size] if g_entropy is not None else None
-                where = (tokens, call.shard, call.columns)
-                factors = RowFactors.of(main.rows(part), some)
-                logit_gradient_(out, scratch, factors, *where, source=source)
-                if two_softmaxes and kept is not None:
-                    logp_only = RowGradients(g_logp).rows(part, slope)
-                    factors = RowFactors.of(kept_final.rows(part), logp_only)
-                    out.add_(logit_gradient_(kept, None, factors, *where))
+                tiles = [out, scratch.tile(1, *shape)] if needs_work else [out]
+                where = (tokens, call.shard.start)
+                logit_gradient(source, tiles, factors.rows(part), *where, kernels=call.kernels)
+                if second is not None and kept is not None:
+                    out.add_(logit_gradient(kept, [kept], second.rows(part), *where, kernels=call.kernels))
             if not in_place:
                 target = grad[:, : call.shard.real]
                 if call.rows is None:
                     target[part] = out
                 else:
                     target.index_add_(0, call.rows[part], out.to(grad.dtype))
+
+        call.over_chunks(logits, write_chunk)
         if call.reuse_buffer:
             ctx.call = None
         return grad, None
@@ -262,18 +285,13 @@ def _gradient_buffer(logits: Tensor, call: _Call) -> tuple[Tensor, bool]:
     return grad, logits.dtype == call.dtype
 
 
-def _chunk(logits: Tensor, call: _Call, wanted: bool) -> Tensor:
-    rows = min(call.chunk_rows, call.tokens.shape[0]) if wanted else 0
-    return torch.empty(rows, call.shard.real, dtype=call.dtype, device=logits.device)
-
-
-def _chunk_rows(chunk_rows: int | None, logits: Tensor, dtype: torch.dtype) -> int:
+def _chunk_rows(chunk_rows: int | None, logits: Tensor, dtype: torch.dtype, cores: int) -> int:
     if chunk_rows == -1:
         return max(logits.shape[0], 1)
     if chunk_rows is not None:
         return chunk_rows
     row_bytes = 2 * dtype.itemsize * max(logits.shape[1], 1)
-    return max(default_budget(logits.device) // row_bytes, 1)
+    return max(default_budget(logits.device) // cores // row_bytes, 1)
 
 
 def _check_reusable(logits: Tensor, rows: Tensor | None, dtype: torch.dtype) -> None:

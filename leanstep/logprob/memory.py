@@ -74,6 +74,7 @@ def plan_memory(
     chunk: int = 1024,
     tile: int | None = None,
     entropy: bool = True,
+    kernels: bool = False,
 ) -> MemoryPlan:
     """Peak bytes and FLOPs of `method` at these shapes.
 
@@ -87,6 +88,7 @@ def plan_memory(
         chunk: rows of a tile.
         tile: columns of a tile; None = V.
         entropy: whether an entropy gradient flows.
+        kernels: whether Triton or C++ makes the passes over a tile: they need no second one.
     """
     for name, value in (
         ("T", T),
@@ -110,7 +112,8 @@ def plan_memory(
     full = max(size, 4)
     hidden_grad, weight_grad = T * D * size, V * D * full
     # A 16-bit weight needs a 16-bit copy of the gradient tile for its GEMMs.
-    tiles = c * w * (2 * full + (2 if size < 4 else 0))
+    work, copy = 0 if kernels else full, 2 if size < 4 else 0
+    tiles = c * w * (full + work + copy)
     statistics = 5 * full * N + c * D * (full + 2)
     inputs = (T * D + V * D) * size
     rows_flops, all_flops = N * D * V, T * D * V
@@ -138,20 +141,21 @@ def plan_memory(
         parts = {
             "logits [T, V]": T * V * full,
             "gradient of logits [T, V]": T * V * full,
-            "tiles": 4 * c * V * full,
+            "tiles": 2 * c * V * (full + work),
             "statistics": 5 * full * N,
         }
         return MemoryPlan(method, N, inputs, parts, 6 * all_flops)
     if method == "no-grad":
-        # Logits and their exponentials.
-        parts = {"tiles": 2 * c * w * full, "statistics": 4 * full * N}
+        parts = {"tiles": c * w * (full + work), "statistics": 4 * full * N}
         return MemoryPlan(method, N, inputs, parts, 2 * rows_flops)
     if method == "frozen":
+        # Exponentials beside the logits, kernels or not: both are multiplied with the weight.
+        tiles = c * w * (2 * full + copy)
         parts = {"hidden gradient": hidden_grad, "tiles": tiles, "statistics": statistics}
         parts[f"saved directions [T', D] x {2 if entropy else 1}"] = N * D * size * (2 if entropy else 1)
         return MemoryPlan(method, N, inputs, parts, (6 if entropy else 4) * rows_flops)
     if method == "policy":
-        tiles = c * V * (2 * full + (2 if size < 4 else 0))
+        tiles = c * V * (full + work + copy)
     parts = {
         "hidden gradient": hidden_grad,
         "weight gradient": weight_grad,

@@ -78,7 +78,7 @@ def check_tokens(
         raise ValueError(
             f"tokens: expected an int64 tensor with {wanted} dimensions, got {_describe(tokens)}"
         )
-    tokens = select_per_row("tokens", tokens.long(), rows, num_rows)
+    tokens = select_per_row("tokens", tokens.long(), rows, num_rows).contiguous()
     if tokens.numel() and vocabulary is not None:
         check_range("tokens", tokens, vocabulary)
     return tokens

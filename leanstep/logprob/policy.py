@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leanstep.logprob.gradient import RowGradients, first_order_only, read_targets_
-from leanstep.logprob.head import Head, RowSource, tile_buffer
+from leanstep.logprob.dispatch import kernels_for
+from leanstep.logprob.gradient import RowGradients, first_order_only
+from leanstep.logprob.head import Head, RowSource
 from leanstep.logprob.head_sums import HeadGradients, HeadSums
 from leanstep.logprob.heads import LoRA, build_head
+from leanstep.logprob.kept_logits import ChunkBuffer, KeptLogits, LentGradient
 from leanstep.logprob.objective import (
     Normalizer,
     PolicyLoss,
@@ -34,10 +36,15 @@ from leanstep.logprob.objective import (
 )
 from leanstep.logprob.outputs import check_rows, check_temperature, check_tokens, select_per_row
 from leanstep.logprob.parallel import combine_statistics, resolve_group
-from leanstep.logprob.statistics import FinalStatistics, RowStatistics
 from leanstep.logprob.sweep import Problem, backward_sweep, forward_sweep
-from leanstep.logprob.tile_gradient import TileGradient
-from leanstep.logprob.tiles import Tiles, choose_tiles, default_budget, even_slices
+from leanstep.logprob.tiles import (
+    CPU_MAX_ROWS,
+    Tiles,
+    choose_cores,
+    choose_tiles,
+    default_budget,
+    even_slices,
+)
 
 # A chunk keeps its whole vocabulary of logits: more than a cache holds, far less than [T, V].
 CPU_CHUNK_BYTES = 128 << 20
@@ -88,7 +95,8 @@ def linear_policy_loss(
     Returns:
         PolicyLoss; only `loss` is differentiable, and only once.
 
-    Peak extra memory: c x V logits of one chunk, two work tiles; gradients that are returned.
+    Peak extra memory: work tiles and c x V logits of one chunk; if all rows are one chunk of at most D rows,
+        these lie in the weight's gradient. Gradients that are returned.
     Collectives: 2 per row chunk and 1 at the end with a group; else none.
     Use something else when: the normaliser depends on the log-probs (`linear_logprobs` and `policy_loss`).
     """
@@ -127,11 +135,13 @@ def linear_policy_loss(
         source=source,
         low=None if low is None else RowSource(low.detach(), rows),
         tokens=tokens,
-        tiles=replace(tiles, order="rows"),
+        tiles=tiles,
         moment=bool(objective.entropy_coef) or entropy_metric,
         group=process_group,
         reduce_grad=reduce_grad,
+        kernels=kernels_for(hidden, dtype, selected * head.columns),
     )
+    _choose_sweep(problem, chunks)
     call = _Call(problem, objective, data, chunks, torch.is_grad_enabled())
     with torch.autocast(hidden.device.type, enabled=False):
         loss = _PolicyLoss.apply(*tensors, call)
@@ -184,28 +194,30 @@ class _PolicyLoss(torch.autograd.Function):
         p, data = call.problem, call.data
         given = (hidden, weight, bias, low_hidden, low_weight)
         wanted = tuple(call.wants_grad and t is not None and t.requires_grad for t in given)
-        most_rows = max((c.rows.stop - c.rows.start for c in call.chunks if not c.recompute), default=0)
-        sums = HeadSums(p, wanted, chunk_rows=max(most_rows, p.tiles.rows)) if any(wanted) else None
+        lent = _lent_gradient(call, wanted[1])
+        sums = HeadSums(p, wanted, lent=lent) if any(wanted) else None
         logp = torch.zeros(p.num_rows, dtype=p.head.dtype, device=hidden.device)
         entropy = torch.zeros_like(logp) if p.moment else None
         losses, ratio = torch.zeros_like(logp), torch.zeros_like(logp)
         clipped = torch.zeros_like(logp, dtype=torch.bool)
-        buffers = _Buffers(p, most_rows)
+        room = lent
+        if room is None and sums is not None:
+            room = ChunkBuffer(weight, p.head.dtype, _most_kept_rows(call.chunks), p.head.columns)
         for chunk in call.chunks:
             part = chunk.rows
-            final, target = buffers.statistics(part) if not chunk.recompute else _recomputed(p, part)
-            logp[part] = final.log_prob(target)
+            some = _rows_of(p, part)
+            kept_logits = KeptLogits(weight, p.head.dtype, None if chunk.recompute else room)
+            stats = combine_statistics(forward_sweep(some, kept_logits)[0], p.group)
+            final = stats.final()
+            logp[part] = final.log_prob(stats.target)
             if entropy is not None and final.entropy is not None:
                 entropy[part] = final.entropy
             rows, g_logp, g_entropy = _row_gradients(call, chunk, logp[part], final.entropy)
             losses[part], ratio[part], clipped[part] = rows
             if sums is None:
                 continue
-            gradients = RowGradients(g_logp, g_entropy)
-            if chunk.recompute:
-                backward_sweep(_rows_of(p, part), final, None, gradients, sums, first_row=part.start)
-            else:
-                buffers.turn_into_gradients(part, final, gradients, sums)
+            gradients: Any = (None, RowGradients(g_logp, g_entropy), sums)
+            backward_sweep(some, final, *gradients, first_row=part.start, kept_logits=kept_logits)
         ctx.gradients = None if sums is None else sums.result()
         call.logp, call.entropy = logp, entropy
         call.row_losses = RowLosses(losses, ratio, clipped)
@@ -250,80 +262,45 @@ def _row_gradients(
     )
 
 
-class _Buffers:
-    """The logits of one chunk over the whole local vocabulary, and work tiles that stay in cache."""
-
-    def __init__(self, p: Problem, most_rows: int) -> None:
-        self.p = p
-        device = p.source.hidden.device
-        self.logits = torch.empty(most_rows * p.head.columns, dtype=p.head.dtype, device=device)
-        size = most_rows * min(p.tiles.columns, p.head.columns)
-        self.work = [
-            torch.empty(size, dtype=p.head.dtype, device=device) for _ in range(2 if p.moment else 1)
-        ]
-
-    def _tile(self, size: int, columns: slice) -> Tensor:
-        # Tile after tile, each contiguous: rows of a [c, V] matrix would lie a page or more apart.
-        return self.logits[size * columns.start : size * columns.stop].view(
-            size, columns.stop - columns.start
-        )
-
-    def statistics(self, part: slice) -> tuple[FinalStatistics, Tensor]:
-        """Project the rows, keep the logits, and reduce them to statistics of the whole vocabulary."""
-        p = self.p
-        size = part.stop - part.start
-        self.h, self.low_h = p.chunks(part)
-        stats = RowStatistics.empty(size, dtype=p.head.dtype, device=p.tokens.device, moment=p.moment)
-        for columns in p.tiles.column_slices(p.head.columns):
-            z = self._tile(size, columns)
-            p.head.logits(self.h, self.low_h, p.head.weight_tile(columns), part, columns, z)
-            read_targets_(stats.target, z, p.tokens[part], p.head.shard, columns)
-            first, last = (
-                tile_buffer(w, size, columns.stop - columns.start) for w in (self.work[0], self.work[-1])
-            )
-            stats.update_(first, last, source=z)
-        stats = combine_statistics(stats, p.group)
-        return stats.final(), stats.target
-
-    def turn_into_gradients(
-        self, part: slice, final: FinalStatistics, gradients: RowGradients, sums: HeadSums
-    ) -> None:
-        """Overwrite the kept logits with their gradient, tile by tile, and push it to hidden and weight."""
-        p = self.p
-        size = part.stop - part.start
-        gradient = TileGradient(_rows_of(p, part), final, None, gradients)
-        rows = slice(0, size)
-        for columns in p.tiles.column_slices(p.head.columns):
-            z = self._tile(size, columns)
-            work = tile_buffer(self.work[-1], size, columns.stop - columns.start)
-            du = gradient.tile_(z, z, work, rows, columns)
-            sums.add(du, self.h, self.low_h, p.head.weight_tile(columns), part, columns)
-
-
-def _recomputed(p: Problem, part: slice) -> tuple[FinalStatistics, Tensor]:
-    """Statistics of rows whose logits do not fit: swept in tiles, and swept again for the gradient."""
-    stats, _ = forward_sweep(_rows_of(p, part))
-    stats = combine_statistics(stats, p.group)
-    return stats.final(), stats.target
-
-
 def _rows_of(p: Problem, part: slice) -> Problem:
     """The same problem for some of its rows; its hidden gradient stays local, the caller reduces once."""
-    rows = p.source.rows
-    if rows is None:
-        rows = torch.arange(part.start, part.stop, device=p.tokens.device)
-    else:
-        rows = rows[part]
     temperature = p.head.temperature
     head = replace(p.head, temperature=temperature[part] if isinstance(temperature, Tensor) else temperature)
     return replace(
         p,
         head=head,
-        source=RowSource(p.source.hidden, rows),
-        low=None if p.low is None else RowSource(p.low.hidden, rows),
+        source=p.source.part(part),
+        low=None if p.low is None else p.low.part(part),
         tokens=p.tokens[part],
         reduce_grad="none",
     )
+
+
+def _lent_gradient(call: _Call, wanted: bool) -> LentGradient | None:
+    """The memory of dW for the logits, where one chunk of rows is all there is and fits."""
+    head, chunks = call.problem.head, call.chunks
+    fits = LentGradient.rows_that_fit(head.weight, head.dtype)
+    if not wanted or len(chunks) != 1 or not 0 < _most_kept_rows(chunks) <= fits or not head.columns:
+        return None
+    return LentGradient(head.weight, head.dtype)
+
+
+def _most_kept_rows(chunks: list[_Chunk]) -> int:
+    return max((c.rows.stop - c.rows.start for c in chunks if not c.recompute), default=0)
+
+
+def _choose_sweep(p: Problem, chunks: list[_Chunk]) -> None:
+    """Tiles as tall as the tallest chunk with kept logits, and a part of the vocabulary for each core."""
+    hidden = p.source.hidden
+    most_rows = _most_kept_rows(chunks) or min(p.num_rows, CPU_MAX_ROWS)
+    shape = (p.head.columns, hidden.shape[1])
+    cores = choose_cores(p.num_rows, *shape, hidden.device)
+    # Several chunks: dW is summed where it lies, but 16-bit weights need fp32 sums, which "rows" order has.
+    if len(chunks) > 1 and p.head.weight.dtype != p.head.dtype:
+        cores = 1
+    options: Any = {"device": hidden.device, "kernels": p.kernels is not None, "max_rows": max(most_rows, 1)}
+    order = "vocab" if len(chunks) <= 1 or cores > 1 else "rows"
+    p.cores, p.tiles = cores, replace(choose_tiles(most_rows, *shape, **options), order=order)
 
 
 def _chunks(

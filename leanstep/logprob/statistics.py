@@ -17,13 +17,15 @@ so that no 0 * inf is ever formed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from leanstep.logprob.dispatch import kernels_for
+from leanstep.logprob.targets import read_targets_
 
 # exp of these is exactly 0, also as a subnormal: a finite stand-in for -inf in products.
 EXPONENT_FLOOR = {torch.float32: -110.0, torch.float64: -800.0}
@@ -134,19 +136,30 @@ class RowStatistics:
         """A view of some rows; updating it updates this object's tensors."""
         return RowStatistics(*(None if v is None else v[start:stop] for v in self._values()))  # type: ignore[arg-type]
 
-    def update_(self, z: Tensor, work: Tensor, *, source: Tensor | None = None) -> None:
-        """Add the columns of a tile [N, W]; both buffers are overwritten.
+    def update_(
+        self,
+        z: Tensor,
+        scratch: Sequence[Tensor],
+        tokens: Tensor | None = None,
+        first: int = 0,
+        *,
+        kernels: ModuleType | None = None,
+    ) -> None:
+        """Add the columns of a tile [N, W], and read the logits of `tokens` that it holds.
 
-        `work` may be `z` itself when no moment is kept. `source` holds the logits when `z` does not yet.
+        Args:
+            scratch: without kernels one tile, two when a moment is kept; the first may be `z`.
+            tokens: [N] or [N, K], global ids; `first` is that of the tile's first column.
         """
-        source = z if source is None else source
-        kernels = kernels_for(source)
+        if tokens is not None and (kernels is None or tokens.dim() == 2):
+            read_targets_(self.target, z, tokens, first)
+            tokens = None
         if kernels is not None:
-            kernels.update_statistics(source, self.max, self.sum, self.moment)
+            kernels.update_statistics(z, self.max, self.sum, self.moment, tokens, first, self.target)
             return
-        shift, _, shrink = self.raise_max_(source.amax(-1))
-        x = torch.sub(source, shift.unsqueeze(-1), out=z)
-        e = exponentials(x, work)
+        shift, _, shrink = self.raise_max_(z.amax(-1))
+        x = torch.sub(z, shift.unsqueeze(-1), out=scratch[0])
+        e = exponentials(x, scratch[-1])
         self.sum.mul_(shrink).add_(e.sum(-1))
         if self.moment is not None:
             # In place: vecdot would make a third tile for the products.

@@ -6,9 +6,9 @@ vocabulary, each weight tile is visited once and dW is written tile by tile; a l
 rewrite all of dW for every chunk (2 to 3 times slower at small chunks).
 Tile order is fixed and nothing is atomic: two runs give the same bits.
 
-On a CPU with several threads each core takes a part of the vocabulary (`Problem.cores`) with statistics and
-a hidden gradient of its own, joined in a fixed order at the end: the cores then meet once per sweep, not
-after every operation on a tile.
+On a CPU with several threads the vocabulary is cut into parts, one more than cores, with statistics and a
+hidden gradient of their own, joined in a fixed order at the end. Cores take tiles of the part that is least
+far: they meet once per sweep, not after every operation on a tile, and none waits long for a slower one.
 """
 
 # R rows of a chunk · W columns of a tile · T' selected rows · D model · V local vocabulary
@@ -18,15 +18,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from leanstep.cores import run_on_cores
+from leanstep.cores import run_chains
 from leanstep.logprob.extras import TopK, update_pair_
-from leanstep.logprob.gradient import RowGradients, read_targets_
-from leanstep.logprob.head import Head, RowSource, tile_buffer
+from leanstep.logprob.gradient import RowGradients
+from leanstep.logprob.head import Head, RowSource, Scratch
 from leanstep.logprob.head_sums import HeadSums
 from leanstep.logprob.keep import KeepIds
 from leanstep.logprob.kept_logits import KeptLogits
@@ -42,7 +42,7 @@ ReadRows = Callable[[slice], tuple[Tensor, Tensor | None]]
 class Problem:
     """Everything constant about one call. `low` is the LoRA branch's input, `reference` the KL's head.
 
-    `cores`: how many parts of the vocabulary are swept side by side.
+    `kernels` make the passes over a tile, if there are some. `cores`: how many tiles are swept side by side.
     """
 
     head: Head
@@ -59,6 +59,7 @@ class Problem:
     reverse_kl: bool = False
     group: Any = None
     reduce_grad: str = "all_reduce"
+    kernels: ModuleType | None = None
     cores: int = 1
 
     @property
@@ -74,17 +75,15 @@ class Problem:
         return h, None if self.low is None else self.low.chunk(part, self.head.operand_dtype)
 
     def column_parts(self) -> list[list[slice]]:
-        """Column slices of the tiles, cut into one run per core."""
+        """Column slices of the tiles, cut into one run per part of the vocabulary."""
         columns = list(self.tiles.column_slices(self.head.columns))
-        per_core = max(-(-len(columns) // self.cores), 1)
-        return [columns[part] for part in even_slices(len(columns), per_core)] or [[]]
+        parts = self.cores + 1 if self.cores > 1 else 1
+        per_part = max(-(-len(columns) // parts), 1)
+        return [columns[part] for part in even_slices(len(columns), per_part)] or [[]]
 
-    def buffers(self, count: int) -> list[Tensor]:
-        """Flat tiles, made once per sweep."""
-        size = self.tiles.rows * self.tiles.columns
-        return [
-            torch.empty(size, dtype=self.head.dtype, device=self.source.hidden.device) for _ in range(count)
-        ]
+    def scratch(self) -> Scratch:
+        """Tiles for one part of the vocabulary."""
+        return Scratch(self.source.hidden, self.head.dtype, self.tiles.rows * self.tiles.columns)
 
 
 def forward_sweep(p: Problem, kept_logits: KeptLogits | None = None) -> tuple[RowStatistics, TopK | None]:
@@ -93,13 +92,12 @@ def forward_sweep(p: Problem, kept_logits: KeptLogits | None = None) -> tuple[Ro
     jobs, swept = [], []
     for columns in p.column_parts():
         swept.append(_empty_statistics(p))
-        storage = p.buffers(2 if p.moment else 1)
-        jobs.append(functools.partial(_forward_part, p, columns, swept[-1], storage, best, kept_logits))
+        jobs.append(functools.partial(_forward_part, p, columns, swept[-1], p.scratch(), best, kept_logits))
     _run_parts(p, jobs)
     return functools.reduce(merge, swept), best
 
 
-def _run_parts(p: Problem, jobs: Sequence[Callable[[ReadRows], None]]) -> None:
+def _run_parts(p: Problem, parts: Sequence[Callable[[ReadRows], Iterator[None]]]) -> None:
     """Run the parts of a sweep, side by side if there are several; each is given a way to read row chunks."""
     read = p.chunks
     if p.num_rows <= p.tiles.rows:
@@ -108,10 +106,12 @@ def _run_parts(p: Problem, jobs: Sequence[Callable[[ReadRows], None]]) -> None:
         def read(part: slice) -> tuple[Tensor, Tensor | None]:
             return whole
 
-    if len(jobs) == 1:
-        jobs[0](read)
+    chains = [part(read) for part in parts]
+    if len(chains) == 1:
+        for _ in chains[0]:
+            pass
     else:
-        run_on_cores([lambda core, job=job: job(read) for job in jobs], p.cores)
+        run_chains(chains, p.cores)
 
 
 def _empty_statistics(p: Problem) -> RowStatistics:
@@ -132,22 +132,21 @@ def _forward_part(
     p: Problem,
     columns_swept: list[slice],
     stats: RowStatistics,
-    storage: list[Tensor],
+    scratch: Scratch,
     best: TopK | None,
     kept_logits: KeptLogits | None,
     read: ReadRows,
-) -> None:
+) -> Iterator[None]:
+    needed = 0 if p.kernels is not None else 1 + p.moment
     for rows in p.tiles.row_slices(p.num_rows):
         h, low_h = read(rows)
         size = rows.stop - rows.start
         part, tokens = stats.rows(rows.start, rows.stop), p.tokens[rows]
         for columns in columns_swept:
             width = columns.stop - columns.start
-            first, last = (tile_buffer(s, size, width) for s in (storage[0], storage[-1]))
-            z = None if kept_logits is None else kept_logits.new_tile(rows, columns, first)
-            z = first if z is None else z
+            z = None if kept_logits is None else kept_logits.new_tile(rows, columns)
+            z = scratch.tile(0, size, width) if z is None else z
             p.head.logits(h, low_h, p.head.weight_tile(columns), rows, columns, z)
-            read_targets_(part.target, z, tokens, p.head.shard, columns)
             if part.total is not None:
                 part.total.add_(z.sum(-1))
             if best is not None:
@@ -157,10 +156,12 @@ def _forward_part(
             if p.keep is not None:
                 kept = restricted(p, p.keep, z, rows, columns)
                 if p.two_softmaxes:
-                    part.keep_part().update_(kept, kept)
+                    part.keep_part().update_(kept, [kept], kernels=p.kernels)
                 else:
                     z = kept
-            part.update_(first, last, source=z)
+            where = (tokens, p.head.shard.start + columns.start)
+            part.update_(z, scratch.tiles(needed, size, width), *where, kernels=p.kernels)
+            yield
 
 
 def backward_sweep(
@@ -186,8 +187,7 @@ def backward_sweep(
     for columns in p.column_parts():
         forks.append(sums.fork() if forks else sums)
         gradient = TileGradient(p, final, kept_final, gradients, divergences)
-        storage = p.buffers(2 if gradients.entropy is not None else 1)
-        part = (p, columns, gradient, storage, forks[-1], first_row, kept_logits)
+        part = (p, columns, gradient, p.scratch(), forks[-1], first_row, kept_logits)
         jobs.append(functools.partial(_backward_part, *part))
     _run_parts(p, jobs)
     for fork in forks[1:]:
@@ -198,12 +198,12 @@ def _backward_part(
     p: Problem,
     columns_swept: list[slice],
     gradient: TileGradient,
-    storage: list[Tensor],
+    scratch: Scratch,
     sums: HeadSums,
     first_row: int,
     kept_logits: KeptLogits | None,
     read: ReadRows,
-) -> None:
+) -> Iterator[None]:
     head = p.head
     h = low_h = weight_tile = None
     last_rows = last_columns = None
@@ -215,13 +215,14 @@ def _backward_part(
         last_rows, last_columns = rows, columns
         assert h is not None and weight_tile is not None
         size, width = rows.stop - rows.start, columns.stop - columns.start
-        out, work = (tile_buffer(s, size, width) for s in (storage[0], storage[-1]))
+        tiles = scratch.tiles(gradient.scratch_tiles, size, width)
         z = None if kept_logits is None else kept_logits.tile(rows, columns)
         if z is None:
-            z = head.logits(h, low_h, weight_tile, rows, columns, out)
-        du = gradient.tile_(z, out, work, rows, columns)
+            z = head.logits(h, low_h, weight_tile, rows, columns, tiles[0])
+        du = gradient.tile(z, tiles, rows, columns)
         placed = slice(rows.start + first_row, rows.stop + first_row)
         sums.add(du, h, low_h, weight_tile, placed, columns)
+        yield
 
 
 def _walk(p: Problem, columns: list[slice]) -> Iterator[tuple[slice, slice]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob.extras import add_kl_gradient_
-from leanstep.logprob.gradient import RowFactors, RowGradients, logit_gradient_
+from leanstep.logprob.gradient import RowFactors, RowGradients, logit_gradient
 from leanstep.logprob.statistics import FinalStatistics
 
 if TYPE_CHECKING:
@@ -54,16 +54,17 @@ class TileGradient:
                 self.second = RowFactors.of(kept_final, RowGradients(some.logp))
                 some = RowGradients(None, some.entropy, some.lse)
         self.main = RowFactors.of(final, some)
+        self.scratch_tiles = 2 if self.main.slope is not None and p.kernels is None else 1
         self._rows: slice | None = None
         self._part = self.main
 
-    def tile_(self, z: Tensor, out: Tensor, work: Tensor, rows: slice, columns: slice) -> Tensor:
-        """The gradient for the tile of logits `z` [R, W], in `out` (which may be `z`); `work` is scratch."""
+    def tile(self, z: Tensor, scratch: Sequence[Tensor], rows: slice, columns: slice) -> Tensor:
+        """The gradient for the tile of logits `z` [R, W], in the first tile of `scratch`."""
         p, head = self.p, self.p.head
         if rows is not self._rows:
             self._rows, self._part = rows, self.main.rows(rows)
         cap = None if head.softcap is None else head.cap_slope(z, rows)
-        where = (p.tokens[rows], head.shard, columns)
+        where = (p.tokens[rows], head.shard.start + columns.start)
         addition = None
         if self.kl is not None:
             addition = torch.zeros_like(z)
@@ -75,9 +76,9 @@ class TileGradient:
             if self.second is None:
                 z = kept
             else:
-                addition = logit_gradient_(kept, None, self.second.rows(rows), *where)
+                addition = logit_gradient(kept, [kept], self.second.rows(rows), *where, kernels=p.kernels)
         smoothing: Any = {"smoothing": p.smoothing, "vocabulary": head.vocabulary or 0}
-        dz = logit_gradient_(out, work, self._part, *where, **smoothing, source=z)
+        dz = logit_gradient(z, scratch, self._part, *where, **smoothing, kernels=p.kernels)
         if addition is not None:
             dz.add_(addition)
         return dz if cap is None else dz.mul_(cap)
@@ -85,7 +86,8 @@ class TileGradient:
 
 def restricted(p: Problem, keep: KeepIds, z: Tensor, rows: slice, columns: slice) -> Tensor:
     """A copy of the tile with -inf outside the kept ids and the target."""
-    mask = keep.mask(rows, p.tokens[rows], p.head.shard, columns)
+    first, width = p.head.shard.start + columns.start, columns.stop - columns.start
+    mask = keep.mask(rows, p.tokens[rows], first, width)
     return z.masked_fill(mask.logical_not_(), -torch.inf)
 
 

@@ -18,9 +18,10 @@ import torch
 TILE_ELEMENT_BYTES = 10
 # Logits and work area then fit a share of the last-level cache that other cores leave; larger is slower.
 CPU_TILE_BYTES = 6 << 20
+# With kernels a tile costs no vector operations to speak of, and its logits fit a core's own cache.
+KERNEL_TILE_BYTES = 1 << 19
 MAX_BUDGET_BYTES = 512 << 20
 CPU_MAX_ROWS = 1024
-
 
 # A core of its own for each part of the vocabulary pays from this many multiply-adds per core on, and while
 # the hidden gradients that the other cores sum up stay small.
@@ -84,26 +85,32 @@ def choose_tiles(
     *,
     budget: int | None = None,
     device: torch.device | str = "cpu",
+    kernels: bool = False,
+    max_rows: int = CPU_MAX_ROWS,
 ) -> Tiles:
     """The tile for `num_rows` x `vocab` logits from hidden rows of `width`, within `budget` bytes.
 
-    On a CPU tiles are tall (up to 1024 rows) and as wide as the budget allows. Elsewhere whole
-    vocabulary rows are taken while at least 256 of them fit, else vocabulary tiles of the problem's shape.
+    On a CPU tiles are tall (up to `max_rows`) and as wide as the budget allows; with `kernels` for the passes
+    they need no work area. Elsewhere whole vocabulary rows are taken while at least 256 of them fit, else
+    vocabulary tiles of the problem's shape.
     """
+    on_cpu, is_given = torch.device(device).type == "cpu", budget is not None
     if budget is None:
-        budget = default_budget(device)
+        budget = KERNEL_TILE_BYTES if on_cpu and kernels else default_budget(device)
     if budget <= 0:
         raise ValueError(f"budget: expected a positive number of bytes, got {budget}")
     num_rows, vocab = max(num_rows, 1), max(vocab, 1)
     # The smaller accumulator wins: T' D for "vocab", V D for "rows".
     order: Literal["rows", "vocab"] = "vocab" if num_rows <= vocab else "rows"
-    elements = max(budget // TILE_ELEMENT_BYTES, 1)
-    if torch.device(device).type == "cpu":
-        rows = min(num_rows, CPU_MAX_ROWS)
-        columns = _round_down(elements // rows, 512)
-        if columns < 512:
-            columns = 512
-            rows = max(min(rows, elements // columns), 1)
+    elements = max(budget // (4 if on_cpu and kernels else TILE_ELEMENT_BYTES), 1)
+    if on_cpu:
+        narrowest = 128 if kernels else 512
+        rows = min(num_rows, max_rows)
+        columns = _round_down(elements // rows, narrowest)
+        if columns < narrowest:
+            columns = narrowest
+            if is_given or not kernels:
+                rows = max(min(rows, elements // columns), 1)
         return Tiles(rows, min(columns, vocab), order)
     rows = budget // (TILE_ELEMENT_BYTES * vocab + 6 * width)
     rows = _round_down(rows, 128 if rows >= 128 else 8)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leanstep.blas import multiply
 from leanstep.muon.products import choose_panels, commuting_product, gram_matrix, quadratic
 from leanstep.muon.reference import ABSOLUTE_EPS, POLAR_EXPRESS, SAFETY, Triples
 from leanstep.muon.side_by_side import run_side_by_side
@@ -230,7 +231,10 @@ def iterate(
     poly = workspace.take("poly", square, x)
 
     def apply(factor: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        return torch.matmul(x, factor, out=out) if plan.tall else torch.matmul(factor, x, out=out)
+        first, second = (x, factor) if plan.tall else (factor, x)
+        if x.ndim == 2:
+            return multiply(first, second, out)
+        return torch.matmul(first, second, out=out)
 
     if plan.method == "standard":
         # a * I inside the factor saves a pass over x, but half precision would round b A + c A^2 against it.

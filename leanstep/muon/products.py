@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leanstep.blas import multiply
 from leanstep.muon.triangle import can_square, square_into
 
 # Below this side a full product is as fast as the panels (measured with two threads, see docs/muon.md).
@@ -81,7 +82,7 @@ def commuting_product(a: Tensor, b: Tensor, out: Tensor, *, panels: int = 1) -> 
         return torch.matmul(a, b, out=out)
     bounds = _bounds(out.size(0), panels)
     for lo, hi in bounds:
-        torch.mm(a[lo:hi], b[:, :hi], out=out[lo:hi, :hi])
+        multiply(a[lo:hi], b[:, :hi], out[lo:hi, :hi])
     _mirror(out, bounds)
     return out
 

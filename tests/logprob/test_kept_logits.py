@@ -41,10 +41,10 @@ OPTIONS = {
     "empty": {"entropy": "grad", "rows": ROWS[:0]},
 }
 KEPT = {
-    "one tile": {"logit_bytes": 4 * 7 * 8},
-    "all": {"logit_bytes": EVERYTHING},
-    "in grad": {"logits_in_grad": True},
-    "in grad, others saved": {"logits_in_grad": True, "logit_bytes": EVERYTHING},
+    "one tile": {"logit_bytes": 4 * 7 * 8, "logits_in_grad": False},
+    "all": {"logit_bytes": EVERYTHING, "logits_in_grad": False},
+    "in grad": {},
+    "in grad, others saved": {"logit_bytes": EVERYTHING},
 }
 
 
@@ -97,7 +97,7 @@ def values_and_gradients(name, dtype, tile, **more):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_same_bits_as_recomputing(name, dtype, tile):
-    expected = values_and_gradients(name, dtype, tile)
+    expected = values_and_gradients(name, dtype, tile, logits_in_grad=False)
     for how, kept in KEPT.items():
         for a, b in zip(values_and_gradients(name, dtype, tile, **kept), expected, strict=True):
             assert torch.equal(a, b), how
@@ -140,12 +140,13 @@ class Products(TorchDispatchMode):
     ("kept", "tile", "products"),
     [
         # 3 row chunks, 4 vocabulary tiles; each tile is one product forward and two for the gradients.
-        ({}, (4, 10), 4 * 12),
+        ({"logits_in_grad": False}, (4, 10), 4 * 12),
+        ({"logits_in_grad": False, "logit_bytes": EVERYTHING}, (4, 10), 3 * 12),
+        ({"logits_in_grad": False, "logit_bytes": 5 * 4 * 4 * 10}, (4, 10), 4 * 12 - 5),
+        # The gradient has room for the first chunk of every vocabulary tile, unless it is taller than D = 8.
+        ({}, (4, 10), 4 * 12 - 4),
         ({"logit_bytes": EVERYTHING}, (4, 10), 3 * 12),
-        ({"logit_bytes": 5 * 4 * 4 * 10}, (4, 10), 4 * 12 - 5),
-        # D = 8 leaves room for two of three row chunks, or one where the next tile is the narrow last.
-        ({"logits_in_grad": True}, (4, 10), 4 * 12 - (2 + 2 + 1)),
-        ({"logits_in_grad": True, "logit_bytes": EVERYTHING}, (4, 10), 3 * 12),
+        ({}, (11, 10), 4 * 4),
     ],
 )
 def test_kept_tiles_are_not_recomputed(kept, tile, products):
@@ -156,14 +157,14 @@ def test_kept_tiles_are_not_recomputed(kept, tile, products):
 
 
 def test_few_rows_fit_the_gradient_entirely():
-    inputs, outputs = call("rows", torch.float32, (7, 10), logits_in_grad=True)
+    inputs, outputs = call("rows", torch.float32, (7, 10))
     with Products() as counted:
         torch.autograd.grad([x.sum() for x in outputs(*inputs)], inputs)
     assert counted.count == 3 * 4
 
 
 def saved_tiles(allowed, **more):
-    inputs, outputs = call("plain", torch.float32, (4, 10), logit_bytes=allowed, **more)
+    inputs, outputs = call("plain", torch.float32, (4, 10), logit_bytes=allowed, logits_in_grad=False, **more)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         found = outputs(*inputs)
@@ -202,7 +203,7 @@ def test_nothing_is_kept_without_a_graph():
         with context, Sizes() as sizes:
             linear_logprobs(
                 hidden, weight, torch.zeros(T, dtype=torch.int64), tile=(4, 7),
-                logit_bytes=EVERYTHING, logits_in_grad=True,
+                logit_bytes=EVERYTHING,
             )  # fmt: skip
         assert sizes.most <= 4 * 7
 
@@ -226,16 +227,16 @@ def test_an_early_gradient_costs_no_memory_at_the_peak():
 
         return measure_peak(step, given).extra_bytes
 
-    recomputed = extra()
-    assert extra(logits_in_grad=True) <= 1.02 * recomputed
-    saved = extra(logit_bytes=EVERYTHING)
+    recomputed = extra(logits_in_grad=False)
+    assert extra() <= 1.02 * recomputed
+    saved = extra(logits_in_grad=False, logit_bytes=EVERYTHING)
     assert recomputed + 4 * t * v <= saved <= 1.02 * recomputed + 4 * t * v
 
 
 def test_main_grad_is_never_lent():
     inputs, _ = call("plain", torch.float32, (4, 10))
     tokens, mains = torch.arange(T), []
-    for kept in ({}, {"logits_in_grad": True}):
+    for kept in ({}, {"logits_in_grad": False}):
         main = torch.ones(V, D)
         linear_logprobs(*inputs, tokens, main_grad=main, tile=(4, 10), **kept).logp.sum().backward()
         mains.append(main)

@@ -1,18 +1,35 @@
-"""The Triton kernels in the interpreter against the plain passes they replace, alone and in use."""
+"""The kernels, C++ and Triton in its interpreter, against the plain passes they replace, alone and in use."""
 
 from __future__ import annotations
+
+import importlib
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from leanstep.logprob import kernel, linear_logprobs, token_logprobs
+from leanstep.logprob import (
+    PolicyObjective,
+    Tiles,
+    kernel,
+    linear_logprobs,
+    linear_policy_loss,
+    native,
+    token_logprobs,
+)
 from leanstep.logprob.statistics import RowStatistics
 
 # Opposite ends of fp32 overflow when subtracted, on purpose; the interpreter is numpy and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 NAMES = {"update_statistics", "update_statistics_entropy", "scale_exponentials", "scale_exponentials_entropy"}
+
+
+@pytest.fixture(params=["triton", "native"])
+def kernels(request):
+    if request.param == "native" and not native.is_built():
+        pytest.skip("no C++ compiler")
+    return kernel if request.param == "triton" else native
 
 
 def tile(rows, columns, spread=4.0):
@@ -27,13 +44,15 @@ def tile(rows, columns, spread=4.0):
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 41), (4, 401), (2, 4100), (1, 1), (0, 7)])
 @pytest.mark.parametrize("moment", [True, False])
-def test_statistics(rows, columns, moment):
+def test_statistics(rows, columns, moment, kernels):
     first, second = tile(rows, columns), tile(rows, columns)
     expected = RowStatistics.empty(rows, moment=moment)
     found = RowStatistics.empty(rows, moment=moment)
     for z in (first, second):
-        expected.update_(z.clone(), torch.zeros_like(z))
-        kernel.update_statistics(z, found.max, found.sum, found.moment)
+        tokens = torch.randint(0, 3 * columns, (rows,))
+        expected.update_(z.clone(), [torch.zeros_like(z), torch.zeros_like(z)], tokens, columns)
+        kernels.update_statistics(z, found.max, found.sum, found.moment, tokens, columns, found.target)
+    assert torch.equal(found.target, expected.target)
     torch.testing.assert_close(found.max, expected.max)
     torch.testing.assert_close(found.sum, expected.sum, rtol=1e-5, atol=1e-6)
     if moment:
@@ -42,7 +61,8 @@ def test_statistics(rows, columns, moment):
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 41), (4, 401), (2, 2100), (1, 1), (0, 7)])
 @pytest.mark.parametrize("has_slope", [True, False])
-def test_gradient(rows, columns, has_slope):
+@pytest.mark.parametrize("has_target", [True, False])
+def test_gradient(rows, columns, has_slope, has_target, kernels):
     z = tile(rows, columns)
     maximum = torch.where(z.amax(-1) == -torch.inf, 0.0, z.amax(-1)) if rows else torch.zeros(0)
     constant, slope = torch.randn(2, rows)
@@ -53,36 +73,104 @@ def test_gradient(rows, columns, has_slope):
     wide = torch.full((rows, columns + 3), 7.0)
     wide[:, :columns] = z
     view = wide[:, :columns]
-    found = kernel.scale_exponentials(view, maximum, constant, slope if has_slope else None)
+    tokens, target = torch.randint(0, 3 * columns, (rows,)), torch.randn(rows)
+    if has_target:
+        held = (tokens >= columns) & (tokens < 2 * columns)
+        expected[held, tokens[held] - columns] += target[held].double()
+    arguments = (
+        maximum,
+        constant,
+        slope if has_slope else None,
+        tokens,
+        columns,
+        target if has_target else None,
+    )
+    apart = torch.full_like(wide, 7.0)[:, :columns]
+    assert kernels.scale_exponentials(view, apart, *arguments) is apart
+    found = kernels.scale_exponentials(view, view, *arguments)
+    assert torch.equal(found, apart)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     assert found.isfinite().all() and torch.equal(wide[:, columns:], torch.full((rows, 3), 7.0))
 
 
-@pytest.fixture
-def through_kernels(monkeypatch):
-    """Send every fp32 tile through the kernels, as on a GPU."""
-    chosen = lambda z: kernel if z.dtype == torch.float32 and z.stride(-1) == 1 else None  # noqa: E731
-    monkeypatch.setattr("leanstep.logprob.statistics.kernels_for", chosen)
-    monkeypatch.setattr("leanstep.logprob.gradient.kernels_for", chosen)
+def choose(monkeypatch, kernels):
+    """Send every fp32 tile through these kernels, or through none."""
+    for module in ("linear", "logits", "policy"):
+        chosen = lambda given, dtype, count: kernels if dtype == torch.float32 else None  # noqa: E731
+        monkeypatch.setattr(importlib.import_module(f"leanstep.logprob.{module}"), "kernels_for", chosen)
 
 
-def test_public_functions_through_kernels(through_kernels, monkeypatch):
+OPTIONS = {
+    "plain": {"entropy": "grad"},
+    "no entropy": {},
+    "softcap": {"entropy": "grad", "softcap": 2.0, "temperature": 0.7},
+    "smoothing": {"entropy": "metric", "label_smoothing": 0.1},
+    "targets": {"entropy": "grad"},
+    "kept ids": {"entropy": "grad", "keep": (torch.arange(39), torch.arange(0, 40, 3))},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_linear_logprobs_through_kernels(name, kernels, monkeypatch):
     hidden, weight = torch.randn(13, 8), torch.randn(157, 8)
-    tokens, upstream = torch.randint(0, 157, (13,)), torch.randn(2, 13)
+    tokens = torch.randint(0, 157, (13, 2) if name == "targets" else (13,))
+    upstream = torch.randn(2, *tokens.shape)
 
-    def results():
+    def results(chosen):
+        choose(monkeypatch, chosen)
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = linear_logprobs(h, w, tokens, entropy="grad", tile=(5, 60))
-        grads = torch.autograd.grad([out.logp, out.entropy], [h, w], list(upstream))
-        z = (hidden @ weight.t()).requires_grad_()
-        direct = token_logprobs(z, tokens, entropy="grad", chunk_rows=4)
-        (grad,) = torch.autograd.grad([direct.logp, direct.entropy], z, list(upstream))
-        return out.logp, out.entropy, *grads, direct.logp, direct.entropy, grad
+        out = linear_logprobs(h, w, tokens, tile=Tiles(5, 60, "vocab"), **OPTIONS[name])
+        pairs = [(out.logp, upstream[0])]
+        if out.entropy is not None and out.entropy.requires_grad:
+            pairs.append((out.entropy, upstream[1].flatten()[:13]))
+        grads = torch.autograd.grad([v for v, _ in pairs], [h, w], [g for _, g in pairs])
+        return [*(value.detach() for value, _ in pairs), *grads]
 
-    with_kernels = results()
-    monkeypatch.undo()
-    for a, b in zip(with_kernels, results(), strict=True):
-        torch.testing.assert_close(a.detach(), b.detach(), rtol=2e-5, atol=2e-5)
+    for a, b in zip(results(kernels), results(None), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "half"])
+def test_token_logprobs_through_kernels(temperature, layout, kernels, monkeypatch):
+    logits, tokens, upstream = torch.randn(23, 157), torch.randint(0, 157, (23,)), torch.randn(2, 23)
+
+    def results(chosen):
+        choose(monkeypatch, chosen)
+        z = {"contiguous": logits, "transposed": logits.t().contiguous().t(), "half": logits.bfloat16()}[
+            layout
+        ]
+        z = z.detach().requires_grad_()
+        out = token_logprobs(z, tokens, entropy="grad", chunk_rows=4, temperature=temperature)
+        (grad,) = torch.autograd.grad([out.logp, out.entropy], z, list(upstream))
+        return out.logp.detach(), out.entropy.detach(), grad
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for a, b in zip(results(kernels), results(None), strict=True):
+            tolerance = 1e-2 if a.dtype == torch.bfloat16 else 2e-5
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_policy_loss_through_kernels(kernels, monkeypatch):
+    hidden, weight, tokens = torch.randn(13, 8), torch.randn(157, 8), torch.randint(0, 157, (13,))
+    old, advantages = torch.randn(2, 13)
+
+    def results(chosen, budget):
+        choose(monkeypatch, chosen)
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        objective = PolicyObjective(entropy_coef=0.1)
+        out = linear_policy_loss(
+            h, w, tokens, old_logp=old - 5, advantages=advantages, objective=objective, budget=budget
+        )
+        return out.loss.detach(), out.logp, out.entropy, *torch.autograd.grad(out.loss, [h, w])
+
+    for budget in (None, 8 * 3 * 157 * 4):
+        for a, b in zip(results(kernels, budget), results(None, budget), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_shipped_configurations_are_listed():

@@ -61,6 +61,12 @@ def test_narrow_tiles_cost_less():
     assert gib(plan.extra_bytes) == pytest.approx(1.89, abs=0.01)
 
 
+def test_kernels_need_no_second_tile():
+    for method, tiles in (("linear", 1), ("policy", 1), ("no-grad", 1), ("frozen", 0), ("logits", 2)):
+        plain, lean = (plan_memory(T, V, D, 0.25, method=method, kernels=k) for k in (False, True))
+        assert plain.extra_bytes - lean.extra_bytes == tiles * 1024 * V * 4
+
+
 def test_hidden_level_stays_under_six_gib_in_fp32_with_its_inputs():
     plan = plan_memory(T, V, D, 1.0, dtype=torch.float32, chunk=1024)
     assert gib(plan.total_bytes) < 6

@@ -233,7 +233,7 @@ def test_bad_input_is_named(change, message):
         linear_policy_loss(tensors["hidden"], tensors["weight"], tokens, rows=ROWS, **{**data, **change})
 
 
-@pytest.mark.parametrize("kept", [{}, {"logit_bytes": 1 << 40}, {"logits_in_grad": True}], ids=str)
+@pytest.mark.parametrize("kept", [{}, {"logit_bytes": 1 << 40}, {"logits_in_grad": False}], ids=str)
 def test_planning_runs_the_real_code_on_fake_tensors(kept):
     """`leanstep plan` does: neither path may look at a value, in forward or backward."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -15,7 +15,7 @@ def swept(z, widths, **options):
     start = 0
     for width in widths:
         tile = z[:, start : start + width].clone()
-        stats.update_(tile, torch.zeros_like(tile))
+        stats.update_(tile, [tile, torch.zeros_like(tile)])
         start += width
     return stats
 

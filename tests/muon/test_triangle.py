@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from threadpoolctl import threadpool_info
 
+from leanstep.blas import one_thread_each
 from leanstep.muon.products import gram_matrix, quadratic
-from leanstep.muon.triangle import can_square, one_triangle_allowed, square_into
+from leanstep.muon.triangle import can_square, square_into
 
-
-def blas_threads():
-    return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+from ..test_blas import blas_threads
 
 
 @pytest.mark.parametrize("tall", [False, True])
@@ -31,7 +29,7 @@ def test_products_use_it_only_inside_the_block():
     panels = gram_matrix(x, torch.empty(300, 300), panels=4)
     poly = quadratic(panels, torch.empty(300, 300), 3.0, -2.0, 0.5, panels=4)
     assert not can_square(x)
-    with one_triangle_allowed():
+    with one_thread_each():
         assert can_square(x) == bool(before)
         assert not can_square(x.bfloat16()) and not can_square(x[None])
         assert set(blas_threads()) <= {1}
@@ -45,6 +43,6 @@ def test_products_use_it_only_inside_the_block():
 
 def test_threads_come_back_after_an_error():
     before = blas_threads()
-    with pytest.raises(ValueError), one_triangle_allowed():
+    with pytest.raises(ValueError), one_thread_each():
         raise ValueError("broken matrix")
     assert blas_threads() == before and not can_square(torch.zeros(300, 300))
