@@ -41,17 +41,21 @@ def run_chains(chains: Sequence[Iterator[None]], cores: int) -> None:
     a step. One chain more than cores keeps all of them busy until the end, also when one is slower. Threads,
     watchers and errors as in `run_on_cores`.
     """
-    steps_done = dict.fromkeys(range(len(chains)), 0)
+    # (steps done, number) of the chains that no core is busy with.
+    idle = [(0, index) for index in range(len(chains))]
+    lock = threading.Lock()
 
     def take() -> Job | None:
-        if not steps_done:
-            return None
-        index = min(steps_done, key=lambda i: (steps_done[i], i))
-        so_far = steps_done.pop(index)
+        with lock:
+            if not idle:
+                return None
+            steps, index = min(idle)
+            idle.remove((steps, index))
 
         def step(core: int) -> None:
             for _ in chains[index]:
-                steps_done[index] = so_far + 1
+                with lock:
+                    idle.append((steps + 1, index))
                 return
 
         return step

@@ -14,6 +14,8 @@ from leanstep.native import has_memory
 
 # Fewer logits in a call are done before a first build (a third of a second, once per machine) would be.
 NATIVE_LOGITS = 1 << 18
+# C++ on one core is as fast as torch's passes on two or three.
+MOST_IDLE_THREADS = 2
 
 
 @functools.cache
@@ -39,3 +41,9 @@ def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> ModuleTyp
     if given.device.type != "cpu" or num_logits < NATIVE_LOGITS or not has_memory(given):
         return None
     return native if native.is_built() else None
+
+
+def suited(kernels: ModuleType | None, cores: int) -> ModuleType | None:
+    """The same kernels, but not C++ on the calling core alone where many threads could share the passes."""
+    alone = kernels is native and cores == 1 and torch.get_num_threads() > MOST_IDLE_THREADS
+    return None if alone else kernels

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leanstep.logprob.dispatch import kernels_for
+from leanstep.logprob.dispatch import kernels_for, suited
 from leanstep.logprob.extras import divergences
 from leanstep.logprob.frozen import frozen_sweep
 from leanstep.logprob.gradient import RowGradients, first_order_only
@@ -117,8 +117,9 @@ def linear_logprobs(
     Returns:
         LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
 
-    Peak extra memory: a tile (0.5 MiB, or 6 without a C++ compiler) per CPU core, the selected rows of hidden
-        and [T', D] sums that do not fit its gradient, 5 vectors, `logit_bytes`; gradients that are returned.
+    Peak extra memory: a tile (1 to 2 MiB, or 6 without a C++ compiler) per CPU core and one more, the
+        selected rows of hidden and [T', D] sums that do not fit its gradient, 5 vectors, `logit_bytes`;
+        gradients that are returned.
     GEMMs (2 T' D V FLOPs each): 3 with gradients, one more of the rows whose logits are not kept; with a
         frozen head 2, or 3 if entropy is "grad"; 1 without.
     Collectives: 2 forward, 1 backward with a group; else none.
@@ -184,8 +185,10 @@ def linear_logprobs(
         function = _LinearLogProbs
         if _is_frozen(problem, hidden, weight, bias):
             function = _FrozenLinearLogProbs
-        elif tile is None:
-            _choose_sweep(problem, budget, call.logits_in_grad)
+        else:
+            if tile is None:
+                _choose_sweep(problem, budget, call.logits_in_grad)
+            problem.kernels = suited(problem.kernels, problem.cores)
         logp, entropy_values, lse, kl, reverse_kl, values, ids = function.apply(*tensors, call)  # type: ignore[misc]
     return LogProbs(
         logp=logp,
@@ -263,9 +266,10 @@ class _LinearLogProbs(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, g_logp, g_entropy, g_lse, g_kl, g_reverse, _values, _ids):  # type: ignore[no-untyped-def]
         call: _Call = ctx.call
-        maximum, log_sum, entropy, kept_max, kept_log_sum, *others = ctx.saved_tensors[5:]
+        # Read once: activation checkpointing allows no second look.
+        _, weight, _, _, _, maximum, log_sum, entropy, kept_max, kept_log_sum, *others = ctx.saved_tensors
         saved_kl, lent = others[:4], ctx.lent
-        kept_logits = KeptLogits(ctx.saved_tensors[1], call.problem.head.dtype, lent)
+        kept_logits = KeptLogits(weight, call.problem.head.dtype, lent)
         kept_logits.restore(ctx.places, others[4:])
         if ctx.needs_input_grad[1]:
             # The gradient overwrites its logits and goes to the caller: another backward recomputes.
@@ -348,10 +352,12 @@ def _choose_sweep(p: Problem, budget: int | None, lends: bool) -> None:
         max_rows = min(fitting, MOST_LENT_ROWS)
     shape = (p.num_rows, p.head.columns, hidden.shape[1])
     cores = choose_cores(*shape, hidden.device) if p.tiles.order == "vocab" else 1
-    # The default is what one core's tile may take; a caller's budget is for all of them.
-    share = None if budget is None else max(budget // cores, 1)
-    options: Any = {"budget": share, "device": hidden.device, "max_rows": max_rows}
-    p.cores, p.tiles = cores, choose_tiles(*shape, **options, kernels=p.kernels is not None)
+    p.cores = cores
+    # The default is what one part's tile may take; a caller's budget is for all of them.
+    share = None if budget is None else max(budget // p.num_parts, 1)
+    kernels = suited(p.kernels, cores) is not None
+    options: Any = {"budget": share, "device": hidden.device, "max_rows": max_rows, "kernels": kernels}
+    p.tiles = choose_tiles(*shape, **options)
 
 
 def _checked_extras(extras: Sequence[str | tuple[str, int]]) -> tuple[set[str], int]:

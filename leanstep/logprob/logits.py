@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leanstep.cores import run_on_cores
 from leanstep.logprob import native
-from leanstep.logprob.dispatch import kernels_for
+from leanstep.logprob.dispatch import kernels_for, suited
 from leanstep.logprob.gradient import (
     RowFactors,
     RowGradients,
@@ -105,6 +105,7 @@ def token_logprobs(
     kernels = kernels_for(logits, dtype, tokens.shape[0] * shard.real)
     # A row that is selected twice must not get both gradients at once.
     cores = torch.get_num_threads() if kernels is native and rows is None else 1
+    kernels = suited(kernels, cores)
     call = _Call(
         tokens=tokens,
         rows=rows,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leanstep.logprob.dispatch import kernels_for
+from leanstep.logprob.dispatch import kernels_for, suited
 from leanstep.logprob.gradient import RowGradients, first_order_only
 from leanstep.logprob.head import Head, RowSource
 from leanstep.logprob.head_sums import HeadGradients, HeadSums
@@ -298,6 +298,7 @@ def _choose_sweep(p: Problem, chunks: list[_Chunk]) -> None:
     # Several chunks: dW is summed where it lies, but 16-bit weights need fp32 sums, which "rows" order has.
     if len(chunks) > 1 and p.head.weight.dtype != p.head.dtype:
         cores = 1
+    p.kernels = suited(p.kernels, cores)
     options: Any = {"device": hidden.device, "kernels": p.kernels is not None, "max_rows": max(most_rows, 1)}
     order = "vocab" if len(chunks) <= 1 or cores > 1 else "rows"
     p.cores, p.tiles = cores, replace(choose_tiles(most_rows, *shape, **options), order=order)

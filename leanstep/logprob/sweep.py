@@ -67,6 +67,11 @@ class Problem:
         return self.source.num_rows
 
     @property
+    def num_parts(self) -> int:
+        """Parts of the vocabulary: one more than cores, or all of it as one."""
+        return self.cores + 1 if self.cores > 1 else 1
+
+    @property
     def two_softmaxes(self) -> bool:
         return self.keep is not None and self.moment
 
@@ -77,8 +82,7 @@ class Problem:
     def column_parts(self) -> list[list[slice]]:
         """Column slices of the tiles, cut into one run per part of the vocabulary."""
         columns = list(self.tiles.column_slices(self.head.columns))
-        parts = self.cores + 1 if self.cores > 1 else 1
-        per_part = max(-(-len(columns) // parts), 1)
+        per_part = max(-(-len(columns) // self.num_parts), 1)
         return [columns[part] for part in even_slices(len(columns), per_part)] or [[]]
 
     def scratch(self) -> Scratch:

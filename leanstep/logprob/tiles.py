@@ -18,15 +18,17 @@ import torch
 TILE_ELEMENT_BYTES = 10
 # Logits and work area then fit a share of the last-level cache that other cores leave; larger is slower.
 CPU_TILE_BYTES = 6 << 20
-# With kernels a tile costs no vector operations to speak of, and its logits fit a core's own cache.
-KERNEL_TILE_BYTES = 1 << 19
+# With kernels a tile costs no vector operations to speak of, and its logits fit a core's own cache. Tall ones
+# take twice that: products narrower than this lose more than the cache wins.
+KERNEL_TILE_BYTES = 1 << 20
+KERNEL_COLUMNS = 512
 MAX_BUDGET_BYTES = 512 << 20
 CPU_MAX_ROWS = 1024
 
-# A core of its own for each part of the vocabulary pays from this many multiply-adds per core on, and while
-# the hidden gradients that the other cores sum up stay small.
+# Tiles side by side pay from this many multiply-adds per core on, and while the hidden gradients of the other
+# parts of the vocabulary stay small.
 MIN_CORE_PRODUCTS = 1 << 28
-MAX_CORE_BYTES = 32 << 20
+MAX_CORE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def choose_cores(num_rows: int, vocab: int, width: int, device: torch.device | s
     threads = torch.get_num_threads()
     if torch.device(device).type != "cpu" or num_rows * vocab * width < threads * MIN_CORE_PRODUCTS:
         return 1
-    return threads if (threads - 1) * num_rows * width * 4 <= MAX_CORE_BYTES else 1
+    return threads if threads * num_rows * width * 4 <= MAX_CORE_BYTES else 1
 
 
 def choose_tiles(
@@ -106,11 +108,12 @@ def choose_tiles(
     if on_cpu:
         narrowest = 128 if kernels else 512
         rows = min(num_rows, max_rows)
+        if kernels and not is_given:
+            elements = max(elements, min(2 * elements, rows * KERNEL_COLUMNS))
         columns = _round_down(elements // rows, narrowest)
         if columns < narrowest:
             columns = narrowest
-            if is_given or not kernels:
-                rows = max(min(rows, elements // columns), 1)
+            rows = max(min(rows, elements // columns), 1)
         return Tiles(rows, min(columns, vocab), order)
     rows = budget // (TILE_ELEMENT_BYTES * vocab + 6 * width)
     rows = _round_down(rows, 128 if rows >= 128 else 8)

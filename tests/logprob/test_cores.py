@@ -80,8 +80,9 @@ def test_cores_are_used_where_they_pay():
         assert choose_cores(512, 32000, 1024) == 2
         assert choose_cores(8, 100, 64) == 1
         assert choose_cores(512, 32000, 1024, "cuda") == 1
-        # The second hidden gradient would be too large.
-        assert choose_cores(MAX_CORE_BYTES // 4096 + 1, 32000, 1024) == 1
+        # The hidden gradients of two more parts would be too large.
+        assert choose_cores(MAX_CORE_BYTES // 8192, 32000, 1024) == 2
+        assert choose_cores(MAX_CORE_BYTES // 8192 + 1, 32000, 1024) == 1
         torch.set_num_threads(1)
         assert choose_cores(512, 32000, 1024) == 1
     finally:

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from leanstep.logprob import LoRA, Tiles, linear_logprobs
 
@@ -124,6 +125,20 @@ def test_a_second_backward_finds_the_same(kept):
         assert torch.equal(a, b) and torch.equal(b, c) and a.data_ptr() != c.data_ptr()
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(found, inputs, upstream)
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
+def test_activation_checkpointing_finds_the_same(kept):
+    inputs, outputs = call("rows", torch.float32, Tiles(7, 9, "vocab"), **kept)
+
+    def total(*given):
+        return torch.stack([x.sum() for x in outputs(*given)]).sum()
+
+    expected = torch.autograd.grad(total(*inputs), inputs)
+    for x in inputs:
+        x.grad = None
+    checkpoint(total, *inputs, use_reentrant=False).backward()
+    assert all(torch.equal(x.grad, y) for x, y in zip(inputs, expected, strict=True))
 
 
 class Products(TorchDispatchMode):

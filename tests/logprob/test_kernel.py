@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -16,8 +17,10 @@ from leanstep.logprob import (
     linear_logprobs,
     linear_policy_loss,
     native,
+    planned,
     token_logprobs,
 )
+from leanstep.logprob.dispatch import kernels_for, suited
 from leanstep.logprob.statistics import RowStatistics
 
 # Opposite ends of fp32 overflow when subtracted, on purpose; the interpreter is numpy and says so.
@@ -171,6 +174,27 @@ def test_policy_loss_through_kernels(kernels, monkeypatch):
     for budget in (None, 8 * 3 * 157 * 4):
         for a, b in zip(results(kernels, budget), results(None, budget), strict=True):
             torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_one_core_of_many_leaves_the_passes_to_torch(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    assert suited(native, 1) is None and suited(native, 16) is native
+    assert suited(kernel, 1) is kernel and suited(None, 1) is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert suited(native, 1) is native
+
+
+def test_kernels_are_for_fp32_and_many_logits(monkeypatch):
+    x, many = torch.zeros(3), 1 << 20
+    assert kernels_for(x, torch.float64, many) is None and kernels_for(x, torch.float32, 1000) is None
+    assert kernels_for(x.to("meta"), torch.float32, many) is None
+    assert kernels_for(x, torch.float32, many) is (native if native.is_built() else None)
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+        assert kernels_for(fake, torch.float32, many) is planned
+        assert kernels_for(fake, torch.float32, 1000) is None
+    monkeypatch.setenv("LEANSTEP_NATIVE", "0")
+    assert kernels_for(x, torch.float32, many) is None
 
 
 def test_shipped_configurations_are_listed():

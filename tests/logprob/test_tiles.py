@@ -66,3 +66,13 @@ def test_own_tiles():
         checked_tile((5, -1), 3, 100)
     with pytest.raises(ValueError, match="budget"):
         choose_tiles(3, 3, 3, budget=0, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 4096), (512, 512), (700, 512), (1024, 512), (4096, 128)])
+def test_tiles_for_kernels_fit_a_core_and_stay_wide_enough(rows, columns):
+    tiles = choose_tiles(rows, 32000, 1024, kernels=True, max_rows=4096)
+    assert (tiles.rows, tiles.columns) == (rows, columns)
+    assert 4 * rows * columns <= 2 * MIB
+    # A caller's budget holds whatever the shape.
+    small = choose_tiles(rows, 32000, 1024, kernels=True, max_rows=4096, budget=MIB // 4)
+    assert 4 * small.rows * small.columns <= MIB // 4
