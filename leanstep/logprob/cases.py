@@ -232,7 +232,8 @@ def _peer_rows(name: str, module: str, all_rows: Any, same_rows: Any, note: str)
 
 # What every case of this folder proves, and where.
 SHARED: Any = {
-    "prove_sizes": ("tiny", "odd", "one", "empty"),
+    # "check" has enough logits for the C++ passes.
+    "prove_sizes": ("tiny", "odd", "one", "empty", "check"),
     "dtypes": (torch.float32, torch.float64, torch.bfloat16),
     "truth_size": "check",
     "annotate": _against_limit,
