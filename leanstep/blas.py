@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
@@ -22,7 +21,7 @@ import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
-from leanstep.native import has_memory
+from leanstep.native import has_memory, is_wanted
 
 # CblasRowMajor, CblasNoTrans and CblasTrans of cblas.h.
 ROW_MAJOR, AS_IS, TRANSPOSED = 101, 111, 112
@@ -97,7 +96,7 @@ def _layout(x: Tensor) -> tuple[int, int] | None:
 def _sgemm() -> Callable[..., Any] | None:
     """OpenBLAS' cblas_sgemm, where it is the faster one; wheels add a prefix and a suffix to its name."""
     blas = _numpy_blas()
-    if blas is None or not _is_amd() or os.environ.get("LEANSTEP_NATIVE", "1") == "0":
+    if blas is None or not _is_amd() or not is_wanted():
         return None
     for controller in blas.lib_controllers:
         if controller.internal_api != "openblas":

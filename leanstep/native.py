@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,22 +41,28 @@ def has_memory(tensor: Tensor) -> bool:
     return plain and not torch.compiler.is_compiling()
 
 
-def load(source: Path) -> ctypes.CDLL | str:
-    """The library built from a C++ file, or why there is none."""
-    if os.environ.get("LEANSTEP_NATIVE", "1") == "0":
-        return "LEANSTEP_NATIVE is 0"
-    return _load(source)
+def is_wanted() -> bool:
+    """Whether the user leaves anything to code that is not torch's."""
+    return os.environ.get("LEANSTEP_NATIVE", "1") != "0"
+
+
+def load(source: Path, declare: Callable[[ctypes.CDLL], None] | None = None) -> ctypes.CDLL | str:
+    """The library built from a C++ file, or why there is none; `declare` sets its functions' types, once."""
+    return _load(source, declare) if is_wanted() else "LEANSTEP_NATIVE is 0"
 
 
 @functools.cache
-def _load(source: Path) -> ctypes.CDLL | str:
+def _load(source: Path, declare: Callable[[ctypes.CDLL], None] | None) -> ctypes.CDLL | str:
     try:
         try:
-            return ctypes.CDLL(str(_build(source, cache_folder())))
+            library = ctypes.CDLL(str(_build(source, cache_folder())))
         except PermissionError:
-            return ctypes.CDLL(str(_build(source, Path(tempfile.mkdtemp(prefix="leanstep-")))))
+            library = ctypes.CDLL(str(_build(source, Path(tempfile.mkdtemp(prefix="leanstep-")))))
     except (OSError, RuntimeError) as reason:
         return str(reason)
+    if declare is not None:
+        declare(library)
+    return library
 
 
 def _build(source: Path, folder: Path) -> Path:

@@ -42,9 +42,8 @@ class KeptLogits:
         self._tiles: dict[Place, Tensor] = {}
         self._lock = threading.Lock()
 
-    def restore(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> KeptLogits:
+    def restore(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
         self._tiles = dict(zip(places, tensors, strict=True))
-        return self
 
     @property
     def places(self) -> tuple[Place, ...]:

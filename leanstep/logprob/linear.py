@@ -284,7 +284,7 @@ class _LinearLogProbs(torch.autograd.Function):
         )
         with torch.autocast(p.tokens.device.type, enabled=False):
             sums = HeadSums(p, ctx.needs_input_grad[:5], call.main_grad, lent=lent)
-            backward_sweep(p, final, kept, gradients, sums, divergences=saved_kl, kept_logits=kept_logits)
+            backward_sweep(p, final, kept, gradients, sums, kept_logits, divergences=saved_kl)
             grads = sums.result()
         return *grads, None
 
@@ -347,17 +347,12 @@ def _choose_sweep(p: Problem, budget: int | None, lends: bool) -> None:
     """Tiles that suit the passes and the gradient's memory, and a part of the vocabulary for each core."""
     if p.top_k or p.keep is not None or p.reference is not None:
         return
-    hidden, max_rows = p.source.hidden, CPU_MAX_ROWS
+    hidden, max_rows, cores = p.source.hidden, CPU_MAX_ROWS, 1
     if lends and (fitting := LentGradient.rows_that_fit(p.head.weight, p.head.dtype)) >= FEWEST_LENT_ROWS:
         max_rows = min(fitting, MOST_LENT_ROWS)
-    shape = (p.num_rows, p.head.columns, hidden.shape[1])
-    cores = choose_cores(*shape, hidden.device) if p.tiles.order == "vocab" else 1
-    p.cores = cores
-    # The default is what one part's tile may take; a caller's budget is for all of them.
-    share = None if budget is None else max(budget // p.num_parts, 1)
-    kernels = suited(p.kernels, cores) is not None
-    options: Any = {"budget": share, "device": hidden.device, "max_rows": max_rows, "kernels": kernels}
-    p.tiles = choose_tiles(*shape, **options)
+    if p.tiles.order == "vocab":
+        cores = choose_cores(p.num_rows, p.head.columns, hidden.shape[1], hidden.device)
+    p.arrange(cores, p.num_rows, max_rows, budget)
 
 
 def _checked_extras(extras: Sequence[str | tuple[str, int]]) -> tuple[set[str], int]:

@@ -1,13 +1,12 @@
 """The passes over a tile of logits on a CPU: native.cpp, which `leanstep.native` builds once per machine.
 
-Same functions as kernel.py, for fp32 tiles whose rows are contiguous. A call runs on one core; `run_on_cores`
-gives every core its own tiles.
+Same functions as kernel.py, for fp32 tiles whose rows are contiguous. A call is the work of one core;
+`leanstep.cores` gives every core its own tiles.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from ctypes import c_int64, c_void_p
 from pathlib import Path
 
@@ -18,24 +17,22 @@ from leanstep.native import load
 SOURCE = Path(__file__).with_name("native.cpp")
 
 
-@functools.cache
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(library: ctypes.CDLL) -> None:
     tail = [c_void_p, c_int64, *[c_void_p] * 4]
     library.update_statistics.argtypes = [c_void_p, *[c_int64] * 3, *tail]
     library.scale_exponentials.argtypes = [c_void_p, c_void_p, *[c_int64] * 4, *tail]
     library.update_statistics.restype = library.scale_exponentials.restype = None
-    return library
 
 
 def is_built() -> bool:
     """Whether the library can be called; builds it when this machine has not done so yet."""
-    return not isinstance(load(SOURCE), str)
+    return not isinstance(load(SOURCE, _declare), str)
 
 
 def _library() -> ctypes.CDLL:
-    library = load(SOURCE)
+    library = load(SOURCE, _declare)
     assert not isinstance(library, str), library
-    return _declared(library)
+    return library
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leanstep.logprob.dispatch import kernels_for, suited
+from leanstep.logprob.dispatch import kernels_for
 from leanstep.logprob.gradient import RowGradients, first_order_only
 from leanstep.logprob.head import Head, RowSource
 from leanstep.logprob.head_sums import HeadGradients, HeadSums
@@ -216,8 +216,8 @@ class _PolicyLoss(torch.autograd.Function):
             losses[part], ratio[part], clipped[part] = rows
             if sums is None:
                 continue
-            gradients: Any = (None, RowGradients(g_logp, g_entropy), sums)
-            backward_sweep(some, final, *gradients, first_row=part.start, kept_logits=kept_logits)
+            gradients = RowGradients(g_logp, g_entropy)
+            backward_sweep(some, final, None, gradients, sums, kept_logits, first_row=part.start)
         ctx.gradients = None if sums is None else sums.result()
         call.logp, call.entropy = logp, entropy
         call.row_losses = RowLosses(losses, ratio, clipped)
@@ -293,15 +293,12 @@ def _choose_sweep(p: Problem, chunks: list[_Chunk]) -> None:
     """Tiles as tall as the tallest chunk with kept logits, and a part of the vocabulary for each core."""
     hidden = p.source.hidden
     most_rows = _most_kept_rows(chunks) or min(p.num_rows, CPU_MAX_ROWS)
-    shape = (p.head.columns, hidden.shape[1])
-    cores = choose_cores(p.num_rows, *shape, hidden.device)
+    cores = choose_cores(p.num_rows, p.head.columns, hidden.shape[1], hidden.device)
     # Several chunks: dW is summed where it lies, but 16-bit weights need fp32 sums, which "rows" order has.
     if len(chunks) > 1 and p.head.weight.dtype != p.head.dtype:
         cores = 1
-    p.kernels = suited(p.kernels, cores)
-    options: Any = {"device": hidden.device, "kernels": p.kernels is not None, "max_rows": max(most_rows, 1)}
-    order = "vocab" if len(chunks) <= 1 or cores > 1 else "rows"
-    p.cores, p.tiles = cores, replace(choose_tiles(most_rows, *shape, **options), order=order)
+    p.arrange(cores, most_rows, max(most_rows, 1))
+    p.tiles = replace(p.tiles, order="vocab" if len(chunks) <= 1 or cores > 1 else "rows")
 
 
 def _chunks(

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from leanstep.cores import run_chains
+from leanstep.logprob.dispatch import suited
 from leanstep.logprob.extras import TopK, update_pair_
 from leanstep.logprob.gradient import RowGradients
 from leanstep.logprob.head import Head, RowSource, Scratch
@@ -32,7 +33,7 @@ from leanstep.logprob.keep import KeepIds
 from leanstep.logprob.kept_logits import KeptLogits
 from leanstep.logprob.statistics import FinalStatistics, RowStatistics, merge
 from leanstep.logprob.tile_gradient import TileGradient, reference_logits, restricted
-from leanstep.logprob.tiles import Tiles, even_slices
+from leanstep.logprob.tiles import Tiles, choose_tiles, even_slices
 
 # Hidden rows of a chunk, and those of the LoRA branch.
 ReadRows = Callable[[slice], tuple[Tensor, Tensor | None]]
@@ -75,6 +76,22 @@ class Problem:
     def two_softmaxes(self) -> bool:
         return self.keep is not None and self.moment
 
+    def arrange(self, cores: int, num_rows: int, max_rows: int, budget: int | None = None) -> None:
+        """Choose cores, kernels that suit them, and tiles for `num_rows` that are at most `max_rows` tall.
+
+        `budget` is for the tiles of all parts; None gives every part the default.
+        """
+        self.cores, self.kernels = cores, suited(self.kernels, cores)
+        self.tiles = choose_tiles(
+            num_rows,
+            self.head.columns,
+            self.source.hidden.shape[1],
+            budget=None if budget is None else max(budget // self.num_parts, 1),
+            device=self.source.hidden.device,
+            kernels=self.kernels is not None,
+            max_rows=max_rows,
+        )
+
     def chunks(self, part: slice) -> tuple[Tensor, Tensor | None]:
         h = self.source.chunk(part, self.head.operand_dtype)
         return h, None if self.low is None else self.low.chunk(part, self.head.operand_dtype)
@@ -90,7 +107,7 @@ class Problem:
         return Scratch(self.source.hidden, self.head.dtype, self.tiles.rows * self.tiles.columns)
 
 
-def forward_sweep(p: Problem, kept_logits: KeptLogits | None = None) -> tuple[RowStatistics, TopK | None]:
+def forward_sweep(p: Problem, kept_logits: KeptLogits) -> tuple[RowStatistics, TopK | None]:
     """Statistics of every selected row over this shard's columns; tiles that fit stay in `kept_logits`."""
     best = TopK.empty(p.num_rows, p.top_k, p.head.dtype, p.source.hidden.device) if p.top_k else None
     jobs, swept = [], []
@@ -138,7 +155,7 @@ def _forward_part(
     stats: RowStatistics,
     scratch: Scratch,
     best: TopK | None,
-    kept_logits: KeptLogits | None,
+    kept_logits: KeptLogits,
     read: ReadRows,
 ) -> Iterator[None]:
     needed = 0 if p.kernels is not None else 1 + p.moment
@@ -148,7 +165,7 @@ def _forward_part(
         part, tokens = stats.rows(rows.start, rows.stop), p.tokens[rows]
         for columns in columns_swept:
             width = columns.stop - columns.start
-            z = None if kept_logits is None else kept_logits.new_tile(rows, columns)
+            z = kept_logits.new_tile(rows, columns)
             z = scratch.tile(0, size, width) if z is None else z
             p.head.logits(h, low_h, p.head.weight_tile(columns), rows, columns, z)
             if part.total is not None:
@@ -174,18 +191,18 @@ def backward_sweep(
     kept_final: FinalStatistics | None,
     gradients: RowGradients,
     sums: HeadSums,
+    kept_logits: KeptLogits,
     *,
     first_row: int = 0,
     divergences: Sequence[Tensor | None] = (),
-    kept_logits: KeptLogits | None = None,
 ) -> None:
     """Recompute the logits tile by tile and push the row gradients through them into `sums`.
 
     Args:
         kept_final: statistics of the restricted softmax, when `p.keep` is set.
+        kept_logits: tiles that need no recomputing; they are read and not changed.
         first_row: where these rows start among the rows of `sums`.
         divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
-        kept_logits: tiles that need no recomputing; they are read and not changed.
     """
     jobs, forks = [], []
     for columns in p.column_parts():
@@ -205,7 +222,7 @@ def _backward_part(
     scratch: Scratch,
     sums: HeadSums,
     first_row: int,
-    kept_logits: KeptLogits | None,
+    kept_logits: KeptLogits,
     read: ReadRows,
 ) -> Iterator[None]:
     head = p.head
@@ -220,7 +237,7 @@ def _backward_part(
         assert h is not None and weight_tile is not None
         size, width = rows.stop - rows.start, columns.stop - columns.start
         tiles = scratch.tiles(gradient.scratch_tiles, size, width)
-        z = None if kept_logits is None else kept_logits.tile(rows, columns)
+        z = kept_logits.tile(rows, columns)
         if z is None:
             z = head.logits(h, low_h, weight_tile, rows, columns, tiles[0])
         du = gradient.tile(z, tiles, rows, columns)

@@ -62,8 +62,7 @@ class _Outputs(ctypes.Structure):
     _fields_ = [(name, c_void_p) for name in (*ROW_TERMS, "kept", "grad", "state", "loss")]
 
 
-@functools.cache
-def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+def _declare(library: ctypes.CDLL) -> None:
     library.lens_rows.argtypes = [
         POINTER(_Contexts),
         POINTER(_PairList),
@@ -78,13 +77,12 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
         c_void_p
     ] * 5
     library.lens_pairs.restype = None
-    return library
 
 
 def _library() -> ctypes.CDLL:
-    library = load(SOURCE)
+    library = load(SOURCE, _declare)
     assert not isinstance(library, str), library
-    return _declared(library)
+    return library
 
 
 def why_not(scores: Tensor, config: LensConfig) -> str | None:
@@ -97,7 +95,7 @@ def why_not(scores: Tensor, config: LensConfig) -> str | None:
         return f'span_sampling is "{config.span_sampling}", expected "none"'
     if not has_memory(scores):
         return f"scores are a {type(scores).__name__}, expected a plain tensor"
-    library = load(SOURCE)
+    library = load(SOURCE, _declare)
     return library if isinstance(library, str) else None
 
 

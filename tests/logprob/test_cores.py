@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from leanstep.logprob import Tiles
+from leanstep.logprob import Tiles, sweep
 from leanstep.logprob.tiles import MAX_CORE_BYTES, choose_cores
 
 from .test_kept_logits import KEPT, OPTIONS, call, normal, values_and_gradients
@@ -28,7 +28,7 @@ def split(monkeypatch, request):
         calls.append(problem.cores)
 
     monkeypatch.setattr(linear, "choose_cores", lambda *shape: 3)
-    monkeypatch.setattr(linear, "choose_tiles", lambda *shape, **options: request.param)
+    monkeypatch.setattr(sweep, "choose_tiles", lambda *shape, **options: request.param)
     monkeypatch.setattr(linear, "_choose_sweep", chosen)
     return calls
 
