@@ -1,0 +1,106 @@
+"""Bits of every case: a refactoring shows that no output and no gradient moved.
+
+    python tools/fingerprint.py before.json            # in the old checkout
+    python tools/fingerprint.py after.json             # in the new one, on the same machine
+    python tools/fingerprint.py --compare before.json after.json
+
+Stores the sha256 of every output and gradient of every case, size and dtype, for the reference and each fast
+path, with 1 and 2 threads, with the C++ passes and without. Bits depend on the processor and its libraries:
+compare files of one machine only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+# Beyond this many elements of input a size is left out of the 1-thread and no-C++ rounds: minutes each.
+LARGE = 3e7
+
+
+def digest(tensor) -> str:
+    import torch
+
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:20]
+
+
+def one_round(threads: int, large: bool, budget_s: float) -> dict[str, str]:
+    """Digests with the environment as it is."""
+    import torch
+
+    from leanstep.case import all_cases
+
+    torch.set_num_threads(threads)
+    found: dict[str, str] = {}
+    for name, case in sorted(all_cases().items()):
+        for size in case.sizes:
+            for dtype in case.dtypes:
+                workload = case.workload(case.params(size), dtype)
+                if sum(t.numel() for t in workload.tensors.values()) > LARGE and not large:
+                    continue
+                for implementation in case.implementations:
+                    wanted = implementation.kind in ("reference", "fast")
+                    if not wanted or implementation.missing(case.params(size)):
+                        continue
+                    if implementation.dtypes is not None and dtype not in implementation.dtypes:
+                        continue
+                    start = time.perf_counter()
+                    torch.manual_seed(0)
+                    outputs = implementation.build(workload)()
+                    key = f"{name}/{size}/{str(dtype)[6:]}/{implementation.name}"
+                    found.update({f"{key}/{k}": digest(v) for k, v in outputs.items()})
+                    if time.perf_counter() - start > budget_s:
+                        print(f"{key}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return found
+
+
+def compare(before: dict[str, str], after: dict[str, str]) -> int:
+    changed = sorted(k for k in before.keys() & after.keys() if before[k] != after[k])
+    gone, new = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
+    print(
+        f"{len(before.keys() & after.keys())} in both, {len(changed)} changed, {len(gone)} gone, {len(new)} new"
+    )
+    for title, keys in (("changed", changed), ("gone", gone), ("new", new)):
+        groups = sorted({k.rsplit("/", 1)[0].split(" ", 1)[1] for k in keys})
+        for group in groups:
+            print(f"  {title}: {group}")
+    return 1 if changed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--round", nargs=2, type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compare:
+        before, after = (json.loads(path.read_text()) for path in options.files)
+        return compare(before, after)
+    if options.round:
+        threads, large = options.round
+        options.files[0].write_text(json.dumps(one_round(threads, bool(large), 10.0)))
+        return 0
+    result: dict[str, str] = {}
+    for threads in (2, 1):
+        for native in ("1", "0"):
+            part = options.files[0].with_suffix(f".{threads}-{native}.part")
+            large = str(int(threads == 2 and native == "1"))
+            command = [sys.executable, __file__, str(part), "--round", str(threads), large]
+            subprocess.run(command, check=True, env={**os.environ, "LEANSTEP_NATIVE": native})
+            found = json.loads(part.read_text())
+            part.unlink()
+            result.update({f"threads={threads},native={native} {k}": v for k, v in found.items()})
+    options.files[0].write_text(json.dumps(result, indent=0, sort_keys=True))
+    print(f"{len(result)} digests in {options.files[0]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
