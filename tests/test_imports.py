@@ -22,6 +22,8 @@ ALLOWED = {
     "report": {"measure", "diagnose", "case"},
     # A race writes down what it ran on.
     "recipes": {"preference", "logprob", "muon", "gpt", "measure"},
+    # A rehearsal may run a registered case, and reports as everything else does.
+    "rehearse": {"case", "native", "cache", "cpu", "measure", "report"},
     "integrations": {"preference", "logprob", "muon", "gpt", "case"},
 }
 

@@ -1,0 +1,238 @@
+"""What a rehearsal writes down: the records that the tape fills and the time model, replays and reports read.
+
+No torch here: a recording is plain data, pickled from the process of the rehearsal to the one that reports.
+
+`Recording.events` is one list in program order. A replay of memory looks at `Alloc` and `Free`, a replay of
+time at `Launch` and `HostWait`; both cut it into steps at `Recording.steps`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+# The caching allocator hands out multiples of this.
+ROUNDING_BYTES = 512
+
+PHASES = ("forward", "backward", "optimizer")
+# What a storage was for. `library`: workspaces of cuBLAS; `communication`: buckets and gathered shards.
+CATEGORIES = (
+    *("parameter", "gradient", "optimizer state", "activation", "input", "temporary"),
+    *("library", "communication"),
+)
+KINDS = (
+    *("gemm", "conv", "attention", "attention_bwd", "attention_efficient", "attention_bwd_efficient"),
+    *("pointwise", "cast", "broadcast", "strided", "softmax", "norm", "batch_norm", "reduce"),
+    *("gather", "scatter", "fill", "multi", "triton", "h2d", "d2h", "collective"),
+)
+
+
+class Line(NamedTuple):
+    """A place in the user's program. `number` 0: not a line (`file` then names what it is)."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.number} {self.function}" if self.number else self.file
+
+
+class Kernel(NamedTuple):
+    """One kernel (or `launches` equal ones) as the device sees it; knows no device. Hashable: a cache key.
+
+    kind: one of KINDS.
+    nbytes: read and written in all.
+    dtype: "bfloat16", "float32", ...; "tf32" for fp32 products that may use TF32; "float8" for any fp8.
+    sizes: gemm, conv: (batch, m, n, k); attention: (batch * heads, T, S, D); softmax, norm, batch_norm:
+        (rows or channels,); collective: (ranks,); else ().
+    alignment: bytes (16, 8, 4 or 2) that divide every leading dimension of a product, every row of a softmax,
+        norm or gather; pointwise kinds: every row of the operands.
+    name: of a Triton kernel or a collective ("all_reduce", "all_gather", "reduce_scatter", "broadcast",
+        "all_to_all"), else "".
+    """
+
+    kind: str
+    nbytes: float
+    flops: float = 0.0
+    dtype: str = "float32"
+    sizes: tuple[int, ...] = ()
+    launches: int = 1
+    alignment: int = 16
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One call below autograd. `kernels` may be empty: a view, an empty, metadata; they cost host time only.
+
+    reads, writes: storage ids (keys of `Recording.storages`), one for each tensor.
+    traffic: bytes of each read, then of each write; as long as reads + writes.
+    region: number of the compiled region it belongs to (`Recording.regions`), 0 when eager.
+    """
+
+    name: str
+    kernels: tuple[Kernel, ...]
+    line: Line | None
+    phase: str
+    step: int
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    traffic: tuple[int, ...] = ()
+    region: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostWait:
+    """The host waits until the device has done all that was launched.
+
+    kind: "item", "equal", "to host", "to device", "to device, pageable", "boolean index", "nonzero", ...,
+        "synchronize".
+    """
+
+    kind: str
+    line: Line | None
+    phase: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alloc:
+    """A storage of the device is born. All else about it: `Recording.storages[storage]`."""
+
+    storage: int
+    nbytes: int  # rounded up to ROUNDING_BYTES
+    line: Line | None
+    phase: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A storage dies."""
+
+    storage: int
+    step: int
+
+
+Event = Launch | HostWait | Alloc | Free
+
+
+@dataclass(slots=True)
+class Storage:
+    """A storage of the device; shape and dtype are those of the tensor that brought it."""
+
+    number: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    line: Line | None
+    phase: str
+    step: int
+    category: str = "temporary"
+
+
+class Step(NamedTuple):
+    """events[first:last] belong to it. Steps count from 0; what lies before step 0's start is the set-up."""
+
+    number: int
+    first: int
+    last: int
+
+
+class Region(NamedTuple):
+    """A region that torch.compile captured."""
+
+    number: int
+    name: str
+    line: Line | None
+    calls: int
+
+
+class Assumed(NamedTuple):
+    """A value of the device that the host asked for and nobody knows."""
+
+    line: Line | None
+    kind: str
+    count: int
+    value: str
+
+
+class Refusal(NamedTuple):
+    """Why the script could not go on, in one sentence."""
+
+    line: Line | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to rehearse.
+
+    target: path of a script, a module's name (module=True), or the name of a registered case (case=True).
+    device: key of `devices.DEVICES`.
+    ranks: world size; this process is rank 0 of it.
+    clock: time.time and time.perf_counter show the predicted host clock.
+    compiled: capture torch.compile regions; False runs them eagerly.
+    settings, implementation: of a case.
+    host_us: host microseconds for a call that launches; None: the time model's default.
+    """
+
+    target: str
+    args: tuple[str, ...] = ()
+    module: bool = False
+    case: bool = False
+    device: str = "h100"
+    steps: int = 3
+    ranks: int = 1
+    clock: bool = False
+    compiled: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    implementation: str | None = None
+    host_us: float | None = None
+
+
+@dataclass
+class Recording:
+    """One rehearsal. `steps` holds the steps that ended; with fewer than two there is no step time to report.
+
+    peak_bytes: most live bytes (rounded), over all events: what a replay of Alloc and Free finds, too.
+    notes: sentence -> how often.
+    ended: "steps" (all that were asked for), "early" (the script ended before), "refused".
+    host_s: seconds of this process spent in the script, all in.
+    """
+
+    request: Request
+    torch: str
+    events: list[Event] = field(default_factory=list)
+    storages: dict[int, Storage] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    regions: dict[int, Region] = field(default_factory=dict)
+    notes: dict[str, int] = field(default_factory=dict)
+    assumed: list[Assumed] = field(default_factory=list)
+    refused: Refusal | None = None
+    ended: str = "early"
+    peak_bytes: int = 0
+    host_s: float = 0.0
+
+
+class LiveClock(Protocol):
+    """The two clocks while the script runs, in seconds: `--clock` and torch.cuda.Event read them."""
+
+    host: float
+    device: float
+
+    def play(self, event: Event) -> None:
+        """Take one event, in program order."""
+        ...
+
+
+class StillClock:
+    """A clock that does not move: for recordings that nobody asks for the time."""
+
+    host = 0.0
+    device = 0.0
+
+    def play(self, event: Event) -> None:
+        pass
