@@ -18,12 +18,12 @@ ALLOWED = {
     "muon": {"cores", "blas"},
     "gpt": {"muon", "cache"},
     "measure": {"case", "diagnose"},
-    "diagnose": set(),
-    "report": {"measure", "diagnose", "case"},
+    "diagnose": {"files"},
+    "report": {"measure", "diagnose", "case", "files"},
     # A race writes down what it ran on.
-    "recipes": {"preference", "logprob", "muon", "gpt", "measure"},
+    "recipes": {"preference", "logprob", "muon", "gpt", "measure", "files"},
     # A rehearsal may run a registered case, and reports as everything else does.
-    "rehearse": {"case", "native", "cache", "cpu", "measure", "report"},
+    "rehearse": {"case", "native", "cache", "cpu", "measure", "report", "files"},
     "integrations": {"preference", "logprob", "muon", "gpt", "case"},
 }
 

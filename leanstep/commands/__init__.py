@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from leanstep.report.files import BadInput
+from leanstep.files import BadInput
 
 __all__ = ["BadInput", "FellShort"]
 

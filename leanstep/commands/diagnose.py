@@ -15,7 +15,7 @@ from leanstep.diagnose import gates, output, ranks
 from leanstep.diagnose.finding import Finding, Limits
 from leanstep.diagnose.script import Outcome, Stop, run_script
 from leanstep.diagnose.watch import Watch
-from leanstep.report.files import write_text
+from leanstep.files import write_text
 
 _SCRIPT = Annotated[
     str, typer.Argument(help="The training script, or a folder with a train.py.", show_default=False)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from leanstep.commands import BadInput
-from leanstep.report.files import write_text
+from leanstep.files import write_text
 
 
 def console(json_path: str | None = None) -> Console:

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from leanstep.files import write_atomically
+
 _STARTED = time.time()
 
 
@@ -38,9 +40,7 @@ def gather(report: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any] | 
     folder = Path(tempfile.gettempdir()) / f"leanstep-ranks-{os.getuid()}-{job}"
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{rank()}.json"
-    partial = target.with_suffix(".partial")
-    partial.write_text(json.dumps(report), encoding="utf-8")
-    partial.replace(target)
+    write_atomically(target, json.dumps(report).encode())
     if not is_first():
         return None
     files = [folder / f"{number}.json" for number in range(world_size())]

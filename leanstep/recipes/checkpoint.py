@@ -16,7 +16,6 @@ reported in one line and passed over for the one before it.
 from __future__ import annotations
 
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -30,9 +29,11 @@ from safetensors.torch import load as parse_tensors
 from safetensors.torch import save as serialise_tensors
 from torch import Tensor
 
+from leanstep.files import write_atomically
+
 FORMAT = "leanstep-checkpoint-1"
 _NAME = re.compile(r"^step-(\d{8})\.safetensors$")
-_TEMPORARY = re.compile(r"^\.(step-\d{8}\.safetensors|metrics\.jsonl|settings\.json)\.\d+\.partial$")
+_TEMPORARY = re.compile(r"^\.(step-\d{8}\.safetensors|metrics\.jsonl|settings\.json)\.[\w-]+\.partial$")
 
 
 class CheckpointError(ValueError):
@@ -150,34 +151,6 @@ def remove_leftovers(directory: Path) -> None:
         for path in directory.iterdir():
             if _TEMPORARY.match(path.name):
                 path.unlink(missing_ok=True)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`; after a crash the file holds its old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        # A full disk: give the space back, the old file stays.
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make a rename durable. Some platforms cannot open a directory; there the rename itself must do."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:

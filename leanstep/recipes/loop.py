@@ -58,6 +58,7 @@ from typing import Any, Protocol
 
 import torch
 
+from leanstep.files import write_atomically
 from leanstep.recipes import checkpoint
 from leanstep.recipes.distributed import World, current_world
 from leanstep.recipes.metrics import Board, Interval, Metrics, MetricsLog
@@ -274,7 +275,7 @@ def _prepare(out: Path, directory: Path, settings: Mapping[str, Any], *, resume:
         directory.mkdir(parents=True, exist_ok=True)
         checkpoint.remove_leftovers(directory)
         checkpoint.remove_leftovers(out)
-        checkpoint.write_atomically(out / "settings.json", (json.dumps(settings, indent=2) + "\n").encode())
+        write_atomically(out / "settings.json", (json.dumps(settings, indent=2) + "\n").encode())
     world.barrier()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.recipes.checkpoint import write_atomically
+from leanstep.files import write_atomically
 
 Metrics = Mapping[str, Tensor | float | int]
 

@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
+from leanstep.files import write_atomically
 from leanstep.measure.environment import environment
 from leanstep.recipes import gpt
-from leanstep.recipes.checkpoint import write_atomically
 from leanstep.recipes.curves import race_svg
 
 Curve = dict[str, list[float]]

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from leanstep.recipes.checkpoint import write_atomically
+from leanstep.files import write_atomically
 
 FORMAT = "leanstep-record-1"
 SIGNIFICANCE = 0.01

@@ -18,8 +18,8 @@ import jinja2
 from markupsafe import Markup
 
 import leanstep
+from leanstep.files import BadInput, write_text
 from leanstep.report import sections, units
-from leanstep.report.files import BadInput, write_text
 
 FORMAT = 1
 TEMPLATES = Path(__file__).parent / "templates"

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from leanstep.case import limit_of
+from leanstep.files import BadInput, write_text
 from leanstep.report import units
-from leanstep.report.files import BadInput, write_text
 
 
 class Line(NamedTuple):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from leanstep.commands import BadInput, demo, example
-from leanstep.report.files import BadInput as FilesBadInput
+from leanstep.files import BadInput as FilesBadInput
 from leanstep.report.page import read_page
 
 COMMAND = [sys.executable, "-m", "leanstep", "demo", "--no-peers", "--only", "lens", "--budget", "0.5"]

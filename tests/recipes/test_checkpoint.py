@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from leanstep import files
 from leanstep.recipes import checkpoint
 from leanstep.recipes.checkpoint import CheckpointError
 
@@ -139,12 +140,19 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     def die(descriptor):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.os, "fsync", die)
+    monkeypatch.setattr(files.os, "fsync", die)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(tmp_path, 1, {"w": torch.zeros(2)}, settings=RUN)
     monkeypatch.undo()
     assert checkpoint.load_latest(tmp_path, settings=RUN).state["w"].tolist() == [1, 1]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.safetensors"]
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    path = checkpoint.save(tmp_path, 1, {"w": torch.ones(2)}, settings=RUN)
+    half = path.with_name(f".{path.name}.123-0a1b2c3d.partial")
+    half.write_bytes(path.read_bytes()[:40])
+    assert checkpoint.load_latest(tmp_path, settings=RUN).step == 1
     checkpoint.remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.safetensors"]
 
@@ -155,7 +163,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         checkpoint.save(tmp_path, 2, {"w": torch.zeros(2)}, settings=RUN)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001.safetensors"]

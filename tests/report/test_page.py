@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from leanstep.files import BadInput
 from leanstep.report import page, sections
-from leanstep.report.files import BadInput
 
 from . import samples
 

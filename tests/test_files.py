@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from leanstep.report import files
-from leanstep.report.files import BadInput, write_text
+from leanstep import files
+from leanstep.files import BadInput, write_text
 
 
 def test_write_replaces_and_leaves_nothing_beside_it(tmp_path: Path):

@@ -1,0 +1,55 @@
+"""Write a file whole or not at all, and say in one line why it could not be written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+
+class BadInput(Exception):
+    """The caller's mistake: one line that names the argument, what came and what is expected. Exit code 2."""
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: a temporary file beside it, fsync, rename, fsync of the folder.
+
+    After a crash the file holds its old content or the new, never a part. A full disk or an interrupt leaves
+    no temporary file; `kill -9` may leave one named `.NAME.PID-TOKEN.partial`.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def write_text(path: str | Path, text: str, argument: str = "output") -> None:
+    """`write_atomically` of UTF-8 text; a failure becomes a `BadInput` that names `argument`."""
+    target = Path(path)
+    try:
+        write_atomically(target, text.encode())
+    except OSError as error:
+        writable = os.access(target.parent, os.W_OK)
+        place = str(target) if writable else f"to {target.parent}"
+        raise BadInput(f"{argument}: cannot write {place}: {error.strerror}") from None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable. Some platforms cannot open a folder; there the rename itself must do."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
