@@ -134,6 +134,38 @@ def test_sorted_hinge_equals_brute_force(squared, levels, reduction):
     )
 
 
+@pytest.mark.parametrize("squared", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "step", "margin"),
+    [
+        (torch.float32, 1.0, 2.0),
+        (torch.bfloat16, 0.125, 0.5),
+        (torch.float32, 0.1, 0.3),
+        (torch.float64, 0.1, 0.3),
+        (torch.float32, 1.0, 0.0),
+    ],
+)
+def test_a_gap_of_exactly_the_margin_counts_as_in_the_plain_relu(dtype, step, margin, squared):
+    # Means of groups of 3, 7 and 11 items round: activity must not depend on them.
+    offsets = [0, 3, 10, 21, 24, 31, 42]
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        scores = (torch.randint(-3, 4, (42,), generator=g) * step + 1).to(dtype)
+        labels = torch.randint(3, (42,), generator=g)
+        x, y = scores.clone().requires_grad_(), scores.clone().requires_grad_()
+        fast = hinge(x, labels, offsets, margin=margin, squared=squared, levels=3, reduction="sum")
+        wide = y if dtype == torch.float64 else y.float()
+        plain = wide.sum() * 0
+        for a, b in itertools.pairwise(offsets):
+            short = torch.relu(margin - (wide[a:b, None] - wide[None, a:b]))
+            pairs = labels[a:b, None] > labels[None, a:b]
+            plain = plain + (short**2 if squared else short)[pairs].sum()
+        fast.backward()
+        plain.backward()
+        torch.testing.assert_close(fast, plain)
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("top_k", [None, 1, 3])
 def test_plackett_luce_equals_brute_force(top_k):
     scores, labels = problem(levels=50)

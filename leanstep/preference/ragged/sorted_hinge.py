@@ -1,6 +1,6 @@
-"""Hinge and squared hinge over all pairs of ragged groups in O(n log n): sort once, then prefix sums.
+"""Hinge and squared hinge over all pairs of ragged groups in O(n log n): sort, bisect, prefix sums.
 
-n items · an upper item p is active with every lower item j of its group that has s_j > s_p - margin
+n items · an upper item i and a lower item j of its group are active when margin - (s_i - s_j) > 0
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ def hinge(
             pass per level above the lowest. None = the largest group's size.
         weights: ([n] for the upper item, [n] for the lower item); a pair weighs their product.
         reduction: sum | mean (over pairs) | group_mean | none ([G] sums).
+
+    A pair counts exactly when the plain relu above zero says so (in float32 for 16-bit scores): a gap equal to
+    the margin has cost 0 and gradient 0.
 
     Cost: O(n log n + levels * n) time, O(n) memory. Sums run in float64 on scores centred per group.
     """
@@ -101,39 +104,59 @@ def _sorted_hinge(
     upper_weight: Tensor | None,
     lower_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
+    """Sums [G] and gradient [n] in float64."""
     n = scores.shape[0]
+    order = sort_in_groups(scores, groups.group)
+    group = groups.group[order]
+    start, end = groups.offsets[group], groups.offsets[group + 1]
+    plain = scores[order].to(working_dtype(scores))
+
+    def bisect(active_is_behind: bool) -> Tensor:
+        """[n] position in the group where `active` changes, for each item as upper or as lower one.
+
+        The decision is the plain relu's, with its operations in its dtype: rounding is monotonic, so the
+        active partners of an upper item are the last ones of the group, those of a lower item the first.
+        """
+        low, high = start, end
+        for _ in range(groups.max_size.bit_length()):
+            middle = (low + high) // 2
+            other = plain[middle.clamp(max=n - 1)]
+            gap = plain - other if active_is_behind else other - plain
+            go_left = ((margin - gap) > 0) == active_is_behind
+            searching = low < high
+            low, high = (
+                torch.where(searching & ~go_left, middle + 1, low),
+                torch.where(searching & go_left, middle, high),
+            )
+        return low
+
+    if n == 0:
+        return scores.new_zeros(groups.num_groups, dtype=torch.float64), scores.double()
+    first_active, last_active = bisect(True), bisect(False)
     s = scores.double()
     size = (groups.offsets[1:] - groups.offsets[:-1]).clamp(min=1)
     # Centred scores keep the second moments from cancelling.
-    s = s - (groups.sums(s) / size)[groups.group]
-    a = torch.ones_like(s) if upper_weight is None else upper_weight.detach().double()
-    c = torch.ones_like(s) if lower_weight is None else lower_weight.detach().double()
-    rank = _label_ranks(labels, groups)
-
-    # Lower items first: an equal key then lies in front of the upper one, which makes it inactive.
-    order = sort_in_groups(torch.cat([s, s - margin]), torch.cat([groups.group, groups.group]))
-    is_upper = order >= n
-    item = torch.where(is_upper, order - n, order)
-    s, a, c, rank, group = s[item], a[item], c[item], rank[item], groups.group[item]
-    start, end = 2 * groups.offsets[group], 2 * groups.offsets[group + 1]
-    after = torch.arange(1, 2 * n + 1, device=s.device)
+    s = (s - (groups.sums(s) / size)[groups.group])[order]
+    a = torch.ones_like(s) if upper_weight is None else upper_weight.detach().double()[order]
+    c = torch.ones_like(s) if lower_weight is None else lower_weight.detach().double()[order]
+    rank = _label_ranks(labels, groups)[order]
     u = margin - s
 
     def before(values: Tensor) -> Tensor:
-        """Exclusive prefix sums, [2n + 1]."""
+        """Exclusive prefix sums, [n + 1]."""
         return torch.nn.functional.pad(values.cumsum(0), (1, 0))
 
     cost, slope = torch.zeros_like(s), torch.zeros_like(s)
     for level in range(1, levels):
-        low = torch.where(~is_upper & (rank < level), c, 0)
-        up = torch.where(is_upper & (rank == level), a, 0)
+        low = torch.where(rank < level, c, 0)
+        up = torch.where(rank == level, a, 0)
         count, first = before(low), before(low * s)
-        k, s1 = count[end] - count[after], first[end] - first[after]
+        k, s1 = count[end] - count[first_active], first[end] - first[first_active]
         active, reach = before(up), before(up * u)
-        d0, d1 = active[after] - active[start], reach[after] - reach[start]
+        d0, d1 = active[last_active] - active[start], reach[last_active] - reach[start]
         if squared:
             second = before(low * s * s)
-            s2 = second[end] - second[after]
+            s2 = second[end] - second[first_active]
             cost += up * (k * u * u + 2 * u * s1 + s2)
             slope += 2 * low * (d1 + d0 * s) - 2 * up * (k * u + s1)
         else:
@@ -141,4 +164,4 @@ def _sorted_hinge(
             slope += low * d0 - up * k
     # Rounding of the differences of prefix sums must not make a sum of squares negative.
     sums = s.new_zeros(groups.num_groups).index_add_(0, group, cost).clamp_(min=0)
-    return sums, s.new_zeros(n).index_add_(0, item, slope)
+    return sums, torch.empty_like(slope).index_copy_(0, order, slope)
