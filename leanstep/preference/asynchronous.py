@@ -7,9 +7,9 @@ gradients are added at one defined point, `apply_ready`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -124,11 +124,12 @@ class AsyncLens:
         with torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
-            for tensor in (*snapshot.values(), *buffers.values(), *inputs):
-                if isinstance(tensor, Tensor) and tensor.is_cuda:
-                    # The allocator must not hand this memory out again before the side stream is done with
-                    # it.
-                    tensor.record_stream(self._stream)
+            # The allocator must not hand this memory out again before the side stream has read it. Tensors of
+            # another device are copied on that device's current stream.
+            for tensor in tensors_in((snapshot, buffers, batch, inputs)):
+                if tensor.is_cuda:
+                    near = tensor.device == self._away
+                    tensor.record_stream(self._stream if near else torch.cuda.current_stream(tensor.device))
             loss, grads = self._differentiate(snapshot, buffers, batch, inputs)
             finished = torch.cuda.Event()
             finished.record()
@@ -174,7 +175,11 @@ class AsyncLens:
                 continue
             loss, grads, finished = handle.future.result()
             if finished is not None:
-                torch.cuda.current_stream(self._away).wait_event(finished)
+                stream = torch.cuda.current_stream(self._away)
+                stream.wait_event(finished)
+                # Made on the side stream and read here: the caller may drop them while this stream is behind.
+                for tensor in (loss, *grads.values()):
+                    tensor.record_stream(stream)
             parameters = dict(self.controller.named_parameters())
             for name, grad in grads.items():
                 parameter, grad = parameters[name], grad.to(self._home)
@@ -207,6 +212,21 @@ class AsyncLens:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside nested tuples, lists, dictionaries and batches."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
 
 
 def _objective(scores: Tensor, batch: LensBatch, config: LensConfig | None) -> Tensor:

@@ -185,16 +185,26 @@ class LensObjective(nn.Module):
             self._variants += sum(batch.counts)
 
     def _watch_memory(self, device: torch.device, *, begin: bool) -> None:
+        """Memory of this call from the allocator's counters; resetting the peak is the user's business.
+
+        Neither the process's peak above the level at entry nor the bytes allocated inside can be below this
+        call's own peak; the smaller of the two is reported. It is exact when the call sets a new peak.
+        """
         if device.type != "cuda":
             return
-        allocations = float(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))
+        stats = torch.cuda.memory_stats(device)
+        now = {
+            "level": stats.get("allocated_bytes.all.current", 0),
+            "bytes": stats.get("allocated_bytes.all.allocated", 0),
+            "allocations": stats.get("allocation.all.allocated", 0),
+        }
         if begin:
-            torch.cuda.reset_peak_memory_stats(device)
-            self._memory = {"level": float(torch.cuda.memory_allocated(device)), "allocations": allocations}
+            self._memory = now
         else:
-            peak = torch.cuda.max_memory_allocated(device) - self._memory["level"]
-            self._memory["peak_lens_mb"] = peak / 2**20
-            self._memory["lens_allocs"] = allocations - self._memory["allocations"]
+            peak = stats.get("allocated_bytes.all.peak", 0) - self._memory["level"]
+            allocated = now["bytes"] - self._memory["bytes"]
+            self._memory["peak_lens_mb"] = min(peak, allocated) / 2**20
+            self._memory["lens_allocs"] = float(now["allocations"] - self._memory["allocations"])
 
     def log_due(self, every: int) -> bool:
         """True after the first micro-step and after every `every`-th."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from leanstep.preference import (
     lens_loss,
     sample_variants,
 )
+from leanstep.preference.asynchronous import tensors_in
 
 from .test_loss import random_batch
 
@@ -181,6 +183,48 @@ def test_late_results_are_waited_for_or_dropped():
         for p, g in zip(net.parameters(), grads, strict=True):
             if g is not None:
                 torch.testing.assert_close(p.grad, g)
+
+
+def test_every_tensor_that_crosses_streams_is_recorded(monkeypatch):
+    """On a GPU: what the side stream reads, and what the main stream keeps, is recorded there."""
+    recorded = {"side": set(), "main": set()}
+
+    class Stream:
+        def __init__(self, name):
+            self.name, self.device, self.waited = name, torch.device("cuda:0"), []
+
+        def wait_event(self, event):
+            self.waited.append(event)
+
+    class Event:
+        def record(self):
+            pass
+
+    main = Stream("main")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda self, stream: recorded[stream.name].add(self.data_ptr())
+    )
+    # The tensors stay on the CPU and only say that they are not.
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    batch, net, inputs = controller_and_inputs()
+    assert batch.gists is not None
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with AsyncLens(net, loss=lambda scores, batch: scores.square().mean(), max_staleness=0) as worker:
+        worker._stream, worker._away, worker._home = Stream("side"), torch.device("cpu"), torch.device("cpu")
+        nested = {"batch": [batch]}
+        assert {t.data_ptr() for t in tensors_in(nested)} == {t.data_ptr() for t in tensors_in(batch)}
+        handle = worker.submit(batch, inputs)
+        loss, grads, finished = handle.future.result()
+        for name in ("pos", "lod", "valid", "loss", "row", "tokens", "baseline"):
+            assert getattr(batch, name).data_ptr() in recorded["side"], name
+        assert {batch.gists.rows.data_ptr(), batch.gists.key.data_ptr()} <= recorded["side"]
+        assert inputs[0].data_ptr() in recorded["side"] and not recorded["main"]
+        assert worker.apply_ready(optimizer) == 1 and main.waited == [finished]
+        assert recorded["main"] == {t.data_ptr() for t in (loss, *grads.values())} and len(grads) > 5
 
 
 def test_worker_errors_and_mixed_optimizers_are_raised():

@@ -1,8 +1,12 @@
-"""The Triton kernel under the interpreter: the original numbers, the closed form in torch, odd rows, two
-sweeps.
+"""The Triton kernel: the original numbers, the closed form in torch, odd rows, two sweeps.
+
+In the interpreter on CPU tensors (the default of this suite), or compiled when TRITON_INTERPRET is 0 and a
+GPU is present.
 """
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -14,7 +18,11 @@ from leanstep.preference import loss as loss_module
 from . import golden
 from .test_loss import EVERY_TERM, random_batch
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="numerics are checked in the interpreter")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = pytest.mark.skipif(
+    not (INTERPRETED or torch.cuda.is_available()), reason="needs TRITON_INTERPRET=1 or a GPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,14 +39,14 @@ CHOICES = [(n, torch.float64) for n in FILES] + [(n, torch.float32) for n in FIL
 def test_golden_vectors(name, dtype):
     data = golden.load(name)
     batch = golden.batch_of(data)
-    scores = golden.scores_of(data, batch, dtype).requires_grad_()
+    order = golden.pair_order_of(data, batch).to(DEVICE)
+    scores = golden.scores_of(data, batch, dtype).to(DEVICE).requires_grad_()
+    batch = batch.to(DEVICE)
     rtol, atol = (1e-9, 1e-15) if dtype == torch.float64 else (1e-4, 2e-8)
-    state = torch.tensor(data["config"]["ema_in"], dtype=dtype)
-    result = lens_loss(
-        scores, batch, golden.config_of(data), state=state, pair_order=golden.pair_order_of(data, batch)
-    )
+    state = torch.tensor(data["config"]["ema_in"], dtype=dtype, device=DEVICE)
+    result = lens_loss(scores, batch, golden.config_of(data), state=state, pair_order=order, backend="fused")
     result.loss.backward()
-    golden.assert_gradient(data, batch, scores.grad, rtol, atol)
+    golden.assert_gradient(data, batch.to("cpu"), scores.grad.cpu(), rtol, atol)
     assert result.loss.item() == pytest.approx(data["outputs"]["loss"], rel=rtol)
     for k, pair in enumerate(data["pairs"]):
         for term, values in result.terms.items():
@@ -50,12 +58,12 @@ def test_golden_vectors(name, dtype):
 @pytest.mark.parametrize("sampling", ["none", "topk"])
 def test_equals_the_eager_path(form, tile, sampling, monkeypatch):
     monkeypatch.setattr(kernel_module, "MAX_TILE", tile)
-    batch = random_batch(seed=4, tokens=48)
+    batch = random_batch(seed=4, tokens=48).to(DEVICE)
     config = LensConfig(
         block_size=4, form=form, span_sampling=sampling, span_k=5, aux_on_full=False, **EVERY_TERM
     )
-    scores = torch.randn(batch.pos.shape).tanh()
-    arguments = {"prev_scores": 0.3 * scores, "state": torch.tensor(0.1)}
+    scores = torch.randn(batch.pos.shape, device=DEVICE).tanh()
+    arguments = {"prev_scores": 0.3 * scores, "state": torch.tensor(0.1, device=DEVICE)}
     x, y = (torch.where(batch.valid, scores, torch.nan).requires_grad_() for _ in range(2))
     a = lens_loss(x, batch, config, backend="fused", **arguments)
     b = lens_loss(y, batch, config, backend="eager", **arguments)
@@ -67,9 +75,9 @@ def test_equals_the_eager_path(form, tile, sampling, monkeypatch):
 
 
 def test_half_precision_scores_are_summed_in_float32():
-    batch = random_batch(seed=6, tokens=80)
+    batch = random_batch(seed=6, tokens=80).to(DEVICE)
     config = LensConfig(block_size=4)
-    scores = torch.randn(batch.pos.shape).tanh().half()
+    scores = torch.randn(batch.pos.shape, device=DEVICE).tanh().half()
     x, y = scores.clone().requires_grad_(), scores.float().requires_grad_()
     a, b = (
         lens_loss(x, batch, config, backend="fused").loss,

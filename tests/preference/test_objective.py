@@ -130,6 +130,31 @@ def test_telemetry_is_read_once_and_averages_active_steps():
     assert objective.read_metrics()["mc/lens_active"] == 0
 
 
+def test_memory_is_measured_without_resetting_the_peak(monkeypatch):
+    def refuse(*device):
+        raise AssertionError("the peak statistics belong to the user")
+
+    for name in ("reset_peak_memory_stats", "reset_accumulated_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100 * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 130 * 2**20)
+    objective, device = LensObjective(LensConfig(block_size=4)), torch.device("cuda")
+
+    def counters(current, peak, allocated, allocations):
+        numbers = {"current": current, "peak": peak, "allocated": allocated}
+        stats = {f"allocated_bytes.all.{name}": value * 2**20 for name, value in numbers.items()}
+        stats["allocation.all.allocated"] = allocations
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+
+    for peak_after, expected in ((130, 30.0), (900, 50.0)):
+        counters(100, 120, 1000, 10)
+        objective._watch_memory(device, begin=True)
+        counters(110, peak_after, 1050, 17)
+        objective._watch_memory(device, begin=False)
+        read = objective.read_metrics()
+        assert read["mc/peak_lens_mb"] == expected and read["mc/lens_allocs"] == 7
+
+
 def test_slow_objective_warns_once(monkeypatch):
     monkeypatch.setattr(objective_module, "SLOW_MS", 0.0)
     batch, x = scored()

@@ -50,7 +50,7 @@ def hinge(
         weights: ([n] for the upper item, [n] for the lower item); a pair weighs their product.
         reduction: sum | mean (over pairs) | group_mean | none ([G] sums).
 
-    A pair counts exactly when the plain relu above zero says so (in float32 for 16-bit scores): a gap equal to
+    A pair is active exactly where the plain relu (in float32 for 16-bit scores) is above 0: a gap equal to
     the margin has cost 0 and gradient 0.
 
     Cost: O(n log n + levels * n) time, O(n) memory. Sums run in float64 on scores centred per group.
