@@ -13,17 +13,17 @@ PACKAGE = Path(__file__).parent.parent / "leanstep"
 FAST_PATHS = ("preference", "logprob", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
-    "preference": {"native"},
-    "logprob": {"cores", "native", "blas"},
-    "muon": {"cores", "blas"},
-    "gpt": {"muon", "cache"},
-    "measure": {"case", "diagnose"},
-    "diagnose": {"files"},
-    "report": {"measure", "diagnose", "case", "files"},
+    "preference": {"cpu"},
+    "logprob": {"cpu"},
+    "muon": {"cpu"},
+    "gpt": {"muon", "logprob", "cpu"},
+    "measure": {"case", "diagnose", "host_reads"},
+    "diagnose": {"host_reads", "files"},
+    "report": {"measure", "diagnose", "rehearse", "case", "files"},
     # A race writes down what it ran on.
     "recipes": {"preference", "logprob", "muon", "gpt", "measure", "files"},
     # A rehearsal may run a registered case, and reports as everything else does.
-    "rehearse": {"case", "native", "cache", "cpu", "measure", "report", "files"},
+    "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files"},
     "integrations": {"preference", "logprob", "muon", "gpt", "case"},
 }
 

@@ -64,10 +64,8 @@ def one_round(threads: int, large: bool, budget_s: float) -> dict[str, str]:
 def compare(before: dict[str, str], after: dict[str, str]) -> int:
     changed = sorted(k for k in before.keys() & after.keys() if before[k] != after[k])
     gone, new = sorted(before.keys() - after.keys()), sorted(after.keys() - before.keys())
-    print(
-        f"{len(before.keys() & after.keys())} in both, {len(changed)} changed, "
-        f"{len(gone)} gone, {len(new)} new"
-    )
+    shared = len(before.keys() & after.keys())
+    print(f"{shared} in both, {len(changed)} changed, {len(gone)} gone, {len(new)} new")
     for title, keys in (("changed", changed), ("gone", gone), ("new", new)):
         groups = sorted({k.rsplit("/", 1)[0].split(" ", 1)[1] for k in keys})
         for group in groups:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from leanstep.cache import cache_folder
+from leanstep.cpu import cache_folder
 from leanstep.gpt.data import write_shard
 
 BOS = "<|bos|>"

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from leanstep.case import (
     register,
     with_gradients,
 )
+from leanstep.cpu import find_compiler
 from leanstep.logprob import peers
 from leanstep.logprob.linear import linear_logprobs
 from leanstep.logprob.logits import token_logprobs
@@ -139,7 +139,7 @@ def _logits_streams(workload: Workload) -> Step:
 
 
 def _no_compiler(params: Params) -> str | None:
-    return None if shutil.which("g++") or shutil.which("clang++") else "torch.compile needs a C++ compiler"
+    return None if find_compiler() else "torch.compile needs a C++ compiler"
 
 
 def _no_torch_head(params: Params) -> str | None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from leanstep.cpu import has_memory, num_threads
 from leanstep.logprob import native, planned
-from leanstep.native import has_memory
 
 # Fewer logits in a call are done before a first build (a third of a second, once per machine) would be.
 NATIVE_LOGITS = 1 << 18
@@ -45,5 +45,5 @@ def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> ModuleTyp
 
 def suited(kernels: ModuleType | None, cores: int) -> ModuleType | None:
     """The same kernels, but not C++ on the calling core alone where many threads could share the passes."""
-    alone = kernels is native and cores == 1 and torch.get_num_threads() > MOST_IDLE_THREADS
+    alone = kernels is native and cores == 1 and num_threads() > MOST_IDLE_THREADS
     return None if alone else kernels

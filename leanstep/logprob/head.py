@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from leanstep.blas import multiply
 from leanstep.logprob.parallel import VocabShard
 
 
@@ -117,7 +116,7 @@ class Head:
 def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> Tensor:
     """out = factor a @ b (+ out), summed in the dtype of `out`."""
     if a.dtype == out.dtype:
-        return multiply(a, b, out, alpha=factor, beta=float(accumulate))
+        return torch.addmm(out, a, b, beta=float(accumulate), alpha=factor, out=out)
     # CUDA only: 16-bit operands with an fp32 result.
     fresh = torch.mm(a, b, out_dtype=out.dtype)
     if factor != 1.0:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.cores import run_on_cores
+from leanstep.cpu import num_threads, run_on_cores
 from leanstep.logprob import native
 from leanstep.logprob.dispatch import kernels_for, suited
 from leanstep.logprob.gradient import (
@@ -104,7 +104,7 @@ def token_logprobs(
         _check_reusable(logits, rows, dtype)
     kernels = kernels_for(logits, dtype, tokens.shape[0] * shard.real)
     # A row that is selected twice must not get both gradients at once.
-    cores = torch.get_num_threads() if kernels is native and rows is None else 1
+    cores = num_threads() if kernels is native and rows is None else 1
     kernels = suited(kernels, cores)
     call = _Call(
         tokens=tokens,

@@ -1,7 +1,7 @@
-"""The passes over a tile of logits on a CPU: native.cpp, which `leanstep.native` builds once per machine.
+"""The passes over a tile of logits on a CPU: native.cpp, which `leanstep.cpu` builds once per machine.
 
 Same functions as kernel.py, for fp32 tiles whose rows are contiguous. A call is the work of one core;
-`leanstep.cores` gives every core its own tiles.
+`leanstep.cpu` gives every core its own tiles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from leanstep.native import load
+from leanstep.cpu import load_library
 
 SOURCE = Path(__file__).with_name("native.cpp")
 
@@ -26,11 +26,11 @@ def _declare(library: ctypes.CDLL) -> None:
 
 def is_built() -> bool:
     """Whether the library can be called; builds it when this machine has not done so yet."""
-    return not isinstance(load(SOURCE, _declare), str)
+    return not isinstance(load_library(SOURCE, _declare), str)
 
 
 def _library() -> ctypes.CDLL:
-    library = load(SOURCE, _declare)
+    library = load_library(SOURCE, _declare)
     assert not isinstance(library, str), library
     return library
 

@@ -6,9 +6,9 @@ vocabulary, each weight tile is visited once and dW is written tile by tile; a l
 rewrite all of dW for every chunk (2 to 3 times slower at small chunks).
 Tile order is fixed and nothing is atomic: two runs give the same bits.
 
-On a CPU with several threads the vocabulary is cut into parts, one more than cores, with statistics and a
-hidden gradient of their own, joined in a fixed order at the end. Cores take tiles of the part that is least
-far: they meet once per sweep, not after every operation on a tile, and none waits long for a slower one.
+On a CPU with several threads the vocabulary is cut into one part per core, with statistics and a hidden
+gradient of their own, joined in a fixed order at the end: cores synchronise once per loop, not after every
+operation on a tile.
 """
 
 # R rows of a chunk · W columns of a tile · T' selected rows · D model · V local vocabulary
@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from leanstep.cores import run_chains
+from leanstep.cpu import run_on_cores
 from leanstep.logprob.dispatch import suited
 from leanstep.logprob.extras import TopK, update_pair_
 from leanstep.logprob.gradient import RowGradients
@@ -69,8 +69,8 @@ class Problem:
 
     @property
     def num_parts(self) -> int:
-        """Parts of the vocabulary: one more than cores, or all of it as one."""
-        return self.cores + 1 if self.cores > 1 else 1
+        """Parts of the vocabulary: one per core."""
+        return self.cores
 
     @property
     def two_softmaxes(self) -> bool:
@@ -118,7 +118,7 @@ def forward_sweep(p: Problem, kept_logits: KeptLogits) -> tuple[RowStatistics, T
     return functools.reduce(merge, swept), best
 
 
-def _run_parts(p: Problem, parts: Sequence[Callable[[ReadRows], Iterator[None]]]) -> None:
+def _run_parts(p: Problem, parts: Sequence[Callable[[ReadRows], None]]) -> None:
     """Run the parts of a sweep, side by side if there are several; each is given a way to read row chunks."""
     read = p.chunks
     if p.num_rows <= p.tiles.rows:
@@ -127,12 +127,10 @@ def _run_parts(p: Problem, parts: Sequence[Callable[[ReadRows], Iterator[None]]]
         def read(part: slice) -> tuple[Tensor, Tensor | None]:
             return whole
 
-    chains = [part(read) for part in parts]
-    if len(chains) == 1:
-        for _ in chains[0]:
-            pass
+    if len(parts) == 1:
+        parts[0](read)
     else:
-        run_chains(chains, p.cores)
+        run_on_cores([lambda _core, part=part: part(read) for part in parts], p.cores)
 
 
 def _empty_statistics(p: Problem) -> RowStatistics:
@@ -157,7 +155,7 @@ def _forward_part(
     best: TopK | None,
     kept_logits: KeptLogits,
     read: ReadRows,
-) -> Iterator[None]:
+) -> None:
     needed = 0 if p.kernels is not None else 1 + p.moment
     for rows in p.tiles.row_slices(p.num_rows):
         h, low_h = read(rows)
@@ -182,7 +180,6 @@ def _forward_part(
                     z = kept
             where = (tokens, p.head.shard.start + columns.start)
             part.update_(z, scratch.tiles(needed, size, width), *where, kernels=p.kernels)
-            yield
 
 
 def backward_sweep(
@@ -224,7 +221,7 @@ def _backward_part(
     first_row: int,
     kept_logits: KeptLogits,
     read: ReadRows,
-) -> Iterator[None]:
+) -> None:
     head = p.head
     h = low_h = weight_tile = None
     last_rows = last_columns = None
@@ -243,7 +240,6 @@ def _backward_part(
         du = gradient.tile(z, tiles, rows, columns)
         placed = slice(rows.start + first_row, rows.stop + first_row)
         sums.add(du, h, low_h, weight_tile, placed, columns)
-        yield
 
 
 def _walk(p: Problem, columns: list[slice]) -> Iterator[tuple[slice, slice]]:

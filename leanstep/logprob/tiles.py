@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from leanstep.cpu import num_threads
+
 # Logits and work area in fp32, and a 16-bit copy where the weight has 16 bits.
 TILE_ELEMENT_BYTES = 10
 # Logits and work area then fit a share of the last-level cache that other cores leave; larger is slower.
@@ -74,7 +76,7 @@ def default_budget(device: torch.device | str) -> int:
 
 def choose_cores(num_rows: int, vocab: int, width: int, device: torch.device | str = "cpu") -> int:
     """How many parts of the vocabulary to sweep side by side: all of torch's threads on a CPU, or 1."""
-    threads = torch.get_num_threads()
+    threads = num_threads()
     if torch.device(device).type != "cpu" or num_rows * vocab * width < threads * MIN_CORE_PRODUCTS:
         return 1
     return threads if threads * num_rows * width * 4 <= MAX_CORE_BYTES else 1

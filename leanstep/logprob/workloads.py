@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from leanstep.cpu import find_compiler
 from leanstep.logprob.linear import linear_logprobs
 from leanstep.logprob.objective import PolicyObjective
 
@@ -87,6 +87,6 @@ def make_policy(
     constants = {
         "sequence_lengths": lengths,
         "objective": OBJECTIVE,
-        "compiled": shutil.which("g++") is not None,
+        "compiled": find_compiler() is not None,
     }
     return tensors, constants

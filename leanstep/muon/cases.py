@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload, register
+from leanstep.cpu import find_compiler
 from leanstep.muon import peers, reference
 from leanstep.muon.optimizer import NorMuon
 from leanstep.muon.polar import MIN_HALF_SPEEDUP, cpu_bfloat16_speedup, plan_polar, polar
@@ -210,7 +210,7 @@ def _step_limit(workload: Workload) -> Step:
 
 
 def _needs_compiler(params: Params) -> str | None:
-    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+    if find_compiler() is None:
         return "no C++ compiler for torch.compile"
     return "compiling is not worth it at this size" if params["dim"] < 256 else None
 

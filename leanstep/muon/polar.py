@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leanstep.blas import multiply
 from leanstep.muon.products import choose_panels, commuting_product, gram_matrix, quadratic
 from leanstep.muon.reference import ABSOLUTE_EPS, POLAR_EXPRESS, SAFETY, Triples
 from leanstep.muon.side_by_side import run_side_by_side
@@ -233,7 +232,7 @@ def iterate(
     def apply(factor: Tensor, x: Tensor, out: Tensor) -> Tensor:
         first, second = (x, factor) if plan.tall else (factor, x)
         if x.ndim == 2:
-            return multiply(first, second, out)
+            return torch.mm(first, second, out=out)
         return torch.matmul(first, second, out=out)
 
     if plan.method == "standard":

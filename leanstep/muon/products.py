@@ -3,7 +3,6 @@
 A result of n x n is cut into row panels. Panel i needs only its first i + 1 column blocks, so b panels
 cost (b + 1) / 2b of the full product; the strictly upper part is a transposed copy of what is there.
 One product per panel (not per block) keeps the calls few and large: that is what a CPU BLAS likes.
-A matrix times its own transpose goes to SYRK where that is allowed (`leanstep.muon.triangle`).
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from leanstep.blas import multiply
-from leanstep.muon.triangle import can_square, square_into
 
 # Below this side a full product is as fast as the panels (measured with two threads, see docs/muon.md).
 MIN_SYMMETRIC_SIDE = 256
@@ -64,8 +60,6 @@ def gram_matrix(x: Tensor, out: Tensor, *, tall: bool = False, panels: int = 1) 
         return (_kernels().xtx if tall else _kernels().xxt)(x, out)
     if panels == 1 or x.ndim == 3:
         return torch.matmul(x.mT, x, out=out) if tall else torch.matmul(x, x.mT, out=out)
-    if can_square(x):
-        return square_into(x, out, tall=tall)
     bounds = _bounds(out.size(0), panels)
     for lo, hi in bounds:
         if tall:
@@ -82,7 +76,7 @@ def commuting_product(a: Tensor, b: Tensor, out: Tensor, *, panels: int = 1) -> 
         return torch.matmul(a, b, out=out)
     bounds = _bounds(out.size(0), panels)
     for lo, hi in bounds:
-        multiply(a[lo:hi], b[:, :hi], out[lo:hi, :hi])
+        torch.mm(a[lo:hi], b[:, :hi], out=out[lo:hi, :hi])
     _mirror(out, bounds)
     return out
 
@@ -97,8 +91,6 @@ def quadratic(
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=out)
     elif panels == 1:
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=out)
-    elif can_square(gram):
-        square_into(gram, out).mul_(c).add_(gram, alpha=b)
     else:
         bounds = _bounds(out.size(0), panels)
         for lo, hi in bounds:

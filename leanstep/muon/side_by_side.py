@@ -1,18 +1,14 @@
 """Matrices side by side: one per core instead of all cores on one.
 
-Two threads on one 768 x 768 product reach 80 % of twice one thread and meet at a barrier after every call;
-two matrices on one thread each meet once per step.
+Two threads on one 768 x 768 product reach 80 % of twice one thread and synchronise after every call; two
+matrices on one thread each synchronise once per step.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
-import torch
-
-from leanstep.blas import one_thread_each
-from leanstep.cores import is_watched, run_on_cores
+from leanstep.cpu import num_threads, run_on_cores
 from leanstep.muon.workspace import Workspace
 
 Job = Callable[[Workspace], None]
@@ -23,15 +19,13 @@ MIN_JOBS_PER_WORKER = 2
 def run_side_by_side(jobs: Sequence[Job], workspace: Workspace, workers: int | None = None) -> None:
     """Run every job once; each gets the workspace of its own core.
 
-    Results do not depend on which core runs a job. For the time of the call torch and NumPy use one thread
-    per operation. With one core, or few jobs, they run in a row with all threads.
+    Results do not depend on which core runs a job. For the time of the call torch uses one thread per
+    operation. With one core, or few jobs, they run in a row with all threads.
     """
-    threads = torch.get_num_threads()
-    workers = threads if workers is None else workers
+    workers = num_threads() if workers is None else workers
     if workers < 2 or len(jobs) < MIN_JOBS_PER_WORKER * workers:
-        with one_thread_each() if threads == 1 and not is_watched() else contextlib.nullcontext():
-            for job in jobs:
-                job(workspace)
+        for job in jobs:
+            job(workspace)
         return
 
     def with_scratch(job: Job) -> Callable[[int], None]:

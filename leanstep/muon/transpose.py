@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import shutil
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from leanstep.cpu import find_compiler
 
 IMPLEMENTATIONS = ("auto", "triton", "compiled", "blocked", "stock")
 # Compiling takes seconds, once: worth it for a table of this size that is turned every step.
@@ -39,7 +40,7 @@ def choose_transpose(src: Tensor) -> str:
 
 @functools.cache
 def _has_compiler() -> bool:
-    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+    return find_compiler() is not None
 
 
 def _check(src: Tensor, dst: Tensor, impl: str) -> str:

@@ -1,4 +1,4 @@
-"""The objective on a CPU in two calls of native.cpp, which `leanstep.native` builds once per machine.
+"""The objective on a CPU in two calls of native.cpp, which `leanstep.cpu` builds once per machine.
 
 Same contract as `fused_loss`. Sampling, global normalisation and contexts whose positions do not ascend go
 to the torch version; KL and coverage are computed there too. Without a compiler everything does.
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leanstep.native import has_memory, load
+from leanstep.cpu import has_memory, load_library
 
 from .batch import LensBatch
 from .config import LensConfig
@@ -80,7 +80,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def _library() -> ctypes.CDLL:
-    library = load(SOURCE, _declare)
+    library = load_library(SOURCE, _declare)
     assert not isinstance(library, str), library
     return library
 
@@ -95,7 +95,7 @@ def why_not(scores: Tensor, config: LensConfig) -> str | None:
         return f'span_sampling is "{config.span_sampling}", expected "none"'
     if not has_memory(scores):
         return f"scores are a {type(scores).__name__}, expected a plain tensor"
-    library = load(SOURCE, _declare)
+    library = load_library(SOURCE, _declare)
     return library if isinstance(library, str) else None
 
 

@@ -1,0 +1,230 @@
+"""Jobs run once each and give torch's threads back; C++ is built once per machine and loaded only intact."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from leanstep import cpu
+from leanstep.cpu import cache_folder, is_watched, num_threads, run_on_cores
+from leanstep.measure.memory import measure_peak
+
+needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler")
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def source(monkeypatch, tmp_path):
+    """A small C++ file, an empty cache beside it and nothing loaded."""
+    monkeypatch.setenv("LEANSTEP_CACHE", str(tmp_path / "cache"))
+    cpu._load.cache_clear()
+    path = tmp_path / "things" / "native.cpp"
+    path.parent.mkdir()
+    path.write_text(SOURCE)
+    yield path
+    cpu._load.cache_clear()
+
+
+def built(source):
+    """The libraries in the cache, without their digests; nothing else may be there."""
+    files = sorted((source.parent.parent / "cache" / "native").iterdir())
+    libraries = [path for path in files if path.suffix == ".so"]
+    assert [path for path in files if path not in libraries] == [p.with_suffix(".sha256") for p in libraries]
+    return libraries
+
+
+@needs_compiler
+def test_a_library_is_built_once(source):
+    assert cpu.load_library(source).answer() == 42
+    (library,) = built(source)
+    before = library.stat().st_mtime_ns
+    cpu._load.cache_clear()
+    assert cpu.load_library(source).answer() == 42
+    assert [path.stat().st_mtime_ns for path in built(source)] == [before]
+    assert library.name.startswith("things-")
+
+
+@needs_compiler
+def test_another_source_is_another_library(source):
+    assert cpu.load_library(source).answer() == 42
+    source.write_text(SOURCE.replace("42", "43"))
+    cpu._load.cache_clear()
+    assert cpu.load_library(source).answer() == 43 and len(built(source)) == 2
+
+
+def test_no_compiler_is_named(source, monkeypatch):
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: None)
+    assert "no C++ compiler" in cpu.load_library(source)
+
+
+def test_a_compiler_that_fails_is_named_and_leaves_nothing_behind(source, monkeypatch):
+    monkeypatch.setenv("CXX", "false")
+    assert "false failed" in cpu.load_library(source)
+    assert built(source) == []
+
+
+def test_a_user_can_opt_out(source, monkeypatch):
+    monkeypatch.setenv("LEANSTEP_NATIVE", "0")
+    assert cpu.load_library(source) == "LEANSTEP_NATIVE is 0"
+    assert not (source.parent.parent / "cache").exists()
+
+
+def test_tensors_without_memory_are_recognised():
+    x = torch.zeros(3)
+    assert cpu.has_memory(x) and cpu.has_memory(torch.nn.Parameter(x))
+    with FakeTensorMode() as mode:
+        assert not cpu.has_memory(mode.from_tensor(x))
+    seen = []
+    torch.func.vmap(lambda row: seen.append(cpu.has_memory(row)) or row)(torch.zeros(2, 3))
+    assert seen == [False]
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["truncated", "swapped", "no digest", "foreign byte in the digest"])
+def test_a_damaged_library_is_built_again_and_never_loaded(source, damage):
+    assert cpu.load_library(source).answer() == 42
+    (library,) = built(source)
+    good = library.read_bytes()
+    # A new file: the loaded one stays mapped, and cutting it would kill this process.
+    library.unlink()
+    if damage == "truncated":
+        library.write_bytes(good[: len(good) // 2])
+    elif damage == "swapped":
+        library.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    else:
+        library.write_bytes(good)
+        digest = library.with_suffix(".sha256")
+        digest.unlink() if damage == "no digest" else digest.write_bytes(b"\xff\xfe")
+    assert not cpu._is_intact(library)
+    cpu._load.cache_clear()
+    assert cpu.load_library(source).answer() == 42
+    assert cpu._is_intact(built(source)[0])
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners on this system")
+@pytest.mark.parametrize("which", ["library", "folder"])
+def test_what_others_can_write_is_not_loaded(source, which):
+    assert cpu.load_library(source).answer() == 42
+    (library,) = built(source)
+    (library if which == "library" else library.parent).chmod(0o777)
+    assert not cpu._is_intact(library)
+    cpu._load.cache_clear()
+    loaded = cpu.load_library(source)
+    assert loaded.answer() == 42
+    if which == "folder":
+        assert not Path(loaded._name).is_relative_to(library.parent)
+
+
+def test_overlapping_calls_from_two_threads_give_the_threads_back():
+    torch.set_num_threads(2)
+    try:
+        first_in, second_in, seen = threading.Event(), threading.Event(), []
+
+        def outer(_core):
+            first_in.set()
+            assert second_in.wait(20)
+
+        def inner(_core):
+            second_in.set()
+            seen.append(num_threads())
+
+        other = threading.Thread(target=lambda: run_on_cores([outer], 1))
+        other.start()
+        assert first_in.wait(20)
+        # The first call ends while the second is at work, the second then ends last.
+        run_on_cores([inner, lambda _core: other.join(20)], 1)
+        assert seen == [2] and torch.get_num_threads() == 2 and num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_inside_a_call_can_run_jobs():
+    children = []
+
+    def child():
+        done = []
+        run_on_cores([lambda _core: done.append(1)] * 3, 2)
+        os._exit(0 if done == [1, 1, 1] else 1)
+
+    def job(_core):
+        # The worst moment: another thread holds the lock of the thread count.
+        with cpu._one_thread_each.lock:
+            children.append(multiprocessing.get_context("fork").Process(target=child))
+            children[-1].start()
+
+    run_on_cores([job], 1)
+    children[0].join(30)
+    hung = children[0].is_alive()
+    children[0].kill()
+    assert not hung and children[0].exitcode == 0
+
+
+def test_every_job_runs_once_with_one_thread_and_torch_threads_are_restored():
+    threads, done, cores = torch.get_num_threads(), [0] * 20, set()
+
+    def job(index, core):
+        done[index] += 1
+        cores.add(core)
+        assert torch.get_num_threads() == 1 and not torch.is_grad_enabled()
+
+    run_on_cores([lambda core, i=i: job(i, core) for i in range(20)], 3)
+    assert done == [1] * 20 and cores <= {0, 1, 2}
+    assert torch.get_num_threads() == threads and torch.is_grad_enabled()
+
+
+def test_two_jobs_are_at_work_at_the_same_time():
+    meeting = threading.Barrier(2, timeout=20)
+    run_on_cores([lambda core: meeting.wait()] * 2, 2)
+
+
+def test_an_error_stops_the_rest_and_reaches_the_caller():
+    threads, begun = torch.get_num_threads(), []
+
+    def job(core):
+        begun.append(core)
+        raise ValueError("broken job")
+
+    with pytest.raises(ValueError, match="broken job"):
+        run_on_cores([job] * 50, 2)
+    assert len(begun) <= 2 and torch.get_num_threads() == threads
+
+
+def test_inference_mode_reaches_every_core():
+    with torch.inference_mode():
+        x = torch.zeros(4)
+        run_on_cores([lambda core, i=i: x[i].add_(1) for i in range(4)], 2)
+    assert x.tolist() == [1.0] * 4
+
+
+def test_a_profiler_sees_the_memory_of_every_core():
+    kept, watched = {}, []
+
+    def job(core):
+        if core not in kept:
+            kept[core] = torch.empty(1 << 18)
+
+    def step():
+        watched.append(is_watched())
+        run_on_cores([job] * 4, 2)
+        kept.clear()
+        return {}
+
+    assert measure_peak(step, {}).peak_bytes == 2 * 4 * (1 << 18)
+    assert watched == [False, True]
+
+
+def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("LEANSTEP_CACHE", str(tmp_path / "here"))
+    assert cache_folder() == tmp_path / "here"
+    monkeypatch.delenv("LEANSTEP_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "leanstep"
