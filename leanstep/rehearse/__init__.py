@@ -18,7 +18,7 @@ _HOMES = {
     "register_cost": "kernel_costs",
     "rehearse": "stage",
 }
-__all__ = ["Recording", "Request", "register_cost", "rehearse"]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,253 @@
+"""Values that the host knows of fake device tensors, and answers for those that nobody knows.
+
+A device tensor made from host values carries them along as its *shadow*: a real CPU tensor, kept up to date
+while every operand of every later call has one. `.item()`, boolean indices and lengths then read the truth.
+Values that come from activations are not known: the host reads a plausible one and the place is noted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+
+from leanstep.rehearse.events import Line
+from leanstep.rehearse.kernel_costs import GEMM
+
+SHADOW_ELEMENTS = 1 << 20
+# The index that a choice among unknown values takes, once, so that all the host derives from it agrees.
+CHOSEN_INDEX = 7
+# A host copy of more than this stays fake: a checkpoint on its way to a file that is not written.
+REAL_COPY_BYTES = 64 << 20
+WITHOUT_VALUES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+CHOICES = frozenset({"multinomial", "argmax"})
+# Calls whose output shape depends on values: the host must learn it.
+DYNAMIC = frozenset(
+    {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"}
+)
+INDEXED = frozenset({"index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"})
+
+
+def is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Shadows:
+    """The known values, by tensor; a write of unknown values into a storage ends all shadows on it."""
+
+    def __init__(self, fake_mode: FakeTensorMode):
+        self.fake_mode = fake_mode
+        self.stale: set[int] = set()
+        self.assumed: Counter[tuple[Line | None, str, str]] = Counter()
+
+    def get(self, tensor: Tensor) -> Tensor | None:
+        """The real value of a tensor, or None when it is not known."""
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        value = getattr(tensor, "_shadow", None)
+        return None if value is None or storage_key(tensor) in self.stale else value
+
+    def put(self, tensor: Tensor, value: Tensor | None) -> None:
+        if value is not None and value.numel() <= SHADOW_ELEMENTS:
+            tensor._shadow = value  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forget(self, tensor: Tensor) -> None:
+        """Unknown values were written into this tensor's storage."""
+        if isinstance(tensor, FakeTensor):
+            tensor._shadow = None  # pyright: ignore[reportAttributeAccessIssue]
+            self.stale.add(storage_key(tensor))
+
+    def copied_in(self, target: Tensor, value: Tensor | None) -> None:
+        """Host values were copied into a device tensor."""
+        kept = self.get(target)
+        if value is None or value.numel() > SHADOW_ELEMENTS:
+            self.forget(target)
+        elif kept is not None:
+            kept.copy_(value)
+        elif value.shape == target.shape and self._covers_storage(target):
+            self.stale.discard(storage_key(target))
+            self.put(target, value.to(target.dtype).clone())
+
+    @staticmethod
+    def _covers_storage(tensor: Tensor) -> bool:
+        return (
+            tensor.is_contiguous()
+            and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        )
+
+    def assume(self, line: Line | None, kind: str, value: object) -> None:
+        self.assumed[line, kind, str(value)] += 1
+
+    @staticmethod
+    def plausible(tensor: Tensor) -> bool | int | float:
+        """What an unknown element reads as: 1.0, 1, False; 0 for GradScaler's found_inf."""
+        if tensor.dtype == torch.bool:
+            return False
+        return getattr(tensor, "_reads_as", 1.0) if tensor.dtype.is_floating_point else 1
+
+    def item(self, tensor: Tensor, line: Line | None) -> Any:
+        """What the host reads of one element."""
+        value = self.get(tensor)
+        if value is not None and value.numel() == 1:
+            return value.item()
+        assumed = self.plausible(tensor)
+        if not hasattr(tensor, "_reads_as"):
+            self.assume(line, "item", assumed)
+        return assumed
+
+    def equal(self, left: Tensor, right: Tensor, line: Line | None) -> bool:
+        pair = self.get(left), self.get(right)
+        if pair[0] is not None and pair[1] is not None:
+            return torch.equal(pair[0], pair[1])
+        self.assume(line, "equal", True)
+        return True
+
+    def on_host(self, source: Tensor, dtype: torch.dtype, line: Line | None) -> Tensor:
+        """A host copy of a device tensor: real, unless it is large and unknown."""
+        value = self.get(source)
+        if value is not None:
+            return value.to(dtype, copy=True)
+        if source.numel() * source.element_size() > REAL_COPY_BYTES:
+            with self.fake_mode:
+                return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device="cpu")
+        assumed = self.plausible(source)
+        self.assume(line, "to host", assumed)
+        return torch.full(source.shape, assumed, dtype=dtype)
+
+    def into_host(self, target: Tensor, source: Tensor) -> Tensor:
+        """A device tensor copied into a host tensor: a real one stays real."""
+        value = self.get(source)
+        if value is not None and not isinstance(target, FakeTensor):
+            target.copy_(value)
+        return target
+
+    def follow(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        outs: list[FakeTensor],
+        mutated: list[Tensor],
+        line: Line | None,
+    ) -> None:
+        """Run a call on the shadows too, when every operand has one; else its results are unknown."""
+        flat, spec = tree_flatten((args, kwargs))
+        values = [self.get(x) for x in flat if isinstance(x, Tensor)]
+        known = all(v is not None for v in values)
+        small = sum(v.numel() for v in values if v is not None) <= 4 * SHADOW_ELEMENTS
+        cheap = name not in GEMM and "attention" not in name and name not in WITHOUT_VALUES
+        if known and small and cheap and sum(t.numel() for t in outs) <= SHADOW_ELEMENTS:
+            host = [self._on_host(x) for x in flat]
+            host_args, host_kwargs = tree_unflatten(host, spec)
+            for key in ("pin_memory", "non_blocking"):
+                host_kwargs.pop(key, None)
+            try:
+                real = [t for t in tree_iter(func(*host_args, **host_kwargs)) if isinstance(t, Tensor)]
+            except Exception:  # no CPU kernel for it: then the value is not known
+                real = []
+            if len(real) == len(outs):
+                for out, value in zip(outs, real, strict=True):
+                    if out.shape == value.shape:
+                        self.put(out, value)
+                return
+        self._choose(name, values, [x for x in flat if isinstance(x, Tensor)], outs, mutated, line)
+
+    def _on_host(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.get(x)
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    def _choose(
+        self,
+        name: str,
+        values: list[Tensor | None],
+        operands: list[Tensor],
+        outs: list[FakeTensor],
+        mutated: list[Tensor],
+        line: Line | None,
+    ) -> None:
+        single = len(outs) == 1 and outs[0].numel() <= SHADOW_ELEMENTS
+        if name in CHOICES and single:
+            last = max(0, (operands[0].shape[-1] if operands and operands[0].dim() else 1) - 1)
+            chosen = min(CHOSEN_INDEX, last)
+            self.assume(line, name, chosen)
+            self.put(outs[0], torch.full(outs[0].shape, chosen, dtype=outs[0].dtype))
+            return
+        # An absorbing operand decides alone: loops that end at a length do so whatever was drawn.
+        short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
+        if short in ("or", "and") and single and not mutated:
+            for value in values:
+                if value is None or value.dtype != torch.bool or not value.numel():
+                    continue
+                if bool(value.all()) if short == "or" else not bool(value.any()):
+                    self.put(outs[0], torch.full(outs[0].shape, short == "or", dtype=outs[0].dtype))
+                    return
+        for tensor in mutated:
+            self.forget(tensor)
+
+    def masks_to_rows(self, indices: Sequence[Any], line: Line | None) -> tuple[list[Any], int]:
+        """Boolean indices as integer ones (without a shadow: every element), and how many host waits."""
+        rows, waits = [], 0
+        for index in indices:
+            if not is_mask(index):
+                rows.append(index)
+                continue
+            value = self.get(index)
+            waits += index.device.type == "cuda"
+            if value is None:
+                self.assume(line, "boolean index", "all elements")
+                count, columns = index.numel(), [None] * index.dim()
+            else:
+                columns = list(value.nonzero(as_tuple=True))
+                count = columns[0].numel()
+            for column in columns:
+                rows.append(self.fresh((count,), torch.int64, index.device, column))
+        return rows, waits
+
+    def fresh(self, shape: Sequence[int], dtype: torch.dtype, device: Any, value: Tensor | None) -> Tensor:
+        with self.fake_mode:
+            made = torch.empty(shape, dtype=dtype, device=device)
+        self.put(made, value)
+        return made
+
+    def dynamic(
+        self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], line: Any
+    ):
+        """Outputs of a call whose shape depends on values, as (shape, dtype, value or None) records.
+
+        Without shadows every element counts as selected, every value as different.
+        """
+        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        values = [self.get(t) for t in given]
+        if all(v is not None for v in values):
+            host_args = [self.get(a) if isinstance(a, Tensor) else a for a in args]
+            host_kwargs = {k: self.get(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+            real = func(*host_args, **host_kwargs)
+            real = real if isinstance(real, (tuple, list)) else (real,)
+            return [(r.shape, r.dtype, r) for r in real]
+        self.assume(line, name, "all elements")
+        x = args[0]
+        if name == "nonzero":
+            return [((x.numel(), x.dim()), torch.int64, None)]
+        if name == "masked_select":
+            return [((max(x.numel(), args[1].numel()),), x.dtype, None)]
+        if name == "repeat_interleave":
+            return [((kwargs.get("output_size") or x.numel(),), torch.int64, None)]
+        if name == "unique_dim":
+            n = x.shape[args[1]]
+            return [(x.shape, x.dtype, None), ((n,), torch.int64, None), ((n,), torch.int64, None)]
+        return [
+            ((x.numel(),), x.dtype, None),
+            (x.shape, torch.int64, None),
+            ((x.numel(),), torch.int64, None),
+        ]

@@ -1,0 +1,260 @@
+"""The run of one rehearsal: a process of its own, patched for good, left after N steps.
+
+`rehearse` is called in the user's process; it starts `_child` in a fresh interpreter and reads the recording
+that it leaves behind. The program's own output passes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from leanstep.rehearse import fake_device
+from leanstep.rehearse.events import Line, Recording, Refusal, Request, Step
+from leanstep.rehearse.fake_device import RehearsalError
+
+__all__ = ["RehearsalError", "rehearse"]
+
+_ROOT = str(Path(__file__).parent.parent.parent)
+# The package comes from the same folder as in this process; then that folder leaves the path again.
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from leanstep.rehearse import stage; "
+    "sys.path.remove(sys.argv[1]); stage._child(*sys.argv[2:])"
+)
+
+
+def rehearse(request: Request, *, quiet: bool = False) -> Recording:
+    """Run a program as if the device were there; return what was seen.
+
+    Args:
+        request: what to run, for which device, how many steps.
+        quiet: swallow the program's own output.
+
+    Raises RehearsalError, one line, when it cannot start: no such file or device, no compiler, another torch.
+    A program that stops before its steps gives a Recording with `ended` and `refused`.
+    """
+    _validate(request)
+    stub = fake_device.library()
+    with tempfile.TemporaryDirectory(prefix="leanstep-rehearse-") as folder:
+        asked, answered = Path(folder) / "request", Path(folder) / "recording"
+        asked.write_bytes(pickle.dumps(request))
+        command = [sys.executable, "-P", "-c", _START, _ROOT, str(stub), str(asked), str(answered)]
+        if sys.version_info < (3, 11):
+            command.remove("-P")
+        sink = subprocess.DEVNULL if quiet else None
+        environment = {**os.environ, **_rank_environment(request.ranks), "PYTHONUNBUFFERED": "1"}
+        environment.pop("TRITON_INTERPRET", None)
+        done = subprocess.run(command, env=environment, stdout=sink, stderr=sink, check=False)
+        if not answered.exists():
+            raise RehearsalError(
+                f"{request.target}: its process ended with code {done.returncode} and left no recording"
+            )
+        got = pickle.loads(answered.read_bytes())
+    if isinstance(got, RehearsalError):
+        raise got
+    return got
+
+
+def _validate(request: Request) -> None:
+    from leanstep.rehearse.devices import DEVICES
+
+    if request.device not in DEVICES:
+        raise RehearsalError(f"device: unknown {request.device!r}; known: {', '.join(DEVICES)}")
+    if request.steps < 1:
+        raise RehearsalError(f"steps: expected at least 1, got {request.steps}")
+    if request.ranks < 1:
+        raise RehearsalError(f"ranks: expected at least 1, got {request.ranks}")
+    if not request.module and not request.case and not Path(request.target).is_file():
+        raise RehearsalError(f"no such script: {request.target}")
+
+
+def _rank_environment(ranks: int) -> dict[str, str]:
+    if ranks == 1:
+        return {}
+    size = str(ranks)
+    return {
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+    }
+
+
+class _StepsDone(BaseException):
+    """All steps that were asked for have been seen: leave the program. No `except Exception` stops it."""
+
+
+def _child(stub: str, asked: str, answered: str) -> None:
+    request: Request = pickle.loads(Path(asked).read_bytes())
+    try:
+        fake_device.load(Path(stub))
+        fake_device.check()
+        got: Any = _run(request)
+    except RehearsalError as reason:
+        got = reason
+    part = Path(answered + ".part")
+    part.write_bytes(pickle.dumps(got))
+    part.replace(answered)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads and exit handlers of the program have nothing to say any more
+
+
+def _run(request: Request) -> Recording:
+    import torch
+
+    from leanstep.rehearse import torch_cuda
+    from leanstep.rehearse.devices import DEVICES
+    from leanstep.rehearse.tape import Tape
+    from leanstep.rehearse.time_model import Clock
+
+    device = DEVICES[request.device]
+    recording = Recording(request, torch.__version__)
+    tape = Tape(recording, Clock(device, request.host_us), device.workspace_bytes)
+    torch_cuda.install(tape, device)
+    _install_extras(tape, request)
+    steps = _Steps(tape, request.steps)
+    steps.watch()
+    started = time.perf_counter()
+    real_time = time.perf_counter
+    if request.clock:
+        epoch = time.time()
+        time.time = lambda: epoch + tape.clock.host
+        time.perf_counter = lambda: tape.clock.host
+        time.monotonic = lambda: tape.clock.host
+    program = _program(request)
+    try:
+        with tape:
+            program()
+        recording.ended = "early"
+    except _StepsDone:
+        recording.ended = "steps"
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            recording.refused = Refusal(None, f"the program ended with exit code {left.code}")
+    except BaseException as failure:
+        recording.refused = _refusal(failure, tape)
+        if os.environ.get("LEANSTEP_REHEARSE_TRACEBACK"):
+            traceback.print_exc()
+    if recording.refused is not None:
+        recording.ended = "refused"
+    recording.host_s = real_time() - started
+    return tape.finish()
+
+
+def _install_extras(tape: Any, request: Request) -> None:
+    """Triton, compiled regions, process groups, kernels that come as binaries."""
+    with contextlib.suppress(ImportError):
+        stand_ins = importlib.import_module("leanstep.rehearse.stand_ins")
+        stand_ins.install(tape, request)
+
+
+def _program(request: Request) -> Callable[[], Any]:
+    if request.module:
+        sys.path.insert(0, str(Path.cwd()))
+        sys.argv = [request.target, *request.args]
+        return lambda: runpy.run_module(request.target, run_name="__main__", alter_sys=True)
+    sys.path.insert(0, str(Path(request.target).resolve().parent))
+    sys.argv = [request.target, *request.args]
+    return lambda: runpy.run_path(request.target, run_name="__main__")
+
+
+class _Steps:
+    """Cuts the tape into steps: from one `step` of the first optimizer to its next, else at each backward."""
+
+    def __init__(self, tape: Any, wanted: int):
+        self.tape, self.wanted = tape, wanted
+        self.first: int | None = None  # the optimizer that sets the pace
+        self.optimizers = self.backwards = 0
+
+    def watch(self) -> None:
+        import torch
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
+
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self._begins())
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._ends(optimizer))
+        construct, run_backward = torch.optim.Optimizer.__init__, torch.autograd._engine_run_backward
+        lines = self.tape.lines
+
+        def build(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self.optimizers += 1
+            construct(optimizer, *args, **kwargs)
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.get_ident()
+            if thread != lines.main:
+                lines.nested[thread] += 1
+                try:
+                    return run_backward(*args, **kwargs)
+                finally:
+                    lines.nested[thread] -= 1
+            if not self.optimizers and kwargs.get("accumulate_grad"):
+                self.backwards += 1
+                if self.backwards > 1:  # a hand-written update lies between two backward passes
+                    self._mark(())
+            return run_backward(*args, **kwargs)
+
+        torch.optim.Optimizer.__init__ = build  # pyright: ignore[reportAttributeAccessIssue]
+        torch.autograd._engine_run_backward = backward
+
+    def _begins(self) -> None:
+        self.tape.lines.phase = "optimizer"
+
+    def _ends(self, optimizer: Any) -> None:
+        self.tape.lines.phase = "forward"
+        state = optimizer.state
+        found = [v for s in state.values() if isinstance(s, dict) for v in s.values()]
+        self.tape.classify(iter(found), "optimizer state")
+        self.first = self.first or id(optimizer)
+        if id(optimizer) == self.first:
+            self._mark(optimizer.param_groups)
+
+    def _mark(self, groups: Any) -> None:
+        tape, steps = self.tape, self.tape.recording.steps
+        tape.classify_parameters(p for group in groups for p in group["params"])
+        first = steps[-1].last if steps else 0
+        steps.append(Step(tape.step, first, len(tape.recording.events)))
+        tape.step += 1
+        if tape.step >= self.wanted:
+            raise _StepsDone
+
+
+def _refusal(failure: BaseException, tape: Any) -> Refusal:
+    """One sentence, and the program's own line nearest to the failure."""
+    from torch._subclasses import fake_tensor
+
+    from leanstep.rehearse.torch_cuda import Refused
+
+    line = None
+    for frame, number in traceback.walk_tb(failure.__traceback__):
+        if not tape.lines.is_foreign(frame.f_code.co_filename):
+            line = Line(frame.f_code.co_filename, number, frame.f_code.co_name)
+    said = next((s for s in str(failure).splitlines() if s.strip()), "")
+    if isinstance(failure, Refused):
+        reason = said
+    elif isinstance(failure, KeyboardInterrupt):
+        reason = "interrupted"
+    elif isinstance(failure, fake_tensor.UnsupportedOperatorException) or "no fake impl" in str(failure):
+        reason = f"a custom op without a fake implementation: {said}"
+    elif isinstance(
+        failure, fake_tensor.DataDependentOutputException | fake_tensor.DynamicOutputShapeException
+    ):
+        reason = f"a shape or value that only the device knows: {said}"
+    elif isinstance(failure, ImportError):
+        reason = f"an import failed: {said}"
+    else:
+        reason = f"the program raised {type(failure).__name__}: {said}"
+    return Refusal(line, reason[:300])

@@ -1,0 +1,446 @@
+"""The dispatch mode of a rehearsal: CUDA tensors fake, CPU tensors real, calls below autograd on a tape.
+
+A call without a fake tensor is the host's own work and runs as it is. One with fake tensors runs under
+`FakeTensorMode`: shapes, strides and storage identity, no data. The tape notes its kernels, its line, the
+storages that are born and die, and where the host waits for the device.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from leanstep.rehearse import events
+from leanstep.rehearse.events import Kernel, Line
+from leanstep.rehearse.kernel_costs import FREE, Shape, kernels, one_pass, registered_cost
+from leanstep.rehearse.shadows import DYNAMIC, INDEXED, Shadows, is_mask, storage_key
+
+# Asked of fake tensors while Python looks at them: answered without a record.
+QUESTIONS = frozenset(
+    {"device", "sym_size", "sym_stride", "sym_numel", "is_contiguous", "dim", "layout", "sym_storage_offset"}
+)
+WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
+# Frames that belong to nobody's program: wrappers that call the function they were given.
+WRAPPERS = ("/accelerate/utils/operations.py", "/transformers/utils/generic.py", "/typing_extensions.py")
+_OWN = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_sequence_number: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
+_STDLIB = sysconfig.get_path("stdlib")
+
+
+class Place(NamedTuple):
+    """Where a call comes from."""
+
+    line: Line | None
+    phase: str
+    region: int
+
+
+class Lines:
+    """The line of a call: the nearest frame outside torch, in backward that of the forward call."""
+
+    def __init__(self) -> None:
+        self.main = threading.get_ident()
+        self.phase = "forward"
+        self.region = 0
+        self.nested: Counter[int] = Counter()  # backward passes under way inside a backward thread
+        self._foreign: dict[str, bool] = {}
+        # Sequence numbers of autograd nodes are counted by each thread on its own.
+        self._made: dict[int, dict[int, tuple[Line | None, int]]] = {}
+        self._last: dict[int, int] = {}
+
+    def is_foreign(self, name: str) -> bool:
+        known = self._foreign.get(name)
+        if known is None:
+            outside = name.startswith(("<", _OWN + "/", _TORCH + "/")) or name.endswith(WRAPPERS)
+            in_stdlib = name.startswith(_STDLIB + "/") and "-packages/" not in name
+            known = self._foreign[name] = outside or in_stdlib or "/triton/runtime/" in name
+        return known
+
+    def here(self) -> Line | None:
+        frame = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if not self.is_foreign(code.co_filename):
+                return Line(code.co_filename, frame.f_lineno, code.co_name)
+            frame = frame.f_back
+        return None
+
+    def in_backward(self) -> bool:
+        return threading.get_ident() != self.main or torch._C._current_autograd_node() is not None
+
+    def place(self) -> Place:
+        thread, line = threading.get_ident(), self.here()
+        node = torch._C._current_autograd_node()
+        made = self._made.setdefault(thread, {})
+        if torch.is_grad_enabled():
+            number = _sequence_number()
+            if number != self._last.get(thread):  # a node was made for this call
+                made[number - 1] = (line, self.region)
+                self._last[thread] = number
+        if thread == self.main and node is None:
+            return Place(line, self.phase, self.region)
+        if node is not None:
+            table = made if self.nested[thread] else self._made.get(self.main, made)
+            forward = table.get(node._sequence_nr())
+            # A frame of the user's in a backward thread is a recomputation or a backward function of his own.
+            if forward is not None:
+                line = forward[0] if line is None or thread == self.main else line
+                return Place(line, "backward", forward[1])
+        return Place(line, "backward", self.region)
+
+
+def round_up(nbytes: int) -> int:
+    return -(-nbytes // events.ROUNDING_BYTES) * events.ROUNDING_BYTES
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    return Shape(tuple(tensor.shape), tensor.stride(), tensor.element_size(), str(tensor.dtype)[6:])
+
+
+def device_tensors(tree: Any) -> list[FakeTensor]:
+    return [t for t in tree_iter(tree) if isinstance(t, FakeTensor) and t.device.type == "cuda"]
+
+
+class Tape(TorchDispatchMode):
+    """Runs a program on fake CUDA tensors and keeps a `Recording` of it."""
+
+    def __init__(self, recording: events.Recording, clock: events.LiveClock, workspace_bytes: int):
+        super().__init__()
+        self.recording, self.clock, self.workspace_bytes = recording, clock, workspace_bytes
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.shadows = Shadows(self.fake_mode)
+        self.lines = Lines()
+        self.notes: Counter[str] = Counter()
+        self.step = 0
+        self.live_bytes = self.peak_bytes = self.window_peak_bytes = 0
+        self.has_workspace = False
+        self.pinned: set[int] = set()  # storages of the host
+        self._numbers: dict[int, int] = {}  # storage -> number in the recording
+        self._watched: dict[int, Any] = {}
+        self._category = ""
+        self._parameters: list[Any] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    # Events ------------------------------------------------------------------------------------------
+
+    def add(self, event: events.Event) -> None:
+        self.recording.events.append(event)
+        self.clock.play(event)
+
+    def wait(self, kind: str, place: Place | None = None) -> None:
+        """The host waits for the device."""
+        place = place or self.lines.place()
+        self.add(events.HostWait(kind, place.line, place.phase, self.step))
+
+    def custom(self, name: str, made: Sequence[Kernel], reads: Any = (), writes: Any = ()) -> None:
+        """Tape a kernel that is not torch's; what it writes is no longer known."""
+        place = self.lines.place()
+        into = device_tensors(writes)
+        for tensor in into:
+            self.shadows.forget(tensor)
+        self._launch(name, tuple(made), device_tensors(reads), into, place)
+
+    def triton(self, name: str, arguments: dict[str, Any]) -> None:
+        """A Triton launch: priced by its registered cost, else one pass over its tensors; not run."""
+        tensors = list({id(t): t for t in device_tensors(list(arguments.values()))}.values())
+        shapes = {k: shape_of(v) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        made = registered_cost(name, shapes)
+        if made is None:
+            self.notes[f"Triton kernel {name}: not run, priced as one pass over its tensors"] += 1
+            made = (one_pass(name, [shape_of(t) for t in tensors]),)
+        self.custom(f"triton::{name}", made, tensors, tensors)
+
+    def _launch(
+        self,
+        name: str,
+        made: tuple[Kernel, ...],
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        place: Place,
+    ) -> None:
+        read = [(self.hold(t, place), shape_of(t).nbytes) for t in reads]
+        written = [(self.hold(t, place), shape_of(t).nbytes) for t in writes]
+        if not self.has_workspace and any(k.kind == "gemm" for k in made):
+            self.has_workspace = True
+            self._born(self.workspace_bytes, (self.workspace_bytes,), "uint8", _WORKSPACE, "library")
+        self.add(
+            events.Launch(
+                *(name, made, place.line, place.phase, self.step),
+                reads=tuple(n for n, _ in read),
+                writes=tuple(n for n, _ in written),
+                traffic=tuple(b for _, b in (*read, *written)),
+                region=place.region,
+            )
+        )
+
+    # Memory ------------------------------------------------------------------------------------------
+
+    def hold(self, tensor: Tensor, place: Place) -> int:
+        """The number of a device tensor's storage, which is born when it was not seen before."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        nbytes = round_up(storage.nbytes())
+        number = self._numbers.get(key)
+        if number is not None:
+            if self.recording.storages[number].nbytes == nbytes:
+                return number
+            self._died(key)
+        if key not in self._watched:
+            self._watched[key] = weakref.ref(storage, lambda _: self._forget_storage(key))
+        category = self._category or "temporary"
+        number = self._born(nbytes, tuple(tensor.shape), str(tensor.dtype)[6:], place, category)
+        self._numbers[key] = number
+        return number
+
+    def _born(self, nbytes: int, shape: tuple[int, ...], dtype: str, place: Place, category: str) -> int:
+        number = len(self.recording.storages)
+        made = events.Storage(number, nbytes, shape, dtype, place.line, place.phase, self.step, category)
+        self.recording.storages[number] = made
+        if nbytes:
+            self.live_bytes += nbytes
+            self.add(events.Alloc(number, nbytes, place.line, place.phase, self.step))
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self.window_peak_bytes = max(self.window_peak_bytes, self.live_bytes)
+        return number
+
+    def _died(self, key: int) -> None:
+        number = self._numbers.pop(key, None)
+        if number is None:
+            return
+        storage = self.recording.storages[number]
+        if storage.category == "temporary" and storage.phase == "forward" and self.lines.in_backward():
+            storage.category = "activation"
+        if storage.nbytes:
+            self.live_bytes -= storage.nbytes
+            self.add(events.Free(number, self.step))
+
+    def _forget_storage(self, key: int) -> None:
+        self._watched.pop(key, None)
+        self.shadows.stale.discard(key)
+        self._died(key)
+
+    def resized(self, storage: Any) -> None:
+        """`UntypedStorage.resize_`: sharded parameters free and fill their storages this way."""
+        number = self._numbers.get(storage._cdata)
+        if number is None or self.recording.storages[number].nbytes == round_up(storage.nbytes()):
+            return
+        old = self.recording.storages[number]
+        self._died(storage._cdata)
+        place = self.lines.place()
+        made = self._born(round_up(storage.nbytes()), old.shape, old.dtype, place, old.category)
+        self._numbers[storage._cdata] = made
+
+    def classify(self, tensors: Iterable[Any], category: str) -> None:
+        """Say what storages are for."""
+        for tensor in tensors:
+            tensor = getattr(tensor, "_local_tensor", tensor)
+            if isinstance(tensor, FakeTensor):
+                number = self._numbers.get(storage_key(tensor))
+                if number is not None:
+                    self.recording.storages[number].category = category
+
+    def track_parameter(self, parameter: Tensor) -> None:
+        self._parameters.append(weakref.ref(parameter))
+
+    def classify_parameters(self, more: Iterable[Tensor]) -> None:
+        """Parameters and their gradients, at the end of a step."""
+        seen = [p for p in (ref() for ref in self._parameters) if p is not None]
+        seen += list(more)
+        self.classify(seen, "parameter")
+        self.classify((p.grad for p in seen if p.grad is not None), "gradient")
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self.pinned.add(key)
+        weakref.finalize(storage, self.pinned.discard, key).atexit = False
+        return tensor
+
+    # Calls -------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.__name__.partition(".")[0] if hasattr(func, "_schema") else str(func)
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        fakes = [t for t in tensors if isinstance(t, FakeTensor)]
+        where = kwargs.get("device")
+        if where is None:
+            where = next((a for a in args if isinstance(a, torch.device)), None)
+        where = torch.device(where) if where is not None else None
+        pinned = kwargs.pop("pin_memory", None)
+        if not fakes and (where is None or where.type != "cuda"):
+            out = func(*args, **kwargs)  # the host's own work
+            return self.pin(out) if pinned else out
+        if name in QUESTIONS:
+            return func(*args, **kwargs)
+        if not hasattr(func, "_schema"):  # a higher-order operator: its body comes back here
+            with self.fake_mode:
+                return func(*args, **kwargs)
+        if "generator" in kwargs:
+            kwargs["generator"] = None
+        place = self.lines.place()
+        got = self._answer(func, name, args, kwargs, where, place)
+        if got is not NotImplemented:
+            return got
+        if any(t.device.type == "meta" for t in tensors if not isinstance(t, FakeTensor)):
+            args, kwargs = tree_map_only(Tensor, self._without_meta, (args, kwargs))
+        with self.fake_mode:
+            out = func(*args, **kwargs)
+        return self._tape(func, name, args, kwargs, out, place)
+
+    def _answer(self, func: Any, name: str, args: Any, kwargs: Any, where: Any, place: Place) -> Any:
+        """Calls through which the host learns something of the device."""
+        if name == "_local_scalar_dense":
+            if args[0].device.type == "cuda":
+                self.wait("item", place)
+            return self.shadows.item(args[0], place.line)
+        if name == "equal":
+            if device_tensors(args):
+                self.wait("equal", place)
+            return self.shadows.equal(args[0], args[1], place.line)
+        if name in ("_to_copy", "copy_"):
+            return self._copy(name, args, kwargs, where, place)
+        if name in INDEXED and any(is_mask(i) for i in args[1]):
+            rows, waits = self.shadows.masks_to_rows(args[1], place.line)
+            for _ in range(waits):
+                self.wait("boolean index", place)
+            for row in device_tensors(rows):
+                self.hold(row, place)
+            return self.__torch_dispatch__(func, (), (args[0], rows, *args[2:]), kwargs)
+        if name in DYNAMIC and device_tensors(args):
+            if kwargs.get("output_size") is None:
+                self.wait(name, place)
+            device = args[0].device
+            found = self.shadows.dynamic(func, name, args, kwargs, place.line)
+            outs = [self.shadows.fresh(shape, dtype, device, value) for shape, dtype, value in found]
+            made = kernels(name, [shape_of(t) for t in device_tensors(args)], [shape_of(t) for t in outs], {})
+            self._launch(name, tuple(made), device_tensors(args), outs, place)
+            return outs[0] if len(func._schema.returns) == 1 else tuple(outs)
+        if name.startswith("_amp_foreach_non_finite"):
+            args[1]._reads_as = 0.0
+        return NotImplemented
+
+    def _copy(self, name: str, args: Any, kwargs: Any, where: Any, place: Place) -> Any:
+        """Copies between host and device; others are kernels like any."""
+        source = args[0] if name == "_to_copy" else args[1]
+        here = source.device.type
+        there = args[0].device.type if name == "copy_" else where.type if where is not None else here
+        if here == there or "meta" in (here, there):
+            return NotImplemented
+        blocking = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        dtype = args[0].dtype if name == "copy_" else kwargs.get("dtype") or source.dtype
+        nbytes = source.numel() * source.element_size()
+        if there == "cpu":
+            self._launch(
+                "to host", (Kernel("d2h", nbytes, dtype=str(source.dtype)[6:]),), [source], [], place
+            )
+            if blocking:
+                self.wait("to host", place)
+            if name == "copy_":
+                return self.shadows.into_host(args[0], source)
+            return self.shadows.on_host(source, dtype, place.line)
+        with self.fake_mode:
+            out = args[0]
+            if name == "_to_copy":
+                out = torch.empty_strided(source.shape, source.stride(), dtype=dtype, device="cuda")
+        self._category = "input" if name == "_to_copy" else ""
+        self._launch("to device", (Kernel("h2d", nbytes, dtype=str(dtype)[6:]),), [], [out], place)
+        self._category = ""
+        value = self.shadows.get(source)
+        if name == "copy_":
+            self.shadows.copied_in(out, value)
+        elif value is not None:
+            self.shadows.put(out, value.to(dtype).clone())
+        pinned = storage_key(source) in self.pinned
+        if blocking or (not pinned and source.numel() > 1):
+            self.wait("to device" if blocking else "to device, pageable", place)
+        return out
+
+    def _without_meta(self, tensor: Tensor) -> Tensor:
+        """A real meta tensor (deferred construction) as a fake one."""
+        if isinstance(tensor, FakeTensor) or tensor.device.type != "meta":
+            return tensor
+        with self.fake_mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    def _tape(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, place: Place) -> Any:
+        schema = func._schema
+        written = [
+            args[i] if i < len(args) else kwargs.get(a.name)
+            for i, a in enumerate(schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        mutated = [t for t in tree_iter(written) if isinstance(t, Tensor)]
+        if mutated and not isinstance(mutated[0], FakeTensor):
+            return mutated[0]  # a real host tensor changed by unknown values keeps its own
+        outs = [t for t in tree_iter(out) if isinstance(t, FakeTensor)]
+        self.shadows.follow(func, name, args, kwargs, outs, mutated, place.line)
+        reads = device_tensors((args, kwargs))
+        writes = device_tensors(outs) or device_tensors(mutated)
+        if not reads and not writes:
+            return out  # parameters on their way: host memory that is not there
+        is_view = not mutated and any(r.alias_info is not None for r in schema.returns)
+        if name in FREE or is_view:
+            made: list[Kernel] = []
+        else:
+            if name == "copy_":
+                reads = device_tensors(args[1])
+            elif name in WRITES_ONLY:
+                reads = []
+            elif "out" in kwargs:
+                reads = device_tensors((args, {k: v for k, v in kwargs.items() if k != "out"}))
+            made = kernels(
+                name, [shape_of(t) for t in reads], [shape_of(t) for t in writes], _info(func, args, kwargs)
+            )
+        self._launch(name, tuple(made), reads, writes, place)
+        return out
+
+    def finish(self) -> events.Recording:
+        """The recording, complete."""
+        record = self.recording
+        record.notes = dict(self.notes)
+        record.peak_bytes = self.peak_bytes
+        record.assumed = [
+            events.Assumed(*key[:2], n, key[2]) for key, n in self.shadows.assumed.most_common()
+        ]
+        return record
+
+    def new_region(self, name: str, line: Line | None) -> int:
+        number = len(self.recording.regions) + 1
+        self.recording.regions[number] = events.Region(number, name, line, 0)
+        return number
+
+
+_WORKSPACE = Place(Line("cuBLAS workspace", 0, ""), "forward", 0)
+
+
+def _info(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What shapes do not tell of a call."""
+    given = {
+        a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments)
+    }
+    lists = [v for v in given.values() if isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor)]
+    return {
+        "causal": bool(given.get("is_causal")),
+        "lists": len(lists),
+        "beta": given.get("beta", 1),
+        "accumulate": bool(given.get("accumulate")),
+        "tf32": torch.get_float32_matmul_precision() != "highest",
+        "conv_tf32": torch.backends.cudnn.allow_tf32,
+    }

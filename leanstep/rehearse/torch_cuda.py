@@ -1,0 +1,438 @@
+"""What programs ask of torch.cuda and of torch's own plumbing, answered for the device that is not there.
+
+`install` patches the process for good. Each function below replaces one group of answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
+from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from leanstep.rehearse.tape import Tape
+
+HALF = (torch.float16, torch.bfloat16)
+# A host parameter of at most this many elements keeps its initial value: temperatures, scales, gates.
+KNOWN_PARAMETER_ELEMENTS = 64
+FLASH_HEAD_SIZE = 256
+
+
+class Refused(Exception):
+    """The program asks for what a rehearsal cannot give; the message is one sentence."""
+
+
+def install(tape: Tape, device: Any) -> None:
+    """Answer for `device` (a record of `devices.DEVICES`), tape what is asked."""
+    _device_answers(tape, device)
+    _streams(tape)
+    _generators()
+    _pinned_memory(tape)
+    _tensor_reads()
+    _parameters(tape)
+    _attention(tape, device)
+    _files(tape)
+    _loaders(tape)
+    _refusals()
+    fake_tensor.init_gpu_context = lambda device: None
+    torch._C._set_only_lift_cpu_tensors(True)
+    # Without FakeTensor in these lists the optimizers fall back to one launch per tensor.
+    for supported in (
+        _foreach_utils._foreach_supported_types,
+        _optimizer_types,
+    ):
+        if FakeTensor not in supported:
+            supported.append(FakeTensor)
+
+
+def _set(target: Any, **answers: Any) -> None:
+    for name, answer in answers.items():
+        setattr(target, name, answer)
+
+
+def _device_answers(tape: Tape, device: Any) -> None:
+    major, minor = device.capability
+    properties = types.SimpleNamespace(
+        **{"name": device.name, "major": major, "minor": minor, "total_memory": device.memory_bytes},
+        **{"multi_processor_count": device.units, "L2_cache_size": int(device.l2_bytes), "warp_size": 32},
+        **{"max_threads_per_multi_processor": 2048, "regs_per_multiprocessor": 65_536, "uuid": "0"},
+        **{
+            "shared_memory_per_block": 49_152,
+            "shared_memory_per_block_optin": 166_912 if major < 9 else 232_448,
+        },
+        **{"shared_memory_per_multiprocessor": 167_936 if major < 9 else 233_472, "gcnArchName": ""},
+        **{
+            "is_integrated": 0,
+            "is_multi_gpu_board": 0,
+            "clock_rate": 1_500_000,
+            "max_threads_per_block": 1024,
+        },
+    )
+
+    def memory_stats(*_: Any) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": tape.live_bytes,
+            "allocated_bytes.all.peak": tape.window_peak_bytes,
+            "reserved_bytes.all.current": tape.live_bytes,
+            "reserved_bytes.all.peak": tape.window_peak_bytes,
+            **{"num_alloc_retries": 0, "num_ooms": 0},
+        }
+
+    def reset_peak(*_: Any) -> None:
+        tape.window_peak_bytes = tape.live_bytes
+
+    def free_and_total(*_: Any) -> tuple[int, int]:
+        return device.memory_bytes - tape.live_bytes - device.context_bytes, device.memory_bytes
+
+    def no_state(*_: Any) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    def synchronize(*_: Any) -> None:
+        tape.wait("synchronize")
+
+    memory = {
+        **{"memory_allocated": lambda *_: tape.live_bytes, "memory_reserved": lambda *_: tape.live_bytes},
+        **{"max_memory_allocated": lambda *_: tape.window_peak_bytes, "memory_stats": memory_stats},
+        **{"max_memory_reserved": lambda *_: tape.window_peak_bytes, "mem_get_info": free_and_total},
+        **{"reset_peak_memory_stats": reset_peak, "reset_max_memory_allocated": reset_peak},
+        **{"empty_cache": nothing, "ipc_collect": nothing, "memory_summary": lambda *_, **__: ""},
+        **{"set_per_process_memory_fraction": nothing, "memory_snapshot": lambda *_, **__: []},
+    }
+    randomness = {
+        **{"manual_seed": nothing, "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing},
+        **{"get_rng_state": no_state, "set_rng_state": nothing, "set_rng_state_all": nothing},
+        **{"get_rng_state_all": lambda: [no_state()], "initial_seed": lambda: 0},
+    }
+    # As a context manager and as a function: `with torch.cuda.device(0)`.
+    guard = type(
+        "device",
+        (),
+        {"__init__": nothing, "__enter__": nothing, "__exit__": nothing, "idx": 0, "prev_idx": 0},
+    )
+    _set(
+        torch.cuda,
+        **memory,
+        **randomness,
+        **{
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "init": nothing,
+            "_lazy_init": nothing,
+        },
+        **{"device_count": lambda: 1, "current_device": lambda: 0, "set_device": nothing, "device": guard},
+        **{"device_of": guard, "_is_compiled": lambda: True, "_lazy_call": nothing},
+        get_device_properties=lambda *_: properties,
+        get_device_name=lambda *_: device.name,
+        get_device_capability=lambda *_: device.capability,
+        get_arch_list=lambda: [f"sm_{major}{minor}"],
+        is_bf16_supported=lambda *_, **__: device.capability >= (8, 0),
+        is_tf32_supported=lambda *_, **__: device.capability >= (8, 0),
+        can_device_access_peer=lambda *_: False,
+        is_current_stream_capturing=lambda: False,
+        synchronize=synchronize,
+    )
+    _set(torch.cuda.memory, **memory)
+    _set(torch.cuda.random, **{k: v for k, v in randomness.items() if hasattr(torch.cuda.random, k)})
+    _set(
+        torch.cuda.nvtx,
+        **{"range_push": nothing, "range_pop": nothing, "mark": nothing},
+        range=lambda *_, **__: contextlib.nullcontext(),
+    )
+    torch.version.cuda = "12.8"
+    torch.backends.cuda.is_built = lambda: True
+    _set(
+        torch.accelerator,
+        **{"is_available": lambda: True, "device_count": lambda: 1, "current_device_index": lambda: 0},
+        **{"set_device_index": nothing, "set_device_idx": nothing, "synchronize": synchronize},
+        current_accelerator=lambda *_, **__: torch.device("cuda"),
+    )
+
+
+def _streams(tape: Tape) -> None:
+    class Event:
+        """A mark on the device's clock."""
+
+        def __init__(self, *_: Any, **__: Any):
+            self.seconds = 0.0
+
+        def record(self, stream: Any = None) -> None:
+            self.seconds = max(tape.clock.device, tape.clock.host)
+
+        def synchronize(self) -> None:
+            tape.wait("synchronize")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1e3 * (other.seconds - self.seconds)
+
+        def wait(self, stream: Any = None) -> None: ...
+        def query(self) -> bool:
+            return True
+
+    class Stream:
+        """The one stream: work on others is taped in program order."""
+
+        cuda_stream = device_index = stream_id = priority = 0
+        device_type = 1
+
+        def __init__(self, *_: Any, **__: Any):
+            self.device = torch.device("cuda", 0)
+
+        def wait_stream(self, stream: Any) -> None: ...
+        def wait_event(self, event: Any) -> None: ...
+        def record_event(self, event: Any = None) -> Any:
+            event = event or Event()
+            event.record()
+            return event
+
+        def synchronize(self) -> None:
+            tape.wait("synchronize")
+
+        def query(self) -> bool:
+            return True
+
+        def is_capturing(self) -> bool:
+            return False
+
+        def __enter__(self) -> Stream:
+            return self
+
+        def __exit__(self, *_: Any) -> None: ...
+        def __hash__(self) -> int:
+            return 0
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream)
+
+    only = Stream()
+
+    @contextlib.contextmanager
+    def on_stream(stream: Any):
+        yield stream
+
+    _set(
+        torch.cuda,
+        **{"Stream": Stream, "Event": Event, "ExternalStream": Stream, "stream": on_stream},
+        **{"current_stream": lambda *_: only, "default_stream": lambda *_: only},
+        set_stream=lambda stream: None,
+    )
+    _set(torch.cuda.streams, Stream=Stream, Event=Event)
+    torch.accelerator.current_stream = lambda *_: only  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.record_stream = lambda self, stream: None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _generators() -> None:
+    real = torch._C.Generator
+
+    class Kind(type(real)):
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, real)
+
+    class Generator(real, metaclass=Kind):
+        """A generator of the device is one of the host: nobody reads what it draws there."""
+
+        def __new__(cls, device: Any = "cpu"):
+            return real.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
+
+    torch.Generator = Generator  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _pinned_memory(tape: Tape) -> None:
+    def pin_memory(self: Tensor, device: Any = None) -> Tensor:
+        return tape.pin(self)
+
+    def is_pinned(self: Tensor, device: Any = None) -> bool:
+        return self.untyped_storage()._cdata in tape.pinned
+
+    _set(torch.Tensor, pin_memory=pin_memory, is_pinned=is_pinned)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: Any, size: int) -> Any:
+        out = resize(self, size)
+        tape.resized(self)
+        return out
+
+    torch.UntypedStorage.resize_ = resize_
+
+
+def _tensor_reads() -> None:
+    def describe(self: FakeTensor, spec: str) -> str:
+        return format(self.item() if self.dim() == 0 else str(tuple(self.shape)), spec)
+
+    def numpy(self: FakeTensor, *_: Any, **__: Any) -> Any:
+        return torch.ones(self.shape, dtype=self.dtype).numpy()
+
+    _set(FakeTensor, tolist=lambda self: self.cpu().tolist(), __format__=describe, numpy=numpy)
+
+
+def _parameters(tape: Tape) -> None:
+    """Parameters are fake from birth: initialisation is free and `.to("cuda")` keeps their identity."""
+    make = torch.nn.Parameter.__new__
+
+    def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) in (torch.Tensor, torch.nn.Parameter):
+            with tape.fake_mode:
+                twin = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="cpu")
+            if data.numel() <= KNOWN_PARAMETER_ELEMENTS and data.device.type == "cpu":
+                tape.shadows.put(twin, data.detach().clone())
+            data = twin
+        made = make(cls, data, requires_grad)
+        tape.track_parameter(made)
+        return made
+
+    def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        for name, p in self._parameters.items():
+            if p is None:
+                continue
+            with torch.no_grad():
+                new = fn(p)
+            if new is not p:
+                if isinstance(p, FakeTensor) and isinstance(new, FakeTensor):
+                    p.data = new.detach()
+                    p.fake_device = new.fake_device
+                else:
+                    self._parameters[name] = torch.nn.Parameter(new, p.requires_grad)
+            if p.grad is not None:
+                with torch.no_grad():
+                    p.grad = fn(p.grad)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+        return self
+
+    torch.nn.Parameter.__new__ = staticmethod(parameter)
+    torch.nn.Module._apply = apply
+
+
+def _attention(tape: Tape, device: Any) -> None:
+    """The attention kernel a GPU would take: a CPU build always takes the unfused one."""
+    plain = F.scaled_dot_product_attention
+    aten, switches = torch.ops.aten, torch.backends.cuda
+    has_flash = device.capability >= (8, 0)
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.device.type != "cuda":
+            return plain(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+            if attn_mask is not None and attn_mask.dtype != torch.bool:
+                attn_mask = attn_mask.to(dtype)
+        four = query.dim() == 4
+        fits_flash = has_flash and four and query.dtype in HALF and query.shape[-1] <= FLASH_HEAD_SIZE
+        if fits_flash and attn_mask is None and switches.flash_sdp_enabled():
+            tape.notes["attention: flash kernel"] += 1
+            return aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if enable_gqa and key.shape[-3] != query.shape[-3]:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+        if four and switches.mem_efficient_sdp_enabled():
+            tape.notes["attention: memory-efficient kernel"] += 1
+            if attn_mask is not None:
+                if attn_mask.dtype == torch.bool:
+                    blocked = attn_mask.logical_not()
+                    attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                        blocked, -torch.inf
+                    )
+                attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+            )[0]
+        tape.notes["attention: unfused"] += 1
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
+
+    F.scaled_dot_product_attention = attention
+    torch._C._nn.scaled_dot_product_attention = attention  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _files(tape: Tape) -> None:
+    """Nothing is written; what is loaded comes to the host first, as files hold no storages of the device."""
+    real_load = torch.load
+
+    def save(*_: Any, **__: Any) -> None:
+        tape.notes["torch.save: nothing was written"] += 1
+
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        got = real_load(f, "cpu", *args, **kwargs)
+        if map_location is not None and not callable(map_location) and "cuda" in str(map_location):
+            got = tree_map_only(Tensor, lambda t: t.to("cuda"), got)
+        return got
+
+    _set(torch, save=save, load=load)
+    try:
+        import safetensors.torch
+    except ImportError:
+        return
+    _set(safetensors.torch, save_file=save, save_model=save)
+
+
+def _loaders(tape: Tape) -> None:
+    """DataLoader in this process; what it pins counts as pinned."""
+    from torch.utils.data import DataLoader
+
+    construct, iterate = DataLoader.__init__, DataLoader.__iter__
+    off = ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        pinned = bool(kwargs.get("pin_memory"))
+        for name in (*off, "pin_memory_device", "timeout"):
+            kwargs.pop(name, None)
+        construct(self, *args[:5], **kwargs)
+        self.__dict__["_rehearsed_pinned"] = pinned
+
+    def batches(self: Any) -> Any:
+        for batch in iterate(self):
+            if self.__dict__.get("_rehearsed_pinned"):
+                for tensor in tree_iter(batch):
+                    if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor):
+                        tape.pin(tensor)
+            yield batch
+
+    _set(DataLoader, __init__=build, __iter__=batches)
+
+
+def _refusals() -> None:
+    """What needs a real device says so."""
+
+    def refuse(what: str) -> Any:
+        def refused(*_: Any, **__: Any) -> Any:
+            raise Refused(f"{what} needs a real device")
+
+        return refused
+
+    import torch.utils.cpp_extension as extension
+
+    _set(extension, load=refuse("a CUDA extension"), load_inline=refuse("a CUDA extension"))
+    _set(torch.cuda, CUDAGraph=refuse("torch.cuda.CUDAGraph"), graph=refuse("torch.cuda.graph"))
+    if hasattr(torch.cuda, "_compile_kernel"):
+        torch.cuda._compile_kernel = refuse("a kernel compiled by NVRTC")  # pyright: ignore
+    # The message of FakeTensor names an internal; say what was asked for.
+    FakeTensor.data_ptr = refuse("data_ptr() of a device tensor")
