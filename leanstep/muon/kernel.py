@@ -1,12 +1,13 @@
 """Triton kernels: symmetric products by their lower tiles, and transposes with both sides coalesced.
 
-    xxt             out = X X^T                     one program per tile; tiles above the diagonal leave at
-    xtx             out = X^T X                     once, the others store themselves and their mirror image
+    xxt             out = X X^T                     one program per tile; tiles above the diagonal return at
+    xtx             out = X^T X                     once, the others store their values and the mirror image
     ba_caa          out = beta A + alpha A A^T      A symmetric; the epilogue stays in float32
     transpose_copy  dst = src^T
     transpose_add   dst += src^T
 
-Every tile and its mirror run the same reduction in the same order, so the result is symmetric to the bit.
+The products are symmetric to the bit whatever `tl.dot` rounds: every pair (i, j), (j, i) is written by one
+program from one register, also inside the tiles that the diagonal crosses. Each element is written once.
 Offsets that grow with batch or rows are 64-bit.
 """
 
@@ -35,11 +36,19 @@ def _store_both(out_ptr, acc, row, col, size, stride_out, BLOCK_M: tl.constexpr,
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     value = acc.to(out_ptr.dtype.element_ty)
     mask = (rows[:, None] < size - row) & (cols[None, :] < size - col)
-    corner = out_ptr + row.to(tl.int64) * stride_out + col
-    tl.store(corner + rows[:, None] * stride_out + cols[None, :], value, mask=mask)
     mirror = (cols[:, None] < size - col) & (rows[None, :] < size - row)
-    corner = out_ptr + col.to(tl.int64) * stride_out + row
-    tl.store(corner + cols[:, None] * stride_out + rows[None, :], tl.trans(value), mask=mirror)
+    there = out_ptr + row.to(tl.int64) * stride_out + col
+    back = out_ptr + col.to(tl.int64) * stride_out + row
+    if row >= col + BLOCK_N:
+        tl.store(there + rows[:, None] * stride_out + cols[None, :], value, mask=mask)
+        tl.store(back + cols[:, None] * stride_out + rows[None, :], tl.trans(value), mask=mirror)
+    else:
+        # The diagonal crosses this tile: what lies below it is stored twice, what lies above it not at all.
+        # A branch of its own, because such masks take the vector width from the stores.
+        mask = mask & (row + rows[:, None] >= col + cols[None, :])
+        tl.store(there + rows[:, None] * stride_out + cols[None, :], value, mask=mask)
+        mirror = mirror & (row + rows[None, :] > col + cols[:, None])
+        tl.store(back + cols[:, None] * stride_out + rows[None, :], tl.trans(value), mask=mirror)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,24 @@ def test_quadratic_epilogue(side, dtype):
     wide = a.double()
     assert within(out, (-2.8 * a + 0.5 * (a @ a)).to(dtype), -2.8 * wide + 0.5 * wide @ wide, dtype)
     assert torch.equal(out, out.mT)
+
+
+@pytest.mark.parametrize("tiles", [(32, 64, 32), (64, 32, 32), (32, 32, 16)])
+def test_symmetry_does_not_rest_on_the_products_of_one_library(monkeypatch, tiles):
+    """The interpreter multiplies with NumPy; here its products are off by another error in every place."""
+    x, multiply = values((150, 40), torch.float32), np.matmul
+    noise = np.random.default_rng(0)
+
+    def rounded_otherwise(a, b, *args, **options):
+        product = multiply(a, b, *args, **options)
+        return product + noise.standard_normal(product.shape).astype(product.dtype) / 8
+
+    monkeypatch.setattr(np, "matmul", rounded_otherwise)
+    for function, side in ((kernel.xxt, 150), (kernel.xtx, 40)):
+        out = torch.empty(side, side)
+        function(x, out, tiles=tiles)
+        assert torch.equal(out, out.mT)
+    assert not torch.allclose(out, x.mT @ x, atol=1e-3)
 
 
 def test_rows_may_be_strided_and_the_surplus_is_not_touched():
