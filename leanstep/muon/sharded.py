@@ -236,7 +236,11 @@ class ShardedNorMuon(NorMuon):
             self._update_local(mine, grads)
             for bucket in buckets:
                 for unit in bucket:
-                    self.state[unit.param]  # an empty entry says: stepped, but the state is elsewhere
+                    # On the other ranks the state is empty but for Adam's step, which every rank counts: it
+                    # lies on the host, and a group of devices could not send it.
+                    state = self.state[unit.param]
+                    if unit.group["algorithm"] == "adam" and bucket is not mine:
+                        state["step"] = state.get("step", torch.tensor(0.0)) + 1
             like = next(unit.param for bucket in buckets for unit in bucket)
             weights = [[unit.param.detach() for unit in bucket] for bucket in buckets]
             length = max(sum(w.numel() for w in bucket) for bucket in weights)
@@ -302,9 +306,10 @@ class ShardedNorMuon(NorMuon):
         source = self.assignment().owner[self._name_of(group, param)]
         full = (new_adam_state if group["algorithm"] == "adam" else new_matrix_state)(group, param)
         for key, value in full.items():
-            if source == self._rank:
+            if key == "step" or source == self._rank:
                 value.copy_(state[key])
-            broadcast(value, source, self._group)
+            if key != "step":
+                broadcast(value, source, self._group)
         return full
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -316,7 +321,7 @@ class ShardedNorMuon(NorMuon):
                     continue
                 state, kind = self.state[param], self._kind(group, param)
                 if kind == "owner" and self.assignment().owner[self._name_of(group, param)] != self._rank:
-                    self.state[param] = {}
+                    self.state[param] = {"step": state["step"]} if "step" in state else {}
                 elif kind == "sharded":
                     begin, end = chunk(param.size(0), self._rank, self._world)
                     self.state[param] = {

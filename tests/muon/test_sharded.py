@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from unittest import mock
 
 import pytest
 import torch
@@ -103,8 +104,11 @@ def run_modes(rank, world_size, steps):
         advance(optimizer, params, rank, 0, steps - 1, low_rank, average)
         with CommDebugMode() as counter:
             advance(optimizer, params, rank, steps - 1, 1, low_rank, average)
-        state = optimizer.state_dict()["state"]
-        results[label] = (weights_of(params), state, counter.get_total_counts(), optimizer.explain())
+        with mock.patch.object(torch.distributed, "broadcast", wraps=torch.distributed.broadcast) as sent:
+            state = optimizer.state_dict()["state"]
+        shapes = [tuple(call.args[0].shape) for call in sent.call_args_list]
+        text = optimizer.explain()
+        results[label] = (weights_of(params), state, counter.get_total_counts(), text, shapes)
     return results
 
 
@@ -132,7 +136,7 @@ def test_two_ranks_follow_one_process_for_twenty_steps(two_ranks, label):
     expected, optimizer = single(2, 20, low_rank=MODES[label].get("low_rank", False))
     full = optimizer.state_dict()["state"]
     for result in two_ranks:
-        weights, state, _, _ = result[label]
+        weights, state, *_ = result[label]
         for name, param in expected.items():
             torch.testing.assert_close(weights[name], param.detach(), atol=2e-5, rtol=1e-5, msg=name)
         assert set(state) == set(full)
@@ -147,10 +151,17 @@ def test_two_ranks_follow_one_process_for_twenty_steps(two_ranks, label):
 @pytest.mark.parametrize(("label", "most"), [("replicated", 2), ("owner", 3), ("sharded", 8)])
 def test_number_of_collectives_does_not_grow_with_the_matrices(two_ranks, label, most):
     for result in two_ranks:
-        _, _, count, text = result[label]
+        _, _, count, text, _ = result[label]
         assert 0 < count <= most
         assert f"{label} over 2 ranks" in text
         assert label == "replicated" or "imbalance" in text
+
+
+def test_saving_sends_what_lies_with_the_weights_and_not_adams_step_on_the_host(two_ranks):
+    # A group that knows devices only (NCCL) refuses a host tensor; the step is the only 0-D one.
+    for result in two_ranks:
+        shapes = result["owner"][4]
+        assert SHAPES["table"] in shapes and () not in shapes
 
 
 def resume(rank, world_size, comms, steps, first, saved, dtype):
