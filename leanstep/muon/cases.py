@@ -29,6 +29,9 @@ def _no_native_half(params: Params) -> str | None:
 
 def _too_slow_in_half(params: Params) -> str | None:
     # Emulated bfloat16 needs about half a minute per 768 x 3072 matrix.
+    missing = peers.no_torch_muon(params)
+    if missing:
+        return missing
     return _no_native_half(params) if params["num_wide"] * params["dim"] > 2 * 768 else None
 
 
@@ -285,6 +288,7 @@ register(
                 "torch-muon-fp32",
                 "peer",
                 _stepping(peers.torch_muon(torch.float32), compare=False),
+                unavailable=peers.no_torch_muon,
                 note="torch.optim.Muon, iteration patched to float32; no variance step",
             ),
             Implementation(

@@ -55,6 +55,11 @@ def polar_addmm(update: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+def no_torch_muon(params: dict[str, Any]) -> str | None:
+    """Why torch.optim.Muon cannot run here, or None."""
+    return None if hasattr(torch.optim, "Muon") else "this torch has no torch.optim.Muon; it came with 2.9"
+
+
 def torch_muon(compute_dtype: torch.dtype | None):
     """torch.optim.Muon; with a dtype, its forced bfloat16 cast goes there instead."""
 
@@ -79,7 +84,7 @@ def stacked_compiled(parameters: list[nn.Parameter], constants: dict[str, Any]) 
         shapes.setdefault(parameter.shape, []).append(parameter)
     groups = []
     for (rows, cols), members in shapes.items():
-        buffer = torch.zeros(len(members), rows, cols)
+        buffer = torch.zeros(len(members), rows, cols, device=members[0].device)
         second = buffer.sum(reference.variance_axis(rows, cols), keepdim=True)
         groups.append((members, buffer, second))
     fused = torch.compile(_fused_step, dynamic=False)

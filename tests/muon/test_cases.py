@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -43,6 +45,24 @@ def test_training_runs_are_paired_and_agree():
     assert plain[-1] < plain[0] and cases.train_losses("reference", 1, 2)[0] != plain[0]
 
 
+def test_torch_muon_rows_say_why_they_are_absent_before_torch_2_9(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    case = get_case("muon-step")
+    rows = {row.name: row for row in case.implementations}
+    for name in ("torch-muon", "torch-muon-fp32"):
+        assert "2.9" in rows[name].unavailable(case.params("tiny"))
+
+
+def test_stacked_peer_keeps_its_buffers_where_the_parameters_are(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch, "tensor", functools.partial(torch.tensor, device="meta"))
+    params = [torch.nn.Parameter(torch.empty(6, 4, device="meta")) for _ in range(2)]
+    for param in params:
+        param.grad = torch.empty_like(param)
+    peers.stacked_compiled(params, {"lr": 0.1})()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no torch.optim.Muon")
 def test_patched_torch_muon_runs_in_float32():
     grad, moved = torch.randn(20, 30), {}
     for label, dtype, kind in (

