@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +15,8 @@ from leanstep.commands import BadInput, FellShort
 from leanstep.commands.output import check_writable, write_json
 
 RECIPES = ("gpt", "lens", "grpo")
+# A checkpoint's name has eight digits.
+MOST_STEPS = 99_999_999
 
 
 def train(
@@ -23,7 +24,7 @@ def train(
     preset: Annotated[str, typer.Option(help="Size of the run; see docs/train.md.")] = "tiny",
     steps: Annotated[int | None, typer.Option(help="Length; the schedule is stretched to it.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory of the run (default: leanstep-run/RECIPE-PRESET).")
+        str | None, typer.Option(help="Directory of the run (default: leanstep-run/RECIPE-PRESET).")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     seed: Annotated[int, typer.Option(help="Of weights, data order and sampling.")] = 0,
@@ -34,9 +35,9 @@ def train(
         float | None, typer.Option(help="Validation loss to reach; without --runs the run stops there.")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Where the record goes (default: OUT/record.json).")
+        str | None, typer.Option(help="Where the record goes (default: OUT/record.json).")
     ] = None,
-    against: Annotated[Path | None, typer.Option(help="An earlier record to compare with.")] = None,
+    against: Annotated[str | None, typer.Option(help="An earlier record to compare with.")] = None,
     set_options: Annotated[
         list[str] | None, typer.Option("--set", help="Any other option of the recipe: KEY=VALUE.")
     ] = None,
@@ -60,12 +61,18 @@ def train(
     """
     from leanstep.recipes import process_group
     from leanstep.recipes.distributed import check_device
+    from leanstep.recipes.loop import Diverged
 
     module = _recipe_module(recipe)
     if preset not in module.PRESETS:
         raise BadInput(f"--preset: {recipe} has no {preset!r}; it has {', '.join(module.PRESETS)}")
-    _check_numbers(steps=steps, runs=runs, keep=keep, stop_after=stop_after)
-    _check_numbers(0, log_every=log_every, eval_every=eval_every, save_every=save_every, seed=seed)
+    _check_numbers(1, MOST_STEPS, steps=steps, runs=runs, keep=keep, stop_after=stop_after)
+    _check_numbers(0, MOST_STEPS, log_every=log_every, eval_every=eval_every, save_every=save_every)
+    _check_numbers(0, 2**32 - 1 - (runs or 0), seed=seed)
+    for name, path in (("out", out), ("record", record), ("against", against)):
+        # An empty path would be the current folder.
+        if path == "":
+            raise BadInput(f"--{name}: expected a path, got ''")
     if runs is not None and target is None:
         raise BadInput("--target: expected a validation loss together with --runs, got none")
     if runs is None and (record is not None or against is not None):
@@ -83,7 +90,7 @@ def train(
         recipe=recipe,
         preset=preset,
         steps=steps,
-        out=out or Path("leanstep-run") / f"{recipe}-{preset}",
+        out=Path(out) if out else Path("leanstep-run") / f"{recipe}-{preset}",
         resume=resume,
         options=options,
         cadence={"log": log_every, "evaluate": eval_every, "save": save_every},
@@ -96,6 +103,8 @@ def train(
                 return _train_once(plan, seed, target, world, json_path)
             assert target is not None
             return _make_record(plan, seed, runs, target, world, record, against, json_path)
+    except Diverged as error:
+        raise FellShort(str(error)) from error
     except OSError as error:
         raise BadInput(f"--out: cannot work in {plan.out}: {error}") from error
 
@@ -122,8 +131,12 @@ class _Plan:
         try:
             built = self.module.build(self.preset, seed=seed, steps=self.steps, world=world, **self.options)
             cadence = replace(built.cadence, **{k: v for k, v in self.cadence.items() if v is not None})
-        except ValueError as error:
-            raise BadInput(f"{self.recipe}: {error}") from error
+        except (ValueError, MemoryError) as error:
+            raise BadInput(f"{self.recipe}: {_one_line(error)}") from error
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            raise BadInput(f"{self.recipe}: too large for this machine: {_one_line(error)}") from error
         try:
             outcome = run(
                 built, out, resume=self.resume, cadence=cadence, keep=self.keep, stop_after=self.stop_after,
@@ -131,6 +144,9 @@ class _Plan:
             )  # fmt: skip
         except CheckpointError as error:
             raise BadInput(str(error).replace("pass resume", "pass --resume")) from error
+        except ValueError as error:
+            # The shards: cut short, too small for a batch, tokens outside the vocabulary.
+            raise BadInput(f"{self.recipe}: {_one_line(error)}") from error
         return built, outcome
 
 
@@ -161,27 +177,29 @@ def _train_once(plan: _Plan, seed: int, target: float | None, world: Any, json_p
 
 
 def _make_record(
-    plan: _Plan, seed: int, runs: int, target: float, world: Any, record: Path | None, against: Path | None,
+    plan: _Plan, seed: int, runs: int, target: float, world: Any, record: str | None, against: str | None,
     json_path: str | None,
 ) -> int:  # fmt: skip
+    from leanstep.recipes.loop import Diverged
     from leanstep.recipes.records import Record, Run, compare
 
     try:
-        old = Record.read(against) if against is not None else None
+        old = Record.read(Path(against)) if against is not None else None
     except ValueError as error:
         raise BadInput(f"--against: {error}") from error
-    path = record or plan.out / "record.json"
-    check_writable(str(path) if record else None, "--record")
+    path = Path(record) if record else plan.out / "record.json"
+    check_writable(record, "--record")
     finished, settings = [], {}
     for number in range(seed, seed + runs):
-        built, outcome = plan.run(number, plan.out / f"seed-{number}", world)
+        try:
+            built, outcome = plan.run(number, plan.out / f"seed-{number}", world)
+        except Diverged as error:
+            raise FellShort(f"record: seed {number} diverged: {error}") from error
         settings = {key: value for key, value in built.settings.items() if key != "seed"}
         if outcome.stopped_by in ("SIGTERM", "SIGINT"):
             return 0 if outcome.stopped_by == "SIGTERM" else 130
         if world.is_main:
             finished.append(Run.from_evaluations(number, outcome.evaluations, target))
-            if not math.isfinite(finished[-1].val_loss):
-                raise FellShort(f"record: seed {number} diverged, its final loss is {finished[-1].val_loss}")
     if not world.is_main:
         return 0
     new = Record(plan.recipe, settings, target, tuple(finished), _machine(world))
@@ -259,25 +277,33 @@ def _recipe_module(recipe: str) -> Any:
 
 
 def _options(module: Any, recipe: str, named: dict[str, Any], pairs: list[str]) -> dict[str, Any]:
-    """Options for `build`, checked against its signature."""
+    """Options for `build`: names and types as in the recipe's table of settings, which checks the ranges."""
+    from leanstep.recipes.settings import parse_setting
+
+    known = [entry.name for entry in fields(module.SETTINGS)]
     options = {key: value for key, value in named.items() if value is not None}
+    given = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
         if not separator or not key.isidentifier():
             raise BadInput(f"--set: expected KEY=VALUE, got {pair!r}")
-        try:
-            options[key] = json.loads(text)
-        except json.JSONDecodeError:
-            options[key] = text
-    reserved = {"preset", "seed", "steps", "world"}
-    known = [name for name in inspect.signature(module.build).parameters if name not in reserved]
-    for key in options:
+        given[key] = text
+    for key in (*options, *given):
         if key not in known:
             raise BadInput(f"{recipe}: no option {key!r}; it has {', '.join(known) or 'none'}")
-    return options
+    try:
+        return {**options, **{key: parse_setting(module.SETTINGS, key, text) for key, text in given.items()}}
+    except ValueError as error:
+        raise BadInput(f"{recipe}: {error}") from error
 
 
-def _check_numbers(least: int = 1, **values: int | None) -> None:
+def _check_numbers(least: int, most: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value < least:
             raise BadInput(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
+        if value is not None and value > most:
+            raise BadInput(f"--{name.replace('_', '-')}: expected at most {most}, got {value}")
+
+
+def _one_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0]

@@ -21,6 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# What flex attention's BlockMask holds: blocks to visit by query and by key, the partly masked and the full.
+_BLOCK_TENSORS = tuple(
+    f"{full}{side}_{what}"
+    for full in ("", "full_")
+    for side in ("kv", "q")
+    for what in ("num_blocks", "indices")
+)
+
 
 def check_cu_seqlens(cu_seqlens: Tensor, length: int) -> list[int]:
     """Cumulative document lengths as numbers; must run from 0 to `length` without falling."""
@@ -47,6 +55,7 @@ class BandPlan:
         back: earlier blocks that a block sees.
         mask: [N, 1, B, S] additive: 0 where allowed, -inf elsewhere. None under flex attention.
         block_mask: flex attention's own description of the same, for one block of all tokens.
+        starts: [T] first token of each token's document, which the block mask reads; None without one.
     """
 
     length: int
@@ -55,6 +64,15 @@ class BandPlan:
     back: int
     mask: Tensor | None
     block_mask: Any = None
+    starts: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the plan's tensors hold."""
+        held = [self.mask, self.starts]
+        if self.block_mask is not None:
+            held += [getattr(self.block_mask, name) for name in _BLOCK_TENSORS]
+        return sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor))
 
     @property
     def front(self) -> int:
@@ -112,7 +130,7 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
         return (key <= query) & (query - key <= window) & (key >= starts[query])
 
     mask = create_block_mask(visible, None, None, length, length, device=str(device))
-    return BandPlan(length, length, 1, 0, None, mask)
+    return BandPlan(length, length, 1, 0, None, mask, starts)
 
 
 @functools.cache
@@ -124,10 +142,15 @@ def _flex_attention():
 
 
 class PlanCache:
-    """Plans by documents and window, the least recently used dropped once they hold more than `max_bytes`."""
+    """Plans by documents and window, the least recently used dropped once they hold more than `max_bytes`.
 
-    def __init__(self, max_bytes: int = 64 * 2**20) -> None:
-        self.max_bytes = max_bytes
+    Args:
+        max_bytes: of all plans together; the newest one stays whatever its size.
+        flex: make flex attention's plans; None = on CUDA devices.
+    """
+
+    def __init__(self, max_bytes: int = 64 * 2**20, *, flex: bool | None = None) -> None:
+        self.max_bytes, self.flex = max_bytes, flex
         self._plans: OrderedDict[tuple, BandPlan] = OrderedDict()
 
     def get(
@@ -143,7 +166,7 @@ class PlanCache:
         plan = self._plans.get(key)
         if plan is None:
             slots = [2 * b for b in bounds] if paired else bounds
-            if device.type == "cuda":
+            if device.type == "cuda" if self.flex is None else self.flex:
                 plan = make_flex_plan(slots, window, device)
             else:
                 plan = make_plan(slots, window, head_dim, dtype, device)
@@ -155,8 +178,7 @@ class PlanCache:
 
     @property
     def num_bytes(self) -> int:
-        masks = [plan.mask for plan in self._plans.values() if plan.mask is not None]
-        return sum(mask.numel() * mask.element_size() for mask in masks)
+        return sum(plan.num_bytes for plan in self._plans.values())
 
     def clear(self) -> None:
         self._plans.clear()

@@ -20,11 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.gpt import DocumentLoader, GPTConfig, build_model, standard_library_corpus, validation_batches
+from leanstep.gpt import (
+    Batch,
+    DocumentLoader,
+    GPTConfig,
+    build_model,
+    standard_library_corpus,
+    validation_batches,
+)
+from leanstep.recipes.checkpoint import seed_python_generators
 from leanstep.recipes.distributed import World
 from leanstep.recipes.loop import Cadence
 from leanstep.recipes.optimizers import make_optimizer
 from leanstep.recipes.schedules import Position, Schedule, Stage
+from leanstep.recipes.settings import LARGE, check_settings, setting, with_given
 
 
 @dataclass(frozen=True)
@@ -108,34 +117,11 @@ _PRESETS = {
 PRESETS = {name: preset.about for name, preset in _PRESETS.items()}
 
 
-def build(
-    preset: str,
-    *,
-    seed: int = 0,
-    steps: int | None = None,
-    world: World | None = None,
-    optimizer: str = "normuon",
-    lr: float | None = None,
-    adam_lr: float | None = None,
-    weight_decay: float | None = None,
-    micro_batches: int | None = None,
-    tokens: float | None = None,
-    data: str | Path | None = None,
-    vocab_size: int | None = None,
-    bos: int | None = None,
-    warmup: float | None = None,
-    decay: str | None = None,
-    beta2: float | None = None,
-    adam_decay: float | None = None,
-    table_lr_mul: float | None = None,
-) -> GPTTraining:
-    """A training at step 0.
+@dataclass(frozen=True)
+class GPTSettings:
+    """What `--set` may change; None = the preset's or the optimizer's own value.
 
     Args:
-        preset: `tiny`, `smoke` or `record-74`.
-        seed: of the initial weights and of where in the data the run starts.
-        steps: length; the preset's schedule is stretched to it.
-        world: the ranks that share the work.
         optimizer: `normuon` (matrices) with Adam (the rest), or `adamw` for everything.
         lr: of the matrices, or of AdamW; default: the tuned one.
         adam_lr: of the rest; normuon only.
@@ -147,35 +133,66 @@ def build(
         bos: the token that starts a document in `data` (default: GPT-2's).
         warmup, decay, beta2 (adamw), adam_decay, table_lr_mul (normuon): see `leanstep.recipes.optimizers`.
     """
+
+    optimizer: str = setting("normuon", choices=("normuon", "adamw"))
+    lr: float | None = setting(None, above=0)
+    adam_lr: float | None = setting(None, above=0)
+    weight_decay: float | None = setting(None, least=0)
+    micro_batches: int | None = setting(None, least=1, most=LARGE)
+    tokens: float | None = setting(None, above=0, most=LARGE)
+    data: str | Path | None = None
+    # Shards hold 16-bit tokens.
+    vocab_size: int | None = setting(None, least=2, most=65536)
+    bos: int | None = setting(None, least=0, most=65535)
+    warmup: float | None = setting(None, least=0, most=1)
+    decay: str | None = setting(None, choices=("record", "cosine"))
+    beta2: float | None = setting(None, least=0, below=1)
+    adam_decay: float | None = setting(None, least=0)
+    table_lr_mul: float | None = setting(None, least=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """What is given of the optimizer's own options."""
+        names = ("lr", "adam_lr", "weight_decay", "warmup", "decay", "beta2", "adam_decay", "table_lr_mul")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+SETTINGS = GPTSettings
+
+
+def build(
+    preset: str, *, seed: int = 0, steps: int | None = None, world: World | None = None, **given: Any
+) -> GPTTraining:
+    """A training at step 0.
+
+    Args:
+        preset: `tiny`, `smoke` or `record-74`.
+        seed: of the initial weights and of where in the data the run starts.
+        steps: length; the preset's schedule is stretched to it.
+        world: the ranks that share the work.
+        given: fields of `GPTSettings`.
+    """
     if preset not in _PRESETS:
         raise ValueError(f"preset: no {preset!r}; there are {', '.join(_PRESETS)}")
+    settings = with_given(GPTSettings(), given)
     chosen, world = _PRESETS[preset], world or World()
     schedule = chosen.schedule if steps is None else chosen.schedule.of_length(steps)
-    if tokens is not None:
-        schedule = replace(
-            schedule, stages=tuple(replace(s, tokens=round(s.tokens * tokens)) for s in schedule.stages)
-        )
-    if micro_batches is None:
-        micro_batches = -(-chosen.micro_batches // world.size) * world.size
-    shards = _find_data(chosen, data, vocab_size, bos)
-    config = GPTConfig.preset(chosen.model, **{**chosen.model_fields, "vocab_size": shards.vocab_size})
-    options = {
-        "lr": lr, "adam_lr": adam_lr, "weight_decay": weight_decay,
-        "warmup": warmup, "decay": decay, "beta2": beta2,
-        "adam_decay": adam_decay, "table_lr_mul": table_lr_mul,
-    }  # fmt: skip
+    if settings.tokens is not None:
+        stages = (replace(s, tokens=round(s.tokens * settings.tokens)) for s in schedule.stages)
+        schedule = replace(schedule, stages=tuple(stages))
+    shards = _find_data(chosen, settings.data, settings.vocab_size, settings.bos)
     return GPTTraining(
-        config,
+        GPTConfig.preset(chosen.model, **{**chosen.model_fields, "vocab_size": shards.vocab_size}),
         schedule,
         shards,
         seed=seed,
         world=world,
-        micro_batches=micro_batches,
-        optimizer=optimizer,
-        optimizer_options={
-            **chosen.tuned.get(optimizer, {}),
-            **{key: value for key, value in options.items() if value is not None},
-        },
+        micro_batches=settings.micro_batches or -(-chosen.micro_batches // world.size) * world.size,
+        optimizer=settings.optimizer,
+        optimizer_options={**chosen.tuned.get(settings.optimizer, {}), **settings.optimizer_options},
         validation_tokens=chosen.validation_tokens,
         validation_batch=chosen.validation_batch,
         cadence=chosen.cadence,
@@ -190,7 +207,10 @@ def _find_data(preset: Preset, folder: str | Path | None, vocab_size: int | None
         if not train or not validation:
             raise ValueError(f"data: expected *train*.bin and *val*.bin shards in {folder}, found "
                              f"{len(train)} and {len(validation)}")  # fmt: skip
-        return Data(tuple(train), tuple(validation), 50256 if bos is None else bos, vocab_size or 50257)
+        start, size = 50256 if bos is None else bos, vocab_size or 50257
+        if start >= size:
+            raise ValueError(f"bos: expected a token below vocab_size {size}, got {start}")
+        return Data(tuple(train), tuple(validation), start, size)
     if preset.vocab_size is None:
         raise ValueError("data: this preset needs a folder with token shards, got none")
     corpus = standard_library_corpus(vocab_size=vocab_size or preset.vocab_size)
@@ -255,6 +275,7 @@ class GPTTraining:
             "data": [path.name for path in data.train_paths],
         }
         torch.manual_seed(seed)
+        seed_python_generators(seed)
         self.model = build_model(config, generator=torch.Generator().manual_seed(seed)).to(self.world.device)
         self.loader = DocumentLoader(
             data.train_paths,
@@ -275,7 +296,7 @@ class GPTTraining:
         total: Tensor | None = None
         for _ in range(self.accumulation):
             batch = self.loader.next_batch()
-            inputs, targets = batch.inputs.to(self.world.device), batch.targets.to(self.world.device)
+            inputs, targets = self._on_device(batch)
             loss = self.model(inputs, targets, batch.cu_seqlens, mtp=here.mtp_weights) / self.accumulation
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
@@ -293,6 +314,14 @@ class GPTTraining:
             "momentum": here.momentum,
             "tokens": here.tokens,
         }
+
+    def _on_device(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        # Checked while the tokens are still on the host; the targets are the inputs moved on by one.
+        largest = max(int(batch.inputs[0]), int(batch.targets.max()))
+        if largest >= self.data.vocab_size:
+            raise ValueError(f"data: found token {largest}, expected all below vocab_size "
+                             f"{self.data.vocab_size}")  # fmt: skip
+        return batch.inputs.to(self.world.device), batch.targets.to(self.world.device)
 
     def _enter(self, here: Position) -> None:
         """Make model and loader follow the schedule."""
@@ -318,7 +347,7 @@ class GPTTraining:
                 rank=self.world.rank,
                 world_size=self.world.size,
             ):
-                inputs, targets = batch.inputs.to(self.world.device), batch.targets.to(self.world.device)
+                inputs, targets = self._on_device(batch)
                 total += self.model.mean_loss(inputs, targets, batch.cu_seqlens).double().cpu()
                 count += 1
         finally:
@@ -342,6 +371,7 @@ class GPTTraining:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(state["parameters"][name])
             pending = state["pending"].get(name)
+            # Torch refuses a gradient of another shape or dtype.
             parameter.grad = None if pending is None else pending.to(parameter.device)
         self.optimizer.load_state_dict(state["optimizer"])
         self.loader.load_state_dict(state["loader"])

@@ -21,11 +21,13 @@ from torch import Tensor
 from leanstep.gpt import GPT, GPTConfig
 from leanstep.logprob import PolicyObjective, linear_logprobs, linear_policy_loss
 from leanstep.logprob.rows import RowPlan, plan_rows
+from leanstep.recipes.checkpoint import load_optimizer
 from leanstep.recipes.distributed import World
 from leanstep.recipes.loop import Cadence
 from leanstep.recipes.metrics import Metrics
+from leanstep.recipes.settings import LARGE, check_settings, from_preset, setting
 from leanstep.recipes.topic_task import END, TopicTask
-from leanstep.recipes.warm_start import WarmStarted, from_preset
+from leanstep.recipes.warm_start import WarmStarted
 
 
 @dataclass(frozen=True)
@@ -42,34 +44,29 @@ class GrpoSettings:
         entropy_coef: weight of the entropy bonus. kl_coef: of the KL to the warm-started model; 0 = none.
     """
 
-    layers: int = 2
-    width: int = 64
-    heads: int = 4
-    demonstrations: int = 32
-    warm_fraction: float = 0.5
-    prompts: int = 6
-    group: int = 8
-    updates: int = 2
-    select: str = "response"
-    warm_lr: float = 3e-3
-    lr: float = 1e-2
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    entropy_coef: float = 0.003
-    kl_coef: float = 0.0
-    temperature: float = 1.0
-    evaluation_prompts: int = 32
+    layers: int = setting(2, least=1, most=1024)
+    width: int = setting(64, least=8, most=LARGE)
+    heads: int = setting(4, least=1, most=LARGE)
+    demonstrations: int = setting(32, least=1, most=LARGE)
+    warm_fraction: float = setting(0.5, least=0, below=1)
+    prompts: int = setting(6, least=1, most=LARGE)
+    group: int = setting(8, least=2, most=LARGE)
+    updates: int = setting(2, least=1, most=LARGE)
+    select: str = setting("response", choices=("all", "response"))
+    warm_lr: float = setting(3e-3, above=0)
+    lr: float = setting(1e-2, above=0)
+    clip_low: float = setting(0.2, least=0, most=1)
+    clip_high: float = setting(0.28, least=0)
+    entropy_coef: float = setting(0.003)
+    kl_coef: float = setting(0.0, least=0)
+    temperature: float = setting(1.0, above=0)
+    evaluation_prompts: int = setting(32, least=1, most=LARGE)
 
     def __post_init__(self) -> None:
-        if self.select not in ("all", "response"):
-            raise ValueError(f"select: expected all or response, got {self.select!r}")
-        if self.group < 2:
-            raise ValueError(f"group: expected at least 2 completions to compare, got {self.group}")
-        for name in ("prompts", "updates", "demonstrations", "evaluation_prompts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        check_settings(self)
 
 
+SETTINGS = GrpoSettings
 PRESETS: dict[str, str] = {
     "tiny": "64-wide GPT, 4,096 words, 48 completions per step: minutes on two cores",
     "small": "256-wide GPT, 16,384 words, 128 completions per step: for one GPU",
@@ -85,29 +82,9 @@ _SIZES: dict[str, tuple[GrpoSettings, TopicTask, int]] = {
 
 
 def build(
-    preset: str,
-    *,
-    seed: int = 0,
-    steps: int | None = None,
-    world: World | None = None,
-    select: str | None = None,
-    lr: float | None = None,
-    entropy_coef: float | None = None,
-    kl_coef: float | None = None,
-    updates: int | None = None,
-    group: int | None = None,
-    prompts: int | None = None,
+    preset: str, *, seed: int = 0, steps: int | None = None, world: World | None = None, **given: Any
 ) -> Grpo:
-    """The recipe of a preset; other arguments replace the preset's values."""
-    given: dict[str, Any] = {
-        "select": select,
-        "lr": lr,
-        "entropy_coef": entropy_coef,
-        "kl_coef": kl_coef,
-        "updates": updates,
-        "group": group,
-        "prompts": prompts,
-    }
+    """The recipe of a preset; `given` replaces fields of its `GrpoSettings`."""
     settings, task, steps = from_preset(_SIZES, preset, steps, given)
     return Grpo(settings, task, seed=seed, steps=steps, preset=preset, world=world or World())
 
@@ -322,7 +299,7 @@ class Grpo(WarmStarted):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, state["optimizer"])
         if self.reference is not None:
             self.reference.load_state_dict(state["reference"])
         generators = state["generators"]

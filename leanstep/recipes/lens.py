@@ -33,11 +33,13 @@ from leanstep.preference import (
     reachable_length,
     sample_variants,
 )
+from leanstep.recipes.checkpoint import load_optimizer
 from leanstep.recipes.distributed import World
 from leanstep.recipes.fact_task import FactTask
 from leanstep.recipes.loop import Cadence
 from leanstep.recipes.metrics import Metrics
-from leanstep.recipes.warm_start import WarmStarted, from_preset
+from leanstep.recipes.settings import LARGE, check_settings, from_preset, setting
+from leanstep.recipes.warm_start import WarmStarted
 
 
 @dataclass(frozen=True)
@@ -62,32 +64,27 @@ class LensSettings:
         gate_every: run the objective on every so many steps.
     """
 
-    width: int = 48
-    layers: int = 1
-    lens_width: int = 32
-    samples: int = 16
-    random_variants: int = 2
-    budget: float = 0.7
-    warm_fraction: float = 0.7
-    lr: float = 3e-3
-    lens_lr: float = 4e-3
-    gist_bottleneck: int = 2
-    kl_weight: float = 4.0
-    rank_weight: float = 0.0
-    budget_weight: float = 0.0
-    evaluation_samples: int = 96
-    gate_every: int = 1
+    width: int = setting(48, least=1, most=LARGE)
+    layers: int = setting(1, least=1, most=1024)
+    lens_width: int = setting(32, least=1, most=LARGE)
+    samples: int = setting(16, least=1, most=LARGE)
+    random_variants: int = setting(2, least=1, most=1024)
+    budget: float = setting(0.7, above=0, below=1)
+    warm_fraction: float = setting(0.7, least=0, below=1)
+    lr: float = setting(3e-3, above=0)
+    lens_lr: float = setting(4e-3, above=0)
+    gist_bottleneck: int = setting(2, least=1, most=LARGE)
+    kl_weight: float = setting(4.0, least=0)
+    rank_weight: float = setting(0.0, least=0)
+    budget_weight: float = setting(0.0, least=0)
+    evaluation_samples: int = setting(96, least=1, most=LARGE)
+    gate_every: int = setting(1, least=1, most=LARGE)
 
     def __post_init__(self) -> None:
-        if not 0 < self.budget < 1:
-            raise ValueError(f"budget: expected a share between 0 and 1, got {self.budget}")
-        if not 0 <= self.warm_fraction < 1:
-            raise ValueError(f"warm_fraction: expected 0 to below 1, got {self.warm_fraction}")
-        for name in ("samples", "random_variants", "evaluation_samples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        check_settings(self)
 
 
+SETTINGS = LensSettings
 PRESETS: dict[str, str] = {
     "tiny": "48-wide base model, 64 tokens in blocks of 4: minutes on two cores",
     "small": "256-wide base model, 1,024 tokens in blocks of 16: for one GPU",
@@ -103,33 +100,9 @@ _SIZES: dict[str, tuple[LensSettings, FactTask, int]] = {
 
 
 def build(
-    preset: str,
-    *,
-    seed: int = 0,
-    steps: int | None = None,
-    world: World | None = None,
-    lr: float | None = None,
-    lens_lr: float | None = None,
-    samples: int | None = None,
-    random_variants: int | None = None,
-    budget: float | None = None,
-    gate_every: int | None = None,
-    warm_fraction: float | None = None,
-    kl_weight: float | None = None,
-    gist_bottleneck: int | None = None,
+    preset: str, *, seed: int = 0, steps: int | None = None, world: World | None = None, **given: Any
 ) -> Lens:
-    """The recipe of a preset; other arguments replace the preset's values."""
-    given: dict[str, Any] = {
-        "lr": lr,
-        "lens_lr": lens_lr,
-        "samples": samples,
-        "random_variants": random_variants,
-        "budget": budget,
-        "gate_every": gate_every,
-        "warm_fraction": warm_fraction,
-        "kl_weight": kl_weight,
-        "gist_bottleneck": gist_bottleneck,
-    }
+    """The recipe of a preset; `given` replaces fields of its `LensSettings`."""
     settings, task, steps = from_preset(_SIZES, preset, steps, given)
     return Lens(settings, task, seed=seed, steps=steps, preset=preset, world=world or World())
 
@@ -348,6 +321,6 @@ class Lens(WarmStarted):
         objective = dict(state["objective"])
         self.objective.budget_ema.copy_(objective.pop("ema"))
         self.objective.set_extra_state(objective)
-        self.reader_optimizer.load_state_dict(state["reader_optimizer"])
-        self.lens_optimizer.load_state_dict(state["lens_optimizer"])
+        load_optimizer(self.reader_optimizer, state["reader_optimizer"])
+        load_optimizer(self.lens_optimizer, state["lens_optimizer"])
         self.generator.set_state(state["generator"])

@@ -35,6 +35,10 @@ The contract:
   states (torch, CUDA, python, numpy), the clock and the half-filled log interval. Then `resume=True`
   continues bit-exactly: a run killed at any moment ends with the same weights as one left alone.
 - `settings` identifies the run: a checkpoint made with other settings is refused, and the differences named.
+- `load_state_dict` is only called with a state that has the entries, types and shapes of a fresh one and
+  finite numbers; whatever it raises about the rest refuses the checkpoint, and the one before it is tried.
+- A `loss` or `val_loss` that is not finite ends the run (`Diverged`), and so do such weights at a checkpoint:
+  what is on disk is always worth resuming from.
 - Several ranks: every rank calls every method at the same step; `state_dict` may communicate and must
   return the full state; rank 0 writes; metrics are averaged over ranks at log time.
 
@@ -46,7 +50,10 @@ and `settings.json`. Lines of `metrics.jsonl`: `{"step", <metrics>, "train_time_
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import random
 import signal
 import threading
 import time
@@ -60,10 +67,10 @@ import torch
 
 from leanstep.files import write_atomically
 from leanstep.recipes import checkpoint
+from leanstep.recipes.checkpoint import CheckpointError
 from leanstep.recipes.distributed import World, current_world
 from leanstep.recipes.metrics import Board, Interval, Metrics, MetricsLog
 from leanstep.recipes.progress import Progress
-from leanstep.recipes.randomness import random_state, restore_random_state, set_random_state
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,10 @@ class Cadence:
         for name in ("log", "evaluate", "save"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: expected 0 or more steps, got {getattr(self, name)}")
+
+
+class Diverged(RuntimeError):
+    """The loss or the weights are no longer finite; the message names the last good checkpoint."""
 
 
 class Recipe(Protocol):
@@ -146,6 +157,7 @@ def run(
         show_progress: the bar; default: only when standard error is a terminal.
 
     SIGTERM and SIGINT end the run after the step in progress, with a checkpoint; a second SIGINT at once.
+    Raises `CheckpointError` when no checkpoint in `out` can be used, `Diverged` when the loss is not finite.
     Host synchronisations: one per log interval, plus those of evaluation and saving.
     """
     world = world or current_world()
@@ -166,30 +178,26 @@ def run(
 
     interval, done, clock_s, resumed_from = Interval(), 0, 0.0, None
     if resume:
-        found = checkpoint.load_latest(directory, settings=settings, say=speak)
+        found = _load(recipe, interval, directory, settings, world, speak)
         if found is not None:
-            recipe.load_state_dict(found.state["recipe"])
-            intervals = found.state["interval"]
-            interval.load_state_dict(intervals[world.rank % len(intervals)], world.device)
             done, clock_s, resumed_from = found.step, float(found.state["train_time_s"]), found.step
-            restore_random_state(found.state["random"], world, speak)
+            checkpoint.restore_random_state(found.state["random"], world, speak)
             speak(f"resumed at step {done}/{recipe.num_steps} from {found.path}")
         else:
             speak(f"no checkpoint in {directory}: starting at step 0")
     world.barrier()  # every rank has read before the first write
     if world.is_main:
-        log.truncate_to(done if resumed_from is not None else -1)
+        log.truncate_to(done if resumed_from is not None else -1, say=speak)
     board = Board(out / "tensorboard", done) if world.is_main else None
 
     evaluations = [line for line in log.read() if line.get("eval")] if world.is_main else []
     saved: Path | None = found.path if resume and found is not None else None
-    last_saved = resumed_from
 
     def evaluate() -> bool:
         """One evaluation line; true when the target is reached."""
-        before = random_state()
+        before = checkpoint.random_state()
         values = dict(recipe.evaluate())
-        set_random_state(before)
+        checkpoint.set_random_state(before)
         line = {"step": done, "eval": True, **values, "train_time_s": round(clock_s, 6)}
         evaluations.append(line)
         if world.is_main:
@@ -198,28 +206,35 @@ def run(
             board.add(done, values)
             shown = " ".join(f"{k}:{v:.4f}" for k, v in values.items() if isinstance(v, float))
             speak(f"step:{done}/{recipe.num_steps} {shown} train_time:{clock_s * 1000:.0f}ms")
-        loss = values.get("val_loss")
-        return world.any(target_loss is not None and loss is not None and loss <= target_loss)
+        loss = values.get("val_loss", 0.0)
+        if world.any(not math.isfinite(loss)):
+            raise Diverged(f"val_loss: {loss} at {_where(done, recipe, saved)}")
+        return world.any(target_loss is not None and "val_loss" in values and loss <= target_loss)
 
     def save() -> None:
-        nonlocal saved, last_saved
+        nonlocal saved
         state = {
             "recipe": recipe.state_dict(),
             "interval": world.gather(interval.state_dict()),
             "train_time_s": clock_s,
-            "random": world.gather(random_state()),
+            "random": world.gather(checkpoint.random_state()),
         }
+        bad = interval.nonfinite_loss() or checkpoint.find_nonfinite(state["recipe"], "weights")
+        if world.any(bad is not None):
+            raise Diverged(f"{bad or 'weights'}: not finite after {_where(done, recipe, saved)}")
         if world.is_main:
             log.sync()
-            saved = checkpoint.save(directory, done, state, settings=settings, keep=keep)
-        last_saved = done
+            checkpoint.save(directory, done, state, settings=settings, keep=keep)
+        saved = checkpoint.checkpoint_path(directory, done)
         world.barrier()
 
     def due(every: int) -> bool:
         return every > 0 and done % every == 0
 
     stopped_by = "end" if total == recipe.num_steps else "limit"
-    with _Signals() as signals, progress:
+    with _Signals() as signals, progress, contextlib.ExitStack() as stack:
+        if board is not None:
+            stack.callback(board.close)
         progress.update(done)
         if done == 0 and cadence.evaluate > 0:
             evaluate()
@@ -242,6 +257,8 @@ def run(
                     assert board is not None
                     board.add(done, line)
                 progress.update(done, values)
+                if not math.isfinite(values.get("loss", 0.0)):
+                    raise Diverged(f"loss: {values['loss']} at {_where(done, recipe, saved)}")
             else:
                 progress.update(done)
             signalled = world.any(signals.received is not None)
@@ -258,15 +275,13 @@ def run(
             if reached:
                 stopped_by = "target"
                 break
-    if board is not None:
-        board.close()
     return Outcome(stopped_by, done, clock_s, resumed_from, saved, evaluations)
 
 
 def _prepare(out: Path, directory: Path, settings: Mapping[str, Any], *, resume: bool, world: World) -> None:
     present = checkpoint.list_checkpoints(directory)
     if present and not resume:
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"out: {out} already holds a run ({present[-1].name}); "
             "pass resume to continue it or name another directory"
         )
@@ -277,6 +292,49 @@ def _prepare(out: Path, directory: Path, settings: Mapping[str, Any], *, resume:
         checkpoint.remove_leftovers(out)
         write_atomically(out / "settings.json", (json.dumps(settings, indent=2) + "\n").encode())
     world.barrier()
+
+
+def _load(
+    recipe: Recipe,
+    interval: Interval,
+    directory: Path,
+    settings: Mapping[str, Any],
+    world: World,
+    say: Callable[[str], None],
+) -> checkpoint.Loaded | None:
+    """Put the newest usable checkpoint into the recipe and the interval; None when there is none at all."""
+    if not checkpoint.list_checkpoints(directory):
+        return None
+    template = {
+        "recipe": recipe.state_dict(),
+        "interval": [interval.state_dict()],
+        "train_time_s": 0.0,
+        "random": [{"torch": torch.get_rng_state(), "python": random.getstate()}],
+    }
+
+    def use(found: checkpoint.Loaded) -> None:
+        if found.step > recipe.num_steps:
+            raise CheckpointError(f"step {found.step} lies beyond the run's {recipe.num_steps} steps")
+        checkpoint.check_like(template, found.state)
+        bad = checkpoint.find_nonfinite(found.state["recipe"], "weights")
+        if bad is not None:
+            raise CheckpointError(f"{bad} is not finite")
+        intervals = found.state["interval"]
+        try:
+            recipe.load_state_dict(found.state["recipe"])
+            interval.load_state_dict(intervals[world.rank % len(intervals)], world.device)
+        except CheckpointError:
+            raise
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise CheckpointError(f"does not fit this run ({reason})") from error
+
+    return checkpoint.load_latest(directory, settings=settings, say=say, use=use)
+
+
+def _where(done: int, recipe: Recipe, saved: Path | None) -> str:
+    last = f"the last good checkpoint is {saved}" if saved is not None else "there is no checkpoint yet"
+    return f"step {done}/{recipe.num_steps}, stopping; {last}"
 
 
 def _over_ranks(values: dict[str, float | int], world: World) -> dict[str, float | int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from leanstep.files import write_atomically
+
+_NOT_FINITE = ("nan", "inf", "-inf")
 
 Metrics = Mapping[str, Tensor | float | int]
 
@@ -68,6 +70,11 @@ class Interval:
                 result["tokens_per_s"] = round(self.tokens / self.seconds, 1)
         return result
 
+    def nonfinite_loss(self) -> str | None:
+        """`loss`, when one of the interval's losses was NaN or infinite; reads a device value."""
+        total = self._sums.get("loss")
+        return "loss" if total is not None and not math.isfinite(float(total)) else None
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "sums": {name: value.cpu() for name, value in self._sums.items()},
@@ -103,25 +110,35 @@ class MetricsLog:
                 os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines; a last line cut short by a crash is left out."""
+        """All metric lines; a last line cut short by a crash and lines of other programs are left out."""
         if not self.path.exists():
             return []
-        lines = []
-        for raw in self.path.read_text().splitlines():
-            try:
-                line = json.loads(raw)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(line, dict) and "step" in line:
-                lines.append(line)
-        return lines
+        return [line for line in map(_parse, self.path.read_bytes().splitlines()) if line is not None]
 
-    def truncate_to(self, step: int) -> None:
-        """Drop the lines after `step`: the resumed run will write them again."""
+    def truncate_to(self, step: int, say: Callable[[str], None] = lambda line: None) -> None:
+        """Drop the lines after `step`: the resumed run will write them again.
+
+        Foreign lines are dropped too, which `say` is told, except for a last line that a crash cut short.
+        """
         if not self.path.exists():
             return
+        raw = self.path.read_bytes().splitlines()
+        foreign = [i for i, line in enumerate(raw, 1) if line.strip() and _parse(line) is None]
+        if foreign and foreign != [len(raw)]:
+            say(f"{self.path.name}: line {foreign[0]} is no metric line; {len(foreign)} such lines left out")
         kept = [line for line in self.read() if line["step"] <= step]
         write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
+    """A metric line: an object of numbers (NaN and infinity as text) with a whole number of steps."""
+    try:
+        line = json.loads(raw.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
+        return None
+    return line if all(isinstance(v, int | float) or v in _NOT_FINITE for v in line.values()) else None
 
 
 class Board:

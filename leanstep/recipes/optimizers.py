@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from leanstep.muon import NorMuon
+from leanstep.recipes.checkpoint import load_optimizer
 from leanstep.recipes.distributed import World
 from leanstep.recipes.schedules import Position, Schedule
 
@@ -165,7 +166,7 @@ class AdamWEverywhere:
         return self.adamw.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.adamw.load_state_dict(state)
+        load_optimizer(self.adamw, state)
 
 
 class NorMuonAndAdam:

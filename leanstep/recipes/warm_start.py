@@ -1,36 +1,19 @@
-"""What the recipes with a warm start on a made-up task share: presets, set-up and the update.
+"""What the recipes with a warm start on a made-up task share: set-up and the update.
 
 In the first part of the steps a base model learns the task; then the part that the recipe is about begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from leanstep.recipes.checkpoint import seed_python_generators
 from leanstep.recipes.distributed import World
-
-Settings = TypeVar("Settings")
-Task = TypeVar("Task")
-
-
-def from_preset(
-    sizes: Mapping[str, tuple[Settings, Task, int]],
-    preset: str,
-    steps: int | None,
-    given: Mapping[str, Any],
-) -> tuple[Settings, Task, int]:
-    """Settings, task and number of steps of a preset; what is `given` and not None replaces its values."""
-    if preset not in sizes:
-        raise ValueError(f"preset: expected one of {', '.join(sizes)}, got {preset!r}")
-    settings, task, default_steps = sizes[preset]
-    changed: Any = replace(settings, **{k: v for k, v in given.items() if v is not None})  # type: ignore[type-var]
-    return changed, task, steps or default_steps
 
 
 class WarmStarted:
@@ -52,6 +35,7 @@ class WarmStarted:
             **asdict(settings),
             "task": asdict(task),
         }
+        seed_python_generators(seed)
         # Ranks draw different samples, but start from the same weights.
         self.generator = torch.Generator().manual_seed(seed * 1000 + world.rank + 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from leanstep import cli
 from leanstep.commands import train as command
 from leanstep.recipes import Cadence, World
+from leanstep.recipes.settings import check_settings, setting
 
 
 class Slope:
@@ -39,16 +41,23 @@ class Slope:
         self.loss = state["loss"]
 
 
+@dataclass(frozen=True)
+class SlopeSettings:
+    slope: float = setting(0.25, above=0)
+
+    def __post_init__(self):
+        check_settings(self)
+
+
 @pytest.fixture(autouse=True)
 def slope_recipe(monkeypatch):
     module = types.ModuleType("leanstep.recipes.slope")
     module.PRESETS = {"tiny": "a line"}
+    module.SETTINGS = SlopeSettings
 
-    def build(preset, *, seed=0, steps=None, world=None, slope=0.25):
+    def build(preset, *, seed=0, steps=None, world=None, **given):
         assert isinstance(world, World)
-        if slope <= 0:
-            raise ValueError(f"slope: expected a positive number, got {slope}")
-        return Slope(seed, steps or 10, slope, world.size)
+        return Slope(seed, steps or 10, SlopeSettings(**given).slope, world.size)
 
     module.build = build
     monkeypatch.setitem(sys.modules, "leanstep.recipes.slope", module)
@@ -117,10 +126,28 @@ def test_a_record_counts_seeds_tests_the_mean_and_compares(tmp_path, capsys):
 
 def test_a_diverged_seed_is_no_record(tmp_path, capsys):
     code, _, err = train(
-        capsys, "slope", "--out", tmp_path, "--runs", 2, "--target", 2.5, "--set", "slope=Infinity"
+        capsys, "slope", "--out", tmp_path, "--runs", 2, "--target", 2.5, "--set", "slope=1e38"
     )
-    assert code == 1 and "record: seed 0 diverged, its final loss is -inf" in err.splitlines()[-1]
+    assert code == 1 and "record: seed 0 diverged: loss: -inf at step 4/10" in err.splitlines()[-1]
     assert not (tmp_path / "record.json").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_good_checkpoint(tmp_path, capsys):
+    # 5 - k * 1e38 leaves float32 at the fourth step; the line of steps 3 and 4 is the first that shows it.
+    arguments = ["slope", "--out", tmp_path / "r", "--set", "slope=1e38"]
+    code, out, err = train(capsys, *arguments, "--save-every", 3)
+    last = tmp_path / "r" / "checkpoints" / "step-00000003.safetensors"
+    assert code == 1 and out == "" and last.exists()
+    assert err.splitlines()[-1] == (
+        f"leanstep: loss: -inf at step 4/10, stopping; the last good checkpoint is {last}"
+    )
+    code, _, err = train(capsys, *arguments[:2], tmp_path / "none", *arguments[3:], "--log-every", 5)
+    assert code == 1 and "step 4/10, stopping; there is no checkpoint yet" in err.splitlines()[-1]
+    # Saving before the log line is due must not write the weights that are lost already.
+    arguments = [*arguments[:2], tmp_path / "s", *arguments[3:], "--log-every", 0, "--eval-every", 0]
+    code, _, err = train(capsys, *arguments, "--save-every", 1)
+    assert code == 1 and "not finite after step 4/10" in err.splitlines()[-1]
+    assert sorted(p.name for p in (tmp_path / "s" / "checkpoints").iterdir())[-1] == last.name
 
 
 @pytest.mark.parametrize(
@@ -136,7 +163,29 @@ def test_a_diverged_seed_is_no_record(tmp_path, capsys):
         (["slope", "--target", "nan"], "--target: expected a finite loss"),
         (["slope", "--optimizer", "sgd"], "slope: no option 'optimizer'; it has slope"),
         (["slope", "--set", "slope"], "--set: expected KEY=VALUE, got 'slope'"),
-        (["slope", "--set", "slope=-1"], "slope: slope: expected a positive number, got -1"),
+        (["slope", "--set", "slope=-1"], "slope: slope: expected a number above 0, got -1"),
+        (["slope", "--set", "slope=Infinity"], "slope: slope: expected a finite number, got inf"),
+        (["slope", "--out", ""], "--out: expected a path, got ''"),
+        (["slope", "--runs", "2", "--target", "1", "--record", ""], "--record: expected a path, got ''"),
+        (["slope", "--steps", "100000000"], "--steps: expected at most 99999999, got 100000000"),
+        (["slope", "--seed", "4294967296"], "--seed: expected at most 4294967295, got 4294967296"),
+        (["gpt", "--set", "tokens=nan"], "gpt: tokens: expected a finite number, got nan"),
+        (["gpt", "--set", "vocab_size=abc"], "gpt: vocab_size: expected a whole number, got 'abc'"),
+        (
+            ["gpt", "--set", "data=5"],
+            "data: expected *train*.bin and *val*.bin shards in 5, found 0 and 0",
+        ),
+        (["gpt", "--set", "table_lr_mul=nan"], "gpt: table_lr_mul: expected a finite number, got nan"),
+        (["gpt", "--set", "warmup=-1"], "gpt: warmup: expected at least 0, got -1"),
+        (["gpt", "--set", "vocab_size=12"], "vocab_size: expected"),
+        (["gpt", "--set", "micro_batches=7"], "gpt: tokens: expected a multiple of 16 x 7"),
+        (["gpt", "--lr", "inf"], "gpt: lr: expected a finite number, got inf"),
+        (["gpt", "--optimizer", "sgd"], "gpt: optimizer: expected normuon or adamw, got 'sgd'"),
+        (["lens", "--set", "samples=1.5"], "lens: samples: expected a whole number, got '1.5'"),
+        (["lens", "--set", "random_variants=100000"], "random_variants: expected at most 1024, got 100000"),
+        (["grpo", "--set", "kl_coef=abc"], "grpo: kl_coef: expected a number, got 'abc'"),
+        (["grpo", "--set", "temperature=0"], "grpo: temperature: expected a number above 0, got 0"),
+        (["grpo", "--set", "width=20"], "grpo: "),
         (["slope", "--device", "tpu"], "device: expected cpu or cuda"),
         (
             ["slope", "--runs", "2", "--target", "1", "--against", "absent.json"],

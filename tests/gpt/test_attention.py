@@ -105,6 +105,20 @@ def test_plans_are_cached_and_bounded():
     assert doubled.length == 600
 
 
+def test_flex_plans_are_counted_and_dropped_too():
+    one = make_flex_plan([0, 300], 20, "cpu")
+    tensors = [x for x in vars(one.block_mask).values() if isinstance(x, torch.Tensor)]
+    # The block mask's own tensors and the document starts that its function reads.
+    assert len(tensors) == 8 and one.num_bytes == sum(x.nbytes for x in tensors) + 300 * 8
+    cache, device = PlanCache(max_bytes=3 * one.num_bytes, flex=True), torch.device("cpu")
+    first = cache.get([0, 300], 20, False, 16, torch.float32, device)
+    for split in range(1, 30):
+        cache.get([0, split, 300], 20, False, 16, torch.float32, device)
+        assert 0 < cache.num_bytes <= 3 * one.num_bytes
+    assert len(cache._plans) == 3
+    assert cache.get([0, 300], 20, False, 16, torch.float32, device) is not first
+
+
 def test_bad_boundaries_are_named():
     for bad in ([1, 5], [0, 4], [0, 4, 3, 5]):
         with pytest.raises(ValueError, match="cu_seqlens"):

@@ -129,6 +129,7 @@ def kill_at_random_steps(folder: Path, kills: int, steps: int, seed: int = 0) ->
         "kills": len(hit),
         "steps_at_kill": hit,
         "weights_differ": differences(ends[0].state["recipe"], ends[1].state["recipe"]),
+        "random_differs": differences(ends[0].state["random"], ends[1].state["random"], "random"),
         "metrics_equal": metric_lines(folder / "whole") == metric_lines(folder / "killed"),
         "first_difference": next((pair for pair in pairs if pair[0] != pair[1]), None),
         "files": sorted(p.name for p in (folder / "killed" / "checkpoints").iterdir()),
@@ -144,4 +145,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         result = kill_at_random_steps(Path(temporary), arguments.kills, arguments.steps, arguments.seed)
     print(json.dumps(result, indent=1))
-    sys.exit(bool(result["weights_differ"]) or not result["metrics_equal"])
+    differ = result["weights_differ"] or result["random_differs"]
+    sys.exit(bool(differ) or not result["metrics_equal"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -92,6 +95,13 @@ def test_only_the_newest_stay(tmp_path):
     ]
 
 
+def test_a_damaged_later_file_does_not_cost_the_new_one(tmp_path):
+    checkpoint.checkpoint_path(tmp_path, 9).write_bytes(b"damaged")
+    for step in (3, 4):
+        checkpoint.save(tmp_path, step, {}, settings=RUN, keep=1)
+    assert checkpoint.load_latest(tmp_path, settings=RUN).step == 4
+
+
 def spoil(path, how):
     data = path.read_bytes()
     if how == "cut":
@@ -132,6 +142,90 @@ def test_when_nothing_is_usable_the_reason_is_raised(tmp_path):
     checkpoint.save(tmp_path, 4, {}, settings=RUN)
     with pytest.raises(CheckpointError, match="steps was 10, now 20"):
         checkpoint.load_latest(tmp_path, settings={**RUN, "steps": 20})
+
+
+def rewrite(path, change):
+    """Forge a checkpoint: other tensors or another state, with a checksum that fits."""
+    found = checkpoint.load(path)
+    header_length = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + header_length])["__metadata__"]
+    tensors = checkpoint.parse_tensors(path.read_bytes())
+    change(header, tensors)
+    header["checksum"] = checkpoint._checksum(tensors)
+    path.write_bytes(checkpoint.serialise_tensors(tensors, metadata=header))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header, tensors: tensors.pop("model.w"), "tensor model.w is missing"),
+        (lambda header, tensors: header.update(state="[" * 10**5), "RecursionError"),
+        (lambda header, tensors: header.update(state='{"~dtype": "nothing"}'), "AttributeError"),
+        (lambda header, tensors: header.update(state='{"~items": 5}'), "TypeError"),
+        (lambda header, tensors: header.update(step="-1"), "step: expected 0 or more, got -1"),
+        (lambda header, tensors: header.update(step="7"), "holds step 7, not the step of its name"),
+    ],
+)
+def test_forged_content_is_refused_in_one_line(tmp_path, change, message):
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, {"model": {"w": torch.ones(3)}}, settings=RUN)
+    rewrite(checkpoint.checkpoint_path(tmp_path, 2), change)
+    said = []
+    found = checkpoint.load_latest(tmp_path, settings=RUN, say=said.append)
+    assert found.step == 1 and len(said) == 1 and "\n" not in said[0]
+    assert said[0].startswith("checkpoint step-00000002.safetensors skipped: ") and message in said[0]
+
+
+TEMPLATE = {
+    "weights": {"w": torch.zeros(2, 3)},
+    "names": ["a"],
+    "clock": 0.5,
+    "ranks": [torch.zeros(2)],
+    "none": None,
+    "optimizer": {},
+}
+GOOD = {**TEMPLATE, "none": 5, "optimizer": {0: torch.ones(3)}, "ranks": [torch.ones(2), torch.ones(2)]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"weights": {}}, "state.weights.w is missing"),
+        ({"weights": {"w": torch.zeros(3, 2)}}, r"state.weights.w: expected .* \(2, 3\), got .* \(3, 2\)"),
+        ({"weights": {"w": torch.zeros(6)}}, r"state.weights.w: expected .* \(2, 3\), got .* \(6,\)"),
+        ({"weights": {"w": torch.zeros(2, 3).double()}}, "state.weights.w: expected torch.float32"),
+        ({"weights": {"w": [0.0]}}, "state.weights.w: expected a tensor, got list"),
+        ({"weights": 3}, "state.weights: expected named entries, got int"),
+        ({"clock": "soon"}, "state.clock: expected a number, got 'soon'"),
+        ({"names": [4]}, r"state.names\[0\]: expected str, got 4"),
+        ({"ranks": []}, r"state.ranks: expected a list of entries, got \[\]"),
+    ],
+)
+def test_a_state_must_have_what_a_fresh_one_has(bad, message):
+    checkpoint.check_like(TEMPLATE, GOOD)
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.check_like(TEMPLATE, {**GOOD, **bad})
+
+
+def test_a_number_that_is_not_finite_is_found_by_name():
+    state = {"a": torch.ones(3), "b": [torch.tensor(7), {"c": torch.tensor([1.0, 2.0])}], "d": torch.zeros(0)}
+    assert checkpoint.find_nonfinite(state, "weights") is None
+    for bad in (math.nan, math.inf, -math.inf):
+        state["b"][1]["c"][1] = bad
+        assert checkpoint.find_nonfinite(state, "weights") == "weights.b.1.c"
+
+
+def test_moments_of_another_shape_are_refused():
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    checkpoint.load_optimizer(optimizer, state)
+    state["state"][0]["exp_avg"] = torch.zeros(6)
+    with pytest.raises(CheckpointError, match=r"expected exp_avg of shape \(2, 3\), got \(6,\)"):
+        checkpoint.load_optimizer(optimizer, state)
 
 
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from leanstep.recipes import Cadence, current_world, run
-from leanstep.recipes.checkpoint import CheckpointError, list_checkpoints
+from leanstep.recipes.checkpoint import CheckpointError, checkpoint_path, list_checkpoints, load, save
+from leanstep.recipes.loop import Diverged
 
 
 class Walk:
@@ -156,6 +157,81 @@ def test_a_torn_checkpoint_costs_time_not_the_run(tmp_path):
     assert outcome.resumed_from == 8 and "step-00000009.safetensors skipped" in said[0]
     assert torch.equal(again.weight, whole.weight)
     assert metric_lines(tmp_path / "t") == metric_lines(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda state: state["weight"].fill_(float("nan")), "weights.weight is not finite"),
+        (lambda state: state.pop("velocity"), "state.recipe.velocity is missing"),
+        (lambda state: state.update(velocity=torch.zeros(1, 5)), "state.recipe.velocity: expected"),
+        (lambda state: state.update(calls=None), "state.recipe.calls: expected a number, got None"),
+        (lambda state: state.update(weight="lost"), "state.recipe.weight: expected a tensor"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_skipped_with_a_line(tmp_path, spoil, message):
+    whole = Walk()
+    run(whole, tmp_path / "whole", say=lambda line: None)
+    run(Walk(), tmp_path / "t", stop_after=9, say=lambda line: None)
+    newest = load(list_checkpoints(tmp_path / "t" / "checkpoints")[-1])
+    spoil(newest.state["recipe"])
+    settings = {"recipe": "walk", **whole.settings}
+    save(tmp_path / "t" / "checkpoints", 9, newest.state, settings=settings, keep=9)
+    said, again = [], Walk()
+    outcome = run(again, tmp_path / "t", resume=True, say=said.append)
+    assert outcome.resumed_from == 8 and message in said[0] and "\n" not in said[0]
+    assert torch.equal(again.weight, whole.weight)
+    assert metric_lines(tmp_path / "t") == metric_lines(tmp_path / "whole")
+
+
+def test_a_step_beyond_the_run_and_a_recipe_that_raises_are_refused(tmp_path):
+    run(Walk(), tmp_path, stop_after=3, say=lambda line: None)
+    only = load(list_checkpoints(tmp_path / "checkpoints")[-1])
+    settings = {"recipe": "walk", "steps": 20, "seed": 0}
+    save(tmp_path / "checkpoints", 21, only.state, settings=settings, keep=9)
+    said = []
+    assert run(Walk(), tmp_path, resume=True, stop_after=4, say=said.append).resumed_from == 3
+    assert "step 21 lies beyond the run's 20 steps" in said[0]
+
+    checkpoint_path(tmp_path / "checkpoints", 21).unlink()
+
+    class Picky(Walk):
+        def load_state_dict(self, state):
+            raise RuntimeError("Error(s) in loading:\n\tsize mismatch for weight")
+
+    with pytest.raises(CheckpointError, match=r"RuntimeError: Error\(s\) in loading: size mismatch"):
+        run(Picky(), tmp_path, resume=True, say=lambda line: None)
+
+
+def test_foreign_bytes_in_the_metrics_do_not_cost_the_resume(tmp_path):
+    run(Walk(), tmp_path / "whole", say=lambda line: None)
+    run(Walk(), tmp_path / "t", stop_after=9, say=lambda line: None)
+    path = tmp_path / "t" / "metrics.jsonl"
+    path.write_bytes(b'\xff\n{"step": "soon"}\n' + path.read_bytes())
+    said = []
+    outcome = run(Walk(), tmp_path / "t", resume=True, say=said.append)
+    assert outcome.resumed_from == 9
+    assert "metrics.jsonl: line 1 is no metric line; 2 such lines left out" in said
+    assert metric_lines(tmp_path / "t") == metric_lines(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, value):
+    class Sick(Walk):
+        def step(self, i):
+            metrics = super().step(i)
+            if i == 6:
+                self.velocity[0] = value  # the loss of this step is still fine
+            return metrics
+
+    with pytest.raises(Diverged, match=r"after step 8/20, stopping; the last good .*step-00000004") as caught:
+        run(Sick(cadence=Cadence(log=50, evaluate=50, save=4)), tmp_path / "a", say=lambda line: None)
+    assert "not finite" in str(caught.value)
+    with pytest.raises(Diverged, match=r"^val_loss: (nan|inf) at step 10/20"):
+        run(Sick(cadence=Cadence(log=50, evaluate=5, save=0)), tmp_path / "b", say=lambda line: None)
+    with pytest.raises(Diverged, match=r"^loss: (nan|inf) at step 9/20.*no checkpoint yet"):
+        run(Sick(cadence=Cadence(log=3, evaluate=0, save=0)), tmp_path / "c", say=lambda line: None)
+    assert metric_lines(tmp_path / "c")[-1]["loss"] in ("nan", "inf")
 
 
 def test_the_clock_stands_still_during_evaluation(tmp_path):

@@ -72,6 +72,19 @@ def test_cutting_back_drops_later_and_torn_lines(tmp_path):
     assert list(tmp_path.iterdir()) == [log.path]
 
 
+def test_foreign_lines_are_left_out_and_named(tmp_path):
+    log, said = MetricsLog(tmp_path / "m.jsonl"), []
+    log.append({"step": 1, "loss": 2.0})
+    foreign = [b"\xff\xfe", b'{"step": "two"}', b'{"step": true}', b'{"step": 2, "val_loss": "low"}']
+    foreign += [b'{"step": 2, "loss": [1]}', b"[" * 10**5, b'{"loss": 1}', b"9" * 5000]
+    log.path.write_bytes(log.path.read_bytes() + b"\n".join(foreign) + b"\n")
+    log.append({"step": 2, "loss": float("nan")})
+    assert log.read() == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}]
+    log.truncate_to(1, say=said.append)
+    assert said == ["m.jsonl: line 2 is no metric line; 8 such lines left out"]
+    assert log.path.read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
 def test_values_unknown_to_json_become_text(tmp_path):
     log = MetricsLog(tmp_path / "m.jsonl")
     log.append({"step": 1, "loss": float("nan")})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
+from leanstep.recipes.checkpoint import random_state
 from leanstep.recipes.distributed import World
-from leanstep.recipes.warm_start import WarmStarted, from_preset
+from leanstep.recipes.settings import from_preset
+from leanstep.recipes.warm_start import WarmStarted
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,17 @@ def test_given_values_replace_the_presets():
     assert from_preset(SIZES, "tiny", 4, {"lr": 0.0}) == (Settings(lr=0.0), Task(), 4)
     with pytest.raises(ValueError, match="preset: expected one of tiny, small, got 'huge'"):
         from_preset(SIZES, "huge", None, {})
+
+
+def test_python_and_numpy_generators_start_from_the_seed():
+    states = []
+    for before, seed in ((1, 5), (2, 5), (2, 6)):
+        random.seed(before)
+        np.random.seed(before)
+        WarmStarted(Settings(), Task(), seed=seed, steps=10, preset="tiny", world=World())
+        states.append(random_state())
+    for name in ("python", "numpy"):
+        assert states[0][name] == states[1][name] != states[2][name]
 
 
 def test_settings_name_the_run_and_ranks_draw_different_samples():
