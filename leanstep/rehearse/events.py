@@ -45,12 +45,15 @@ class Kernel(NamedTuple):
     kind: one of KINDS.
     nbytes: read and written in all.
     dtype: "bfloat16", "float32", ...; "tf32" for fp32 products that may use TF32; "float8" for any fp8.
-    sizes: gemm, conv: (batch, m, n, k); attention: (batch * heads, T, S, D); softmax, norm, batch_norm:
-        (rows or channels,); collective: (ranks,); else ().
+    sizes: gemm, conv: (batch, m, n, k); attention: (batch * heads, T, S, D); softmax: (rows, row length);
+        norm, batch_norm: (blocks, elements that a block walks one after the other); collective: (ranks,);
+        else ().
     alignment: bytes (16, 8, 4 or 2) that divide every leading dimension of a product, every row of a softmax,
         norm or gather; pointwise kinds: every row of the operands.
     name: of a Triton kernel or a collective ("all_reduce", "all_gather", "reduce_scatter", "broadcast",
         "all_to_all"), else "".
+    elements: of a kernel that computes an address for each of them (broadcast, strided, cast, gather, ...):
+        it may be bound by instructions, not by bytes. 0: vectorised.
     """
 
     kind: str
@@ -61,6 +64,7 @@ class Kernel(NamedTuple):
     launches: int = 1
     alignment: int = 16
     name: str = ""
+    elements: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

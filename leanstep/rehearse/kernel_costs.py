@@ -33,28 +33,17 @@ class Shape(NamedTuple):
         """Bytes that must come from memory: an expanded dimension is read once."""
         return self.width * math.prod(n for n, s in zip(self.size, self.stride, strict=True) if s != 0)
 
-    @property
-    def is_dense(self) -> bool:
-        expected = 1
-        pairs = zip(self.size, self.stride, strict=True)
-        for n, s in sorted((pair for pair in pairs if pair[0] != 1), key=lambda pair: (pair[1], pair[0])):
-            if s != expected:
-                return False
-            expected *= n
-        return True
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Dimensions from the slowest to the fastest."""
-        pairs = enumerate(zip(self.size, self.stride, strict=True))
-        return tuple(i for _, i in sorted((-s, i) for i, (n, s) in pairs if n > 1))
-
 
 def alignment(*pairs: tuple[int, int]) -> int:
     """Largest of 16, 8, 4, 2 bytes that divides every (elements, bytes per element)."""
     worst = min((math.gcd(n * width, 16) for n, width in pairs), default=16)
     return max(2, worst)
 
+
+# What one load from memory brings.
+_SECTOR_BYTES = 32
+# Copies into these dtypes that have a vectorised kernel of their own; other casts go element by element.
+_NARROWING = {("float32", "bfloat16"), ("float32", "float16")}
 
 # No kernel: views, metadata, memory without contents. The host pays for the call.
 FREE = frozenset(
@@ -113,7 +102,8 @@ def kernels(
         name: without namespace and overload: "mm", "add_", "_foreach_mul".
         ins, outs: tensors of the device that it reads and writes, in the order of the schema.
         info: what shapes cannot tell: causal, lists (tensor lists among the arguments), layout ("bthd"),
-            beta (of addmm), tf32 (fp32 products may use it), accumulate (of index_put), out_size (of conv).
+            beta (of addmm), tf32 (fp32 products may use it), accumulate (of index_put), out_size (of conv),
+            dim (of softmax; the last one without it).
     """
     info = info or {}
     if name in FREE or not (ins or outs):
@@ -129,8 +119,10 @@ def kernels(
         return [_multi_tensor(ins, outs, info)]
     if name in SCATTER:
         return _scatter(name, ins, outs, info)
-    if name in SOFTMAX or name in NORM or "batch_norm" in name:
-        return _rowwise(name, ins, outs)
+    if name in SOFTMAX:
+        return [_softmax(ins, outs, info)]
+    if name in NORM or "batch_norm" in name:
+        return _normalization(name, ins, outs)
     read, written = sum(t.nbytes for t in ins), sum(t.nbytes for t in outs)
     dtype = outs[0].dtype if outs else ins[0].dtype
     if name in FILL:
@@ -142,11 +134,16 @@ def kernels(
         if name.startswith("nll_loss"):  # mean over what was gathered: one element for each target
             chosen = len(ins) > 1 and ins[1].numel * ins[0].width
         row = outs[0].size[-1] if outs and outs[0].size else 1
-        return [Kernel("gather", 2 * chosen + indices, 0.0, dtype, alignment=alignment((row, ins[0].width)))]
+        aligned = alignment((row, ins[0].width))
+        elements = 1.8 * chosen / max(1, ins[0].width)
+        return [Kernel("gather", 2 * chosen + indices, 0.0, dtype, alignment=aligned, elements=elements)]
     if name in REDUCE:
         passes = {"sort": 8, "topk": 3, "median": 8, "kthvalue": 3, "_unique2": 8}.get(name, 1)
-        return [Kernel("reduce", passes * read + written, 0.0, dtype, launches=1 if passes == 1 else passes)]
-    return [_pointwise(ins, outs, dtype)]
+        kept = max(1, outs[0].numel if outs else 1)
+        if passes == 1 and ins and ins[0].numel // kept > CHUNK_ELEMENTS:
+            passes, read = 2, read / 2  # few long sums: a second stage adds up the blocks' parts
+        return [Kernel("reduce", passes * read + written, 0.0, dtype, launches=passes)]
+    return [_pointwise(name, ins, outs, dtype)]
 
 
 def _gemm(name: str, ins: Sequence[Shape], outs: Sequence[Shape], info: Mapping[str, Any]) -> Kernel:
@@ -211,22 +208,34 @@ def _attention(name: str, ins: Sequence[Shape], info: Mapping[str, Any]) -> Kern
 
 
 def _conv(name: str, ins: Sequence[Shape], outs: Sequence[Shape], info: Mapping[str, Any]) -> list[Kernel]:
-    """Implicit GEMM; backward is one for the data (not in the first layer) and one for the weight."""
-    if name == "convolution_backward":
-        grad, x, w = ins[0], ins[1], ins[2]
-        rows, taps, channels = grad.numel // max(1, grad.size[1]), w.numel // max(1, w.size[0]), grad.size[1]
-        flops, moved = 2.0 * rows * channels * taps, grad.nbytes + x.nbytes + w.nbytes
-        dtype = _matrix_dtype(x.dtype, {"tf32": info.get("conv_tf32")})
-        of_weight = Kernel("conv", moved, flops, dtype, (1, channels, taps, rows))
-        of_data = Kernel("conv", moved, flops, dtype, (1, rows, taps, channels))
-        return [of_weight] if x.size[1] <= 4 else [of_data, of_weight]
-    x, w = ins[0], ins[1]
-    size = outs[0].size if outs else info.get("out_size") or (x.size[0], w.size[0], *x.size[2:])
-    width = outs[0].width if outs else x.width
-    rows, taps = math.prod(size) // max(1, size[1]), w.numel // max(1, w.size[0])
-    moved = x.nbytes + w.nbytes + math.prod(size) * width
+    """Implicit GEMM; backward is one for the data (not in the first layer) and one for the weight.
+
+    Matrix units want channels last: tensors in NCHW order are turned before and after.
+    """
+    backward = name == "convolution_backward"
+    x, w = (ins[1], ins[2]) if backward else (ins[0], ins[1])
+    y = ins[0] if backward else outs[0] if outs else None
+    size = y.size if y is not None else info.get("out_size") or (x.size[0], w.size[0], *x.size[2:])
+    result = math.prod(size) * (y.width if y is not None else x.width)
+    groups = max(1, x.size[1] // max(1, w.size[1]))
+    rows, taps, channels = (
+        math.prod(size) // max(1, size[1]),
+        w.numel // max(1, w.size[0]),
+        w.size[0] // groups,
+    )
+    flops, moved = 2.0 * rows * w.size[0] * taps, x.nbytes + w.nbytes + result
     dtype = _matrix_dtype(x.dtype, {"tf32": info.get("conv_tf32")})
-    return [Kernel("conv", moved, 2.0 * rows * w.size[0] * taps, dtype, (1, rows, w.size[0], taps))]
+    found = [Kernel("conv", moved, flops, dtype, (groups, rows, channels, taps))]
+    turned, launches = moved, 4  # input, filter, result, and a result to clear
+    if backward:
+        of_weight = Kernel("conv", moved, flops, dtype, (groups, channels, taps, rows))
+        of_data = Kernel("conv", moved, flops, dtype, (groups, rows, taps, channels))
+        found = [of_weight] if x.size[1] <= 4 else [of_data, of_weight]
+        turned, launches = len(found) * moved, 4 * len(found)
+    if not (len(x.stride) > 2 and x.stride[1] == 1 and x.size[1] > 1):
+        elements = turned / x.width
+        found.append(Kernel("strided", 2 * turned, 0.0, x.dtype, launches=launches, elements=elements))
+    return found
 
 
 def _multi_tensor(ins: Sequence[Shape], outs: Sequence[Shape], info: Mapping[str, Any]) -> Kernel:
@@ -261,50 +270,107 @@ def _scatter(name: str, ins: Sequence[Shape], outs: Sequence[Shape], info: Mappi
     return [Kernel("scatter", 3 * source + copied, 0.0, dtype)]
 
 
-def _rowwise(name: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> list[Kernel]:
+def _softmax(ins: Sequence[Shape], outs: Sequence[Shape], info: Mapping[str, Any]) -> Kernel:
+    x = ins[0]
+    length = max(1, x.size[info.get("dim", -1)] if x.size else 1)
     moved = sum(t.nbytes for t in ins) + sum(t.nbytes for t in outs)
-    dtype, x = outs[0].dtype if outs else ins[0].dtype, ins[0]
+    sizes = (max(1, x.numel // length), length)
+    return Kernel("softmax", moved, 0.0, x.dtype, sizes, alignment=alignment((length, x.width)))
+
+
+def _normalization(name: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> list[Kernel]:
+    """sizes = (blocks, elements that a block walks one step after the other, all its passes counted)."""
+    backward = "backward" in name
+    x = ins[1] if backward and len(ins) > 1 else ins[0]
+    moved = sum(t.nbytes for t in ins) + sum(t.nbytes for t in outs)
     if "batch_norm" in name:
         channels = x.size[1] if len(x.size) > 1 else 1
-        return [Kernel("batch_norm", 1.5 * moved, 0.0, dtype, (channels,), 2)]
-    row = x.size[-1] if x.size else 1
-    aligned = alignment((row, x.width))
-    if name in ("native_layer_norm_backward", "_fused_rms_norm_backward"):
-        rows = ins[2].numel if len(ins) > 2 else x.numel // max(1, row)
-        of_weight = sum(t.nbytes for t in ins[:2])
-        return [
-            Kernel("norm", moved, 0.0, dtype, (rows,), alignment=aligned),
-            Kernel("norm", of_weight, 0.0, dtype),
-        ]
+        each = x.numel // max(1, channels)
+        # torch's own kernels: a block a channel, one element a thread and step; libraries take four.
+        library = "cudnn" in name or "miopen" in name
+        length = each * (2 if backward else 1) // (4 if library else 1)
+        launches = 1 if backward or library else 3
+        # Statistics first, then a second pass over the input.
+        return [Kernel("batch_norm", moved + x.nbytes, 0.0, x.dtype, (channels, max(1, length)), launches)]
+    weights = [t for t in ins[1:] if 1 < t.numel < x.numel]
+    passes = 4 if backward else 2
     if "group_norm" in name:
-        row = x.numel // max(1, x.size[0] * 32)
-    elif name in NORM and len(ins) > 1:
-        row = ins[1].numel
-    kind = "softmax" if name in SOFTMAX else "norm"
-    return [Kernel(kind, moved, 0.0, dtype, (max(1, x.numel // max(1, row)),), alignment=aligned)]
+        statistics = next((t for t in ins[2:] if len(t.size) == 2), None) if backward else None
+        rows = statistics.numel if statistics else max(1, x.size[0] * 32 if x.numel > x.size[0] * 32 else 1)
+        scaled = any(len(t.size) == 1 for t in weights)
+        launches = (3 if backward else 2) + (2 if backward else 1) * scaled
+        return [Kernel("norm", moved, 0.0, x.dtype, (rows, passes * x.numel // rows), launches)]
+    per_row = [t for t in ins[2:] if backward and len(t.size) == len(x.size) and t.numel < x.numel]
+    inner = max((t.numel for t in weights if t not in per_row), default=0)
+    if per_row:
+        rows = per_row[0].numel
+    elif inner:
+        rows = x.numel // inner
+    else:
+        rows = outs[-1].numel if len(outs) > 1 else x.numel // max(1, x.size[-1] if x.size else 1)
+    rows = max(1, rows)
+    found = [Kernel("norm", moved, 0.0, x.dtype, (rows, passes * x.numel // rows))]
+    if backward and inner:  # the weight's gradient sums over rows in a kernel of its own
+        found.append(Kernel("norm", 2 * x.nbytes, 0.0, x.dtype, launches=2 if "rms" in name else 1))
+    return found
 
 
-def _pointwise(ins: Sequence[Shape], outs: Sequence[Shape], dtype: str) -> Kernel:
-    """One pass. A permuted operand wastes part of each sector, a smaller one costs an index computation."""
-    moved = sum(t.nbytes for t in ins) + sum(t.nbytes for t in outs)
+def _pointwise(name: str, ins: Sequence[Shape], outs: Sequence[Shape], dtype: str) -> Kernel:
+    """One pass. Gapless operands of one size and dtype move 16 bytes a thread; all else computes addresses.
+
+    `elements` is weighted by the dimensions that are left after merging neighbours: each costs a division.
+    """
+    moved = float(sum(t.nbytes for t in ins) + sum(t.nbytes for t in outs))
     tensors = [t for t in (*ins, *outs) if t.numel > 1]
     if not tensors:
         return Kernel("pointwise", moved, 0.0, dtype)
-    widest = max(t.numel for t in tensors)
-    full = [t for t in tensors if t.numel == widest]
-    kind = "pointwise"
-    if len({t.dtype for t in tensors}) > 1:
-        kind = "cast"
-    if any(t.numel < widest for t in tensors):
-        kind = "broadcast"
-    aligned = 16
-    if any(not t.is_dense for t in full) or len({t.order for t in full}) > 1:
-        kind = "strided"
-        pitches = [
-            (sorted(s for s in t.stride if s > 1)[0], t.width) for t in full if any(s > 1 for s in t.stride)
-        ]
-        aligned = alignment(*pitches)
-    return Kernel(kind, moved, 0.0, dtype, alignment=aligned)
+    size = max((t.size for t in tensors), key=math.prod)
+    count = math.prod(size)
+    if "pool" in name:  # every window visits its inputs, every input its windows
+        return Kernel("strided", moved, 0.0, dtype, elements=(4.0 if "backward" in name else 2.25) * count)
+    if name in ("cat", "stack"):
+        total = sum(t.numel for t in outs) or sum(t.numel for t in ins)
+        return Kernel("broadcast", moved, 0.0, dtype, elements=1.8 * total)
+    strides = [_expanded(t, size) for t in tensors]
+    lead = strides[-1] if outs and outs[-1].numel == count else strides[0]
+    order = sorted((i for i, n in enumerate(size) if n > 1), key=lambda i: (-lead[i], i))
+    left = _dimensions_left(size, strides, order)
+    smaller = any(t.numel < count for t in tensors)
+    waste = 0.0
+    for tensor, stride in zip(tensors, strides, strict=True):
+        # Neighbouring threads load from different sectors; the cache serves most of them again.
+        if order and tensor.numel == count and stride[order[-1]] > 1:
+            waste += tensor.nbytes * max(0.0, _SECTOR_BYTES / tensor.width / 2.5 - 1)
+    floats = {t.dtype for t in tensors if "float" in t.dtype}
+    mixed = len(floats) > 1 or (bool(floats) and any(t.dtype.startswith("int") for t in tensors))
+    if left <= 1 and not smaller and not waste:
+        narrowing = len(ins) == 1 and len(outs) == 1 and (ins[0].dtype, outs[0].dtype) in _NARROWING
+        if not mixed or narrowing:
+            return Kernel("pointwise", moved, 0.0, dtype)
+        return Kernel("cast", moved, 0.0, dtype, elements=1.2 * count)
+    elements = count * (1 + 0.15 * max(0, left - 2)) * (1.2 if mixed else 1.0)
+    kind = "broadcast" if smaller and not waste else "strided"
+    return Kernel(kind, moved + waste, 0.0, dtype, elements=elements)
+
+
+def _expanded(tensor: Shape, size: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides over the common size: 0 along dimensions that the tensor lacks or repeats."""
+    missing = len(size) - len(tensor.size)
+    if missing < 0 or any(n not in (1, m) for n, m in zip(tensor.size, size[missing:], strict=True)):
+        # Not broadcast against each other (a reshaping copy): as if in order.
+        return tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
+    own = tuple(0 if n == 1 else s for n, s in zip(tensor.size, tensor.stride, strict=True))
+    return (0,) * missing + own
+
+
+def _dimensions_left(size: tuple[int, ...], strides: Sequence[tuple[int, ...]], order: Sequence[int]) -> int:
+    """Dimensions left when neighbours that every operand walks without a gap become one."""
+    left = 0
+    for i, j in zip(order, (*order[1:], None), strict=True):
+        if j is None or any(stride[i] != stride[j] * size[j] for stride in strides):
+            left += 1
+    gapped = bool(order) and any(stride[order[-1]] > 1 for stride in strides)
+    return max(left, 2) if gapped else left
 
 
 # Kernels that are not ATen's.

@@ -1,0 +1,253 @@
+"""Published figures of the devices a script can be rehearsed on, each with its source.
+
+All rates are dense (no sparsity). `sustained` is the share of the matrix units' peak that the best shape of a
+long-running product reaches: power limits hold it below 1. It comes from the public table of "maximum
+achievable matmul FLOPS" in stas00/ml-engineering (compute/accelerator/README.md, bf16); where a device is not
+in that table the entry says which neighbour's figure stands in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+MIB = 2**20
+GB = 10**9
+TERA = 1e12
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    units: streaming multiprocessors or compute units; clock_hz: boost clock of the peak figures.
+    memory_bytes: what the driver reports, less than the name on the box; context_bytes is taken from it
+        outside the allocator (0.3 to 1.4 GB, by driver and libraries: shown apart, never added silently).
+    hbm: bytes/s of device memory; l2_bytes: last-level cache.
+    peak: dtype -> FLOP/s; "tf32" and "float8" beside the torch names.
+    sustained: share of the half-precision peak that long products reach.
+    workspace_bytes: cuBLAS workspace, taken from the allocator at the first product.
+    pcie: bytes/s to the host; link: bytes/s to the other devices, one direction.
+    """
+
+    key: str
+    name: str
+    vendor: str
+    capability: tuple[int, int]
+    units: int
+    clock_hz: float
+    memory_bytes: int
+    hbm: float
+    l2_bytes: float
+    peak: Mapping[str, float] = field(hash=False)
+    sustained: float
+    link: float
+    source: str
+    workspace_bytes: int = 8_519_680
+    pcie: float = 24e9
+    context_bytes: int = 500 * MIB
+
+    def flops(self, dtype: str) -> float:
+        """Peak FLOP/s of products with this operand type; integer and unknown types count as float32."""
+        return self.peak.get(dtype, self.peak["float32"])
+
+
+def _peaks(
+    half: float, tf32: float, single: float, double: float, float8: float = 0.0
+) -> Mapping[str, float]:
+    return MappingProxyType(
+        {
+            "bfloat16": half * TERA,
+            "float16": half * TERA,
+            "tf32": tf32 * TERA,
+            "float32": single * TERA,
+            "float64": double * TERA,
+            "float8": (float8 or half) * TERA,
+        }
+    )
+
+
+_ALL = (
+    Device(
+        key="v100",
+        name="Tesla V100-SXM2-16GB",
+        vendor="nvidia",
+        capability=(7, 0),
+        units=80,
+        clock_hz=1.53e9,
+        memory_bytes=16160 * MIB,
+        hbm=0.9e12,
+        l2_bytes=6e6,
+        peak=_peaks(125, 15.7, 15.7, 7.8),
+        sustained=0.869,
+        link=150e9,
+        pcie=12e9,
+        source="V100 data sheet (SXM2: 125 TFLOP/s half, 900 GB/s); sustained: that of the A100",
+    ),
+    Device(
+        key="t4",
+        name="Tesla T4",
+        vendor="nvidia",
+        capability=(7, 5),
+        units=40,
+        clock_hz=1.59e9,
+        memory_bytes=15360 * MIB,
+        hbm=0.32e12,
+        l2_bytes=4e6,
+        peak=_peaks(65, 8.1, 8.1, 0.25),
+        sustained=0.7,
+        link=12e9,
+        pcie=12e9,
+        source="T4 data sheet (65 TFLOP/s half, 320 GB/s); sustained: assumed, the board is held to 70 W",
+    ),
+    Device(
+        key="a100-40",
+        name="NVIDIA A100-SXM4-40GB",
+        vendor="nvidia",
+        capability=(8, 0),
+        units=108,
+        clock_hz=1.41e9,
+        memory_bytes=40960 * MIB,
+        hbm=1.555e12,
+        l2_bytes=40e6,
+        peak=_peaks(312, 156, 19.5, 19.5),
+        sustained=0.869,
+        link=300e9,
+        source="A100 data sheet (40 GB: 1,555 GB/s; 312/156/19.5 TFLOP/s); sustained: 271.2 of 312",
+    ),
+    Device(
+        key="a100",
+        name="NVIDIA A100-SXM4-80GB",
+        vendor="nvidia",
+        capability=(8, 0),
+        units=108,
+        clock_hz=1.41e9,
+        memory_bytes=81920 * MIB,
+        hbm=2.039e12,
+        l2_bytes=40e6,
+        peak=_peaks(312, 156, 19.5, 19.5),
+        sustained=0.869,
+        link=300e9,
+        source="A100 data sheet (SXM 80 GB: 2,039 GB/s; 312/156/19.5 TFLOP/s); sustained: 271.2 of 312",
+    ),
+    Device(
+        key="4090",
+        name="NVIDIA GeForce RTX 4090",
+        vendor="nvidia",
+        capability=(8, 9),
+        units=128,
+        clock_hz=2.52e9,
+        memory_bytes=24564 * MIB,
+        hbm=1.008e12,
+        l2_bytes=72e6,
+        peak=_peaks(165.2, 82.6, 82.6, 1.3, 330.3),
+        sustained=0.869,
+        link=24e9,
+        source="Ada whitepaper (165.2 TFLOP/s half with fp32 sums, 1,008 GB/s); sustained: that of the A100",
+    ),
+    Device(
+        key="h20",
+        name="NVIDIA H20",
+        vendor="nvidia",
+        capability=(9, 0),
+        units=78,
+        clock_hz=1.98e9,
+        memory_bytes=97871 * MIB,
+        hbm=4.0e12,
+        l2_bytes=60e6,
+        peak=_peaks(148, 74, 44, 1, 296),
+        sustained=0.869,
+        link=450e9,
+        workspace_bytes=32 * MIB,
+        pcie=50e9,
+        source="H20 data sheet (148 TFLOP/s half, 4.0 TB/s, 96 GB); sustained: that of the A100",
+    ),
+    Device(
+        key="h100",
+        name="NVIDIA H100 80GB HBM3",
+        vendor="nvidia",
+        capability=(9, 0),
+        units=132,
+        clock_hz=1.83e9,
+        memory_bytes=81559 * MIB,
+        hbm=3.35e12,
+        l2_bytes=50e6,
+        peak=_peaks(989, 495, 67, 67, 1979),
+        sustained=0.803,
+        link=450e9,
+        workspace_bytes=32 * MIB,
+        pcie=50e9,
+        source="H100 data sheet (SXM: 3.35 TB/s; 989/495/67 TFLOP/s); sustained: 794.5 of 989",
+    ),
+    Device(
+        key="h200",
+        name="NVIDIA H200",
+        vendor="nvidia",
+        capability=(9, 0),
+        units=132,
+        clock_hz=1.83e9,
+        memory_bytes=143771 * MIB,
+        hbm=4.8e12,
+        l2_bytes=50e6,
+        peak=_peaks(989, 495, 67, 67, 1979),
+        sustained=0.803,
+        link=450e9,
+        workspace_bytes=32 * MIB,
+        pcie=50e9,
+        source="H200 data sheet (4.8 TB/s, 141 GB, products as on the H100); sustained: that of the H100",
+    ),
+    Device(
+        key="b200",
+        name="NVIDIA B200",
+        vendor="nvidia",
+        capability=(10, 0),
+        units=148,
+        clock_hz=1.85e9,
+        memory_bytes=183359 * MIB,
+        hbm=8.0e12,
+        l2_bytes=126e6,
+        peak=_peaks(2250, 1125, 75, 37, 4500),
+        sustained=0.776,
+        link=900e9,
+        workspace_bytes=32 * MIB,
+        pcie=50e9,
+        source="DGX B200 data sheet / 8 (8 TB/s, 2,250 TFLOP/s half); sustained: 1,745 of 2,250",
+    ),
+    Device(
+        key="mi300x",
+        name="AMD Instinct MI300X",
+        vendor="amd",
+        capability=(9, 4),
+        units=304,
+        clock_hz=2.1e9,
+        memory_bytes=196592 * MIB,
+        hbm=5.3e12,
+        l2_bytes=256e6,
+        peak=_peaks(1307, 654, 163, 163, 2615),
+        sustained=0.514,
+        link=448e9,
+        workspace_bytes=32 * MIB,
+        pcie=50e9,
+        source="MI300X data sheet (5.3 TB/s, 1,307 TFLOP/s half, 163 fp32); sustained: 668.4 of 1,300",
+    ),
+)
+DEVICES: dict[str, Device] = {device.key: device for device in _ALL}
+ALIASES = {"a100-80": "a100", "a100-80gb": "a100", "rtx4090": "4090", "a100-40gb": "a100-40"}
+
+
+def device_named(name: str) -> Device:
+    """The device with this key or alias; a ValueError that lists the keys otherwise."""
+    key = name.strip().lower()
+    key = ALIASES.get(key, key)
+    if key not in DEVICES:
+        raise ValueError(f"device: expected one of {', '.join(DEVICES)}, got {name!r}")
+    return DEVICES[key]
+
+
+def devices_named(names: str, at_most: int = 4) -> list[Device]:
+    """`"h100,a100"` -> devices, in that order, each once."""
+    chosen = list(dict.fromkeys(device_named(name) for name in names.split(",") if name.strip()))
+    if not 1 <= len(chosen) <= at_most:
+        raise ValueError(f"device: expected 1 to {at_most} devices, got {names!r}")
+    return chosen

@@ -1,0 +1,423 @@
+"""Seconds of a kernel on a device, and the two clocks that replay host and device.
+
+A kernel takes the longest of what it asks for: bytes at a share of the memory's rate, elements at the rate at
+which a unit computes addresses, a chain of dependent loads, tiles of a product on the matrix units. The
+constants of each vendor (`RATES`) are fitted by `tools/calibrate.py` on public traces of H100 and MI300X; the
+errors (`ERRORS`) are those on traces that were held out of the fit. Nothing here was measured on other
+devices: they differ by their published figures alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from leanstep.rehearse.devices import Device
+from leanstep.rehearse.events import Event, HostWait, Kernel, Launch
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The fitted constants of a vendor's devices and libraries.
+
+    start_us: shortest kernel. stream: share of the memory rate of a long vectorised pass. issue: elements a
+    clock and unit whose address is computed. wait_us: one step of a block's loop that waits for its load.
+    product: share of the sustained matrix rate that a large tile's inner loop reaches; ramp: half-size
+    (elements) of a tile; product_start_us: start of a product; single: share of the fp32 peak.
+    conv, attention: shares of the sustained rate.
+    """
+
+    start_us: float
+    stream: float
+    issue: float
+    wait_us: float
+    product: float
+    ramp: float
+    product_start_us: float
+    single: float
+    conv: float
+    attention: float
+
+
+# From `tools/calibrate.py --fit` on all tables. `single` (fp32 without matrix units) and NVIDIA's `conv` are
+# assumptions: the tables have no rows that could tell.
+RATES: Mapping[str, Rates] = MappingProxyType(
+    {
+        "nvidia": Rates(
+            start_us=1.62,
+            stream=0.908,
+            issue=1.75,
+            wait_us=0.838,
+            product=1.08,
+            ramp=12.1,
+            product_start_us=5.35,
+            single=0.8,
+            conv=0.6,
+            attention=0.634,
+        ),
+        "amd": Rates(
+            start_us=3.73,
+            stream=0.908,
+            issue=1.35,
+            wait_us=0.661,
+            product=0.979,
+            ramp=12.1,
+            product_start_us=5.93,
+            single=0.8,
+            conv=0.212,
+            attention=0.369,
+        ),
+    }
+)
+# Factor within which half of a class's rows lie on traces that the fit did not see (leave one trace out,
+# `tools/calibrate.py`). Classes with fewer than three rows take "all", or 1.4 if they are worse.
+ERRORS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+    {
+        "nvidia": {
+            **{"all": 1.2, "gemm": 1.2, "conv": 1.6, "attention": 1.4, "pointwise": 1.1},
+            **{"broadcast": 1.22, "strided": 1.25, "cast": 1.22},
+        },
+        "amd": {
+            **{"all": 1.2, "gemm": 1.2, "conv": 1.2, "attention": 1.25, "pointwise": 1.2},
+            **{"batch_norm": 1.3, "reduce": 1.35, "norm": 1.23, "fill": 1.25},
+        },
+    }
+)
+# The traces are of these; another device adds the uncertainty of its published figures.
+CALIBRATED = frozenset({"h100", "mi300x"})
+_TRANSFER, _HOST = 1.1, 1.4
+# A median factor f of a normal error in the logarithm: 80% lie within f ** 1.9.
+_TO_80_PERCENT = 1.28 / 0.674
+
+# Tiles (rows, columns) of a product that libraries choose from.
+TILES = (
+    (256, 128),
+    (128, 256),
+    (128, 128),
+    (128, 64),
+    (64, 128),
+    (64, 64),
+    (32, 64),
+    (64, 32),
+    (16, 64),
+    (64, 16),
+)
+SPLITS = (1, 2, 4, 8, 16, 32)
+# Part of the matrix rate left when a leading dimension is a multiple of fewer than 16 bytes.
+ALIGNED = MappingProxyType({16: 1.0, 8: 0.8, 4: 0.6, 2: 0.4})
+# Rows of a softmax up to this many bytes stay in the registers or the shared memory of their block.
+_KEPT_ROW_BYTES = 96 * 1024
+# Elements of one step of a block's loop.
+_STEP = {"norm": 2048, "batch_norm": 512}
+_HOST_KINDS = frozenset(("h2d", "d2h"))
+# torch's attention kernels use the matrix instructions of the generation before on these and later.
+_OLD_INSTRUCTIONS_FROM, _OLD_INSTRUCTIONS = (9, 0), 0.62
+# Rate of attention's backward relative to its forward, as its authors report it for long sequences.
+_BACKWARD_SHARE = 0.76
+_BLENDING = 3.0  # two limits of one kernel overlap imperfectly: the norm that joins them
+
+
+def seconds(kernel: Kernel, device: Device, rates: Rates | None = None) -> float:
+    """Predicted seconds of all launches of `kernel` on `device`."""
+    rates = rates or RATES[device.vendor]
+    kind = kernel.kind
+    if kind in ("gemm", "conv") and len(kernel.sizes) == 4:
+        return _product(kernel, device, rates)
+    if kind.startswith("attention"):
+        return _attention(kernel, device, rates)
+    if kind in _HOST_KINDS:
+        return 2e-6 + kernel.nbytes / device.pcie
+    if kind == "collective":
+        return _collective(kernel, device)
+    moved = kernel.nbytes
+    if kind == "softmax":
+        moved = _softmax_bytes(kernel, device)
+    limits = [moved / (device.hbm * rates.stream)]
+    # Loads that wait for one another: an index before its value, parts of a sum before the sum.
+    chained = {"reduce": 3, "norm": 2, "softmax": 2, "batch_norm": 1}.get(kind, 0)
+    if kernel.elements:
+        limits.append(kernel.elements / (rates.issue * device.units * device.clock_hz))
+        chained = 1
+    if kind in _STEP and len(kernel.sizes) == 2:
+        blocks, length = kernel.sizes
+        steps = math.ceil(length / _STEP[kind]) * math.ceil(blocks / (4 * device.units))
+        limits.append(max(0, steps - chained) * rates.wait_us * 1e-6)
+    fixed = kernel.launches * rates.start_us + chained * rates.wait_us
+    return fixed * 1e-6 + _joined(limits)
+
+
+def _joined(limits: Iterable[float]) -> float:
+    return sum(t**_BLENDING for t in limits) ** (1 / _BLENDING)
+
+
+def _softmax_bytes(kernel: Kernel, device: Device) -> float:
+    """A row that its block cannot keep is read again for sum and result; the cache has part of it."""
+    rows, length = kernel.sizes if len(kernel.sizes) == 2 else (1, 1)
+    row_bytes = kernel.nbytes / (2 * max(1, rows))
+    if length <= 1024 or (row_bytes <= _KEPT_ROW_BYTES and kernel.alignment >= 16):
+        return kernel.nbytes
+    resident = 2 * min(rows, device.units) * row_bytes
+    hit = min(1.0, 0.8 * device.l2_bytes / max(1.0, resident))
+    return kernel.nbytes * (1 + 0.5 * 2 * ((1 - hit) + 0.4 * hit))
+
+
+def _product(kernel: Kernel, device: Device, rates: Rates) -> float:
+    """The best tile and split of the sum over k: waves of tiles, each at its tile's share of the rate."""
+    batch, m, n, k = kernel.sizes
+    on_matrix_units = kernel.dtype not in ("float32", "float64")
+    share = rates.product * device.sustained if on_matrix_units else rates.single
+    if kernel.kind == "conv":
+        share *= rates.conv
+    unit = device.flops(kernel.dtype) / device.units * share
+    if on_matrix_units:
+        unit *= ALIGNED[kernel.alignment]
+    best = math.inf
+    for rows, columns in TILES:
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        half = rows * columns / (rows + columns)
+        speed = unit * half / (half + rates.ramp)
+        for split in SPLITS:
+            if split > 1 and (tiles * split > 2 * device.units or k / split < 256):
+                break
+            waves = tiles * split / device.units
+            # Long queues of tiles even out; short ones wait for the last tile.
+            waves = max(1.0, math.ceil(waves) if waves <= 4 else waves + 0.5)
+            inner = math.ceil(max(k, 1) / split / 32) * 32
+            time = waves * 2.0 * rows * columns * inner / speed
+            if split > 1:
+                time += 1e-6 + 8 * batch * m * n * min(split, 4) / (2 * device.hbm)
+            best = min(best, time)
+    memory = kernel.nbytes / (device.hbm * rates.stream)
+    return kernel.launches * rates.product_start_us * 1e-6 + _joined((best, memory))
+
+
+def _attention(kernel: Kernel, device: Device, rates: Rates) -> float:
+    rows, t, s, d = kernel.sizes
+    backward = kernel.kind.startswith("attention_bwd")
+    share = rates.attention * device.sustained * (_BACKWARD_SHARE if backward else 1.0)
+    if kernel.kind.endswith("_efficient"):
+        share *= 0.6
+    if device.vendor == "nvidia" and device.capability >= _OLD_INSTRUCTIONS_FROM:
+        share *= _OLD_INSTRUCTIONS
+    share *= min(1.0, d / 128) ** 0.35
+    # Work comes in blocks of 128 x 128 scores; a causal mask halves it down to the blocks on the diagonal.
+    products = 5 if backward else 2
+    full = products * 2.0 * rows * t * s * d
+    density = kernel.flops / full if full else 1.0
+    q_blocks, k_blocks = math.ceil(t / 128), math.ceil(s / 128)
+    # and every block of queries is loaded, scaled and stored around its loop: as long as two of its steps.
+    blocks = q_blocks * k_blocks * density + (2.5 if density < 1 else 2.0) * q_blocks
+    work = products * 2.0 * rows * blocks * 128 * 128 * d
+    groups = rows * q_blocks
+    filled = groups / (math.ceil(groups / device.units) * device.units) if groups < 4 * device.units else 1.0
+    compute = work / (device.flops(kernel.dtype) * share * max(filled, 0.05))
+    memory = kernel.nbytes / (device.hbm * rates.stream)
+    return (rates.start_us + 3 * rates.wait_us) * 1e-6 + _joined((compute, memory))
+
+
+def _collective(kernel: Kernel, device: Device) -> float:
+    """Ring algorithms over the devices' links: bytes that one rank sends, plus a latency a step."""
+    ranks = max(1, kernel.sizes[0] if kernel.sizes else 1)
+    if ranks == 1:
+        return 0.0
+    factor = 2.0 * (ranks - 1) / ranks if kernel.name == "all_reduce" else (ranks - 1) / ranks
+    steps = (2 if kernel.name == "all_reduce" else 1) * (ranks - 1)
+    return 10e-6 + 1e-6 * steps + factor * kernel.nbytes / (0.8 * device.link)
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """Microseconds of the host's thread: an assumption, not a measurement of the user's machine.
+
+    call: one that launches a kernel, from Python; backward: the same from autograd's C++ loop; view: a call
+    that launches nothing; launch: each further kernel of a call; wait: a sync beyond the waiting itself.
+    """
+
+    call_us: float = 10.0
+    backward_us: float = 5.0
+    view_us: float = 2.0
+    launch_us: float = 2.0
+    wait_us: float = 12.0
+
+    @classmethod
+    def of(cls, call_us: float | None) -> HostCosts:
+        """The default, scaled to another cost of a launching call."""
+        default = cls()
+        if call_us is None:
+            return default
+        scale = call_us / default.call_us
+        return cls(call_us, default.backward_us * scale, default.view_us * scale, 2.0 * scale, 12.0 * scale)
+
+
+class Clock:
+    """Host and device as two clocks, in seconds: the host runs ahead, a sync joins them.
+
+    A kernel starts when the host has launched it and the device has finished what came before. The launch
+    queue holds 1,022 entries; a full one holds the host. Collectives run beside the kernels on a clock of
+    their own, which the device joins when the program turns from forward to backward to optimizer or waits.
+    """
+
+    QUEUE = 1022
+
+    def __init__(self, device: Device, host_us: float | None = None, costs: HostCosts | None = None):
+        self.target, self.costs = device, costs or HostCosts.of(host_us)
+        self.rates = RATES[device.vendor]
+        self.host = self.device = self.link = 0.0
+        self.busy = self.waited = self.idle = 0.0
+        self.kernels = self.calls = self.waits = 0
+        self.classes: dict[str, float] = {}
+        self._queue: deque[float] = deque()
+        self._known: dict[Kernel, float] = {}
+        self._phase = ""
+
+    def price(self, kernel: Kernel) -> float:
+        known = self._known.get(kernel)
+        if known is None:
+            known = self._known[kernel] = seconds(kernel, self.target, self.rates)
+        return known
+
+    def play(self, event: Event) -> None:
+        if isinstance(event, Launch):
+            if event.phase != self._phase:
+                self._phase = event.phase
+                self.device = max(self.device, self.link)
+            self._launch(event)
+        elif isinstance(event, HostWait):
+            self.join()
+
+    def join(self) -> None:
+        """The host waits for all that was launched."""
+        end = max(self.device, self.link)
+        self.waits += 1
+        self.waited += max(0.0, end - self.host)
+        self.device = end
+        self.host = max(self.host, end) + self.costs.wait_us * 1e-6
+        self._queue.clear()
+
+    def _launch(self, event: Launch) -> None:
+        costs = self.costs
+        first = costs.backward_us if event.phase == "backward" else costs.call_us
+        self.host += 1e-6 * (first if event.kernels else costs.view_us)
+        self.calls += 1
+        further = False
+        for kernel in event.kernels:
+            time = self.price(kernel)
+            self.classes[kernel.kind] = self.classes.get(kernel.kind, 0.0) + time
+            if kernel.kind == "collective":
+                self.link = max(self.link, self.device, self.host) + time
+                continue
+            self.busy += time
+            self.kernels += kernel.launches
+            each = time / kernel.launches
+            for _ in range(kernel.launches):
+                if further:
+                    self.host += costs.launch_us * 1e-6
+                further = True
+                self.idle += max(0.0, self.host - self.device)
+                self.device = max(self.device, self.host) + each
+                self._queue.append(self.device)
+                if len(self._queue) > self.QUEUE:
+                    self.host = max(self.host, self._queue.popleft())
+
+    @property
+    def now(self) -> float:
+        """The later of the clocks."""
+        return max(self.host, self.device, self.link)
+
+
+@dataclass
+class Timing:
+    """One step. step_s: from the end of the step before to its own end, on the later clock.
+
+    device_s: kernels alone, host_s: calls alone (an infinitely fast device), link_s: collectives alone.
+    classes: device seconds by kind of kernel; interval_s: 80% of steps are expected inside it.
+    """
+
+    step_s: float
+    device_s: float
+    host_s: float
+    link_s: float
+    kernels: int
+    calls: int
+    waits: int
+    flops: float
+    classes: dict[str, float] = field(default_factory=dict)
+    interval_s: tuple[float, float] = (0.0, 0.0)
+    bound_by: str = "device"
+
+    def mfu(self, device: Device, dtype: str = "bfloat16") -> float:
+        """Share of the device's peak in `dtype` that the step's products and attention amount to."""
+        return self.flops / (self.step_s * device.flops(dtype)) if self.step_s > 0 else 0.0
+
+
+def time_steps(
+    events: Iterable[Event], ends: Iterable[int], device: Device, costs: HostCosts | None = None
+) -> list[Timing]:
+    """Replay `events` and cut them at the indices `ends` (ascending): one Timing each.
+
+    The first one includes what lies before it: a caller that wants steady steps looks at the last.
+    """
+    clock, alone = Clock(device, costs=costs), Clock(device, costs=costs)
+    alone._known = _Nothing()
+    found: list[Timing] = []
+    stops = deque(ends)
+    before, host_before = (0.0, 0.0, 0.0, 0, 0, 0), 0.0
+    classes_before: dict[str, float] = {}
+    flops = 0.0
+    for index, event in enumerate(events):
+        clock.play(event)
+        alone.play(event)
+        if isinstance(event, Launch):
+            flops += sum(kernel.flops for kernel in event.kernels)
+        if stops and index + 1 == stops[0]:
+            stops.popleft()
+            link = clock.classes.get("collective", 0.0)
+            after = (clock.now, clock.busy, link, clock.kernels, clock.calls, clock.waits)
+            step = [b - a for a, b in zip(before, after, strict=True)]
+            classes = {k: v - classes_before.get(k, 0.0) for k, v in clock.classes.items()}
+            timing = Timing(
+                step_s=step[0],
+                device_s=step[1],
+                host_s=alone.host - host_before,
+                link_s=step[2],
+                kernels=int(step[3]),
+                calls=int(step[4]),
+                waits=int(step[5]),
+                flops=flops,
+                classes={k: v for k, v in classes.items() if v > 0},
+            )
+            found.append(_judged(timing, device))
+            before, host_before, classes_before, flops = after, alone.host, dict(clock.classes), 0.0
+    return found
+
+
+class _Nothing(dict[Kernel, float]):
+    """Prices of a device that needs no time."""
+
+    def get(self, key: Kernel, default: object = None) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 0.0
+
+
+def _judged(timing: Timing, device: Device) -> Timing:
+    """Which clock bounds the step, and how wide its interval is."""
+    limits = {"device": timing.device_s, "host": timing.host_s, "link": timing.link_s}
+    timing.bound_by = max(limits, key=lambda name: limits[name])
+    if timing.step_s > 1.15 * max(limits.values()):
+        timing.bound_by = "syncs" if timing.waits else timing.bound_by
+    errors = ERRORS[device.vendor]
+    total = sum(timing.classes.values()) or 1.0
+    spread = 0.0
+    for kind, time in timing.classes.items():
+        base = "attention" if kind.startswith("attention") else kind
+        spread += (time / total * math.log(errors.get(base, errors["all"]))) ** 2
+    spread = math.sqrt(spread)
+    if device.key not in CALIBRATED:
+        spread = math.hypot(spread, math.log(_TRANSFER))
+    if timing.bound_by in ("host", "syncs"):
+        spread = math.hypot(spread, math.log(_HOST))
+    factor = math.exp(_TO_80_PERCENT * spread)
+    timing.interval_s = (timing.step_s / factor, timing.step_s * factor)
+    return timing

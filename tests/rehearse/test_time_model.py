@@ -1,0 +1,271 @@
+"""Two clocks with hand-computed times, limits of single kernels, and the calibration's error."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from leanstep.rehearse.devices import DEVICES, device_named, devices_named
+from leanstep.rehearse.events import HostWait, Kernel, Launch
+from leanstep.rehearse.kernel_costs import Shape, kernels
+from leanstep.rehearse.time_model import ERRORS, RATES, Clock, HostCosts, Timing, seconds, time_steps
+
+H100, A100, V100 = DEVICES["h100"], DEVICES["a100"], DEVICES["v100"]
+COSTS = HostCosts(call_us=10, backward_us=5, view_us=2, launch_us=2, wait_us=12)
+
+
+def launch(*kernels: Kernel, phase: str = "forward") -> Launch:
+    return Launch("op", kernels, None, phase, 0)
+
+
+def wait() -> HostWait:
+    return HostWait("item", None, "forward", 0)
+
+
+def of_length(us: float) -> Kernel:
+    """A kernel that the clock prices at `us`: bytes chosen from the streaming rate."""
+    rates = RATES["nvidia"]
+    return Kernel("pointwise", (us - rates.start_us) * 1e-6 * H100.hbm * rates.stream)
+
+
+def played(*events: Launch | HostWait) -> Clock:
+    clock = Clock(H100, costs=COSTS)
+    for event in events:
+        clock.play(event)
+    return clock
+
+
+def test_a_kernel_starts_after_its_launch_and_after_the_one_before():
+    clock = played(launch(of_length(50)), launch(of_length(50)))
+    assert clock.host == pytest.approx(20e-6)
+    assert clock.device == pytest.approx(110e-6)  # 10 to launch, then 50 + 50
+
+
+def test_a_host_bound_queue_leaves_the_device_idle():
+    clock = played(*[launch(of_length(4))] * 10)
+    assert clock.host == pytest.approx(100e-6)
+    assert clock.device == pytest.approx(104e-6)
+    assert clock.idle == pytest.approx((10 + 9 * 6) * 1e-6)
+
+
+def test_a_sync_sets_the_host_to_the_device_and_costs_its_own():
+    clock = played(launch(of_length(100)), wait(), launch(of_length(100)))
+    # 10 + 100 = 110, + 12; the next call ends at 132 and its kernel at 232.
+    assert clock.host == pytest.approx(132e-6)
+    assert clock.device == pytest.approx(232e-6)
+    assert clock.waited == pytest.approx(100e-6)
+
+
+def test_views_and_backward_calls_cost_less():
+    clock = played(launch(), launch(of_length(4), phase="backward"))
+    assert clock.host == pytest.approx(7e-6)
+
+
+def test_a_full_queue_holds_the_host():
+    clock = played(*[launch(of_length(10_000))] * (Clock.QUEUE + 3))
+    # The third kernel must have ended before call number 1,025 returns.
+    assert clock.host == pytest.approx(10e-6 + 3 * 10_000e-6)
+
+
+def test_removing_syncs_never_takes_longer():
+    events = [e for i in range(40) for e in (launch(of_length(3 + 17 * (i % 5))), wait())]
+    without = [e for e in events if isinstance(e, Launch)]
+    assert played(*without).now <= played(*events).now
+
+
+def test_collectives_run_beside_the_kernels_until_the_phase_turns():
+    reduce = Kernel("collective", 450e6, sizes=(8,), name="all_reduce")
+    alone = seconds(reduce, H100)
+    assert alone > 1e-3
+    events = (launch(of_length(500)), launch(reduce), launch(of_length(500)))
+    assert played(*events).device < alone
+    turned = played(*events, launch(of_length(5), phase="optimizer"))
+    assert turned.device > alone
+
+
+def test_a_collective_of_one_rank_is_free():
+    assert seconds(Kernel("collective", 1e9, sizes=(1,), name="all_reduce"), H100) == 0
+
+
+def test_steps_are_timed_between_their_ends_with_host_and_device_apart():
+    one = [launch(of_length(100)), launch(of_length(100)), wait()]
+    timings = time_steps(one * 3, [3, 6, 9], H100, COSTS)
+    steady = timings[-1]
+    # call, two kernels, sync: 10 + 200 + 12
+    assert steady.step_s == pytest.approx(222e-6)
+    assert steady.device_s == pytest.approx(200e-6)
+    assert steady.host_s == pytest.approx(32e-6)
+    assert (steady.kernels, steady.calls, steady.waits) == (2, 2, 1)
+    assert steady.bound_by == "device"
+    assert steady.interval_s[0] < steady.step_s < steady.interval_s[1]
+
+
+def test_a_host_bound_step_says_so_and_has_a_wider_interval():
+    slow = time_steps([launch(of_length(200))] * 4, [2, 4], H100, COSTS)[-1]
+    quick = time_steps([launch(of_length(3))] * 4, [2, 4], H100, COSTS)[-1]
+    assert (slow.bound_by, quick.bound_by) == ("device", "host")
+    width = [t.interval_s[1] / t.interval_s[0] for t in (slow, quick)]
+    assert width[1] > width[0]
+
+
+def test_a_device_without_traces_has_a_wider_interval():
+    on = [time_steps([launch(of_length(200))] * 2, [2], d, COSTS)[-1] for d in (H100, A100)]
+    assert on[1].interval_s[1] / on[1].step_s > on[0].interval_s[1] / on[0].step_s
+
+
+def test_mfu_counts_products_against_the_peak():
+    product = Kernel("gemm", 1e6, 989e9, "bfloat16", (1, 4096, 4096, 4096))
+    timing = time_steps([launch(product)], [1], H100, COSTS)[-1]
+    assert timing.mfu(H100) == pytest.approx(989e9 / timing.step_s / 989e12)
+    assert Timing(0, 0, 0, 0, 0, 0, 0, 1.0).mfu(H100) == 0
+
+
+def product(m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 1) -> Kernel:
+    width = 4 if dtype in ("float32", "tf32") else 2
+    name = "float32" if dtype == "tf32" else dtype
+
+    def matrix(*size: int) -> Shape:
+        lead = (size[0] * size[1],) if batch > 1 else ()
+        return Shape(((batch,) if batch > 1 else ()) + size, (*lead, size[1], 1), width, name)
+
+    call = "bmm" if batch > 1 else "mm"
+    info = {"tf32": dtype == "tf32"}
+    return kernels(call, [matrix(m, k), matrix(k, n)], [matrix(m, n)], info)[0]
+
+
+def test_a_large_product_stays_below_the_sustained_rate_and_above_half_of_it():
+    for device in (A100, H100, V100):
+        kernel = product(8192, 8192, 8192, "float16")
+        rate = kernel.flops / seconds(kernel, device)
+        assert 0.5 * device.sustained < rate / device.flops("float16") <= 1.0
+
+
+def test_an_odd_leading_dimension_slows_matrix_units_but_not_true_fp32():
+    def ratio(dtype: str) -> float:
+        return seconds(product(4096, 50257, 768, dtype), A100) / seconds(
+            product(4096, 50304, 768, dtype), A100
+        )
+
+    assert ratio("bfloat16") > 1.3
+    assert ratio("float32") == pytest.approx(50257 / 50304, rel=0.02)
+
+
+def test_small_batched_products_cost_their_tiles_not_their_flops():
+    small, large = product(64, 64, 64, batch=512), product(512, 512, 512)
+    assert small.flops == large.flops
+    assert seconds(small, H100) > seconds(large, H100) * 0.99
+
+
+def test_time_grows_with_every_size():
+    for grown in (product(4096, 1024, 1024), product(1024, 4096, 1024), product(1024, 1024, 4096)):
+        assert seconds(grown, H100) > seconds(product(1024, 1024, 1024), H100)
+
+
+def row_shape(rows: int, length: int) -> Shape:
+    return Shape((rows, length), (length, 1), 4, "float32")
+
+
+def test_a_softmax_row_that_no_block_can_keep_is_read_again():
+    short, long = row_shape(64_000, 1000), row_shape(1000, 64_000)
+    times = [seconds(kernels("_softmax", [x], [x])[0], A100) for x in (short, long)]
+    assert times[1] > 1.2 * times[0]
+
+
+def test_few_long_rows_wait_for_their_own_loads():
+    few, many = row_shape(8, 524_288), row_shape(4096, 1024)
+    weight = [Shape((n,), (1,), 4, "float32") for n in (524_288, 1024)]
+    times = [
+        seconds(kernels("native_layer_norm", [x, w], [x])[0], H100)
+        for x, w in zip((few, many), weight, strict=True)
+    ]
+    assert times[0] > 5 * times[1]
+
+
+def test_addresses_bound_a_half_precision_broadcast_and_bytes_a_single_precision_one():
+    def time(width: int, dtype: str, small: tuple[int, ...]) -> float:
+        x = Shape((8192, 4096), (4096, 1), width, dtype)
+        y = Shape(small, (1,) * len(small), width, dtype)
+        return seconds(kernels("mul", [x, y], [x])[0], H100)
+
+    half, single = time(2, "bfloat16", (4096,)), time(4, "float32", (4096,))
+    assert single < 1.6 * half  # twice the bytes, the same addresses
+
+
+def test_a_transposed_copy_wastes_sectors():
+    x = Shape((4096, 4096), (4096, 1), 2, "bfloat16")
+    turned = Shape((4096, 4096), (1, 4096), 2, "bfloat16")
+    straight, crossed = (kernels("copy_", [source], [x])[0] for source in (x, turned))
+    assert (straight.kind, crossed.kind) == ("pointwise", "strided")
+    assert seconds(crossed, H100) > 2 * seconds(straight, H100)
+
+
+def test_narrowing_copies_are_vectorised_and_widening_ones_are_not():
+    wide, narrow = Shape((1 << 20,), (1,), 4, "float32"), Shape((1 << 20,), (1,), 2, "bfloat16")
+    assert kernels("_to_copy", [wide], [narrow])[0].kind == "pointwise"
+    assert kernels("_to_copy", [narrow], [wide])[0].kind == "cast"
+
+
+def test_causal_attention_costs_less_than_full_and_more_than_half():
+    q = Shape((16, 16, 1024, 64), (1 << 20, 1 << 16, 64, 1), 2, "bfloat16")
+    name = "_scaled_dot_product_flash_attention"
+    full, causal = (seconds(kernels(name, [q, q, q], [], {"causal": c})[0], A100) for c in (False, True))
+    assert 0.5 * full < causal < 0.8 * full
+
+
+def test_devices_are_found_by_key_and_alias_and_have_a_source():
+    assert device_named("RTX4090").key == "4090"
+    assert [d.key for d in devices_named("h100, a100,h100")] == ["h100", "a100"]
+    with pytest.raises(ValueError, match=r"device: expected one of .*h100.*, got 'h1000'"):
+        device_named("h1000")
+    with pytest.raises(ValueError, match="1 to 4 devices"):
+        devices_named("h100,a100,v100,t4,b200")
+    for device in DEVICES.values():
+        assert device.source and 0.5 <= device.sustained <= 1 and device.vendor in RATES
+
+
+@pytest.fixture(scope="module")
+def calibrate():
+    path = Path(__file__).parents[2] / "tools" / "calibrate.py"
+    if not path.exists():
+        pytest.skip("tools/ is not in this installation")
+    spec = importlib.util.spec_from_file_location("calibrate", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules["calibrate"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_committed_constants_keep_their_error_on_the_tables(calibrate):
+    rows = calibrate.read(sorted((Path(calibrate.ROOT) / "tools/traces").glob("*.csv")))
+    judged = [(r, calibrate.predicted_us(r, RATES[r.device.vendor]) / r.measured_us) for r in rows]
+    errors = calibrate.by_class(judged)
+    assert errors["nvidia", "all"].rows == 47 and errors["amd", "all"].rows == 179
+    assert errors["nvidia", "all"].median <= 1.2 and errors["nvidia", "all"].p90 <= 1.8
+    assert errors["amd", "all"].median <= 1.2 and errors["amd", "all"].p90 <= 1.95
+    for trace, ratio in calibrate.traces_total(judged).items():
+        assert 0.75 < ratio < 1.25, trace
+
+
+def test_a_fit_finds_constants_that_made_the_rows(calibrate):
+    """Rows made from known constants: the search comes back to them."""
+    rows = calibrate.read(sorted((Path(calibrate.ROOT) / "tools/traces").glob("h100*.csv")))
+    truth = replace(calibrate.START, start_us=1.8, stream=0.6, issue=2.0)
+    rows = [row._replace(measured_us=calibrate.predicted_us(row, truth)) for row in rows]
+    found = calibrate.fit(rows)
+    assert found.stream == pytest.approx(truth.stream, rel=0.1)
+    assert found.issue == pytest.approx(truth.issue, rel=0.15)
+    assert math.exp(calibrate.loss(rows, found)) < 1.05
+
+
+def test_classes_of_the_error_table_are_kinds():
+    from leanstep.rehearse.events import KINDS
+
+    for table in ERRORS.values():
+        assert set(table) - {"all"} <= set(KINDS)
