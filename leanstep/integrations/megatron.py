@@ -1,7 +1,7 @@
 """Megatron-Core: vocab-parallel log-probs on `parallel_state` groups.
 
 from leanstep.integrations.megatron import output_layer_logprobs
-out = output_layer_logprobs(hidden, model.output_layer, tokens, rows=plan.rows, entropy="grad")
+out = output_layer_logprobs(hidden, model.output_layer, plan.targets(tokens), rows=plan.rows, entropy="grad")
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from leanstep.logprob.parallel import VocabShard
 
+# torch.mm(out_dtype=) came with torch 2.8; before it 16-bit operands are widened, exact and slower.
+HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
+
 
 @dataclass
 class RowSource:
@@ -117,8 +120,11 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulat
     """out = factor a @ b (+ out), summed in the dtype of `out`."""
     if a.dtype == out.dtype:
         return torch.addmm(out, a, b, beta=float(accumulate), alpha=factor, out=out)
-    # CUDA only: 16-bit operands with an fp32 result.
-    fresh = torch.mm(a, b, out_dtype=out.dtype)
+    if HAS_OUT_DTYPE:
+        # CUDA only: 16-bit operands with an fp32 result.
+        fresh = torch.mm(a, b, out_dtype=out.dtype)
+    else:
+        fresh = torch.mm(a.to(out.dtype), b.to(out.dtype))
     if factor != 1.0:
         fresh.mul_(factor)
     return out.add_(fresh) if accumulate else out.copy_(fresh)

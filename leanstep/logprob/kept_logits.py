@@ -10,8 +10,7 @@ for one chunk of rows, when the backward of a chunk follows its forward.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -24,15 +23,17 @@ Place = tuple[int, int]
 class Room(Protocol):
     """Memory that holds tiles and outlives the forward sweep."""
 
-    def new_tile(self, rows: slice, columns: slice) -> Tensor | None: ...
+    def reserve(self, rows: slice, columns: slice) -> bool: ...
 
     def tile(self, rows: slice, columns: slice) -> Tensor | None: ...
 
 
 class KeptLogits:
-    """Filled by the forward with `new_tile`, in the order of its walk; read by the backward with `tile`.
+    """Tiles filled by the forward and read by the backward.
 
-    `room` is filled first, then up to `allowed_bytes` of tensors that the autograd graph saves.
+    `reserve` settles which tiles are kept before any is computed: threads finish in any order, and
+    activation checkpointing pairs the tensors of a second forward with the places of the first. `room` is
+    filled first, then up to `allowed_bytes` of tensors that the autograd graph saves.
     """
 
     def __init__(
@@ -40,7 +41,6 @@ class KeptLogits:
     ) -> None:
         self.device, self.dtype, self.room, self.left_bytes = like.device, dtype, room, allowed_bytes
         self._tiles: dict[Place, Tensor] = {}
-        self._lock = threading.Lock()
 
     def restore(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
         self._tiles = dict(zip(places, tensors, strict=True))
@@ -54,23 +54,20 @@ class KeptLogits:
         """The saved tiles; those in `room` are not among them."""
         return tuple(self._tiles.values())
 
-    def new_tile(self, rows: slice, columns: slice) -> Tensor | None:
-        """A tile to be filled; None when there is no room for it."""
-        if self.room is not None:
-            tile = self.room.new_tile(rows, columns)
-            if tile is not None:
-                return tile
-        shape = (rows.stop - rows.start, columns.stop - columns.start)
-        num_bytes = shape[0] * shape[1] * self.dtype.itemsize
-        with self._lock:
-            if num_bytes > self.left_bytes:
-                return None
-            self.left_bytes -= num_bytes
-        tile = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._tiles[rows.start, columns.start] = tile
-        return tile
+    def reserve(self, tiles: Iterable[tuple[slice, slice]]) -> None:
+        """Make room for these tiles, in this order, as long as there is some."""
+        for rows, columns in tiles:
+            if self.room is not None and self.room.reserve(rows, columns):
+                continue
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            num_bytes = shape[0] * shape[1] * self.dtype.itemsize
+            if num_bytes <= self.left_bytes:
+                self.left_bytes -= num_bytes
+                tile = torch.empty(shape, dtype=self.dtype, device=self.device)
+                self._tiles[rows.start, columns.start] = tile
 
     def tile(self, rows: slice, columns: slice) -> Tensor | None:
+        """The memory of a kept tile; None when there was no room for it."""
         found = self._tiles.get((rows.start, columns.start))
         if found is None and self.room is not None:
             return self.room.tile(rows, columns)
@@ -96,11 +93,11 @@ class LentGradient:
         row_bytes = weight.shape[1] * weight.element_size()
         return row_bytes // dtype.itemsize if row_bytes % dtype.itemsize == 0 else 0
 
-    def new_tile(self, rows: slice, columns: slice) -> Tensor | None:
+    def reserve(self, rows: slice, columns: slice) -> bool:
         if rows.start or rows.stop > self.rows_that_fit(self.gradient, self.dtype):
-            return None
+            return False
         self._held.add(columns.start)
-        return self.tile(rows, columns)
+        return True
 
     def tile(self, rows: slice, columns: slice) -> Tensor | None:
         if rows.start or columns.start not in self._held:
@@ -117,13 +114,14 @@ class ChunkBuffer:
         self.num_rows = num_rows
         self.logits = torch.empty(num_rows * num_columns, dtype=dtype, device=like.device)
 
-    def new_tile(self, rows: slice, columns: slice) -> Tensor:
+    def reserve(self, rows: slice, columns: slice) -> bool:
+        return True
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
         # Tile after tile, each contiguous: rows of an [R, V] matrix would lie a page or more apart.
         size, width = rows.stop - rows.start, columns.stop - columns.start
         offset = self.num_rows * columns.start + rows.start * width
         return self.logits[offset : offset + size * width].view(size, width)
-
-    tile = new_tile
 
 
 def checked_allowance(logit_bytes: int) -> int:

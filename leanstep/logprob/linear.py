@@ -101,7 +101,8 @@ def linear_logprobs(
         label_smoothing: logp becomes (1 - eps) logp + eps mean_v log p_v.
         keep: (ids, offsets[, has_set]) per selected row: log-probs over these ids and the target only.
         extras: any of "lse", "z_loss" (lse squared), "argmax", ("top_k", k), "kl", "reverse_kl"; the KL is
-            exact, to the head `ref_weight`, `ref_bias` on `ref_hidden` (default: `hidden`), all constant.
+            exact, to the head `ref_weight`, `ref_bias` (default: `weight` and its bias, without LoRA) on
+            `ref_hidden` (default: `hidden`), all constant.
         lora: a low-rank addition to `weight`.
         main_grad: [V, D]; the weight's gradient is added to it and not returned.
         budget: bytes for tiles; `tile` = (rows, columns) sets them outright.
@@ -380,7 +381,11 @@ def _reference_head(
         return None
     if weight is None and ref_hidden is None:
         raise ValueError("ref_weight: expected a weight or ref_hidden for a KL, got neither")
-    weight = head.weight if weight is None else weight.detach()
+    if weight is None:
+        # The head itself, without its adapter: the usual reference of a LoRA run.
+        weight, bias = head.weight, head.bias if bias is None else bias
+    else:
+        weight = weight.detach()
     ref_hidden = hidden if ref_hidden is None else ref_hidden
     if weight.shape[0] != head.weight.shape[0] or weight.shape[1:] != ref_hidden.shape[1:]:
         expected = f"[{head.weight.shape[0]}, {ref_hidden.shape[1]}]"

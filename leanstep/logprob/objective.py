@@ -94,7 +94,16 @@ def policy_losses(
     mask: Tensor | None = None,
     sequence_lengths: Sequence[int] | None = None,
 ) -> RowLosses:
-    """The loss of every row [N], before masks and normalisers; differentiable in `logp` and `entropy`."""
+    """The loss of every row [N], before normalisers; differentiable in `logp` and `entropy`.
+
+    A row with mask 0 may hold anything: its numbers are replaced by zeros before any function sees them, so
+    that neither its loss nor its gradient is ever 0 times infinity.
+    """
+    if mask is not None:
+        masked = mask == 0
+        logp, old_logp, advantages = (torch.where(masked, 0.0, x) for x in (logp, old_logp, advantages))
+        ref_logp = None if ref_logp is None else torch.where(masked, 0.0, ref_logp)
+        entropy = None if entropy is None else torch.where(masked, 0.0, entropy)
     difference = logp - old_logp
     if objective.kind == "gspo":
         difference = _sequence_mean(difference, mask, checked_sequences(sequence_lengths, len(logp)))
@@ -159,7 +168,7 @@ def policy_loss(
 
 
 def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
-    # A masked row may hold an infinite loss; select, do not multiply.
+    # The metrics of a masked row may be infinite; select, do not multiply. Losses are cleaned before.
     return torch.where(weights == 0, 0.0, losses * weights).sum()
 
 

@@ -63,7 +63,8 @@ def select_per_row(name: str, values: Tensor, rows: Tensor | None, num_rows: int
     if values.shape[0] == selected:
         return values
     if rows is not None and values.shape[0] == num_rows:
-        return values.index_select(0, rows)
+        # Sequence parallelism has its rows on the host.
+        return values.index_select(0, rows.to(values.device))
     expected = f"{selected}" if rows is None else f"{selected} (selected rows) or {num_rows} (all rows)"
     raise ValueError(f"{name}: expected length {expected}, got {values.shape[0]}")
 

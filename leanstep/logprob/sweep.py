@@ -110,8 +110,11 @@ class Problem:
 def forward_sweep(p: Problem, kept_logits: KeptLogits) -> tuple[RowStatistics, TopK | None]:
     """Statistics of every selected row over this shard's columns; tiles that fit stay in `kept_logits`."""
     best = TopK.empty(p.num_rows, p.top_k, p.head.dtype, p.source.hidden.device) if p.top_k else None
+    parts = p.column_parts()
+    every_column = [columns for part in parts for columns in part]
+    kept_logits.reserve((r, c) for r in p.tiles.row_slices(p.num_rows) for c in every_column)
     jobs, swept = [], []
-    for columns in p.column_parts():
+    for columns in parts:
         swept.append(_empty_statistics(p))
         jobs.append(functools.partial(_forward_part, p, columns, swept[-1], p.scratch(), best, kept_logits))
     _run_parts(p, jobs)
@@ -163,7 +166,7 @@ def _forward_part(
         part, tokens = stats.rows(rows.start, rows.stop), p.tokens[rows]
         for columns in columns_swept:
             width = columns.stop - columns.start
-            z = kept_logits.new_tile(rows, columns)
+            z = kept_logits.tile(rows, columns)
             z = scratch.tile(0, size, width) if z is None else z
             p.head.logits(h, low_h, p.head.weight_tile(columns), rows, columns, z)
             if part.total is not None:

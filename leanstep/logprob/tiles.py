@@ -65,12 +65,15 @@ def even_slices(length: int, at_most: int) -> Iterator[slice]:
 
 
 def default_budget(device: torch.device | str) -> int:
-    """Bytes for tiles: cache-sized on a CPU, else at most 512 MiB and 5 % of what is free."""
+    """Bytes for tiles: cache-sized on a CPU, else at most 512 MiB and 2 % of the device's memory.
+
+    Never a share of what is free: a recomputation, or a second run, must take the same tiles.
+    """
     device = torch.device(device)
     if device.type == "cpu":
         return CPU_TILE_BYTES
     if device.type == "cuda" and torch.cuda.is_available():
-        return min(MAX_BUDGET_BYTES, torch.cuda.mem_get_info(device)[0] // 20)
+        return min(MAX_BUDGET_BYTES, torch.cuda.get_device_properties(device).total_memory // 50)
     return MAX_BUDGET_BYTES
 
 

@@ -57,6 +57,28 @@ def test_kl_to_itself_is_zero():
     torch.testing.assert_close(out.reverse_kl, torch.zeros(T), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("reference", ["ref_hidden", "ref_weight"])
+def test_kl_of_a_head_with_a_bias_to_itself_is_zero(reference):
+    """The reference head is the head where nothing else is given: its bias included."""
+    hidden, weight, _, _, tokens = setup(torch.float32)
+    head = torch.nn.Linear(D, V)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+        head.bias.copy_(torch.linspace(-3, 3, V))
+    given = (
+        {"ref_hidden": hidden} if reference == "ref_hidden" else {"ref_weight": weight, "ref_bias": head.bias}
+    )
+    out = linear_logprobs(hidden, head, tokens, extras=("kl", "reverse_kl"), **given)
+    torch.testing.assert_close(out.kl, torch.zeros(T), atol=1e-6, rtol=0)
+    torch.testing.assert_close(out.reverse_kl, torch.zeros(T), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        linear_logprobs(hidden, head, tokens, extras=("kl",), ref_weight=weight).kl,
+        (lambda p, q: (p.exp() * (p - q)).sum(-1))(
+            torch.log_softmax(head(hidden).detach(), -1), torch.log_softmax(hidden @ weight.t(), -1)
+        ),
+    )
+
+
 def test_kl_with_far_apart_maxima_merges_over_tiles():
     """The reference's maximum jumps by more than exp can express between tiles."""
     hidden = torch.ones(1, 1, dtype=torch.float64)

@@ -141,6 +141,42 @@ def test_activation_checkpointing_finds_the_same(kept):
     assert all(torch.equal(x.grad, y) for x, y in zip(inputs, expected, strict=True))
 
 
+def test_activation_checkpointing_on_several_threads_finds_the_same(monkeypatch):
+    """Which tile finishes first differs from run to run; where a saved tile belongs must not."""
+    t, d, v = 64, 16, 2048
+    monkeypatch.setattr("leanstep.logprob.tiles.MIN_CORE_PRODUCTS", 1)
+    hidden, weight = normal(t, d, seed=1, dtype=torch.float32), normal(v, d, seed=2, dtype=torch.float32)
+    inputs, tokens = [hidden.requires_grad_(), weight.requires_grad_()], torch.arange(t)
+    kept = {"logits_in_grad": False, "logit_bytes": 4 * t * v, "budget": 10 * 16 * 512 * 3}
+
+    def total(h, w):
+        return (linear_logprobs(h, w, tokens, entropy="grad", **kept).logp * torch.arange(t)).sum()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = torch.autograd.grad(total(*inputs), inputs)
+        for _ in range(10):
+            found = torch.autograd.grad(checkpoint(total, *inputs, use_reentrant=False), inputs)
+            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_saved_tiles_have_an_order_that_no_timing_changes():
+    """The places of saved tiles are settled before the first of them is computed."""
+    from leanstep.logprob.kept_logits import KeptLogits
+
+    kept = KeptLogits(torch.empty(0), torch.float32, None, 4 * 5 * 3)
+    walk = [(slice(r, r + 1), slice(c, c + 3)) for r in range(2) for c in (0, 3, 6)]
+    kept.reserve(walk)
+    assert kept.places == ((0, 0), (0, 3), (0, 6), (1, 0), (1, 3))
+    for rows, columns in reversed(walk[:-1]):
+        kept.tile(rows, columns).fill_(rows.start * 10 + columns.start)
+    assert kept.tile(*walk[-1]) is None
+    assert [x[0, 0].item() for x in kept.tensors] == [0, 3, 6, 10, 13]
+
+
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 

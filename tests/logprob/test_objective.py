@@ -143,3 +143,19 @@ def test_metrics():
 def test_bad_objectives_are_named(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         PolicyObjective(**arguments)
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", ["clip", "cispo", "gspo"])
+def test_a_masked_row_has_no_gradient_even_where_its_log_prob_is_infinite(kind, kl):
+    objective = PolicyObjective(kind=kind, kl=kl, kl_coef=0.1, entropy_coef=0.1)
+    logp = torch.tensor([-1.0, -torch.inf, -2.0], requires_grad=True)
+    entropy = torch.tensor([1.0, torch.nan, 2.0], requires_grad=True)
+    old, ref = torch.tensor([-1.1, -3.0, -2.0]), torch.tensor([-1.0, 90.0, -2.5])
+    result = policy_loss(
+        logp, old, torch.ones(3), objective=objective, entropy=entropy, ref_logp=ref,
+        mask=torch.tensor([True, False, True]), sequence_lengths=[2, 1],
+    )  # fmt: skip
+    for grad in torch.autograd.grad(result.loss, [logp, entropy]):
+        assert grad.isfinite().all() and grad[1] == 0 and (grad[[0, 2]] != 0).all()
+    assert all(value.isfinite() for value in result.metrics.values())

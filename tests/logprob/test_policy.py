@@ -252,3 +252,36 @@ def test_planning_runs_the_real_code_on_fake_tensors(kept):
             ).loss
         loss.backward()
         assert hidden.grad.shape == (T, D) and weight.grad.shape == (V, D)
+
+
+BAD_ROWS = {
+    "far old": {"old_logp": -200.0},
+    "old -inf": {"old_logp": -torch.inf},
+    "old NaN": {"old_logp": torch.nan},
+    "advantage NaN": {"advantages": torch.nan},
+    "advantage inf": {"advantages": torch.inf},
+    "far reference": {"ref_logp": 200.0},
+    "reference inf": {"ref_logp": torch.inf},
+    "reference -inf": {"ref_logp": -torch.inf},
+    "all NaN": {"old_logp": torch.nan, "advantages": torch.nan, "ref_logp": torch.nan},
+}
+
+
+@pytest.mark.parametrize("how", [fused, composed])
+@pytest.mark.parametrize("bad", BAD_ROWS.values(), ids=list(BAD_ROWS))
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_masked_row_can_hold_anything(name, bad, how):
+    """Whatever stands in a row with mask 0, loss, gradients and metrics are those of harmless numbers."""
+    for dtype in (torch.float32, torch.float64):
+        tensors, tokens, data = make(dtype)
+        data["mask"][3] = 0.0
+        expected = how(tensors, tokens, data, OBJECTIVES[name], "token_mean")
+        for key, value in bad.items():
+            data[key] = data[key].clone()
+            data[key][3] = value
+        result, grads = how(tensors, tokens, data, OBJECTIVES[name], "token_mean")
+        assert result.loss.isfinite() and torch.equal(result.loss, expected[0].loss)
+        for key, value in expected[0].metrics.items():
+            assert torch.equal(result.metrics[key], value), key
+        for key, value in expected[1].items():
+            assert torch.equal(grads[key], value), key
