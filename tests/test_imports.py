@@ -20,8 +20,7 @@ ALLOWED = {
     "measure": {"case", "diagnose", "host_reads"},
     "diagnose": {"host_reads", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files"},
-    # A race writes down what it ran on.
-    "recipes": {"preference", "logprob", "muon", "gpt", "measure", "files"},
+    "recipes": {"preference", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case, and reports as everything else does.
     "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files"},
     "integrations": {"preference", "logprob", "muon", "gpt", "case"},

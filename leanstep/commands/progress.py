@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, nothing when piped."""
+"""A progress bar on a terminal, nothing but the lines that are said when piped."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+def say_above(console: Console, line: str) -> None:
+    """One line above the console's bar, or plainly when there is none."""
+    if console.is_terminal:
+        console.print(line, markup=False, highlight=False)
+    else:
+        print(line, file=console.file, flush=True)
 
 
 @contextlib.contextmanager

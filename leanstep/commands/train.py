@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -125,9 +126,13 @@ class _Plan:
     stop_after: int | None
 
     def run(self, seed: int, out: Path, world: Any, **how: Any) -> tuple[Any, Any]:
+        from rich.console import Console
+
+        from leanstep.commands.progress import progress_bar, say_above
         from leanstep.recipes import run
         from leanstep.recipes.checkpoint import CheckpointError
 
+        console = Console(stderr=True)
         try:
             built = self.module.build(self.preset, seed=seed, steps=self.steps, world=world, **self.options)
             cadence = replace(built.cadence, **{k: v for k, v in self.cadence.items() if v is not None})
@@ -138,10 +143,12 @@ class _Plan:
                 raise
             raise BadInput(f"{self.recipe}: too large for this machine: {_one_line(error)}") from error
         try:
-            outcome = run(
-                built, out, resume=self.resume, cadence=cadence, keep=self.keep, stop_after=self.stop_after,
-                world=world, **how,
-            )  # fmt: skip
+            with progress_bar(console, self.recipe) if world.is_main else nullcontext() as report:
+                outcome = run(
+                    built, out, resume=self.resume, cadence=cadence, keep=self.keep,
+                    stop_after=self.stop_after, world=world, report=report,
+                    say=lambda line: say_above(console, line), **how,
+                )  # fmt: skip
         except CheckpointError as error:
             raise BadInput(str(error).replace("pass resume", "pass --resume")) from error
         except ValueError as error:

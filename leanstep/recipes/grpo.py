@@ -26,8 +26,7 @@ from leanstep.recipes.distributed import World
 from leanstep.recipes.loop import Cadence
 from leanstep.recipes.metrics import Metrics
 from leanstep.recipes.settings import LARGE, check_settings, from_preset, setting
-from leanstep.recipes.topic_task import END, TopicTask
-from leanstep.recipes.warm_start import WarmStarted
+from leanstep.recipes.tasks import END, TopicTask, WarmStarted
 
 
 @dataclass(frozen=True)

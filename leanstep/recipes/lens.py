@@ -35,11 +35,10 @@ from leanstep.preference import (
 )
 from leanstep.recipes.checkpoint import load_optimizer
 from leanstep.recipes.distributed import World
-from leanstep.recipes.fact_task import FactTask
 from leanstep.recipes.loop import Cadence
 from leanstep.recipes.metrics import Metrics
 from leanstep.recipes.settings import LARGE, check_settings, from_preset, setting
-from leanstep.recipes.warm_start import WarmStarted
+from leanstep.recipes.tasks import FactTask, WarmStarted
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,7 @@ import json
 import math
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -70,7 +71,6 @@ from leanstep.recipes import checkpoint
 from leanstep.recipes.checkpoint import CheckpointError
 from leanstep.recipes.distributed import World, current_world
 from leanstep.recipes.metrics import Board, Interval, Metrics, MetricsLog
-from leanstep.recipes.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def run(
     keep: int = 3,
     world: World | None = None,
     say: Callable[[str], None] | None = None,
-    show_progress: bool | None = None,
+    report: Callable[[str, float], None] | None = None,
 ) -> Outcome:
     """Train until the recipe's last step, the target, `stop_after` steps, or a signal.
 
@@ -154,7 +154,7 @@ def run(
         keep: how many checkpoints stay on disk.
         world: the process group; default: the one that is initialised, or one rank.
         say: receives one-line messages; default: standard error.
-        show_progress: the bar; default: only when standard error is a terminal.
+        report: called with (figures, share of the steps done) after every step, for a progress bar.
 
     SIGTERM and SIGINT end the run after the step in progress, with a checkpoint; a second SIGINT at once.
     Raises `CheckpointError` when no checkpoint in `out` can be used, `Diverged` when the loss is not finite.
@@ -165,15 +165,8 @@ def run(
     total = recipe.num_steps if stop_after is None else min(stop_after, recipe.num_steps)
     settings = {"recipe": recipe.name, **recipe.settings}
     directory, log = out / "checkpoints", MetricsLog(out / "metrics.jsonl")
-    progress = Progress(
-        recipe.num_steps,
-        recipe.name,
-        show=world.is_main and (show_progress is not False),
-        force=show_progress is True,
-    )
-    speak = say or progress.say
-    if not world.is_main:
-        speak = _silence
+    speak = (say or _print_line) if world.is_main else _silence
+    figures = ""
     _prepare(out, directory, settings, resume=resume, world=world)
 
     interval, done, clock_s, resumed_from = Interval(), 0, 0.0, None
@@ -232,10 +225,9 @@ def run(
         return every > 0 and done % every == 0
 
     stopped_by = "end" if total == recipe.num_steps else "limit"
-    with _Signals() as signals, progress, contextlib.ExitStack() as stack:
+    with _Signals() as signals, contextlib.ExitStack() as stack:
         if board is not None:
             stack.callback(board.close)
-        progress.update(done)
         if done == 0 and cadence.evaluate > 0:
             evaluate()
         while done < total:
@@ -256,11 +248,11 @@ def run(
                     log.append(line)
                     assert board is not None
                     board.add(done, line)
-                progress.update(done, values)
+                figures = describe(values)
                 if not math.isfinite(values.get("loss", 0.0)):
                     raise Diverged(f"loss: {values['loss']} at {_where(done, recipe, saved)}")
-            else:
-                progress.update(done)
+            if report is not None and world.is_main:
+                report(f"{done}/{recipe.num_steps} {figures}", done / recipe.num_steps)
             signalled = world.any(signals.received is not None)
             reached = False
             if not signalled and (due(cadence.evaluate) or done == recipe.num_steps):
@@ -344,6 +336,20 @@ def _over_ranks(values: dict[str, float | int], world: World) -> dict[str, float
         return values
     means = world.mean(torch.tensor([values[name] for name in names], dtype=torch.float64)).tolist()
     return {**values, **dict(zip(names, means, strict=True))}
+
+
+def describe(metrics: Mapping[str, float | int]) -> str:
+    """`loss 4.213 · 35,120 tok/s`"""
+    parts = []
+    if "loss" in metrics:
+        parts.append(f"loss {metrics['loss']:.4f}")
+    if "tokens_per_s" in metrics:
+        parts.append(f"{metrics['tokens_per_s']:,.0f} tok/s")
+    return " · ".join(parts)
+
+
+def _print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _silence(line: str) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from leanstep.recipes.distributed import World
-from leanstep.recipes.fact_task import FactTask
 from leanstep.recipes.lens import PRESETS, Lens, LensSettings, build
 from leanstep.recipes.loop import Cadence, run
+from leanstep.recipes.tasks import FactTask
 
 SMALL = {"width": 16, "lens_width": 8, "samples": 4, "evaluation_samples": 8}
 TASK = FactTask(tokens=40, block=4, fact_blocks=1, values=2, fillers=8, questions=4)
@@ -56,7 +56,7 @@ def test_every_focus_has_the_same_length_and_keeps_the_questions():
 def test_stopped_and_resumed_equals_one_run(tmp_path: Path):
     cadence = Cadence(log=1, evaluate=3, save=2)
     whole = recipe()
-    run(whole, tmp_path / "whole", cadence=cadence, show_progress=False, say=lambda line: None)
+    run(whole, tmp_path / "whole", cadence=cadence, say=lambda line: None)
     for stop in (4, None):
         part = recipe()
         run(
@@ -65,7 +65,6 @@ def test_stopped_and_resumed_equals_one_run(tmp_path: Path):
             resume=True,
             cadence=cadence,
             stop_after=stop,
-            show_progress=False,
             say=lambda line: None,
         )
     assert weights(whole).equal(weights(part))

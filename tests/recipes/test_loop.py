@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from leanstep.recipes import Cadence, current_world, run
 from leanstep.recipes.checkpoint import CheckpointError, checkpoint_path, list_checkpoints, load, save
-from leanstep.recipes.loop import Diverged
+from leanstep.recipes.loop import Diverged, describe
 
 
 class Walk:
@@ -232,6 +232,21 @@ def test_what_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, value):
     with pytest.raises(Diverged, match=r"^loss: (nan|inf) at step 9/20.*no checkpoint yet"):
         run(Sick(cadence=Cadence(log=3, evaluate=0, save=0)), tmp_path / "c", say=lambda line: None)
     assert metric_lines(tmp_path / "c")[-1]["loss"] in ("nan", "inf")
+
+
+def test_progress_is_reported_after_every_step(tmp_path):
+    seen = []
+    run(Walk(), tmp_path, say=lambda line: None, report=lambda text, share: seen.append((text, share)))
+    assert [share for _, share in seen] == [i / 20 for i in range(1, 21)]
+    assert seen[0][0] == "1/20 " and seen[5][0].startswith("6/20 loss ") and seen[5][0].endswith(" tok/s")
+    assert describe({"tokens_per_s": 5.0}) == "5 tok/s" and describe({}) == ""
+    assert describe({"loss": 1.23456, "tokens_per_s": 12345.6}) == "loss 1.2346 · 12,346 tok/s"
+
+
+def test_without_a_listener_lines_go_to_standard_error(tmp_path, capsys):
+    run(Walk(), tmp_path)
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-1].startswith("step:20/20 val_loss:")
 
 
 def test_the_clock_stands_still_during_evaluation(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from leanstep.recipes.checkpoint import random_state
 from leanstep.recipes.distributed import World
 from leanstep.recipes.settings import from_preset
-from leanstep.recipes.warm_start import WarmStarted
+from leanstep.recipes.tasks import WarmStarted
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,28 @@
+"""The bar: figures on a terminal, silence in a pipe."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+
+from leanstep.commands.progress import progress_bar, say_above
+
+
+def test_piped_output_has_said_lines_and_nothing_else(capsys):
+    console = Console(stderr=True)
+    with progress_bar(console, "gpt") as report:
+        report("3/10 loss 1.0", 0.3)
+        say_above(console, "step:3/10 [bracketed]" + 100 * " long")
+        report("10/10", 1.0)
+    out, err = capsys.readouterr()
+    assert out == "" and err == "step:3/10 [bracketed]" + 100 * " long" + "\n"
+
+
+def test_a_terminal_shows_the_figures(capsys):
+    console = Console(file=sys.stderr, force_terminal=True, width=120)
+    with progress_bar(console, "gpt") as report:
+        report("3/10 loss 1.2346 · 12,346 tok/s", 0.3)
+        say_above(console, "hello [bracketed]")
+    err = capsys.readouterr().err
+    assert "3/10 loss 1.2346 · 12,346 tok/s" in err and "gpt" in err and "hello [bracketed]" in err

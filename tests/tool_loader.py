@@ -1,0 +1,20 @@
+"""Tools are scripts beside the package: loaded by path, under a name of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+def load_tool(name: str) -> ModuleType:
+    """The module of `tools/NAME.py`."""
+    spec = importlib.util.spec_from_file_location(f"leanstep_tools_{name}", TOOLS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
