@@ -18,7 +18,7 @@ _HOMES = {
     "register_cost": "kernel_costs",
     "rehearse": "stage",
 }
-__all__ = list(_HOMES)
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

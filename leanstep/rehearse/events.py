@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, Protocol
 ROUNDING_BYTES = 512
 
 PHASES = ("forward", "backward", "optimizer")
-# What a storage was for. `library`: workspaces of cuBLAS; `communication`: buckets and gathered shards.
+# What a storage was for. `activation`: made in forward, alive when backward begins; `buffer`: none of the
+# others, alive for more than a step; `library`: cuBLAS workspace; `communication`: buckets, gathered shards.
 CATEGORIES = (
-    *("parameter", "gradient", "optimizer state", "activation", "input", "temporary"),
+    *("parameter", "gradient", "optimizer state", "activation", "input", "buffer", "temporary"),
     *("library", "communication"),
 )
 KINDS = (

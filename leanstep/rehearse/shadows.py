@@ -7,6 +7,7 @@ Values that come from activations are not known: the host reads a plausible one 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from leanstep.rehearse.events import Line
-from leanstep.rehearse.kernel_costs import GEMM
+from leanstep.rehearse.kernel_costs import GEMM, Shape
 
 SHADOW_ELEMENTS = 1 << 20
 # The index that a choice among unknown values takes, once, so that all the host derives from it agrees.
@@ -41,12 +42,31 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def shape_of(tensor: Tensor) -> Shape:
+    return Shape(tuple(tensor.shape), tensor.stride(), tensor.element_size(), str(tensor.dtype)[6:])
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Tensors of nested lists, tuples and dicts: a call's arguments hold nothing else, and pytree is slow."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [t for branch in tree for t in tensors_in(branch)] if isinstance(tree, (list, tuple)) else []
+
+
+def device_tensors(tree: Any) -> list[FakeTensor]:
+    # `fake_device` is a plain attribute; `device` would come back as a call.
+    return [t for t in tensors_in(tree) if isinstance(t, FakeTensor) and t.fake_device.type == "cuda"]
+
+
 class Shadows:
     """The known values, by tensor; a write of unknown values into a storage ends all shadows on it."""
 
     def __init__(self, fake_mode: FakeTensorMode):
         self.fake_mode = fake_mode
         self.stale: set[int] = set()
+        self._drawn = torch.get_rng_state()
         self.assumed: Counter[tuple[Line | None, str, str]] = Counter()
 
     def get(self, tensor: Tensor) -> Tensor | None:
@@ -152,7 +172,8 @@ class Shadows:
             for key in ("pin_memory", "non_blocking"):
                 host_kwargs.pop(key, None)
             try:
-                real = [t for t in tree_iter(func(*host_args, **host_kwargs)) if isinstance(t, Tensor)]
+                with self._own_randomness(func):
+                    real = tensors_in(func(*host_args, **host_kwargs))
             except Exception:  # no CPU kernel for it: then the value is not known
                 real = []
             if len(real) == len(outs):
@@ -161,6 +182,20 @@ class Shadows:
                         self.put(out, value)
                 return
         self._choose(name, values, [x for x in flat if isinstance(x, Tensor)], outs, mutated, line)
+
+    @contextlib.contextmanager
+    def _own_randomness(self, func: Any):
+        """What the device draws must not move the host's random numbers."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            yield
+            return
+        host = torch.get_rng_state()
+        torch.set_rng_state(self._drawn)
+        try:
+            yield
+        finally:
+            self._drawn = torch.get_rng_state()
+            torch.set_rng_state(host)
 
     def _on_host(self, x: Any) -> Any:
         if isinstance(x, Tensor):

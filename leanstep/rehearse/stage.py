@@ -7,6 +7,7 @@ that it leaves behind. The program's own output passes through.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -133,6 +134,8 @@ def _run(request: Request) -> Recording:
         time.perf_counter = lambda: tape.clock.host
         time.monotonic = lambda: tape.clock.host
     program = _program(request)
+    gc.collect()
+    gc.freeze()  # torch's own objects need no further look
     try:
         with tape:
             program()
@@ -205,6 +208,7 @@ class _Steps:
                 self.backwards += 1
                 if self.backwards > 1:  # a hand-written update lies between two backward passes
                     self._mark(())
+            self.tape.backward_begins()
             return run_backward(*args, **kwargs)
 
         torch.optim.Optimizer.__init__ = build  # pyright: ignore[reportAttributeAccessIssue]
@@ -224,7 +228,7 @@ class _Steps:
 
     def _mark(self, groups: Any) -> None:
         tape, steps = self.tape, self.tape.recording.steps
-        tape.classify_parameters(p for group in groups for p in group["params"])
+        tape.step_ends(p for group in groups for p in group["params"])
         first = steps[-1].last if steps else 0
         steps.append(Step(tape.step, first, len(tape.recording.events)))
         tape.step += 1

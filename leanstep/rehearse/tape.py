@@ -20,12 +20,21 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from leanstep.rehearse import events
 from leanstep.rehearse.events import Kernel, Line
-from leanstep.rehearse.kernel_costs import FREE, Shape, kernels, one_pass, registered_cost
-from leanstep.rehearse.shadows import DYNAMIC, INDEXED, Shadows, is_mask, storage_key
+from leanstep.rehearse.kernel_costs import FREE, kernels, one_pass, registered_cost
+from leanstep.rehearse.shadows import (
+    DYNAMIC,
+    INDEXED,
+    Shadows,
+    device_tensors,
+    is_mask,
+    shape_of,
+    storage_key,
+    tensors_in,
+)
 
 # Asked of fake tensors while Python looks at them: answered without a record.
 QUESTIONS = frozenset(
@@ -78,9 +87,6 @@ class Lines:
             frame = frame.f_back
         return None
 
-    def in_backward(self) -> bool:
-        return threading.get_ident() != self.main or torch._C._current_autograd_node() is not None
-
     def place(self) -> Place:
         thread, line = threading.get_ident(), self.here()
         node = torch._C._current_autograd_node()
@@ -104,14 +110,6 @@ class Lines:
 
 def round_up(nbytes: int) -> int:
     return -(-nbytes // events.ROUNDING_BYTES) * events.ROUNDING_BYTES
-
-
-def shape_of(tensor: Tensor) -> Shape:
-    return Shape(tuple(tensor.shape), tensor.stride(), tensor.element_size(), str(tensor.dtype)[6:])
-
-
-def device_tensors(tree: Any) -> list[FakeTensor]:
-    return [t for t in tree_iter(tree) if isinstance(t, FakeTensor) and t.device.type == "cuda"]
 
 
 class Tape(TorchDispatchMode):
@@ -224,8 +222,6 @@ class Tape(TorchDispatchMode):
         if number is None:
             return
         storage = self.recording.storages[number]
-        if storage.category == "temporary" and storage.phase == "forward" and self.lines.in_backward():
-            storage.category = "activation"
         if storage.nbytes:
             self.live_bytes -= storage.nbytes
             self.add(events.Free(number, self.step))
@@ -258,10 +254,19 @@ class Tape(TorchDispatchMode):
     def track_parameter(self, parameter: Tensor) -> None:
         self._parameters.append(weakref.ref(parameter))
 
-    def classify_parameters(self, more: Iterable[Tensor]) -> None:
-        """Parameters and their gradients, at the end of a step."""
-        seen = [p for p in (ref() for ref in self._parameters) if p is not None]
-        seen += list(more)
+    def backward_begins(self) -> None:
+        for number in self._numbers.values():
+            storage = self.recording.storages[number]
+            if storage.category == "temporary" and storage.phase == "forward":
+                storage.category = "activation"
+
+    def step_ends(self, more: Iterable[Tensor]) -> None:
+        """Parameters, their gradients, and what else outlives a step."""
+        for number in self._numbers.values():
+            storage = self.recording.storages[number]
+            if storage.step < self.step and storage.category in ("temporary", "activation", "input"):
+                storage.category = "buffer"
+        seen = [*(p for p in (ref() for ref in self._parameters) if p is not None), *more]
         self.classify(seen, "parameter")
         self.classify((p.grad for p in seen if p.grad is not None), "gradient")
 
@@ -277,7 +282,9 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func.__name__.partition(".")[0] if hasattr(func, "_schema") else str(func)
-        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        if name in QUESTIONS:
+            return func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
         fakes = [t for t in tensors if isinstance(t, FakeTensor)]
         where = kwargs.get("device")
         if where is None:
@@ -287,8 +294,6 @@ class Tape(TorchDispatchMode):
         if not fakes and (where is None or where.type != "cuda"):
             out = func(*args, **kwargs)  # the host's own work
             return self.pin(out) if pinned else out
-        if name in QUESTIONS:
-            return func(*args, **kwargs)
         if not hasattr(func, "_schema"):  # a higher-order operator: its body comes back here
             with self.fake_mode:
                 return func(*args, **kwargs)
@@ -386,10 +391,10 @@ class Tape(TorchDispatchMode):
             for i, a in enumerate(schema.arguments)
             if a.alias_info is not None and a.alias_info.is_write
         ]
-        mutated = [t for t in tree_iter(written) if isinstance(t, Tensor)]
+        mutated = tensors_in(written)
         if mutated and not isinstance(mutated[0], FakeTensor):
             return mutated[0]  # a real host tensor changed by unknown values keeps its own
-        outs = [t for t in tree_iter(out) if isinstance(t, FakeTensor)]
+        outs = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
         self.shadows.follow(func, name, args, kwargs, outs, mutated, place.line)
         reads = device_tensors((args, kwargs))
         writes = device_tensors(outs) or device_tensors(mutated)
@@ -420,11 +425,6 @@ class Tape(TorchDispatchMode):
             events.Assumed(*key[:2], n, key[2]) for key, n in self.shadows.assumed.most_common()
         ]
         return record
-
-    def new_region(self, name: str, line: Line | None) -> int:
-        number = len(self.recording.regions) + 1
-        self.recording.regions[number] = events.Region(number, name, line, 0)
-        return number
 
 
 _WORKSPACE = Place(Line("cuBLAS workspace", 0, ""), "forward", 0)

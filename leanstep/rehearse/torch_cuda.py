@@ -279,14 +279,17 @@ def _parameters(tape: Tape) -> None:
     """Parameters are fake from birth: initialisation is free and `.to("cuda")` keeps their identity."""
     make = torch.nn.Parameter.__new__
 
+    def fake_twin(data: Any) -> Any:
+        if type(data) not in (torch.Tensor, torch.nn.Parameter):
+            return data
+        with tape.fake_mode:
+            twin = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="cpu")
+        if data.numel() <= KNOWN_PARAMETER_ELEMENTS and data.device.type == "cpu":
+            tape.shadows.put(twin, data.detach().clone())
+        return twin
+
     def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        if type(data) in (torch.Tensor, torch.nn.Parameter):
-            with tape.fake_mode:
-                twin = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="cpu")
-            if data.numel() <= KNOWN_PARAMETER_ELEMENTS and data.device.type == "cpu":
-                tape.shadows.put(twin, data.detach().clone())
-            data = twin
-        made = make(cls, data, requires_grad)
+        made = make(cls, fake_twin(data), requires_grad)
         tape.track_parameter(made)
         return made
 
@@ -302,7 +305,6 @@ def _parameters(tape: Tape) -> None:
             if new is not p:
                 if isinstance(p, FakeTensor) and isinstance(new, FakeTensor):
                     p.data = new.detach()
-                    p.fake_device = new.fake_device
                 else:
                     self._parameters[name] = torch.nn.Parameter(new, p.requires_grad)
             if p.grad is not None:
@@ -313,6 +315,16 @@ def _parameters(tape: Tape) -> None:
                 self._buffers[name] = fn(buffer)
         return self
 
+    whole = torch.Tensor.data
+
+    def set_data(self: FakeTensor, value: Tensor) -> None:
+        value = fake_twin(value)
+        whole.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(value, FakeTensor):
+            self.fake_device = value.fake_device
+            tape.shadows.put(self, tape.shadows.get(value))
+
+    FakeTensor.data = property(whole.__get__, set_data)  # pyright: ignore
     torch.nn.Parameter.__new__ = staticmethod(parameter)
     torch.nn.Module._apply = apply
 

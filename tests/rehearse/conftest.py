@@ -1,0 +1,44 @@
+"""A rehearsal costs a process and an import of torch: each script runs once for all tests that look at it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rehearse.rehearsed import SCRIPTS, Rehearsed, run_script
+
+from leanstep.rehearse.fake_device import RehearsalError, library
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stub() -> Path:
+    try:
+        return library()
+    except RehearsalError as reason:
+        pytest.skip(f"no fake device: {reason}")
+
+
+@pytest.fixture(scope="session")
+def values(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
+    return run_script(SCRIPTS / "values.py", capture=tmp_path_factory.mktemp("values"), steps=1000)
+
+
+@pytest.fixture(scope="session")
+def seen(values: Rehearsed) -> dict[str, Any]:
+    return json.loads(values.printed.splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
+    folder = tmp_path_factory.mktemp("lines")
+    script = folder / "lines.py"
+    script.write_text((SCRIPTS / "lines.py").read_text())
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        return run_script(script)
+    finally:
+        os.chdir(here)
