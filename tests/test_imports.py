@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "leanstep"
 FAST_PATHS = ("preference", "logprob", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
-    "preference": {"cpu"},
+    "preference": set(),
     "logprob": {"cpu"},
     "muon": {"cpu"},
     "gpt": {"muon", "logprob", "cpu"},

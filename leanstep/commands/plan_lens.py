@@ -8,15 +8,14 @@ import torch
 
 from leanstep.case import Outputs, Step, Workload
 from leanstep.measure.plan import SimulatedPeak, simulate_peak
-from leanstep.preference import LensBatch, LensConfig, lens_loss
+from leanstep.preference import LensBatch, LensConfig, SamplingConfig, lens_loss
 
 LENS_METHODS = {
     "fused": "leanstep.preference.lens_loss: closed-form gradient",
     "eager": "the same under autograd, dense rows (what torch.compile sees)",
-    "flat": "the same under autograd, one list of entries",
 }
 # [P, W] fp32 tensors alive at the peak, counted on fake tensors.
-_PAIR_TENSORS = {"fused": 11, "eager": 11, "flat": 21}
+_PAIR_TENSORS = {"fused": 11, "eager": 11}
 
 
 def plan_objective(
@@ -50,7 +49,7 @@ def simulate_objective(
     method: str, samples: int, variants: int, tokens: int, width: int, pairs: int
 ) -> SimulatedPeak:
     """Forward and backward of the real objective on fake tensors."""
-    config = LensConfig(max_pairs=pairs, num_random_variants=max(variants - 1, 1))
+    config = LensConfig(sampling=SamplingConfig(max_pairs=pairs, num_random_variants=max(variants - 1, 1)))
 
     def build(workload: Workload) -> Step:
         def step() -> Outputs:

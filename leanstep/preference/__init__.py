@@ -1,24 +1,38 @@
 """Learn a focus controller (or a reward) from preferences: one vectorised block, no host reads."""
 
-from . import ragged
-from .allocator import AllocatorConfig, allocate_focus
-from .asynchronous import AsyncHandle, AsyncLens
-from .batch import GistList, LensBatch, Variant
-from .cache import CachedBatch, ContextCache
-from .config import LensConfig
-from .coverage import coverage
-from .lensnet import LensNet
-from .loss import lens_loss
-from .metrics import LensMetrics
-from .objective import LensObjective
-from .pairs import Pairs, build_pairs, check_variant_counts
-from .policy import LaggedPolicy, ScoreStore, content_key
-from .proxy import ProxyLoss, aggregate_targets
-from .reader import ContextReader, GistTree
-from .reference import lens_loss_reference
-from .result import LensResult
-from .targets import build_lod_table, build_targets
-from .variants import baseline_variant, planned_length, reachable_length, sample_variants
+from leanstep.preference import ragged
+from leanstep.preference.batch import GistList, LensBatch, Variant
+from leanstep.preference.contexts import (
+    AllocatorConfig,
+    ContextReader,
+    GistTree,
+    LensNet,
+    allocate_focus,
+    baseline_variant,
+    planned_length,
+    reachable_length,
+    sample_variants,
+)
+from leanstep.preference.lens_config import GateConfig, LensConfig, ObjectiveConfig, SamplingConfig
+from leanstep.preference.lens_objective import LensObjective, lens_loss
+from leanstep.preference.lens_terms import (
+    LaggedPolicy,
+    ProxyLoss,
+    ScoreStore,
+    aggregate_targets,
+    content_key,
+    coverage,
+)
+from leanstep.preference.offline import AsyncHandle, AsyncLens, CachedBatch, ContextCache
+from leanstep.preference.pairs import (
+    Pairs,
+    build_lod_table,
+    build_pairs,
+    build_targets,
+    check_variant_counts,
+)
+from leanstep.preference.reference import lens_loss_reference
+from leanstep.preference.telemetry import LensMetrics, LensResult
 
 __all__ = [
     "AllocatorConfig",
@@ -27,6 +41,7 @@ __all__ = [
     "CachedBatch",
     "ContextCache",
     "ContextReader",
+    "GateConfig",
     "GistList",
     "GistTree",
     "LaggedPolicy",
@@ -36,8 +51,10 @@ __all__ = [
     "LensNet",
     "LensObjective",
     "LensResult",
+    "ObjectiveConfig",
     "Pairs",
     "ProxyLoss",
+    "SamplingConfig",
     "ScoreStore",
     "Variant",
     "aggregate_targets",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from .config import LensConfig
+from leanstep.preference.lens_config import LensConfig
 
 
 @dataclass(frozen=True)

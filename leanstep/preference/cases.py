@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 
 from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload, register, with_gradients
-
-from .batch import GistList, LensBatch
-from .config import LensConfig
-from .lensnet import LensNet
-from .loss import lens_loss
-from .reader import ContextReader
-from .reference import lens_loss_reference, reference_pairs
-from .targets import block_ids, span_table
-from .variants import planned_length, reachable_length, sample_variants
+from leanstep.preference.batch import GistList, LensBatch
+from leanstep.preference.contexts import (
+    ContextReader,
+    LensNet,
+    planned_length,
+    reachable_length,
+    sample_variants,
+)
+from leanstep.preference.lens_config import LensConfig, SamplingConfig
+from leanstep.preference.lens_objective import lens_loss
+from leanstep.preference.pairs import block_ids, span_table
+from leanstep.preference.reference import lens_loss_reference, reference_pairs
 
 _BATCH_TENSORS = ("pos", "lod", "valid", "loss", "row", "tokens", "baseline")
 
@@ -30,8 +33,7 @@ def make_batch(
     config = LensConfig(
         block_size=params["block"],
         max_lod=params["max_lod"],
-        max_pairs=params["max_pairs"],
-        num_random_variants=params["variants"] - 1,
+        sampling=SamplingConfig(max_pairs=params["max_pairs"], num_random_variants=params["variants"] - 1),
     )
     tokens = params["tokens"]
     target = reachable_length(tokens, planned_length(tokens, 0.0), config.block_size)
@@ -41,7 +43,7 @@ def make_batch(
             tokens,
             config.block_size,
             config.max_lod,
-            config.num_random_variants,
+            config.sampling.num_random_variants,
             target,
             generator,
             recent_tokens=min(128, tokens // 8),
@@ -112,7 +114,7 @@ def per_pair_loss(scores: Tensor, batch: LensBatch, config: LensConfig) -> Tenso
             tables[context] = table
         return tables[context]
 
-    spans = span_table(config.block_size, config.max_lod, scores.device, scores.dtype)
+    spans = span_table(config, scores.device, scores.dtype)
     totals = []
     for sample in range(batch.loss.shape[0]):
         for _, better, worse, delta in reference_pairs(batch.loss[sample], config, sample):
@@ -134,15 +136,18 @@ def per_pair_loss(scores: Tensor, batch: LensBatch, config: LensConfig) -> Tenso
             down = collapse[masked]
             sign = torch.where(down, -1.0, 1.0).to(x.dtype)
             strength = max(math.tanh(delta), 1e-6)
-            weight = torch.where(down, config.collapse_weight, 1.0).to(x.dtype)
-            scale = max(1.0, delta) / config.tau
+            weight = torch.where(down, config.objective.collapse_weight, 1.0).to(x.dtype)
+            scale = max(1.0, delta) / config.objective.tau
             total = (torch.nn.functional.softplus(-sign * x * scale) * strength * weight).mean()
             if down.any() and not down.all():
                 gap = x[~down].mean() - x[down].mean()
-                total = total + config.rank_weight * torch.relu(config.margin - gap)
+                total = total + config.objective.rank_weight * torch.relu(config.objective.margin - gap)
             span = spans[lod[masked].long()]
             positive, negative = (span * torch.relu(x)).sum(), (span * torch.relu(-x)).sum()
-            total = total + config.budget_weight * ((positive - negative) / (positive + negative + 1e-6)) ** 2
+            total = (
+                total
+                + config.objective.budget_weight * ((positive - negative) / (positive + negative + 1e-6)) ** 2
+            )
             totals.append(total)
     return torch.stack(totals).mean() if totals else scores.sum() * 0
 
@@ -181,11 +186,9 @@ register(
                 "leanstep",
                 "fast",
                 _backend("auto"),
-                note="closed-form gradient in C++; looks only at blocks under gists",
+                note="closed-form gradient in torch operations; looks only at blocks under gists",
             ),
-            Implementation("fused", "fast", _backend("fused"), note="the same in torch operations"),
             Implementation("eager", "fast", _backend("eager"), note="autograd over dense rows"),
-            Implementation("flat", "fast", _backend("flat"), note="autograd over one flat list"),
             Implementation(
                 "per-pair",
                 "peer",
@@ -279,7 +282,7 @@ def _training_step(objective: str):
                 else:
                     extra = scores.sum()
                 outputs["lens_loss"] = extra
-                loss = loss + config.lens_loss_weight * extra
+                loss = loss + config.objective.lens_loss_weight * extra
             grads = torch.autograd.grad(loss, parameters, allow_unused=True)
             if objective in ("plain", "limit"):
                 return {}

@@ -5,19 +5,14 @@ V contexts · W padded length · P pairs
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .batch import LensBatch
-from .config import LensConfig
-from .fused import Denominator, FusedOutput, context_terms
-from .pairs import Pairs
-from .targets import build_targets, span_table
-from .terms import compute_dtype, pair_factors, smooth_budget, total_of
+from leanstep.preference.closed_form import ClosedForm, context_terms
+from leanstep.preference.lens_terms import LossCall, compute_dtype, smooth_budget, total_of
+from leanstep.preference.pairs import build_targets, pair_factors, span_table
 
 FORMS = {"logistic": 0, "hinge": 1, "squared_hinge": 2}
 MAX_TILE = 8192
@@ -194,40 +189,25 @@ def lens_rows_kernel(
                 tl.store(cell, tl.load(cell, mask=inside, other=0) + grad, mask=inside)
 
 
-def triton_loss(
-    scores: Tensor,
-    batch: LensBatch,
-    pairs: Pairs,
-    config: LensConfig,
-    active: tuple[str, ...],
-    state: Tensor,
-    prev_scores: Tensor | None,
-    prev_valid: Tensor | None,
-    denominator: Denominator,
-    *,
-    sign: Tensor | None = None,
-    span_weights: tuple[Tensor, Tensor | None] | None = None,
-    need_grad: bool = True,
-    on_built: Callable[[], None] | None = None,
-) -> FusedOutput:
-    """Same contract as `fused_loss`; scores in any float dtype, sums in float32 (float64 for float64 scores).
+def triton_loss(call: LossCall) -> ClosedForm:
+    """`closed_form_loss` in Triton; scores in any float dtype, sums in float32 (float64 for float64).
 
-    Launches: one, or two around the scan when the budget is smoothed; plus those that build pairs and
-    targets.
+    Launches: one, or two around the scan when the budget is smoothed, and what builds pairs and targets.
     """
+    scores, batch, pairs, config, active = call.scores, call.batch, call.pairs, call.config, call.active
+    state, need_grad = call.state, call.need_grad
     dtype = compute_dtype(scores)
-    sign = build_targets(batch, pairs, config) if sign is None else sign
-    if on_built is not None:
-        on_built()
+    sign = build_targets(batch, pairs, config) if call.sign is None else call.sign
+    call.built()
     num_pairs, width = sign.shape
     kept = (sign != 0).any(1)
-    factor = kept / denominator(kept).to(dtype)
+    factor = kept / call.denominator(kept).to(dtype)
     scale, strength = pair_factors(pairs, config, dtype)
     # Pairs grouped by their worse context, in processing order inside a context.
     worse, order = torch.sort(pairs.worse, stable=True)
     start = torch.searchsorted(worse, torch.arange(scores.shape[0] + 1, device=scores.device))
-    spans = span_table(config.block_size, config.max_lod, scores.device, dtype)
-    share, weight = span_weights if span_weights is not None else (None, None)
+    spans = span_table(config, scores.device, dtype)
+    share, weight = call.span_weights if call.span_weights is not None else (None, None)
     pref, rank, imbalance, offset = torch.zeros(4, num_pairs, dtype=dtype, device=scores.device).unbind(0)
     grad = torch.zeros_like(scores, dtype=dtype, memory_format=torch.contiguous_format)
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
@@ -257,12 +237,12 @@ def triton_loss(
             grad,
             width,
             scores.stride(0),
-            config.margin,
-            config.rank_weight,
-            config.budget_weight if "budget" in active else 0.0,
-            config.collapse_weight,
-            config.hinge_margin,
-            FORM=FORMS[config.form],
+            config.objective.margin,
+            config.objective.rank_weight,
+            config.objective.budget_weight if "budget" in active else 0.0,
+            config.objective.collapse_weight,
+            config.objective.hinge_margin,
+            FORM=FORMS[config.objective.form],
             PREF="pref" in active,
             RANK="rank" in active,
             BUDGET=budget,
@@ -285,29 +265,17 @@ def triton_loss(
     if "budget" in active:
         terms["budget"] = imbalance * imbalance
     if smooth:
-        averages, state = smooth_budget(imbalance, kept, state, config.budget_smooth_beta)
+        averages, state = smooth_budget(imbalance, kept, state, config.objective.budget_smooth_beta)
         distance = torch.where(kept, imbalance - averages, 0)
         terms["smooth"] = distance * distance
-        offset.copy_(distance * (2 * config.budget_smooth_weight))
+        offset.copy_(distance * (2 * config.objective.budget_smooth_weight))
         if need_grad:
             launch(True, True)
     x = scores.to(dtype)
-    context_terms(
-        x,
-        batch,
-        pairs,
-        config,
-        active,
-        prev_scores,
-        prev_valid,
-        terms,
-        kept,
-        factor,
-        grad if need_grad else None,
-    )
+    context_terms(call, x, terms, kept, factor, grad if need_grad else None)
     total = total_of(terms, config)
     loss = x.new_zeros(()) if total is None else (total * factor).sum()
-    return FusedOutput(loss, terms, kept, state, grad if need_grad else None)
+    return ClosedForm(loss, terms, kept, state, grad if need_grad else None)
 
 
 def _shipped(name: str, score_type: str, block: int, smooth: bool) -> dict:

@@ -1,6 +1,7 @@
-"""Preference pairs, chosen on the device: static shapes, no host read.
+"""What is compared and what should change: preference pairs, targets of entries, samples of them.
 
-B samples · C variants per sample · N pair candidates per sample · P pairs of the micro-batch
+B samples · C variants per sample · N pair candidates per sample · P pairs · V contexts · W padded length
+T tokens · L coarsest level · b block size. Static shapes, no host read.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .config import LensConfig
-from .constants import kept
+from leanstep.preference.batch import LensBatch
+from leanstep.preference.lens_config import LensConfig
+
+# Above this many bytes the dense table gives way to a binary search in the sorted positions.
+TABLE_LIMIT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -34,15 +38,8 @@ class Pairs:
     valid: Tensor
 
 
-@kept
-def _triangle(num_variants: int, device: torch.device) -> Tensor:
-    """All i < j in sorted order, those with i = 0 first: [2N], the i of every pair and then the j."""
-    lists = [(i, j) for i in range(num_variants) for j in range(i + 1, num_variants)]
-    return torch.tensor([i for i, _ in lists] + [j for _, j in lists], dtype=torch.int64, device=device)
-
-
 def pairs_per_sample(num_variants: int, config: LensConfig) -> int:
-    return min(config.max_pairs, math.comb(num_variants, 2))
+    return min(config.sampling.max_pairs, math.comb(num_variants, 2))
 
 
 def build_pairs(
@@ -72,7 +69,8 @@ def build_pairs(
         )
     num_samples, num_variants = loss.shape
     slots = pairs_per_sample(num_variants, config)
-    first_and_second = _triangle(num_variants, loss.device)
+    # All i < j in sorted order, those with i = 0 first: the i of every pair and then the j.
+    first_and_second = torch.triu_indices(num_variants, num_variants, 1, device=loss.device).view(-1)
     # NaN sorts last, after every number.
     sorted_loss_BC, rank_BC = torch.sort(loss, dim=1, stable=True)
     first_BN, second_BN = sorted_loss_BC.index_select(1, first_and_second).chunk(2, 1)
@@ -86,10 +84,10 @@ def build_pairs(
         pick = torch.nn.functional.pad(pick, (0, 1), value=2)
     elif num_variants > 3:
         late_gap, late_pick = torch.sort(gap_BN[:, num_primary:], dim=1, stable=True)
-        if config.hard_negative_ratio < 1:
+        if config.sampling.hard_negative_ratio < 1:
             num_scored = (sorted_loss_BC == sorted_loss_BC).sum(1, keepdim=True)
             num_late = ((num_scored - 1) * (num_scored - 2) // 2).clamp(min=0)
-            quota = (num_late.double() * config.hard_negative_ratio).ceil().clamp(min=1)
+            quota = (num_late.double() * config.sampling.hard_negative_ratio).ceil().clamp(min=1)
             position = torch.arange(late_gap.shape[1], device=loss.device)
             late_gap = torch.where(position < quota, late_gap, torch.nan)
         gap, pick = torch.cat([gap, late_gap], 1), torch.cat([pick, late_pick + num_primary], 1)
@@ -129,20 +127,20 @@ def sample_pairs(pairs: Pairs, config: LensConfig, generator: torch.Generator | 
     for the mean over all, as long as every live pair has a target.
     """
     live = pairs.live
-    if config.pairs_per_variant is not None:
+    if config.sampling.pairs_per_variant is not None:
         # Rank among the live pairs with the same worse context: how many come before by (delta, slot).
         slot = torch.arange(live.shape[0], device=live.device)
         same = (pairs.worse[:, None] == pairs.worse[None, :]) & live[None, :]
         ahead = (pairs.delta[None, :] > pairs.delta[:, None]) | (
             (pairs.delta[None, :] == pairs.delta[:, None]) & (slot[None, :] < slot[:, None])
         )
-        live = live & ((same & ahead).sum(1) < config.pairs_per_variant)
-    if config.pair_sampling == "random":
-        assert config.pairs_sampled is not None
+        live = live & ((same & ahead).sum(1) < config.sampling.pairs_per_variant)
+    if config.sampling.pair_sampling == "random":
+        assert config.sampling.pairs_sampled is not None
         device = generator.device if generator is not None else live.device
         key = torch.rand(live.shape[0], generator=generator, device=device).to(live.device)
         rank = torch.where(live, key, 2.0).argsort().argsort()
-        live = live & (rank < config.pairs_sampled)
+        live = live & (rank < config.sampling.pairs_sampled)
     if live is pairs.live:
         return pairs
     return Pairs(pairs.better, pairs.worse, pairs.delta, live, pairs.valid)
@@ -179,3 +177,146 @@ def check_variant_counts(
     if num_pairs is not None and num_pairs > limit:
         raise ValueError(f"num_pairs: {num_pairs} pairs from {total} variants, expected at most {limit}")
     return total
+
+
+def pair_factors(pairs: Pairs, config: LensConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scale s = max(1, delta) / tau and strength a = max(tanh(delta), 1e-6) of each pair, [P]."""
+    # In the losses' own dtype first: delta may be far below what float32 resolves at the size of a loss.
+    scale = pairs.delta.clamp(min=1).to(dtype)
+    if config.objective.tau != 1:
+        scale = scale / config.objective.tau
+    strength = torch.tanh(pairs.delta).clamp(min=1e-6).to(dtype)
+    return scale, strength
+
+
+def span_table(config: LensConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[L + 1] tokens per entry by LOD, made on the device."""
+    return torch.pow(config.block_size, torch.arange(config.max_lod + 1, device=device)).to(dtype)
+
+
+def build_lod_table(batch: LensBatch) -> Tensor:
+    """[V, T + 1] int8: LOD of the entry that starts at a token, -1 where none does. Column T takes the
+    padding.
+
+    Built once per micro-batch and used by every pair.
+    """
+    table = torch.full(
+        (batch.num_contexts, batch.num_tokens + 1), -1, dtype=torch.int8, device=batch.pos.device
+    )
+    table = table.scatter(1, batch.pos, batch.lod)
+    table[:, batch.num_tokens] = -1
+    return table
+
+
+def desired_lods(batch: LensBatch, pairs: Pairs, *, lookup: str = "auto") -> Tensor:
+    """[P, W] int8: LOD that the better context has at exactly the same start, -1 where nothing starts
+    there.
+    """
+    if lookup not in ("auto", "table", "search"):
+        raise ValueError(f"lookup: expected auto, table or search, got {lookup!r}")
+    if lookup == "auto":
+        fits = batch.num_contexts * (batch.num_tokens + 1) <= TABLE_LIMIT_BYTES
+        lookup = "table" if fits else "search"
+    pos_PW = batch.pos.index_select(0, pairs.worse)
+    if lookup == "table":
+        return build_lod_table(batch).index_select(0, pairs.better).gather(1, pos_PW)
+    # Left padding holds T in front: send it below every position so that rows stay sorted.
+    padding_first = torch.where(
+        batch.valid, batch.pos, torch.where(batch.valid.cumsum(1) == 0, -1, batch.num_tokens)
+    )
+    key_PW = padding_first.index_select(0, pairs.better)
+    slot = torch.searchsorted(key_PW, pos_PW).clamp_(max=max(key_PW.shape[1] - 1, 0))
+    found = (key_PW.gather(1, slot) == pos_PW) & (pos_PW < batch.num_tokens)
+    return torch.where(found, batch.lod.index_select(0, pairs.better).gather(1, slot), -1).to(torch.int8)
+
+
+def build_targets(batch: LensBatch, pairs: Pairs, config: LensConfig, *, lookup: str = "auto") -> Tensor:
+    """Sign of the target of every entry of the worse context: +1 expand, -1 collapse, 0 none.
+
+    A collapse request reaches every entry of the same LOD in the same aligned parent block, and wins over
+    expand. The target itself is sign * tanh(delta) of the pair.
+
+    Returns:
+        [P, W] int8.
+    """
+    want_PW = desired_lods(batch, pairs, lookup=lookup)
+    lod_PW = batch.lod.index_select(0, pairs.worse)
+    pos_PW = batch.pos.index_select(0, pairs.worse)
+    entry_PW = batch.valid.index_select(0, pairs.worse) & pairs.live[:, None]
+    opinion_PW = entry_PW & (want_PW >= 0)
+    expand_PW = opinion_PW & (want_PW < lod_PW)
+    request_PW = opinion_PW & (want_PW > lod_PW) & (lod_PW < config.max_lod)
+
+    block_PW, num_blocks = block_ids(pos_PW, lod_PW, batch.num_tokens, config)
+    slot_PW = torch.where(request_PW, block_PW, num_blocks)
+    hits = torch.zeros(pos_PW.shape[0], num_blocks + 1, dtype=torch.int8, device=pos_PW.device)
+    hits = hits.scatter(1, slot_PW, 1)
+    # Every request writes the same 1 and all others go to the dump slot, so no write is lost.
+    reached_PW = hits.gather(1, block_PW.clamp(max=max(num_blocks - 1, 0))) > 0
+    collapse_PW = reached_PW & entry_PW & (lod_PW < config.max_lod)
+    return torch.where(collapse_PW, -1, expand_PW.to(torch.int8)).to(torch.int8)
+
+
+def block_ids(pos: Tensor, lod: Tensor, num_tokens: int, config: LensConfig) -> tuple[Tensor, int]:
+    """Number of the parent block of each entry, distinct across levels, and how many numbers there are."""
+    parents = [config.block_size ** (level + 1) for level in range(config.max_lod)]
+    offsets = [0]
+    for parent in parents:
+        offsets.append(offsets[-1] + math.ceil((num_tokens + 1) / parent))
+    ids = torch.full_like(pos, offsets[-1])
+    for level, parent in enumerate(parents):
+        ids = torch.where(lod == level, pos // parent + offsets[level], ids)
+    return ids, offsets[-1]
+
+
+def lod_histogram(batch: LensBatch, config: LensConfig) -> Tensor:
+    """[V, L + 1] int64: entries per level."""
+    counts = torch.zeros(batch.num_contexts, config.max_lod + 1, dtype=torch.int64, device=batch.lod.device)
+    return counts.scatter_add(1, batch.lod.long(), batch.valid.long())
+
+
+def sample_spans(
+    scores: Tensor, sign: Tensor, pairs: Pairs, config: LensConfig, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Weights of the masked entries after span sampling; None without sampling.
+
+    `topk` keeps the `span_k` entries with the steepest preference cost (ties: lowest index) and averages
+    over them. That is biased on purpose: it looks at the mistakes only. `random` keeps `span_k` entries
+    uniformly without replacement; `stride` keeps every `span_stride`-th masked entry from a random start.
+    The expectation of the preference term under both equals the full term exactly.
+
+    Returns:
+        share [P, W]: weight in the preference term, in place of 1 / n.
+        weight [P, W] or None: weight in the sums of rank and budget (Horvitz-Thompson), None = all entries.
+    """
+    if config.sampling.span_sampling == "none":
+        return None
+    dtype = scores.dtype
+    masked = sign != 0
+    num_masked = masked.sum(1, keepdim=True)
+    device = generator.device if generator is not None else sign.device
+    if config.sampling.span_sampling == "stride":
+        phase = torch.randint(
+            config.sampling.span_stride, (sign.shape[0], 1), generator=generator, device=device
+        )
+        index = masked.cumsum(1) - 1
+        chosen = masked & ((index - phase.to(sign.device)) % config.sampling.span_stride == 0)
+        factor = torch.full_like(num_masked, config.sampling.span_stride, dtype=dtype)
+    else:
+        if config.sampling.span_sampling == "topk":
+            x = scores.detach().index_select(0, pairs.worse)
+            scale, _ = pair_factors(pairs, config, dtype)
+            aligned = torch.where(masked, sign.to(dtype) * x * scale[:, None], 0)
+            if config.objective.form == "logistic":
+                key = torch.sigmoid(-aligned)
+            else:
+                key = torch.relu(config.objective.hinge_margin - aligned)
+            key = torch.where(sign < 0, key * config.objective.collapse_weight, key)
+        else:
+            key = torch.rand(sign.shape, generator=generator, device=device).to(sign.device)
+        rank = torch.argsort(torch.where(masked, key, -1), dim=1, descending=True, stable=True).argsort(1)
+        chosen = masked & (rank < config.sampling.span_k)
+        factor = num_masked.to(dtype) / num_masked.clamp(min=1, max=config.sampling.span_k)
+    weight = torch.where(chosen, factor, 0)
+    share = weight / num_masked.clamp(min=1)
+    return share, None if config.sampling.aux_on_full else weight

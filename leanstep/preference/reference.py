@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from .batch import LensBatch
-from .config import LensConfig
-from .result import LensResult
+from leanstep.preference.batch import LensBatch
+from leanstep.preference.lens_config import LensConfig
+from leanstep.preference.telemetry import LensResult
 
 Pair = tuple[int, int, int, float]  # sample, better variant, worse variant, delta
 
@@ -30,9 +30,9 @@ def reference_pairs(losses: Tensor, config: LensConfig, sample: int = 0) -> list
     additional = [pair(order[i], order[j]) for i in range(1, len(order)) for j in range(i + 1, len(order))]
     primary.sort(key=lambda p: -p[3])
     additional.sort(key=lambda p: -p[3])
-    if config.hard_negative_ratio < 1:
-        additional = additional[: max(1, math.ceil(config.hard_negative_ratio * len(additional)))]
-    return (primary + additional)[: config.max_pairs]
+    if config.sampling.hard_negative_ratio < 1:
+        additional = additional[: max(1, math.ceil(config.sampling.hard_negative_ratio * len(additional)))]
+    return (primary + additional)[: config.sampling.max_pairs]
 
 
 def reference_targets(
@@ -67,7 +67,9 @@ def reference_coverage(
         expand = torch.relu(x).clamp(max=1) if lod > 0 else torch.zeros_like(x)
         collapse = torch.relu(-x).clamp(max=1) if lod < config.max_lod else torch.zeros_like(x)
         lengths.append(1 + (b - 1) * expand - (1 - 1 / b) * collapse)
-    capacity = len(context) if config.coverage_capacity is None else config.coverage_capacity
+    capacity = (
+        len(context) if config.objective.coverage_capacity is None else config.objective.coverage_capacity
+    )
     covered = after = torch.zeros_like(scores[0])
     used = torch.zeros_like(scores[0])
     for own, length in zip(reversed(owns), reversed(lengths), strict=True):
@@ -77,14 +79,14 @@ def reference_coverage(
         covered = covered + own / tokens
         after = after + own * share / tokens
         used = used + length
-    return torch.relu(covered.clamp(max=config.coverage_target) - after)
+    return torch.relu(covered.clamp(max=config.objective.coverage_target) - after)
 
 
 def _preference(x: Tensor, sign: int, scale: float, config: LensConfig) -> Tensor:
-    if config.form == "logistic":
+    if config.objective.form == "logistic":
         return torch.nn.functional.softplus(-sign * x * scale)
-    hinge = torch.relu(config.hinge_margin - sign * x * scale)
-    return hinge if config.form == "hinge" else hinge * hinge
+    hinge = torch.relu(config.objective.hinge_margin - sign * x * scale)
+    return hinge if config.objective.form == "hinge" else hinge * hinge
 
 
 def lens_loss_reference(
@@ -99,9 +101,9 @@ def lens_loss_reference(
     terms: set[str] | None = None,
 ) -> LensResult:
     """The objective over a micro-batch, pair by pair; same arguments and result as `lens_loss`."""
-    active = config.active_terms(terms)
+    active = config.objective.active_terms(terms)
     dtype = scores.dtype if scores.dtype in (torch.float32, torch.float64) else torch.float32
-    per_sample = min(config.max_pairs, math.comb(batch.loss.shape[1], 2))
+    per_sample = min(config.sampling.max_pairs, math.comb(batch.loss.shape[1], 2))
     slots: list[Pair | None] = []
     for sample in range(batch.loss.shape[0]):
         found = reference_pairs(batch.loss[sample], config, sample)
@@ -137,14 +139,14 @@ def lens_loss_reference(
         whole = ("kl" in active and prev_scores is not None) or "coverage" in active
         wanted = range(len(targets)) if whole else [i for i, _ in masked]
         x = {i: row[entries[worse][i]] for i in wanted}
-        scale = max(1.0, delta) / config.tau
+        scale = max(1.0, delta) / config.objective.tau
         strength = max(math.tanh(delta), 1e-6)
         zero = torch.zeros((), dtype=dtype)
         pair_total = zero
         if "pref" in active:
             pref = zero
             for i, sign in masked:
-                weight = config.collapse_weight if sign < 0 else 1.0
+                weight = config.objective.collapse_weight if sign < 0 else 1.0
                 pref = pref + _preference(x[i], sign, scale, config) * strength * weight
             values["pref"][k] = pref / len(masked)
             pair_total = pair_total + values["pref"][k]
@@ -153,8 +155,8 @@ def lens_loss_reference(
             down = [x[i] for i, sign in masked if sign < 0]
             if up and down:
                 gap = torch.stack(up).mean() - torch.stack(down).mean()
-                values["rank"][k] = torch.relu(config.margin - gap)
-            pair_total = pair_total + config.rank_weight * values["rank"][k]
+                values["rank"][k] = torch.relu(config.objective.margin - gap)
+            pair_total = pair_total + config.objective.rank_weight * values["rank"][k]
         if "budget" in active or "smooth" in active:
             positive = negative = zero
             for i, _ in masked:
@@ -164,24 +166,27 @@ def lens_loss_reference(
             imbalance = (positive - negative) / (positive + negative + 1e-6)
             if "budget" in active:
                 values["budget"][k] = imbalance**2
-                pair_total = pair_total + config.budget_weight * values["budget"][k]
+                pair_total = pair_total + config.objective.budget_weight * values["budget"][k]
             if "smooth" in active:
-                beta = config.budget_smooth_beta
+                beta = config.objective.budget_smooth_beta
                 ema = beta * ema + (1 - beta) * imbalance.detach()
                 values["smooth"][k] = (imbalance - ema) ** 2
-                pair_total = pair_total + config.budget_smooth_weight * values["smooth"][k]
+                pair_total = pair_total + config.objective.budget_smooth_weight * values["smooth"][k]
         if "kl" in active and prev_scores is not None and (prev_valid is None or prev_valid[worse].item()):
             divergence = zero
             for i, j in enumerate(entries[worse]):
                 before = prev_scores[worse, j].detach().to(dtype)
-                q, q_before = torch.sigmoid(x[i] / config.tau), torch.sigmoid(before / config.tau)
-                divergence = divergence + 0.5 * (q - q_before) * (x[i] - before) / config.tau
+                q, q_before = (
+                    torch.sigmoid(x[i] / config.objective.tau),
+                    torch.sigmoid(before / config.objective.tau),
+                )
+                divergence = divergence + 0.5 * (q - q_before) * (x[i] - before) / config.objective.tau
             values["kl"][k] = divergence / len(entries[worse])
-            pair_total = pair_total + config.kl_weight * values["kl"][k]
+            pair_total = pair_total + config.objective.kl_weight * values["kl"][k]
         if "coverage" in active:
             tokens = int(batch.tokens[worse].item())
             values["coverage"][k] = reference_coverage(list(x.values()), contexts[worse], tokens, config)
-            pair_total = pair_total + config.coverage_weight * values["coverage"][k]
+            pair_total = pair_total + config.objective.coverage_weight * values["coverage"][k]
         total = total + pair_total
     stacked = {
         name: torch.stack(row).detach() if row else torch.zeros(0, dtype=dtype)

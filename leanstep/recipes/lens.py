@@ -21,10 +21,13 @@ from torch import Tensor
 from leanstep.preference import (
     AllocatorConfig,
     ContextReader,
+    GateConfig,
     LensBatch,
     LensConfig,
     LensNet,
     LensObjective,
+    ObjectiveConfig,
+    SamplingConfig,
     Variant,
     allocate_focus,
     baseline_variant,
@@ -120,12 +123,15 @@ class Lens(WarmStarted):
         super().__init__(settings, task, seed=seed, steps=steps, preset=preset, world=world)
         self.config = LensConfig(
             block_size=task.block,
-            num_random_variants=settings.random_variants,
-            recent_tokens=2 * task.questions,
-            gate_every=settings.gate_every,
-            kl_weight=settings.kl_weight,
-            rank_weight=settings.rank_weight,
-            budget_weight=settings.budget_weight,
+            objective=ObjectiveConfig(
+                kl_weight=settings.kl_weight,
+                rank_weight=settings.rank_weight,
+                budget_weight=settings.budget_weight,
+            ),
+            sampling=SamplingConfig(
+                num_random_variants=settings.random_variants, recent_tokens=2 * task.questions
+            ),
+            gate=GateConfig(every=settings.gate_every),
         )
         self.length = reachable_length(task.tokens, round(settings.budget * task.tokens), task.block)
         geometry = {"block_size": task.block, "max_lod": self.config.max_lod}
@@ -193,7 +199,7 @@ class Lens(WarmStarted):
                 self.options.random_variants,
                 self.length,
                 generator,
-                recent_tokens=self.config.recent_tokens,
+                recent_tokens=self.config.sampling.recent_tokens,
             )
             for _ in range(count)
         ]
@@ -239,7 +245,7 @@ class Lens(WarmStarted):
                 max_lod=self.config.max_lod,
                 budget=self.task.tokens,
                 num_tokens=self.task.tokens,
-                config=AllocatorConfig(protected_entries=self.config.recent_tokens, max_edits=edits),
+                config=AllocatorConfig(protected_entries=self.config.sampling.recent_tokens, max_edits=edits),
             )
             chosen.append(Variant(positions, lods))
         return chosen

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from leanstep.preference.batch import LensBatch, Variant
-from leanstep.preference.config import LensConfig
+from leanstep.preference.lens_config import LensConfig
 
 FOLDER = Path(__file__).parent.parent / "vectors" / "lens"
 NAMES = sorted(p.stem for p in FOLDER.glob("*.json"))
@@ -43,7 +43,7 @@ def expand_runs(variant: dict[str, Any], block: int, running: int) -> None:
 
 def config_of(data: dict[str, Any], **changes: Any) -> LensConfig:
     given = {k: v for k, v in data["config"].items() if k != "ema_in"}
-    return LensConfig(**{**given, **changes})
+    return LensConfig.from_flat(**{**given, **changes})
 
 
 def batch_of(data: dict[str, Any]) -> LensBatch:

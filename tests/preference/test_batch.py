@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
-from leanstep.preference import LensBatch, LensConfig, Variant, check_variant_counts
+from leanstep.preference import (
+    GateConfig,
+    LensBatch,
+    LensConfig,
+    ObjectiveConfig,
+    SamplingConfig,
+    Variant,
+    check_variant_counts,
+)
 
 CONFIG = LensConfig(block_size=2, max_lod=1)
 
@@ -68,32 +79,63 @@ def test_left_and_right_padding_agree():
     )
     x = torch.randn(2, 4)
     y = torch.stack([x[0], x[1].roll(1)])
-    for backend in ("eager", "flat", "fused", "native"):
+    for backend in ("eager", "fused"):
         a = lens_loss(x, right, CONFIG, backend=backend).loss
         torch.testing.assert_close(lens_loss(y, left, CONFIG, backend=backend).loss, a)
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("record", "change"),
     [
-        {"temperature": 0},
-        {"hard_negative_ratio": 0},
-        {"max_pairs": 0},
-        {"budget_smooth_beta": 1.0},
-        {"form": "logit"},
-        {"rank_weight": -1},
-        {"margin": math.nan},
-        {"gate_every": 0},
-        {"block_size": 1},
-        {"max_lod": 0},
-        {"pair_sampling": "random"},
-        {"coverage_target": 1.5},
+        (ObjectiveConfig, {"temperature": 0}),
+        (SamplingConfig, {"hard_negative_ratio": 0}),
+        (SamplingConfig, {"max_pairs": 0}),
+        (ObjectiveConfig, {"budget_smooth_beta": 1.0}),
+        (ObjectiveConfig, {"form": "logit"}),
+        (ObjectiveConfig, {"rank_weight": -1}),
+        (ObjectiveConfig, {"margin": math.nan}),
+        (GateConfig, {"every": 0}),
+        (GateConfig, {"mode": "never"}),
+        (LensConfig, {"block_size": 1}),
+        (LensConfig, {"max_lod": 0}),
+        (LensConfig, {"gate": 4}),
+        (SamplingConfig, {"pair_sampling": "random"}),
+        (ObjectiveConfig, {"coverage_target": 1.5}),
     ],
 )
-def test_bad_configuration_names_the_field(change):
+def test_bad_configuration_names_the_field(record, change):
     name = "pairs_sampled" if "pair_sampling" in change else next(iter(change))
     with pytest.raises(ValueError, match=f"{name}:"):
-        LensConfig(**change)
+        record(**change)
+
+
+def test_flat_keywords_work_and_name_their_new_place():
+    new = LensConfig(
+        block_size=4,
+        objective=ObjectiveConfig(kl_weight=0.5),
+        sampling=SamplingConfig(span_k=3),
+        gate=GateConfig(every=2),
+    )
+    with pytest.warns(DeprecationWarning, match="is now LensConfig") as caught:
+        old = LensConfig(block_size=4, kl_weight=0.5, span_k=3, gate_every=2)
+    assert old == new and hash(old) == hash(new) and len(caught) == 3
+    message = "LensConfig(gate_every=...) is now LensConfig(gate=GateConfig(every=...))"
+    assert str(caught[2].message) == message and caught[2].filename == __file__
+    assert LensConfig.from_flat(block_size=4, kl_weight=0.5, span_k=3, gate_every=2) == new
+    with pytest.warns(DeprecationWarning, match="kl_weight"):
+        assert replace(new, kl_weight=0.7).objective == ObjectiveConfig(kl_weight=0.7)
+    for name, place, value in (
+        ("kl_weight", "objective.kl_weight", 0.5),
+        ("gate_every", "gate.every", 2),
+        ("tau", "objective.tau", 1.0),
+    ):
+        with pytest.warns(DeprecationWarning, match=f"LensConfig.{name} is now LensConfig.{place}"):
+            assert getattr(new, name) == value
+    with pytest.raises(TypeError, match="no argument 'kl_wait'"):
+        LensConfig(kl_wait=1.0)
+    with pytest.raises(AttributeError, match="no attribute 'kl_wait'"):
+        _ = new.kl_wait
+    assert pickle.loads(pickle.dumps(new)) == copy.deepcopy(new) == new
 
 
 def test_variant_counts():

@@ -11,12 +11,11 @@ import os
 import pytest
 import torch
 
-from leanstep.preference import LensConfig, lens_loss
+from leanstep.preference import LensConfig, ObjectiveConfig, SamplingConfig, lens_loss, lens_objective
 from leanstep.preference import kernel as kernel_module
-from leanstep.preference import loss as loss_module
 
 from . import golden
-from .test_loss import EVERY_TERM, random_batch
+from .test_closed_form import EVERY_TERM, random_batch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def use_kernel(monkeypatch):
-    monkeypatch.setattr(loss_module, "_fused_backend", lambda x: kernel_module.triton_loss)
+    monkeypatch.setattr(lens_objective, "_closed_form_of", lambda x: kernel_module.triton_loss)
 
 
 # The interpreter takes seconds per file: every file in float64, a few in float32.
@@ -60,7 +59,9 @@ def test_equals_the_eager_path(form, tile, sampling, monkeypatch):
     monkeypatch.setattr(kernel_module, "MAX_TILE", tile)
     batch = random_batch(seed=4, tokens=48).to(DEVICE)
     config = LensConfig(
-        block_size=4, form=form, span_sampling=sampling, span_k=5, aux_on_full=False, **EVERY_TERM
+        block_size=4,
+        objective=ObjectiveConfig(form=form, **EVERY_TERM),
+        sampling=SamplingConfig(span_sampling=sampling, span_k=5, aux_on_full=False),
     )
     scores = torch.randn(batch.pos.shape, device=DEVICE).tanh()
     arguments = {"prev_scores": 0.3 * scores, "state": torch.tensor(0.1, device=DEVICE)}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from leanstep.preference import LensBatch, LensConfig, lens_loss, sample_variants
+from leanstep.preference import LensBatch, LensConfig, ObjectiveConfig, lens_loss, sample_variants
 
 CONFIG = LensConfig(block_size=4, max_lod=2)
 
@@ -27,7 +27,7 @@ def problem(rank):
 
 def normalize_on_rank(rank, world_size):
     batch, x = problem(rank)
-    result = lens_loss(x, batch, replace(CONFIG, normalize="global"))
+    result = lens_loss(x, batch, replace(CONFIG, objective=ObjectiveConfig(normalize="global")))
     result.loss.backward()
     return result.loss.item(), int(result.kept.sum()), x.grad.tolist()
 
@@ -47,4 +47,4 @@ def test_global_normalisation_is_the_mean_over_all_ranks(run_ranks):
 def test_global_without_a_process_group_is_refused():
     batch, x = problem(0)
     with pytest.raises(ValueError, match="normalize"):
-        lens_loss(x, batch, replace(CONFIG, normalize="global"))
+        lens_loss(x, batch, replace(CONFIG, objective=ObjectiveConfig(normalize="global")))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from leanstep.preference.config import LensConfig
+from leanstep.preference.lens_config import LensConfig, ObjectiveConfig
 from leanstep.preference.reference import (
     lens_loss_reference,
     reference_coverage,
@@ -75,7 +75,7 @@ def test_loss_terms_and_gradient_equal_the_original(name):
 
 
 def coverage_of(scores):
-    config = LensConfig(block_size=4, max_lod=2, coverage_weight=1.0)
+    config = LensConfig(block_size=4, max_lod=2, objective=ObjectiveConfig(coverage_weight=1.0))
     context = [(0, 1), (4, 1), *[(p, 0) for p in range(8, 16)]]
     return reference_coverage(list(scores), context, 16, config)
 

@@ -1,10 +1,9 @@
 """Losses from preferences inside ragged groups: no n^2 memory, no host read."""
 
-from .draws import SampledPairs, draw_pairs, top_pairs
-from .groups import Groups, make_groups
-from .logistic import bradley_terry
-from .ranking import plackett_luce
-from .sorted_hinge import hinge
+from leanstep.preference.ragged.csr_groups import Groups, make_groups
+from leanstep.preference.ragged.draws import SampledPairs, draw_pairs, top_pairs
+from leanstep.preference.ragged.logistic import bradley_terry
+from leanstep.preference.ragged.ranking import hinge, plackett_luce
 
 __all__ = [
     "Groups",

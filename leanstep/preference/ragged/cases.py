@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload, register, with_gradients
-
-from .logistic import bradley_terry
+from leanstep.preference.ragged.logistic import bradley_terry
 
 
 def _make_pairs(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .groups import Groups, lower_counts, make_groups, pair_counts
+from leanstep.preference.ragged.csr_groups import Groups, lower_counts, make_groups, pair_counts
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-from .groups import GroupLoss, Groups, check_items, make_groups, pair_counts, reduce_groups, working_dtype
+from leanstep.preference.ragged.csr_groups import (
+    GroupLoss,
+    Groups,
+    check_items,
+    make_groups,
+    pair_counts,
+    reduce_groups,
+    working_dtype,
+)
 
 TILE_ELEMENTS = 1 << 18
 

@@ -1,25 +1,197 @@
-"""The objective with what lives between calls: moving average, counters, gate, stage, telemetry."""
+"""The controller objective: one function for a micro-batch, and a module with what lives between calls.
+
+V contexts · W padded length · P pairs
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .batch import LensBatch
-from .config import LensConfig
-from .loss import lens_loss
-from .metrics import PREFIX, LensMetrics
-from .result import LensResult
-from .timers import SectionTimer
+from leanstep.preference.batch import LensBatch
+from leanstep.preference.closed_form import AttachGradient, ClosedForm, closed_form_loss
+from leanstep.preference.lens_config import LensConfig
+from leanstep.preference.lens_terms import Denominator, LossCall, compute_dtype, eager_terms, total_of
+from leanstep.preference.pairs import build_pairs, build_targets, sample_pairs, sample_spans
+from leanstep.preference.telemetry import PREFIX, LensMetrics, LensResult, SectionTimer
 
+BACKENDS = ("auto", "eager", "fused")
+# Implementations of 0.1 that are gone.
+REPLACED = {"flat": "fused", "native": "fused"}
 STAGES = ("joint", "offline", "frozen")
 SLOW_MS = 50.0
 
 Scorer = Callable[..., Tensor]
+
+
+def lens_loss(
+    scores: Tensor,
+    batch: LensBatch,
+    config: LensConfig,
+    *,
+    state: Tensor | None = None,
+    prev_scores: Tensor | None = None,
+    prev_valid: Tensor | None = None,
+    pair_order: Tensor | torch.Generator | None = None,
+    terms: Iterable[str] | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+    process_group: object | None = None,
+    on_built: Callable[[], None] | None = None,
+) -> LensResult:
+    """Loss of the controller's scores against what the base model preferred.
+
+    Equivalent to:
+        lens_loss_reference(scores, batch, config)
+
+    Args:
+        scores: [V, W] float64, float32, float16 or bfloat16; padded entries are not used.
+        batch: the contexts and their losses.
+        state: 0-d moving average of the budget imbalance from the previous call; None = 0.
+        prev_scores: [V, W] scores that a previous policy gives to the same contexts; no gradient flows into
+            them.
+        prev_valid: [V] bool, contexts whose `prev_scores` may be used.
+        pair_order: permutation of the P pair slots, or a generator that shuffles inside each sample.
+        terms: the terms to compute (of those with a weight above 0); None = all of them.
+        generator: for pair and span sampling.
+        backend: eager (autograd over dense rows; compiles), fused (closed-form gradient: torch operations on
+            a CPU, a Triton kernel on a GPU), auto (fused; eager while being compiled).
+        process_group: for `normalize="global"`.
+        on_built: called once pairs and targets are there, before the terms; for timers.
+
+    Returns:
+        LensResult; `loss` is 0 with zero gradient when no pair has a target.
+
+    Host syncs: none. Cost: O(V T + P W). Peak extra memory: V (T + 1) bytes and a few [P, W] tensors.
+    """
+    if backend in REPLACED:
+        warnings.warn(
+            f'backend="{backend}" is gone and runs backend="{REPLACED[backend]}"',
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        backend = REPLACED[backend]
+    _check(scores, batch, state, prev_scores, prev_valid, backend)
+    if backend == "auto":
+        backend = "eager" if torch.compiler.is_compiling() else "fused"
+    dtype = compute_dtype(scores)
+    ema = scores.new_zeros((), dtype=dtype) if state is None else state.detach().to(dtype)
+    with torch.no_grad():
+        pairs = build_pairs(batch.loss, batch.row, config, order=pair_order)
+        pairs = sample_pairs(pairs, config, generator)
+    call = LossCall(
+        scores=scores,
+        batch=batch,
+        pairs=pairs,
+        config=config,
+        active=config.objective.active_terms(terms),
+        state=ema,
+        prev_scores=prev_scores,
+        prev_valid=prev_valid,
+        denominator=_denominator(config, process_group),
+        need_grad=scores.requires_grad and torch.is_grad_enabled(),
+        on_built=on_built,
+    )
+    if backend == "fused":
+        loss, values, kept, ema = _fused(call, generator)
+    else:
+        loss, values, kept, ema = _eager(call, generator)
+    metrics = LensMetrics(scores.detach(), batch, config, pairs, kept, values, loss.detach(), ema)
+    return LensResult(loss, values, kept, True, ema, pairs, metrics, scores.detach())
+
+
+def _fused(
+    call: LossCall, generator: torch.Generator | None
+) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+    """Loss, terms, kept and state; the gradient is attached to the loss."""
+    scores, dtype = call.scores, compute_dtype(call.scores)
+    with torch.no_grad():
+        implementation = _closed_form_of(scores)
+        # The kernel reads any dtype; the torch version works in the dtype of its sums.
+        x = scores.detach() if implementation is not closed_form_loss else scores.detach().to(dtype)
+        call = replace(call, scores=x)
+        if call.config.sampling.span_sampling != "none":
+            sign = build_targets(call.batch, call.pairs, call.config)
+            weights = sample_spans(x.to(dtype), sign, call.pairs, call.config, generator)
+            call = replace(call, sign=sign, span_weights=weights)
+        out = implementation(call)
+    loss = AttachGradient.apply(scores, out.loss, out.grad) if call.need_grad else out.loss
+    return loss, out.terms, out.kept, out.state
+
+
+def _eager(
+    call: LossCall, generator: torch.Generator | None
+) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
+    """The same under autograd."""
+    with torch.no_grad():
+        sign = build_targets(call.batch, call.pairs, call.config)
+    call.built()
+    x = call.scores.to(compute_dtype(call.scores))
+    weights = sample_spans(x, sign, call.pairs, call.config, generator)
+    values, kept, state = eager_terms(replace(call, scores=x, sign=sign, span_weights=weights))
+    total = total_of(values, call.config)
+    # An empty slice keeps the zero attached to the scores without reading one of them.
+    total = x.reshape(-1)[:0] if total is None else torch.where(kept, total, 0)
+    loss = total.sum() / call.denominator(kept).to(x.dtype)
+    return loss, {name: torch.where(kept, value.detach(), 0) for name, value in values.items()}, kept, state
+
+
+def _closed_form_of(scores: Tensor) -> Callable[[LossCall], ClosedForm]:
+    if scores.is_cuda:
+        from leanstep.preference.kernel import triton_loss
+
+        return triton_loss
+    return closed_form_loss
+
+
+def _denominator(config: LensConfig, process_group: object | None) -> Denominator:
+    def local(kept: Tensor) -> Tensor:
+        return kept.sum().clamp(min=1)
+
+    def everywhere(kept: Tensor) -> Tensor:
+        # Gradient averaging over ranks divides by the world size once more.
+        count = kept.sum().double()
+        torch.distributed.all_reduce(count, group=process_group)  # type: ignore[arg-type]
+        return count.clamp(min=1) / torch.distributed.get_world_size(process_group)  # type: ignore[arg-type]
+
+    if config.objective.normalize == "global":
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise ValueError('normalize: "global" needs an initialised torch.distributed process group')
+        return everywhere
+    return local
+
+
+def _check(
+    scores: Tensor,
+    batch: LensBatch,
+    state: Tensor | None,
+    prev_scores: Tensor | None,
+    prev_valid: Tensor | None,
+    backend: str,
+) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+    if not scores.is_floating_point():
+        raise ValueError(f"scores: expected a floating dtype, got {scores.dtype}")
+    expected = tuple(batch.pos.shape)
+    if tuple(scores.shape) != expected:
+        raise ValueError(f"scores: expected shape {expected} to match the batch, got {tuple(scores.shape)}")
+    if scores.device != batch.pos.device:
+        raise ValueError(f"scores: on {scores.device}, but the batch is on {batch.pos.device}")
+    if state is not None and state.dim() != 0:
+        raise ValueError(f"state: expected a 0-d tensor, got shape {tuple(state.shape)}")
+    if prev_scores is not None and tuple(prev_scores.shape) != expected:
+        raise ValueError(f"prev_scores: expected shape {expected}, got {tuple(prev_scores.shape)}")
+    if prev_valid is not None and (tuple(prev_valid.shape) != expected[:1] or prev_valid.dtype != torch.bool):
+        raise ValueError(
+            f"prev_valid: expected bool of shape {expected[:1]}, "
+            f"got {prev_valid.dtype} {tuple(prev_valid.shape)}"
+        )
 
 
 class LensObjective(nn.Module):
@@ -29,11 +201,11 @@ class LensObjective(nn.Module):
         objective = LensObjective(LensConfig())
         inputs = (embeddings, batch.pos, batch.lod, batch.valid, batch.num_tokens)
         result = objective(lensnet, batch, inputs=inputs)
-        (base_loss + config.lens_loss_weight * result.loss).backward()
+        (base_loss + config.objective.lens_loss_weight * result.loss).backward()
         optimizer.step()
         objective.optimizer_step()
 
-    Gate: with `gate_every` > 1 the controller runs only when `(counter - gate_phase) % gate_every == 0`. On
+    Gate: with `gate.every` > 1 the controller runs only when `(counter - gate.phase) % gate.every == 0`. On
     other calls `loss` is a plain 0 with `active=False`. The decision depends on counters alone, so all
     ranks agree. Mode `accumulate` keeps the detached inputs of skipped calls and returns the mean loss over
     them and the present one.
@@ -64,8 +236,8 @@ class LensObjective(nn.Module):
         """Whether the next call runs the controller."""
         if self.stage == "frozen":
             return False
-        counter = self.micro_steps if self.config.gate_unit == "micro" else self.optimizer_steps
-        return (counter - self.config.gate_phase) % self.config.gate_every == 0
+        counter = self.micro_steps if self.config.gate.unit == "micro" else self.optimizer_steps
+        return (counter - self.config.gate.phase) % self.config.gate.every == 0
 
     def optimizer_step(self) -> None:
         """Tell the gate that the optimizer has stepped."""
@@ -111,9 +283,9 @@ class LensObjective(nn.Module):
             "pair_order": pair_order,
             "terms": terms,
         }
-        accumulate = self.config.gate_mode == "accumulate" and self.config.gate_every > 1
+        accumulate = self.config.gate.mode == "accumulate" and self.config.gate.every > 1
         if accumulate and not callable(scores):
-            raise ValueError('scores: gate_mode="accumulate" needs a callable and its inputs, got a tensor')
+            raise ValueError('scores: gate.mode="accumulate" needs a callable and its inputs, got a tensor')
         if not due:
             if accumulate:
                 kept = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
@@ -136,8 +308,8 @@ class LensObjective(nn.Module):
         result = self._evaluate(values, batch, options, generator, timed=True)
         if results:
             result.loss = torch.stack([r.loss for r in (*results, result)]).mean()
-        if self.config.gate_mode == "scale" and self.config.gate_every > 1:
-            result.loss = result.loss * self.config.gate_every
+        if self.config.gate.mode == "scale" and self.config.gate.every > 1:
+            result.loss = result.loss * self.config.gate.every
         self._watch_memory(device, begin=False)
         detached = result.loss.detach()
         self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
@@ -168,7 +340,7 @@ class LensObjective(nn.Module):
         )
         if timed:
             self._timer.mark("lens_loss_ms", since=begin)
-        if "smooth" in self.config.active_terms(options["terms"]) and result.state is not None:
+        if "smooth" in self.config.objective.active_terms(options["terms"]) and result.state is not None:
             self.budget_ema = result.state.to(torch.float64)
         return result
 
@@ -245,7 +417,7 @@ class LensObjective(nn.Module):
             self._warned = True
             warnings.warn(
                 f"the controller objective takes {slow:.0f} ms per micro-step: consider span_sampling or "
-                "pair_sampling (fewer entries or pairs), or gate_every (fewer steps)",
+                "pair_sampling (fewer entries or pairs), or gate.every (fewer steps)",
                 stacklevel=2,
             )
         return values

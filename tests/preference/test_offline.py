@@ -16,6 +16,7 @@ from leanstep.preference import (
     LensBatch,
     LensConfig,
     LensNet,
+    ObjectiveConfig,
     ProxyLoss,
     ScoreStore,
     Variant,
@@ -24,9 +25,9 @@ from leanstep.preference import (
     lens_loss,
     sample_variants,
 )
-from leanstep.preference.asynchronous import tensors_in
+from leanstep.preference.offline import tensors_in
 
-from .test_loss import random_batch
+from .test_closed_form import random_batch
 
 CONFIG = LensConfig(block_size=4)
 
@@ -77,7 +78,7 @@ def test_score_store_is_keyed_by_content_and_bounded():
     scores, valid = store.get(keys, batch)
     assert valid.tolist() == [False] + [True] * (batch.num_contexts - 1)
     assert scores[1:].equal(torch.where(batch.valid, x, 0)[1:])
-    config = LensConfig(block_size=4, kl_weight=1.0)
+    config = LensConfig(block_size=4, objective=ObjectiveConfig(kl_weight=1.0))
     result = lens_loss(x, batch, config, prev_scores=scores, prev_valid=valid)
     assert result.terms["kl"].abs().max().item() == 0
 

@@ -9,10 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from leanstep.preference import LensConfig, LensObjective, lens_loss
-from leanstep.preference import objective as objective_module
+from leanstep.preference import (
+    GateConfig,
+    LensConfig,
+    LensObjective,
+    ObjectiveConfig,
+    SamplingConfig,
+    lens_loss,
+    lens_objective,
+)
 
-from .test_loss import random_batch
+from .test_closed_form import random_batch
 
 
 def scored(seed=2):
@@ -22,7 +29,7 @@ def scored(seed=2):
 
 def test_gate_every_one_is_no_gate():
     batch, x = scored()
-    config = LensConfig(block_size=4, budget_smooth_weight=0.2)
+    config = LensConfig(block_size=4, objective=ObjectiveConfig(budget_smooth_weight=0.2))
     objective = LensObjective(config)
     state = None
     for _ in range(3):
@@ -34,7 +41,7 @@ def test_gate_every_one_is_no_gate():
 @pytest.mark.parametrize("mode", ["skip", "scale"])
 def test_gate_runs_on_counters_and_skips_the_controller(mode):
     batch, x = scored()
-    config = LensConfig(block_size=4, gate_every=3, gate_phase=1, gate_mode=mode)
+    config = LensConfig(block_size=4, gate=GateConfig(every=3, phase=1, mode=mode))
     objective = LensObjective(config)
     calls, active = [], []
 
@@ -48,14 +55,14 @@ def test_gate_runs_on_counters_and_skips_the_controller(mode):
         if not result.active:
             assert result.loss.item() == 0 and not result.loss.requires_grad
     assert active == [False, True, False, False, True, False, False] and len(calls) == 2
-    value = LensObjective(replace(config, gate_phase=0))(controller, batch).loss
+    value = LensObjective(replace(config, gate=replace(config.gate, phase=0)))(controller, batch).loss
     expected = lens_loss(x, batch, config).loss * (3 if mode == "scale" else 1)
     assert value.equal(expected)
 
 
 def test_gate_by_optimizer_steps():
     batch, x = scored()
-    objective = LensObjective(LensConfig(block_size=4, gate_every=2, gate_unit="step"))
+    objective = LensObjective(LensConfig(block_size=4, gate=GateConfig(every=2, unit="step")))
     active = []
     for _ in range(4):
         active += [objective(x, batch).active for _ in range(2)]
@@ -65,7 +72,7 @@ def test_gate_by_optimizer_steps():
 
 def test_accumulate_averages_the_skipped_micro_steps():
     batches = [scored(seed) for seed in (2, 5, 8)]
-    config = LensConfig(block_size=4, gate_every=3, gate_phase=2, gate_mode="accumulate")
+    config = LensConfig(block_size=4, gate=GateConfig(every=3, phase=2, mode="accumulate"))
     objective = LensObjective(config)
     weight = torch.tensor(1.1, requires_grad=True)
 
@@ -99,7 +106,9 @@ def test_frozen_stage_gives_scores_and_no_loss():
 
 def test_state_dict_resumes_moving_average_counters_and_stage():
     batch, x = scored()
-    config = LensConfig(block_size=4, budget_smooth_weight=0.2, gate_every=2)
+    config = LensConfig(
+        block_size=4, objective=ObjectiveConfig(budget_smooth_weight=0.2), gate=GateConfig(every=2)
+    )
     first = LensObjective(config)
     first(x, batch)
     first.set_stage("offline")
@@ -113,7 +122,7 @@ def test_state_dict_resumes_moving_average_counters_and_stage():
 
 def test_telemetry_is_read_once_and_averages_active_steps():
     batch, x = scored()
-    config = LensConfig(block_size=4, gate_every=2)
+    config = LensConfig(block_size=4, gate=GateConfig(every=2))
     objective = LensObjective(config)
     values = [objective(lambda k=k: x * (0.2 + 0.1 * k), batch).loss.item() for k in range(4)]
     assert objective.log_due(4) and not objective.log_due(3)
@@ -156,7 +165,7 @@ def test_memory_is_measured_without_resetting_the_peak(monkeypatch):
 
 
 def test_slow_objective_warns_once(monkeypatch):
-    monkeypatch.setattr(objective_module, "SLOW_MS", 0.0)
+    monkeypatch.setattr(lens_objective, "SLOW_MS", 0.0)
     batch, x = scored()
     objective = LensObjective(LensConfig(block_size=4))
     objective(x, batch)
@@ -186,13 +195,13 @@ def many_entries():
 def test_sampled_spans_are_unbiased(how):
     batch, x = many_entries()
     full = LensConfig(block_size=4)
-    sampled = LensConfig(block_size=4, collapse_weight=1.0, **how)
+    sampled = LensConfig(
+        block_size=4, objective=ObjectiveConfig(collapse_weight=1.0), sampling=SamplingConfig(**how)
+    )
     whole = lens_loss(x, batch, full)
     assert whole.kept.sum() >= 2
-    from leanstep.preference.pairs import build_pairs
-    from leanstep.preference.spans import sample_spans
-    from leanstep.preference.targets import build_targets
-    from leanstep.preference.terms import eager_terms
+    from leanstep.preference.lens_terms import LossCall, eager_terms
+    from leanstep.preference.pairs import build_pairs, build_targets, sample_spans
 
     # 4,000 independent draws at once: the same pairs repeated.
     pairs = build_pairs(batch.loss, batch.row, full)
@@ -202,7 +211,20 @@ def test_sampled_spans_are_unbiased(how):
     sign = build_targets(batch, many, full)
     weights = sample_spans(x, sign, many, sampled, torch.Generator().manual_seed(1))
     zero = torch.zeros((), dtype=x.dtype)
-    terms, kept, _ = eager_terms(x, sign, batch, many, sampled, ("pref", "rank"), zero, None, None, weights)
+    call = LossCall(
+        scores=x,
+        batch=batch,
+        pairs=many,
+        config=sampled,
+        active=("pref", "rank"),
+        state=zero,
+        prev_scores=None,
+        prev_valid=None,
+        denominator=torch.sum,
+        sign=sign,
+        span_weights=weights,
+    )
+    terms, kept, _ = eager_terms(call)
     draws = terms["pref"].view(4000, -1)
     error = draws.std(0) / math.sqrt(4000)
     assert ((draws.mean(0) - whole.terms["pref"]).abs() <= 4 * error + 1e-12).all()
@@ -212,24 +234,24 @@ def test_sampled_spans_are_unbiased(how):
 
 def test_topk_spans_take_the_steepest():
     batch, x = many_entries()
-    config = LensConfig(block_size=4, span_sampling="topk", span_k=3)
+    config = LensConfig(block_size=4, sampling=SamplingConfig(span_sampling="topk", span_k=3))
     sampled = lens_loss(x, batch, config, backend="eager").terms["pref"]
     whole = lens_loss(x, batch, LensConfig(block_size=4)).terms["pref"]
     assert (sampled >= whole - 1e-12).all() and (sampled > whole).any()
     assert lens_loss(x, batch, config, backend="fused").terms["pref"].allclose(sampled, rtol=1e-12)
-    large = replace(config, span_k=10_000)
+    large = replace(config, sampling=replace(config.sampling, span_k=10_000))
     torch.testing.assert_close(lens_loss(x, batch, large).terms["pref"], whole, rtol=1e-12, atol=0)
 
 
 def test_sampled_pairs_are_unbiased_and_capped():
     batch, x = scored(seed=12)
     batch, x = batch, x.double()
-    config = LensConfig(block_size=4, pair_sampling="random", pairs_sampled=2)
+    config = LensConfig(block_size=4, sampling=SamplingConfig(pair_sampling="random", pairs_sampled=2))
     whole = lens_loss(x, batch, LensConfig(block_size=4))
     live = whole.pairs.live
     assert live.equal(whole.kept) and live.sum() > 2
     generator = torch.Generator().manual_seed(3)
-    totals = sum(LensConfig().weights[n] * v for n, v in whole.terms.items())
+    totals = sum(LensConfig().objective.weights[n] * v for n, v in whole.terms.items())
     from leanstep.preference.pairs import sample_pairs
 
     def draw():
@@ -238,7 +260,7 @@ def test_sampled_pairs_are_unbiased_and_capped():
         return float(totals[kept].mean())
 
     unbiased(draw, whole.loss.item())
-    capped = lens_loss(x, batch, LensConfig(block_size=4, pairs_per_variant=1))
+    capped = lens_loss(x, batch, LensConfig(block_size=4, sampling=SamplingConfig(pairs_per_variant=1)))
     worse = capped.pairs.worse[capped.pairs.live]
     assert len(worse.unique()) == len(worse)
     for v in worse.tolist():

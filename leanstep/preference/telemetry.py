@@ -1,20 +1,20 @@
-"""Telemetry of the objective: computed when somebody reads it, and then the host reads one vector.
+"""What a call of the objective returns: result, metrics that are computed when they are read, section timers.
 
 V contexts · W padded length · B samples · C variants per sample · P pairs
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from .batch import LensBatch
-from .config import TERMS, LensConfig
-from .coverage import owned_tokens
-from .pairs import Pairs
-from .targets import build_targets, lod_histogram
+from leanstep.preference.batch import LensBatch
+from leanstep.preference.lens_config import TERMS, LensConfig
+from leanstep.preference.lens_terms import owned_tokens
+from leanstep.preference.pairs import Pairs, build_targets, lod_histogram
 
 PREFIX = "mc/"
 
@@ -138,6 +138,78 @@ class LensMetrics:
             name: (None if number != number else number) for name, number in zip(values, numbers, strict=True)
         }
         return {PREFIX + name: value for name, value in {**read, **host}.items()}
+
+
+@dataclass
+class LensResult:
+    """Loss and telemetry of one micro-batch. P pairs.
+
+    Args:
+        loss: scalar, float32 or float64, the only tensor here that carries a gradient.
+        terms: unweighted terms by name, [P] each; terms that were switched off are absent.
+        kept: [P] bool, the pairs that have at least one target.
+        active: False when the objective was gated off or is frozen.
+        state: the moving average of the budget imbalance after this call (0-d), to pass to the next one.
+        pairs: the pairs in processing order.
+        metrics: telemetry, computed when it is read.
+        scores: the scores the loss was computed from, detached; also there when the controller is frozen.
+    """
+
+    loss: Tensor
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    kept: Tensor | None = None
+    active: bool = True
+    state: Tensor | None = None
+    pairs: Pairs | None = None
+    metrics: LensMetrics | None = None
+    scores: Tensor | None = None
+
+
+class SectionTimer:
+    """Milliseconds between marks, summed by section.
+
+    `start(device)`, then `mark("name")` at the end of each section; `read()` gives mean milliseconds per
+    call and clears. Reading CUDA events waits for the last one: call it at log time only.
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list] = {}
+        self._last: float | torch.cuda.Event = 0.0
+        self._cuda = False
+
+    def start(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._last = self._now()
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self, name: str, since: float | torch.cuda.Event | None = None) -> float | torch.cuda.Event:
+        """End a section; it began at the previous mark, or at `since`."""
+        now = self._now()
+        self._spans.setdefault(name, []).append((self._last if since is None else since, now))
+        self._last = now
+        return now
+
+    def read(self) -> dict[str, float]:
+        """Mean milliseconds per section since the last reading."""
+        means = {}
+        for name, spans in self._spans.items():
+            total = 0.0
+            for begin, end in spans:
+                if isinstance(begin, float) and isinstance(end, float):
+                    total += 1000 * (end - begin)
+                else:
+                    assert not isinstance(begin, float) and not isinstance(end, float)
+                    end.synchronize()
+                    total += begin.elapsed_time(end)
+            means[name] = total / len(spans)
+        self._spans.clear()
+        return means
 
 
 def _mean(values: Tensor, mask: Tensor, weight: Tensor | None = None) -> Tensor:
