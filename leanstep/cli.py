@@ -1,4 +1,4 @@
-"""`leanstep`: demo · diagnose · bench · prove · plan · train · kernels.
+"""`leanstep`: demo · diagnose · bench · prove · rehearse · plan · train · kernels.
 
 Exit codes: 0 fine; 1 the thing asked about fell short; 2 bad input, with one line and no traceback.
 The commands' bodies live in `leanstep/commands/`, one module each.
@@ -37,6 +37,7 @@ COMMANDS = {
     "prove": ("leanstep.commands.prove", "prove"),
     "plan": ("leanstep.commands.plan", "plan_app"),
     "train": ("leanstep.commands.train", "train"),
+    "rehearse": ("leanstep.commands.rehearse", "rehearse"),
     "kernels": ("leanstep.commands.kernels", "kernels"),
 }
 

@@ -21,8 +21,9 @@ ALLOWED = {
     "diagnose": {"host_reads", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files"},
     "recipes": {"preference", "logprob", "muon", "gpt", "files"},
-    # A rehearsal may run a registered case, and reports as everything else does.
-    "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files"},
+    # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
+    # everything else does.
+    "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files", "logprob", "muon"},
     "integrations": {"preference", "logprob", "muon", "gpt", "case"},
 }
 

@@ -181,6 +181,7 @@ class Request:
     clock: time.time and time.perf_counter show the predicted host clock.
     compiled: capture torch.compile regions; False runs them eagerly.
     settings, implementation: of a case.
+    changes: names of `what_if.CHANGES` to apply to the program before it starts.
     host_us: host microseconds for a call that launches; None: the time model's default.
     """
 
@@ -195,6 +196,7 @@ class Request:
     compiled: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
     implementation: str | None = None
+    changes: tuple[str, ...] = ()
     host_us: float | None = None
 
 

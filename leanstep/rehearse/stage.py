@@ -124,6 +124,10 @@ def _run(request: Request) -> Recording:
     tape = Tape(recording, Clock(device, request.host_us), device.workspace_bytes)
     torch_cuda.install(tape, device)
     _install_extras(tape, request)
+    if request.changes:
+        from leanstep.rehearse.what_if import install_changes
+
+        install_changes(request.changes)
     steps = _Steps(tape, request.steps)
     steps.watch()
     started = time.perf_counter()

@@ -1,0 +1,196 @@
+"""`leanstep rehearse SCRIPT --device h100`: a training script on a GPU that is not there, predicted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from leanstep.commands import BadInput
+from leanstep.commands.output import check_writable, console, write_json
+
+_TARGET = Annotated[
+    str, typer.Argument(help="A training script, a module (-m) or a registered case.", show_default=False)
+]
+_ARGS = Annotated[
+    list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)
+]
+_DEVICE = Annotated[str, typer.Option("--device", help="h100; or up to four to compare: h100,a100,4090.")]
+_STEPS = Annotated[int, typer.Option("--steps", min=1, help="Steps to run; the last one is reported.")]
+_RANKS = Annotated[int, typer.Option("--ranks", min=1, help="World size; this process is rank 0 of it.")]
+_CLOCK = Annotated[bool, typer.Option("--clock", help="The script's own clock shows the predicted time.")]
+_MODULE = Annotated[bool, typer.Option("-m", help="TARGET is a module, as in python -m.")]
+_SET = Annotated[str | None, typer.Option("--set", help="Of a case: tokens=205280,vocab=151936,dtype=bf16.")]
+_IMPL = Annotated[str | None, typer.Option("--impl", help="Of a case: which implementation.")]
+_JSON = Annotated[str | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
+_HTML = Annotated[str | None, typer.Option("--html", help="Write or extend a report page.")]
+_WHAT_IF = Annotated[
+    str | None,
+    typer.Option(
+        "--what-if", help="Rehearse again with: lean_head, checkpoint, micro_batch, normuon; or all."
+    ),
+]
+_HOST = Annotated[
+    float | None, typer.Option("--host-us", min=0.1, help="Host microseconds of a call that launches.")
+]
+_EAGER = Annotated[bool, typer.Option("--eager", help="Run torch.compile regions eagerly.")]
+
+
+def rehearse(
+    target: _TARGET,
+    args: _ARGS = None,
+    device: _DEVICE = "h100",
+    steps: _STEPS = 3,
+    ranks: _RANKS = 1,
+    clock: _CLOCK = False,
+    module: _MODULE = False,
+    settings: _SET = None,
+    impl: _IMPL = None,
+    json: _JSON = None,
+    html: _HTML = None,
+    what_if: _WHAT_IF = None,
+    host_us: _HOST = None,
+    eager: _EAGER = False,
+) -> None:
+    """Predict peak memory, step time and what bounds it on a GPU that is not there, from the script as it is.
+
+    Exit code: 0 when the steps were seen, 3 when the script ended or was refused before; 2 for bad input.
+
+    Example: leanstep rehearse --device h100,a100 train.py -- --batch_size=12
+    """
+    from leanstep.rehearse.devices import devices_named
+    from leanstep.rehearse.events import Request
+
+    try:
+        devices = devices_named(device)
+    except ValueError as error:
+        raise BadInput(f"--device: {str(error).removeprefix('device: ')}") from None
+    for option, path in (("--json", json), ("--html", html)):
+        check_writable(path, option)
+    is_case = not module and _is_case(target)
+    if not is_case and (settings is not None or impl is not None):
+        raise BadInput(f"--set, --impl: for registered cases; {target} is a script")
+    request = Request(
+        target=target,
+        args=tuple(args or ()),
+        module=module,
+        case=is_case,
+        device=devices[0].key,
+        steps=steps,
+        ranks=ranks,
+        clock=clock,
+        compiled=not eager,
+        settings=_settings(settings),
+        implementation=impl,
+        host_us=host_us,
+    )
+    recording = _run(request, json)
+    report = _report(recording, devices, _changes(what_if), json)
+    console(json).print(_text(report), markup=False, highlight=False, soft_wrap=True)
+    write_json(report, json)
+    if html is not None:
+        from leanstep.report import page
+
+        page.add_section(html, "rehearse", report)
+    raise typer.Exit(0 if recording.ended == "steps" else 3)
+
+
+def _is_case(target: str) -> bool:
+    if Path(target).suffix == ".py" or Path(target).exists():
+        return False
+    from leanstep.commands.select import select_cases
+
+    try:
+        select_cases([target])
+    except BadInput:
+        return False
+    return True
+
+
+def _changes(names: str | None) -> list[str]:
+    from leanstep.rehearse.what_if import CHANGES
+
+    if names is None:
+        return []
+    wanted = (
+        list(CHANGES) if names == "all" else [name.strip().replace("-", "_") for name in names.split(",")]
+    )
+    for name in wanted:
+        if name.partition(":")[0] not in CHANGES:
+            raise BadInput(f"--what-if: expected {', '.join(CHANGES)} or all, got {name!r}")
+    return wanted
+
+
+def _settings(text: str | None) -> dict[str, Any]:
+    """tokens=205280,response_frac=0.25,dtype=bf16 -> numbers where they are numbers."""
+    found: dict[str, Any] = {}
+    for pair in (text or "").split(","):
+        if not pair.strip():
+            continue
+        name, equals, value = pair.strip().partition("=")
+        if not equals or not name or not value:
+            raise BadInput(f"--set: expected name=value pairs, got {pair.strip()!r}")
+        for kind in (int, float, str):
+            try:
+                found[name] = kind(value)
+                break
+            except ValueError:
+                continue
+    return found
+
+
+def _run(request: Any, json: str | None, quiet: bool = False) -> Any:
+    from leanstep.rehearse.stage import RehearsalError
+    from leanstep.rehearse.stage import rehearse as run
+
+    try:
+        return run(request, quiet=quiet or json == "-")
+    except RehearsalError as error:
+        raise BadInput(f"rehearse: {error}") from None
+
+
+def _report(recording: Any, devices: Any, changes: list[str], json: str | None) -> dict[str, Any]:
+    from leanstep.rehearse import verdict
+
+    report = verdict.judge(recording, devices)
+
+    def again(request: Any) -> Any:
+        print(
+            f"leanstep: rehearsing again with {', '.join(request.changes) or request.args}", file=sys.stderr
+        )
+        return _run(request, json, quiet=True)
+
+    if changes:
+        report["what_if"]["changes"] = verdict.compared(recording, devices[0], changes, again)
+    if not report["memory"]["fits"] and recording.steps:
+        rerun = None if recording.request.case else again
+        report["to_fit"] = verdict.what_fits(recording, devices[0], rerun)
+    if recording.request.case:
+        _add_bare_products(report, recording, devices[0], json)
+    return report
+
+
+def _add_bare_products(report: dict[str, Any], recording: Any, device: Any, json: str | None) -> None:
+    """`bare_gemm_ms`: the case's own limit (its products alone) at the same rates, and the ratio to it."""
+    from dataclasses import replace
+
+    from leanstep.rehearse import what_if
+
+    bare = None
+    limit = _run(replace(recording.request, implementation="limit"), json, quiet=True)
+    if limit.refused is None and limit.steps:
+        timing = what_if.last_step(limit, device)
+        bare = timing.device_s if timing is not None else None
+    report["bare_gemm_ms"] = bare * 1e3 if bare else None
+    report["ratio"] = report["time"]["step_ms"] / (bare * 1e3) if bare and report["time"] else None
+
+
+def _text(report: dict[str, Any]) -> str:
+    from leanstep.rehearse.verdict import text
+
+    shown = text(report)
+    if report.get("bare_gemm_ms"):
+        shown += f"\nbare products {report['bare_gemm_ms']:.2f} ms predicted; ratio {report['ratio']:.2f}"
+    return shown

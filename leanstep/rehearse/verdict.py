@@ -1,0 +1,407 @@
+"""What a rehearsal says: the verdict first, then memory, time, syncs and what-ifs; as JSON and as text.
+
+Every figure is a prediction and says so. The JSON object is the one of the specification; the text shows the
+same in at most 40 lines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from leanstep.rehearse import what_if
+from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
+from leanstep.rehearse.devices import Device
+from leanstep.rehearse.events import Launch, Recording, Request
+from leanstep.rehearse.time_model import Clock, HostCosts, Timing
+
+GIB, MIB = 2**30, 2**20
+LINES = 40
+_SHARD_RANKS = (2, 4, 8, 16, 32, 64)
+Data = dict[str, Any]
+Rerun = Callable[[Request], Recording]
+
+
+def judge(recording: Recording, devices: Sequence[Device], points: int = 240) -> Data:
+    """The JSON object of a recording: the first device in full, the others as a comparison."""
+    device = devices[0]
+    memory = memory_of(recording, device.memory_bytes, device.context_bytes, points)
+    timing = what_if.last_step(recording, device)
+    report: Data = {
+        "device": device.key,
+        "device_name": device.name,
+        "torch": recording.torch,
+        "script": recording.request.target,
+        "args": list(recording.request.args),
+        "ranks": recording.request.ranks,
+        "steps": len(recording.steps),
+        "predicted": True,
+        "ended": recording.ended,
+        "memory": _memory(memory),
+        "time": _time(recording, device, timing),
+        "lines": _lines(recording, device),
+        "syncs": [
+            {"line": g.line, "kind": g.kind, "count": g.count, "saved_ms": g.saved_ms}
+            for g in what_if.sync_gains(recording, device)
+        ],
+        "what_if": _what_if(recording, device, memory, timing),
+        "devices": [_summary(recording, other) for other in devices],
+        "assumed": [
+            {"line": place(a.line), "kind": a.kind, "count": a.count, "value": a.value}
+            for a in recording.assumed
+        ],
+        "notes": [f"{note} ({count})" if count > 1 else note for note, count in recording.notes.items()],
+        "refused": None,
+    }
+    if recording.refused is not None:
+        report["refused"] = {"line": place(recording.refused.line), "reason": recording.refused.reason}
+    report["verdict"] = verdict(report)
+    return report
+
+
+def _memory(memory: Memory) -> Data:
+    return {
+        "allocated": memory.allocated,
+        "reserved": memory.reserved,
+        "context": memory.context,
+        "capacity": memory.capacity,
+        "fits": memory.fits,
+        "failed_line": memory.failed_line,
+        "at": {"step": memory.step, "line": memory.line},
+        "categories": memory.categories,
+        "owners": [
+            {
+                "line": o.line,
+                "when": o.when,
+                "category": o.category,
+                "bytes": o.nbytes,
+                "storages": o.storages,
+                "largest": o.largest,
+            }
+            for o in memory.owners[:40]
+        ],
+        "timeline": [{"event": event, **by} for event, by in memory.timeline],
+    }
+
+
+def _time(recording: Recording, device: Device, timing: Timing | None) -> Data | None:
+    if timing is None:
+        return None
+    dtype = _product_dtype(recording)
+    found = {
+        "step_ms": timing.step_s * 1e3,
+        "interval_ms": [t * 1e3 for t in timing.interval_s],
+        "device_ms": timing.device_s * 1e3,
+        "host_ms": timing.host_s * 1e3,
+        "link_ms": timing.link_s * 1e3,
+        "bound_by": timing.bound_by,
+        "kernels": timing.kernels,
+        "calls": timing.calls,
+        "syncs": timing.waits,
+        "flops": timing.flops,
+        "mfu": timing.mfu(device, dtype),
+        "mfu_dtype": dtype,
+        "classes": {k: v * 1e3 for k, v in sorted(timing.classes.items(), key=lambda item: -item[1])},
+        "compiled": bool(recording.regions),
+    }
+    if recording.regions:
+        eager = what_if.last_step(recording, device, compiled=False)
+        found["eager_ms"] = eager.step_s * 1e3 if eager is not None else None
+    return found
+
+
+def _product_dtype(recording: Recording) -> str:
+    """The operand type of most of the last step's FLOPs: what MFU is relative to."""
+    counts: Counter[str] = Counter()
+    for event in _last(recording):
+        for kernel in event.kernels:
+            counts[kernel.dtype] += int(kernel.flops)
+    best = counts.most_common(1)
+    return best[0][0] if best and best[0][1] else "bfloat16"
+
+
+def _last(recording: Recording) -> list[Launch]:
+    if not recording.steps:
+        return []
+    step = recording.steps[-1]
+    return [e for e in recording.events[step.first : step.last] if isinstance(e, Launch)]
+
+
+def _lines(recording: Recording, device: Device) -> list[Data]:
+    clock = Clock(device)
+    times: dict[str, float] = {}
+    counts: Counter[str] = Counter()
+    for event in _last(recording):
+        line = place(event.line)
+        for kernel in event.kernels:
+            times[line] = times.get(line, 0.0) + clock.price(kernel)
+            counts[line] += kernel.launches
+    return [
+        {"line": line, "device_ms": time * 1e3, "kernels": counts[line]}
+        for line, time in sorted(times.items(), key=lambda item: -item[1])[:20]
+    ]
+
+
+def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timing | None) -> Data:
+    found: Data = {"without": {str(width): size for width, size in memory.without.items()}}
+    if timing is None:
+        return found
+
+    def ms(transform: what_if.Transform) -> float | None:
+        then = what_if.last_step(recording, device, transform)
+        return then.step_s * 1e3 if then is not None else None
+
+    found["no_syncs_ms"] = ms(what_if.without_waits())
+    found["fused_ms"] = ms(what_if.fused)
+    found["fused_optimizer_ms"] = ms(what_if.fused_optimizer(recording.storages))
+    found["free_host_ms"] = timing.device_s * 1e3
+    return found
+
+
+def _summary(recording: Recording, device: Device) -> Data:
+    """One device of the comparison: the same recording on its figures."""
+    memory = memory_of(recording, device.memory_bytes, device.context_bytes, points=1)
+    timing = what_if.last_step(recording, device)
+    return {
+        "device": device.key,
+        "name": device.name,
+        "fits": memory.fits,
+        "needed": memory.needed,
+        "capacity": device.memory_bytes,
+        "step_ms": timing.step_s * 1e3 if timing is not None else None,
+        "interval_ms": [t * 1e3 for t in timing.interval_s] if timing is not None else None,
+        "bound_by": timing.bound_by if timing is not None else None,
+        "mfu": timing.mfu(device, _product_dtype(recording)) if timing is not None else None,
+    }
+
+
+def verdict(report: Data) -> str:
+    """One sentence: fits or not, milliseconds a step, what bounds it."""
+    memory, time = report["memory"], report["time"]
+    needed = memory["reserved"] + memory["context"]
+    room = f"{needed / GIB:.1f} of {memory['capacity'] / GIB:.1f} GiB"
+    parts = [f"fits: {room}" if memory["fits"] else f"DOES NOT FIT: {room} at {memory['failed_line']}"]
+    if time is not None:
+        low, high = time["interval_ms"]
+        parts.append(
+            f"{_ms(time['step_ms'])} a step ({_ms(low)} to {_ms(high)}), bound by {_BOUND[time['bound_by']]}"
+        )
+    elif report["refused"] is not None:
+        parts.append(f"stopped: {report['refused']['reason']}")
+    else:
+        parts.append(f"the script ended after {report['steps']} steps; two are needed for a step time")
+    return f"predicted on {report['device']}: " + "; ".join(parts)
+
+
+_BOUND = {
+    "device": "the device",
+    "host": "the host",
+    "syncs": "host syncs",
+    "link": "communication",
+}
+
+
+def _ms(value: float) -> str:
+    return (
+        f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value * 1e3:.0f} us"
+    )
+
+
+def _size(value: float) -> str:
+    return f"{value / GIB:.2f} GiB" if value >= GIB else f"{value / MIB:.1f} MiB"
+
+
+# What makes it fit -----------------------------------------------------------------------------------
+
+
+def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) -> list[Data]:
+    """Changes that make a step fit which does not, smallest first; each one simulated.
+
+    rerun: `stage.rehearse` for changes of the program; None: only those that a replay of sizes can tell.
+    A change that the program cannot take says why.
+    """
+    room = device.memory_bytes - device.context_bytes
+    found: list[Data] = []
+
+    def simulate(change: str, text: str, how: str, needed: int | None, fits: bool, why: str = "") -> None:
+        total = None if needed is None else needed + device.context_bytes
+        found.append({"change": change, "text": text, "how": how, "needed": total, "fits": fits, "why": why})
+
+    if rerun is not None:
+        for change in ("lean_head", "checkpoint", "micro_batch:2", "micro_batch:4"):
+            name, _, value = change.partition(":")
+            text = what_if.CHANGES[name] if not value else f"1/{value} of the micro-batch"
+            request = what_if.changed_request(recording.request, change)
+            if request is None:
+                continue
+            got = rerun(request)
+            if got.refused is not None or not got.steps:
+                why = got.refused.reason if got.refused is not None else "no step ended"
+                simulate(change, text, "rerun", None, False, why)
+                continue
+            memory = memory_of(got, device.memory_bytes, device.context_bytes, points=1)
+            simulate(change, text, "rerun", memory.reserved, memory.fits)
+            if memory.fits:
+                break
+    resized = [("bf16_state", "optimizer state in bf16")]
+    resized += [(f"zero1:{n}", f"optimizer state sharded over {n} ranks") for n in _SHARD_RANKS[:3]]
+    resized += [
+        (f"fsdp:{n}", f"parameters, gradients and state sharded over {n} ranks") for n in _SHARD_RANKS
+    ]
+    for change, text in resized:
+        got = what_if.resized_replay(recording, room, change)
+        fits = got.failed is None and got.reserved <= room
+        if fits or change == "bf16_state":
+            simulate(change, text, "replay of sizes", got.reserved if fits else None, fits)
+        if fits and change.startswith(("fsdp", "zero1")):
+            break
+    return found
+
+
+def compared(recording: Recording, device: Device, changes: Sequence[str], rerun: Rerun) -> list[Data]:
+    """Step and memory with changes of the program, each rehearsed again."""
+    found = []
+    for change in changes:
+        request = what_if.changed_request(recording.request, change)
+        if request is None:
+            continue
+        got = rerun(request)
+        timing = what_if.last_step(got, device)
+        text = what_if.CHANGES.get(change.partition(":")[0], change)
+        entry: Data = {"change": change, "text": text, "step_ms": None, "allocated": None, "why": ""}
+        if timing is None or got.refused is not None:
+            entry["why"] = got.refused.reason if got.refused is not None else "no step ended"
+        else:
+            entry["step_ms"], entry["allocated"] = timing.step_s * 1e3, got.peak_bytes
+        found.append(entry)
+    return found
+
+
+# Text ------------------------------------------------------------------------------------------------
+
+
+def text(report: Data) -> str:
+    """At most 40 lines, the verdict first."""
+    lines = [report["verdict"]]
+    if any("compile" in note for note in report["notes"]) or (report["time"] or {}).get("compiled"):
+        lines.append(_compiled_line(report))
+    if report["refused"] is not None:
+        lines.append(f"  stopped at {report['refused']['line']}: {report['refused']['reason']}")
+    if len(report["devices"]) > 1:
+        lines += _device_lines(report["devices"])
+    lines += _memory_lines(report["memory"])
+    lines += _time_lines(report)
+    lines += _what_if_lines(report)
+    tail = []
+    if report["assumed"]:
+        first = "; ".join(
+            f"{a['kind']} = {a['value']} at {a['line']} (x{a['count']})" for a in report["assumed"][:2]
+        )
+        more = len(report["assumed"]) - 2
+        tail.append(f"assumed values  {first}" + (f"; {more} more in the JSON" if more > 0 else ""))
+    tail += [f"note  {note}" for note in report["notes"][:3]]
+    tail.append("Every figure is predicted from shapes and published device figures; nothing was measured.")
+    return "\n".join([*lines[: LINES - len(tail)], *tail])
+
+
+def _compiled_line(report: Data) -> str:
+    eager = (report["time"] or {}).get("eager_ms")
+    if eager is None:
+        return "  torch.compile ran eagerly"
+    return (
+        f"  torch.compile: priced as fused runs between products (an ideal); eagerly {_ms(eager)} predicted"
+    )
+
+
+def _device_lines(devices: Sequence[Data]) -> list[str]:
+    found = []
+    for d in devices:
+        fits = "fits" if d["fits"] else "NO   "
+        step = _ms(d["step_ms"]) if d["step_ms"] is not None else "-"
+        bound = _BOUND.get(d["bound_by"], "-")
+        mfu = f"{100 * d['mfu']:.0f}% MFU" if d["mfu"] else ""
+        room = f"{d['needed'] / GIB:.1f} of {d['capacity'] / GIB:.1f} GiB"
+        found.append(f"  {d['device']:8s} {fits:5s} {room:22s} {step:>10s} a step, by {bound}  {mfu}")
+    return found
+
+
+def _memory_lines(memory: Data) -> list[str]:
+    at = memory["at"]
+    lines = [
+        f"memory (predicted)  allocated {_size(memory['allocated'])}, reserved {_size(memory['reserved'])}, "
+        f"context {_size(memory['context'])} apart; peak in step {at['step']} at {at['line']}",
+        "  " + ", ".join(f"{name} {_size(size)}" for name, size in memory["categories"].items()),
+    ]
+    for owner in memory["owners"][:6]:
+        lines.append(
+            f"  {_size(owner['bytes']):>10s}  {owner['storages']:5d} x {owner['category']:15s}"
+            f" {owner['when']:9s} {owner['line']}  largest {owner['largest']}"
+        )
+    return lines
+
+
+def _time_lines(report: Data) -> list[str]:
+    time = report["time"]
+    if time is None:
+        return []
+    link = f", links {_ms(time['link_ms'])}" if time["link_ms"] else ""
+    lines = [
+        f"time (predicted)  device {_ms(time['device_ms'])}, host {_ms(time['host_ms'])}{link}; "
+        f"{time['kernels']:,} kernels, {time['calls']:,} calls, {time['syncs']} syncs; "
+        f"MFU {100 * time['mfu']:.0f}% of {time['mfu_dtype']}",
+        "  " + ", ".join(f"{name} {_ms(ms)}" for name, ms in list(time["classes"].items())[:8]),
+    ]
+    lines += [
+        f"  {_ms(e['device_ms']):>10s}  {e['kernels']:5d} kernels  {e['line']}" for e in report["lines"][:6]
+    ]
+    for sync in report["syncs"][:4]:
+        gain = _ms(sync["saved_ms"]) if sync["saved_ms"] >= 1e-3 else "nothing"
+        lines.append(
+            f"  sync  {sync['count']:4d} x {sync['kind']:16s} {sync['line']}  without it: {gain} less"
+        )
+    return lines
+
+
+def _what_if_lines(report: Data) -> list[str]:
+    found, what = [], report["what_if"]
+    if report["time"] is not None:
+        parts = [
+            f"{name} {_ms(what[key])}"
+            for key, name in (
+                ("no_syncs_ms", "no syncs"),
+                ("fused_ms", "pointwise fused (an ideal)"),
+                ("fused_optimizer_ms", "optimizer in one pass"),
+                ("free_host_ms", "free host"),
+            )
+            if what.get(key) is not None
+        ]
+        found.append("what if (predicted)  " + ", ".join(parts))
+    for width, size in what["without"].items():
+        found.append(
+            f"  no activation [..., {width}]: peak {_size(size)}"
+            f" instead of {_size(report['memory']['allocated'])}"
+        )
+    for entry in what.get("changes", []):
+        got = (
+            f"{_ms(entry['step_ms'])}, peak {_size(entry['allocated'])}" if not entry["why"] else entry["why"]
+        )
+        found.append(f"  {entry['text']}: {got}")
+    for entry in report.get("to_fit", []):
+        got = f"{_size(entry['needed'])}" if entry["needed"] is not None else entry["why"] or "still too much"
+        found.append(f"  to fit: {entry['text']}: {'fits, ' if entry['fits'] else ''}{got} ({entry['how']})")
+    return found
+
+
+def short_target(request: Request) -> str:
+    return request.target if request.module or request.case else Path(request.target).name
+
+
+def bare_products(recording: Recording, device: Device, costs: HostCosts | None = None) -> float | None:
+    """Seconds of the last step's products alone, at the same rates."""
+    clock = Clock(device, costs=costs)
+    events = _last(recording)
+    if not events:
+        return None
+    return sum(clock.price(k) for e in events for k in e.kernels if k.kind == "gemm")

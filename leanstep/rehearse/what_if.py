@@ -1,0 +1,443 @@
+"""What one change would do: replays of a recording without syncs, fused or resized, and reruns with a change.
+
+A replay keeps the recording and changes what is played: it costs nothing. A rerun changes the program
+(`CHANGES`) and simulates it again: another head, another optimizer, checkpointed blocks, a smaller batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from leanstep.rehearse.cuda_allocator import Replay, place, replay
+from leanstep.rehearse.devices import Device
+from leanstep.rehearse.events import Event, HostWait, Kernel, Launch, Recording, Request, Storage
+from leanstep.rehearse.time_model import HostCosts, Timing, time_steps
+
+# Kernels that a compiler merges into its neighbours.
+_MERGED = frozenset(("pointwise", "strided", "broadcast", "cast", "fill", "reduce", "softmax", "norm"))
+Transform = Callable[[Sequence[Event]], Sequence[Event]]
+
+
+def last_step(
+    recording: Recording,
+    device: Device,
+    transform: Transform | None = None,
+    costs: HostCosts | None = None,
+    compiled: bool = True,
+) -> Timing | None:
+    """The last step's time on `device`, after a step before it has filled the queue; None without steps.
+
+    transform: changes the events of a step before they are played. compiled: regions that torch.compile
+    captured are fused; False plays them as they ran, call by call.
+    """
+    if not recording.steps:
+        return None
+    played: list[Event] = []
+    ends = []
+    for step in recording.steps[-2:]:
+        part: Sequence[Event] = recording.events[step.first : step.last]
+        if compiled and recording.regions:
+            part = fused(part, in_regions=True)
+        played += transform(part) if transform is not None else part
+        ends.append(len(played))
+    if not played:
+        return None
+    return time_steps(played, ends, device, costs or HostCosts.of(recording.request.host_us))[-1]
+
+
+def without_waits(line: str | None = None) -> Transform:
+    """Drop host waits: those of one line, or all of them."""
+
+    def transform(events: Sequence[Event]) -> Sequence[Event]:
+        return [
+            e for e in events if not (isinstance(e, HostWait) and (line is None or place(e.line) == line))
+        ]
+
+    return transform
+
+
+def without_copies_too(line: str) -> Transform:
+    """Drop a line's waits and the copies to the host that came with them."""
+
+    def transform(events: Sequence[Event]) -> Sequence[Event]:
+        def goes(event: Event) -> bool:
+            if isinstance(event, HostWait):
+                return place(event.line) == line
+            return isinstance(event, Launch) and event.name == "to host" and place(event.line) == line
+
+        return [event for event in events if not goes(event)]
+
+    return transform
+
+
+def fused(events: Sequence[Event], in_regions: bool = False) -> list[Event]:
+    """Runs of elementwise and row kernels between products as one kernel each.
+
+    A fused run reads what comes from outside it and writes what is read after it; products get padded to 16
+    bytes. An idea of what a compiler can reach, not a model of one. in_regions: only inside regions that
+    torch.compile captured.
+    """
+    last_read: dict[int, int] = {}
+    older: dict[int, int] = {}  # storage -> where it was first read, if that was before it was written
+    made: set[int] = set()
+    for index, event in enumerate(events):
+        if isinstance(event, Launch):
+            for storage in event.reads:
+                last_read[storage] = index
+                if storage not in made:
+                    older.setdefault(storage, index)
+            made.update(event.writes)
+    out: list[Event] = []
+    run: list[tuple[int, Launch]] = []
+
+    def flush() -> None:
+        if len(run) > 1:
+            out.append(_one_kernel(run, last_read, older))
+        else:
+            out.extend(event for _, event in run)
+        run.clear()
+
+    for index, event in enumerate(events):
+        if not isinstance(event, Launch):
+            if isinstance(event, HostWait):
+                flush()
+            out.append(event)
+            continue
+        if in_regions and not event.region:
+            flush()
+            out.append(event)
+            continue
+        if not event.kernels:
+            continue  # a view costs nothing in compiled code
+        if run and run[-1][1].region != event.region:
+            flush()
+        if all(kernel.kind in _MERGED for kernel in event.kernels):
+            run.append((index, event))
+            continue
+        flush()
+        padded = tuple(k._replace(alignment=16) if k.kind == "gemm" else k for k in event.kernels)
+        out.append(replace(event, kernels=padded))
+    flush()
+    return out
+
+
+def _one_kernel(
+    run: Sequence[tuple[int, Launch]], last_read: dict[int, int], older: dict[int, int]
+) -> Launch:
+    end = run[-1][0]
+    made: set[int] = set()
+    moved = 0.0
+    for _, event in run:
+        reads = zip(event.reads, event.traffic, strict=False)
+        moved += sum(nbytes for storage, nbytes in reads if storage not in made)
+        made.update(event.writes)
+    written: dict[int, int] = {}
+    for _, event in run:
+        for storage, nbytes in zip(event.writes, event.traffic[len(event.reads) :], strict=False):
+            # Read later, or an update in place of what was there before: weights, state, running sums.
+            if last_read.get(storage, -1) > end or storage in older:
+                written[storage] = max(nbytes, written.get(storage, 0))
+    first = run[0][1]
+    kernel = Kernel("pointwise", moved + sum(written.values()))
+    return replace(first, name="fused", kernels=(kernel,), reads=(), writes=(), traffic=())
+
+
+def fused_optimizer(storages: dict[int, Storage]) -> Transform:
+    """The optimizer's calls as one pass: parameters and state read and written, gradients read."""
+
+    def transform(events: Sequence[Event]) -> Sequence[Event]:
+        touched: dict[int, int] = {}
+        first: Launch | None = None
+        out: list[Event] = []
+        for event in events:
+            if not (isinstance(event, Launch) and event.phase == "optimizer") or any(
+                kernel.kind in ("gemm", "collective", "h2d", "d2h") for kernel in event.kernels
+            ):
+                out.append(event)
+                continue
+            first = first or event
+            for storage in (*event.reads, *event.writes):
+                category = storages[storage].category
+                if category in ("parameter", "optimizer state"):
+                    touched[storage] = 2 * storages[storage].nbytes
+                elif category == "gradient":
+                    touched[storage] = storages[storage].nbytes
+        if first is None:
+            return events
+        launches = max(1, -(-len(touched) // 120))
+        kernel = Kernel("multi", float(sum(touched.values())), launches=launches)
+        where = next((i for i, e in enumerate(out) if isinstance(e, Launch) and e.phase == "optimizer"), None)
+        one = replace(first, name="fused optimizer", kernels=(kernel,), reads=(), writes=(), traffic=())
+        out.insert(len(out) if where is None else where, one)
+        return out
+
+    return transform
+
+
+@dataclass(frozen=True)
+class SyncGain:
+    """Waits of one line and the milliseconds that the step loses to them."""
+
+    line: str
+    kind: str
+    count: int
+    saved_ms: float
+
+
+def sync_gains(recording: Recording, device: Device, at_most: int = 8) -> list[SyncGain]:
+    """Each line that waits in the last step, and what the step gains when that line alone no longer does."""
+    now = last_step(recording, device)
+    if now is None:
+        return []
+    step = recording.steps[-1]
+    counts: Counter[tuple[str, str]] = Counter()
+    for event in recording.events[step.first : step.last]:
+        if isinstance(event, HostWait):
+            counts[place(event.line), event.kind] += 1
+    found = []
+    for (line, kind), count in counts.most_common(at_most):
+        then = last_step(recording, device, without_waits(line))
+        saved = (now.step_s - then.step_s) * 1e3 if then is not None else 0.0
+        found.append(SyncGain(line, kind, count, max(0.0, saved)))
+    return sorted(found, key=lambda gain: -gain.saved_ms)
+
+
+# Memory replays --------------------------------------------------------------------------------------
+
+
+def resized_replay(recording: Recording, capacity: int | None, change: str) -> Replay:
+    """Memory with a change that only alters sizes: "bf16_state", "zero1:N" (state over N ranks), "fsdp:N"."""
+    name, _, value = change.partition(":")
+    ranks = int(value or 1)
+    largest = max((s.nbytes for s in recording.storages.values() if s.category == "parameter"), default=0)
+
+    def resize(storage: Storage) -> int:
+        size = storage.nbytes
+        if name == "bf16_state" and storage.category == "optimizer state" and storage.dtype == "float32":
+            return size // 2
+        if name == "zero1" and storage.category == "optimizer state":
+            return -(-size // ranks)
+        if name == "fsdp" and storage.category in ("optimizer state", "gradient", "parameter"):
+            return -(-size // ranks)
+        return size
+
+    got = replay(recording.events, recording.storages, capacity, resize)
+    if name == "fsdp":  # the largest parameter and its gradient are whole for a while
+        got = got._replace(allocated=got.allocated + 2 * largest, reserved=got.reserved + 2 * largest)
+    return got
+
+
+# Reruns ----------------------------------------------------------------------------------------------
+
+CHANGES = {
+    "lean_head": "LM head and cross-entropy by leanstep.logprob (no logits in full)",
+    "checkpoint": "activation checkpointing of the repeated blocks",
+    "micro_batch": "half the micro-batch",
+    "normuon": "NorMuon for the matrices",
+}
+_BATCH = re.compile(r"^(--?[\w-]*batch[\w-]*(?:=|$))(\d*)$")
+
+
+def changed_request(request: Request, change: str) -> Request | None:
+    """The request with one more change; None when the program offers no handle for it."""
+    name, _, value = change.partition(":")
+    if name != "micro_batch":
+        return replace(request, changes=(*request.changes, change))
+    divisor = int(value or 2)
+    args = list(request.args)
+    for i, arg in enumerate(args):
+        got = _BATCH.match(arg)
+        if got is None:
+            continue
+        if got.group(2):
+            args[i] = got.group(1) + str(max(1, int(got.group(2)) // divisor))
+            return replace(request, args=tuple(args))
+        if i + 1 < len(args) and args[i + 1].isdigit():
+            args[i + 1] = str(max(1, int(args[i + 1]) // divisor))
+            return replace(request, args=tuple(args))
+    return replace(request, changes=(*request.changes, f"micro_batch:{divisor}"))
+
+
+def install_changes(changes: Iterable[str]) -> None:
+    """Apply changes to torch before the program starts; only for the process of a rehearsal."""
+    for change in changes:
+        name, _, value = change.partition(":")
+        if name not in _INSTALLERS:
+            raise ValueError(f"change: expected one of {', '.join(_INSTALLERS)}, got {change!r}")
+        _INSTALLERS[name](value)
+
+
+def _install_checkpoint(_: str) -> None:
+    """Blocks of a ModuleList or Sequential (two or more of one class) are computed again in backward."""
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    def wrap(module: nn.Module) -> None:
+        if "forward" in module.__dict__ or not any(True for _ in module.parameters()):
+            return
+        forward = module.forward
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+        module.forward = recomputed
+
+    def wrap_blocks(container: Any) -> None:
+        blocks = list(container._modules.values())
+        kinds = Counter(type(block) for block in blocks)
+        for block in blocks:
+            if kinds[type(block)] > 1 and not isinstance(block, (nn.Linear, nn.Embedding, nn.LayerNorm)):
+                wrap(block)
+
+    for container in (nn.ModuleList, nn.Sequential):
+        iterate = container.__iter__
+
+        def walked(self: Any, iterate: Any = iterate) -> Any:
+            wrap_blocks(self)
+            return iterate(self)
+
+        container.__iter__ = walked  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _install_micro_batch(value: str) -> None:
+    from torch.utils import data
+
+    build, divisor = data.DataLoader.__init__, int(value or 2)
+
+    def smaller(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
+        build(self, dataset, max(1, batch_size // divisor) if batch_size else batch_size, *args, **kwargs)
+
+    data.DataLoader.__init__ = smaller  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _install_normuon(_: str) -> None:
+    """Adam, AdamW and SGD become NorMuon: hidden matrices by Muon, the rest by its Adam."""
+    import torch
+
+    from leanstep.muon import NorMuon
+
+    def build(params: Any, lr: Any = 1e-3, *args: Any, **kwargs: Any) -> Any:
+        groups = list(params)
+        every = [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
+        # Embeddings and heads are far longer than wide: theirs is Adam.
+        hidden = [p for p in every if p.ndim == 2 and max(p.shape) < 8 * min(p.shape)]
+        chosen = {id(p) for p in hidden}
+        rest = [p for p in every if id(p) not in chosen]
+        made = [{"params": hidden, "algorithm": "normuon"}, {"params": rest, "algorithm": "adam"}]
+        return NorMuon([group for group in made if group["params"]], lr=0.02)
+
+    for name in ("AdamW", "Adam", "SGD"):
+        setattr(torch.optim, name, build)
+
+
+def _install_lean_head(_: str) -> None:
+    """Logits of a wide linear layer stay unmade until somebody needs more than their cross-entropy."""
+    from torch import nn
+    from torch.nn import functional
+
+    linear = functional.linear
+    lazy = _lazy_logits(linear)
+
+    def wide_linear(input: Any, weight: Any, bias: Any = None) -> Any:
+        wide = weight.dim() == 2 and weight.shape[0] >= max(8192, 4 * weight.shape[1])
+        if wide and input.device.type == "cuda" and input.requires_grad:
+            return lazy(input, weight, bias)
+        return linear(input, weight, bias)
+
+    functional.linear = wide_linear  # pyright: ignore[reportAttributeAccessIssue]
+    nn.Linear.forward = lambda self, input: wide_linear(input, self.weight, self.bias)
+
+
+def _lazy_logits(linear: Any) -> Any:
+    import torch
+    from torch.nn import functional
+
+    from leanstep.logprob import linear_logprobs
+
+    reshaping = {
+        *(torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.contiguous),
+        *(torch.Tensor.float, torch.Tensor.to, torch.Tensor.__getitem__),
+    }
+    asking = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
+
+    class Logits(torch.Tensor):
+        """What `linear(hidden, weight, bias)` would be."""
+
+        hidden: Any
+        head: Any
+
+        @staticmethod
+        def __new__(cls: Any, hidden: Any, weight: Any, bias: Any, dtype: Any = None) -> Any:
+            size = (*hidden.shape[:-1], weight.shape[0])
+            self = torch.Tensor._make_wrapper_subclass(
+                cls, size, dtype=dtype or hidden.dtype, device=hidden.device, requires_grad=True
+            )
+            self.hidden, self.head = hidden, (weight, bias)
+            return self
+
+        def made(self) -> Any:
+            return linear(self.hidden, *self.head).to(self.dtype)
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            first = args[0] if args else None
+            if func in asking or getattr(func, "__name__", "") == "__get__":
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func is functional.cross_entropy and isinstance(first, Logits):
+                return _cross_entropy(first, *args[1:], **kwargs)
+            if func in reshaping and isinstance(first, Logits):
+                with torch._C.DisableTorchFunctionSubclass():
+                    like = func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:])
+                if like.shape[-1] == first.shape[-1] and "device" not in kwargs:
+                    hidden = first.hidden
+                    if func is torch.Tensor.__getitem__:
+                        hidden = hidden[args[1]]
+                    else:
+                        hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
+                    return Logits(hidden, *first.head, dtype=like.dtype)
+            real = [a.made() if isinstance(a, Logits) else a for a in args]
+            return func(*real, **{k: v.made() if isinstance(v, Logits) else v for k, v in kwargs.items()})
+
+    def _cross_entropy(
+        logits: Any,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        if weight is not None or label_smoothing or target.is_floating_point() or logits.dim() != 2:
+            return functional.cross_entropy(
+                logits.made(), target, weight, ignore_index=ignore_index, reduction=reduction
+            )
+        hidden, (table, bias) = logits.hidden, logits.head
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            hidden, table = hidden.to(dtype), table.to(dtype)
+        used = target != ignore_index
+        logp = linear_logprobs(hidden, table, target.clamp_min(0), bias=bias).logp
+        loss = -(logp * used)
+        if reduction == "none":
+            return loss
+        return loss.sum() if reduction == "sum" else loss.sum() / used.sum()
+
+    return Logits
+
+
+_INSTALLERS: dict[str, Callable[[str], None]] = {
+    "lean_head": _install_lean_head,
+    "checkpoint": _install_checkpoint,
+    "micro_batch": _install_micro_batch,
+    "normuon": _install_normuon,
+}
