@@ -30,8 +30,7 @@ methods.
     corpus = standard_library_corpus(vocab_size=512) # .train_paths, .validation_paths, .bos, .tokenizer()
 """
 
-from leanstep.gpt.banks import unbind_bank
-from leanstep.gpt.bigram import bigram_hash
+from leanstep.gpt.banks import bigram_hash, unbind_bank
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.corpus import Corpus, standard_library_corpus
 from leanstep.gpt.data import Batch, DocumentLoader, read_shard, validation_batches, write_shard

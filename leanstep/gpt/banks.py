@@ -2,6 +2,9 @@
 
 `bank[i]` inside a loop over layers makes autograd write one zero-filled gradient of the whole bank per layer
 and add them up. `unbind` on the flattened bank has a single `stack` for its backward.
+
+Here too, because both models share it: the rows of the hashed bigram table, tied weights, the schedule's
+state, and sampling.
 """
 
 # L layers · A layers with attention · D model · F hidden · V padded vocabulary
@@ -15,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leanstep.gpt.attention import PlanCache
+from leanstep.gpt.attention import PlanCache, Rotary
 from leanstep.gpt.config import DTYPES, GPTConfig
-from leanstep.gpt.generate import generate
-from leanstep.gpt.rotary import Rotary
+
+# Odd multipliers of the record; products wrap around in 32 bits.
+TOKEN_FACTOR = 36313
+PREVIOUS_FACTOR = 27191
 
 
 def unbind_bank(bank: Tensor) -> tuple[Tensor, ...]:
@@ -31,6 +36,41 @@ def unbind_bank(bank: Tensor) -> tuple[Tensor, ...]:
             f"bank: expected [..., rows, cols] with at least 3 dimensions, got {tuple(bank.shape)}"
         )
     return bank.flatten(0, -3).unbind(0)
+
+
+def bigram_hash(tokens: Tensor, table_size: int, starts: Tensor | None = None) -> Tensor:
+    """Row ids [T] of the bigram table for tokens [T].
+
+    Position 0 takes the last row. Position 1 takes the last row's number for its predecessor, as the record
+    does (it overwrites slot 0 before hashing). Documents are ignored unless `starts` is given.
+
+    Args:
+        tokens: [T] integers.
+        table_size: rows of the table; ids are within 0..table_size - 1.
+        starts: [T] bool, True at the first token of each document; those take the last row.
+    """
+    if tokens.dim() != 1 or tokens.is_floating_point():
+        raise ValueError(f"tokens: expected [T] integers, got {tokens.dtype} {tuple(tokens.shape)}")
+    if table_size < 2:
+        raise ValueError(f"table_size: expected at least 2, got {table_size}")
+    last = table_size - 1
+    current = tokens.long()
+    if current.numel() == 0:
+        return current
+    previous = torch.cat([current.new_full((1,), last), current[:-1]])
+    if starts is None:
+        previous[1:2] = last
+    mixed = torch.bitwise_xor(_wrap(TOKEN_FACTOR * current), _wrap(PREVIOUS_FACTOR * previous))
+    ids = torch.remainder(mixed, last)
+    ids[:1] = last
+    if starts is not None:
+        ids.masked_fill_(starts, last)
+    return ids
+
+
+def _wrap(x: Tensor) -> Tensor:
+    """The low 32 bits as a signed number; exact, because both factors stay far below 63 bits."""
+    return ((x + 2**31) & (2**32 - 1)) - 2**31
 
 
 class BankedGPT(nn.Module):
@@ -129,6 +169,12 @@ class BankedGPT(nn.Module):
         for name, slot in c.scalar_slots.items():
             self.scalars[slot] = {"smear": 0.0, "backout": 0.5}.get(name, -1.5)
 
+    def hidden(
+        self, inputs: Tensor, cu_seqlens: Tensor | None = None, *, bigram_ids: Tensor | None = None
+    ) -> Tensor:
+        """Final normalised states [T, E]; `GPT` and `ReferenceGPT` each have their own."""
+        raise NotImplementedError
+
     def optional(self, name: str) -> Tensor | None:
         """A parameter that a switched-off feature lacks."""
         return self._parameters.get(name)
@@ -206,6 +252,7 @@ class BankedGPT(nn.Module):
         """Evaluation loss: mean cross-entropy of the next token."""
         return self(inputs, targets, cu_seqlens, bigram_ids=bigram_ids, mtp=(1.0,)) / inputs.shape[0]
 
+    @torch.no_grad()
     def generate(
         self,
         tokens: Tensor,
@@ -215,8 +262,47 @@ class BankedGPT(nn.Module):
         temperature: float = 1.0,
         stop: int | None = None,
     ) -> Tensor:
-        """Prompts [T] or [B, T] continued by `max_new_tokens`; see `leanstep.gpt.generate`."""
-        return generate(self, tokens, max_new_tokens, generator=generator, temperature=temperature, stop=stop)
+        """Sample continuations; the prompts of a batch are packed as documents of one sequence.
+
+        Every new token runs the whole sequence again: right for short sequences, wasteful for long ones.
+        With a model whose smear, key offset or bigrams cross documents, a row's first token sees its
+        neighbour; `respect_docs` prevents that.
+
+        Args:
+            tokens: [T] one prompt, or [B, T] prompts of equal length, T >= 1.
+            max_new_tokens: how many tokens to add.
+            generator: for sampling, on the model's device.
+            temperature: softmax temperature; 0 takes the most likely token.
+            stop: once a row has produced this token, it only repeats it.
+
+        Returns:
+            [T + new] or [B, T + new] int64, prompts included. Padding ids of the vocabulary never come.
+        """
+        if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.shape[-1] < 1:
+            raise ValueError(
+                f"tokens: expected [T] or [B, T] integers, got {tokens.dtype} {tuple(tokens.shape)}"
+            )
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens: expected 0 or more, got {max_new_tokens}")
+        if temperature < 0:
+            raise ValueError(f"temperature: expected 0 or more, got {temperature}")
+        rows = tokens.long() if tokens.dim() == 2 else tokens.long()[None]
+        count, vocab = rows.shape[0], self.config.vocab_size
+        done = torch.zeros(count, dtype=torch.bool, device=rows.device)
+        for _ in range(max_new_tokens):
+            length = rows.shape[1]
+            bounds = torch.arange(0, count * length + 1, length, dtype=torch.int32)
+            states = self.hidden(rows.reshape(-1), bounds)[length - 1 :: length]
+            logits = self.logits(states)[:, :vocab].float()
+            if temperature == 0:
+                new = logits.argmax(-1)
+            else:
+                new = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+            if stop is not None:
+                new = torch.where(done, stop, new)
+                done |= new == stop
+            rows = torch.cat([rows, new[:, None]], dim=1)
+        return rows if tokens.dim() == 2 else rows[0]
 
     @torch.no_grad()
     def tie_gradients(self) -> None:

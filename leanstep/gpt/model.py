@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leanstep.gpt.attention import attend, check_cu_seqlens
-from leanstep.gpt.banks import BankedGPT, unbind_bank
-from leanstep.gpt.bigram import bigram_hash
+from leanstep.gpt.banks import BankedGPT, bigram_hash, unbind_bank
 from leanstep.gpt.config import GPTConfig
-from leanstep.gpt.heads import AttentionOut, AttentionWeights, Heads, HeadShape
+from leanstep.gpt.layers import MLP, Injections, Mix, Norm, NormLinear, Number, ResidualMLP, SmearNorm, number
 from leanstep.gpt.loss import head_loss
-from leanstep.gpt.passes import MLP, Injections, Mix, Norm, NormLinear, Number, ResidualMLP, SmearNorm, number
+from leanstep.gpt.projections import AttentionOut, AttentionWeights, Heads, HeadShape
 from leanstep.gpt.reference import ReferenceGPT
 
 
@@ -30,7 +29,7 @@ class _Layers:
     second: list[Tensor]
     values: list[Tensor | None]
     ve_weights: list[Tensor | None]
-    promises: list[Tensor | None]
+    edges: list[Tensor | None]
     injected: list[list[tuple[Number, Tensor]]]
 
 
@@ -105,27 +104,27 @@ class GPT(BankedGPT):
                 lane1 = lane0
             for gate, source in self._skips_into(i, x0, kept):
                 lane0 = torch.addcmul(lane0, gate, source)
-            promise, injected = layers.promises[i], layers.injected[i]
+            edge, injected = layers.edges[i], layers.injected[i]
             ra, rm = attn_resid[0][i], mlp_resid[0][i]
 
             if i in self._shapes:
                 if c.inject == "before":
-                    lane0 = Mix.apply(promise, injected, ra, lane0)
-                    promise, injected, ra = None, [], 1.0
+                    lane0 = Mix.apply(edge, injected, ra, lane0)
+                    edge, injected, ra = None, [], 1.0
                 y, gate, plan = self._attend(i, lane0, layers, bounds, starts)
                 if lane1 is None and (c.fold_post_attn or not c.has_post_attn(i)):
                     lane0 = AttentionOut.apply(
-                        y, gate, layers.outputs[i], lane0, ra, promise, injected, plan, self._shapes[i]
+                        y, gate, layers.outputs[i], lane0, ra, edge, injected, plan, self._shapes[i]
                     )
                 else:
                     a = AttentionOut.apply(
                         y, gate, layers.outputs[i], None, 1.0, None, [], plan, self._shapes[i]
                     )
-                    lane0 = Mix.apply(promise, injected, ra, attn_post[0][i], lane0, a)
+                    lane0 = Mix.apply(edge, injected, ra, attn_post[0][i], lane0, a)
                     if lane1 is not None:
                         lane1 = Mix.apply(None, [], attn_resid[1][i], attn_post[1][i], lane1, a)
             elif c.inject_attention_free and c.injects:
-                lane0 = Mix.apply(promise, injected, 1.0, lane0)
+                lane0 = Mix.apply(edge, injected, 1.0, lane0)
             if i in sources:
                 kept[i] = lane0
 
@@ -190,7 +189,7 @@ class GPT(BankedGPT):
             for place, layer in enumerate(c.attention_layers):
                 projections[layer], outputs[layer] = taken[place], taken[len(shapes) + place]
         matrices = unbind_bank(self.mlp_bank.to(dtype))
-        promises, injected = self._injections(x0, xb)
+        edges, injected = self._injections(x0, xb)
         return _Layers(
             projections,
             outputs,
@@ -198,28 +197,28 @@ class GPT(BankedGPT):
             list(matrices[1 : 2 * count : 2]),
             values,
             ve_weights,
-            promises,
+            edges,
             injected,
         )
 
     def _injections(self, x0: Tensor, xb: Tensor | None):
-        """Per layer a promise that carries gradients, and the terms (number, tensor) to add."""
+        """Per layer an autograd edge, and the terms (number, tensor) to add."""
         c = self.config
         receiving = [i for i in range(c.num_layers) if i in self._shapes or c.inject_attention_free]
-        promises: list[Tensor | None] = [None] * c.num_layers
+        edges: list[Tensor | None] = [None] * c.num_layers
         injected: list[list[tuple[Number, Tensor]]] = [[] for _ in range(c.num_layers)]
         if not c.injects or not receiving:
-            return promises, injected
+            return edges, injected
         x0_factors = self.x0_lambdas.to(x0.dtype) if c.x0_inject else None
         xb_factors = self.bigram_lambdas.to(x0.dtype) if xb is not None else None
         made = Injections.apply(x0, x0_factors, xb, xb_factors, receiving)
-        for layer, promise in zip(receiving, made, strict=True):
-            promises[layer] = promise
+        for layer, edge in zip(receiving, made, strict=True):
+            edges[layer] = edge
             if x0_factors is not None:
                 injected[layer].append((number(x0_factors.detach()[layer]), x0.detach()))
             if xb_factors is not None and xb is not None and layer > 0:
                 injected[layer].append((number(xb_factors.detach()[layer]), xb.detach()))
-        return promises, injected
+        return edges, injected
 
     def _attend(self, layer: int, lane0: Tensor, layers: _Layers, bounds: list[int], starts: Tensor | None):
         """Attention of one layer up to its output matrix: (blocks of y, gate, plan)."""

@@ -14,11 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leanstep.gpt.attention import check_cu_seqlens, windowed_attention
-from leanstep.gpt.banks import BankedGPT
-from leanstep.gpt.bigram import bigram_hash
+from leanstep.gpt.attention import check_cu_seqlens, rotate, windowed_attention
+from leanstep.gpt.banks import BankedGPT, bigram_hash
 from leanstep.gpt.config import GPTConfig
-from leanstep.gpt.rotary import rotate
 
 # fp32 machine epsilon whatever the activations are: what torch.rms_norm uses for bf16 input as well.
 EPS = torch.finfo(torch.float32).eps

@@ -1,10 +1,14 @@
+"""Banks taken apart once, the hashed bigram rows, and sampling."""
+
 from __future__ import annotations
 
 import pytest
 import torch
+from gpt.golden import load, scramble
 from torch.profiler import ProfilerActivity, profile
 
 from leanstep.gpt import GPT, GPTConfig, unbind_bank
+from leanstep.gpt.banks import bigram_hash
 
 
 def counts(function) -> dict[str, int]:
@@ -64,3 +68,97 @@ def test_same_generator_same_model():
     made = [GPT(GPTConfig.preset("tiny"), generator=torch.Generator().manual_seed(3)) for _ in range(2)]
     for (name, a), (_, b) in zip(made[0].named_parameters(), made[1].named_parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("case", range(2))
+def test_vectors(case: int):
+    c = load("bigram_hash")["cases"][case]
+    assert bigram_hash(torch.tensor(c["tokens"]), c["bigram_vocab_size"]).tolist() == c["ids"]
+    assert (
+        bigram_hash(torch.tensor(c["tokens"], dtype=torch.int32), c["bigram_vocab_size"]).tolist() == c["ids"]
+    )
+
+
+def test_model_vectors_use_the_same_ids():
+    golden = load("gpt_forward")
+    ids = bigram_hash(torch.tensor(golden["tokens"]), golden["config"]["bigram_vocab_size"])
+    assert ids.tolist() == golden["bigram_ids"]
+
+
+def test_ids_are_in_range_and_need_two_tokens_only():
+    tokens = torch.randint(0, 50257, (2000,))
+    ids = bigram_hash(tokens, 640)
+    assert 0 <= ids.min() and ids.max() <= 639 and (ids[1:] < 639).all()
+    assert torch.equal(bigram_hash(tokens[5:], 640)[2:], ids[7:])
+    assert bigram_hash(tokens[:0], 640).numel() == 0
+
+
+def test_document_starts_take_the_last_row():
+    tokens = torch.randint(0, 100, (50,))
+    starts = torch.zeros(50, dtype=torch.bool)
+    starts[[0, 20, 21]] = True
+    ids = bigram_hash(tokens, 640, starts)
+    assert (ids[starts] == 639).all()
+    assert torch.equal(ids[20:], torch.cat([bigram_hash(tokens[20:], 640, starts[20:])]))
+
+
+def test_bad_input_is_named():
+    with pytest.raises(ValueError, match="tokens"):
+        bigram_hash(torch.zeros(3), 10)
+    with pytest.raises(ValueError, match="table_size"):
+        bigram_hash(torch.zeros(3, dtype=torch.long), 1)
+
+
+@pytest.fixture
+def model():
+    return scramble(GPT(GPTConfig.preset("plain", vocab_size=100)))
+
+
+def test_greedy_takes_the_most_likely_token(model):
+    prompt = torch.tensor([3, 14, 15])
+    out = model.generate(prompt, 6, temperature=0)
+    assert torch.equal(out[:3], prompt) and out.shape == (9,)
+    for t in range(3, 9):
+        logits = model.logits(model.hidden(out[:t]))[-1, :100]
+        assert out[t] == logits.argmax()
+
+
+def test_rows_of_a_batch_are_independent(model):
+    prompts = torch.randint(0, 100, (4, 5))
+    together = model.generate(prompts, 5, temperature=0)
+    for row, prompt in zip(together, prompts, strict=True):
+        assert torch.equal(row, model.generate(prompt, 5, temperature=0))
+
+
+def test_sampling_follows_generator_and_distribution(model):
+    prompts = torch.full((2000, 1), 7)
+    a, b = (
+        model.generate(prompts, 1, generator=torch.Generator().manual_seed(s), temperature=2.0)
+        for s in (1, 1)
+    )
+    assert torch.equal(a, b)
+    wanted = (model.logits(model.hidden(prompts[0]))[0, :100] / 2.0).softmax(-1)
+    counts = torch.bincount(a[:, 1], minlength=100) / 2000
+    assert counts.shape == (100,)  # padding ids 100..127 never come
+    assert (counts - wanted).abs().max() < 0.05
+
+
+def test_stop_token_repeats(model):
+    prompts = torch.randint(0, 100, (50, 2))
+    out = model.generate(prompts, 12, generator=torch.Generator().manual_seed(0), temperature=3.0, stop=5)[
+        :, 2:
+    ]
+    stopped = (out == 5).int().cummax(dim=1).values.bool()
+    assert stopped.any() and (out[stopped] == 5).all()
+
+
+def test_zero_new_tokens_and_bad_input(model):
+    prompt = torch.tensor([1, 2])
+    assert torch.equal(model.generate(prompt, 0), prompt)
+    for bad in (torch.zeros(2), torch.zeros(0, dtype=torch.long), torch.zeros(1, 2, 3, dtype=torch.long)):
+        with pytest.raises(ValueError, match="tokens"):
+            model.generate(bad, 1)
+    with pytest.raises(ValueError, match="temperature"):
+        model.generate(prompt, 1, temperature=-1)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        model.generate(prompt, -1)

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from leanstep.gpt.attention import make_plan
-from leanstep.gpt.heads import AttentionOut, AttentionWeights, Heads, HeadShape
-from leanstep.gpt.passes import MLP, Injections, Mix, Norm, NormLinear, ResidualMLP, SmearNorm
+from leanstep.gpt.attention import Rotary, make_plan
+from leanstep.gpt.layers import MLP, Injections, Mix, Norm, NormLinear, ResidualMLP, SmearNorm
+from leanstep.gpt.projections import AttentionOut, AttentionWeights, Heads, HeadShape
 from leanstep.gpt.reference import norm
-from leanstep.gpt.rotary import Rotary
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -52,18 +51,18 @@ def test_smear_norm(closed):
     assert gradcheck(lambda *a: SmearNorm.apply(*a, mask), (x, smear, weight))
 
 
-def test_promises_deliver_the_injections_gradients():
+def test_edges_deliver_the_injections_gradients():
     x0, xb, x0_factors, xb_factors, lanes = draw(5, 8), draw(5, 8), draw(3), draw(3), draw(3, 5, 8)
     upstream = torch.randn(3, 5, 8, dtype=torch.float64)
 
-    def promised(x0, xb, x0_factors, xb_factors):
-        promises = Injections.apply(x0, x0_factors, xb, xb_factors, [0, 2])
+    def injected_by_edges(x0, xb, x0_factors, xb_factors):
+        edges = Injections.apply(x0, x0_factors, xb, xb_factors, [0, 2])
         out = []
-        for layer, promise in zip([0, 2], promises, strict=True):
+        for layer, edge in zip([0, 2], edges, strict=True):
             injected = [(x0_factors[layer].item(), x0.detach())]
             if layer:
                 injected.append((xb_factors[layer].item(), xb.detach()))
-            out.append(Mix.apply(promise, injected, 2.0, lanes[layer].detach()))
+            out.append(Mix.apply(edge, injected, 2.0, lanes[layer].detach()))
         return torch.stack(out)
 
     def plain(x0, xb, x0_factors, xb_factors):
@@ -71,7 +70,7 @@ def test_promises_deliver_the_injections_gradients():
         return torch.stack([zeroth, 2.0 * lanes[2].detach() + x0_factors[2] * x0 + xb_factors[2] * xb])
 
     inputs = (x0, xb, x0_factors, xb_factors)
-    got, want = promised(*inputs), plain(*inputs)
+    got, want = injected_by_edges(*inputs), plain(*inputs)
     assert torch.allclose(got, want)
     gradients = zip(
         torch.autograd.grad(got, inputs, upstream[:2]),

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leanstep.gpt.attention import BandPlan, band_view, sum_band
-from leanstep.gpt.passes import EPS, add_scaled, dot, number, wide_dtype
+from leanstep.gpt.layers import EPS, add_scaled, dot, number, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,11 @@ class AttentionOut(torch.autograd.Function):
     """Gate, output product, and the residual it lands on.
 
     resid * x + (gate * y) @ weight.T + x0_factor * x0 + xb_factor * xb; without `x`, the product alone. x0
-    and xb come with plain numbers: their gradients go to `promise`, an output of `Injections`.
+    and xb come with plain numbers: their gradients go to `edge`, an output of `Injections`.
     """
 
     @staticmethod
-    def forward(ctx, y, gate, weight, x, resid, promise, injected, plan: BandPlan, shape: HeadShape):
+    def forward(ctx, y, gate, weight, x, resid, edge, injected, plan: BandPlan, shape: HeadShape):
         length = plan.length * y.shape[1] // shape.heads
         y_flat = (
             y.transpose(1, 2).reshape(plan.padded, -1)[: plan.length].view(length, shape.heads, shape.dim)
@@ -226,8 +226,8 @@ class AttentionOut(torch.autograd.Function):
         if x is not None:
             grad_x = grad * ctx.resid
             grad_resid = None if ctx.resid_dtype is None else dot(grad, x).to(ctx.resid_dtype)
-        promise = grad if ctx.needs_input_grad[5] else None
-        return grad_y, grad_gate, grad_weight, grad_x, grad_resid, promise, None, None, None
+        edge = grad if ctx.needs_input_grad[5] else None
+        return grad_y, grad_gate, grad_weight, grad_x, grad_resid, edge, None, None, None
 
 
 class AttentionWeights(torch.autograd.Function):

@@ -74,12 +74,12 @@ class Norm(torch.autograd.Function):
 class Mix(torch.autograd.Function):
     """sum_i factors_i * tensors_i + injected terms.
 
-    Arguments: promise (of `Injections`, or None), injected [(number, tensor)], then n factors (0-dimensional
+    Arguments: edge (of `Injections`, or None), injected [(number, tensor)], then n factors (0-dimensional
     tensors or floats), then n tensors.
     """
 
     @staticmethod
-    def forward(ctx, promise: Tensor | None, injected: list[tuple[Number, Tensor]], *arguments) -> Tensor:
+    def forward(ctx, edge: Tensor | None, injected: list[tuple[Number, Tensor]], *arguments) -> Tensor:
         half = len(arguments) // 2
         tensors = arguments[half:]
         ctx.numbers = [number(f) for f in arguments[:half]]
@@ -96,7 +96,7 @@ class Mix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         tensors = ctx.saved_tensors
-        promise = grad if ctx.needs_input_grad[0] else None
+        edge = grad if ctx.needs_input_grad[0] else None
         needs = ctx.needs_input_grad[2:]
         grad_factors = [
             dot(grad, x).to(dtype) if need else None
@@ -106,7 +106,7 @@ class Mix(torch.autograd.Function):
             grad * factor if need else None
             for factor, need in zip(ctx.numbers, needs[len(tensors) :], strict=True)
         ]
-        return promise, None, *grad_factors, *grad_tensors
+        return edge, None, *grad_factors, *grad_tensors
 
 
 class NormLinear(torch.autograd.Function):
@@ -230,7 +230,7 @@ class SmearNorm(torch.autograd.Function):
 
 
 class Injections(torch.autograd.Function):
-    """Promises of x0_lambda_i * x0 + bigram_lambda_i * xb for every layer.
+    """Autograd edges for x0_lambda_i * x0 + bigram_lambda_i * xb for every layer.
 
     Its outputs are [T, E] views of a single zero: they carry the graph, not values. Whoever takes one adds
     the real terms itself and sends its gradient here, so the layers' gradients meet in one place: no
