@@ -6,9 +6,7 @@ that it leaves behind. The program's own output passes through.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib
 import os
 import pickle
 import runpy
@@ -114,7 +112,7 @@ def _child(stub: str, asked: str, answered: str) -> None:
 def _run(request: Request) -> Recording:
     import torch
 
-    from leanstep.rehearse import torch_cuda
+    from leanstep.rehearse.answers import compiled, process_group, stand_ins, torch_cuda, triton_launches
     from leanstep.rehearse.devices import DEVICES
     from leanstep.rehearse.tape import Tape
     from leanstep.rehearse.time_model import Clock
@@ -123,7 +121,10 @@ def _run(request: Request) -> Recording:
     recording = Recording(request, torch.__version__)
     tape = Tape(recording, Clock(device, request.host_us), device.workspace_bytes)
     torch_cuda.install(tape, device)
-    _install_extras(tape, request)
+    compiled.install(tape, capture=request.compiled)
+    triton_launches.install(tape, device)
+    stand_ins.install(tape)
+    process_group.install(tape, request.ranks)
     if request.changes:
         from leanstep.rehearse.what_if import install_changes
 
@@ -157,13 +158,6 @@ def _run(request: Request) -> Recording:
         recording.ended = "refused"
     recording.host_s = real_time() - started
     return tape.finish()
-
-
-def _install_extras(tape: Any, request: Request) -> None:
-    """Triton, compiled regions, process groups, kernels that come as binaries."""
-    with contextlib.suppress(ImportError):
-        stand_ins = importlib.import_module("leanstep.rehearse.stand_ins")
-        stand_ins.install(tape, request)
 
 
 def _program(request: Request) -> Callable[[], Any]:
@@ -244,7 +238,7 @@ def _refusal(failure: BaseException, tape: Any) -> Refusal:
     """One sentence, and the program's own line nearest to the failure."""
     from torch._subclasses import fake_tensor
 
-    from leanstep.rehearse.torch_cuda import Refused
+    from leanstep.rehearse.answers.torch_cuda import Refused
 
     line = None
     for frame, number in traceback.walk_tb(failure.__traceback__):

@@ -7,6 +7,7 @@ storages that are born and die, and where the host waits for the device.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import sysconfig
 import threading
@@ -130,6 +131,8 @@ class Tape(TorchDispatchMode):
         self._watched: dict[int, Any] = {}
         self._category = ""
         self._parameters: list[Any] = []
+        self.ranks = 1
+        self.collective: Any = None  # tapes a call of c10d; set where torch.distributed is answered
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -140,6 +143,16 @@ class Tape(TorchDispatchMode):
     def add(self, event: events.Event) -> None:
         self.recording.events.append(event)
         self.clock.play(event)
+
+    @contextlib.contextmanager
+    def aside(self):
+        """Calls of our own: their launches and waits are not the program's."""
+        taped, self.recording.events = self.recording.events, []
+        try:
+            yield
+        finally:
+            ours = [e for e in self.recording.events if isinstance(e, events.Alloc | events.Free)]
+            self.recording.events = taped + ours
 
     def wait(self, kind: str, place: Place | None = None) -> None:
         """The host waits for the device."""
@@ -307,6 +320,9 @@ class Tape(TorchDispatchMode):
             args, kwargs = tree_map_only(Tensor, self._without_meta, (args, kwargs))
         with self.fake_mode:
             out = func(*args, **kwargs)
+        if self.collective is not None and func.namespace in ("c10d", "_c10d_functional"):
+            self.collective(name, args, out)
+            return out
         return self._tape(func, name, args, kwargs, out, place)
 
     def _answer(self, func: Any, name: str, args: Any, kwargs: Any, where: Any, place: Place) -> Any:

@@ -1,0 +1,144 @@
+"""One process of many: the shapes of rank 0 of N, collectives taped with their bytes, nothing sent.
+
+`torch.distributed` runs on torch's own fake process group. DistributedDataParallel is a stand-in that fills
+buckets and reduces them as they become ready; FSDP2 and DTensor run as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from leanstep.rehearse.events import Kernel
+from leanstep.rehearse.shadows import device_tensors, shape_of
+from leanstep.rehearse.tape import Tape
+
+# DistributedDataParallel's defaults: a small first bucket, so that the first reduction starts early.
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+# c10d call -> collective; the payload is the larger side of what it moves.
+COLLECTIVES = {
+    **{"allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce"},
+    **{"allreduce_coalesced_": "all_reduce", "all_reduce_coalesced": "all_reduce", "reduce_": "all_reduce"},
+    **{"_allgather_base_": "all_gather", "allgather_": "all_gather", "all_gather_into_tensor": "all_gather"},
+    **{"all_gather_into_tensor_out": "all_gather", "allgather_into_tensor_coalesced_": "all_gather"},
+    **{"_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter"},
+    **{"reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_tensor_coalesced_": "reduce_scatter"},
+    **{"broadcast_": "broadcast", "broadcast": "broadcast", "scatter_": "broadcast", "gather_": "all_gather"},
+    **{"alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "all_to_all_single": "all_to_all"},
+    **{"send": "broadcast", "recv_": "broadcast"},
+}
+
+
+def install(tape: Tape, ranks: int) -> None:
+    """Answer torch.distributed for rank 0 of `ranks`, or of the WORLD_SIZE that the program sets."""
+    torch.nn.parallel.DistributedDataParallel = _ddp_class(tape)  # pyright: ignore[reportAttributeAccessIssue]
+    if not dist.is_available():
+        return
+    start = dist.init_process_group
+
+    def init_process_group(*_: Any, **given: Any) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        size = int(os.environ.get("WORLD_SIZE") or (given.get("world_size") or ranks))
+        size = max(1, size)
+        if not dist.is_initialized():
+            start("fake", store=FakeStore(), rank=0, world_size=size)
+        tape.ranks = size
+
+    dist.init_process_group = init_process_group
+    tape.collective = lambda name, args, out: _collective(tape, name, args, out)
+
+
+def _collective(tape: Tape, name: str, args: Any, out: Any) -> None:
+    """Tape one c10d call."""
+    kind = COLLECTIVES.get(name)
+    if kind is None:  # barrier, wait_tensor
+        return
+    tensors = device_tensors((args, out))
+    if not tensors:
+        return
+    sides = [device_tensors(a) for a in (*args, out)]
+    payload = max((sum(shape_of(t).nbytes for t in side) for side in sides), default=0)
+    _reduce(tape, kind, payload, tensors)
+
+
+def _reduce(tape: Tape, kind: str, payload: int, tensors: list[Any]) -> None:
+    made = Kernel("collective", payload, 0.0, str(tensors[0].dtype)[6:], (tape.ranks,), name=kind)
+    tape.custom(kind, [made], tensors, tensors)
+
+
+def _ddp_class(tape: Tape) -> type[torch.nn.Module]:
+    class DistributedDataParallel(torch.nn.Module):
+        """Buckets of gradients, reduced when their last gradient has arrived, from the last parameter on."""
+
+        def __init__(
+            self,
+            module: torch.nn.Module,
+            *_: Any,
+            gradient_as_bucket_view: bool = False,
+            bucket_cap_mb: float | None = None,
+            **__: Any,
+        ):
+            super().__init__()
+            self.module, self.require_backward_grad_sync = module, True
+            params = [p for p in module.parameters() if p.requires_grad]
+            self._waiting: dict[int, list[int]] = {}
+            limit, cap = FIRST_BUCKET_BYTES, int((bucket_cap_mb or 25) * (1 << 20))
+            buckets: list[list[Tensor]] = [[]]
+            for p in reversed(params):
+                if buckets[-1] and sum(q.numel() * q.element_size() for q in buckets[-1]) >= limit:
+                    buckets.append([])
+                    limit = cap
+                buckets[-1].append(p)
+            self._flat = []
+            for bucket in filter(None, buckets):
+                if not gradient_as_bucket_view:
+                    size = sum(p.numel() for p in bucket)
+                    self._flat.append(torch.empty(size, dtype=bucket[0].dtype, device=bucket[0].device))
+                    tape.classify([self._flat[-1]], "communication")
+                self._watch(bucket, None if gradient_as_bucket_view else self._flat[-1])
+
+        def _watch(self, bucket: list[Tensor], flat: Tensor | None) -> None:
+            missing: set[int] = set()
+
+            def arrived(p: Tensor) -> None:
+                if not self.require_backward_grad_sync:
+                    return
+                if not missing:
+                    missing.update(id(q) for q in bucket)
+                if flat is not None and p.grad is not None:
+                    copied = shape_of(p.grad).nbytes
+                    tape.custom("bucket copy", [Kernel("pointwise", 2 * copied)], [p.grad], [flat])
+                missing.discard(id(p))
+                if not missing:
+                    into = [flat] if flat is not None else [q.grad for q in bucket if q.grad is not None]
+                    _reduce(tape, "all_reduce", sum(shape_of(t).nbytes for t in into), into)
+                    if flat is not None:  # and back into the gradients
+                        grads = [q.grad for q in bucket if q.grad is not None]
+                        tape.custom(
+                            "bucket copy", [Kernel("multi", 2 * shape_of(flat).nbytes)], [flat], grads
+                        )
+
+            for p in bucket:
+                p.register_post_accumulate_grad_hook(arrived)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+        @contextlib.contextmanager
+        def no_sync(self):
+            before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+            try:
+                yield
+            finally:
+                self.require_backward_grad_sync = before
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return super().state_dict(*args, **kwargs)
+
+    return DistributedDataParallel

@@ -1,0 +1,182 @@
+"""Stand-ins for kernels that come as binaries: the right shapes and a price, nothing computed.
+
+A stand-in is found only where the package itself is not installed. What was used is noted in the recording.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanstep.rehearse.kernel_costs import attention_kernel
+from leanstep.rehearse.shadows import shape_of
+from leanstep.rehearse.tape import Tape
+
+
+class FusedAttention(torch.autograd.Function):
+    """Stand-in for a fused attention kernel: output and log-sum-exp, priced, not computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tape: Tape, name: str, q: Tensor, k: Tensor, v: Tensor, share: float, layout: str
+    ) -> tuple[Tensor, Tensor]:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        heads_first = q.shape[:-1] if layout == "bhtd" else (*q.shape[:-3], q.shape[-2], q.shape[-3])
+        lse = q.new_empty(heads_first, dtype=torch.float32)
+        made = attention_kernel(shape_of(q), shape_of(k), backward=False, share=share, layout=layout)
+        tape.custom(name, [made._replace(name=name)], [q, k, v], [out, lse])
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.tape, ctx.name, ctx.share, ctx.layout = tape, name, share, layout
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        made = attention_kernel(shape_of(q), shape_of(k), backward=True, share=ctx.share, layout=ctx.layout)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        name = f"{ctx.name}_backward"
+        ctx.tape.custom(name, [made._replace(name=name)], [q, k, v, out, lse, grads[0]], [dq, dk, dv])
+        return None, None, dq, dk, dv, None, None
+
+
+def install(tape: Tape) -> None:
+    """Offer the modules below to `import`, after everything that is really installed."""
+    sys.meta_path.append(_Finder(tape))
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, tape: Tape):
+        self.tape = tape
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in MODULES:
+            return None
+        spec = importlib.machinery.ModuleSpec(name, self, is_package=True)
+        spec.submodule_search_locations = []
+        return spec
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__version__ = MODULES[spec.name].version  # pyright: ignore[reportAttributeAccessIssue]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self.tape.notes[f"{module.__name__}: not installed, a stand-in with its shapes was used"] += 1
+        for name, make in MODULES[module.__name__].functions.items():
+            setattr(module, name, make(self.tape))
+
+
+class _Module:
+    def __init__(self, version: str, functions: dict[str, Callable[[Tape], Any]]):
+        self.version, self.functions = version, functions
+
+
+def _share(causal: bool, window: Sequence[int], length: int) -> float:
+    """Part of the T x T scores that is computed."""
+    left = window[0] if window and window[0] is not None and window[0] >= 0 else None
+    if left is not None and left < length:
+        kept = (left + 1) * length - left * (left + 1) / 2
+        return kept / length**2 if causal else min(1.0, 2 * kept / length**2)
+    return 0.5 if causal else 1.0
+
+
+def _flash(tape: Tape) -> Any:
+    """flash_attn_func(q, k, v): [B, T, H, D]."""
+
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, *_: Any, causal: bool = False, **options: Any
+    ) -> Any:
+        share = _share(causal and q.shape[1] == k.shape[1], options.get("window_size", ()), q.shape[1])
+        out, lse = FusedAttention.apply(tape, "flash_attn_func", q, k, v, share, "bthd")
+        return (out, lse) if options.get("return_attn_probs") or options.get("return_softmax_lse") else out
+
+    return flash_attn_func
+
+
+def _flash_varlen(tape: Tape) -> Any:
+    """flash_attn_varlen_func(q, k, v, cu_seqlens...): [tokens, H, D], packed documents."""
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, *args: Any, causal: bool = False, **options: Any
+    ):
+        lengths = options.get("cu_seqlens_q", args[0] if args else None)
+        longest = options.get("max_seqlen_q", args[2] if len(args) > 2 else q.shape[0])
+        share = _packed_share(tape, q.shape[0], lengths, int(longest), causal, options.get("window_size", ()))
+        out, _lse = FusedAttention.apply(tape, "flash_attn_varlen_func", q, k, v, share, "thd")
+        return out
+
+    return flash_attn_varlen_func
+
+
+def _packed_share(
+    tape: Tape, tokens: int, lengths: Any, longest: int, causal: bool, window: Sequence[int]
+) -> float:
+    """Scores of all documents as a part of tokens x tokens; unknown lengths: all are the longest."""
+    known = tape.shadows.get(lengths) if isinstance(lengths, Tensor) else None
+    documents = known.diff().tolist() if known is not None else [longest] * max(1, tokens // max(1, longest))
+    scores = sum(n * n * _share(causal, window, max(1, int(n))) for n in documents)
+    return min(1.0, scores / max(1, tokens) ** 2)
+
+
+def _packed_qkv(tape: Tape) -> Any:
+    plain = _flash(tape)
+    return lambda qkv, *args, **options: plain(*qkv.unbind(2), *args, **options)
+
+
+def _xformers(tape: Tape) -> Any:
+    def memory_efficient_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, *_: Any, **__: Any
+    ) -> Tensor:
+        causal = "LowerTriangular" in type(attn_bias).__name__ or attn_bias is LowerTriangularMask
+        out, _lse = FusedAttention.apply(
+            tape, "memory_efficient_attention", query, key, value, 0.5 if causal else 1.0, "bthd"
+        )
+        return out
+
+    return memory_efficient_attention
+
+
+class LowerTriangularMask:
+    """xformers' causal mask."""
+
+
+def _hub_kernels(tape: Tape) -> Any:
+    """kernels.get_kernel(name): kernels of the Hugging Face hub; flash attention 2 and 3 are known."""
+
+    def get_kernel(name: str, *_: Any, **__: Any) -> Any:
+        if "flash" not in name:
+            from leanstep.rehearse.answers.torch_cuda import Refused
+
+            raise Refused(f"the binary kernel {name} has no stand-in")
+        functions = {n: make(tape) for n, make in FLASH.items()}
+        tape.notes[f"kernel {name}: a stand-in with its shapes was used"] += 1
+        return types.SimpleNamespace(**functions, flash_attn_interface=types.SimpleNamespace(**functions))
+
+    return get_kernel
+
+
+FLASH: dict[str, Callable[[Tape], Any]] = {
+    "flash_attn_func": _flash,
+    "flash_attn_varlen_func": _flash_varlen,
+    "flash_attn_qkvpacked_func": _packed_qkv,
+}
+MODULES = {
+    "flash_attn": _Module("2.8.3", FLASH),
+    "flash_attn.flash_attn_interface": _Module("2.8.3", FLASH),
+    "flash_attn_interface": _Module("3.0.0", FLASH),
+    "flash_attn_3": _Module("3.0.0", FLASH),
+    "xformers": _Module("0.0.32", {}),
+    "xformers.ops": _Module(
+        "0.0.32",
+        {"memory_efficient_attention": _xformers, "LowerTriangularMask": lambda tape: LowerTriangularMask},
+    ),
+    "kernels": _Module("0.10.0", {"get_kernel": _hub_kernels}),
+}

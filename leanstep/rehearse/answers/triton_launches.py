@@ -1,0 +1,160 @@
+"""Triton kernels: not run; priced by a registered cost, else as one pass over their tensor arguments.
+
+The costs of leanstep's own kernels are registered here, from what each kernel reads and writes.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from leanstep.rehearse.events import Kernel
+from leanstep.rehearse.kernel_costs import register_cost
+from leanstep.rehearse.tape import Tape
+
+
+def install(tape: Tape, device: Any) -> None:
+    """Tape launches instead of compiling them."""
+    try:
+        import triton.runtime.autotuner as autotuner
+        import triton.runtime.jit as jit
+    except ImportError:
+        return
+    _register_own_costs()
+
+    def launch(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
+        if not warmup:
+            named = dict(zip(getattr(self, "arg_names", ()), args, strict=False))
+            tape.triton(_name(self), {**named, **kwargs, "grid": _grid(grid, {**named, **kwargs})})
+
+    def first_config(self: Any, *args: Any, **kwargs: Any) -> None:
+        chosen = self.configs[0].all_kwargs() if self.configs else {}
+        self.fn.run(*args, **{**chosen, **kwargs})
+
+    def with_heuristics(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.fn.run(*args, **kwargs)
+
+    jit.JITFunction.run = launch
+    autotuner.Autotuner.run = first_config
+    autotuner.Heuristics.run = with_heuristics
+    _install_driver(device)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", None) or getattr(getattr(function, "fn", None), "__name__", "kernel")
+
+
+def _grid(grid: Any, arguments: dict[str, Any]) -> Any:
+    """The grid, where it can be computed from the arguments that were passed."""
+    if not callable(grid):
+        return grid
+    try:
+        return grid(arguments)
+    except KeyError:
+        return None
+
+
+def _install_driver(device: Any) -> None:
+    """What libraries ask of Triton's driver before they launch."""
+    import triton.runtime
+
+    try:
+        from triton.backends.compiler import GPUTarget
+    except ImportError:
+        return
+    major, minor = device.capability
+    shared = 166_912 if major < 9 else 232_448
+    properties = {
+        **{"max_shared_mem": shared, "multiprocessor_count": device.units, "warpSize": 32},
+        **{
+            "max_num_regs": 65_536,
+            "sm_clock_rate": 1_500_000,
+            "mem_clock_rate": 1_500_000,
+            "mem_bus_width": 5120,
+        },
+    }
+    vendor = "hip" if getattr(device, "vendor", "") == "amd" else "cuda"
+    driver: Any = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget(vendor, major * 10 + minor, 32),
+        get_current_device=lambda: 0,
+        set_current_device=lambda index: None,
+        get_current_stream=lambda index=0: 0,
+        get_device_capability=lambda index=0: device.capability,
+        is_active=lambda: True,
+        utils=types.SimpleNamespace(get_device_properties=lambda index: properties),
+    )
+    triton.runtime.driver.set_active(driver)
+
+
+def _register_own_costs() -> None:
+    register_cost("update_statistics_kernel", _statistics)
+    register_cost("scale_exponentials_kernel", _exponentials)
+    register_cost("xxt_kernel", _symmetric_product)
+    register_cost("xtx_kernel", _symmetric_product)
+    register_cost("transpose_kernel", _transpose)
+    register_cost("lens_rows_kernel", _lens_rows)
+
+
+def _programs(arguments: Mapping[str, Any]) -> int:
+    grid = arguments.get("grid") or (1,)
+    product = 1
+    for n in grid:
+        product *= n
+    return product
+
+
+def _statistics(given: Mapping[str, Any]) -> Kernel:
+    """logprob: each logit is read once; four numbers a row are read and written."""
+    rows, z = _programs(given), given["z_ptr"]
+    moved = rows * given["num_columns"] * z.width + rows * (8 + 4 * 6)
+    return Kernel(
+        "softmax", moved, 0.0, z.dtype, (rows, given["num_columns"]), name="update_statistics_kernel"
+    )
+
+
+def _exponentials(given: Mapping[str, Any]) -> Kernel:
+    """logprob: each logit is read, each gradient written."""
+    z, out = given["z_ptr"], given["out_ptr"]
+    rows = z.size[0] if len(z.size) > 1 else 1
+    moved = rows * given["num_columns"] * (z.width + out.width) + rows * 24
+    return Kernel("pointwise", moved, 0.0, z.dtype, name="scale_exponentials_kernel")
+
+
+def _symmetric_product(given: Mapping[str, Any]) -> Kernel:
+    """muon: X X^T or X^T X, half of the tiles; each is stored twice."""
+    x, out = given["x_ptr"], given["out_ptr"]
+    batch = x.size[0] if len(x.size) == 3 else 1
+    size = out.size[-1]
+    inner = x.numel // max(1, batch * size)
+    moved = x.nbytes + out.numel * out.width
+    flops = batch * size * size * inner
+    return Kernel(
+        "gemm",
+        moved,
+        float(flops),
+        x.dtype,
+        (batch, size, max(1, size // 2), inner),
+        name="symmetric product",
+    )
+
+
+def _transpose(given: Mapping[str, Any]) -> Kernel:
+    """muon: read and written once, and the target read once more where it is added to."""
+    src, dst = given["src_ptr"], given["dst_ptr"]
+    adds = bool(given.get("ADD"))
+    moved = src.numel * src.width + dst.numel * dst.width * (2 if adds else 1)
+    return Kernel("pointwise", moved, 0.0, src.dtype, name="transpose_kernel")
+
+
+def _lens_rows(given: Mapping[str, Any]) -> Kernel:
+    """preference: each tensor argument once; a few hundred rows, so the start dominates."""
+    tensors = [t for t in given.values() if hasattr(t, "nbytes") and hasattr(t, "stride")]
+    return Kernel(
+        "softmax",
+        sum(t.nbytes for t in tensors),
+        0.0,
+        "float32",
+        (_programs(given), 1),
+        name="lens_rows_kernel",
+    )
