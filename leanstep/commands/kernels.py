@@ -42,8 +42,11 @@ def kernels(
     check_writable(json, "--json")
 
     out = console(json)
-    with progress_bar(out, "kernels") as report:
-        rows = [row.to_json() for row in compile_all(names, progress=report)]
+    try:
+        with progress_bar(out, "kernels") as report:
+            rows = [row.to_json() for row in compile_all(names, progress=report)]
+    except ValueError as error:
+        raise BadInput(f"--{error}") from None
     out.print(_table(rows, names))
     write_json({"targets": names, "rows": rows}, json)
     failed = [row for row in rows if row["error"]]

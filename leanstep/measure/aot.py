@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import json
 import os
 import re
 import subprocess
@@ -23,7 +25,6 @@ KERNEL_MODULES = (
     "leanstep.preference.kernel",
     "leanstep.logprob.kernel",
     "leanstep.muon.kernel",
-    "leanstep.gpt.kernel",
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # The AMD pipeliner keeps one buffer less than NVIDIA's; more than two stages only costs memory there.
@@ -116,23 +117,60 @@ def compile_all(
 
     Raises:
         RuntimeError: under TRITON_INTERPRET, where there is nothing to compile.
+        ValueError: for a target that this Triton cannot compile for.
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise RuntimeError("TRITON_INTERPRET=1 replaces kernels by Python; unset it to compile them")
     for target in targets:
         parse_target(target)
-    work = [(package, entry, target) for package, entry in shipped_kernels(modules) for target in targets]
+    # LLVM aborts the process on some targets it does not know, so an untested one gets its own process.
+    for target in targets:
+        if target not in TARGETS:
+            if progress:
+                progress(target, 0.0)
+            yield from _compile_apart(target, modules)
+    tested = [target for target in targets if target in TARGETS]
+    work = [(package, entry, target) for package, entry in shipped_kernels(modules) for target in tested]
     for index, (package, entry, target) in enumerate(work):
         if progress:
             progress(f"{entry['name']} {target}", index / len(work))
         yield compile_kernel(package, entry, target)
 
 
-def _tool(name: str) -> str:
+def _compile_apart(target: str, modules: tuple[str, ...]) -> list[CompiledKernel]:
+    """All kernels for one target, compiled in a process that may die; ValueError if the first fails."""
     import triton
 
-    assert triton.__file__
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+    code = f"from leanstep.measure import aot; aot._print_rows({target!r}, {modules!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        rows, said = [], next(iter(done.stderr.strip().splitlines()[::-1]), "no message")
+    else:
+        # Triton prints the PTX that its assembler refused: the rows are the last line.
+        rows = [CompiledKernel(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+        said = rows[0].error
+    if said is not None:
+        raise ValueError(f"targets: Triton {triton.__version__} does not compile for {target}: {said}")
+    return rows
+
+
+def _print_rows(target: str, modules: tuple[str, ...]) -> None:
+    """What the process of `_compile_apart` does."""
+    rows: list[CompiledKernel] = []
+    for package, entry in shipped_kernels(modules):
+        rows.append(compile_kernel(package, entry, target))
+        if rows[0].error:
+            break
+    print(json.dumps([row.to_json() for row in rows]))
+
+
+def _assembler(arch: int) -> str:
+    """The ptxas that this Triton itself uses for `arch`."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    # Up to Triton 3.5 there is one for all.
+    tool: Any = get_ptxas(arch) if inspect.signature(get_ptxas).parameters else get_ptxas()  # type: ignore[call-arg]
+    return str(tool.path)
 
 
 def _run(*command: str) -> str:
@@ -142,18 +180,17 @@ def _run(*command: str) -> str:
 
 def _nvidia(kernel: Any, target: Any) -> tuple[int, int]:
     """(registers per thread, spill bytes) of a compiled CUDA kernel."""
+    from triton import knobs
+
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = Path(folder) / "kernel.cubin", Path(folder) / "kernel.ptx"
         cubin.write_bytes(kernel.asm["cubin"])
         ptx.write_text(kernel.asm["ptx"])
-        usage = _run(_tool("cuobjdump"), "-res-usage", str(cubin))
+        usage = _run(str(knobs.nvidia.cuobjdump.path), "-res-usage", str(cubin))
         arch = re.search(r"\.target\s+(sm_\w+)", kernel.asm["ptx"])
         assert arch, "PTX names no target"
-        # Blackwell needs the newer assembler that Triton ships beside the other one.
-        assembler = _tool("ptxas-blackwell" if target.arch >= 100 else "ptxas")
-        report = _run(
-            assembler, "-v", f"--gpu-name={arch.group(1)}", str(ptx), "-o", str(Path(folder) / "out")
-        )
+        out = str(Path(folder) / "out")
+        report = _run(_assembler(target.arch), "-v", f"--gpu-name={arch.group(1)}", str(ptx), "-o", out)
     registers = re.search(r"REG:(\d+)", usage)
     assert registers, f"cuobjdump printed no registers: {usage!r}"
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
