@@ -222,6 +222,7 @@ def _exit_code(outcome: Outcome, watch: Watch, findings: list[Finding], rules: t
         raise BadInput(
             f"--fail-on: no step was recorded after {watch.num_warmup} of warm-up; nothing can be said"
         )
+    trained = watch.boundary != "none" or any(step.backward_runs for step in watch.steps)
     failed = gates.failures(findings, rules)
     if failed:
         names = ", ".join(sorted({finding.rule for finding in failed}))
@@ -229,4 +230,8 @@ def _exit_code(outcome: Outcome, watch: Watch, findings: list[Finding], rules: t
             f"leanstep: --fail-on: {len(failed)} finding{'s' * (len(failed) != 1)} ({names})", file=sys.stderr
         )
         return 1
+    if rules and not trained:
+        raise BadInput(
+            "--fail-on: the script ran no training step (no optimizer step, no backward); nothing can be said"
+        )
     return 0

@@ -8,9 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.diagnose.reads import READ_CALLS, RUNS_USER_CODE, run_under
+from leanstep.diagnose.reads import RUNS_USER_CODE, call_kind, run_under
 
-_SPECIAL_CALLS = frozenset(READ_CALLS) | RUNS_USER_CODE
 _num_function_modes = torch._C._len_torch_function_stack
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _CAN_HIDE = hasattr(_eval_frame, "set_code_exec_strategy")
@@ -58,11 +57,10 @@ class CallMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _SPECIAL_CALLS:
-            if func in RUNS_USER_CODE:
-                return run_under(self, func, args, kwargs)
-            if self.recorder.active:
-                return self.recorder.on_call(func, args, kwargs)
+        if func in RUNS_USER_CODE:
+            return run_under(self, func, args, kwargs)
+        if self.recorder.active and call_kind(func) is not None:
+            return self.recorder.on_call(func, args, kwargs)
         return func(*args, **kwargs)
 
 

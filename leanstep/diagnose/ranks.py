@@ -1,23 +1,19 @@
 """Several ranks under `torchrun`: each records itself; rank 0 reports, for itself or for all of them.
 
-Reports meet in a folder of the machine's temporary directory, because the process group may be gone by the
-time the script has ended. Ranks on other machines are therefore not merged.
+Reports meet in torch's own TCPStore at MASTER_ADDR:MASTER_PORT, because the process group may be gone by the
+time the script has ended. torchrun's agent keeps one there until its last rank ends; without it rank 0 opens
+one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
-
-from leanstep.files import write_atomically
-
-_STARTED = time.time()
 
 
 def rank() -> int:
@@ -36,34 +32,44 @@ def gather(report: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any] | 
     """On rank 0 the reports of all ranks, merged by line; None on the others."""
     if world_size() == 1:
         return merge([report])
-    job = "-".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
-    folder = Path(tempfile.gettempdir()) / f"leanstep-ranks-{os.getuid()}-{job}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    target = folder / f"{rank()}.json"
-    write_atomically(target, json.dumps(report).encode())
+    deadline = time.monotonic() + timeout_s
+    reports, problem = [report] if is_first() else [], f"gave no report within {timeout_s:.0f} s"
+    try:
+        store = _store(timeout_s)
+        store.set(str(rank()), json.dumps(report))
+        for number in range(1, world_size()) if is_first() else ():
+            left = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+            # A rank that died leaves the others' findings worth printing.
+            with contextlib.suppress(RuntimeError):
+                store.wait([str(number)], left)
+                reports.append(json.loads(store.get(str(number))))
+    except (RuntimeError, ValueError, KeyError) as error:
+        # torch's store errors are RuntimeErrors; no address or port in the environment is a KeyError.
+        problem = f"could not be asked ({type(error).__name__})"
     if not is_first():
         return None
-    files = [folder / f"{number}.json" for number in range(world_size())]
-    deadline = time.monotonic() + timeout_s
-    while not all(map(_is_fresh, files)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    reports = [json.loads(file.read_text(encoding="utf-8")) for file in files if _is_fresh(file)]
-    for file in files:
-        file.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
     merged = merge(reports)
     if len(reports) < world_size():
-        note = (
-            f"{world_size() - len(reports)} of {world_size()} ranks gave no report within {timeout_s:.0f} s"
-        )
+        note = f"{world_size() - len(reports)} of {world_size()} ranks {problem}"
         merged["not_seen"].append({"kind": "rank", "where": "", "note": note})
     return merged
 
 
-def _is_fresh(file: Path) -> bool:
-    """Written by this run, not left behind by one that was killed."""
-    return file.exists() and file.stat().st_mtime >= _STARTED
+def _store(timeout_s: float) -> Any:
+    """The store that all ranks of this job reach, under a name that no other user of it has."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_first() and not has_agent,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        # Shares the port with the store of the script's own process group, if that is still there.
+        multi_tenant=True,
+    )
+    return PrefixStore(f"leanstep-diagnose-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:

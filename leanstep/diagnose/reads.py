@@ -36,19 +36,22 @@ ALWAYS_READ: dict[str, str] = {
 SOMETIMES_READ = ("aten::index", "aten::index_put", "aten::index_put_", "aten::repeat_interleave")
 SOMETIMES_READ_OR_COPY = (*SOMETIMES_READ, "aten::_to_copy", "aten::copy_")
 
-# Python calls that dispatch no read on a CPU tensor, though they hand its values to the host.
-READ_CALLS: dict[Any, str] = {
-    Tensor.tolist: "tolist",
-    Tensor.cpu: "cpu",
-    Tensor.to: "to",
-    Tensor.numpy: "numpy",
-    Tensor.__array__: "numpy",
-    Tensor.__repr__: "print",
-    Tensor.__format__: "print",
-    torch.tensor: "torch.tensor",
-    torch.as_tensor: "torch.tensor",
-    Tensor.new_tensor: "torch.tensor",
+# Python calls that dispatch no read on a CPU tensor, though they hand its values to the host: functions of
+# torch, and methods of Tensor by name.
+READ_FUNCTIONS: dict[Any, str] = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.tensor"}
+READ_METHODS: dict[str, str] = {
+    "tolist": "tolist",
+    "cpu": "cpu",
+    "to": "to",
+    "numpy": "numpy",
+    "__array__": "numpy",
+    "__repr__": "print",
+    "__format__": "print",
+    "new_tensor": "new_tensor",
 }
+_READ_CALLS = READ_FUNCTIONS | {getattr(Tensor, name): kind for name, kind in READ_METHODS.items()}
+# What torch's own functions and methods are; a script that patches one puts something else in its place.
+_NATIVE = (type(Tensor.add), type(torch.add), type(Tensor.shape), type(Tensor.__add__))
 # User code runs inside these calls, so a function mode must stay on in there: see `run_under`.
 RUNS_USER_CODE: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
@@ -90,18 +93,28 @@ def op_read(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None
     return None
 
 
+def call_kind(func: Any) -> str | None:
+    """What kind of read `func` may be, None for most. `func` is what a function mode is called with.
+
+    torch looks its methods up on Tensor when it calls a mode: of a patched method the mode sees the patch.
+    """
+    kind = _READ_CALLS.get(func)
+    if kind is None and type(func) not in _NATIVE:
+        for name, of_method in READ_METHODS.items():
+            if getattr(Tensor, name) is func:
+                return of_method
+    return kind
+
+
 def call_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> str | None:
     """The kind of host read that a Python-level call makes if it dispatches none of its own, or None."""
-    kind = READ_CALLS.get(func)
+    kind = call_kind(func)
     if kind == "to":
         return "cpu" if _asks_for_host(args, kwargs or {}) else None
-    if kind == "torch.tensor":
-        data = args[-1] if args else (kwargs or {}).get("data")
-        if func is Tensor.new_tensor and len(args) > 1:
-            data = args[1]
-        elif args and func is not Tensor.new_tensor:
-            data = args[0]
-        return kind if isinstance(data, (list, tuple)) and _holds_tensor(data) else None
+    if kind in ("torch.tensor", "new_tensor"):
+        position = 1 if kind == "new_tensor" else 0
+        data = args[position] if len(args) > position else (kwargs or {}).get("data")
+        return "torch.tensor" if isinstance(data, (list, tuple)) and _holds_tensor(data) else None
     return kind
 
 
@@ -219,7 +232,7 @@ class _CallReads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in RUNS_USER_CODE:
             return run_under(self, func, args, kwargs)
-        kind = call_read(func, args, kwargs) if func in READ_CALLS else None
+        kind = call_read(func, args, kwargs)
         return run_read_call(func, args, kwargs, kind, self.copies, self._total, self._count)
 
     def _total(self) -> int:

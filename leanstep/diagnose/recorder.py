@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import deque
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ from leanstep.diagnose.source import (
 from leanstep.diagnose.step import StepState
 
 MAX_MAP_ENTRIES = 200_000
+# A backward with fewer nodes than this cannot overflow the stack when its graph is freed: see `_keep_node`.
+DEEP_GRAPH = 4_000
 _NO_CHAIN: tuple[int, ...] = ()
 
 
@@ -73,7 +76,7 @@ class Recorder:
         self.writers: set[int] = set()
         # Optimizers whose step() is running, outermost first.
         self.stepping: list[int] = []
-        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self.on_first_node: Any = None
         self.node_seen = False
         self.accelerator = False
@@ -87,6 +90,9 @@ class Recorder:
         # Two generations: a graph may outlive the step that built it.
         self._sites_by_number: dict[int, Site] = {}
         self._older_sites: dict[int, Site] = {}
+        self._nodes: deque[Any] = deque()
+        self._deep_graphs: deque[deque[Any]] = deque()
+        self._older_graphs: deque[deque[Any]] = deque()
         self._ops = OpMode(self)
         self._calls = CallMode(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _identity)
@@ -110,9 +116,11 @@ class Recorder:
         self.stack.new_step()
         self._copies.clear()
         self._older_sites, self._sites_by_number = self._sites_by_number, {}
+        self._older_graphs, self._deep_graphs = self._deep_graphs, deque()
         dead = [key for key, parameter in self.parameters.items() if parameter.tensor() is None]
         for key in dead:
             del self.parameters[key]
+        self.optimizers = {key: held for key, held in self.optimizers.items() if held() is not None}
 
     def note(self, kind: str, where: str, text: str) -> None:
         self.notes.setdefault((kind, where), text)
@@ -150,8 +158,7 @@ class Recorder:
             self._in_backward = True
         else:
             if self._in_backward:
-                self._in_backward = False
-                self.state.end_backward()
+                self._end_backward()
             if site is None:
                 site = UNKNOWN
             created = grad and (number != self._last_number if number >= 0 else _any_requires_grad(args))
@@ -318,10 +325,23 @@ class Recorder:
         entry[6] += flops
         entry[8] = len(state.read_log)
 
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        if len(self._nodes) > DEEP_GRAPH:
+            self._deep_graphs.append(self._nodes)
+        self._nodes = deque()
+        self.state.end_backward()
+
     def _forward_site(self, node: Any) -> Site:
         """The forward line of a built-in autograd node."""
         if node is None:
             return UNKNOWN
+        # Asking for a node gives it a Python object for life, and torch frees a chain of nodes that have one
+        # recursively: tens of thousands overflow the stack. Held here until the step after the next, the
+        # graph of a step is gone before its nodes are, one by one: a deque frees its first item first, and
+        # the backward came from the loss.
+        if not self._nodes or self._nodes[-1] is not node:
+            self._nodes.append(node)
         number = node._sequence_nr()
         if number == ACCUMULATE_GRAD:
             variable: Any = getattr(node, "variable", None)
@@ -343,6 +363,7 @@ class Recorder:
 
     def _learn(self, tensor: Tensor, storage: int, site: Site) -> None:
         parameter = self.parameters.get(storage)
+        self.state.used.add(storage)
         if parameter is None or parameter.tensor() is None:
             self.parameters[storage] = Parameter(tensor, site)
             self.accelerator |= tensor.device.type not in ("cpu", "meta")

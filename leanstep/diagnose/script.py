@@ -4,19 +4,25 @@ its exit code and its arguments stay its own.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-_LEANSTEP = str(Path(__file__).resolve().parents[1]) + os.sep
-_PASSED_ON = (os.sep + os.path.join("torch", "_ops.py"), os.sep + os.path.join("torch", "overrides.py"))  # noqa: PTH118
+import torch
+
+_LEANSTEP = str(Path(__file__).parents[1]) + os.sep
+_TORCH = Path(str(torch.__file__)).parent
+_PASSED_ON = (str(_TORCH / "_ops.py"), str(_TORCH / "overrides.py"))
+_RUNS_SCRIPTS = (runpy.__file__, contextlib.__file__)
 
 
 class Stop(BaseException):
@@ -34,6 +40,58 @@ class Outcome:
 
 def run_script(path: Path, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
     """Run `path` as `__main__` inside `context`, which is left before anything is printed."""
+    with _streams_survive():
+        return _run(path, argv, context)
+
+
+@contextlib.contextmanager
+def _streams_survive() -> Iterator[None]:
+    """Standard output and error as they were, whatever the script did to them: a report follows it."""
+    streams: list[tuple[str, Any, int | None]] = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            copy = os.dup(stream.fileno())
+        except (AttributeError, OSError, ValueError):
+            copy = None
+        streams.append((name, stream, copy))
+    try:
+        yield
+    finally:
+        for name, stream, copy in streams:
+            _restore(name, stream, copy)
+
+
+def _restore(name: str, stream: Any, copy: int | None) -> None:
+    """Put `stream` back as sys.`name`; where the script closed it, a new one on a copy of its descriptor."""
+    current = getattr(sys, name)
+    if current is not stream:
+        # What the script put in its place keeps what was written to it.
+        with contextlib.suppress(Exception):
+            current.flush()
+    if stream is not None and not stream.closed and _is_open(stream):
+        setattr(sys, name, stream)
+        if copy is not None:
+            os.close(copy)
+    elif copy is not None:
+        setattr(sys, name, os.fdopen(copy, "w", encoding=getattr(stream, "encoding", None) or "utf-8"))
+    elif stream is not None:
+        # Only what is no file of the system comes here; the report then goes where errors go.
+        setattr(sys, name, sys.__stderr__)
+
+
+def _is_open(stream: Any) -> bool:
+    try:
+        os.fstat(stream.fileno())
+    except OSError as error:
+        # io.UnsupportedOperation (a stream in memory) is an OSError without a number.
+        return error.errno is None
+    except (AttributeError, ValueError):
+        pass
+    return True
+
+
+def _run(path: Path, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
     linecache.checkcache()
     old_argv, old_path = sys.argv, list(sys.path)
     sys.argv = [str(path), *argv]
@@ -68,14 +126,17 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    sys.stdout.flush()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         link.__traceback__ = users_traceback(link.__traceback__)
         link = link.__cause__ or link.__context__
-    traceback.print_exception(error, file=sys.stderr)
+    # A script that closed standard error has nowhere to show its traceback, as under Python itself.
+    with contextlib.suppress(ValueError, OSError):
+        traceback.print_exception(error, file=sys.stderr)
 
 
 def users_traceback(trace: TracebackType | None) -> TracebackType | None:
@@ -90,9 +151,9 @@ def users_traceback(trace: TracebackType | None) -> TracebackType | None:
         file = entry.tb_frame.f_code.co_filename
         if file.startswith(_LEANSTEP):
             watched = True
-        elif not kept and (file.startswith("<frozen") or file == runpy.__file__ or "contextlib" in file):
+        elif not kept and (file.startswith("<frozen") or file in _RUNS_SCRIPTS):
             continue
-        elif watched and file.endswith(_PASSED_ON):
+        elif watched and file in _PASSED_ON:
             # What a mode calls to pass an op on; without the mode these frames are not there.
             continue
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +62,8 @@ class StepState:
         self.weight_matmuls = 0
         self.compiled: set[Line] = set()
         self.first_uses: dict[int, Site] = {}
+        # Parameters read since the last backward: only these can get a gradient from the next one.
+        self.used: set[int] = set()
         self.written: set[int] = set()
         self.unused: dict[int, Site] = {}
         # Parameters in the order they are read; slices of a bank are told apart by their offset.
@@ -216,7 +220,7 @@ class StepState:
                 tensor = parameter.tensor()
                 if tensor is not None and tensor.grad is not None:
                     storages.add(tensor.grad.untyped_storage()._cdata)
-            for reference in self.recorder.optimizers:
+            for reference in self.recorder.optimizers.values():
                 optimizer = reference()
                 for values in optimizer.state.values() if optimizer is not None else ():
                     if isinstance(values, dict):
@@ -241,10 +245,12 @@ class StepState:
         """The backward has run: what was saved for it is free again."""
         self.backward_runs += 1
         self.zero_storages.clear()
-        for parameter in self.recorder.parameters.values():
-            tensor = parameter.tensor()
+        for storage in self.used:
+            parameter = self.recorder.parameters.get(storage)
+            tensor = parameter.tensor() if parameter is not None else None
             if tensor is not None and tensor.grad is not None and tensor.grad.layout is torch.strided:
                 self.tainted.add(tensor.grad.untyped_storage()._cdata)
+        self.used.clear()
         self._close_window()
 
     def _close_window(self) -> None:
@@ -277,6 +283,12 @@ class StepState:
         writers = self.recorder.writers
         ops: dict[OpKey, OpRecord] = {}
         flops = 0
+        spans = {
+            (entry[7], entry[8])
+            for (_, _, _, direct, chain), entry in self.ops.items()
+            if direct and not chain and entry[0] >= MIN_REPEATS
+        }
+        distinct = count_distinct(self.read_log, spans)
         for (site, info, phase, direct, chain), entry in self.ops.items():
             if chain and not writers.isdisjoint(chain):
                 phase = OPTIMIZER
@@ -284,8 +296,8 @@ class StepState:
             if direct and entry[0] >= MIN_REPEATS:
                 # Without gradients a model that runs again and again decodes or acts: that loop is no storm,
                 # so there every read counts, not every parameter.
-                reads = self.read_log[entry[7] : entry[8]]
-                parameters = len(reads) if chain else len(set(reads))
+                span = (entry[7], entry[8])
+                parameters = span[1] - span[0] if chain else distinct[span]
             found = OpRecord(*entry[:7], parameters=parameters)
             flops += found.flops
             key = OpKey(site, info.name, phase, direct)
@@ -365,6 +377,35 @@ class StepState:
                 entry.bytes -= entry.bytes * kept // entry.count
                 entry.count -= kept
         self._earlier = ({}, [])
+
+
+def count_distinct(values: Sequence[int], spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """len(set(values[start:stop])) of every span, in about len(values) + len(spans) * sqrt(len(values)).
+
+    A script of many lines has as many spans, each nearly as long as the step: counting them one by one
+    would be quadratic.
+    """
+    result: dict[tuple[int, int], int] = {}
+    # 1 where a value occurs for the last time so far; how many of them lie in each block.
+    is_last = bytearray(len(values))
+    block = max(1, math.isqrt(len(values)))
+    in_block = [0] * (len(values) // block + 1)
+    last: dict[int, int] = {}
+    done = 0
+    for start, stop in sorted(spans, key=lambda span: span[1]):
+        for index in range(done, stop):
+            earlier = last.get(values[index])
+            if earlier is not None:
+                is_last[earlier] = 0
+                in_block[earlier // block] -= 1
+            last[values[index]] = index
+            is_last[index] = 1
+            in_block[index // block] += 1
+        done = max(done, stop)
+        first = -(-start // block)
+        whole = sum(in_block[first:]) if first * block < stop else 0
+        result[start, stop] = whole + is_last.count(1, start, min(first * block, len(values)))
+    return result
 
 
 def _name(tensor: Tensor) -> str:

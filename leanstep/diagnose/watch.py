@@ -301,10 +301,7 @@ class Watch:
     # Gradients nobody uses
 
     def _hold(self, optimizer: torch.optim.Optimizer) -> None:
-        references = self.recorder.optimizers
-        if all(reference() is not optimizer for reference in references):
-            references[:] = [reference for reference in references if reference() is not None]
-            references.append(weakref.ref(optimizer))
+        self.recorder.optimizers[id(optimizer)] = weakref.ref(optimizer)
         self._held.update(objects.storages_of(optimizer))
 
     def _judge_gradients(self) -> None:

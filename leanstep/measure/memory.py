@@ -37,13 +37,14 @@ def measure_peak(
     """
     earlier = step()
     gc.collect()
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         outputs = step()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
     else:
         outputs, timeline = memory_timeline(step)
         peak = max((level for _, level in timeline), default=0)

@@ -8,6 +8,7 @@ more than a small step. The first call (imports, compilation, caches) is timed a
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import statistics
@@ -48,7 +49,8 @@ def interleave(
         min_rounds, max_rounds: every step runs in every round, so a step of 3 s runs at least 3 times.
         on_round: called with (rounds done, rounds planned), for a progress bar.
     """
-    synchronize = torch.cuda.synchronize if torch.device(device).type == "cuda" else _no_wait
+    device = torch.device(device)
+    synchronize = functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _no_wait
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -168,6 +168,44 @@ def test_gate_without_a_step_is_bad_input(capsys) -> None:
     assert "no step was recorded" in capsys.readouterr().err
 
 
+def test_gate_without_training_is_bad_input(capsys) -> None:
+    Path("idle.py").write_text("import torch\ntorch.ones(3) + 1\n", encoding="utf-8")
+    assert run("idle.py", "--fail-on", "any") == 2
+    assert "ran no training step" in capsys.readouterr().err
+    assert run("idle.py") == 0
+
+
+@pytest.mark.parametrize(
+    "closing",
+    ["sys.stdout.close()", "os.close(1)", "sys.stdout = open('log', 'w'); sys.stderr.close()"],
+)
+def test_the_report_survives_what_a_script_does_to_its_streams(closing: str) -> None:
+    Path("train.py").write_text(
+        READS.replace("import sys\n", "import os, sys\n").replace('print("done", sys.argv[1:])', closing),
+        encoding="utf-8",
+    )
+    done = _leanstep("diagnose", "train.py")
+    assert done.returncode == 0
+    assert "4 reads" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def _leanstep(*arguments: str, root: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(root or Path(cli.__file__).parents[1])}
+    command = [sys.executable, "-m", "leanstep", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_own_frames_are_known_through_a_link(tmp_path) -> None:
+    """A package that is imported by way of a link is no part of the user's code."""
+    (tmp_path / "link").symlink_to(Path(cli.__file__).parents[1])
+    (tmp_path / "train.py").write_text(READS.replace('print("done"', 'loss @ loss, print("done"'))
+    done = _leanstep("diagnose", "train.py", "--json", "out.json", root=tmp_path / "link")
+    plain = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, plain.stderr)
+    assert [f["file"] for f in validated("out.json")["findings"]] == ["train.py"]
+
+
 def test_baseline_survives_inserted_lines_but_not_more_reads(reads: str, capsys) -> None:
     assert run(reads, "--baseline", "base.json", "--write-baseline") == 0
     Path(reads).write_text(READS.replace("import sys\n", "import sys\n\n# moved\n\n"), encoding="utf-8")
@@ -290,7 +328,7 @@ def test_ctrl_c_from_outside() -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.rstrip().endswith("KeyboardInterrupt")
-    assert "leanstep" not in err
+    assert str(Path(cli.__file__).parent) + os.sep not in err
     assert "4 reads" in out
 
 

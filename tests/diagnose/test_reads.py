@@ -76,3 +76,18 @@ def test_nothing_is_left_behind_after_an_error() -> None:
         1 / 0  # noqa: B018
     assert torch._C._len_torch_function_stack() == 0
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_patched_methods_are_counted_all_the_same(monkeypatch) -> None:
+    x = torch.ones(3)
+    for name in ("tolist", "numpy", "__array__", "item"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, *args, original=original, **kw: original(self, *args, **kw)
+        )
+    with count_host_reads() as reads:
+        np.asarray(x)
+        x.tolist()
+        x.numpy()
+        x[0].item()
+    assert reads.kinds == {"numpy": 2, "tolist": 1, "scalar": 1}

@@ -64,7 +64,7 @@ def test_the_assembler_is_the_one_that_triton_uses(monkeypatch, arguments):
     assert aot._assembler(90) == "ptxas-newer"
 
 
-@pytest.mark.parametrize("target", ["sm_12", "gfx000"])
+@pytest.mark.parametrize("target", ["sm_12"])
 def test_a_target_that_llvm_does_not_know_is_one_error(monkeypatch, target):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=f"^targets: Triton .* does not compile for {target}: "):

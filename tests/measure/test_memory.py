@@ -52,6 +52,21 @@ def test_backward_memory_on_the_engines_thread_is_counted():
     assert measure_peak(step, {"x": x}).peak_bytes >= 2 * MIB
 
 
+def test_another_gpus_own_statistics_are_read(monkeypatch):
+    asked = {}
+
+    def answer(name, value):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: asked.setdefault(name, device) and value)
+
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        answer(name, None)
+    answer("memory_allocated", 100)
+    answer("max_memory_allocated", 150)
+    x = torch.ones(4)
+    assert measure_peak(lambda: {"x": x}, {"x": x}, "cuda:1").peak_bytes == 50
+    assert set(asked.values()) == {torch.device("cuda:1")} and len(asked) == 4
+
+
 def test_the_timeline_ends_at_what_is_still_held():
     outputs, timeline = memory_timeline(lambda: {"a": torch.ones(1024, 256) + 1})
     assert outputs["a"].shape == (1024, 256)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import time
 
+import torch
+
 from leanstep.measure.timing import interleave
 
 
@@ -48,6 +50,13 @@ def test_the_garbage_collector_is_off_inside_and_restored_after():
     seen = []
     interleave({"step": lambda: seen.append(gc.isenabled())}, budget_s=0.01, max_rounds=3)
     assert not any(seen) and gc.isenabled()
+
+
+def test_another_gpu_is_waited_for_by_its_name(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
+    interleave({"step": lambda: None}, budget_s=0.01, max_rounds=3, device="cuda:1")
+    assert set(waited) == {torch.device("cuda:1")}
 
 
 def test_a_failing_step_restores_the_garbage_collector():
