@@ -3,7 +3,6 @@
 from leanstep.preference import ragged
 from leanstep.preference.batch import GistList, LensBatch, Variant
 from leanstep.preference.contexts import (
-    AllocatorConfig,
     ContextReader,
     GistTree,
     LensNet,
@@ -13,7 +12,13 @@ from leanstep.preference.contexts import (
     reachable_length,
     sample_variants,
 )
-from leanstep.preference.lens_config import GateConfig, LensConfig, ObjectiveConfig, SamplingConfig
+from leanstep.preference.lens_config import (
+    AllocatorConfig,
+    GateConfig,
+    LensConfig,
+    ObjectiveConfig,
+    SamplingConfig,
+)
 from leanstep.preference.lens_objective import LensObjective, lens_loss
 from leanstep.preference.lens_terms import (
     LaggedPolicy,

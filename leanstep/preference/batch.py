@@ -17,11 +17,15 @@ from leanstep.preference.lens_config import LensConfig
 
 @dataclass(frozen=True)
 class Variant:
-    """One working context of a sequence.
+    """One working context of a sequence: W entries.
+
+    Example:
+        raw = Variant([0, 1, 2, 3], [0, 0, 0, 0], loss=2.1, is_baseline=True)
+        gist = Variant([0], [1], loss=1.9)                       # one gist over four tokens (block_size=4)
 
     Args:
-        positions: first token covered by each entry, strictly ascending; a 1-D integer tensor or list.
-        lods: level of detail of each entry, same length.
+        positions: [W] first token covered by each entry, strictly ascending; a 1-D integer tensor or list.
+        lods: [W] level of detail of each entry.
         loss: the base model's mean NLL in nats: a float, a 0-d tensor (stays on its device), or None.
         is_baseline: the context made of raw tokens only.
     """
@@ -39,6 +43,9 @@ GIST_STEP = 8
 @dataclass(frozen=True)
 class GistList:
     """Entries above LOD 0, and the sorted keys of all entries, for look-ups without a table.
+
+    Equivalent to, for the first context:
+        starts = batch.pos[0][batch.lod[0] > 0]                  # rows[0, 1, :len(starts)] == 8 * starts
 
     Args:
         rows: [V, 4, G] int64: cell in the flattened [V, W] tensors, 8 * start, LOD (-1 = padding), span.
@@ -59,6 +66,10 @@ class GistList:
 @dataclass(frozen=True)
 class LensBatch:
     """A micro-batch of variants. Make it with `from_variants` or `from_tensors`.
+
+    Example:
+        batch = LensBatch.from_variants(samples, config, num_tokens=64)
+        batch = batch.with_losses(nll)                           # [V], from the base model, on its device
 
     Args:
         pos: [V, W] int64; padded entries hold `num_tokens`.

@@ -6,19 +6,23 @@ B sequences · T tokens · V contexts · W entries · D width · L coarsest leve
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from leanstep.preference.batch import Variant
+from leanstep.preference.lens_config import AllocatorConfig
 
 
 def planned_length(
     max_len: int, progress: float, *, train_wc_length: int | None = None, num_tokens: int | None = None
 ) -> int:
-    """Entries to aim for: 0.9 * max_len at first, `train_wc_length` (0.75 * max_len) at the end."""
+    """Entries to aim for: 0.9 * max_len at first, `train_wc_length` (0.75 * max_len) at the end.
+
+    >>> [planned_length(2048, progress) for progress in (0.0, 0.5, 1.0)]
+    [1843, 1690, 1536]
+    """
     if not 0 <= progress <= 1:
         raise ValueError(f"progress: expected 0..1, got {progress}")
     start = int(0.9 * max_len)
@@ -40,7 +44,11 @@ def reachable_length(num_tokens: int, planned: int, block_size: int) -> int:
 
 
 def baseline_variant(num_tokens: int, target_len: int) -> Variant:
-    """The last `target_len` raw tokens."""
+    """The last `target_len` raw tokens.
+
+    >>> baseline_variant(6, 4).positions
+    tensor([2, 3, 4, 5])
+    """
     kept = min(num_tokens, target_len)
     positions = torch.arange(num_tokens - kept, num_tokens)
     return Variant(positions, torch.zeros(kept, dtype=torch.int8), None, True)
@@ -73,7 +81,10 @@ def sample_variants(
         generator: a CPU generator.
 
     Returns:
-        1 to 1 + n_random variants, the baseline first.
+        1 to 1 + n_random variants, the baseline first; `positions` and `lods` [target_len].
+
+    >>> [v.lods.tolist() for v in sample_variants(6, 4, 1, 1, 3, recent_tokens=2)]
+    [[0, 0, 0], [1, 0, 0]]
     """
     if T < 1 or target_len < 1:
         raise ValueError(f"T, target_len: expected at least 1, got {T} and {target_len}")
@@ -155,17 +166,6 @@ def _collapse(runs: list[list[int]], index: int, first: int, b: int) -> None:
             k += 1
 
 
-@dataclass(frozen=True)
-class AllocatorConfig:
-    """Limits of one round of edits."""
-
-    expand_at: float = 0.1
-    collapse_at: float = -0.1
-    protected_entries: int = 128
-    max_edits: int = 4
-    iterations: int = 1
-
-
 def allocate_focus(
     positions: Tensor,
     lods: Tensor,
@@ -189,7 +189,12 @@ def allocate_focus(
         budget: entries allowed after the edits.
 
     Returns:
-        positions and lods of the edited context.
+        positions and lods of the edited context, [W'] with W' <= max(W, budget).
+
+    >>> context = torch.tensor([0, 4, 5]), torch.tensor([1, 0, 0])
+    >>> scores, limits = torch.tensor([0.9, 0.0, 0.0]), AllocatorConfig(protected_entries=0)
+    >>> allocate_focus(*context, scores, block_size=4, max_lod=1, budget=8, num_tokens=6, config=limits)[0]
+    tensor([0, 1, 2, 3, 4, 5])
     """
     config = config or AllocatorConfig()
     if not positions.shape == lods.shape == scores.shape or positions.dim() != 1:
@@ -267,9 +272,12 @@ class Block(nn.Module):
 class LensNet(nn.Module):
     """One score per entry: above 0 = expand me into my children, below 0 = collapse me with my siblings.
 
+    Example:
+        net = LensNet(16, 32, max_lod=2, block_size=4)
+        scores = net(embeddings, batch.pos, batch.lod, batch.valid, batch.num_tokens)      # [V, W] in [-1, 1]
+
     Args:
-        input_width: width of the entry embeddings.
-        width: width of the controller.
+        input_width: width D of the entry embeddings [V, W, D]; `width` is that of the controller.
         max_lod, block_size: geometry of the tree.
         num_blocks, num_heads: depth and heads.
     """
@@ -331,6 +339,9 @@ class GistTree(nn.Module):
     """Summaries of b consecutive nodes, for every start: gists may begin anywhere.
 
     A gist is the mean of its children through `bottleneck` dimensions: what does not fit is lost.
+
+    Example:
+        nodes = GistTree(16, block_size=4, max_lod=2)(torch.randn(3, 20, 16))              # [3, 3, 20, 16]
     """
 
     def __init__(self, width: int, block_size: int, max_lod: int, bottleneck: int | None = None) -> None:
@@ -361,7 +372,13 @@ class GistTree(nn.Module):
 
 
 class ContextReader(nn.Module):
-    """Causal transformer over the entries of working contexts; predicts the token after each raw entry."""
+    """Causal transformer over the entries of working contexts; predicts the token after each raw entry.
+
+    Example:
+        reader = ContextReader(vocab_size=50, width=16, block_size=4)
+        entries = reader.embed(token_ids, sequence, batch.pos, batch.lod)                  # [V, W, D]
+        nll = reader.losses(entries, batch.pos, batch.lod, batch.valid, token_ids, sequence, counted)  # [V]
+    """
 
     def __init__(
         self,
@@ -416,20 +433,14 @@ class ContextReader(nn.Module):
         sequence: Tensor,
         counted: Tensor,
     ) -> Tensor:
-        """[V] mean NLL of the next token over raw entries whose next token is marked in `counted` [B, T]
-        bool.
-        """
+        """[V] mean NLL of the next token over raw entries whose next token is marked in `counted` [B, T]."""
         hidden = self.hidden(entries, pos, lod, valid)
         following = (pos + 1).clamp(max=tokens.shape[1] - 1)
         inside = valid & (lod == 0) & (pos + 1 < tokens.shape[1])
         target = tokens[sequence[:, None], following]
         weight = (inside & counted[sequence[:, None], following]).to(hidden.dtype)
-        logits = (
-            self.head(hidden).float()
-            if hidden.dtype in (torch.float16, torch.bfloat16)
-            else self.head(hidden)
-        )
-        nll = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(
-            target.shape
-        )
+        logits = self.head(hidden)
+        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        nll = nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+        nll = nll.view(target.shape)
         return (nll * weight).sum(1) / weight.sum(1).clamp(min=1)

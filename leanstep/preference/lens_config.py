@@ -34,8 +34,9 @@ def _check_finite(record: Any) -> None:
 class ObjectiveConfig:
     """The terms of the objective and their weights. With the defaults, value and gradient equal the original.
 
-    Equivalent to (of each kept pair, see `lens_loss_reference` for the terms):
-        loss = sum(config.weights[name] * terms[name] for name in config.active_terms())
+    Equivalent to, with the terms [P] of `lens_loss_reference`:
+        weights = config.objective.weights
+        per_pair = sum(weights[name] * terms[name] for name in config.objective.active_terms())
 
     Args:
         lens_loss_weight: factor that the training step puts on the objective.
@@ -117,7 +118,11 @@ class ObjectiveConfig:
 class SamplingConfig:
     """Which variants, pairs and entries the objective looks at.
 
-    Equivalent to (with the defaults): every masked entry of the first `max_pairs` pairs of each sample.
+    With the defaults: every masked entry of the first `max_pairs` pairs of each sample.
+
+    Equivalent to:
+        pairs = sample_pairs(build_pairs(batch.loss, batch.row, config), config, generator)     # [P]
+        weights = sample_spans(scores, build_targets(batch, pairs, config), pairs, config, generator)
 
     Args:
         num_random_variants: variants per sample beside the baseline.
@@ -165,7 +170,7 @@ class GateConfig:
     """Run the objective only on some steps, decided by counters, so that all ranks agree.
 
     Equivalent to:
-        runs = (counter - phase) % every == 0
+        runs = (counter - gate.phase) % gate.every == 0
 
     Args:
         every: run on one of so many.
@@ -185,6 +190,26 @@ class GateConfig:
         _check_choice(self, "mode", "skip", "scale", "accumulate")
         _check_integers(self, 1, "every")
         _check_integers(self, 0, "phase")
+
+
+@dataclass(frozen=True)
+class AllocatorConfig:
+    """Limits of one round of edits by `allocate_focus`.
+
+    Equivalent to:
+        may_expand, may_collapse = scores >= limits.expand_at, scores <= limits.collapse_at
+
+    Args:
+        expand_at, collapse_at: scores (of [W]) from which an entry is edited.
+        protected_entries: entries at the end that stay as they are.
+        max_edits, iterations: edits per round, and rounds that a caller should run.
+    """
+
+    expand_at: float = 0.1
+    collapse_at: float = -0.1
+    protected_entries: int = 128
+    max_edits: int = 4
+    iterations: int = 1
 
 
 _RECORDS = {"objective": ObjectiveConfig, "sampling": SamplingConfig, "gate": GateConfig}

@@ -253,7 +253,14 @@ def coverage_gradient(scores: Tensor, batch: LensBatch, config: LensConfig) -> t
 def aggregate_targets(
     batch: LensBatch, config: LensConfig, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Mean target of each entry over the kept pairs that mask it [V, W], and whether any does [V, W]."""
+    """Mean target of each entry over the kept pairs that mask it [V, W], and whether any does [V, W].
+
+    Equivalent to, for context v:
+        pairs = build_pairs(batch.loss, batch.row, config)
+        target = build_targets(batch, pairs, config) * torch.tanh(pairs.delta)[:, None]
+        mine = target[pairs.worse == v].float()
+        mean = mine.sum(0) / (mine != 0).sum(0).clamp(min=1)
+    """
     pairs = build_pairs(batch.loss, batch.row, config)
     sign = build_targets(batch, pairs, config)
     strength = torch.tanh(pairs.delta).to(dtype)[:, None]
@@ -269,6 +276,11 @@ class ProxyLoss(nn.Module):
     `l2`: (x - t)^2 against the aggregated target t of the masked entries. `hinge`: relu(|t| - sign(t) x).
     `distill`: (x - teacher)^2 over all valid entries. With `entries_per_context`, only that many entries of
     each context, drawn uniformly. Mean inside each context, then over the contexts that have entries.
+
+    Equivalent to, for kind "l2":
+        target, masked = aggregate_targets(batch, config)        # [V, W] both
+        square = torch.where(masked, (scores - target) ** 2, 0).sum(1) / masked.sum(1).clamp(min=1)
+        loss = square[masked.any(1)].mean()
     """
 
     def __init__(
@@ -316,7 +328,13 @@ class ProxyLoss(nn.Module):
 
 
 class LaggedPolicy:
-    """An exponential moving average of the controller; it scores the same batch under no_grad."""
+    """An exponential moving average of the controller; it scores the same batch under no_grad.
+
+    Example:
+        policy = LaggedPolicy(lensnet, decay=0.99)
+        previous = policy.scores(*inputs)                        # [V, W], for lens_loss(prev_scores=...)
+        policy.update(lensnet)                                   # after the optimizer step
+    """
 
     def __init__(self, controller: nn.Module, decay: float = 0.99) -> None:
         if not 0 <= decay <= 1:
@@ -341,7 +359,11 @@ class LaggedPolicy:
 
 
 def content_key(sequence_id: int | str, positions: Tensor, lods: Tensor) -> str:
-    """A name for a context that depends on its content only."""
+    """A name for a context that depends on its content only: positions and lods [W] of any device.
+
+    >>> content_key(7, torch.tensor([0, 4]), torch.tensor([1, 0]))[:8]
+    'bbf5788e'
+    """
     digest = hashlib.blake2b(str(sequence_id).encode() + b"|", digest_size=16)
     digest.update(positions.to("cpu", torch.int32).contiguous().numpy().tobytes())
     digest.update(b"|")
@@ -350,7 +372,14 @@ def content_key(sequence_id: int | str, positions: Tensor, lods: Tensor) -> str:
 
 
 class ScoreStore:
-    """Scores of the previous epoch by content key, the oldest dropped beyond `capacity` contexts."""
+    """Scores of the previous epoch by content key, the oldest dropped beyond `capacity` contexts.
+
+    Example:
+        keys = [content_key(v, batch.pos[v], batch.lod[v]) for v in range(batch.num_contexts)]
+        store = ScoreStore()
+        store.put(keys, scores, batch)                           # [V, W]; reads the scores on the host
+        prev_scores, prev_valid = store.get(keys, batch)         # [V, W] and [V], for lens_loss
+    """
 
     def __init__(self, capacity: int = 10_000) -> None:
         if capacity < 1:

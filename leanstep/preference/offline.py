@@ -27,7 +27,12 @@ LossFunction = Callable[[Tensor, LensBatch], Tensor]
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """A micro-batch from the cache: the batch, whose sequences they are, and what was stored beside them."""
+    """A micro-batch from the cache: the batch, whose sequences they are, and what was stored beside them.
+
+    Equivalent to, for the first record:
+        cached = cache.batch([0], config)                        # cached.batch.pos: [V, W]
+        same = LensBatch.from_variants(samples[:1], config, num_tokens=64, loss_dtype=torch.float32)
+    """
 
     batch: LensBatch
     sequence_ids: list[int]
@@ -37,8 +42,15 @@ class CachedBatch:
 class ContextCache:
     """Append-only records: sequence id, variants with losses, one optional tensor per sequence.
 
-    Positions are int32, lods int8, losses float32, in flat tensors with offsets. A batch from the cache
-    gives the same loss, bit for bit, as the live one whose losses were float32.
+    Example:
+        cache = ContextCache()
+        for i, variants in enumerate(samples):
+            cache.append(i, variants, num_tokens=64)
+        for cached in cache.batches(2, config, seed=0, epoch=1):
+            lens_loss(torch.zeros(cached.batch.pos.shape), cached.batch, config)
+
+    Per variant: positions [W] int32, lods [W] int8, a float32 loss; in flat tensors with offsets. A batch
+    from the cache gives the same loss, bit for bit, as the live one whose losses were float32.
     """
 
     def __init__(self) -> None:
@@ -156,7 +168,12 @@ class ContextCache:
 
 @dataclass
 class AsyncHandle:
-    """A loss in flight."""
+    """A loss in flight: `future` gives (0-d loss, gradients by parameter name, CUDA event or None).
+
+    Example:
+        handle = background.submit(batch, inputs)
+        ready = handle.done()
+    """
 
     future: Future
     step: int

@@ -24,6 +24,9 @@ TABLE_LIMIT_BYTES = 1 << 30
 class Pairs:
     """P pairs in processing order.
 
+    Equivalent to, for a pair k of one sample:
+        delta = loss_of[pairs.worse[k]] - loss_of[pairs.better[k]]          # pairs.delta[k]
+
     Args:
         better, worse: [P] int64, contexts (rows of the score tensor).
         delta: [P] loss of the worse minus loss of the better, in the losses' dtype; 0 where not valid.
@@ -54,6 +57,9 @@ def build_pairs(
     Variants are sorted by loss (stable). Pairs with the best variant come first, then all others, each list
     by delta descending (stable); `hard_negative_ratio` trims the second list, `max_pairs` the whole.
 
+    Equivalent to, for sample s (`reference_pairs` in reference.py):
+        found = reference_pairs(batch.loss[s], config, s)        # (sample, better, worse, delta)
+
     Args:
         loss: [B, C]; NaN takes no part.
         row: [B, C] int64, the context of each variant.
@@ -62,6 +68,8 @@ def build_pairs(
 
     Returns:
         Pairs with P = B * min(max_pairs, C * (C - 1) / 2) slots.
+
+    Host syncs: none. Cost: two sorts of [B, C] and [B, N].
     """
     if loss.dim() != 2 or row.shape != loss.shape:
         raise ValueError(
@@ -156,6 +164,9 @@ def check_variant_counts(
 ) -> int:
     """Make sure that nothing inflates the number of variants or pairs of a micro-step.
 
+    >>> check_variant_counts([3, 1, 2], micro_batch=3, n_random=2, num_pairs=4)
+    6
+
     Args:
         counts: variants per sample, host integers.
         micro_batch: samples per micro-step.
@@ -199,6 +210,11 @@ def build_lod_table(batch: LensBatch) -> Tensor:
     padding.
 
     Built once per micro-batch and used by every pair.
+
+    Equivalent to:
+        table = torch.full((batch.num_contexts, batch.num_tokens + 1), -1, dtype=torch.int8)
+        for v in range(batch.num_contexts):
+            table[v, batch.pos[v][batch.valid[v]]] = batch.lod[v][batch.valid[v]]
     """
     table = torch.full(
         (batch.num_contexts, batch.num_tokens + 1), -1, dtype=torch.int8, device=batch.pos.device
@@ -236,8 +252,16 @@ def build_targets(batch: LensBatch, pairs: Pairs, config: LensConfig, *, lookup:
     A collapse request reaches every entry of the same LOD in the same aligned parent block, and wins over
     expand. The target itself is sign * tanh(delta) of the pair.
 
+    Equivalent to, for pair k (contexts as lists of (position, lod); `reference_targets` in reference.py):
+        row = torch.tensor(reference_targets(better, worse, float(pairs.delta[k]), config)).sign()
+
+    Args:
+        lookup: table (V (T + 1) bytes), search (binary search in the sorted positions), auto (by size).
+
     Returns:
         [P, W] int8.
+
+    Host syncs: none. Cost: O(V T + P W).
     """
     want_PW = desired_lods(batch, pairs, lookup=lookup)
     lod_PW = batch.lod.index_select(0, pairs.worse)

@@ -100,7 +100,16 @@ def lens_loss_reference(
     pair_order: Tensor | None = None,
     terms: set[str] | None = None,
 ) -> LensResult:
-    """The objective over a micro-batch, pair by pair; same arguments and result as `lens_loss`."""
+    """The objective over a micro-batch, pair by pair; same arguments and result as `lens_loss`.
+
+    Equivalent to the table in docs/preference.md, and to:
+        lens_loss(scores, batch, config, backend="eager")
+
+    Args:
+        scores: [V, W]; the other arguments as in `lens_loss`.
+
+    Host syncs: one per entry and more. For reading and testing only.
+    """
     active = config.objective.active_terms(terms)
     dtype = scores.dtype if scores.dtype in (torch.float32, torch.float64) else torch.float32
     per_sample = min(config.sampling.max_pairs, math.comb(batch.loss.shape[1], 2))

@@ -23,6 +23,10 @@ PREFIX = "mc/"
 class LensMetrics:
     """References to the tensors of one call. `values` gives device scalars, `read` one dictionary of floats.
 
+    Example:
+        read = lens_loss(scores, batch, config).metrics.read()   # one host read
+        agreement = read["mc/preference_agreement"]              # None when no pair has a target
+
     Keys start with `mc/`; a value that is not defined (no pair, constant input, switched-off term) reads as
     None.
     """
@@ -143,6 +147,11 @@ class LensMetrics:
 @dataclass
 class LensResult:
     """Loss and telemetry of one micro-batch. P pairs.
+
+    Equivalent to, with default weights:
+        result = lens_loss(scores, batch, config)
+        per_pair = sum(config.objective.weights[name] * value for name, value in result.terms.items())
+        loss = per_pair[result.kept].mean()
 
     Args:
         loss: scalar, float32 or float64, the only tensor here that carries a gradient.

@@ -20,6 +20,9 @@ REDUCTIONS = ("sum", "mean", "group_mean", "none")
 class Groups:
     """CSR offsets with what the losses need to know about them.
 
+    Equivalent to, for group g:
+        items = torch.arange(groups.offsets[g], groups.offsets[g + 1])       # groups.group[items] == g
+
     Args:
         offsets: [G + 1] int64, ascending from 0 to n.
         group: [n] int64, the group of each item.
@@ -45,6 +48,9 @@ def make_groups(
     scores: Tensor, offsets: Tensor | Sequence[int] | Groups, *, max_group_size: int | None = None
 ) -> Groups:
     """Offsets as a list stay known to the host and give exact tile sizes; a tensor is never read.
+
+    >>> make_groups(torch.zeros(5), [0, 2, 5]).group
+    tensor([0, 0, 1, 1, 1])
 
     Args:
         scores: [n].

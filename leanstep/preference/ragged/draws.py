@@ -18,6 +18,10 @@ from leanstep.preference.ragged.csr_groups import Groups, lower_counts, make_gro
 class SampledPairs:
     """G * K pairs, item i preferred to item j.
 
+    Example:
+        drawn = draw_pairs(labels, offsets, 16, reduction="sum")
+        estimate = (drawn.weight * softplus(scores[drawn.j] - scores[drawn.i])).sum()
+
     Args:
         i, j: [G * K] int64; both 0 where the group has no pair (its weight is 0).
         weight: [G * K] float64; the weighted sum over the draws estimates the loss.
@@ -146,6 +150,17 @@ def top_pairs(
 
     Biased on purpose: training on them is not training on the full loss. Weights are 1 / (number of pairs
     chosen). Needs host offsets; one group's n_g x n_g gaps are held at a time.
+
+    Equivalent to, for one group:
+        gap = labels[:, None] - labels[None, :]
+        best = gap.flatten().topk(k).indices                     # i = best // n, j = best % n
+
+    Args:
+        scores, labels: [n].
+        offsets: [G + 1] host integers.
+
+    Returns:
+        SampledPairs with at most G * k pairs; weight 0 where a group has fewer than k.
     """
     if by not in ("gap", "violation"):
         raise ValueError(f"by: expected gap or violation, got {by!r}")
