@@ -138,7 +138,7 @@ def _run(request: Request) -> Recording:
         time.time = lambda: epoch + tape.clock.host
         time.perf_counter = lambda: tape.clock.host
         time.monotonic = lambda: tape.clock.host
-    program = _program(request)
+    program = _case_program(request, tape, steps) if request.case else _script_program(request)
     gc.collect()
     gc.freeze()  # torch's own objects need no further look
     try:
@@ -160,7 +160,44 @@ def _run(request: Request) -> Recording:
     return tape.finish()
 
 
-def _program(request: Request) -> Callable[[], Any]:
+def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], Any]:
+    """One implementation of a registered case, on a workload whose large tensors never existed."""
+    import torch
+
+    from leanstep.case import get_case
+
+    settings = dict(request.settings)
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    try:
+        case = get_case(request.target)
+        size = str(settings.pop("size", case.default_size))
+        asked = settings.pop("dtype", None)
+        dtype = case.bench_dtype if asked is None else getattr(torch, names.get(asked, str(asked)), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype: expected bf16, fp16, fp32 or a torch dtype, got {asked!r}")
+        params = case.params(size, settings)
+        fast = next((i.name for i in case.implementations if i.kind == "fast"), case.reference.name)
+        chosen = case.implementation(request.implementation or fast)
+    except ValueError as reason:
+        raise RehearsalError(str(reason)) from None
+    missing = chosen.missing(params)
+    if missing is not None:
+        raise RehearsalError(f"{case.name}, {chosen.name}: {missing}")
+    steps.by_hand = True
+
+    def run() -> None:
+        tape.fakes_host_tensors = True
+        workload = case.workload(params, dtype, "cuda")
+        tape.fakes_host_tensors = False
+        step = chosen.build(workload)
+        while True:
+            step()
+            steps.mark(())
+
+    return run
+
+
+def _script_program(request: Request) -> Callable[[], Any]:
     if request.module:
         sys.path.insert(0, str(Path.cwd()))
         sys.argv = [request.target, *request.args]
@@ -177,6 +214,7 @@ class _Steps:
         self.tape, self.wanted = tape, wanted
         self.first: int | None = None  # the optimizer that sets the pace
         self.optimizers = self.backwards = 0
+        self.by_hand = False  # marked by whoever runs the program
 
     def watch(self) -> None:
         import torch
@@ -202,10 +240,10 @@ class _Steps:
                     return run_backward(*args, **kwargs)
                 finally:
                     lines.nested[thread] -= 1
-            if not self.optimizers and kwargs.get("accumulate_grad"):
+            if not self.by_hand and not self.optimizers and kwargs.get("accumulate_grad"):
                 self.backwards += 1
                 if self.backwards > 1:  # a hand-written update lies between two backward passes
-                    self._mark(())
+                    self.mark(())
             self.tape.backward_begins()
             return run_backward(*args, **kwargs)
 
@@ -221,10 +259,10 @@ class _Steps:
         found = [v for s in state.values() if isinstance(s, dict) for v in s.values()]
         self.tape.classify(iter(found), "optimizer state")
         self.first = self.first or id(optimizer)
-        if id(optimizer) == self.first:
-            self._mark(optimizer.param_groups)
+        if id(optimizer) == self.first and not self.by_hand:
+            self.mark(optimizer.param_groups)
 
-    def _mark(self, groups: Any) -> None:
+    def mark(self, groups: Any) -> None:
         tape, steps = self.tape, self.tape.recording.steps
         tape.step_ends(p for group in groups for p in group["params"])
         first = steps[-1].last if steps else 0

@@ -8,6 +8,7 @@ storages that are born and die, and where the host waits for the device.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import sysconfig
 import threading
@@ -29,6 +30,7 @@ from leanstep.rehearse.kernel_costs import FREE, kernels, one_pass, registered_c
 from leanstep.rehearse.shadows import (
     DYNAMIC,
     INDEXED,
+    SHADOW_ELEMENTS,
     Shadows,
     device_tensors,
     is_mask,
@@ -38,9 +40,11 @@ from leanstep.rehearse.shadows import (
 )
 
 # Asked of fake tensors while Python looks at them: answered without a record.
+PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 QUESTIONS = frozenset(
     {"device", "sym_size", "sym_stride", "sym_numel", "is_contiguous", "dim", "layout", "sym_storage_offset"}
 )
+FACTORIES = frozenset({"randn", "rand", "empty", "zeros", "ones", "full"})
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
 # Frames that belong to nobody's program: wrappers that call the function they were given.
 WRAPPERS = ("/accelerate/utils/operations.py", "/transformers/utils/generic.py", "/typing_extensions.py")
@@ -132,6 +136,7 @@ class Tape(TorchDispatchMode):
         self._category = ""
         self._parameters: list[Any] = []
         self.ranks = 1
+        self.fakes_host_tensors = False  # large ones, made by a case on their way to the device
         self.collective: Any = None  # tapes a call of c10d; set where torch.distributed is answered
 
     @classmethod
@@ -298,6 +303,8 @@ class Tape(TorchDispatchMode):
         if name in QUESTIONS:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
+        if any(type(t) not in PLAIN for t in tensors):  # a DTensor unwraps itself; its shards come back here
+            return NotImplemented
         fakes = [t for t in tensors if isinstance(t, FakeTensor)]
         where = kwargs.get("device")
         if where is None:
@@ -305,6 +312,9 @@ class Tape(TorchDispatchMode):
         where = torch.device(where) if where is not None else None
         pinned = kwargs.pop("pin_memory", None)
         if not fakes and (where is None or where.type != "cuda"):
+            if self.fakes_host_tensors and name in FACTORIES and math.prod(args[0]) > SHADOW_ELEMENTS:
+                with self.fake_mode:
+                    return func(*args, **{**kwargs, "generator": None} if "generator" in kwargs else kwargs)
             out = func(*args, **kwargs)  # the host's own work
             return self.pin(out) if pinned else out
         if not hasattr(func, "_schema"):  # a higher-order operator: its body comes back here
