@@ -31,7 +31,6 @@ CASE_MODULES = (
     "leanstep.preference.ragged.cases",
     "leanstep.logprob.cases",
     "leanstep.muon.cases",
-    "leanstep.muon.transpose_cases",
     "leanstep.gpt.cases",
     "leanstep.integrations.cases",
 )

@@ -15,7 +15,12 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from ranks import run_ranks as _run_ranks
+
+# A busy machine is no failure: examples have no time limit.
+settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:

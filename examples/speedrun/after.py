@@ -41,7 +41,7 @@ def setup(dtype: torch.dtype = torch.float32) -> tuple[GPT, list[torch.optim.Opt
     groups = split_params(
         model, algorithm="muon", muon={"weight_decay": 0}, adam={"betas": (0.9, 0.95), "weight_decay": 0}
     )
-    return model, [NorMuon(groups, lr=0.01, adam_lr=0.003)]
+    return model, [NorMuon(groups, lr=0.01, adam={"lr": 0.003})]
 
 
 def loss_fn(model: GPT, data: tuple[Tensor, Tensor]) -> Tensor:

@@ -1,18 +1,19 @@
-"""The optimizer: Polar Express, NorMuon, cautious decay; matrices at the FLOP limit, the rest with Adam."""
+"""The optimizer: Polar Express, NorMuon, cautious decay; Adam for what is not a matrix."""
 
-from leanstep.muon.optimizer import NorMuon
-from leanstep.muon.polar import explain, plan_polar, polar
+from leanstep.muon.optimizer import FsdpNorMuon, NorMuon, ShardedNorMuon
+from leanstep.muon.param_groups import ParamSplit, split_params
+from leanstep.muon.polar import Workspace, explain, plan_polar, polar
 from leanstep.muon.reference import NEWTON_SCHULZ, POLAR_EXPRESS
 from leanstep.muon.residual import from_master, to_master
-from leanstep.muon.split import ParamSplit, split_params
 from leanstep.muon.transpose import transpose_add, transpose_copy
-from leanstep.muon.workspace import Workspace
 
 __all__ = [
     "NEWTON_SCHULZ",
     "POLAR_EXPRESS",
+    "FsdpNorMuon",
     "NorMuon",
     "ParamSplit",
+    "ShardedNorMuon",
     "Workspace",
     "explain",
     "from_master",

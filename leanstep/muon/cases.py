@@ -1,4 +1,4 @@
-"""The cases of this folder: the polar factor and a whole optimizer step."""
+"""The cases of this folder: the polar factor, a whole optimizer step, the two transposes of a tied head."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload, register
-from leanstep.cpu import find_compiler
 from leanstep.muon import peers, reference
 from leanstep.muon.optimizer import NorMuon
-from leanstep.muon.polar import MIN_HALF_SPEEDUP, cpu_bfloat16_speedup, plan_polar, polar
+from leanstep.muon.polar import plan_polar, polar
+from leanstep.muon.transpose import transpose_add, transpose_copy
 
 
 def _randn(
@@ -21,22 +21,8 @@ def _randn(
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
-def _no_native_half(params: Params) -> str | None:
-    if torch.cuda.is_available() or cpu_bfloat16_speedup() > MIN_HALF_SPEEDUP:
-        return None
-    return f"this CPU multiplies bfloat16 at {cpu_bfloat16_speedup():.2g} of its float32 speed"
-
-
-def _too_slow_in_half(params: Params) -> str | None:
-    # Emulated bfloat16 needs about half a minute per 768 x 3072 matrix.
-    missing = peers.no_torch_muon(params)
-    if missing:
-        return missing
-    return _no_native_half(params) if params["num_wide"] * params["dim"] > 2 * 768 else None
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    # float64 stays (the truth runs in it); everything narrower is computed in float32.
+    # float64 stays (the fp64 reference runs in it); everything narrower is computed in float32.
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -100,7 +86,7 @@ register(
                 "leanstep-bf16",
                 "fast",
                 _polar_row(lambda u: polar(u, compute_dtype=torch.bfloat16)),
-                unavailable=_no_native_half,
+                unavailable=peers.no_native_half,
                 note="what compute_dtype='auto' picks where bfloat16 products are native",
             ),
             Implementation(
@@ -113,7 +99,7 @@ register(
                 "addmm-bf16",
                 "peer",
                 _polar_row(lambda u: peers.polar_addmm(u.bfloat16()).to(u.dtype)),
-                unavailable=_no_native_half,
+                unavailable=peers.no_native_half,
                 note="written like torch.optim.Muon, bfloat16",
             ),
             Implementation(
@@ -136,7 +122,7 @@ register(
         prove_sizes=("tiny", "odd", "row", "empty"),
         dtypes=(torch.float32, torch.bfloat16),
         # The gram form is further from fp64 than the standard one and far closer than bfloat16, which is
-        # what everybody runs.
+        # what most people train with.
         error_baseline=_polar_row(lambda u: reference.polar(u.bfloat16()).to(u.dtype)),
     )
 )
@@ -212,12 +198,6 @@ def _step_limit(workload: Workload) -> Step:
     return _matmuls(min(rows, cols), flops, workload.tensors["wide"])
 
 
-def _needs_compiler(params: Params) -> str | None:
-    if find_compiler() is None:
-        return "no C++ compiler for torch.compile"
-    return "compiling is not worth it at this size" if params["dim"] < 256 else None
-
-
 def _step_notes(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Ratios against torch.optim.Muon in the same run."""
 
@@ -281,7 +261,7 @@ register(
                 "leanstep-bf16",
                 "fast",
                 _stepping(_leanstep(torch.bfloat16)),
-                unavailable=_no_native_half,
+                unavailable=peers.no_native_half,
                 note="NorMuon, bfloat16 products: what compute_dtype='auto' picks where they are native",
             ),
             Implementation(
@@ -295,7 +275,7 @@ register(
                 "torch-muon",
                 "peer",
                 _stepping(peers.torch_muon(None), share=0.5, compare=False),
-                unavailable=_too_slow_in_half,
+                unavailable=peers.too_slow_in_half,
                 time_scale=2.0,
                 note="torch.optim.Muon as shipped (bfloat16), half of the matrices, time doubled",
             ),
@@ -303,7 +283,7 @@ register(
                 "nanochat-style",
                 "peer",
                 _stepping(peers.stacked_compiled, compare=False),
-                unavailable=_needs_compiler,
+                unavailable=peers.needs_compiler,
                 note="equal shapes stacked, the whole step under torch.compile, bfloat16",
             ),
             Implementation(
@@ -331,5 +311,107 @@ register(
         drift=train_losses,
         annotate=_step_notes,
         truth_size="odd",
+    )
+)
+
+
+# transpose-copy, transpose-add: a tied head and its embedding
+
+
+def make_copy(
+    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Workload:
+    return Workload({"src": _randn((params["cols"], params["rows"]), dtype, device, generator)})
+
+
+def make_add(
+    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Workload:
+    tensors = make_copy(params, dtype, device, generator).tensors
+    return Workload({**tensors, "dst": _randn((params["rows"], params["cols"]), dtype, device, generator)})
+
+
+def _turning(function: Callable[[Tensor, Tensor], Any]) -> Callable[[Workload], Step]:
+    def build(workload: Workload) -> Step:
+        src, dst = workload.tensors["src"], workload.tensors.get("dst")
+        out = src.new_empty(src.shape[::-1]) if dst is None else dst.clone()
+
+        def step() -> Outputs:
+            function(src, out)
+            return {"dst": out}
+
+        return step
+
+    return build
+
+
+def _plain_copy(workload: Workload) -> Step:
+    src = workload.tensors["src"]
+    dst = torch.empty_like(src)
+    return lambda: {"copy": dst.copy_(src)} and {}
+
+
+def _plain_add(workload: Workload) -> Step:
+    src = workload.tensors["src"]
+    dst = torch.zeros_like(src)
+    return lambda: {"sum": dst.add_(src)} and {}
+
+
+_TRANSPOSE_SIZES = {
+    "tiny": {"rows": 40, "cols": 130},
+    "odd": {"rows": 41, "cols": 1271},
+    "empty": {"rows": 8, "cols": 0},
+    "cpu": {"rows": 768, "cols": 50304},
+    "large": {"rows": 2048, "cols": 128256},
+}
+
+register(
+    Case(
+        name="transpose-copy",
+        summary="dst = src^T: keep an embedding equal to the transposed head it is tied to.",
+        make=make_copy,
+        implementations=(
+            Implementation(
+                "reference", "reference", _turning(lambda s, d: d.copy_(s.T)), note="dst.copy_(src.T)"
+            ),
+            Implementation(
+                "leanstep",
+                "fast",
+                _turning(transpose_copy),
+                note="tiles turned in registers (torch.compile on a CPU)",
+            ),
+            Implementation("limit", "limit", _plain_copy, note="one contiguous copy of the same bytes"),
+        ),
+        sizes=_TRANSPOSE_SIZES,
+        prove_sizes=("tiny", "odd", "empty"),
+        dtypes=(torch.float32, torch.bfloat16),
+    )
+)
+register(
+    Case(
+        name="transpose-add",
+        summary="dst += src^T: add the gradient of a tied embedding to that of the head.",
+        make=make_add,
+        implementations=(
+            Implementation(
+                "reference", "reference", _turning(lambda s, d: d.add_(s.T)), note="dst.add_(src.T)"
+            ),
+            Implementation(
+                "leanstep",
+                "fast",
+                _turning(transpose_add),
+                note="tiles turned in registers (torch.compile on a CPU)",
+            ),
+            Implementation(
+                "leanstep-blocked",
+                "fast",
+                _turning(lambda s, d: transpose_add(s, d, impl="blocked")),
+                note="plain torch, for machines without a C++ compiler",
+            ),
+            Implementation("limit", "limit", _plain_add, note="one contiguous add of the same bytes"),
+        ),
+        sizes=_TRANSPOSE_SIZES,
+        prove_sizes=("tiny", "odd", "empty"),
+        dtypes=(torch.float32, torch.bfloat16),
     )
 )

@@ -1,85 +1,146 @@
-"""NorMuon: Muon for matrices and Adam for the rest, under one torch optimizer.
+"""NorMuon: Muon for matrices and Adam for the rest, under one torch optimizer, on one rank or many.
 
     optimizer = NorMuon(split_params(model), lr=0.02)
 
-Every group has `lr`, so any learning-rate scheduler drives both halves. Gradients and state are checked
-before the first weight moves: a bad input raises and changes nothing.
+Gradients and state are checked before the first weight moves: a bad input raises and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from leanstep.muon import state as saved
-from leanstep.muon.groups import ADAM_LR_SHARE, MATRIX_DEFAULTS, check_params, fill_group, group_cut
-from leanstep.muon.matrices import matrix_views, second_views
-from leanstep.muon.parameters import (
-    adam_item,
-    check_grad,
-    grads_are_finite,
-    matrix_options,
-    matrix_rates,
-    new_adam_state,
-    new_matrix_state,
+from leanstep.muon.param_groups import (
+    ADAM_LR_SHARE,
+    MATRIX_OPTIONS,
+    Entry,
+    Group,
+    check_adam,
+    check_params,
+    entry_key,
+    fill_group,
+    group_cut,
+    make_entry,
+    second_shape,
 )
-from leanstep.muon.polar import MIN_HALF_SPEEDUP, PolarPlan, cpu_bfloat16_speedup, plan_polar
-from leanstep.muon.residual import from_master, to_master
-from leanstep.muon.steps import MatrixItem, run_items
-from leanstep.muon.workspace import Workspace
+from leanstep.muon.polar import Workspace
+from leanstep.muon.reference import POLAR_EXPRESS, Triples
+from leanstep.muon.residual import convert_state, from_master, to_master
+from leanstep.muon.sharded import Assignment, Owners, assign
+from leanstep.muon.update import (
+    State,
+    check_grad,
+    check_state,
+    grads_are_finite,
+    new_state,
+    update_parameters,
+)
+
+FORMAT = 1
 
 
 class NorMuon(torch.optim.Optimizer):
-    """Polar Express Muon with NorMuon variance reduction and cautious decay; Adam for what is no matrix.
+    """Polar Express Muon with NorMuon variance reduction and cautious decay; Adam for all other parameters.
+
+    Equivalent to, for each matrix:
+        weight[:], momentum[:], second[:] = reference.normuon(weight, grad, momentum, second, lr=lr)
 
     Args:
         params: groups from `split_params`, your own groups (key `algorithm`: normuon, muon or adam), or
-            plain parameters, which must all be matrices.
-        lr: rate of the Muon groups. adam_lr: of the Adam groups; default 0.35 * lr, the record's proportion.
+            plain parameters, which must all be matrices. A group may override every option below.
+        lr: learning rate of the Muon groups.
+        momentum, nesterov, beta2: decay of the momentum, look-ahead, decay of the variance.
+        variance: "long" (one per line of the longer side), "row" or "off".
+        weight_decay, decay: "cautious" w -= [update * w >= 0] * w * (weight_decay * lr) * rate, which scales
+            with lr^2; "decoupled" is AdamW's w -= lr * weight_decay * w.
+        lr_mul, wd_mul: multipliers of rate and decay; lr_mul may be a list, one per matrix of a bank.
+        lr_rule: factor by shape: shape, spectral, rms, none, or callable(rows, cols).
+        layout: out_in (rows are outputs) or in_out, for lr_rule.
+        flatten, split, split_dim, heads: how a parameter becomes matrices, see `leanstep.muon.param_groups`.
+        coefficients, eps_mode, method, restart, panels, compute_dtype: of the iteration, see `polar`.
+        residual: low bits of a bfloat16 weight: nearest, truncate or none.
+        every, phase: a group steps when call number % every == phase.
         nonfinite: "skip" leaves weights and state alone when a gradient holds NaN or infinity and counts it
-            in `skipped_steps` (one host read per step on an accelerator); "ignore" does not look.
-        options: defaults for the Muon groups: momentum, beta2, weight_decay, variance (long, row, off),
-            lr_rule (shape, spectral, rms, none or callable(rows, cols)), compute_dtype, method, split, heads,
-            flatten, residual (nearest, truncate, none), every and phase. A group may override each.
+            in `skipped_steps` (one host sync per step on an accelerator); "ignore" does not look.
+        adam: defaults of the Adam groups: lr (default 0.35 * lr, the record's proportion), betas, eps,
+            weight_decay, decay, lr_mul, wd_mul, residual, every, phase.
+        mesh: a 1-D DeviceMesh or process group whose ranks share the work on plain tensors: gradients are
+            reduced to the rank that owns a parameter, which steps it and sends the weight to the others.
+            None: this rank steps everything (one rank, or DDP). DTensors (FSDP2) bring their own mesh.
+        averaged: with `mesh`, gradients are the same on every rank already (DDP): nothing is reduced.
+        max_elements: FSDP2 matrices travel in batches of at most this many elements.
+        adam_lr: deprecated, `adam={"lr": ...}`.
 
-    Weight decay is cautious and scales with lr^2: w -= [update * w >= 0] * w * (weight_decay * lr) * rate.
-    decay="decoupled" gives AdamW's w -= lr * weight_decay * w.
+    Every group has a `lr` of its own: a loop `for group in optimizer.param_groups: group["lr"] = lr` gives
+    Adam's half the rate of the matrices. Multiply each group's first value instead, as schedulers do.
 
     State, per matrix: momentum in float32, one variance per line of the longer side, and for a bfloat16
-    weight the int16 residual that completes it to float32.
+    weight the int16 residual that completes it to float32. With a mesh only the owner has it.
+    Collectives per step: none without a mesh; see `leanstep.muon.sharded` and `leanstep.muon.fsdp`. All ranks
+    must call `step`, `state_dict`, `load_state_dict` and `copy_state` together.
     """
-
-    # Whether parameters may be DTensors, of which this rank holds a part.
-    takes_shards = False
 
     def __init__(
         self,
         params: Iterable[Any],
         lr: float = 0.02,
         *,
-        adam_lr: float | None = None,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        beta2: float = 0.95,
+        variance: str = "long",
+        weight_decay: float = 1.2,
+        decay: str = "cautious",
+        lr_mul: float | Sequence[float] = 1.0,
+        wd_mul: float = 1.0,
+        lr_rule: str | Callable[[int, int], float] = "shape",
+        layout: str = "out_in",
+        flatten: str | None = None,
+        split: Sequence[int] | None = None,
+        split_dim: int = 0,
+        heads: int | Sequence[int] | None = None,
+        coefficients: Triples = POLAR_EXPRESS,
+        eps_mode: str = "relative",
+        method: str = "auto",
+        restart: int | str | None = "auto",
+        panels: int | str = "auto",
+        compute_dtype: torch.dtype | str = "auto",
+        residual: str = "nearest",
+        every: int = 1,
+        phase: int = 0,
         nonfinite: str = "skip",
-        **options: Any,
+        adam: dict[str, Any] | None = None,
+        mesh: Any = None,
+        averaged: bool = False,
+        max_elements: int = 1 << 28,
+        adam_lr: float | None = None,
     ) -> None:
+        given = locals()
         if nonfinite not in ("skip", "ignore"):
             raise ValueError(f"nonfinite: expected 'skip' or 'ignore', got {nonfinite!r}")
-        for key in options:
-            if key not in MATRIX_DEFAULTS:
-                raise ValueError(f"{key}: no such option; NorMuon takes {', '.join(MATRIX_DEFAULTS)}")
-        self._lr = lr
-        self._adam_lr = ADAM_LR_SHARE * float(lr) if adam_lr is None else adam_lr
-        self._overrides = options
-        self._nonfinite = nonfinite
+        self._adam = check_adam(adam or {})
+        if adam_lr is not None:
+            warnings.warn('adam_lr: write adam={"lr": ...}', DeprecationWarning, stacklevel=2)
+            self._adam.setdefault("lr", adam_lr)
+        self._adam.setdefault("lr", ADAM_LR_SHARE * float(lr))
+        self._lr, self._options = lr, {key: given[key] for key in MATRIX_OPTIONS}
+        self._nonfinite, self._mesh, self._averaged = nonfinite, mesh, averaged
+        self._max_elements = max_elements
         self._workspace = Workspace()
-        self._stepped: list[dict[str, Any]] = []
+        self._names: dict[Tensor, str] = {}
+        self._entries: dict[Tensor, Entry] = {}
+        self._ranks: Any = None
+        self._stepped: list[Group] = []
         super().__init__(params, {"lr": lr})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a group; unknown options, duplicates and parameters its algorithm cannot step raise."""
-        group = fill_group(dict(param_group), self._lr, self._adam_lr, self._overrides)
+        group = fill_group(dict(param_group), self._lr, self._options, self._adam)
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
         group["params"] = params
@@ -88,27 +149,67 @@ class NorMuon(torch.optim.Optimizer):
         first = sum(len(g["params"]) for g in self.param_groups)
         names = [str(p[0]) if isinstance(p, tuple) else f"param_{first + i}" for i, p in enumerate(params)]
         check_params({**group, "params": tensors}, names)
-        sharded = [name for name, t in zip(names, tensors, strict=True) if hasattr(t, "placements")]
-        if sharded and not self.takes_shards:
-            raise ValueError(
-                f"{sharded[0]}: expected a whole tensor, got a DTensor; use leanstep.muon.fsdp.FsdpNorMuon"
-            )
         taken = {id(p) for g in self.param_groups for p in g["params"]}
         for name, tensor in zip(names, tensors, strict=True):
             if id(tensor) in taken:
                 raise ValueError(f"{name}: expected every parameter once, got it twice")
             taken.add(id(tensor))
         super().add_param_group(group)
-        self.param_groups[-1].setdefault("calls", 0)
-        self.param_groups[-1].setdefault("skipped_steps", 0)
-        self.param_groups[-1].setdefault("format", saved.FORMAT)
+        group = self.param_groups[-1]
+        for key, value in (("calls", 0), ("skipped_steps", 0), ("format", FORMAT)):
+            group.setdefault(key, value)
         if not named:
-            self.param_groups[-1].pop("param_names", None)
+            group.pop("param_names", None)
+        self._names.update(zip(tensors, names, strict=True))
+        self._choose_ranks()
+
+    def _choose_ranks(self) -> None:
+        """Who steps what: this rank everything (None), owners of plain tensors, or FSDP2's shards."""
+        if any(hasattr(param, "placements") for param in self._names):
+            from leanstep.muon.fsdp import RowShards
+
+            self._ranks = RowShards(self._names, self._max_elements)
+        elif self._mesh is not None:
+            self._ranks = Owners(self._mesh, self._averaged)
+
+    def _scheme(self) -> Any:
+        """The ranks, once they know who does what; None for one rank."""
+        if self._ranks is not None and self._ranks.dealt is None:
+            self._ranks.deal(self._all_entries())
+        return self._ranks
+
+    def _entry(self, group: Group, param: Tensor) -> Entry:
+        entry = self._entries.get(param)
+        if entry is None or entry.group is not group or entry.key != entry_key(group, param):
+            entry = self._entries[param] = make_entry(self._names[param], group, param)
+        return entry
+
+    def _all_entries(self) -> list[Entry]:
+        return [self._entry(group, param) for group in self.param_groups for param in group["params"]]
+
+    def _new_state(self, entry: Entry) -> State:
+        ranks = self._scheme()
+        return new_state(entry) if ranks is None else ranks.new_state(entry)
+
+    def _entry_of(self, param: Tensor) -> Entry:
+        for group in self.param_groups if param in self._names else ():
+            if any(p is param for p in group["params"]):
+                return self._entry(group, param)
+        raise ValueError(
+            f"param: expected a parameter of this optimizer, got one of shape {tuple(param.shape)}"
+        )
 
     @property
     def skipped_steps(self) -> int:
         """How many steps were left out because a gradient was not finite."""
         return max(group["skipped_steps"] for group in self.param_groups)
+
+    def assignment(self) -> Assignment:
+        """Which rank steps (plain tensors) or orthogonalises (FSDP2) which parameter; printable."""
+        ranks = self._scheme()
+        if ranks is None:
+            return assign({e.name: (e.param.numel(), e.flops()) for e in self._all_entries()}, 1)
+        return ranks.assignment()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, do_adam: bool | None = None) -> Any:  # type: ignore[override]
@@ -122,40 +223,39 @@ class NorMuon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         due = [group for group in self.param_groups if _is_due(group, do_adam)]
-        work = [(group, [p for p in group["params"] if p.grad is not None]) for group in due]
-        for group, params in work:
-            for param in params:
-                check_grad(self._name_of(group, param), param)
-                self._check_state(group, param)
+        work = [(self._entry(g, p), p.grad) for g in due for p in g["params"] if p.grad is not None]
+        ranks = self._scheme()
+        for entry, _ in work:
+            check_grad(entry.name, entry.param)
+            if ranks is None or ranks.owns(entry):
+                state = self.state.get(entry.param)
+                check_state(entry.name, entry.param, state, entry.group, entry.second_shape)
         for group in self.param_groups:
             group["calls"] += 1
         self._stepped = due
-        if self._nonfinite == "skip" and not self._all_finite([p.grad for _, params in work for p in params]):
+        finite = grads_are_finite if ranks is None else ranks.grads_are_finite
+        if self._nonfinite == "skip" and not finite([grad for _, grad in work]):
             for group in self.param_groups:
                 group["skipped_steps"] += 1
             return loss
+        update = update_parameters if ranks is None else ranks.update
         try:
-            self._run(work)
+            update(work, self.state, self._workspace)
         finally:
             # Forward and backward need the memory more than the next step needs warm scratch.
             self._workspace.clear()
-        for group in self.param_groups:
-            # Groups that are not due get their zero state too: checkpoints expect it after the first step.
-            for param in group["params"]:
-                if param.grad is not None and param not in self.state:
-                    self._new_state(group, param)
+        self._prepare_waiting(due)
         return loss
 
-    def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
-        make = new_adam_state if group["algorithm"] == "adam" else new_matrix_state
-        self.state[param].update(make(group, param))
-
-    def _run(self, work: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
-        for group, params in work:
-            if group["algorithm"] == "adam":
-                self._step_adam(group, params)
-            else:
-                self._step_matrices(group, params)
+    def _prepare_waiting(self, due: list[Group]) -> None:
+        """Groups that are not due: zero state, which checkpoints expect, and means over the ranks."""
+        waiting = [group for group in self.param_groups if not any(group is other for other in due)]
+        entries = [self._entry(g, p) for g in waiting for p in g["params"] if p.grad is not None]
+        for entry in entries:
+            if entry.param not in self.state:
+                self.state[entry.param] = self._new_state(entry)
+        if entries and self._ranks is not None:
+            self._ranks.average([entry.param.grad for entry in entries])
 
     def zero_stepped_grads(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the groups the last `step` ran; the others go on accumulating."""
@@ -166,128 +266,63 @@ class NorMuon(torch.optim.Optimizer):
                 elif param.grad is not None:
                     param.grad.zero_()
 
-    def _check_state(self, group: dict[str, Any], param: Tensor) -> None:
-        saved.check_state(self._name_of(group, param), param, self.state.get(param), group)
-
-    def _all_finite(self, grads: list[Tensor]) -> bool:
-        return grads_are_finite(grads)
-
-    def _step_matrices(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        items = []
-        for param in params:
-            state = self._matrix_state(group, param)
-            assert param.grad is not None
-            items += self.matrix_items(group, param, param.grad, state)
-        run_items(items, matrix_options(group), self._workspace)
-
-    def _matrix_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-        state = self.state[param]
-        if not state:
-            state.update(new_matrix_state(group, param))
-        return state
-
-    def matrix_items(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Any]
-    ) -> list[MatrixItem]:
-        """The matrices of one parameter, with views of its gradient and state."""
-        cut = group_cut(group)
-        weights = matrix_views(weight.detach(), cut)
-        grads = matrix_views(grad, cut)
-        buffers = matrix_views(state["momentum_buffer"], cut)
-        per = group["variance"]
-        seconds: list[Tensor | None] = [None] * len(weights)
-        if per != "off":
-            seconds = [*second_views(state["second_momentum"], weights, cut, per)]
-        low = state.get("residual")
-        residuals = [None] * len(weights) if low is None else matrix_views(low, cut)
-        items = []
-        for w, g, m, v, r in zip(weights, grads, buffers, seconds, residuals, strict=True):
-            plan = self.plan(group, w)
-            for begin, end, multiplier in _runs(group["lr_mul"], w.size(0)):
-                part = slice(begin, end)
-                lr, decay = matrix_rates(group, w.size(1), w.size(2), multiplier)
-                second, residual = (None if t is None else t[part] for t in (v, r))
-                items.append(MatrixItem(w[part], g[part], m[part], second, residual, plan, lr, decay))
-        return items
-
-    def plan(self, group: dict[str, Any], matrix: Tensor) -> PolarPlan:
-        """How matrices shaped like `matrix` [..., R, C] in this group are orthogonalised."""
-        rows, cols = matrix.shape[-2:]
-        # Measured once and saved with the group: a resumed run must not change its arithmetic.
-        if group["compute_dtype"] == "auto" and matrix.device.type == "cpu" and "cpu_half" not in group:
-            group["cpu_half"] = cpu_bfloat16_speedup() > MIN_HALF_SPEEDUP
-        return plan_polar(
-            rows,
-            cols,
-            device=matrix.device,
-            dtype=matrix.dtype,
-            method=group["method"],
-            restart=group["restart"],
-            panels=group["panels"],
-            compute_dtype=group["compute_dtype"],
-            cpu_half=group.get("cpu_half"),
-        )
-
-    def _step_adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        for param in params:
-            state = self.state[param]
-            if not state:
-                state.update(new_adam_state(group, param))
-            state["step"] += 1
-            assert param.grad is not None
-            adam_item(group, param.detach(), param.grad, state)
-
     def explain(self) -> str:
-        """What happens to each parameter: algorithm, shape, form of the polar iteration and why."""
+        """What happens to each parameter, in which form of the iteration and why, and on which rank."""
         lines = []
         for group in self.param_groups:
             lines.append(
                 f"{group['algorithm']} (lr {float(group['lr']):.4g}, {len(group['params'])} parameters)"
             )
-            if group["algorithm"] == "adam":
-                continue
             plans: dict[str, int] = {}
             for param in group["params"]:
-                for view in matrix_views(_on_meta(param), group_cut(group)):
-                    like = torch.empty(0, *view.shape[1:], dtype=param.dtype, device=param.device)
-                    text = str(self.plan(group, like))
-                    plans[text] = plans.get(text, 0) + view.size(0)
-            for text, count in plans.items():
-                lines += [f"  {count} of " + text.replace("\n", "\n  ")]
-        return "\n".join(lines)
+                for form in (self._entry(group, param).forms or {}).values():
+                    plans[str(form.plan)] = plans.get(str(form.plan), 0) + form.count
+            lines += [f"  {count} of " + text.replace("\n", "\n  ") for text, count in plans.items()]
+        ranks = self._scheme()
+        return "\n".join(lines if ranks is None else [*lines, ranks.explain()])
 
     def master(self, param: Tensor) -> Tensor:
-        """The float32 weight behind a bfloat16 parameter (a copy of any other parameter)."""
+        """The float32 weight behind a bfloat16 parameter (a copy of any other parameter).
+
+        With a mesh the low bits lie on the rank that owns the parameter; the others raise.
+        """
         low = self.state.get(param, {}).get("residual")
-        if low is None:
-            return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
-        return to_master(param.detach(), low, self._group_of(param)["residual"])
+        if low is not None:
+            return to_master(param.detach(), low, self._entry_of(param).group["residual"])
+        ranks = self._scheme()
+        if ranks is not None and param.dtype == torch.bfloat16:
+            entry = self._entry_of(param)
+            if entry.group["residual"] != "none" and not ranks.owns(entry):
+                raise ValueError(f"{entry.name}: expected the call on its owner, rank {ranks.owner(entry)}")
+        return param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
 
     @torch.no_grad()
     def set_master(self, param: Tensor, master: Tensor) -> None:
         """Give a bfloat16 parameter its float32 value, low bits included."""
         if master.shape != param.shape:
             raise ValueError(f"master: expected shape {tuple(param.shape)}, got {tuple(master.shape)}")
-        group = self._group_of(param)
-        state = self.state[param]
-        if not state:
-            make = new_adam_state if group["algorithm"] == "adam" else new_matrix_state
-            state.update(make(group, param))
-        if "residual" not in state:
+        entry = self._entry_of(param)
+        if not self.state[param]:
+            self.state[param] = self._new_state(entry)
+        if param.dtype != torch.bfloat16 or entry.group["residual"] == "none":
             param.copy_(master)
             return
-        high, low = from_master(master.float(), group["residual"])
+        high, low = from_master(master.float(), entry.group["residual"])
         param.copy_(high)
-        state["residual"].copy_(low)
+        if "residual" in self.state[param]:
+            self.state[param]["residual"].copy_(low)
 
     @torch.no_grad()
     def copy_state(self, source: Tensor, target: Tensor, *, transpose: bool = False) -> None:
         """Give `target` the state of `source` (untying a head from its embedding: transpose=True)."""
         if source not in self.state:
             raise ValueError("source: expected a parameter with state, got one that was never stepped")
-        self._group_of(target)
+        entry, state = self._entry_of(target), self.state[source]
+        ranks = self._scheme()
+        if ranks is not None:
+            state = ranks.full_state(self._entry_of(source), state)
         copied = {}
-        for key, value in self.state[source].items():
+        for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim >= 2 and transpose:
                 value = value.mT.contiguous()
             copied[key] = value.clone() if isinstance(value, Tensor) else value
@@ -295,57 +330,106 @@ class NorMuon(torch.optim.Optimizer):
                 raise ValueError(
                     f"target: expected shape {tuple(copied[key].shape)}, got {tuple(target.shape)}"
                 )
-        self.state[target] = copied
+        self.state[target] = copied if ranks is None else ranks.own_state(entry, copied)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's layout; callables are left out, so `torch.load(weights_only=True)` reads it back."""
-        return saved.portable(super().state_dict())
+        """Torch's layout; callables are left out, so `torch.load(weights_only=True)` reads it back.
+
+        With a mesh: full tensors, the same on every rank, for any number of ranks. FSDP2: DTensors.
+        """
+        local, ranks = dict(self.state), self._scheme()
+        try:
+            if ranks is not None:
+                self.state.update(ranks.full_states(self._all_entries(), local))
+            saved = super().state_dict()
+        finally:
+            self.state.update(local)
+        groups = [{k: v for k, v in group.items() if not callable(v)} for group in saved["param_groups"]]
+        return {**saved, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore groups and state with the dtypes as saved; raises before anything changes on a misfit."""
-        saved.check_loadable(self, state_dict)
-        kept = [{k: v for k, v in group.items() if callable(v)} for group in self.param_groups]
-        modes = [group["residual"] for group in self.param_groups]
+        """Restore groups and state with the dtypes as saved; raises before anything changes on a misfit.
+
+        torch casts floating state to the parameter's dtype, which would turn the float32 moments of a
+        bfloat16 weight into bfloat16; here they come back as they were.
+        """
+        _check_loadable(self.param_groups, state_dict)
+        before = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
-        saved.restore_dtypes(self, state_dict)
-        for group, callables, mode in zip(self.param_groups, kept, modes, strict=True):
-            for key, value in callables.items():
-                group[key] = value
-            saved.convert_residuals(self, group, mode)
-
-    def _group_of(self, param: Tensor) -> dict[str, Any]:
-        for group in self.param_groups:
-            if any(p is param for p in group["params"]):
-                return group
-        raise ValueError(
-            f"param: expected a parameter of this optimizer, got one of shape {tuple(param.shape)}"
-        )
-
-    def _name_of(self, group: dict[str, Any], param: Tensor) -> str:
-        index = next(i for i, p in enumerate(group["params"]) if p is param)
-        if "param_names" in group:
-            return group["param_names"][index]
-        before = 0
-        for other in self.param_groups:
-            if other is group:
-                break
-            before += len(other["params"])
-        return f"param_{before + index}"
+        for group, old, theirs in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in old.items() if callable(value)})
+            for param, key in zip(group["params"], theirs["params"], strict=True):
+                for name, value in state_dict["state"].get(key, {}).items():
+                    if isinstance(value, Tensor):
+                        device = value.device if name == "step" else param.device
+                        self.state[param][name] = value.detach().to(device, copy=True)
+                if param in self.state:
+                    convert_state(param, self.state[param], group["residual"], old["residual"])
+            group["residual"] = old["residual"]
+        ranks = self._scheme()
+        if ranks is not None:
+            for entry in self._all_entries():
+                if entry.param in self.state:
+                    self.state[entry.param] = ranks.own_state(entry, self.state[entry.param])
 
 
-def _is_due(group: dict[str, Any], do_adam: bool | None) -> bool:
+class ShardedNorMuon(NorMuon):
+    """Deprecated: `NorMuon(params, lr, mesh=...)`. Every `comms` of 0.1 is the owner scheme now."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.02, **options: Any) -> None:
+        warnings.warn("ShardedNorMuon: write NorMuon(mesh=...)", DeprecationWarning, stacklevel=2)
+        comms = options.pop("comms", "replicated")
+        if comms not in ("replicated", "sharded", "owner"):
+            raise ValueError(f"comms: expected one of replicated, sharded, owner, got {comms!r}")
+        super().__init__(params, lr, mesh=options.pop("process_group", None) or dist.group.WORLD, **options)
+
+
+class FsdpNorMuon(NorMuon):
+    """Deprecated: `NorMuon(params, lr)` takes DTensors."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.02, **options: Any) -> None:
+        warnings.warn("FsdpNorMuon: write NorMuon(...)", DeprecationWarning, stacklevel=2)
+        super().__init__(params, lr, **options)
+
+
+def _is_due(group: Group, do_adam: bool | None) -> bool:
     if group["algorithm"] == "adam" and do_adam is not None:
         return do_adam
     return group["calls"] % group["every"] == group["phase"]
 
 
-def _runs(multipliers: float | list[float], count: int) -> list[tuple[int, int, float]]:
-    if isinstance(multipliers, int | float):
-        return [(0, count, float(multipliers))]
-    if len(set(multipliers)) == 1:
-        return [(0, count, float(multipliers[0]))]
-    return [(i, i + 1, float(value)) for i, value in enumerate(multipliers)]
-
-
-def _on_meta(param: Tensor) -> Tensor:
-    return torch.empty(param.shape, device="meta")
+def _check_loadable(groups: list[Group], state_dict: dict[str, Any]) -> None:
+    """Compare a state dict with the groups it is meant for, before anything changes."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(
+                f"state_dict: expected keys 'state' and 'param_groups', got {sorted(state_dict)}"
+            )
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError(f"state_dict: expected {len(groups)} groups, got {len(saved)}")
+    for index, (group, theirs) in enumerate(zip(groups, saved, strict=True)):
+        version = theirs.get("format", FORMAT)
+        if version != FORMAT:
+            raise ValueError(f"state_dict: expected format {FORMAT}, got {version}")
+        if len(group["params"]) != len(theirs["params"]):
+            raise ValueError(
+                f"state_dict: expected {len(group['params'])} parameters in group {index}, "
+                f"got {len(theirs['params'])}"
+            )
+        if theirs.get("algorithm", group["algorithm"]) != group["algorithm"]:
+            raise ValueError(
+                f"state_dict: expected algorithm {group['algorithm']!r} in group {index}, "
+                f"got {theirs['algorithm']!r}"
+            )
+        mine, names = group.get("param_names"), theirs.get("param_names")
+        if mine and names and list(mine) != list(names):
+            odd = next((a, b) for a, b in zip(mine, names, strict=True) if a != b)
+            raise ValueError(f"state_dict: expected parameter {odd[0]!r} in group {index}, got {odd[1]!r}")
+        both = {**group, **theirs}
+        for position, (param, key) in enumerate(zip(group["params"], theirs["params"], strict=True)):
+            second = None
+            if both["algorithm"] != "adam" and both["variance"] != "off":
+                second = second_shape(param.shape, group_cut(both), both["variance"])
+            name = mine[position] if mine else f"param_{position}"
+            check_state(name, param, state_dict["state"].get(key), both, second)

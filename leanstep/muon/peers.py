@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from leanstep.cpu import cpu_bfloat16_speedup, find_compiler
 from leanstep.muon import reference
+from leanstep.muon.polar import MIN_HALF_SPEEDUP
 
 
 class PlainNorMuon:
@@ -55,7 +57,28 @@ def polar_addmm(update: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def no_torch_muon(params: dict[str, Any]) -> str | None:
+def no_native_half(params: Mapping[str, Any]) -> str | None:
+    """Why half precision would be emulated here, or None."""
+    if torch.cuda.is_available() or cpu_bfloat16_speedup() > MIN_HALF_SPEEDUP:
+        return None
+    return f"this CPU multiplies bfloat16 at {cpu_bfloat16_speedup():.2g} of its float32 speed"
+
+
+def too_slow_in_half(params: Mapping[str, Any]) -> str | None:
+    """Why torch.optim.Muon as shipped is not worth waiting for at this size, or None."""
+    # Emulated bfloat16 needs about half a minute per 768 x 3072 matrix.
+    big = params["num_wide"] * params["dim"] > 2 * 768
+    return no_torch_muon(params) or (no_native_half(params) if big else None)
+
+
+def needs_compiler(params: Mapping[str, Any]) -> str | None:
+    """Why torch.compile cannot or should not run at this size, or None."""
+    if find_compiler() is None:
+        return "no C++ compiler for torch.compile"
+    return "compiling is not worth it at this size" if params["dim"] < 256 else None
+
+
+def no_torch_muon(params: Mapping[str, Any]) -> str | None:
     """Why torch.optim.Muon cannot run here, or None."""
     return None if hasattr(torch.optim, "Muon") else "this torch has no torch.optim.Muon; it came with 2.9"
 

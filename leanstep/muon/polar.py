@@ -7,21 +7,25 @@ Two forms of the same polynomial, n = shorter side, r = longer / shorter:
 
 A tall X uses A = X^T X and multiplies from the right: the same numbers as transposing, with no transposed
 copy. `plan_polar` chooses by shape, device and dtype; every choice can be forced; `explain` prints it.
+
+Symmetric n x n results are cut into row panels: panel i needs only its first i + 1 column blocks, so b panels
+cost (b + 1) / 2b of the full product, and the rest is a transposed copy. One product per panel, not per
+block, keeps the calls few and large.
 """
 
 from __future__ import annotations
 
 import functools
-import time
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from leanstep.muon.products import choose_panels, commuting_product, gram_matrix, quadratic
+from leanstep.cpu import cpu_bfloat16_speedup, num_threads, run_on_cores
 from leanstep.muon.reference import ABSOLUTE_EPS, POLAR_EXPRESS, SAFETY, Triples
-from leanstep.muon.side_by_side import run_side_by_side
-from leanstep.muon.workspace import Workspace
+from leanstep.muon.transpose import triton_kernels
 
 METHODS = ("auto", "standard", "gram")
 EPS_MODES = ("relative", "absolute")
@@ -38,6 +42,55 @@ MIN_HALF_SIDE = 256
 MIN_HALF_SPEEDUP = 1.3
 # Stacking equal shapes into one batched product helps the CPU only below this many elements.
 MAX_BATCHED_ELEMENTS = 64 * 64
+# Below this side a full product is as fast as the panels (measured with two threads, see docs/muon.md).
+MIN_SYMMETRIC_SIDE = 256
+# With fewer matrices per core than this, the last ones would leave the other cores idle for too long.
+MIN_JOBS_PER_WORKER = 2
+
+
+class Workspace:
+    """Scratch tensors by role, shape and dtype: equal matrices in a row reuse the same memory."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple, Tensor] = {}
+        self._children: list[Workspace] = []
+
+    def take(
+        self, role: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """The tensor of this role and shape on the device of `like`; what it holds is undefined."""
+        dtype = dtype or like.dtype
+        key = (role, shape, dtype, like.device)
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(shape, dtype=dtype, device=like.device)
+        return self._tensors[key]
+
+    def child(self, index: int) -> Workspace:
+        """Scratch of its own for the index-th of several threads."""
+        while len(self._children) <= index:
+            self._children.append(Workspace())
+        return self._children[index]
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._tensors.clear()
+        self._children.clear()
+
+
+def run_side_by_side(
+    jobs: Sequence[Callable[[Workspace], None]], workspace: Workspace, workers: int | None = None
+) -> None:
+    """Run every job once, one per core with one thread each; a job gets the workspace of its worker.
+
+    Two threads on one 768 x 768 product are 1.6 times as fast as one; two matrices on one thread each are
+    twice as fast. Results do not depend on the worker. Few jobs run in a row with all threads.
+    """
+    workers = num_threads() if workers is None else workers
+    if workers < 2 or len(jobs) < MIN_JOBS_PER_WORKER * workers:
+        for job in jobs:
+            job(workspace)
+        return
+    run_on_cores([lambda worker, job=job: job(workspace.child(worker)) for job in jobs], workers)
 
 
 @dataclass(frozen=True)
@@ -83,26 +136,6 @@ class PolarPlan:
             f"{self.panels} panel{'s' if self.panels > 1 else ''}, {dtype}, {self.flops() / 1e9:.3g} GFLOP"
         )
         return "\n".join([head, *(f"  {reason}" for reason in self.reasons)])
-
-
-@functools.cache
-def cpu_bfloat16_speedup() -> float:
-    """How many times faster this CPU multiplies bfloat16 than float32 (measured once, some milliseconds)."""
-    side, times = 256, {}
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(side, side, dtype=dtype)
-        best = float("inf")
-        for trial in range(6):
-            begin = time.perf_counter()
-            torch.mm(x, x)
-            elapsed = time.perf_counter() - begin
-            # The first call builds the primitive; a CPU that emulates bfloat16 is recognised by then.
-            best = min(best, elapsed) if trial else best
-            if trial == 0 and elapsed > 0.05:
-                best = elapsed
-                break
-        times[dtype] = best
-    return times[torch.float32] / times[torch.bfloat16]
 
 
 def choose_dtype(
@@ -157,34 +190,30 @@ def plan_polar(
     if compute_dtype != "auto" and not isinstance(compute_dtype, torch.dtype):
         raise ValueError(f"compute_dtype: expected 'auto' or a torch.dtype, got {compute_dtype!r}")
     short, long = min(rows, cols), max(rows, cols)
-    reasons = []
     if isinstance(compute_dtype, torch.dtype):
-        reasons.append(f"{str(compute_dtype).removeprefix('torch.')}: asked for")
+        reasons = [f"{str(compute_dtype).removeprefix('torch.')}: asked for"]
     else:
         compute_dtype, why = choose_dtype(rows, cols, place, dtype, cpu_half)
-        reasons.append(why)
+        reasons = [why]
     half = compute_dtype in (torch.bfloat16, torch.float16)
     ratio = long / max(1, short)
     if method != "auto":
-        reasons.append(f"{method}: asked for")
+        why = "asked for"
     elif half:
-        method = "standard"
-        reasons.append("standard: squaring in half precision loses singular values below 0.1")
+        method, why = "standard", "squaring in half precision loses singular values below 0.1"
     elif ratio >= GRAM_RATIO:
-        method = "gram"
-        reasons.append(f"gram: ratio {ratio:.3g} is at least {GRAM_RATIO}")
+        method, why = "gram", f"ratio {ratio:.3g} is at least {GRAM_RATIO}"
     else:
-        method = "standard"
-        reasons.append(f"standard: ratio {ratio:.3g} is below {GRAM_RATIO}")
+        method, why = "standard", f"ratio {ratio:.3g} is below {GRAM_RATIO}"
+    reasons.append(f"{method}: {why}")
     if method == "standard":
         restart = None
     elif restart == "auto":
         restart = GRAM_RESTART if short < MIN_FAST_SIDE else None
-        reasons.append(
-            f"restart: the short side is below {MIN_FAST_SIDE}, digits cost little"
-            if restart
-            else f"no restart: from side {MIN_FAST_SIDE} on it costs a quarter of the time"
-        )
+        if restart:
+            reasons.append(f"restart: extra precision is cheap for a short side below {MIN_FAST_SIDE}")
+        else:
+            reasons.append(f"no restart: from side {MIN_FAST_SIDE} on it costs a quarter of the time")
     batched = place.type != "cpu" or rows * cols <= MAX_BATCHED_ELEMENTS
     if not isinstance(panels, int):
         panels = choose_panels(short, place)
@@ -195,6 +224,82 @@ def plan_polar(
 def explain(rows: int, cols: int, **options) -> str:
     """The plan for a shape, as text; options as in `plan_polar`."""
     return str(plan_polar(rows, cols, **options))
+
+
+def _has_kernel(x: Tensor) -> bool:
+    # Half precision on a GPU, rows in order; the rest goes to the vendor's library.
+    return (
+        x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(-1) == 1
+        and triton_kernels() is not None
+    )
+
+
+def choose_panels(side: int, device: torch.device) -> int:
+    """How many row panels a symmetric side x side product is cut into; 1 = compute all of it."""
+    if device.type != "cpu" or side < MIN_SYMMETRIC_SIDE:
+        return 1
+    # More panels skip more work but make smaller calls; 4 and 6 tie at 768, where 4 wait less for each other.
+    return 4 if side < 1024 else 6
+
+
+def _bounds(side: int, panels: int) -> list[tuple[int, int]]:
+    # Multiples of 16 keep the panels aligned to vector registers.
+    edges = [0, *(min(side, round(side * i / panels / 16) * 16) for i in range(1, panels)), side]
+    return [(low, high) for low, high in itertools.pairwise(edges) if high > low]
+
+
+def _mirror(out: Tensor, bounds: list[tuple[int, int]]) -> None:
+    for lo, hi in bounds[1:]:
+        out[:lo, lo:hi].copy_(out[lo:hi, :lo].mT)
+
+
+def gram_matrix(x: Tensor, out: Tensor, *, tall: bool = False, panels: int = 1) -> Tensor:
+    """out = x @ x.mT, or x.mT @ x when `tall`; x is [R, C] or [B, R, C]. Returns out."""
+    if _has_kernel(x):
+        return (triton_kernels().xtx if tall else triton_kernels().xxt)(x, out)
+    if panels == 1 or x.ndim == 3:
+        return torch.matmul(x.mT, x, out=out) if tall else torch.matmul(x, x.mT, out=out)
+    bounds = _bounds(out.size(0), panels)
+    for lo, hi in bounds:
+        if tall:
+            torch.mm(x[:, lo:hi].mT, x[:, :hi], out=out[lo:hi, :hi])
+        else:
+            torch.mm(x[lo:hi], x[:hi].mT, out=out[lo:hi, :hi])
+    _mirror(out, bounds)
+    return out
+
+
+def commuting_product(a: Tensor, b: Tensor, out: Tensor, *, panels: int = 1) -> Tensor:
+    """out = a @ b for symmetric a and b that commute, so that the product is symmetric too."""
+    if panels == 1 or a.ndim == 3:
+        return torch.matmul(a, b, out=out)
+    bounds = _bounds(out.size(0), panels)
+    for lo, hi in bounds:
+        torch.mm(a[lo:hi], b[:, :hi], out=out[lo:hi, :hi])
+    _mirror(out, bounds)
+    return out
+
+
+def quadratic(
+    gram: Tensor, out: Tensor, a: float, b: float, c: float, *, panels: int = 1, identity: bool = True
+) -> Tensor:
+    """out = b * gram + c * gram @ gram, plus a times the identity unless `identity` is off."""
+    if _has_kernel(gram):
+        triton_kernels().ba_caa(gram, out, alpha=c, beta=b)
+    elif gram.ndim == 3:
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=out)
+    elif panels == 1:
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=out)
+    else:
+        bounds = _bounds(out.size(0), panels)
+        for lo, hi in bounds:
+            torch.addmm(gram[lo:hi, :hi], gram[lo:hi], gram[:, :hi], beta=b, alpha=c, out=out[lo:hi, :hi])
+        _mirror(out, bounds)
+    if identity:
+        out.diagonal(dim1=-2, dim2=-1).add_(a)
+    return out
 
 
 def normalize_into(update: Tensor, out: Tensor, eps_mode: str = "relative") -> Tensor:
@@ -230,10 +335,7 @@ def iterate(
     poly = workspace.take("poly", square, x)
 
     def apply(factor: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        first, second = (x, factor) if plan.tall else (factor, x)
-        if x.ndim == 2:
-            return torch.mm(first, second, out=out)
-        return torch.matmul(first, second, out=out)
+        return torch.matmul(*((x, factor) if plan.tall else (factor, x)), out=out)
 
     if plan.method == "standard":
         # a * I inside the factor saves a pass over x, but half precision would round b A + c A^2 against it.
@@ -310,7 +412,10 @@ def polar(
     Peak extra memory: three copies of one matrix plus five of its smaller square, in the compute dtype.
     Collectives: none.
     """
-    check_matrix("update", update)
+    if not update.is_floating_point() or update.layout != torch.strided:
+        raise ValueError(f"update: expected a dense real floating tensor, got {update.dtype} {update.layout}")
+    if update.ndim < 2:
+        raise ValueError(f"update: expected at least two dimensions, got shape {tuple(update.shape)}")
     if eps_mode not in EPS_MODES:
         raise ValueError(f"eps_mode: expected one of {', '.join(EPS_MODES)}, got {eps_mode!r}")
     if update.numel() == 0:
@@ -342,11 +447,3 @@ def polar(
     pieces = [(source, result)] if plan.batched else list(zip(source, result, strict=True))
     run_side_by_side([functools.partial(job, matrix, target) for matrix, target in pieces], workspace)
     return result.view(update.shape)
-
-
-def check_matrix(name: str, tensor: Tensor) -> None:
-    """Refuse what has no polar factor: integers, complex or sparse values, fewer than two dimensions."""
-    if not tensor.is_floating_point() or tensor.layout != torch.strided:
-        raise ValueError(f"{name}: expected a dense real floating tensor, got {tensor.dtype} {tensor.layout}")
-    if tensor.ndim < 2:
-        raise ValueError(f"{name}: expected at least two dimensions, got shape {tuple(tensor.shape)}")

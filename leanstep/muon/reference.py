@@ -1,4 +1,4 @@
-"""The truth: one parameter at a time, one line per formula, any float dtype including float64.
+"""The fp64 reference: one parameter at a time, one line per formula, any float dtype.
 
     nesterov -> polar -> reduce_variance -> cautious_decay          (matrices)
     adam                                                            (everything else)

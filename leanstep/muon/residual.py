@@ -8,6 +8,8 @@ Forward and gathers read 2 bytes per weight; weight plus residual take the 4 byt
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,3 +52,20 @@ def from_master(master: Tensor, mode: str = "nearest") -> tuple[Tensor, Tensor]:
 def convert(weight: Tensor, residual: Tensor, source: str, target: str) -> tuple[Tensor, Tensor]:
     """The same float32 weights in the other representation."""
     return from_master(to_master(weight, residual, source), target)
+
+
+@torch.no_grad()
+def convert_state(weight: Tensor, state: dict[str, Any], source: str, target: str) -> None:
+    """Bring the low bits in an optimizer state from one mode into another, `none` included, in place.
+
+    The live weight moves to the rounding of `target`; the float32 weight stays the same to the bit.
+    """
+    if "residual" not in state:
+        if target != "none" and weight.dtype == torch.bfloat16 and state:
+            state["residual"] = torch.zeros_like(weight, dtype=torch.int16)
+    elif target == "none":
+        del state["residual"]
+    elif source != target:
+        high, low = convert(weight.detach(), state["residual"], source, target)
+        weight.copy_(high)
+        state["residual"] = low

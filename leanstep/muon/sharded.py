@@ -1,18 +1,16 @@
-"""NorMuon over several ranks: replicated, sharded (ZeRO) or by owner, for plain parameters.
+"""NorMuon over the ranks of a mesh, for plain tensors: every parameter is stepped by the rank that owns it.
 
-    replicated   one all-reduce of all gradients; every rank updates everything
-    sharded      banks and Adam tensors cut along dimension 0: reduce-scatter, update the own rows,
-                 all-gather; single matrices by owner, tensors too small to cut replicated
-    owner        whole parameters dealt out by FLOPs: one reduce-scatter of all gradients, one all-gather
-                 of all weights, however many matrices there are
+    one reduce-scatter brings the mean gradients to the owners of their parameters (none after DDP)
+    owners step their parameters; only they keep state
+    one all-gather brings the new weights to all ranks
 
-Collectives are launched first and waited for one by one, Adam's tensors before the matrices, so that polar
-work covers the gathers. FSDP2 models use `leanstep.muon.fsdp.FsdpNorMuon`.
+Two collectives per dtype however many matrices there are. Parameters are dealt out by FLOPs, the same way on
+every rank, without communication. FSDP2's DTensors go through `leanstep.muon.fsdp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,339 +18,235 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from leanstep.muon.assignment import Assignment, assign
-from leanstep.muon.collectives import (
-    Pending,
-    agree,
-    all_gather,
-    all_reduce_mean,
-    broadcast,
-    chunk,
-    reduce_scatter_mean,
-)
-from leanstep.muon.groups import group_cut
-from leanstep.muon.matrices import matrix_views
-from leanstep.muon.optimizer import NorMuon
-from leanstep.muon.parameters import (
-    adam_item,
-    grads_are_finite,
-    matrix_options,
-    new_adam_state,
-    new_matrix_state,
-)
-from leanstep.muon.steps import run_items
+from leanstep.muon.param_groups import Entry
+from leanstep.muon.polar import Workspace
+from leanstep.muon.update import State, States, grads_are_finite, new_state, update_parameters
 
-COMMS = ("replicated", "sharded", "owner")
-# Cutting a vector of this size would cost more in latency than it saves.
-MIN_SHARDED_ELEMENTS = 4096
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-Group = dict[str, Any]
+Work = Sequence[tuple[Entry, Tensor]]
 
 
-@dataclass
-class _Unit:
-    """One parameter in one step: where its gradient comes from and where its weight goes."""
+@dataclass(frozen=True)
+class Assignment:
+    """Matrices by name -> owning rank, with the load of each rank in FLOPs."""
 
-    group: Group
-    param: Tensor
-    name: str
-    kind: str
+    owner: dict[str, int]
+    cost: dict[str, float]
+    loads: tuple[float, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest rank's load over the mean; 1 is perfect."""
+        mean = sum(self.loads) / len(self.loads)
+        return max(self.loads) / mean if mean else 1.0
+
+    def __str__(self) -> str:
+        lines = [f"imbalance {self.imbalance:.3f}"]
+        for rank, load in enumerate(self.loads):
+            names = [name for name, owner in self.owner.items() if owner == rank]
+            lines.append(f"rank {rank}: {load / 1e9:.3g} GFLOP, {len(names)} matrices: {', '.join(names)}")
+        return "\n".join(lines)
 
 
-class ShardedNorMuon(NorMuon):
-    """NorMuon on a process group; each rank brings the gradient of its own batch.
+def assign(costs: Mapping[str, tuple[int, float]], world_size: int) -> Assignment:
+    """Longest processing time first: biggest matrix to the least loaded rank, ties to the lowest.
 
     Args:
-        params, lr, options: as for `NorMuon`.
-        comms: replicated, sharded or owner.
-        process_group: default: all ranks.
-        averaged: gradients are already the same on every rank (DDP): nothing is reduced.
+        costs: name -> (number of elements, FLOPs). Sorted by (-elements, name) before assigning.
+        world_size: number of ranks.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size: expected at least 1, got {world_size}")
+    loads = [0.0] * world_size
+    owner: dict[str, int] = {}
+    for name in sorted(costs, key=lambda name: (-costs[name][0], name)):
+        rank = min(range(world_size), key=lambda r: (loads[r], r))
+        owner[name] = rank
+        loads[rank] += costs[name][1]
+    ordered = {name: owner[name] for name in costs}
+    return Assignment(ordered, {name: cost for name, (_, cost) in costs.items()}, tuple(loads))
 
-    Every rank must hold the same parameters in the same order and call `step`, `state_dict` and
-    `load_state_dict` together. The state dict holds full tensors: it loads into any number of ranks, and into
-    a plain `NorMuon`.
 
-    Collectives per step: replicated 1 per dtype; owner 2 per dtype; sharded 2 per cut tensor. One more, of
-    three numbers, makes all ranks skip a step whose gradients are not finite.
+class Owners:
+    """The ranks that share the work on plain tensors; each brings the gradient of its own batch.
+
+    Args:
+        mesh: a 1-D DeviceMesh, or a process group.
+        averaged: gradients are the same on every rank already (DDP): nothing is reduced.
+
+    Every rank must hold the same parameters in the same order. Collectives per step: 2 per dtype; one, of
+    three numbers, makes all ranks skip a step whose gradients are not finite; one per dtype for gradients of
+    groups that were not due, so that those, too, are the same on every rank.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.02,
-        *,
-        comms: str = "replicated",
-        process_group: Any = None,
-        averaged: bool = False,
-        **options: Any,
-    ) -> None:
-        if comms not in COMMS:
-            raise ValueError(f"comms: expected one of {', '.join(COMMS)}, got {comms!r}")
-        self._comms = comms
-        self._group = process_group
-        self._averaged = averaged
-        self._rank, self._world = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self._owners: Assignment | None = None
-        super().__init__(params, lr, **options)
+    def __init__(self, mesh: Any, averaged: bool) -> None:
+        if getattr(mesh, "ndim", 1) != 1:
+            raise ValueError(
+                f"mesh: expected one dimension, got {mesh.ndim}; pass mesh['name'] of one of them"
+            )
+        self.group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.averaged = averaged
+        self.dealt: Assignment | None = None
 
-    def add_param_group(self, param_group: Group) -> None:
-        super().add_param_group(param_group)
-        self._owners = None
+    def deal(self, entries: Sequence[Entry]) -> None:
+        """Decide who owns what."""
+        self.device = entries[0].param.device
+        self.dealt = assign({e.name: (e.param.numel(), e.flops()) for e in entries}, self.world)
 
     def assignment(self) -> Assignment:
-        """Which rank owns which parameter; printable."""
-        if self._owners is None:
-            costs = {}
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if self._kind(group, param) == "owner":
-                        costs[self._name_of(group, param)] = (param.numel(), self._flops(group, param))
-            self._owners = assign(costs, self._world)
-        return self._owners
+        assert self.dealt is not None
+        return self.dealt
 
-    def _flops(self, group: Group, param: Tensor) -> float:
-        if group["algorithm"] == "adam":
-            return 12.0 * param.numel()
-        views = matrix_views(torch.empty(param.shape, device="meta"), group_cut(group))
-        cost = 0.0
-        for view in views:
-            like = torch.empty(0, *view.shape[1:], dtype=param.dtype, device=param.device)
-            cost += view.size(0) * self.plan(group, like).flops(len(group["coefficients"]))
-        return cost
+    def owner(self, entry: Entry) -> int:
+        return self.assignment().owner[entry.name]
 
-    def _kind(self, group: Group, param: Tensor) -> str:
-        if self._comms != "sharded":
-            return self._comms
-        if group["algorithm"] == "adam":
-            return "sharded" if param.ndim and param.numel() >= MIN_SHARDED_ELEMENTS else "replicated"
-        return "sharded" if param.ndim > 2 and group_cut(group).whole and not group["flatten"] else "owner"
+    def owns(self, entry: Entry) -> bool:
+        """Whether this rank has the state of the parameter."""
+        return self.owner(entry) == self.rank
 
-    def _all_finite(self, grads: list[Tensor]) -> bool:
-        device = self.param_groups[0]["params"][0].device
-        return agree(grads_are_finite(grads), len(grads), device, self._group)
+    def grads_are_finite(self, grads: Sequence[Tensor]) -> bool:
+        return agree(grads_are_finite(grads), len(grads), self.device, self.group)
 
-    def _check_state(self, group: Group, param: Tensor) -> None:
-        if self._kind(group, param) == "replicated":
-            super()._check_state(group, param)
+    def average(self, grads: Sequence[Tensor]) -> None:
+        """Mean over the ranks, in place; nothing where DDP has done it."""
+        if self.averaged:
+            return
+        for members in _by_kind(grads, lambda grad: (grad.dtype, grad.device)):
+            flat = torch.cat([grad.reshape(-1) for grad in members])
+            dist.all_reduce(flat, group=self.group)
+            parts = flat.div_(self.world).split([grad.numel() for grad in members])
+            for grad, mean in zip(members, parts, strict=True):
+                grad.copy_(mean.view_as(grad))
 
-    def _new_state(self, group: Group, param: Tensor) -> None:
-        # What a rank keeps depends on the mode: it appears with the first step.
-        return
-
-    def _run(self, work: list[tuple[Group, list[Tensor]]]) -> None:
-        units = [
-            _Unit(group, param, self._name_of(group, param), self._kind(group, param))
-            for group, params in work
-            for param in params
-        ]
-        by_kind = {kind: [unit for unit in units if unit.kind == kind] for kind in COMMS}
-        replicated = self._launch_replicated(by_kind["replicated"])
-        owned = self._launch_owned(by_kind["owner"])
-        # Adam first: its gathers run while the matrices are orthogonalised.
-        cut = sorted(by_kind["sharded"], key=lambda unit: unit.group["algorithm"] != "adam")
-        rows = [(unit, self._launch_rows(unit)) for unit in cut]
-        self._finish_replicated(by_kind["replicated"], replicated)
-        gathers = [(unit, self._finish_rows(unit, pending)) for unit, pending in rows]
-        self._finish_owned(owned)
-        for unit, gather in gathers:
-            unit.param.detach().copy_(gather.wait()[: unit.param.size(0)])
-
-    # replicated: one flat buffer per dtype
-
-    def _launch_replicated(self, units: list[_Unit]) -> list[tuple[list[_Unit], Pending]]:
+    def update(self, work: Work, states: States, workspace: Workspace) -> None:
+        """Gradients to their owners, the step there, weights to all ranks."""
+        # Weights travel in the parameter's dtype, gradients in their own: one exchange for each pair.
+        kinds = _by_kind(work, lambda pair: (pair[0].param.dtype, pair[1].dtype, pair[1].device))
         launched = []
-        for members in _by_dtype(units):
-            flat = torch.cat([_grad(unit).reshape(-1) for unit in members])
-            pending = Pending(None, flat) if self._averaged else all_reduce_mean(flat, self._group)
-            launched.append((members, pending))
-        return launched
-
-    def _finish_replicated(self, units: list[_Unit], launched: list[tuple[list[_Unit], Pending]]) -> None:
-        for members, pending in launched:
-            parts = pending.wait().split([unit.param.numel() for unit in members])
-            grads = {unit.param: part.view_as(unit.param) for unit, part in zip(members, parts, strict=True)}
-            self._update_local(members, grads)
-
-    # sharded: own rows of dimension 0
-
-    def _launch_rows(self, unit: _Unit) -> Pending:
-        begin, end = chunk(unit.param.size(0), self._rank, self._world)
-        grad = _grad(unit)
-        if self._averaged:
-            return Pending(None, grad[begin:end])
-        size = -(-unit.param.size(0) // self._world)
-        padded = grad
-        if size * self._world != unit.param.size(0):
-            padded = grad.new_zeros(size * self._world, *grad.shape[1:])
-            padded[: grad.size(0)] = grad
-        return reduce_scatter_mean(padded.contiguous(), self._group)
-
-    def _finish_rows(self, unit: _Unit, pending: Pending) -> Pending:
-        begin, end = chunk(unit.param.size(0), self._rank, self._world)
-        weight = unit.param.detach()[begin:end]
-        grad = pending.wait()[: end - begin]
-        state = self.state[unit.param]
-        adam = unit.group["algorithm"] == "adam"
-        if not state:
-            state.update((new_adam_state if adam else new_matrix_state)(unit.group, weight))
-        if adam:
-            state["step"] += 1
-            adam_item(unit.group, weight, grad, state)
-        elif end > begin:
-            group = unit.group
-            if not isinstance(group["lr_mul"], int | float):
-                leading = unit.param[0].numel() // (unit.param.size(-1) * unit.param.size(-2))
-                group = {**group, "lr_mul": list(group["lr_mul"])[begin * leading : end * leading]}
-            run_items(self.matrix_items(group, weight, grad, state), matrix_options(group), self._workspace)
-        size = -(-unit.param.size(0) // self._world)
-        if size != end - begin:
-            padded = weight.new_zeros(size, *weight.shape[1:])
-            padded[: end - begin] = weight
-            weight = padded
-        return all_gather(weight, self._group)
-
-    # owner: all gradients to their owners in one flat reduce-scatter, all weights back in one all-gather
-
-    def _launch_owned(self, units: list[_Unit]) -> list[tuple[list[list[_Unit]], Pending]]:
-        launched = []
-        for members in _by_dtype(units):
-            owner = self.assignment().owner
-            buckets = [[u for u in members if owner[u.name] == rank] for rank in range(self._world)]
-            if self._averaged:
-                mine = [_grad(unit).reshape(-1) for unit in buckets[self._rank]]
-                pending = Pending(None, torch.cat(mine) if mine else _grad(members[0]).new_empty(0))
-            else:
-                flat = _pack([[_grad(unit) for unit in bucket] for bucket in buckets], _grad(members[0]))
-                pending = reduce_scatter_mean(flat, self._group)
-            launched.append((buckets, pending))
-        return launched
-
-    def _finish_owned(self, launched: list[tuple[list[list[_Unit]], Pending]]) -> None:
+        for members in kinds:
+            buckets: list[list[tuple[Entry, Tensor]]] = [[] for _ in range(self.world)]
+            for pair in members:
+                buckets[self.owner(pair[0])].append(pair)
+            launched.append((buckets, self._reduce(buckets)))
         for buckets, pending in launched:
-            mine = buckets[self._rank]
-            sizes = [unit.param.numel() for unit in mine]
+            mine = [entry for entry, _ in buckets[self.rank]]
+            sizes = [entry.param.numel() for entry in mine]
             parts = pending.wait()[: sum(sizes)].split(sizes)
-            grads = {unit.param: part.view_as(unit.param) for unit, part in zip(mine, parts, strict=True)}
-            self._update_local(mine, grads)
+            means = [part.view_as(entry.param) for entry, part in zip(mine, parts, strict=True)]
+            update_parameters(zip(mine, means, strict=True), states, workspace)
             for bucket in buckets:
-                for unit in bucket:
-                    # On the other ranks the state is empty but for Adam's step, which every rank counts: it
-                    # lies on the host, and a group of devices could not send it.
-                    state = self.state[unit.param]
-                    if unit.group["algorithm"] == "adam" and bucket is not mine:
+                for entry, _ in bucket if bucket is not buckets[self.rank] else ():
+                    state = states[entry.param]
+                    if entry.is_adam:
                         state["step"] = state.get("step", torch.tensor(0.0)) + 1
-            like = next(unit.param for bucket in buckets for unit in bucket)
-            weights = [[unit.param.detach() for unit in bucket] for bucket in buckets]
-            length = max(sum(w.numel() for w in bucket) for bucket in weights)
-            flat = like.new_zeros(length)
-            if mine:
-                torch.cat([w.reshape(-1) for w in weights[self._rank]], out=flat[: sum(sizes)])
-            gathered = all_gather(flat, self._group).wait().view(self._world, length)
-            for bucket, row in zip(weights, gathered, strict=True):
-                begin = 0
-                for weight in bucket:
-                    weight.copy_(row[begin : begin + weight.numel()].view_as(weight))
-                    begin += weight.numel()
+            self._spread([[entry.param.detach() for entry, _ in bucket] for bucket in buckets])
 
-    def _update_local(self, units: list[_Unit], grads: dict[Tensor, Tensor]) -> None:
-        for unit in units:
-            if unit.group["algorithm"] == "adam":
-                state = self.state[unit.param]
-                if not state:
-                    state.update(new_adam_state(unit.group, unit.param))
-                state["step"] += 1
-                adam_item(unit.group, unit.param.detach(), grads[unit.param], state)
-        matrices: dict[int, list[_Unit]] = {}
-        for unit in units:
-            if unit.group["algorithm"] != "adam":
-                matrices.setdefault(id(unit.group), []).append(unit)
-        for members in matrices.values():
-            items = []
-            for unit in members:
-                state = self._matrix_state(unit.group, unit.param)
-                items += self.matrix_items(unit.group, unit.param, grads[unit.param], state)
-            run_items(items, matrix_options(members[0].group), self._workspace)
+    def _reduce(self, buckets: list[list[tuple[Entry, Tensor]]]) -> _Pending:
+        grads = [[grad for _, grad in bucket] for bucket in buckets]
+        like = next(grad for bucket in grads for grad in bucket)
+        if self.averaged:
+            mine = [grad.reshape(-1) for grad in grads[self.rank]]
+            return _Pending(None, torch.cat(mine) if mine else like.new_empty(0), 1)
+        # The buckets as rows of one zero-padded matrix: what reduce-scatter takes.
+        length = max(sum(grad.numel() for grad in bucket) for bucket in grads)
+        rows = like.new_zeros(self.world, length)
+        for row, bucket in zip(rows, grads, strict=True):
+            if bucket:
+                torch.cat([g.reshape(-1) for g in bucket], out=row[: sum(g.numel() for g in bucket)])
+        out = like.new_empty(length)
+        # A sum divided by the number of ranks: gloo knows no mean before torch 2.13, and for a power of two
+        # the result is the same to the bit.
+        return _Pending(_reduce_scatter(out, rows.view(-1), group=self.group, async_op=True), out, self.world)
 
-    # the state dict holds full tensors
+    def _spread(self, weights: list[list[Tensor]]) -> None:
+        """Every owner's weights to all ranks."""
+        length = max(sum(weight.numel() for weight in bucket) for bucket in weights)
+        like = next(weight for bucket in weights for weight in bucket)
+        flat = like.new_zeros(length)
+        if weights[self.rank]:
+            size = sum(weight.numel() for weight in weights[self.rank])
+            torch.cat([weight.reshape(-1) for weight in weights[self.rank]], out=flat[:size])
+        gathered = like.new_empty(self.world * length)
+        _all_gather(gathered, flat, group=self.group)
+        for bucket, row in zip(weights, gathered.view(self.world, length), strict=True):
+            begin = 0
+            for weight in bucket:
+                weight.copy_(row[begin : begin + weight.numel()].view_as(weight))
+                begin += weight.numel()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Full tensors, the same on every rank; all ranks must call it together."""
-        local = dict(self.state)
-        try:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if param in local:
-                        self.state[param] = self._full_state(group, param, local[param])
-            return super().state_dict()
-        finally:
-            for param, state in local.items():
-                self.state[param] = state
+    # State lies with the owner; the others only count Adam's step. That one is on the host, where a group
+    # that knows devices only (NCCL) could not send it.
 
-    def _full_state(self, group: Group, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        kind = self._kind(group, param)
-        if kind == "replicated":
+    def new_state(self, entry: Entry) -> State:
+        return self.own_state(entry, new_state(entry))
+
+    def own_state(self, entry: Entry, state: State) -> State:
+        """What this rank keeps of a full state."""
+        if self.owns(entry):
             return state
-        full = {}
-        if kind == "sharded":
-            size = -(-param.size(0) // self._world)
-            for key, value in state.items():
-                if key == "step":
-                    full[key] = value
-                    continue
-                padded = value.new_zeros(size, *value.shape[1:])
-                padded[: value.size(0)] = value
-                full[key] = all_gather(padded, self._group).wait()[: param.size(0)]
-            return full
-        source = self.assignment().owner[self._name_of(group, param)]
-        full = (new_adam_state if group["algorithm"] == "adam" else new_matrix_state)(group, param)
+        return {"step": state["step"]} if "step" in state else {}
+
+    def full_state(self, entry: Entry, state: State) -> State:
+        """The owner's state on every rank; a collective."""
+        full = new_state(entry)
         for key, value in full.items():
-            if key == "step" or source == self._rank:
+            if key == "step" or self.owns(entry):
                 value.copy_(state[key])
             if key != "step":
-                broadcast(value, source, self._group)
+                # Neither gloo nor NCCL knows 16-bit integers; moving bytes needs no arithmetic.
+                sent = value.view(torch.uint8) if value.dtype == torch.int16 else value
+                dist.broadcast(sent, group=self.group, group_src=self.owner(entry))
         return full
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what this rank needs of a full state dict; saved by any number of ranks."""
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param not in self.state:
-                    continue
-                state, kind = self.state[param], self._kind(group, param)
-                if kind == "owner" and self.assignment().owner[self._name_of(group, param)] != self._rank:
-                    self.state[param] = {"step": state["step"]} if "step" in state else {}
-                elif kind == "sharded":
-                    begin, end = chunk(param.size(0), self._rank, self._world)
-                    self.state[param] = {
-                        key: value if key == "step" else value[begin:end].clone()
-                        for key, value in state.items()
-                    }
+    def full_states(self, entries: Sequence[Entry], states: States) -> dict[Tensor, State]:
+        """Full tensors of every parameter that has state, the same on every rank."""
+        return {e.param: self.full_state(e, states[e.param]) for e in entries if e.param in states}
 
     def explain(self) -> str:
-        """As `NorMuon.explain`, with the ranks that own whole matrices."""
-        text = f"{super().explain()}\n{self._comms} over {self._world} ranks"
-        return f"{text}\n{self.assignment()}" if self.assignment().owner else text
+        return f"owner over {self.world} ranks\n{self.assignment()}"
 
 
-def _grad(unit: _Unit) -> Tensor:
-    assert unit.param.grad is not None
-    return unit.param.grad
+class _Pending:
+    """A collective under way; `wait` finishes it and divides a sum into a mean."""
+
+    def __init__(self, work: Any, result: Tensor, divisor: int) -> None:
+        self._work, self._result, self._divisor = work, result, divisor
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._result.div_(self._divisor)
+        return self._result
 
 
-def _by_dtype(units: list[_Unit]) -> list[list[_Unit]]:
-    # Weights travel in the parameter's dtype, gradients in their own: one bucket for each pair.
-    groups: dict[tuple, list[_Unit]] = {}
-    for unit in units:
-        groups.setdefault((unit.param.dtype, _grad(unit).dtype, unit.param.device), []).append(unit)
+def _by_kind(members: Sequence[Any], kind: Callable[[Any], tuple]) -> list[list[Any]]:
+    groups: dict[tuple, list[Any]] = {}
+    for member in members:
+        groups.setdefault(kind(member), []).append(member)
     return list(groups.values())
 
 
-def _pack(buckets: list[list[Tensor]], like: Tensor) -> Tensor:
-    """The buckets as rows of one zero-padded matrix, flattened: what reduce-scatter takes."""
-    length = max(sum(t.numel() for t in bucket) for bucket in buckets)
-    rows = like.new_zeros(len(buckets), length)
-    for row, bucket in zip(rows, buckets, strict=True):
-        if bucket:
-            torch.cat([t.reshape(-1) for t in bucket], out=row[: sum(t.numel() for t in bucket)])
-    return rows.view(-1)
+def agree(finite: bool, num_grads: int, device: torch.device, group: Any) -> bool:
+    """Whether every rank saw finite gradients; raises on all ranks if they differ in how many there are."""
+    flags = torch.tensor([float(finite), num_grads, -num_grads], device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
+    everywhere, fewest, most = flags.tolist()
+    if fewest != -most:
+        raise ValueError(
+            f"gradients: expected the same parameters with a gradient on every rank, "
+            f"got between {int(fewest)} and {int(-most)}"
+        )
+    return bool(everywhere)
+
+
+def __getattr__(name: str) -> Any:
+    # The class of 0.1 stands beside NorMuon now.
+    if name == "ShardedNorMuon":
+        from leanstep.muon.optimizer import ShardedNorMuon
+
+        return ShardedNorMuon
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """dst = src^T and dst += src^T for matrices too big for the cache (a tied head and its embedding).
 
-torch's `dst.add_(src.T)` walks one of the two sides with a stride of a whole row. Here:
+torch's `dst.add_(src.T)` reads or writes one of the two sides with a stride of a whole row. Here:
 
     triton     on a GPU: tiles, both sides coalesced
     compiled   torch.compile on the CPU: 16 x 16 tiles turned in registers (needs a C++ compiler)
@@ -65,7 +65,7 @@ def transpose_copy(src: Tensor, dst: Tensor | None = None, *, impl: str = "auto"
     out = torch.empty(src.shape[::-1], dtype=src.dtype, device=src.device) if dst is None else dst
     impl = _check(src, out, impl)
     if impl == "triton":
-        _kernels().transpose_copy(src, out)
+        triton_kernels().transpose_copy(src, out)
     elif impl == "compiled":
         _compiled(_copy)(out, src)
     else:
@@ -83,7 +83,7 @@ def transpose_add(src: Tensor, dst: Tensor, *, impl: str = "auto") -> Tensor:
     """
     impl = _check(src, dst, impl)
     if impl == "triton":
-        _kernels().transpose_add(src, dst)
+        triton_kernels().transpose_add(src, dst)
     elif impl == "compiled":
         _compiled(_add)(dst, src)
     elif impl == "blocked":
@@ -116,7 +116,11 @@ def _compiled(function: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, T
     return torch.compile(function)
 
 
-def _kernels() -> Any:
+@functools.cache
+def triton_kernels() -> Any:
+    """The module of Triton kernels, or None where Triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
     from leanstep.muon import kernel
 
     return kernel

@@ -1,29 +1,175 @@
-"""The passes around the polar factor: momentum in front of it, variance, decay and the write behind it.
+"""One step of the parameters at hand: momentum, polar factor, variance, write; Adam for the rest.
 
-On a CPU every pass works on blocks of rows that stay in the cache from the first operation to the last,
-so a step reads and writes each big tensor once where operation-by-operation code does so ten times.
+`step_matrices` is the algorithm, on matrices of one shape; what stands above it sorts a step's parameters
+into such calls, what stands below it are its four passes. Whole parameters on one rank, a rank's own
+parameters (`sharded.py`) and rows of DTensors (`fsdp.py`) all end up here.
 
-    fill_update     grad, buffer            -> buffer, update      (Nesterov, written into the polar input)
-    variance_scale  polar factor, second    -> second, line scale  (NorMuon; the factor is only read)
-    write_weight    weight, factor, scale   -> weight              (cautious decay, low bits)
-    adam_           weight, grad, moments   -> weight, moments
+On a CPU every pass works on blocks of rows that stay in the cache from the first operation to the last, so a
+step reads and writes each big tensor once where operation-by-operation code does so ten times.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from leanstep.muon.param_groups import Entry, Group, matrix_views, second_views
+from leanstep.muon.polar import PolarPlan, Workspace, iterate, normalize_into, run_side_by_side
 from leanstep.muon.reference import variance_axis
 from leanstep.muon.residual import from_master, to_master
 
 # Elements per block: four float32 temporaries of this size fit into the second-level cache of two cores.
 BLOCK_ELEMENTS = 96 * 1024
+# Elements that are stacked into one batched product at most.
+MAX_STACK_ELEMENTS = 1 << 26
 
 Scalar = float | Tensor
+State = dict[str, Any]
+States = MutableMapping[Tensor, State]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices [B, R, C] of one shape and one rate, with their gradient and state; updated in place."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+    second: Tensor | None
+    residual: Tensor | None
+    plan: PolarPlan
+    lr: float
+    decay: float
+
+    def __getitem__(self, part: slice) -> Stack:
+        tensors = (self.weight, self.grad, self.momentum, self.second, self.residual)
+        return Stack(*(None if t is None else t[part] for t in tensors), self.plan, self.lr, self.decay)  # type: ignore[arg-type]
+
+
+def update_parameters(work: Iterable[tuple[Entry, Tensor]], states: States, workspace: Workspace) -> None:
+    """One step of whole parameters, each with its gradient; state that is missing is made."""
+    stacks: dict[int, list[Stack]] = {}
+    groups: dict[int, Group] = {}
+    for entry, grad in work:
+        state = states[entry.param]
+        if not state:
+            state.update(new_state(entry))
+        if entry.is_adam:
+            state["step"] += 1
+            step_adam(entry.group, entry.param.detach(), grad, state)
+        else:
+            groups[id(entry.group)] = entry.group
+            stacks.setdefault(id(entry.group), []).extend(
+                stacks_of(entry, entry.param.detach(), grad, state, entry.group["lr_mul"])
+            )
+    for key, members in stacks.items():
+        update_matrices(members, groups[key], workspace)
+
+
+def stacks_of(
+    entry: Entry, weight: Tensor, grad: Tensor, state: State, multipliers: float | Sequence[float]
+) -> list[Stack]:
+    """The matrices of a parameter, or of whole leading entries of a bank, as views with their rates.
+
+    Args:
+        multipliers: of the learning rate; one, or one per matrix of a bank.
+    """
+    assert entry.cut is not None and entry.forms is not None
+    cut, group, stacks = entry.cut, entry.group, []
+    weights = matrix_views(weight, cut)
+    seconds: list[Any] = [None] * len(weights)
+    if group["variance"] != "off":
+        seconds = second_views(state["second_momentum"], weights, cut, group["variance"])
+    low = state.get("residual")
+    residuals: list[Any] = [None] * len(weights) if low is None else matrix_views(low, cut)
+    tensors = (weights, matrix_views(grad, cut), matrix_views(state["momentum_buffer"], cut))
+    for w, g, m, v, r in zip(*tensors, seconds, residuals, strict=True):
+        form = entry.forms[w.size(1), w.size(2)]
+        for part, multiplier in _equal_rates(multipliers, w.size(0)):
+            lr, decay = matrix_rates(group, form.rate, multiplier)
+            stacks.append(Stack(w, g, m, v, r, form.plan, lr, decay)[part])
+    return stacks
+
+
+def _equal_rates(multipliers: float | Sequence[float], count: int) -> list[tuple[slice, float]]:
+    if isinstance(multipliers, int | float):
+        return [(slice(0, count), float(multipliers))]
+    if len(set(multipliers)) == 1:
+        return [(slice(0, count), float(multipliers[0]))]
+    return [(slice(i, i + 1), float(value)) for i, value in enumerate(multipliers)]
+
+
+def matrix_rates(group: Group, factor: float, multiplier: float) -> tuple[float, float]:
+    """(rate with all multipliers, decay factor) of a matrix whose shape has this learning-rate factor."""
+    lr = float(group["lr"])
+    rate = lr * multiplier * factor
+    decay = float(group["weight_decay"]) * group["wd_mul"] * lr
+    if group["decay"] == "decoupled":
+        decay = decay / rate if rate else 0.0
+    return rate, decay
+
+
+def update_matrices(stacks: Sequence[Stack], group: Group, workspace: Workspace) -> None:
+    """Step matrices of any shapes; their order does not change a result.
+
+    Small equal shapes are stacked into one batched product (all equal shapes on an accelerator); on a CPU the
+    large ones go one by one, side by side on the cores.
+    """
+    by_plan: dict[PolarPlan, list[Stack]] = {}
+    for stack in stacks:
+        if stack.weight.numel():
+            by_plan.setdefault(stack.plan, []).append(stack)
+    alone: list[Stack] = []
+    for plan, members in by_plan.items():
+        if not plan.batched:
+            alone += [stack[i : i + 1] for stack in members for i in range(stack.weight.size(0))]
+            continue
+        chunk: list[Stack] = []
+        size, limit = 0, max(1, MAX_STACK_ELEMENTS // (plan.rows * plan.cols))
+        for stack in members:
+            if chunk and size + stack.weight.size(0) > limit:
+                step_matrices(chunk, plan, group, workspace)
+                chunk, size = [], 0
+            chunk.append(stack)
+            size += stack.weight.size(0)
+        step_matrices(chunk, plan, group, workspace)
+    # Biggest first: the last jobs to finish are then short ones.
+    alone.sort(key=lambda stack: -stack.plan.flops())
+    jobs = [functools.partial(step_matrices, [stack], stack.plan, group) for stack in alone]
+    run_side_by_side(jobs, workspace)
+
+
+def step_matrices(stacks: Sequence[Stack], plan: PolarPlan, group: Group, workspace: Workspace) -> None:
+    """The Muon step of matrices of one shape: momentum, polar factor, variance, write.
+
+    Equivalent to, for each matrix:
+        weight[:], momentum[:], second[:] = reference.normuon(weight, grad, momentum, second, lr=..., ...)
+    """
+    sizes = [stack.weight.size(0) for stack in stacks]
+    update = workspace.take("update", (sum(sizes), plan.rows, plan.cols), stacks[0].momentum)
+    for stack, part in zip(stacks, update.split(sizes), strict=True):
+        fill_update(stack.grad, stack.momentum, group["momentum"], part, nesterov=group["nesterov"])
+    factor = orthogonalise(update, plan, group, workspace)
+    for stack, part in zip(stacks, factor.split(sizes), strict=True):
+        scale = None
+        if stack.second is not None:
+            scale = variance_scale(part, stack.second, group["beta2"], group["variance"])
+        write_weight(
+            stack.weight,
+            part,
+            lr=stack.lr,
+            decay=stack.decay,
+            scale=scale,
+            residual=stack.residual,
+            mode=group["residual"],
+            cautious=group["decay"] == "cautious",
+        )
 
 
 def row_blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
@@ -57,6 +203,16 @@ def fill_update(
         else:
             target.copy_(torch.lerp(g, m, momentum))
     return out
+
+
+def orthogonalise(update: Tensor, plan: PolarPlan, group: Group, workspace: Workspace) -> Tensor:
+    """The polar factor of `update` [B, R, C] in the plan's dtype; `update` is scratch afterwards."""
+    shape = (update.size(0), plan.rows, plan.cols)
+    x = update if plan.dtype == update.dtype else workspace.take("input", shape, update, plan.dtype)
+    normalize_into(update, x, group["eps_mode"])
+    # A single matrix as [R, C]: symmetric panels and in-place products work on plain matrices.
+    factor = iterate(x[0] if shape[0] == 1 else x, plan, group["coefficients"], workspace)
+    return factor.view(shape)
 
 
 def variance_scale(factor: Tensor, second: Tensor, beta2: Scalar, per: str = "long") -> Tensor:
@@ -178,3 +334,96 @@ def adam_(
             live.sub_(update)
         else:
             live.copy_(master.sub_(update))
+
+
+def step_adam(group: Group, weight: Tensor, grad: Tensor, state: State) -> None:
+    """One Adam step of a parameter, or of rows of it, with the matching part of its state."""
+    base = float(group["lr"])
+    lr = base * float(group["lr_mul"])
+    strength = float(group["weight_decay"]) * group["wd_mul"]
+    cautious = group["decay"] == "cautious"
+    adam_(
+        weight,
+        grad,
+        state["exp_avg"],
+        state["exp_avg_sq"],
+        step=int(state["step"]),
+        lr=lr,
+        betas=tuple(group["betas"]),
+        eps=group["eps"],
+        decay=(lr * lr if cautious else base) * strength,
+        cautious=cautious,
+        residual=state.get("residual"),
+        mode=group["residual"],
+    )
+
+
+def new_state(entry: Entry) -> State:
+    """Zero moments, and zero low bits for a bfloat16 weight."""
+    group, param = entry.group, entry.param
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    if entry.is_adam:
+        state: State = {
+            "step": torch.tensor(0.0),
+            "exp_avg": torch.zeros_like(param, dtype=dtype),
+            "exp_avg_sq": torch.zeros_like(param, dtype=dtype),
+        }
+    else:
+        state = {"momentum_buffer": torch.zeros_like(param, dtype=dtype)}
+        if entry.second_shape is not None:
+            state["second_momentum"] = torch.zeros(entry.second_shape, dtype=dtype, device=param.device)
+    if param.dtype == torch.bfloat16 and group["residual"] != "none":
+        state["residual"] = torch.zeros_like(param, dtype=torch.int16)
+    return state
+
+
+def check_grad(name: str, param: Tensor) -> None:
+    """Raise a ValueError for a gradient that no step can take."""
+    grad = param.grad
+    assert grad is not None
+    if grad.layout != torch.strided or not grad.is_floating_point():
+        raise ValueError(f"{name}: expected a dense real gradient, got {grad.dtype} {grad.layout}")
+    if grad.shape != param.shape or grad.device != param.device:
+        raise ValueError(
+            f"{name}: expected a gradient of shape {tuple(param.shape)} on {param.device}, "
+            f"got {tuple(grad.shape)} on {grad.device}"
+        )
+
+
+def check_state(
+    name: str, param: Tensor, state: State | None, group: Group, second: tuple[int, ...] | None
+) -> None:
+    """Raise a ValueError when the state does not belong to a parameter of this shape and algorithm."""
+    if not state:
+        return
+    needed = ("step", "exp_avg", "exp_avg_sq") if group["algorithm"] == "adam" else ("momentum_buffer",)
+    for key in needed:
+        if key not in state:
+            raise ValueError(
+                f"{name}: expected state {key!r} for algorithm {group['algorithm']!r}, got {sorted(state)}"
+            )
+    shapes = {
+        key: tuple(param.shape)
+        for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", "residual")
+        if key in state
+    }
+    if second is not None:
+        shapes["second_momentum"] = second
+    for key, expected in shapes.items():
+        got = tuple(state[key].shape) if key in state else None
+        if got != expected:
+            raise ValueError(f"{name}: expected state {key!r} of shape {expected}, got {got}")
+
+
+def grads_are_finite(grads: Sequence[Tensor]) -> bool:
+    """Whether no gradient holds NaN or infinity: one pass and one host read per device in the usual case."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        if grad.numel():
+            by_device.setdefault(grad.device, []).append(grad)
+    for group in by_device.values():
+        # A finite norm is proof; an infinite one may be an overflow of finite values, so look again.
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(group)])
+        if not torch.isfinite(norms).all() and not all(bool(torch.isfinite(grad).all()) for grad in group):
+            return False
+    return True

@@ -3,13 +3,15 @@
 `normuon`: NorMuon for the banks every step, Adam with the record's table for the rest on its own steps.
 `adamw`: torch.optim.AdamW for everything on every step, the way most people train; the one to beat.
 
-Both follow the schedule, average the gradients over ranks, keep head and embedding equal while they are
-tied, and copy the head's moments to the embedding when they part.
+Both follow the schedule, keep head and embedding equal while they are tied, and copy the head's moments to
+the embedding when they part. Over several ranks NorMuon averages gradients and shares the work by itself
+(`mesh=`); for AdamW the gradients are averaged here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -46,7 +48,7 @@ class ScheduledOptimizer(Protocol):
     """What the recipe asks of an optimizer."""
 
     def step(self, here: Position) -> None:
-        """Average gradients over ranks, update, keep tied weights equal, clear what was used."""
+        """Update with the mean of all ranks' gradients, keep tied weights equal, clear what was used."""
 
     def untie(self) -> None:
         """The embedding becomes a parameter of its own and inherits the head's moments."""
@@ -70,15 +72,12 @@ def make_optimizer(
     return makers[name](model, schedule, world, **options)
 
 
-def average_gradients(model: nn.Module, world: World) -> None:
-    """All-reduce every gradient to its mean over ranks, in one flat buffer per dtype.
-
-    A gradient that still waits for its step is the same on every rank, and a mean does not change it.
-    """
+def average_gradients(parameters: Iterable[Tensor], world: World) -> None:
+    """All-reduce every gradient to its mean over ranks, in one flat buffer per dtype."""
     if world.size == 1:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.grad is not None:
             by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for gradients in by_dtype.values():
@@ -144,7 +143,7 @@ class AdamWEverywhere:
 
     def step(self, here: Position) -> None:
         self.model.tie_gradients()
-        average_gradients(self.model, self.world)
+        average_gradients(self.model.parameters(), self.world)
         for group in self.adamw.param_groups:
             group["lr"] = self.lr_at(here) * group["lr_mul"]
         self.adamw.step()
@@ -224,11 +223,11 @@ class NorMuonAndAdam:
                 group.update(lr_mul=lr_mul, wd_mul=wd_mul, weight_decay=adam_decay, residual="none")
                 small.append(group)
         # `ignore`: looking for NaN would read a device value on every step.
-        self.muon = NorMuon([*banks, *small], lr=lr, adam_lr=adam_lr, nonfinite="ignore")
+        mesh = dist.group.WORLD if world.size > 1 else None
+        self.muon = NorMuon([*banks, *small], lr=lr, adam={"lr": adam_lr}, nonfinite="ignore", mesh=mesh)
 
     def step(self, here: Position) -> None:
         self.model.tie_gradients()
-        average_gradients(self.model, self.world)
         for group in self.muon.param_groups:
             group["lr"] = self.base_lr[group["algorithm"]] * here.lr_mul
             if group["algorithm"] == "normuon":

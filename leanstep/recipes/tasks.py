@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from leanstep.recipes.checkpoint import seed_python_generators
 from leanstep.recipes.distributed import World
+from leanstep.recipes.optimizers import average_gradients
 
 END, ASK, FIRST_WORD = 0, 1, 2
 
@@ -172,10 +172,7 @@ class WarmStarted:
     def update(self, optimizer: torch.optim.Optimizer, lr: float) -> Tensor:
         """Gradients averaged over ranks and clipped, one step at `lr`; returns the norm before clipping."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self.world.size > 1:
-            for p in parameters:
-                dist.all_reduce(p.grad)
-                p.grad /= self.world.size
+        average_gradients(parameters, self.world)
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         for group in optimizer.param_groups:
             group["lr"] = lr

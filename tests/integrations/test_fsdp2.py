@@ -39,10 +39,8 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(model: nn.Module, steps: int, rank: int, world_size: int) -> list[float]:
     from leanstep.muon import NorMuon, split_params
-    from leanstep.muon.fsdp import FsdpNorMuon
 
-    kind = FsdpNorMuon if world_size > 1 else NorMuon
-    optimizer = kind(split_params(model), lr=0.02)
+    optimizer = NorMuon(split_params(model), lr=0.02)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -74,22 +72,27 @@ def fsdp2_rank(rank: int, world_size: int, steps: int):
     return losses, weights
 
 
-def refused_rank(rank: int, world_size: int) -> str:
+def refused_rank(rank: int, world_size: int) -> tuple[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     from leanstep.muon import NorMuon, split_params
 
+    mesh = init_device_mesh("cpu", (world_size,))
     model = build()
-    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    fully_shard(model, mesh=mesh)
+    text = NorMuon(split_params(model), lr=0.02).explain()
+    columns = nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)]))
     with pytest.raises(ValueError) as caught:
-        NorMuon(split_params(model), lr=0.02)
-    return str(caught.value)
+        NorMuon([("columns", columns)], lr=0.02)
+    return text, str(caught.value)
 
 
-def test_plain_norm_muon_names_the_optimizer_for_shards(run_ranks):
-    (message,) = run_ranks(1, refused_rank)
-    assert "got a DTensor; use leanstep.muon.fsdp.FsdpNorMuon" in message
+def test_norm_muon_detects_shards_and_names_a_parameter_cut_by_columns(run_ranks):
+    ((text, message),) = run_ranks(1, refused_rank)
+    assert "fsdp2 over 1 ranks" in text
+    assert message.startswith("columns: expected a DTensor cut along dimension 0, got (Shard(dim=1)")
 
 
 def test_two_sharded_ranks_follow_one_process(run_ranks):

@@ -65,13 +65,11 @@ def run_fsdp(rank, world_size, folder):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.debug import CommDebugMode
 
-    from leanstep.muon.fsdp import FsdpNorMuon
-
     def build():
         model = make_model()
         fully_shard(model.up)
         fully_shard(model)
-        return model, FsdpNorMuon(make_groups(model), **OPTIONS)
+        return model, NorMuon(make_groups(model), **OPTIONS)
 
     model, optimizer = build()
     advance(model, optimizer, 0, 10, rank)
@@ -115,11 +113,9 @@ def load_on_one(rank, world_size, folder):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    from leanstep.muon.fsdp import FsdpNorMuon
-
     model = make_model()
     fully_shard(model)
-    optimizer = FsdpNorMuon(make_groups(model), **OPTIONS)
+    optimizer = NorMuon(make_groups(model), **OPTIONS)
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
 from muon.golden import array, load
 from torch import nn
 
-from leanstep.muon import NorMuon, reference, split_params
+from leanstep.muon import NorMuon, param_groups, reference, split_params
+from leanstep.muon.param_groups import MATRIX_OPTIONS
+from leanstep.muon.polar import plan_polar
 
 
 def replay(trace, compute_dtype):
@@ -41,7 +44,7 @@ def replay(trace, compute_dtype):
     optimizer = NorMuon(
         groups,
         lr=hyper["normuon"]["lr"],
-        adam_lr=adam["lr"],
+        adam={"lr": adam["lr"]},
         beta2=hyper["normuon"]["beta2"],
         weight_decay=hyper["normuon"]["weight_decay"],
         residual="truncate",
@@ -457,7 +460,11 @@ def bad_groups():
             lambda: NorMuon([{"params": [matrix], "betas": (0.9, 0.9)}]),
             "^betas: no such",
         ),
-        ("unknown default", lambda: NorMuon([matrix], beta3=1), "^beta3: no such option"),
+        (
+            "unknown adam option",
+            lambda: NorMuon([matrix], adam={"beta3": 1}),
+            "^adam: expected lr, .*'beta3'",
+        ),
         ("algorithm", lambda: NorMuon([{"params": [matrix], "algorithm": "sgd"}]), "^algorithm: expected"),
         ("split", lambda: NorMuon([matrix], split=[3, 3]), "add up to 4"),
         ("heads", lambda: NorMuon([matrix], heads=3), "heads that divide 4"),
@@ -504,3 +511,46 @@ def test_state_of_another_shape_raises_before_any_weight_moves():
     with pytest.raises(ValueError, match="bad: expected state 'momentum_buffer' of shape"):
         optimizer.step()
     assert torch.equal(good, still)
+
+
+def test_every_option_is_a_keyword_with_a_default():
+    parameters = inspect.signature(NorMuon).parameters
+    assert set(MATRIX_OPTIONS) < set(parameters)
+    assert all(p.kind is p.KEYWORD_ONLY for name, p in parameters.items() if name not in ("params", "lr"))
+    assert all(p.default is not p.empty for name, p in parameters.items() if name != "params")
+    with pytest.raises(TypeError, match="beta3"):
+        NorMuon([nn.Parameter(torch.zeros(4, 6))], beta3=1)
+
+
+def test_adams_options_are_defaults_of_its_groups_and_the_old_keyword_warns():
+    model = small_model()
+    adam = {"lr": 0.004, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.1}
+    matrices, rest = NorMuon(split_params(model), lr=0.02, adam=adam).param_groups
+    assert {key: rest[key] for key in adam} == adam
+    assert matrices["lr"] == 0.02 and matrices["weight_decay"] == 1.2
+    own = split_params(model, adam={"betas": (0.5, 0.6)})
+    assert NorMuon(own, adam=adam).param_groups[1]["betas"] == (0.5, 0.6)
+    with pytest.warns(DeprecationWarning, match="adam_lr: write adam="):
+        assert NorMuon(split_params(model), adam_lr=0.004).param_groups[1]["lr"] == 0.004
+    assert NorMuon(split_params(model), lr=0.023).param_groups[1]["lr"] == pytest.approx(0.008)
+
+
+def test_plans_are_made_once_and_again_when_options_or_shapes_change(monkeypatch):
+    made = []
+
+    def counted(*args, **options):
+        made.append(args)
+        return plan_polar(*args, **options)
+
+    monkeypatch.setattr(param_groups, "plan_polar", counted)
+    model = small_model()
+    optimizer = NorMuon(split_params(model), method="standard")
+    train(model, optimizer, 4)
+    assert sorted(made) == [(24, 48), (48, 24)]
+    optimizer.param_groups[0]["method"] = "gram"
+    train(model, optimizer, 2)
+    assert len(made) == 4 and "gram" in optimizer.explain()
+    optimizer.load_state_dict(optimizer.state_dict())
+    model[1].weight.data = model[1].weight.data.double()
+    train(model.double(), optimizer, 2)
+    assert "float64" in optimizer.explain()

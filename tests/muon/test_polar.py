@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -9,17 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from muon.golden import array, load
+from torch import nn
 
-from leanstep.muon import reference
+from leanstep.muon import NorMuon, Workspace, reference
 from leanstep.muon.polar import (
     PolarPlan,
+    _bounds,
     choose_dtype,
+    choose_panels,
+    commuting_product,
     cpu_bfloat16_speedup,
     explain,
+    gram_matrix,
     plan_polar,
     polar,
+    quadratic,
+    run_side_by_side,
 )
-from leanstep.muon.workspace import Workspace
 
 FORMS = {
     "standard": {"method": "standard", "panels": 1},
@@ -229,3 +236,84 @@ def test_cpu_dtype_follows_the_measured_speed(monkeypatch):
 def test_bad_arguments_are_named(make, options, names):
     with pytest.raises(ValueError, match=f"^{names}: expected"):
         polar(make(), **options)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_gram_matrix_by_panels(side, length, panels, tall):
+    x = torch.randn(length, side).double() if tall else torch.randn(side, length).double()
+    out = torch.empty(side, side, dtype=torch.float64)
+    gram_matrix(x, out, tall=tall, panels=panels)
+    torch.testing.assert_close(out, x.mT @ x if tall else x @ x.mT)
+    if panels > 1 and side > 16 * panels:
+        assert out[0, -1] == out[-1, 0]
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3, 6])
+def test_quadratic_and_commuting_products(panels):
+    x = torch.randn(50, 60, dtype=torch.float64) / 8
+    gram = x @ x.mT
+    out, other = torch.empty_like(gram), torch.empty_like(gram)
+    quadratic(gram, out, 2.0, -1.5, 0.5, panels=panels)
+    want = 2.0 * torch.eye(50, dtype=torch.float64) - 1.5 * gram + 0.5 * gram @ gram
+    torch.testing.assert_close(out, want)
+    commuting_product(out, gram, other, panels=panels)
+    torch.testing.assert_close(other, want @ gram)
+    if panels > 1:
+        assert torch.equal(other[:16, 32:], other[32:, :16].mT) and torch.equal(
+            out[:16, 32:], out[32:, :16].mT
+        )
+
+
+@given(st.integers(1, 2000), st.integers(1, 12))
+def test_panels_cover_the_side_in_aligned_pieces_of_about_one_size(side, panels):
+    bounds = _bounds(side, panels)
+    assert bounds[0][0] == 0 and bounds[-1][1] == side
+    assert all(a[1] == b[0] and b[0] % 16 == 0 for a, b in itertools.pairwise(bounds))
+    assert all(abs((high - low) - side / panels) <= 16 or len(bounds) < panels for low, high in bounds)
+
+
+def test_small_sides_and_accelerators_compute_all_of_it():
+    assert choose_panels(255, torch.device("cpu")) == 1
+    assert choose_panels(768, torch.device("cpu")) > 1
+    assert choose_panels(768, torch.device("cuda")) == 1
+
+
+def test_every_job_runs_once_and_torch_threads_are_restored():
+    threads = torch.get_num_threads()
+    done = [0] * 20
+
+    def job(index, workspace):
+        done[index] += 1
+        workspace.take("x", (4, 4), torch.zeros(1)).fill_(index)
+        assert not torch.is_grad_enabled()
+        assert torch.get_num_threads() == 1
+
+    run_side_by_side([lambda w, i=i: job(i, w) for i in range(20)], Workspace(), workers=3)
+    assert done == [1] * 20
+    assert torch.get_num_threads() == threads
+
+
+def test_each_core_has_scratch_of_its_own():
+    workspace, seen = Workspace(), set()
+    run_side_by_side([lambda w: seen.add(id(w))] * 12, workspace, workers=3)
+    assert seen <= {id(workspace.child(core)) for core in range(3)}
+
+
+def test_step_with_two_threads_equals_step_with_one():
+    weights = [torch.randn(80, 90) for _ in range(6)]
+    grads = [torch.randn(80, 90) for _ in range(6)]
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            params = [nn.Parameter(w.clone()) for w in weights]
+            optimizer = NorMuon(params)
+            for _ in range(3):
+                for param, grad in zip(params, grads, strict=True):
+                    param.grad = grad
+                optimizer.step()
+        finally:
+            torch.set_num_threads(1)
+        results.append([p.detach() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from leanstep.muon import NorMuon
-from leanstep.muon.sharded import ShardedNorMuon
+from leanstep.muon.sharded import assign
 
 SHAPES = {
     "bank": (3, 12, 20),
@@ -46,15 +48,27 @@ def grad_of(name, step, rank, low_rank=False):
     return torch.randn(shape, generator=generator)
 
 
-def single(world_size, steps, first=0, optimizer=None, params=None, low_rank=False, dtype=torch.float32):
+def single(
+    world_size,
+    steps,
+    first=0,
+    optimizer=None,
+    params=None,
+    low_rank=False,
+    dtype=torch.float32,
+    keep_waiting=False,
+):
     """The same run in one process on the averaged gradient."""
     params = params or make_params(dtype)
     optimizer = optimizer or NorMuon(make_groups(params), **OPTIONS)
     for step in range(first, first + steps):
         for name, param in params.items():
             grads = [grad_of(name, step, rank, low_rank).to(dtype) for rank in range(world_size)]
-            param.grad = torch.stack(grads).sum(0) / world_size
+            mean = torch.stack(grads).sum(0) / world_size
+            param.grad = param.grad + mean if keep_waiting and param.grad is not None else mean
         optimizer.step()
+        if keep_waiting:
+            optimizer.zero_stepped_grads()
     return params, optimizer
 
 
@@ -84,12 +98,18 @@ def unpack(data):
 
 
 MODES = {
-    "replicated": {"comms": "replicated"},
-    "sharded": {"comms": "sharded"},
-    "sharded, rank 4": {"comms": "sharded", "low_rank": True},
-    "owner": {"comms": "owner"},
-    "owner, averaged": {"comms": "owner", "averaged": True},
+    "owner": {},
+    "owner, rank 4": {"low_rank": True},
+    "owner, averaged": {"averaged": True},
+    "owner, device mesh": {"device_mesh": True},
 }
+
+
+def world(device_mesh=False):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size = torch.distributed.get_world_size()
+    return init_device_mesh("cpu", (size,)) if device_mesh else torch.distributed.group.WORLD
 
 
 def run_modes(rank, world_size, steps):
@@ -99,7 +119,8 @@ def run_modes(rank, world_size, steps):
     for label, mode in MODES.items():
         low_rank, averaged = mode.get("low_rank", False), mode.get("averaged", False)
         params = make_params()
-        optimizer = ShardedNorMuon(make_groups(params), comms=mode["comms"], averaged=averaged, **OPTIONS)
+        mesh = world(mode.get("device_mesh", False))
+        optimizer = NorMuon(make_groups(params), mesh=mesh, averaged=averaged, **OPTIONS)
         average = world_size if averaged else None
         advance(optimizer, params, rank, 0, steps - 1, low_rank, average)
         with CommDebugMode() as counter:
@@ -114,9 +135,8 @@ def run_modes(rank, world_size, steps):
 
 def run_everything(rank, world_size, steps):
     """All that needs two ranks in one start: processes are slow to begin, collectives are not."""
-    return pack(
-        (run_modes(rank, world_size, steps), resume_on_two(rank, world_size), misuse(rank, world_size))
-    )
+    parts = (resume_on_two, misuse, waiting_and_copies)
+    return pack((run_modes(rank, world_size, steps), *(part(rank, world_size) for part in parts)))
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +148,7 @@ def everything():
 
 @pytest.fixture
 def two_ranks(everything):
-    return [modes for modes, _, _ in everything]
+    return [modes for modes, *_ in everything]
 
 
 @pytest.mark.parametrize("label", MODES)
@@ -148,13 +168,13 @@ def test_two_ranks_follow_one_process_for_twenty_steps(two_ranks, label):
         assert torch.equal(two_ranks[0][label][0][name], two_ranks[1][label][0][name])
 
 
-@pytest.mark.parametrize(("label", "most"), [("replicated", 2), ("owner", 3), ("sharded", 8)])
+@pytest.mark.parametrize(("label", "most"), [("owner", 3), ("owner, averaged", 2)])
 def test_number_of_collectives_does_not_grow_with_the_matrices(two_ranks, label, most):
     for result in two_ranks:
         _, _, count, text, _ = result[label]
         assert 0 < count <= most
-        assert f"{label} over 2 ranks" in text
-        assert label == "replicated" or "imbalance" in text
+        assert "owner over 2 ranks" in text
+        assert "imbalance" in text
 
 
 def test_saving_sends_what_lies_with_the_weights_and_not_adams_step_on_the_host(two_ranks):
@@ -164,14 +184,14 @@ def test_saving_sends_what_lies_with_the_weights_and_not_adams_step_on_the_host(
         assert SHAPES["table"] in shapes and () not in shapes
 
 
-def resume(rank, world_size, comms, steps, first, saved, dtype):
+def resume(rank, world_size, steps, first, saved, dtype):
     """Run from a saved state, or from the start; returns weights and the state dict after each leg."""
     weights, state = unpack(saved) if saved else (None, None)
     params = make_params(dtype)
     for name, param in params.items():
         if weights:
             param.data.copy_(weights[name])
-    optimizer = ShardedNorMuon(make_groups(params), comms=comms, averaged=True, **OPTIONS)
+    optimizer = NorMuon(make_groups(params), mesh=world(), averaged=True, **OPTIONS)
     if state is not None:
         optimizer.load_state_dict(state)
     advance(optimizer, params, rank, first, steps, average=2)
@@ -179,50 +199,42 @@ def resume(rank, world_size, comms, steps, first, saved, dtype):
 
 
 def resume_on_two(rank, world_size):
-    results = {}
-    for comms in ("sharded", "owner"):
-        whole, _ = resume(rank, world_size, comms, 6, 0, None, torch.float32)
-        half = resume(rank, world_size, comms, 3, 0, None, torch.float32)
-        again, _ = resume(rank, world_size, comms, 3, 3, pack(half), torch.float32)
-        results[comms] = (whole, half, again)
-    return results
+    whole, _ = resume(rank, world_size, 6, 0, None, torch.float32)
+    half = resume(rank, world_size, 3, 0, None, torch.float32)
+    again, _ = resume(rank, world_size, 3, 3, pack(half), torch.float32)
+    return whole, half, again
 
 
 def continue_on_three(rank, world_size, saved):
-    results = {
-        comms: resume(rank, world_size, comms, 3, 3, data, torch.float32)[0] for comms, data in saved.items()
-    }
-    # A bank of three on three ranks, then of three on two: also with low bits.
-    results["bfloat16"] = resume(rank, world_size, "sharded", 4, 0, None, torch.bfloat16)[0]
-    return pack(results)
+    again, _ = resume(rank, world_size, 3, 3, saved, torch.float32)
+    # Also with low bits, from the start.
+    low_bits, _ = resume(rank, world_size, 4, 0, None, torch.bfloat16)
+    return pack((again, low_bits))
 
 
 def test_resume_changes_no_bit_and_world_sizes_may_differ(everything, run_ranks):
-    _, first, _ = everything[0]
-    saved = {comms: pack(first[comms][1]) for comms in ("sharded", "owner")}
-    on_three = [unpack(data) for data in run_ranks(3, continue_on_three, saved, timeout=120)]
-    for comms in ("sharded", "owner"):
-        whole, (half, state), again = first[comms]
-        params = make_params()
-        for name, param in params.items():
-            param.data.copy_(half[name])
-        optimizer = NorMuon(make_groups(params), **OPTIONS)
-        optimizer.load_state_dict(state)
-        single(2, 3, first=3, optimizer=optimizer, params=params)
-        for name in SHAPES:
-            assert torch.equal(again[name], whole[name]), name
-            assert torch.equal(params[name].detach(), whole[name]), name
-            for result in on_three:
-                assert torch.equal(result[comms][name], whole[name]), name
-    expected, _ = single(2, 4, dtype=torch.bfloat16)
-    for result in on_three:
-        for name, param in expected.items():
-            assert torch.equal(result["bfloat16"][name], param.detach()), name
+    _, (whole, (half, state), again), *_ = everything[0]
+    on_three = [unpack(data) for data in run_ranks(3, continue_on_three, pack((half, state)), timeout=120)]
+    params = make_params()
+    for name, param in params.items():
+        param.data.copy_(half[name])
+    optimizer = NorMuon(make_groups(params), **OPTIONS)
+    optimizer.load_state_dict(state)
+    single(2, 3, first=3, optimizer=optimizer, params=params)
+    low_bits, _ = single(2, 4, dtype=torch.bfloat16)
+    for name in SHAPES:
+        assert torch.equal(again[name], whole[name]), name
+        assert torch.equal(params[name].detach(), whole[name]), name
+        for result, bfloat16 in on_three:
+            assert torch.equal(result[name], whole[name]), name
+            assert torch.equal(bfloat16[name], low_bits[name].detach()), name
 
 
 def misuse(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+
     params = make_params()
-    optimizer = ShardedNorMuon(make_groups(params), comms="sharded", **OPTIONS)
+    optimizer = NorMuon(make_groups(params), mesh=world(), **OPTIONS)
     before = weights_of(params)
     for name, param in params.items():
         param.grad = grad_of(name, 0, rank)
@@ -238,14 +250,105 @@ def misuse(rank, world_size):
     except ValueError as error:
         messages.append(str(error))
     try:
-        ShardedNorMuon([nn.Parameter(torch.zeros(2, 2))], comms="ring")
+        NorMuon([nn.Parameter(torch.zeros(2, 2))], mesh=init_device_mesh("cpu", (world_size, 1)))
     except ValueError as error:
         messages.append(str(error))
     return unchanged, optimizer.skipped_steps, messages
 
 
 def test_one_bad_rank_makes_all_skip_and_misuse_raises_everywhere(everything):
-    for _, _, (unchanged, skipped, messages) in everything:
+    for _, _, (unchanged, skipped, messages), _ in everything:
         assert unchanged and skipped == 1
         assert "expected the same parameters with a gradient on every rank" in messages[0]
-        assert messages[1].startswith("comms: expected one of replicated")
+        assert messages[1].startswith("mesh: expected one dimension, got 2")
+
+
+def waiting_and_copies(rank, world_size):
+    """Adam on every second step; then the table's state for a second one that another rank owns."""
+    params = make_params()
+    params["again"] = nn.Parameter(params["table"].detach().clone())
+    groups = make_groups(params)
+    groups[2].update(every=2, phase=1, params=[*groups[2]["params"], ("again", params["again"])])
+    optimizer = NorMuon(groups, mesh=world(), **OPTIONS)
+    for name in SHAPES:
+        params[name].grad = grad_of(name, 0, rank)
+    optimizer.step()
+    optimizer.zero_stepped_grads()
+    pending = params["table"].grad.clone()
+    for name in SHAPES:
+        grad = grad_of(name, 1, rank)
+        params[name].grad = grad if params[name].grad is None else params[name].grad + grad
+    optimizer.step()
+    optimizer.copy_state(params["table"], params["again"])
+    owner = optimizer.assignment().owner
+    state = optimizer.state_dict()["state"]
+    masters = make_params(torch.bfloat16)
+    low = NorMuon(make_groups(masters), mesh=world(), averaged=True, **OPTIONS)
+    advance(low, masters, rank, 0, 1, average=world_size)
+    try:
+        master = low.master(masters["up"])
+    except ValueError as error:
+        master = str(error)
+    return weights_of(params), pending, state[4], state[6], (owner["table"], owner["again"]), master
+
+
+def test_gradients_that_wait_are_means_and_state_is_copied_between_owners(everything):
+    params = make_params()
+    groups = make_groups(params)
+    groups[2].update(every=2, phase=1)
+    single(2, 2, optimizer=NorMuon(groups, **OPTIONS), params=params, keep_waiting=True)
+    mean = (grad_of("table", 0, 0) + grad_of("table", 0, 1)) / 2
+    masters = []
+    for _, _, _, (weights, pending, table, again, owners, master) in everything:
+        assert torch.equal(pending, mean)
+        assert owners[0] != owners[1]
+        assert all(torch.equal(table[key], again[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+        for name, param in params.items():
+            torch.testing.assert_close(weights[name], param.detach(), atol=2e-6, rtol=1e-5, msg=name)
+        masters.append(master)
+    refused = [master for master in masters if isinstance(master, str)]
+    assert len(refused) == 1 and refused[0].startswith("up: expected the call on its owner, rank")
+
+
+def test_the_classes_of_0_1_warn_and_name_the_new_one(monkeypatch):
+    from leanstep.muon import fsdp, sharded
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
+    for comms in ("replicated", "sharded", "owner"):
+        with pytest.warns(DeprecationWarning, match=r"NorMuon\(mesh=...\)"):
+            optimizer = sharded.ShardedNorMuon(
+                [nn.Parameter(torch.zeros(3, 2))], comms=comms, process_group="all"
+            )
+        assert isinstance(optimizer, NorMuon) and optimizer.assignment().owner == {"param_0": 0}
+    with (
+        pytest.warns(DeprecationWarning),
+        pytest.raises(ValueError, match=r"^comms: expected one of replicated"),
+    ):
+        sharded.ShardedNorMuon([nn.Parameter(torch.zeros(3, 2))], comms="ring")
+    with pytest.warns(DeprecationWarning, match="FsdpNorMuon: write NorMuon"):
+        fsdp.FsdpNorMuon([nn.Parameter(torch.zeros(3, 2))])
+    with pytest.raises(AttributeError, match="has no attribute 'Ring'"):
+        sharded.Ring  # noqa: B018
+
+
+def test_biggest_first_to_the_least_loaded_ties_to_the_lowest_rank():
+    got = assign({"a": (4, 4.0), "b": (9, 9.0), "c": (4, 4.0), "d": (1, 1.0)}, 2)
+    assert got.owner == {"a": 1, "b": 0, "c": 1, "d": 1}
+    assert got.loads == (9.0, 9.0)
+    assert "rank 0" in str(got) and "imbalance 1.000" in str(got)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 5))
+def test_every_matrix_has_one_owner_and_no_order_matters(sizes, world):
+    costs = {f"m{i}": (size, float(size)) for i, size in enumerate(sizes)}
+    got = assign(costs, world)
+    assert assign(dict(reversed(costs.items())), world).owner == got.owner
+    assert sum(got.loads) == pytest.approx(sum(sizes))
+    # Whoever got the last matrix had the lowest load before it, at most the average of the others.
+    assert max(got.loads) <= sum(sizes) / world + (1 - 1 / world) * max(sizes) + 1e-9
+
+
+def test_world_size_is_checked():
+    with pytest.raises(ValueError, match=r"^world_size: expected"):
+        assign({}, 0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leanstep.muon.matrices import check_cut, make_cut, matrix_views, second_shape, second_views
+from leanstep.muon.param_groups import check_cut, make_cut, matrix_views, second_shape, second_views
 
 CUTS = [
     ((6, 8), {}),
