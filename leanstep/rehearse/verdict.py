@@ -237,8 +237,8 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
             if request is None:
                 continue
             got = rerun(request)
-            if got.refused is not None or not got.steps:
-                why = got.refused.reason if got.refused is not None else "no step ended"
+            why = _no_result(recording, got, change)
+            if why:
                 simulate(change, text, "rerun", None, False, why)
                 continue
             memory = memory_of(got, device.memory_bytes, device.context_bytes, points=1)
@@ -271,9 +271,8 @@ def compared(recording: Recording, device: Device, changes: Sequence[str], rerun
         timing = what_if.last_step(got, device)
         text = what_if.CHANGES.get(change.partition(":")[0], change)
         entry: Data = {"change": change, "text": text, "step_ms": None, "allocated": None, "why": ""}
-        if timing is None or got.refused is not None:
-            entry["why"] = got.refused.reason if got.refused is not None else "no step ended"
-        else:
+        entry["why"] = _no_result(recording, got, change)
+        if timing is not None and not entry["why"]:
             entry["step_ms"], entry["allocated"] = timing.step_s * 1e3, got.peak_bytes
         found.append(entry)
     return found

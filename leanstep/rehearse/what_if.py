@@ -386,6 +386,11 @@ def _lazy_logits(linear: Any) -> Any:
             return linear(self.hidden, *self.head).to(self.dtype)
 
         @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            real = [a.made() if isinstance(a, Logits) else a for a in args]
+            return func(*real, **(kwargs or {}))
+
+        @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             first = args[0] if args else None
