@@ -44,6 +44,9 @@ _STOP = Annotated[bool, typer.Option("--stop", help="End the script when the ste
 _FAKE = Annotated[
     bool, typer.Option("--fake", help="Run the first step without data: does the host look at values?")
 ]
+_ON = Annotated[
+    str | None, typer.Option("--on", help="Predict each finding's gain on this device, such as h100.")
+]
 _RANKS = Annotated[str, typer.Option("--ranks", help="0: rank 0 reports itself; all: merged by line.")]
 
 
@@ -64,6 +67,7 @@ def diagnose(
     stop: _STOP = False,
     fake: _FAKE = False,
     ranks_shown: _RANKS = "0",
+    on: _ON = None,
 ) -> None:
     """Name the lines that waste a training step: run SCRIPT, record a few steps, rank what they cost.
 
@@ -86,6 +90,7 @@ def diagnose(
         ("--baseline", baseline if write_baseline else None),
     ):
         check_writable(target, option)
+    device = _device(on)
     if fake:
         raise typer.Exit(_run_fake(path, args or [], json))
 
@@ -105,6 +110,11 @@ def diagnose(
             raise typer.Exit(outcome.code)
         report = merged
     _show(watch, findings, str(path), silenced, show_all, explain, annotations, json)
+    if device is not None:
+        from leanstep.commands.on_device import add_gains
+
+        lines = add_gains(report, [f.line.file for f in findings], str(path), args or [], device)
+        console(json).print("\n" + lines, markup=False, highlight=False, soft_wrap=True)
     write_json(report, json)
     if html is not None:
         _write_html(html, report, findings)
@@ -120,6 +130,14 @@ def _script_path(script: str) -> Path:
     if not path.is_file():
         raise BadInput(f"SCRIPT: no such file: {script}")
     return path
+
+
+def _device(name: str | None) -> Any:
+    if name is None:
+        return None
+    from leanstep.rehearse.devices import device_named
+
+    return _checked("--on", device_named, name)
 
 
 def _checked(option: str, parse: Any, value: Any) -> Any:

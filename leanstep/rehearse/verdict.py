@@ -260,6 +260,17 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
     return found
 
 
+def _no_result(before: Recording, after: Recording, change: str) -> str:
+    """Why a rerun says nothing; empty when it does."""
+    if after.refused is not None:
+        return after.refused.reason
+    if not after.steps:
+        return "no step ended"
+    if change.startswith("micro_batch") and after.request.changes and after.peak_bytes == before.peak_bytes:
+        return "no handle: neither a DataLoader nor a batch argument"
+    return ""
+
+
 def compared(recording: Recording, device: Device, changes: Sequence[str], rerun: Rerun) -> list[Data]:
     """Step and memory with changes of the program, each rehearsed again."""
     found = []
