@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 COMPLEX = {torch.float64: torch.complex128}
+# Tokens per side of a block of flex attention's sparse mask.
+FLEX_BLOCK = 128
 
 # What flex attention's BlockMask holds: blocks to visit by query and by key, the partly masked and the full.
 _BLOCK_TENSORS = tuple(
@@ -125,19 +127,61 @@ def make_plan(
 def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -> BandPlan:
     """The plan for flex attention, which skips empty blocks itself: one block, no padding, no additive mask.
 
-    Its backward exists on GPUs only (torch 2.13), so `PlanCache` uses it there.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask
+    Equivalent to:
+        create_block_mask(visible, None, None, T, T, device=device)
+    whose eager version makes a T x T tensor; here the blocks follow from the bounds, in (T / 128)^2 memory.
 
-    length = bounds[-1]
+    The backward of flex attention exists on GPUs only (torch 2.13), so `PlanCache` uses it there.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    length, size = bounds[-1], FLEX_BLOCK
+    count = -(-length // size)
     cu = torch.tensor(bounds)
-    starts = torch.repeat_interleave(cu[:-1], cu.diff()).to(device)
+    block = torch.arange(count)
+
+    def first_key(query: Tensor) -> Tensor:
+        """The earliest key that a query sees; never falls from one query to the next."""
+        return torch.maximum(cu[torch.searchsorted(cu, query, right=True) - 1], query - window)
+
+    # The queries of a block see the keys from its first query's first key up to themselves, so the visible
+    # key blocks are lowest .. block. Those before the diagonal whose keys even the last query sees are full.
+    lowest = first_key(block * size) // size
+    last = ((block + 1) * size).clamp(max=length) - 1
+    full_from = torch.minimum((first_key(last) + size - 1) // size, block)
+    if length % size:
+        full_from[-1] = count - 1
+    packed = copy_to(torch.cat([cu, lowest, full_from]).int(), device)
+    cu, lowest, full_from = packed.split([len(bounds), count, count])
+    tokens = torch.arange(length, device=device, dtype=torch.int32)
+    starts = cu[torch.searchsorted(cu, tokens, right=True) - 1]
+    block = torch.arange(count, device=device, dtype=torch.int32)
+    num_partial, num_full = full_from - lowest + 1, block - full_from
+    # Entry c of a row; what lies past a row's count is never read.
+    partial = lowest[:, None] + block
+    partial = torch.where(partial < full_from[:, None], partial, block[:, None])
+    full = (full_from[:, None] + block).clamp(max=count - 1)
 
     def visible(batch, head, query, key):
         return (key <= query) & (query - key <= window) & (key >= starts[query])
 
-    mask = create_block_mask(visible, None, None, length, length, device=str(device))
+    mask = BlockMask.from_kv_blocks(
+        num_partial[None, None],
+        partial[None, None],
+        num_full[None, None],
+        full[None, None],
+        BLOCK_SIZE=size,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )
     return BandPlan(length, length, 1, 0, None, mask, starts)
+
+
+def copy_to(x: Tensor, device: torch.device | str) -> Tensor:
+    """A host tensor on `device`; from pinned memory where that lets the host go on at once."""
+    if torch.device(device).type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 @functools.cache
@@ -307,7 +351,7 @@ class Rotary:
         return self.table(2 * length, dtype, device).view(length, 2, self.head_dim // 2)
 
     def full_table(
-        self, length: int, heads: int, paired: bool, dtype: torch.dtype, device: torch.device
+        self, heads: int, length: int, paired: bool, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """`head_table` for every head, [T, H, P]: a product without broadcasting is four times faster."""
         key = (heads, paired, dtype, device)

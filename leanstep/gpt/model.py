@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leanstep.gpt.attention import attend, check_cu_seqlens
+from leanstep.gpt.attention import attend, check_cu_seqlens, copy_to
 from leanstep.gpt.banks import BankedGPT, bigram_hash, unbind_bank
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.layers import MLP, Injections, Mix, Norm, NormLinear, Number, ResidualMLP, SmearNorm, number
@@ -43,8 +43,13 @@ class GPT(BankedGPT):
 
     def __init__(self, config: GPTConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__(config, generator=generator)
-        c = config
-        self._shapes = {
+        # Tensor cores want 64 columns at a time; on a CPU padding only costs.
+        self._shapes_by_device = {"cpu": self._head_shapes(2), "gpu": self._head_shapes(64)}
+        self._constants: dict[tuple[str, torch.device], Tensor] = {}
+
+    def _head_shapes(self, row_multiple: int) -> dict[int, HeadShape]:
+        c = self.config
+        return {
             layer: HeadShape(
                 heads=c.num_heads,
                 dim=c.head_dim,
@@ -52,9 +57,24 @@ class GPT(BankedGPT):
                 key_offset=layer in c.key_offset_layers,
                 gated=c.attention_gate,
                 has_ve=layer in c.value_embed_layers,
+                row_multiple=row_multiple,
             )
             for layer in c.attention_layers
         }
+
+    @property
+    def _shapes(self) -> dict[int, HeadShape]:
+        return self._shapes_by_device["cpu" if self.embed.device.type == "cpu" else "gpu"]
+
+    def _constant(self, name: str, values: tuple[int, ...], device: torch.device) -> Tensor:
+        """A small tensor that no step changes, copied to the device once."""
+        found = self._constants.get((name, device))
+        if found is None:
+            found = copy_to(torch.tensor(values), device)
+            # A tensor of a tracing mode is of no use to the next call.
+            if type(found) is Tensor:
+                self._constants[name, device] = found
+        return found
 
     def hidden(
         self, inputs: Tensor, cu_seqlens: Tensor | None = None, *, bigram_ids: Tensor | None = None
@@ -167,7 +187,7 @@ class GPT(BankedGPT):
                 values[layer] = table
                 ve_weights[layer] = None if layer in c.paired_layers else weight
         if self._shapes:
-            index = torch.tensor(c.attention_layers, device=inputs.device)
+            index = self._constant("attention_layers", c.attention_layers, inputs.device)
             scales = self.scalars[: 2 * count].view(count, 2).index_select(0, index).to(dtype)
             if c.post_attn_lambda_single and c.fold_post_attn:
                 single = (index < c.lanes_from)[:, None]
@@ -226,7 +246,10 @@ class GPT(BankedGPT):
         plan = self.plans.get(
             bounds, self.window_tokens(layer), shape.paired, shape.dim, lane0.dtype, lane0.device
         )
-        table = self.rotary.full_table(lane0.shape[0], shape.heads, shape.paired, lane0.dtype, lane0.device)
+        size = (lane0.shape[0], shape.paired, lane0.dtype, lane0.device)
+        # Broadcasting costs a CPU four times the product's time, a GPU nothing.
+        on_cpu = lane0.device.type == "cpu"
+        table = self.rotary.full_table(shape.heads, *size) if on_cpu else self.rotary.head_table(*size)
         projected = NormLinear.apply(lane0, layers.projections[layer])
         q, k, v, gate = Heads.apply(
             projected, layers.values[layer], layers.ve_weights[layer], table, starts, plan, shape
@@ -244,7 +267,7 @@ class GPT(BankedGPT):
     def _document_starts(bounds: list[int], inputs: Tensor) -> Tensor:
         starts = torch.zeros(inputs.shape[0], dtype=torch.bool)
         starts[[b for b in bounds if b < inputs.shape[0]]] = True
-        return starts.to(inputs.device)
+        return copy_to(starts, inputs.device)
 
     def forward(
         self,

@@ -29,6 +29,7 @@ class HeadShape:
     key_offset: bool
     gated: bool
     has_ve: bool
+    row_multiple: int = 2
 
     @property
     def model(self) -> int:
@@ -45,15 +46,20 @@ class HeadShape:
 
     @property
     def rows(self) -> int:
-        """Rows of the projection; even, because complex views of its output need that."""
+        """Rows of the projection, padded with zeros: even, because complex views of its output need that,
+        and aligned for tensor cores where they are used.
+        """
         used = self.ve_gate_at + self.heads * self.has_ve
-        return used + used % 2
+        return -(-used // self.row_multiple) * self.row_multiple
 
 
 def _turn(x: Tensor, table: Tensor, out: Tensor) -> None:
-    """out = x [T, H, D] turned by the table [T, H, P]; heads contiguous, fp32 or fp64."""
-    source = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    torch.mul(source, table, out=torch.view_as_complex(out.unflatten(-1, (-1, 2))))
+    """out = x [T, H, D] turned by the table [T, H | 2 | 1, P]; heads contiguous, fp32 or fp64."""
+    # [T, H / h, h, P]: a table of h heads (by parity, or one for all) serves every group of h.
+    source, target = (
+        torch.view_as_complex(y.unflatten(-1, (-1, 2))).unflatten(1, (-1, table.shape[1])) for y in (x, out)
+    )
+    torch.mul(source, table[:, None], out=target)
 
 
 def _shift_back(k: Tensor, starts: Tensor | None) -> Tensor:
@@ -61,9 +67,8 @@ def _shift_back(k: Tensor, starts: Tensor | None) -> Tensor:
     still = k.shape[-1] // 2
     shifted = k.clone()
     shifted[1:, :, still:] = k[:-1, :, still:]
-    if starts is not None:
-        shifted[starts] = k[starts]
-    return shifted
+    # Not `shifted[starts] = k[starts]`: a boolean index waits for the device.
+    return shifted if starts is None else torch.where(starts[:, None, None], k, shifted)
 
 
 def _shift_back_backward(grad: Tensor, starts: Tensor | None) -> Tensor:
@@ -86,7 +91,7 @@ class Heads(torch.autograd.Function):
         projected: [T, shape.rows]: queries, keys, values, output-gate logits, value-gate logits.
         ve: [T, E] value embedding or None.
         ve_weight: [H, width] what its gate reads of `ve` itself, or None.
-        table: `Rotary.full_table`, [T, H, P].
+        table: of `Rotary`, [T, H, P], or [T, 1 | 2, P] where broadcasting is free.
         starts: [T] bool document starts that the key offset respects, or None.
     """
 

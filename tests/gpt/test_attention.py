@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from gpt.golden import array, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.gpt.attention import (
     PlanCache,
@@ -89,6 +91,51 @@ def test_flex_plan_sees_the_same_keys():
     assert (flex - band).abs().max() < 1e-5
 
 
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any tensor made inside has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def blocks(mask, full):
+    counts, columns = (getattr(mask, f"{full}kv_{what}")[0, 0] for what in ("num_blocks", "indices"))
+    return [sorted(row[:count].tolist()) for count, row in zip(counts.tolist(), columns, strict=True)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 400), min_size=1, max_size=8).filter(any),
+    window=st.sampled_from([0, 1, 100, 127, 128, 129, 300, 10_000]),
+)
+def test_block_masks_from_bounds_are_those_of_the_dense_mask(lengths: list[int], window: int):
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    mask = make_flex_plan(bounds, window, "cpu").block_mask
+    dense = dense_mask(bounds, window)
+    count = -(-bounds[-1] // 128)
+    dense = F.pad(dense, (0, 128 * count - bounds[-1]) * 2)
+    sums = dense.view(count, 128, count, 128).sum((1, 3))
+    assert blocks(mask, "full_") == [row.nonzero()[:, 0].tolist() for row in sums == 128**2]
+    assert blocks(mask, "") == [row.nonzero()[:, 0].tolist() for row in (sums > 0) & (sums < 128**2)]
+    want = create_block_mask(mask.mask_mod, None, None, bounds[-1], bounds[-1], device="cpu")
+    assert torch.equal(mask.to_dense(), want.to_dense()) and mask.seq_lengths == want.seq_lengths
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mask, name), getattr(want, name)), name
+        assert getattr(mask, name).dtype == getattr(want, name).dtype
+
+
+def test_a_block_mask_never_makes_a_square_of_tokens():
+    with LargestTensor() as mode:
+        make_flex_plan(list(range(0, 65537, 512)), 1000, "cpu")
+    assert mode.elements <= 4 * (65536 // 128) ** 2
+
+
 def test_short_documents_make_the_band_narrow():
     wide = make_plan([0, 2048], 1024, 16, torch.float32)
     narrow = make_plan(list(range(0, 2049, 32)), 1024, 16, torch.float32)
@@ -119,7 +166,7 @@ def test_flex_plans_are_counted_and_dropped_too():
     one = make_flex_plan([0, 300], 20, "cpu")
     tensors = [x for x in vars(one.block_mask).values() if isinstance(x, torch.Tensor)]
     # The block mask's own tensors and the document starts that its function reads.
-    assert len(tensors) == 8 and one.num_bytes == sum(x.nbytes for x in tensors) + 300 * 8
+    assert len(tensors) == 8 and one.num_bytes == sum(x.nbytes for x in tensors) + 300 * 4
     cache, device = PlanCache(max_bytes=3 * one.num_bytes, flex=True), torch.device("cpu")
     first = cache.get([0, 300], 20, False, 16, torch.float32, device)
     for split in range(1, 30):
@@ -203,7 +250,7 @@ def test_tables_grow_and_state_is_exact():
     assert torch.equal(long[:5], short)
     for paired in (False, True):
         table = rotary.head_table(9, paired, torch.float32, CPU)
-        full = rotary.full_table(9, 4, paired, torch.float32, CPU)
+        full = rotary.full_table(4, 9, paired, torch.float32, CPU)
         assert torch.equal(full, torch.stack([table[:, h % table.shape[1]] for h in range(4)], dim=1))
     rotary.rescale(48, 112)
     other = Rotary(16, 1024.0, 0.1)

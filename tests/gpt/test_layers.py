@@ -94,7 +94,8 @@ def test_heads(paired: bool, extras: bool, starts):
     shape = HeadShape(heads, dim, paired, key_offset=not paired, gated=extras, has_ve=extras)
     bounds = [0, 3, length]
     plan = make_plan([2 * b for b in bounds] if paired else bounds, 3, dim, torch.float64)
-    table = Rotary(dim, 1024.0, 0.1).full_table(length, heads, paired, torch.float64, torch.device("cpu"))
+    rotary, size = Rotary(dim, 1024.0, 0.1), (length, paired, torch.float64, torch.device("cpu"))
+    table = rotary.full_table(heads, *size)
     mask = None
     if starts is not None:
         mask = torch.zeros(length, dtype=torch.bool)
@@ -113,6 +114,13 @@ def test_heads(paired: bool, extras: bool, starts):
 
     arguments = [projected, weight, x, resid] + [t for t in (ve, ve_weight) if t is not None]
     assert gradcheck(through, arguments)
+    # The table that a GPU broadcasts, one row for all heads or one per parity: the same numbers.
+    out = through(*arguments)
+    grads = torch.autograd.grad(out.square().sum(), arguments)
+    table = rotary.head_table(*size)
+    assert table.shape[1] == 1 + paired and torch.equal(through(*arguments), out)
+    again = torch.autograd.grad(through(*arguments).square().sum(), arguments)
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
 
 
 def test_attention_weights_fold_lambdas_and_gates():

@@ -165,6 +165,24 @@ def test_folding_is_an_equivalence(model_class, folded: dict, open_: dict):
     assert abs(made[0](*data) - made[1](*data)) < 1e-10
 
 
+def test_projections_padded_for_tensor_cores_change_nothing():
+    config = GPTConfig.preset("tiny", dtype="float64")
+    model = scramble(GPT(config))
+    for shape in model._shapes_by_device["gpu"].values():
+        assert shape.rows % 64 == 0 and 0 <= shape.rows - model._shapes_by_device["cpu"][0].rows < 64
+    inputs, targets = torch.randint(512, (2, 90)).unbind(0)
+    bounds = torch.tensor([0, 30, 90])
+    results = []
+    for kind in ("cpu", "gpu"):
+        model._shapes_by_device["cpu"] = model._shapes_by_device[kind]
+        model.zero_grad()
+        loss = model(inputs, targets, bounds)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for narrow, padded in zip(*results, strict=True):
+        assert (narrow - padded).abs().max() <= 1e-12 * narrow.abs().max().clamp(min=1)
+
+
 def test_build_follows_flat_forward():
     from leanstep.gpt import build_model
 
