@@ -111,7 +111,7 @@ class Attention(nn.Module):
             plan = model.plans.get(bounds, window, self.paired, dim, q.dtype, q.device)
             y = windowed_attention(q, k, v, plan, scale)
         else:
-            mask = dense_mask([2 * b for b in bounds] if self.paired else bounds, window)
+            mask = dense_mask([2 * b for b in bounds] if self.paired else bounds, window).to(q.device)
             heads_first = (x.transpose(0, 1) for x in (q, k, v))
             y = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale).transpose(0, 1)
         return y.reshape(length, heads, dim)

@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("stub.cpp")
-# The range that was run.
-OLDEST, NEWEST = (2, 9), (2, 13)
+# What was run.
+RAN_WITH = "torch 2.13"
 # Private names that the tape and the answers rest on.
 NEEDED = (
     *("_C._current_autograd_node", "_C._autograd._get_sequence_nr", "_C._set_only_lift_cpu_tensors"),
@@ -70,7 +70,7 @@ def library() -> Path:
         if "no C++ compiler" in str(reason):
             raise RehearsalError(f"{reason}: a rehearsal builds a small library for torch once") from None
         raise RehearsalError(
-            f"torch {version}: CUDA hooks differ from {_range()}, the stub does not compile: {reason}"
+            f"torch {version}: CUDA hooks differ from those of {RAN_WITH}, its stub does not build: {reason}"
         ) from None
 
 
@@ -92,7 +92,7 @@ def check() -> None:
             owner = operator.attrgetter(module.removeprefix("torch."))(torch)
         if not hasattr(owner, attribute):
             raise RehearsalError(
-                f"torch {torch.__version__} has no torch.{name}: rehearsals ran with {_range()}"
+                f"torch {torch.__version__} has no torch.{name}: rehearsals ran with {RAN_WITH}"
             )
     try:
         with FakeTensorMode():
@@ -101,9 +101,5 @@ def check() -> None:
     except Exception as reason:
         first = str(reason).splitlines()[0] if str(reason) else type(reason).__name__
         raise RehearsalError(
-            f"torch {torch.__version__} did not take the fake device (they ran with {_range()}): {first}"
+            f"torch {torch.__version__} did not take the fake device (they ran with {RAN_WITH}): {first}"
         ) from None
-
-
-def _range() -> str:
-    return "torch {}.{} to {}.{}".format(*OLDEST, *NEWEST)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from leanstep.rehearse import fake_device
-from leanstep.rehearse.events import Line, Recording, Refusal, Request, Step
+from leanstep.rehearse.events import Launch, Line, Recording, Refusal, Request, Step
 from leanstep.rehearse.fake_device import RehearsalError
 
 __all__ = ["RehearsalError", "rehearse"]
@@ -154,6 +154,8 @@ def _run(request: Request) -> Recording:
         recording.refused = _refusal(failure, tape)
         if os.environ.get("LEANSTEP_REHEARSE_TRACEBACK"):
             traceback.print_exc()
+    if recording.refused is None and not any(isinstance(e, Launch) for e in recording.events):
+        recording.refused = Refusal(None, "the program never used the CUDA device: nothing to predict")
     if recording.refused is not None:
         recording.ended = "refused"
     recording.host_s = real_time() - started

@@ -1,0 +1,92 @@
+"""Programs that cannot be rehearsed, and machines on which nothing can: one clear line each."""
+
+from __future__ import annotations
+
+import pytest
+from rehearse.rehearsed import run_script
+
+from leanstep.rehearse import fake_device
+from leanstep.rehearse.events import Request
+from leanstep.rehearse.fake_device import RehearsalError
+from leanstep.rehearse.stage import rehearse
+
+REFUSED = {
+    "pointer": (
+        "import torch\nx = torch.ones(3, device='cuda')\ntry:\n    x.item()\nexcept Exception:\n    pass\n"
+        "x.data_ptr()\n",
+        7,
+        "data_ptr() of a device tensor needs a real device",
+    ),
+    "host": (
+        "import torch\nw = torch.nn.Linear(3, 3)\nopt = torch.optim.SGD(w.parameters(), 0.1)\n"
+        "for _ in range(3):\n    w(torch.ones(1, 3)).sum().backward()\n    opt.step()\n",
+        None,
+        "the program never used the CUDA device: nothing to predict",
+    ),
+    "mistake": (
+        "import torch\n\ndef inner(x):\n    return x @ x\n\ninner(torch.ones(2, 3, device='cuda'))\n",
+        4,
+        "the program raised RuntimeError: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_program_that_cannot_be_rehearsed_is_refused_with_its_line(tmp_path, name):
+    text, number, reason = REFUSED[name]
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    recording = run_script(script).recording
+    assert recording.ended == "refused"
+    assert recording.refused is not None
+    assert recording.refused.reason.startswith(reason)
+    assert "\n" not in recording.refused.reason
+    if number is None:
+        assert recording.refused.line is None
+    else:
+        assert recording.refused.line is not None
+        assert (recording.refused.line.number, recording.refused.line.file) == (number, str(script))
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (Request("train.py", device="a100"), "no such script: train.py"),
+        (Request("train.py", device="abacus"), "device: unknown 'abacus'"),
+        (Request("train.py", device="a100", steps=0), "steps: expected at least 1, got 0"),
+        (Request("train.py", device="a100", ranks=0), "ranks: expected at least 1, got 0"),
+    ],
+)
+def test_what_was_asked_for_is_checked_before_anything_starts(tmp_path, monkeypatch, request_, said):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RehearsalError, match=said):
+        rehearse(request_)
+
+
+def test_no_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEANSTEP_CACHE", str(tmp_path))
+    monkeypatch.setattr("leanstep.cpu.find_compiler", lambda: None)
+    with pytest.raises(RehearsalError, match=r"no C\+\+ compiler .* builds a small library for torch once"):
+        fake_device.library()
+
+
+def test_a_torch_whose_hooks_differ(tmp_path, monkeypatch):
+    source = tmp_path / "stub.cpp"
+    source.write_text("#error hooks have moved\n")
+    monkeypatch.setenv("LEANSTEP_CACHE", str(tmp_path))
+    monkeypatch.setattr(fake_device, "SOURCE", source)
+    with pytest.raises(RehearsalError, match="CUDA hooks differ from those of torch 2") as caught:
+        fake_device.library()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_torch_without_a_private_name(monkeypatch):
+    monkeypatch.setattr(fake_device, "NEEDED", ("_C._current_autograd_node", "_C._no_such_name"))
+    with pytest.raises(RehearsalError, match=r"has no torch\._C\._no_such_name"):
+        fake_device.check()
+
+
+def test_a_torch_built_for_cuda(monkeypatch):
+    monkeypatch.setattr(fake_device, "torch_version", lambda: ("2.13.0+cu128", "12.8"))
+    with pytest.raises(RehearsalError, match=r"2\.13\.0\+cu128 is built for CUDA 12\.8"):
+        fake_device.library()
