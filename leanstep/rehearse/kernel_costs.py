@@ -90,6 +90,7 @@ REDUCE = frozenset(
     "nansum bincount histc searchsorted bucketize median kthvalue _unique2 unique_dim "
     "unique_consecutive isin".split()
 )
+COPIED_FIRST = frozenset("masked_fill index_fill masked_scatter slice_scatter select_scatter".split())
 OPTIMIZER = ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
 
 
@@ -143,6 +144,12 @@ def kernels(
         if passes == 1 and ins and ins[0].numel // kept > CHUNK_ELEMENTS:
             passes, read = 2, read / 2  # few long sums: a second stage adds up the blocks' parts
         return [Kernel("reduce", passes * read + written, 0.0, dtype, launches=passes)]
+    if name in COPIED_FIRST and ins and outs:
+        # Out of place: the first argument is copied, then changed in place.
+        return [
+            _pointwise("copy_", ins[:1], outs[:1], dtype),
+            _pointwise(name, [outs[0], *ins[1:]], outs, dtype),
+        ]
     return [_pointwise(name, ins, outs, dtype)]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from leanstep.rehearse.devices import Device
+from leanstep.rehearse.devices import DEVICES, Device
 from leanstep.rehearse.events import Event, HostWait, Kernel, Launch
 
 
@@ -174,11 +174,13 @@ def _product(kernel: Kernel, device: Device, rates: Rates) -> float:
     unit = device.flops(kernel.dtype) / device.units * share
     if on_matrix_units:
         unit *= ALIGNED[kernel.alignment]
+    # Feeding a unit costs (rows + columns) loads a step: the slower it multiplies, the smaller a tile does.
+    ramp = rates.ramp * min(1.0, _appetite(device, kernel.dtype) / _APPETITE[device.vendor])
     best = math.inf
     for rows, columns in TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         half = rows * columns / (rows + columns)
-        speed = unit * half / (half + rates.ramp)
+        speed = unit * half / (half + ramp)
         for split in SPLITS:
             if split > 1 and (tiles * split > 2 * device.units or k / split < 256):
                 break
@@ -192,6 +194,19 @@ def _product(kernel: Kernel, device: Device, rates: Rates) -> float:
             best = min(best, time)
     memory = kernel.nbytes / (device.hbm * rates.stream)
     return kernel.launches * rates.product_start_us * 1e-6 + _joined((best, memory))
+
+
+def _appetite(device: Device, dtype: str) -> float:
+    """Operand bytes that a unit's multipliers want each clock."""
+    width = {"float8": 1, "tf32": 4, "float32": 4, "float64": 8}.get(dtype, 2)
+    return device.flops(dtype) * width / (device.units * device.clock_hz)
+
+
+# Of the devices that `ramp` was fitted on.
+_APPETITE = {
+    "nvidia": _appetite(DEVICES["h100"], "bfloat16"),
+    "amd": _appetite(DEVICES["mi300x"], "bfloat16"),
+}
 
 
 def _attention(kernel: Kernel, device: Device, rates: Rates) -> float:

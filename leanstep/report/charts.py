@@ -186,6 +186,65 @@ def memory_timeline(lines: dict[str, Timeline]) -> Figure:
     }
 
 
+_CATEGORY_ROLES = ("@reference", "@fast", "@peer", "@limit", "@muted")
+
+
+def stacked_timeline(samples: Sequence[dict[str, Any]], capacity: float) -> Figure:
+    """Predicted bytes by what they are for, over the events of one step; the device's memory as a line."""
+    totals: dict[str, float] = {}
+    for sample in samples:
+        for name, value in sample.items():
+            if name != "event":
+                totals[name] = max(totals.get(name, 0.0), value)
+    names = sorted(totals, key=lambda name: -totals[name])
+    x = [sample["event"] for sample in samples]
+    data: list[Figure] = []
+    for index, name in enumerate(names):
+        role = _CATEGORY_ROLES[index % len(_CATEGORY_ROLES)]
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": name,
+                "stackgroup": "memory",
+                "x": x,
+                "y": [round(sample.get(name, 0) / 2**30, 4) for sample in samples],
+                "line": {"shape": "hv", "width": 1, "color": role},
+                "hovertemplate": "%{y:.3g} GiB<extra>" + name + "</extra>",
+            }
+        )
+    top = max((sum(v for k, v in s.items() if k != "event") for s in samples), default=0.0)
+    shapes = []
+    if capacity < 1.5 * top:
+        line = {"color": "@text", "width": 1, "dash": "dot"}
+        shapes = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": capacity / 2**30, "line": line}]
+        shapes[0]["y1"] = shapes[0]["y0"]
+    return {
+        "data": data,
+        "layout": layout(
+            300,
+            margin={"t": 48},
+            showlegend=True,
+            shapes=shapes,
+            xaxis={"title": _title("events of one step"), "showticklabels": False},
+            yaxis={"ticksuffix": " GiB", "rangemode": "tozero"},
+        ),
+    }
+
+
+def ranked(
+    pairs: Sequence[tuple[str, float]], show: Any, unit: str, *, limit: int = 8, in_order: bool = False
+) -> Figure:
+    """The largest values as bars, each with its text."""
+    summed: dict[str, float] = {}
+    for name, value in pairs:
+        summed[name] = summed.get(name, 0.0) + value
+    rows = list(summed.items()) if in_order else sorted(summed.items(), key=lambda row: -row[1])
+    rows = [(name, value) for name, value in rows[:limit] if value > 0]
+    labels, values = [name for name, _ in rows], [value for _, value in rows]
+    return horizontal_bars(labels, values, ["@reference"] * len(rows), [show(v) for v in values], unit)
+
+
 def loss_curves(curves: dict[str, Sequence[float]]) -> Figure:
     """Loss of the first steps; equal runs lie on top of each other, so the second is dotted."""
     styles = {"before": ("@reference", "solid", 5), "after": ("@fast", "dot", 2.5)}

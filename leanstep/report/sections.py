@@ -10,7 +10,7 @@ from leanstep.report import charts, source, units
 
 Data = dict[str, Any]
 
-ORDER = ("demo", "diagnose", "plan", "bench", "prove")
+ORDER = ("demo", "diagnose", "rehearse", "plan", "bench", "prove")
 ENVIRONMENT = ("leanstep", "torch", "python", "device", "threads")
 
 
@@ -27,6 +27,8 @@ def prepare(kind: str, payload: Data) -> Data:
         return {**payload, "examples": examples}
     if kind == "plan":
         return {"plans": payload["plans"] if "plans" in payload else [payload]}
+    if kind == "rehearse":
+        return {"runs": payload["runs"] if "runs" in payload else [payload]}
     return payload
 
 
@@ -61,6 +63,8 @@ def merge(kind: str, held: Data | None, new: Data) -> Data:
         return {"scripts": _by_key(held["scripts"], new["scripts"], lambda s: s["script"])}
     if kind == "plan":
         return {"plans": _by_key(held["plans"], new["plans"], _plan_key)}
+    if kind == "rehearse":
+        return {"runs": _by_key(held["runs"], new["runs"], lambda r: (r["script"], r["device"]))}
     return new
 
 
@@ -81,6 +85,8 @@ def view(sections: dict[str, Data]) -> Data:
         shown["demo"] = _demo(sections["demo"])
     if "diagnose" in sections:
         shown["diagnose"] = [findings_view(script) for script in sections["diagnose"]["scripts"]]
+    if "rehearse" in sections:
+        shown["rehearse"] = [_rehearsal(run) for run in sections["rehearse"]["runs"]]
     if "plan" in sections:
         shown["plan"] = [_plan(plan) for plan in sections["plan"]["plans"]]
     if "bench" in sections:
@@ -245,6 +251,52 @@ def _prove(payload: Data) -> Data:
 def _closeness(row: Data) -> float:
     error = float("inf") if row["error"] is None else row["error"]
     return error / row["bound"] if row["bound"] else error
+
+
+def _rehearsal(run: Data) -> Data:
+    """Charts and tables of a rehearsal; everything in it is predicted."""
+    memory, time, what = run["memory"], run["time"], run["what_if"]
+    shown = {
+        **run,
+        "name": Path(run["script"]).name,
+        "timeline_chart": charts.stacked_timeline(memory["timeline"], memory["capacity"]),
+        "owners_chart": charts.ranked(
+            [(o["line"], o["bytes"]) for o in memory["owners"]], units.size, "bytes"
+        ),
+        "devices_chart": None,
+        "what_ifs": [],
+    }
+    if time is None:
+        return shown
+    milliseconds = _milliseconds
+    shown["classes_chart"] = charts.ranked(list(time["classes"].items()), milliseconds, "device time")
+    lines = [(entry["line"], entry["device_ms"]) for entry in run["lines"]]
+    shown["lines_chart"] = charts.ranked(lines, milliseconds, "device time")
+    timed = [d for d in run["devices"] if d["step_ms"] is not None]
+    if len(timed) > 1:
+        steps = [(d["device"] + ("" if d["fits"] else " (does not fit)"), d["step_ms"]) for d in timed]
+        shown["devices_chart"] = charts.ranked(steps, milliseconds, "predicted step", in_order=True)
+    names = {
+        "no_syncs_ms": "no host syncs",
+        "fused_ms": "elementwise kernels fused (an ideal)",
+        "fused_optimizer_ms": "optimizer in one pass",
+        "free_host_ms": "a host that costs nothing",
+    }
+    shown["what_ifs"] = [
+        {"name": name, "step": milliseconds(what[key]), "gain": 1 - what[key] / time["step_ms"]}
+        for key, name in names.items()
+        if what.get(key) is not None
+    ]
+    shown["what_ifs"] += [
+        {"name": c["text"], "step": milliseconds(c["step_ms"]), "gain": 1 - c["step_ms"] / time["step_ms"]}
+        for c in what.get("changes", [])
+        if c["step_ms"] is not None
+    ]
+    return shown
+
+
+def _milliseconds(value: float) -> str:
+    return units.seconds(value * 1e-3)
 
 
 def _plan(plan: Data) -> Data:

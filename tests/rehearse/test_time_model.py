@@ -209,6 +209,24 @@ def test_narrowing_copies_are_vectorised_and_widening_ones_are_not():
     assert kernels("_to_copy", [narrow], [wide])[0].kind == "cast"
 
 
+def test_masked_fill_copies_its_input_first():
+    x = Shape((8, 1024, 1024), (1 << 20, 1024, 1), 2, "bfloat16")
+    mask = Shape((1, 1024, 1024), (1 << 20, 1024, 1), 1, "bool")
+    assert [k.kind for k in kernels("masked_fill", [x, mask], [x])] == ["pointwise", "broadcast"]
+    assert [k.kind for k in kernels("masked_fill_", [x, mask], [x])] == ["broadcast"]
+
+
+def test_slower_units_are_fed_by_smaller_tiles():
+    """What a large tile loses to loads falls with the rate of the multipliers."""
+
+    def lost(device, dtype: str) -> float:
+        kernel = product(8192, 8192, 8192, dtype)
+        share = RATES["nvidia"].single if dtype == "float32" else RATES["nvidia"].product * device.sustained
+        return seconds(kernel, device) * device.flops(dtype) * share / kernel.flops
+
+    assert lost(A100, "float32") < lost(A100, "bfloat16") < lost(H100, "bfloat16")
+
+
 def test_causal_attention_costs_less_than_full_and_more_than_half():
     q = Shape((16, 16, 1024, 64), (1 << 20, 1 << 16, 64, 1), 2, "bfloat16")
     name = "_scaled_dot_product_flash_attention"

@@ -1,0 +1,55 @@
+"""The section of a rehearsal: its charts hold the report's figures, and every caption says predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from leanstep.rehearse import verdict
+from leanstep.rehearse.devices import DEVICES
+from leanstep.report import charts, page, sections
+from tests.rehearse.test_verdict import recorded
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    return verdict.judge(recorded(), [DEVICES["h100"], DEVICES["a100"]])
+
+
+def test_charts_hold_the_figures_of_the_report(report: dict):
+    (run,) = sections.view({"rehearse": sections.prepare("rehearse", report)})["rehearse"]
+    bars = run["classes_chart"]["data"][0]
+    shown = dict(zip(bars["y"], bars["x"], strict=True))
+    assert shown == pytest.approx(report["time"]["classes"])
+    top = max(sum(line["y"][i] for line in run["timeline_chart"]["data"]) for i in range(2))
+    assert top == pytest.approx(report["memory"]["allocated"] / 2**30, rel=1e-3)
+    assert list(run["devices_chart"]["data"][0]["y"]) == ["h100", "a100"]
+
+
+def test_a_capacity_near_the_peak_is_drawn():
+    samples = [{"event": 0, "activation": 60 * 2**30}, {"event": 1, "activation": 10 * 2**30}]
+    assert charts.stacked_timeline(samples, 80 * 2**30)["layout"]["shapes"][0]["y0"] == 80
+    assert charts.stacked_timeline(samples, 800 * 2**30)["layout"]["shapes"] == []
+
+
+def test_a_run_of_the_same_script_and_device_replaces_the_older(report: dict, tmp_path: Path):
+    target = tmp_path / "page.html"
+    page.add_section(target, "rehearse", report)
+    page.add_section(target, "rehearse", {**report, "device": "b200"})
+    page.add_section(target, "rehearse", report)
+    held = page.read_page(target)["sections"]["rehearse"]["runs"]
+    assert sorted(run["device"] for run in held) == ["b200", "h100"]
+
+
+def test_the_page_says_predicted_and_shows_the_verdict(report: dict, tmp_path: Path):
+    target = tmp_path / "page.html"
+    page.add_section(
+        target,
+        "rehearse",
+        {**report, "to_fit": [{"text": "half", "needed": None, "why": "", "fits": False, "how": "rerun"}]},
+    )
+    text = target.read_text(encoding="utf-8")
+    assert report["verdict"] in text and "still too much" in text
+    section = text[text.index('id="rehearse"') :]
+    assert section[: section.index("</section>")].lower().count("predicted") >= 6
