@@ -47,8 +47,8 @@ FORMAT = 1
 class NorMuon(torch.optim.Optimizer):
     """Polar Express Muon with NorMuon variance reduction and cautious decay; Adam for all other parameters.
 
-    Equivalent to, for each matrix:
-        weight[:], momentum[:], second[:] = reference.normuon(weight, grad, momentum, second, lr=lr)
+    Equivalent to, for each matrix [R, C]:
+        weight, momentum, second = reference.normuon(weight, grad, momentum, second, lr=lr, weight_decay=1.2)
 
     Args:
         params: groups from `split_params`, your own groups (key `algorithm`: normuon, muon or adam), or

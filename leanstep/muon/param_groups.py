@@ -79,10 +79,8 @@ def fill_group(group: Group, lr: float, options: Group, adam: Group) -> Group:
     return filled
 
 
-def check_adam(adam: Any) -> Group:
+def check_adam(adam: Group) -> Group:
     """`adam` as a new dict; raises for an option that Adam does not have."""
-    if not isinstance(adam, dict):
-        raise TypeError(f"adam: expected a dict of options, got {type(adam).__name__}")
     unknown = sorted(set(adam) - {"lr", *ADAM_DEFAULTS})
     if unknown:
         raise ValueError(f"adam: expected lr, {', '.join(ADAM_DEFAULTS)}, got {unknown[0]!r}")
@@ -362,7 +360,11 @@ class Choice:
 
 
 class ParamSplit(list):
-    """Parameter groups for `NorMuon`; `print` it to see where everything went and why."""
+    """Parameter groups for `NorMuon`, a list of dicts; `print` it to see where everything went and why.
+
+    Example:
+        matrices = [c.name for c in split_params(model).choices if c.algorithm == "normuon"]   # [R, C] each
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], choices: Iterable[Choice]) -> None:
         super().__init__(groups)
@@ -391,6 +393,10 @@ def split_params(
 
     No names are guessed. A parameter is a matrix for Muon if it has two or more dimensions and is neither the
     table of an embedding nor the output head (a layer with as many outputs as an embedding has entries).
+
+    Example:
+        groups = split_params(model, muon={"momentum": 0.9})
+        optimizer = NorMuon(groups, lr=0.02)                # [R, C] and [..., R, C]: Muon; the rest: Adam
 
     Args:
         rule: (name, parameter, owning module) -> "normuon", "muon", "adam", or None for the default.
@@ -423,10 +429,8 @@ def split_params(
         elif id(param) in embeddings:
             chosen, reason = "adam", "embedding table"
         elif isinstance(owner, nn.Linear) and owner.out_features in vocabularies:
-            chosen, reason = (
-                "adam",
-                f"output head: {owner.out_features} outputs, as many as an embedding has entries",
-            )
+            reason = f"output head: {owner.out_features} outputs, as many as an embedding has entries"
+            chosen = "adam"
         else:
             chosen, reason = algorithm, f"matrix of {type(owner).__name__}"
             if param.ndim > 2:

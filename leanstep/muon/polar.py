@@ -9,15 +9,14 @@ A tall X uses A = X^T X and multiplies from the right: the same numbers as trans
 copy. `plan_polar` chooses by shape, device and dtype; every choice can be forced; `explain` prints it.
 
 Symmetric n x n results are cut into row panels: panel i needs only its first i + 1 column blocks, so b panels
-cost (b + 1) / 2b of the full product, and the rest is a transposed copy. One product per panel, not per
-block, keeps the calls few and large.
+cost (b + 1) / 2b of the full product (one call per panel), and the rest is a transposed copy.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,7 +48,12 @@ MIN_JOBS_PER_WORKER = 2
 
 
 class Workspace:
-    """Scratch tensors by role, shape and dtype: equal matrices in a row reuse the same memory."""
+    """Scratch tensors by role, shape and dtype: equal matrices in a row reuse the same memory.
+
+    Example:
+        workspace = Workspace()
+        factors = [polar(update, workspace=workspace) for update in updates]   # scratch of one [R, C] matrix
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[tuple, Tensor] = {}
@@ -72,7 +76,6 @@ class Workspace:
         return self._children[index]
 
     def clear(self) -> None:
-        """Give the memory back."""
         self._tensors.clear()
         self._children.clear()
 
@@ -80,10 +83,9 @@ class Workspace:
 def run_side_by_side(
     jobs: Sequence[Callable[[Workspace], None]], workspace: Workspace, workers: int | None = None
 ) -> None:
-    """Run every job once, one per core with one thread each; a job gets the workspace of its worker.
+    """Run every job once, one per core with one thread each (few jobs: in a row with all threads).
 
-    Two threads on one 768 x 768 product are 1.6 times as fast as one; two matrices on one thread each are
-    twice as fast. Results do not depend on the worker. Few jobs run in a row with all threads.
+    A job gets its worker's workspace. Two threads speed one 768 x 768 product up by 1.6, two products by 2.
     """
     workers = num_threads() if workers is None else workers
     if workers < 2 or len(jobs) < MIN_JOBS_PER_WORKER * workers:
@@ -169,7 +171,11 @@ def plan_polar(
     compute_dtype: torch.dtype | str = "auto",
     cpu_half: bool | None = None,
 ) -> PolarPlan:
-    """Choose the form, the restart, the number of panels and the dtype for matrices of rows x cols.
+    """Choose the form, the restart, the number of panels and the dtype for matrices of shape [rows, cols].
+
+    Example:
+        plan = plan_polar(768, 3072, compute_dtype=torch.float32)
+        plan.method, plan.flops() / 768**3                                  # "gram", 33
 
     Args:
         device, dtype: of the update that will be orthogonalised.
@@ -180,7 +186,7 @@ def plan_polar(
         compute_dtype: auto, or a dtype.
         cpu_half: an earlier answer to "is bfloat16 faster on this CPU", instead of measuring.
     """
-    place = torch.device(device)
+    place, short, long = torch.device(device), min(rows, cols), max(rows, cols)
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     if panels != "auto" and (not isinstance(panels, int) or panels < 1):
@@ -189,7 +195,6 @@ def plan_polar(
         raise ValueError(f"restart: expected 'auto', None or a positive int, got {restart!r}")
     if compute_dtype != "auto" and not isinstance(compute_dtype, torch.dtype):
         raise ValueError(f"compute_dtype: expected 'auto' or a torch.dtype, got {compute_dtype!r}")
-    short, long = min(rows, cols), max(rows, cols)
     if isinstance(compute_dtype, torch.dtype):
         reasons = [f"{str(compute_dtype).removeprefix('torch.')}: asked for"]
     else:
@@ -206,14 +211,11 @@ def plan_polar(
     else:
         method, why = "standard", f"ratio {ratio:.3g} is below {GRAM_RATIO}"
     reasons.append(f"{method}: {why}")
-    if method == "standard":
-        restart = None
-    elif restart == "auto":
+    restart = None if method == "standard" else restart
+    if restart == "auto":
         restart = GRAM_RESTART if short < MIN_FAST_SIDE else None
-        if restart:
-            reasons.append(f"restart: extra precision is cheap for a short side below {MIN_FAST_SIDE}")
-        else:
-            reasons.append(f"no restart: from side {MIN_FAST_SIDE} on it costs a quarter of the time")
+        cheap = f"restart: extra precision is cheap for a short side below {MIN_FAST_SIDE}"
+        reasons.append(cheap if restart else f"no restart: from side {MIN_FAST_SIDE} on it costs a quarter")
     batched = place.type != "cpu" or rows * cols <= MAX_BATCHED_ELEMENTS
     if not isinstance(panels, int):
         panels = choose_panels(short, place)
@@ -222,7 +224,11 @@ def plan_polar(
 
 
 def explain(rows: int, cols: int, **options) -> str:
-    """The plan for a shape, as text; options as in `plan_polar`."""
+    """The plan for matrices of shape [rows, cols] as text.
+
+    Equivalent to:
+        text = str(plan_polar(rows, cols, **options))
+    """
     return str(plan_polar(rows, cols, **options))
 
 
@@ -250,7 +256,11 @@ def _bounds(side: int, panels: int) -> list[tuple[int, int]]:
     return [(low, high) for low, high in itertools.pairwise(edges) if high > low]
 
 
-def _mirror(out: Tensor, bounds: list[tuple[int, int]]) -> None:
+def _lower_panels(out: Tensor, panels: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    # (rows, columns, where they go) up to the diagonal; once all are written, the rest is their mirror image.
+    bounds = _bounds(out.size(0), panels)
+    for lo, hi in bounds:
+        yield slice(lo, hi), slice(0, hi), out[lo:hi, :hi]
     for lo, hi in bounds[1:]:
         out[:lo, lo:hi].copy_(out[lo:hi, :lo].mT)
 
@@ -261,13 +271,8 @@ def gram_matrix(x: Tensor, out: Tensor, *, tall: bool = False, panels: int = 1) 
         return (triton_kernels().xtx if tall else triton_kernels().xxt)(x, out)
     if panels == 1 or x.ndim == 3:
         return torch.matmul(x.mT, x, out=out) if tall else torch.matmul(x, x.mT, out=out)
-    bounds = _bounds(out.size(0), panels)
-    for lo, hi in bounds:
-        if tall:
-            torch.mm(x[:, lo:hi].mT, x[:, :hi], out=out[lo:hi, :hi])
-        else:
-            torch.mm(x[lo:hi], x[:hi].mT, out=out[lo:hi, :hi])
-    _mirror(out, bounds)
+    for rows, cols, panel in _lower_panels(out, panels):
+        torch.mm(x[:, rows].mT, x[:, cols], out=panel) if tall else torch.mm(x[rows], x[cols].mT, out=panel)
     return out
 
 
@@ -275,10 +280,8 @@ def commuting_product(a: Tensor, b: Tensor, out: Tensor, *, panels: int = 1) -> 
     """out = a @ b for symmetric a and b that commute, so that the product is symmetric too."""
     if panels == 1 or a.ndim == 3:
         return torch.matmul(a, b, out=out)
-    bounds = _bounds(out.size(0), panels)
-    for lo, hi in bounds:
-        torch.mm(a[lo:hi], b[:, :hi], out=out[lo:hi, :hi])
-    _mirror(out, bounds)
+    for rows, cols, panel in _lower_panels(out, panels):
+        torch.mm(a[rows], b[:, cols], out=panel)
     return out
 
 
@@ -293,10 +296,8 @@ def quadratic(
     elif panels == 1:
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=out)
     else:
-        bounds = _bounds(out.size(0), panels)
-        for lo, hi in bounds:
-            torch.addmm(gram[lo:hi, :hi], gram[lo:hi], gram[:, :hi], beta=b, alpha=c, out=out[lo:hi, :hi])
-        _mirror(out, bounds)
+        for rows, cols, panel in _lower_panels(out, panels):
+            torch.addmm(gram[rows, cols], gram[rows], gram[:, cols], beta=b, alpha=c, out=panel)
     if identity:
         out.diagonal(dim1=-2, dim2=-1).add_(a)
     return out
@@ -307,8 +308,7 @@ def normalize_into(update: Tensor, out: Tensor, eps_mode: str = "relative") -> T
     if eps_mode == "absolute":
         return torch.mul(update, 1 / (_norm(update) * SAFETY + ABSOLUTE_EPS), out=out)
     # Two vectorised passes: torch's infinity norm runs element by element, twenty times slower.
-    dims = (-2, -1)
-    largest = torch.maximum(update.amax(dims, keepdim=True), -update.amin(dims, keepdim=True))
+    largest = torch.maximum(update.amax((-2, -1), keepdim=True), -update.amin((-2, -1), keepdim=True))
     largest = torch.where(largest == 0, torch.ones_like(largest), largest)
     # A division, not a product with the reciprocal: 1 / largest overflows for subnormal updates.
     scaled = torch.div(update, largest, out=out if out.dtype == update.dtype else None)
@@ -395,7 +395,7 @@ def polar(
     """Approximate polar factor U V^T of every matrix in `update`.
 
     Equivalent to:
-        leanstep.muon.reference.polar(update, coefficients, eps_mode)
+        factor = leanstep.muon.reference.polar(update, coefficients, eps_mode)
 
     Args:
         update: [..., R, C], any float dtype; not modified.

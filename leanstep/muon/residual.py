@@ -19,7 +19,12 @@ _EXPONENT = 0x7F800000
 
 
 def to_master(weight: Tensor, residual: Tensor, mode: str = "nearest") -> Tensor:
-    """The float32 weight that `weight` (bfloat16) and `residual` (int16) stand for."""
+    """The float32 weight that `weight` (bfloat16) and `residual` (int16) stand for; any shape [...].
+
+    Equivalent to (mode "nearest"):
+        high = weight.view(torch.int16).to(torch.int32) << 16
+        master = (high + residual.to(torch.int32)).view(torch.float32)
+    """
     bits = weight.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
     low = residual.to(torch.int32)
     if mode == "truncate":
@@ -30,7 +35,12 @@ def to_master(weight: Tensor, residual: Tensor, mode: str = "nearest") -> Tensor
 
 
 def from_master(master: Tensor, mode: str = "nearest") -> tuple[Tensor, Tensor]:
-    """Split a float32 tensor into (bfloat16 weight, int16 residual)."""
+    """Split a float32 tensor [...] into (bfloat16 weight, int16 residual) of its shape.
+
+    Equivalent to (mode "truncate"):
+        bits = master.view(torch.int32)
+        weight, residual = (bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+    """
     bits = master.contiguous().view(torch.int32)
     if mode == "truncate":
         return (bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)

@@ -57,7 +57,7 @@ def _check(src: Tensor, dst: Tensor, impl: str) -> str:
 
 @torch.no_grad()
 def transpose_copy(src: Tensor, dst: Tensor | None = None, *, impl: str = "auto") -> Tensor:
-    """dst = src.T in contiguous memory; dst is made when it is None. Returns dst.
+    """dst [C, R] = src.T of src [R, C], in contiguous memory; dst is made when it is None. Returns dst.
 
     Equivalent to:
         dst.copy_(src.T)
@@ -76,7 +76,7 @@ def transpose_copy(src: Tensor, dst: Tensor | None = None, *, impl: str = "auto"
 
 @torch.no_grad()
 def transpose_add(src: Tensor, dst: Tensor, *, impl: str = "auto") -> Tensor:
-    """dst += src.T in place. Returns dst.
+    """dst [C, R] += src.T of src [R, C], in place. Returns dst.
 
     Equivalent to:
         dst.add_(src.T)

@@ -149,7 +149,7 @@ def step_matrices(stacks: Sequence[Stack], plan: PolarPlan, group: Group, worksp
     """The Muon step of matrices of one shape: momentum, polar factor, variance, write.
 
     Equivalent to, for each matrix:
-        weight[:], momentum[:], second[:] = reference.normuon(weight, grad, momentum, second, lr=..., ...)
+        weight, momentum, second = reference.normuon(weight, grad, momentum, second, lr=..., ...)
     """
     sizes = [stack.weight.size(0) for stack in stacks]
     update = workspace.take("update", (sum(sizes), plan.rows, plan.cols), stacks[0].momentum)

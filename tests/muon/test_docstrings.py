@@ -1,0 +1,83 @@
+"""Every public name says what it does with shapes and code that runs and means the same."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import leanstep.muon as package
+from leanstep.muon import from_master, polar, reference, transpose_copy
+
+CONSTANTS = {"NEWTON_SCHULZ", "POLAR_EXPRESS"}
+DEPRECATED = {"FsdpNorMuon", "ShardedNorMuon"}
+# What the code of a docstring must have computed; the names are those of the docstring and of `world`.
+MEANS = {
+    "NorMuon": "torch.allclose(weight, stepped, atol=1e-5)",
+    "ParamSplit": "matrices == ['0.weight', '1.weight']",
+    "Workspace": "torch.allclose(factors[1], polar(updates[1]))",
+    "explain": "text == explain(rows, cols, **options)",
+    "from_master": "weight.equal(from_master(master, 'truncate')[0]) and residual.dtype == torch.int16",
+    "plan_polar": "plan.method == 'gram' and 28 < plan.flops() / 768**3 < 36",
+    "polar": "torch.allclose(factor, polar(update), atol=1e-4)",
+    "split_params": "[g['algorithm'] for g in optimizer.param_groups] == ['normuon', 'adam']",
+    "to_master": "master.equal(exact)",
+    "transpose_add": "torch.allclose(dst, before + src.T)",
+    "transpose_copy": "dst.equal(transpose_copy(src))",
+}
+
+
+def code_blocks(doc: str) -> list[str]:
+    """The indented blocks behind lines that begin with Equivalent or Example."""
+    pattern = r"^(?:Equivalent|Example)[^\n]*:\n((?:    [^\n]*\n|\n(?=    ))+)"
+    return [textwrap.dedent(block) for block in re.findall(pattern, doc + "\n", re.M)]
+
+
+def world() -> dict[str, object]:
+    """Names that the docstrings use."""
+    names = {name: getattr(package, name) for name in package.__all__}
+    model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4))
+    stepped, grad = torch.randn(8, 6), torch.randn(8, 6)
+    param = nn.Parameter(stepped.clone())
+    param.grad = grad
+    package.NorMuon([param], lr=0.02).step()
+    exact = torch.randn(5, 7)
+    high, low = from_master(exact)
+    dst = torch.randn(7, 5)
+    names |= {
+        **{"torch": torch, "leanstep": __import__("leanstep"), "reference": reference, "model": model},
+        **{"grad": grad, "momentum": torch.zeros(8, 6), "second": torch.zeros(8, 1), "lr": 0.02},
+        **{"stepped": param.detach(), "weight": stepped, "updates": list(torch.randn(2, 8, 6))},
+        **{"rows": 30, "cols": 70, "options": {"method": "gram"}, "update": torch.randn(8, 6)},
+        **{"coefficients": reference.POLAR_EXPRESS, "eps_mode": "relative", "exact": exact},
+        **{"master": exact, "residual": low, "src": exact, "dst": dst, "before": dst.clone()},
+    }
+    return names | {"high_of_exact": high}
+
+
+@pytest.mark.parametrize("name", sorted(set(package.__all__) - CONSTANTS - DEPRECATED))
+def test_docstring_names_shapes_and_its_code_means_the_same(name):
+    doc = inspect.getdoc(getattr(package, name)) or ""
+    assert "[" in doc, f"{name}: no shape"
+    blocks = code_blocks(doc)
+    assert blocks, f"{name}: no Equivalent or Example"
+    names = world()
+    if name == "to_master":
+        names["weight"] = names["high_of_exact"]
+    for block in blocks:
+        exec(block, names)
+    assert eval(MEANS[name], names), name
+
+
+@pytest.mark.parametrize("name", sorted(DEPRECATED))
+def test_deprecated_names_say_what_to_write(name):
+    assert (inspect.getdoc(getattr(package, name)) or "").startswith("Deprecated: `NorMuon(")
+
+
+def test_polar_ends_where_the_docstring_says():
+    values = torch.linalg.svdvals(polar(torch.randn(256, 512)))
+    assert values.min() > 0.8 and values.max() < 1.2 and transpose_copy(values[None]).shape == (256, 1)
