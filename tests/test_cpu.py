@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leanstep import cpu
 from leanstep.cpu import cache_folder, is_watched, num_threads, run_on_cores
-from leanstep.measure.memory import measure_peak
+from leanstep.measure.peaks import measure_peak
 
 needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler")
 SOURCE = 'extern "C" int answer() { return 42; }\n'

@@ -26,7 +26,7 @@ from xml.sax.saxutils import escape
 import torch
 
 from leanstep.files import write_atomically
-from leanstep.measure.environment import environment
+from leanstep.measure.timing import environment
 from leanstep.recipes import gpt
 
 Curve = dict[str, list[float]]

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from leanstep.measure.memory import measure_peak
+from leanstep.measure.peaks import measure_peak
 from leanstep.recipes.grpo import build
 
 

@@ -45,7 +45,7 @@ def bench(
 
     Example: leanstep bench logprob-linear --sweep response_frac=1,0.5,0.25,0.1
     """
-    from leanstep.measure.bench import run_bench
+    from leanstep.measure.side_by_side import run_bench
     from leanstep.report.tables import bench_table
 
     chosen = select_cases(cases)

@@ -123,7 +123,7 @@ def _page_path(out: str) -> Path:
 
 
 def _payload(found: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    from leanstep.measure.environment import environment
+    from leanstep.measure.timing import environment
 
     return {**environment(), "seconds": seconds, "examples": found}
 
@@ -138,7 +138,7 @@ def _write_page(page: Path, payload: dict[str, Any], sections: dict[str, Any]) -
 def _compare_cases(board: Board) -> dict[str, Any]:
     """Cases against peers and the limit, the response-fraction sweep, and the plan at the published size."""
     from leanstep.case import all_cases
-    from leanstep.measure.bench import run_bench
+    from leanstep.measure.side_by_side import run_bench
 
     results = []
     known = all_cases()
@@ -165,7 +165,7 @@ def plan_at_published_size() -> dict[str, Any]:
 
     from leanstep.commands.plan_devices import DEVICES_MIB
     from leanstep.logprob.memory import plan_memory
-    from leanstep.measure.environment import environment
+    from leanstep.measure.timing import environment
 
     tokens, vocab, hidden = 205_280, 76_032, 2_560
     methods = {

@@ -176,7 +176,7 @@ def losses(module: ModuleType, steps: int) -> list[float]:
 
 def measure(modules: dict[str, ModuleType], *, budget_s: float, report: Report) -> dict[str, dict[str, Any]]:
     """Time (interleaved) and memory (apart) of one training step of each side."""
-    from leanstep.measure.memory import memory_timeline
+    from leanstep.measure.peaks import memory_timeline
     from leanstep.measure.timing import interleave
 
     steps = {side: _step(module) for side, module in modules.items()}

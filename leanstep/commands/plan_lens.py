@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from leanstep.case import Outputs, Step, Workload
-from leanstep.measure.plan import SimulatedPeak, simulate_peak
+from leanstep.measure.peaks import SimulatedPeak, simulate_peak
 from leanstep.preference import LensBatch, LensConfig, SamplingConfig, lens_loss
 
 LENS_METHODS = {

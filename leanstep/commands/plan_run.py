@@ -73,7 +73,7 @@ class PlanRun:
 
     def finish(self, result: Row, title: str, columns: Columns) -> bool:
         """Write the result and print its rows; false when standard output carries only the JSON object."""
-        from leanstep.measure.environment import environment
+        from leanstep.measure.timing import environment
 
         reserve = round(self.reserve_gb * GIB)
         head = {"plan": self.kind, "capacities": self.capacities, "reserve_bytes": reserve}

@@ -18,7 +18,7 @@ from leanstep.logprob import (
     token_logprobs,
 )
 from leanstep.logprob.memory import Method
-from leanstep.measure.plan import SimulatedPeak, simulate_peak
+from leanstep.measure.peaks import SimulatedPeak, simulate_peak
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def prove(
     Example: leanstep prove logprob-linear --dtype fp32,bf16
     """
     from leanstep.measure.drift import run_drift
-    from leanstep.measure.environment import environment
     from leanstep.measure.parity import prove_case
+    from leanstep.measure.timing import environment
     from leanstep.report.tables import drift_table, prove_table
 
     chosen = select_cases(cases)

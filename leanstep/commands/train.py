@@ -272,7 +272,7 @@ def _plus_minus(spread: dict[str, float | None], form: str) -> str:
 
 
 def _machine(world: Any) -> dict[str, Any]:
-    from leanstep.measure.environment import environment
+    from leanstep.measure.timing import environment
 
     return {**environment(world.device), "ranks": world.size}
 

@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.diagnose.reads import RUNS_USER_CODE, call_kind, run_under
+from leanstep.host_reads import RUNS_USER_CODE, call_kind, run_under
 
 _num_function_modes = torch._C._len_torch_function_stack
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)

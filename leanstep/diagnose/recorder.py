@@ -19,13 +19,6 @@ from leanstep.diagnose import source
 from leanstep.diagnose.finding import Limits
 from leanstep.diagnose.modes import CallMode, OpMode, hide_from_compiler
 from leanstep.diagnose.ops import OpInfo, matmul_shape
-from leanstep.diagnose.reads import (
-    HostCopies,
-    call_read,
-    op_read,
-    read_target,
-    run_read_call,
-)
 from leanstep.diagnose.record import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, tally
 from leanstep.diagnose.source import (
     ACCUMULATE_GRAD,
@@ -41,6 +34,13 @@ from leanstep.diagnose.source import (
     Stack,
 )
 from leanstep.diagnose.step import StepState
+from leanstep.host_reads import (
+    HostCopies,
+    call_read,
+    op_read,
+    read_target,
+    run_read_call,
+)
 
 MAX_MAP_ENTRIES = 200_000
 # A backward with fewer nodes than this cannot overflow the stack when its graph is freed: see `_keep_node`.

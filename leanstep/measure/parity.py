@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from leanstep.case import Case, Implementation, Outputs, Params, Workload
+from leanstep.measure.timing import TimeUp, time_box
 
+# Proving sizes are small: a check takes seconds at most, unless a dtype is emulated.
+BOX_S = 60.0
 FACTOR = {torch.float64: 2.0, torch.float32: 2.0, torch.float16: 3.0, torch.bfloat16: 3.0}
 # In units of max |truth|. One or two units in the last place of the output itself are nobody's fault.
 FLOOR = {torch.float64: 1e-12, torch.float32: 5e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -138,6 +141,23 @@ def check(
     return rows
 
 
+def check_in_time(
+    case: Case,
+    implementation: Implementation,
+    dtype: torch.dtype,
+    size: str,
+    *,
+    box_s: float = BOX_S,
+    device: torch.device | str = "cpu",
+) -> list[ParityRow]:
+    """`check`, given up after `box_s`: what could not be shown counts as not shown."""
+    try:
+        with time_box(box_s):
+            return check(case, implementation, dtype, size, device=device)
+    except TimeUp:
+        return [_flag(case, implementation, dtype, f"{size}/checked within {box_s:.0f} s", False)]
+
+
 def prove_case(
     case: Case,
     *,
@@ -154,7 +174,7 @@ def prove_case(
         for dtype in dtypes or implementation.dtypes or case.dtypes:
             for size in case.prove_sizes:
                 if implementation.missing(case.params(size)) is None:
-                    rows += check(case, implementation, dtype, size, device=device)
+                    rows += check_in_time(case, implementation, dtype, size, device=device)
     return rows
 
 

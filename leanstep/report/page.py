@@ -20,6 +20,7 @@ from markupsafe import Markup
 import leanstep
 from leanstep.files import BadInput, write_text
 from leanstep.report import sections, units
+from leanstep.report.tables import time_text
 
 FORMAT = 1
 TEMPLATES = Path(__file__).parent / "templates"
@@ -82,6 +83,7 @@ def render(data: Data) -> str:
         "size": units.size,
         "ratio": units.ratio,
         "small": units.small,
+        "time_text": time_text,
         "json_block": json_block,
     }
     return environment.get_template("page.html.j2").render(

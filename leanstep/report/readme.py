@@ -68,7 +68,7 @@ def repository() -> Path:
 def update_readme(console: Console, *, cases: Collection[str], budget_s: float = 20.0) -> None:
     """Measure the lines of these cases, write `results/*.json`, rewrite the blocks of README.md."""
     from leanstep.case import get_case
-    from leanstep.measure.bench import run_bench
+    from leanstep.measure.side_by_side import run_bench
 
     root = repository()
     (root / "results").mkdir(exist_ok=True)

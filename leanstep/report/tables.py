@@ -24,23 +24,31 @@ def bench_table(result: dict[str, Any]) -> Group:
         if not row["available"]:
             table.add_row(row["impl"], row["kind"], "absent", style="dim")
         else:
-            spread = f"{units.seconds(row['p20_s'])}–{units.seconds(row['p80_s'])}"
+            given_up = row["median_s"] is None
+            spread = "" if given_up else f"{units.seconds(row['p20_s'])}–{units.seconds(row['p80_s'])}"
             table.add_row(
                 row["impl"],
                 row["kind"],
-                units.seconds(row["median_s"]),
+                time_text(row),
                 spread,
                 units.ratio(row["time_ratio"]),
                 units.size(row["extra_bytes"]),
                 units.size(row["peak_bytes"]),
                 units.ratio(row["memory_ratio"]),
-                str(row["host_syncs"]),
+                "-" if row["host_syncs"] is None else str(row["host_syncs"]),
                 units.small(row["max_error"]),
                 style="bold" if row["kind"] == "fast" else None,
             )
         if row["note"]:
             notes.append(Text(f"  {row['impl']}: {row['note']}", style="dim"))
     return Group(Text(title, style="bold"), table, *notes, Text())
+
+
+def time_text(row: dict[str, Any]) -> str:
+    """The median of a row, or `> 40 s` for one that was given up."""
+    limit, colon, _ = row["note"].partition(":")
+    given_up = row["median_s"] is None and colon and limit.startswith("> ")
+    return limit if given_up else units.seconds(row["median_s"])
 
 
 def prove_table(rows: list[dict[str, Any]]) -> Table:

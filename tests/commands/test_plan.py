@@ -12,7 +12,7 @@ from leanstep.commands.plan_devices import judge, parse_devices
 from leanstep.commands.plan_optimizer import plan_optimizer, simulate_scratch
 from leanstep.commands.plan_workloads import HeadShape, _head_step, simulate_head
 from leanstep.logprob.memory import METHODS, plan_memory
-from leanstep.measure.memory import measure_peak
+from leanstep.measure.peaks import measure_peak
 
 GIB = 2**30
 SMALL = ["--tokens", "512", "--vocab", "640", "--hidden", "32", "--dtype", "fp32", "--chunk", "256"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leanstep.case import get_case
-from leanstep.measure.memory import measure_peak
+from leanstep.measure.peaks import measure_peak
 
 # TRL and its dependencies warn about their own deprecations; ours stay errors elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from leanstep.case import get_case
+from leanstep.host_reads import host_syncs
 from leanstep.logprob.workloads import response_rows
 from leanstep.measure.parity import prove_case
-from leanstep.measure.syncs import host_syncs
 
 NAMES = ["logprob-logits", "logprob-linear", "policy-loss"]
 

@@ -108,7 +108,7 @@ def test_entropy_metric_saves_one_matrix_only():
 
 @pytest.mark.parametrize("rows", [None, torch.arange(0, 512, 2)])
 def test_backward_holds_a_chunk_of_rows(rows):
-    from leanstep.measure.memory import measure_peak
+    from leanstep.measure.peaks import measure_peak
 
     t, d, v, chunk = 512, 256, 64, 32
     g = torch.Generator().manual_seed(2)

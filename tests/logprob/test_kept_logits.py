@@ -260,7 +260,7 @@ def test_nothing_is_kept_without_a_graph():
 
 
 def test_an_early_gradient_costs_no_memory_at_the_peak():
-    from leanstep.measure.memory import measure_peak
+    from leanstep.measure.peaks import measure_peak
 
     t, d, v = 128, 256, 4096
     given = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from toy_case import fast, implementation, mutating, toy_case, unrepeatable, wrong_gradient
 
 from leanstep.case import all_cases
-from leanstep.measure.parity import prove_case, relative_error, same_bits
+from leanstep.measure.parity import check_in_time, prove_case, relative_error, same_bits
 
 
 def failures(case):
@@ -43,6 +45,16 @@ def test_an_unrepeatable_result_fails():
 def test_a_missing_tensor_fails():
     broken = implementation("broken", lambda t, c: {"other": fast(t, c)["lse"]})
     assert "tiny/lse (missing)" in failures(toy_case("toy", broken))
+
+
+def test_a_check_that_does_not_end_is_a_failed_one(monkeypatch):
+    def endless(tensors, constants):
+        while True:
+            time.sleep(0.005)
+
+    case = toy_case("toy", implementation("endless", endless))
+    (row,) = check_in_time(case, case.implementation("endless"), torch.float32, "tiny", box_s=0.1)
+    assert (row.ok, row.tensor) == (False, "tiny/checked within 0 s")
 
 
 @pytest.mark.parametrize(

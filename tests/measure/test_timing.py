@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
+import signal
+import sys
+import threading
 import time
 
+import pytest
 import torch
 
-from leanstep.measure.timing import interleave
+from leanstep.measure.timing import TimeUp, interleave, time_box
 
 
 def test_every_step_runs_in_every_round_and_the_order_rotates():
@@ -57,6 +63,73 @@ def test_another_gpu_is_waited_for_by_its_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
     interleave({"step": lambda: None}, budget_s=0.01, max_rounds=3, device="cuda:1")
     assert set(waited) == {torch.device("cuda:1")}
+
+
+def endless():
+    while True:
+        time.sleep(0.005)
+
+
+def test_a_time_box_ends_what_does_not_end_and_restores_the_timer():
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TimeUp), time_box(0.05):
+        endless()
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    with time_box(60):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_code_that_falls_back_on_errors_does_not_swallow_the_end_of_its_time():
+    def stubborn():
+        try:
+            endless()
+        except Exception:
+            endless()
+
+    with pytest.raises(TimeUp), time_box(0.05):
+        stubborn()
+
+
+def test_off_the_main_thread_the_block_runs_to_its_end_and_is_over_all_the_same():
+    seen = []
+
+    def work():
+        try:
+            with time_box(0.01):
+                time.sleep(0.03)
+                seen.append("ran")
+        except TimeUp:
+            seen.append("over")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == ["ran", "over"]
+
+
+def test_an_import_is_not_cut_in_half(tmp_path, monkeypatch):
+    (tmp_path / "slow_module.py").write_text(
+        "import time\nfor _ in range(40): time.sleep(0.005)\nwhole = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TimeUp), time_box(0.02):
+        importlib.import_module("slow_module")
+        endless()
+    assert sys.modules.pop("slow_module").whole
+
+
+def test_a_step_past_its_time_box_does_not_hold_up_the_others():
+    timings = interleave({"endless": endless, "fast": lambda: None}, budget_s=0.02, box_s=2.0)
+    assert list(timings) == ["fast"] and timings["fast"].samples >= 3
+
+
+def test_rounds_that_would_take_longer_than_the_box_are_fewer():
+    first_calls = {"step": 1.0}
+    run = functools.partial(interleave, {"step": lambda: None}, budget_s=0.4, first_calls=first_calls)
+    assert run(box_s=2.5)["step"].samples == 2
+    assert run()["step"].samples == 3
 
 
 def test_a_failing_step_restores_the_garbage_collector():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from leanstep.measure.memory import measure_peak
+from leanstep.measure.peaks import measure_peak
 from leanstep.recipes.distributed import World
 from leanstep.recipes.grpo import PRESETS, Grpo, GrpoSettings, build, sample
 from leanstep.recipes.loop import Cadence, run

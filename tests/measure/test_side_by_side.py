@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import io
+import time
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
 from toy_case import fast, implementation, syncing, toy_case, wrong_gradient
 
-from leanstep.measure.bench import run_bench
+from leanstep.measure import side_by_side
+from leanstep.measure.side_by_side import run_bench
+from leanstep.report.tables import bench_table
 
 ROW_KEYS = {
     "impl", "kind", "available", "median_s", "p20_s", "p80_s", "time_ratio", "peak_bytes", "extra_bytes",
     "memory_ratio", "host_syncs", "max_error", "note",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_hurry(monkeypatch):
+    """A busy machine may take long over anything: only the tests of the time box have one."""
+    monkeypatch.setattr(side_by_side, "TIME_BOX", 10_000.0)
+
+
+@pytest.fixture
+def box_of_two_seconds(monkeypatch):
+    monkeypatch.setattr(side_by_side, "TIME_BOX", 10.0)
 
 
 def rows_of(case, **options):
@@ -69,6 +88,38 @@ def test_notes_can_be_added_from_the_measured_rows():
 
     _, rows = rows_of(toy_case("toy", annotate=annotate))
     assert rows["fast"]["note"].endswith("× the limit")
+
+
+def endless(tensors, constants):
+    while True:
+        time.sleep(0.005)
+
+
+def test_a_row_past_its_time_box_is_given_up_and_the_others_are_not(box_of_two_seconds):
+    slow = implementation("slow-peer", endless, kind="peer")
+    result, rows = rows_of(toy_case("toy", implementation("fast", fast), slow))
+    assert rows["slow-peer"]["median_s"] is None and rows["slow-peer"]["note"].startswith("> 2 s: given up")
+    assert rows["slow-peer"]["available"] and rows["slow-peer"]["peak_bytes"] is None
+    assert rows["fast"]["time_ratio"] and rows["fast"]["peak_bytes"] and not result.failed
+    out = io.StringIO()
+    Console(file=out, width=160).print(bench_table(result.to_json()))
+    line = next(line for line in out.getvalue().splitlines() if line.startswith("slow-peer"))
+    assert "> 2 s" in line
+
+
+def test_memory_past_its_time_box_is_given_up_and_the_time_stays(box_of_two_seconds, monkeypatch):
+    peak = lambda step, inputs, device, earlier=None: earlier and endless({}, {})  # noqa: E731
+    monkeypatch.setattr(side_by_side, "measure_peak", peak)
+    _, rows = rows_of(toy_case(), only=("fast",))
+    assert rows["fast"]["median_s"] and rows["fast"]["peak_bytes"] is None
+    assert "> 2 s: memory not measured" in rows["fast"]["note"]
+
+
+def test_an_endless_fp64_reference_costs_the_errors_and_nothing_else(box_of_two_seconds):
+    case = replace(toy_case(), truth=lambda workload: lambda: endless({}, {}), prove_sizes=())
+    _, rows = rows_of(case)
+    assert rows["fast"]["max_error"] is None and rows["fast"]["time_ratio"]
+    assert "> 2 s: no fp64 reference" in rows["reference"]["note"]
 
 
 def test_a_row_that_asks_for_its_size_is_asked_with_one():

@@ -1,7 +1,7 @@
 """Which operations make the host look at a device value: the one list that diagnose and bench share.
 
-On a GPU each of them waits for the device to drain its queue. On a CPU they cost nothing by themselves,
-so that a training step can be judged before it ever meets a GPU.
+On a GPU each of them waits until the device has drained its queue. On a CPU they cost nothing by themselves,
+so a training step can be judged before it is run on a GPU.
 """
 
 from __future__ import annotations
@@ -163,12 +163,10 @@ def _holds_tensor(data: list[Any] | tuple[Any, ...]) -> bool:
 
 
 class HostCopies:
-    """Remembers what `.cpu()` brought to the host: reading that, or what is computed from it alone,
-    waits for nothing.
+    """Remembers what `.cpu()` brought to the host: reading that, or its results, waits for nothing.
 
-    `x.cpu().numpy()` is one read. Tensors are known by identity, weakly: on a CPU tensor `.cpu()`
-    returns the tensor
-    itself, and its storage is shared with values that a GPU would keep on the device.
+    `x.cpu().numpy()` is one read. Tensors are known by identity, weakly: on a CPU tensor `.cpu()` returns the
+    tensor itself, and its storage is shared with values that a GPU would keep on the device.
     """
 
     def __init__(self) -> None:
@@ -297,3 +295,19 @@ def count_host_reads() -> Iterator[HostReads]:
     reads, copies = HostReads(), HostCopies()
     with _OpReads(reads, copies), _CallReads(reads, copies):
         yield reads
+
+
+def host_syncs(step: Callable[[], Any]) -> int:
+    """Host reads of one call of `step` (forward and backward), as `diagnose` defines them."""
+    return call_counting_reads(step)[1]
+
+
+def call_counting_reads(step: Callable[[], Any]) -> tuple[Any, int]:
+    """Call `step`; return what it returned and how many host reads it made.
+
+    A read is counted whatever the device, so a CPU run shows what a GPU run would wait for. Compiled regions
+    run uncompiled here: the compiler refuses to work under a dispatch mode.
+    """
+    with torch.compiler.set_stance("force_eager"), count_host_reads() as reads:
+        result = step()
+    return result, reads.total

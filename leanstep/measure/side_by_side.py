@@ -1,0 +1,254 @@
+"""Measure a case: parity first, then time (interleaved), then memory and host reads in runs of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload
+from leanstep.host_reads import call_counting_reads
+from leanstep.measure import parity
+from leanstep.measure.peaks import measure_peak
+from leanstep.measure.timing import TimeUp, Timing, environment, interleave, time_box, timed_call
+
+Progress = Callable[[str, float], None]
+# A call may take this many budgets; a row that takes longer is given up and does not hold up the others.
+TIME_BOX = 2.0
+
+
+@dataclass
+class BenchRow:
+    """One row of the contract in docs/measuring.md; a figure that does not exist is None."""
+
+    impl: str
+    kind: str
+    available: bool
+    median_s: float | None = None
+    p20_s: float | None = None
+    p80_s: float | None = None
+    time_ratio: float | None = None
+    peak_bytes: int | None = None
+    extra_bytes: int | None = None
+    memory_ratio: float | None = None
+    host_syncs: int | None = None
+    max_error: float | None = None
+    note: str = ""
+
+
+@dataclass
+class BenchResult:
+    case: str
+    size: str
+    environment: dict[str, Any]
+    rows: list[BenchRow] = field(default_factory=list)
+    failed: list[parity.ParityRow] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [dict(vars(row)) for row in self.rows]
+        return {**self.environment, "case": self.case, "size": self.size, "rows": rows}
+
+
+class _Rows:
+    """The rows of one run, and what is given up because it takes longer than the time box."""
+
+    def __init__(self, implementations: list[Implementation], box_s: float) -> None:
+        self.by_name = {
+            i.name: BenchRow(i.name, i.kind, available=True, note=i.note) for i in implementations
+        }
+        self.box_s = box_s
+
+    def attempt(self, name: str, function: Callable[[], Any], what: str = "given up") -> Any:
+        """`function()`, or None and a note beside the row when its time is up."""
+        try:
+            with time_box(self.box_s):
+                return function()
+        except TimeUp:
+            self.note(name, f"> {self.box_s:.3g} s: {what}", first=True)
+            return None
+
+    def note(self, name: str, text: str, *, first: bool = False) -> None:
+        row = self.by_name[name]
+        row.note = "; ".join(part for part in ((text, row.note) if first else (row.note, text)) if part)
+
+
+def run_bench(
+    case: Case,
+    size: str,
+    *,
+    overrides: Params | None = None,
+    only: tuple[str, ...] | None = None,
+    device: torch.device | str = "cpu",
+    budget_s: float = 20.0,
+    progress: Progress | None = None,
+) -> BenchResult:
+    """Measure `case` at `size`; the reference always runs, because every ratio is against it in this run.
+
+    A row whose call takes longer than `TIME_BOX` x `budget_s` is given up: no figures, and a note "> 40 s".
+    """
+    report = progress or (lambda what, share: None)
+    params = case.params(size, overrides or {})
+    chosen = [i for i in case.implementations if only is None or i.name in only or i.kind == "reference"]
+    result = BenchResult(case.name, _size_label(size, overrides), environment(device))
+    rows = _Rows(chosen, TIME_BOX * budget_s)
+    result.rows = list(rows.by_name.values())
+
+    runnable: list[Implementation] = []
+    for implementation in chosen:
+        reason = implementation.missing(params)
+        if reason is None:
+            runnable.append(implementation)
+        else:
+            rows.by_name[implementation.name].available = False
+            rows.by_name[implementation.name].note = reason
+
+    # What torch imports for these two is no row's own time.
+    call_counting_reads(dict)
+    measure_peak(dict, {}, device)
+
+    report("parity with fp64", 0.0)
+    for implementation in runnable:
+        if implementation.kind == "fast":
+            # Proving sizes first: odd shapes find what a round bench size hides.
+            for proving_size in case.prove_sizes:
+                if implementation.missing(case.params(proving_size)) is None:
+                    found = parity.check_in_time(
+                        case, implementation, case.bench_dtype, proving_size, box_s=rows.box_s, device=device
+                    )
+                    result.failed += [row for row in found if not row.ok]
+
+    workload = case.workload(params, case.bench_dtype, device)
+    steps, first_calls = _first_calls(case, workload, size, runnable, rows, result, device)
+
+    report("time", 0.2)
+    timings = interleave(
+        steps,
+        budget_s=budget_s,
+        box_s=rows.box_s,
+        device=device,
+        first_calls=first_calls,
+        on_round=lambda done, planned: report("time", 0.2 + 0.6 * done / planned),
+    )
+    report("memory and host reads", 0.8)
+    for implementation in runnable:
+        name = implementation.name
+        if name in timings:
+            _fill(rows, implementation, timings[name], steps[name], workload, device)
+        elif name in steps:
+            rows.note(name, f"> {rows.box_s:.3g} s: given up", first=True)
+
+    _ratios(rows, rows.by_name[case.reference.name], {row.impl for row in result.failed})
+    if case.annotate:
+        notes = case.annotate({name: vars(row) for name, row in rows.by_name.items()})
+        for name, note in notes.items():
+            rows.note(name, note)
+    report("done", 1.0)
+    return result
+
+
+def _first_calls(
+    case: Case,
+    workload: Workload,
+    size: str,
+    runnable: list[Implementation],
+    rows: _Rows,
+    result: BenchResult,
+    device: torch.device | str,
+) -> tuple[dict[str, Step], dict[str, float]]:
+    """Build and call every row once: its errors against fp64, and the seconds of a first call.
+
+    The comparison is made at `case.truth_size` where the measured size would take minutes in fp64; then the
+    first calls are left to the timing.
+    """
+    at = case.truth_size if case.truth_size not in (None, size) else None
+    compared = case.workload(case.params(at), case.bench_dtype, device) if at else workload
+    reference = case.reference if case.reference in runnable else None
+    truth: Outputs | None = None
+    plain: Outputs | None = None
+    if reference is not None:
+        truth = rows.attempt(reference.name, lambda: parity.truth_of(case, compared), "no fp64 reference")
+    if truth is not None and (at or case.error_baseline):
+        plain = rows.attempt(
+            case.reference.name, lambda: parity.plain_of(case, compared), "no baseline error"
+        )
+    steps: dict[str, Step] = {}
+    seconds: dict[str, float] = {}
+    for implementation in runnable:
+        name = implementation.name
+
+        def call(implementation: Implementation = implementation) -> tuple[Step, Outputs, float]:
+            step = implementation.build(compared)
+            outputs, elapsed = timed_call(step, device)
+            return step, outputs, elapsed
+
+        outputs: Outputs | None = None
+        if at:
+            steps[name] = implementation.build(workload)
+            if truth is not None and implementation.missing(case.params(at)) is None:
+                called = rows.attempt(name, call, "not compared with fp64")
+                outputs = called[1] if called else None
+        else:
+            called = rows.attempt(name, call)
+            if called is None:
+                continue
+            steps[name], outputs, seconds[name] = called
+            # In the dtype that is measured the reference itself is the baseline of the error.
+            plain = outputs if plain is None and implementation is reference else plain
+        if truth is None or plain is None or outputs is None:
+            continue
+        found = parity.compare(case, implementation, case.bench_dtype, at or size, truth, plain, outputs)
+        if found:
+            rows.by_name[name].max_error = max(row.error for row in found)
+        if implementation.kind == "fast":
+            result.failed += [row for row in found if not row.ok]
+    return steps, seconds
+
+
+def _fill(
+    rows: _Rows,
+    implementation: Implementation,
+    timing: Timing,
+    step: Step,
+    workload: Workload,
+    device: torch.device | str,
+) -> None:
+    """Time, peak memory and host reads of one row."""
+    row = rows.by_name[implementation.name]
+    row.median_s = timing.median_s * implementation.time_scale
+    row.p20_s = timing.p20_s * implementation.time_scale
+    row.p80_s = timing.p80_s * implementation.time_scale
+    # A first call far above the median is compilation or a cache being filled; it is reported apart.
+    if timing.first_call_s > 3 * timing.median_s and timing.first_call_s - timing.median_s > 0.5:
+        rows.note(row.impl, f"first call {timing.first_call_s:.1f} s")
+    counted = rows.attempt(row.impl, lambda: call_counting_reads(step), "host reads and memory not measured")
+    if counted is None:
+        return
+    outputs, row.host_syncs = counted
+    peak = rows.attempt(
+        row.impl,
+        lambda: measure_peak(step, workload.tensors, device, earlier=outputs),
+        "memory not measured",
+    )
+    if peak is not None:
+        row.peak_bytes = workload.num_bytes + peak.peak_bytes
+        row.extra_bytes = peak.extra_bytes
+
+
+def _ratios(rows: _Rows, reference: BenchRow, failed: set[str]) -> None:
+    for row in rows.by_name.values():
+        if row.impl in failed:
+            # A wrong answer has no speed: the figures stay, the comparison does not.
+            rows.note(row.impl, "parity FAILED: no ratio", first=True)
+            continue
+        if row.median_s and reference.median_s:
+            row.time_ratio = reference.median_s / row.median_s
+        if row.peak_bytes and reference.peak_bytes:
+            row.memory_ratio = reference.peak_bytes / row.peak_bytes
+
+
+def _size_label(size: str, overrides: Params | None) -> str:
+    if not overrides:
+        return size
+    return size + "".join(f", {key}={value}" for key, value in overrides.items())
