@@ -82,16 +82,19 @@ def busy(us: float) -> None:
         time.sleep(left)  # gives the interpreter to the device thread
 
 
-def planted(seed: int, calls: int = 40) -> list[Event]:
-    """Kernels of 0.3 to 5 ms and syncs on three lines."""
+def planted(seed: int, blocks: int = 6) -> list[Event]:
+    """Blocks of one long kernel, a read of its result, and small calls that could have run ahead of it."""
     draw = random.Random(seed)
     lines = [Line("planted.py", number, "step") for number in (10, 20, 30)]
+
+    def call(ms: float) -> Launch:
+        return Launch("op", (Kernel("pointwise", 0.0, name=str(SCALE * ms)),), None, "forward", 0)
+
     events: list[Event] = []
-    for _ in range(calls):
-        duration = SCALE * draw.choice((0.5, 1.0, 3.0, 8.0))
-        events.append(Launch("op", (Kernel("pointwise", 0.0, name=str(duration)),), None, "forward", 0))
-        if draw.random() < 0.25:
-            events.append(HostWait("item", draw.choice(lines), "forward", 0))
+    for block in range(blocks):
+        events.append(call(draw.choice((8.0, 12.0, 16.0))))
+        events.append(HostWait("item", lines[block % 3], "forward", 0))
+        events += [call(0.5) for _ in range(draw.randint(2, 5))]
     return events
 
 

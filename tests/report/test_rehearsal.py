@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rehearse.test_verdict import recorded
 
 from leanstep.rehearse import verdict
 from leanstep.rehearse.devices import DEVICES
 from leanstep.report import charts, page, sections
-from tests.rehearse.test_verdict import recorded
 
 
 @pytest.fixture(scope="module")
