@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from leanstep.rehearse import fake_device
+from leanstep.rehearse.answers import fake_device
+from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import Launch, Line, Recording, Refusal, Request, Step
-from leanstep.rehearse.fake_device import RehearsalError
 
 __all__ = ["RehearsalError", "rehearse"]
 

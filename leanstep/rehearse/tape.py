@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import sysconfig
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +23,8 @@ from torch.utils._pytree import tree_map_only
 from leanstep.rehearse import events
 from leanstep.rehearse.events import Kernel, Line
 from leanstep.rehearse.kernel_costs import FREE, kernels, one_pass, registered_cost
+from leanstep.rehearse.lines import Lines, Place
+from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, plan_of
 from leanstep.rehearse.shadows import (
     DYNAMIC,
     INDEXED,
@@ -46,75 +44,14 @@ QUESTIONS = frozenset(
 )
 FACTORIES = frozenset({"randn", "rand", "empty", "zeros", "ones", "full"})
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
-# Frames that belong to nobody's program: wrappers that call the function they were given.
-WRAPPERS = ("/accelerate/utils/operations.py", "/transformers/utils/generic.py", "/typing_extensions.py")
-_OWN = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
-_sequence_number: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
-_STDLIB = sysconfig.get_path("stdlib")
-
-
-class Place(NamedTuple):
-    """Where a call comes from."""
-
-    line: Line | None
-    phase: str
-    region: int
-
-
-class Lines:
-    """The line of a call: the nearest frame outside torch, in backward that of the forward call."""
-
-    def __init__(self) -> None:
-        self.main = threading.get_ident()
-        self.phase = "forward"
-        self.region = 0
-        self.nested: Counter[int] = Counter()  # backward passes under way inside a backward thread
-        self._foreign: dict[str, bool] = {}
-        # Sequence numbers of autograd nodes are counted by each thread on its own.
-        self._made: dict[int, dict[int, tuple[Line | None, int]]] = {}
-        self._last: dict[int, int] = {}
-
-    def is_foreign(self, name: str) -> bool:
-        known = self._foreign.get(name)
-        if known is None:
-            outside = name.startswith(("<", _OWN + "/", _TORCH + "/")) or name.endswith(WRAPPERS)
-            in_stdlib = name.startswith(_STDLIB + "/") and "-packages/" not in name
-            known = self._foreign[name] = outside or in_stdlib or "/triton/runtime/" in name
-        return known
-
-    def here(self) -> Line | None:
-        frame = sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            if not self.is_foreign(code.co_filename):
-                return Line(code.co_filename, frame.f_lineno, code.co_name)
-            frame = frame.f_back
-        return None
-
-    def place(self) -> Place:
-        thread, line = threading.get_ident(), self.here()
-        node = torch._C._current_autograd_node()
-        made = self._made.setdefault(thread, {})
-        if torch.is_grad_enabled():
-            number = _sequence_number()
-            if number != self._last.get(thread):  # a node was made for this call
-                made[number - 1] = (line, self.region)
-                self._last[thread] = number
-        if thread == self.main and node is None:
-            return Place(line, self.phase, self.region)
-        if node is not None:
-            table = made if self.nested[thread] else self._made.get(self.main, made)
-            forward = table.get(node._sequence_nr())
-            # A frame of the user's in a backward thread is a recomputation or a backward function of his own.
-            if forward is not None:
-                line = forward[0] if line is None or thread == self.main else line
-                return Place(line, "backward", forward[1])
-        return Place(line, "backward", self.region)
 
 
 def round_up(nbytes: int) -> int:
     return -(-nbytes // events.ROUNDING_BYTES) * events.ROUNDING_BYTES
+
+
+def _traffic(*groups: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(shape_of(t).nbytes for group in groups for t in group)
 
 
 class Tape(TorchDispatchMode):
@@ -138,6 +75,8 @@ class Tape(TorchDispatchMode):
         self.ranks = 1
         self.fakes_host_tensors = False  # large ones, made by a case on their way to the device
         self.collective: Any = None  # tapes a call of c10d; set where torch.distributed is answered
+        self._names: dict[Any, str] = {}
+        self._plans: dict[Any, Plan | None] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -190,18 +129,26 @@ class Tape(TorchDispatchMode):
         writes: Sequence[Tensor],
         place: Place,
     ) -> None:
-        read = [(self.hold(t, place), shape_of(t).nbytes) for t in reads]
-        written = [(self.hold(t, place), shape_of(t).nbytes) for t in writes]
+        self._taped(
+            *(name, made, tuple(self.hold(t, place) for t in reads)),
+            *(tuple(self.hold(t, place) for t in writes), _traffic(reads, writes), place),
+        )
+
+    def _taped(
+        self,
+        name: str,
+        made: tuple[Kernel, ...],
+        reads: tuple[int, ...],
+        writes: tuple[int, ...],
+        traffic: tuple[int, ...],
+        place: Place,
+    ) -> None:
         if not self.has_workspace and any(k.kind == "gemm" for k in made):
             self.has_workspace = True
             self._born(self.workspace_bytes, (self.workspace_bytes,), "uint8", _WORKSPACE, "library")
         self.add(
             events.Launch(
-                *(name, made, place.line, place.phase, self.step),
-                reads=tuple(n for n, _ in read),
-                writes=tuple(n for n, _ in written),
-                traffic=tuple(b for _, b in (*read, *written)),
-                region=place.region,
+                *(name, made, place.line, place.phase, self.step, reads, writes, traffic, place.region)
             )
         )
 
@@ -299,19 +246,25 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        name = func.__name__.partition(".")[0] if hasattr(func, "_schema") else str(func)
+        name = self._names.get(func)
+        if name is None:
+            name = func.__name__.partition(".")[0] if hasattr(func, "_schema") else str(func)
+            self._names[func] = name
         if name in QUESTIONS:
             return func(*args, **kwargs)
-        tensors = tensors_in((args, kwargs))
-        if any(type(t) not in PLAIN for t in tensors):  # a DTensor unwraps itself; its shards come back here
+        given = Arguments(func, name, args, kwargs, self.fake_mode)
+        plan = self._plans.get(given.key)
+        if plan is not None:
+            return self._repeat(plan, func, name, args, kwargs, given.tensors)
+        # A DTensor unwraps itself; its shards come back here.
+        if any(type(t) not in PLAIN for t in given.tensors):
             return NotImplemented
-        fakes = [t for t in tensors if isinstance(t, FakeTensor)]
         where = kwargs.get("device")
         if where is None:
             where = next((a for a in args if isinstance(a, torch.device)), None)
         where = torch.device(where) if where is not None else None
         pinned = kwargs.pop("pin_memory", None)
-        if not fakes and (where is None or where.type != "cuda"):
+        if not given.fakes and (where is None or where.type != "cuda"):
             if self.fakes_host_tensors and name in FACTORIES and math.prod(args[0]) > SHADOW_ELEMENTS:
                 with self.fake_mode:
                     return func(*args, **{**kwargs, "generator": None} if "generator" in kwargs else kwargs)
@@ -326,14 +279,34 @@ class Tape(TorchDispatchMode):
         got = self._answer(func, name, args, kwargs, where, place)
         if got is not NotImplemented:
             return got
-        if any(t.device.type == "meta" for t in tensors if not isinstance(t, FakeTensor)):
+        if any(t.device.type == "meta" for t in given.tensors if not isinstance(t, FakeTensor)):
             args, kwargs = tree_map_only(Tensor, self._without_meta, (args, kwargs))
         with self.fake_mode:
             out = func(*args, **kwargs)
         if self.collective is not None and func.namespace in ("c10d", "_c10d_functional"):
             self.collective(name, args, out)
             return out
-        return self._tape(func, name, args, kwargs, out, place)
+        return self._tape(func, name, args, kwargs, out, place, given)
+
+    def _repeat(
+        self, plan: Plan, func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]
+    ) -> Any:
+        """A call that came before with the same shapes."""
+        place = self.lines.place()
+        outs = plan.build(tensors)
+        shadows, mutated = self.shadows, [tensors[i] for i in plan.mutated]
+        if plan.decides or all(shadows.get(t) is not None for t in tensors):
+            fakes: list[Any] = [t for t in outs if isinstance(t, FakeTensor)]
+            shadows.follow(func, name, args, kwargs, fakes, mutated, place.line)
+        else:
+            for tensor in mutated:
+                shadows.forget(tensor)
+        if plan.reads or plan.writes:
+            named = [*tensors, *outs]
+            reads = tuple([self.hold(named[i], place) for i in plan.reads])
+            writes = tuple([self.hold(named[i], place) for i in plan.writes])
+            self._taped(name, plan.kernels, reads, writes, plan.traffic, place)
+        return plan.result(outs)
 
     def _answer(self, func: Any, name: str, args: Any, kwargs: Any, where: Any, place: Place) -> Any:
         """Calls through which the host learns something of the device."""
@@ -410,7 +383,9 @@ class Tape(TorchDispatchMode):
         with self.fake_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
-    def _tape(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, place: Place) -> Any:
+    def _tape(
+        self, func: Any, name: str, args: Any, kwargs: Any, out: Any, place: Place, given: Arguments
+    ) -> Any:
         schema = func._schema
         written = [
             args[i] if i < len(args) else kwargs.get(a.name)
@@ -440,6 +415,9 @@ class Tape(TorchDispatchMode):
                 name, [shape_of(t) for t in reads], [shape_of(t) for t in writes], _info(func, args, kwargs)
             )
         self._launch(name, tuple(made), reads, writes, place)
+        if given.key is not None and len(self._plans) < MOST_PLANS and not name.startswith("_amp_"):
+            launch = (made, reads, writes, _traffic(reads, writes))
+            self._plans[given.key] = plan_of(name, given.tensors, out, mutated, launch)
         return out
 
     def finish(self) -> events.Recording:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rehearse.rehearsed import SCRIPTS, Rehearsed, run_script
 
-from leanstep.rehearse.fake_device import RehearsalError, library
+from leanstep.rehearse.answers.fake_device import RehearsalError, library
 
 
 @pytest.fixture(scope="session", autouse=True)

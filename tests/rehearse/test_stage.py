@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from rehearse.rehearsed import run_script
 
-from leanstep.rehearse import fake_device
+from leanstep.rehearse.answers import fake_device
+from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import Request
-from leanstep.rehearse.fake_device import RehearsalError
 from leanstep.rehearse.stage import rehearse
 
 REFUSED = {

@@ -18,11 +18,10 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from leanstep.rehearse.answers import parameters
 from leanstep.rehearse.tape import Tape
 
 HALF = (torch.float16, torch.bfloat16)
-# A host parameter of at most this many elements keeps its initial value: temperatures, scales, gates.
-KNOWN_PARAMETER_ELEMENTS = 64
 FLASH_HEAD_SIZE = 256
 
 
@@ -37,7 +36,7 @@ def install(tape: Tape, device: Any) -> None:
     _generators()
     _pinned_memory(tape)
     _tensor_reads()
-    _parameters(tape)
+    parameters.install(tape)
     _attention(tape, device)
     _files(tape)
     _loaders(tape)
@@ -150,6 +149,9 @@ def _device_answers(tape: Tape, device: Any) -> None:
         range=lambda *_, **__: contextlib.nullcontext(),
     )
     torch.version.cuda = "12.8"
+    # nn.DataParallel on the one device.
+    scatter = lambda tensor, *_: (tensor.to("cuda", non_blocking=True),)  # noqa: E731
+    torch._C._scatter = scatter  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cuda.is_built = lambda: True
     _set(
         torch.accelerator,
@@ -275,60 +277,6 @@ def _tensor_reads() -> None:
     _set(FakeTensor, tolist=lambda self: self.cpu().tolist(), __format__=describe, numpy=numpy)
 
 
-def _parameters(tape: Tape) -> None:
-    """Parameters are fake from birth: initialisation is free and `.to("cuda")` keeps their identity."""
-    make = torch.nn.Parameter.__new__
-
-    def fake_twin(data: Any) -> Any:
-        if type(data) not in (torch.Tensor, torch.nn.Parameter):
-            return data
-        with tape.fake_mode:
-            twin = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="cpu")
-        if data.numel() <= KNOWN_PARAMETER_ELEMENTS and data.device.type == "cpu":
-            tape.shadows.put(twin, data.detach().clone())
-        return twin
-
-    def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        made = make(cls, fake_twin(data), requires_grad)
-        tape.track_parameter(made)
-        return made
-
-    def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-        if recurse:
-            for child in self.children():
-                child._apply(fn)
-        for name, p in self._parameters.items():
-            if p is None:
-                continue
-            with torch.no_grad():
-                new = fn(p)
-            if new is not p:
-                if isinstance(p, FakeTensor) and isinstance(new, FakeTensor):
-                    p.data = new.detach()
-                else:
-                    self._parameters[name] = torch.nn.Parameter(new, p.requires_grad)
-            if p.grad is not None:
-                with torch.no_grad():
-                    p.grad = fn(p.grad)
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[name] = fn(buffer)
-        return self
-
-    whole = torch.Tensor.data
-
-    def set_data(self: FakeTensor, value: Tensor) -> None:
-        value = fake_twin(value)
-        whole.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(value, FakeTensor):
-            self.fake_device = value.fake_device
-            tape.shadows.put(self, tape.shadows.get(value))
-
-    FakeTensor.data = property(whole.__get__, set_data)  # pyright: ignore
-    torch.nn.Parameter.__new__ = staticmethod(parameter)
-    torch.nn.Module._apply = apply
-
-
 def _attention(tape: Tape, device: Any) -> None:
     """The attention kernel a GPU would take: a CPU build always takes the unfused one."""
     plain = F.scaled_dot_product_attention
@@ -443,7 +391,10 @@ def _refusals() -> None:
     import torch.utils.cpp_extension as extension
 
     _set(extension, load=refuse("a CUDA extension"), load_inline=refuse("a CUDA extension"))
-    _set(torch.cuda, CUDAGraph=refuse("torch.cuda.CUDAGraph"), graph=refuse("torch.cuda.graph"))
+    # Classes: programs annotate with them without ever making one.
+    for name in ("CUDAGraph", "graph"):
+        made = type(name, (), {"__init__": refuse(f"torch.cuda.{name}"), "__module__": "torch.cuda"})
+        setattr(torch.cuda, name, made)
     if hasattr(torch.cuda, "_compile_kernel"):
         torch.cuda._compile_kernel = refuse("a kernel compiled by NVRTC")  # pyright: ignore
     # The message of FakeTensor names an internal; say what was asked for.

@@ -1,0 +1,89 @@
+"""Parameters are fake from birth: a model of any size takes no memory and its initialisation is free."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from leanstep.rehearse.tape import Tape
+
+# A host parameter of at most this many elements keeps its initial value: temperatures, scales, gates.
+KNOWN_PARAMETER_ELEMENTS = 64
+
+
+def install(tape: Tape) -> None:
+    """New parameters are fake, `.to("cuda")` keeps their identity, copies of modules keep them parameters."""
+    make = torch.nn.Parameter.__new__
+
+    def fake_twin(data: Any) -> Any:
+        if type(data) not in (torch.Tensor, torch.nn.Parameter):
+            return data
+        with tape.fake_mode:
+            twin = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="cpu")
+        if data.numel() <= KNOWN_PARAMETER_ELEMENTS and data.device.type == "cpu":
+            tape.shadows.put(twin, data.detach().clone())
+        return twin
+
+    def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        made = make(cls, fake_twin(data), requires_grad)
+        tape.track_parameter(made)
+        return made
+
+    def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        for name, p in self._parameters.items():
+            if p is None:
+                continue
+            with torch.no_grad():
+                new = fn(p)
+            if new is not p:
+                if isinstance(p, FakeTensor) and isinstance(new, FakeTensor):
+                    p.data = new.detach()
+                else:
+                    self._parameters[name] = torch.nn.Parameter(new, p.requires_grad)
+            if p.grad is not None:
+                with torch.no_grad():
+                    p.grad = fn(p.grad)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer)
+        return self
+
+    whole = torch.Tensor.data
+
+    def set_data(self: FakeTensor, value: Tensor) -> None:
+        value = fake_twin(value)
+        whole.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(value, FakeTensor):
+            self.fake_device = value.fake_device
+            tape.shadows.put(self, tape.shadows.get(value))
+
+    FakeTensor.data = property(whole.__get__, set_data)  # pyright: ignore
+
+    def deepcopy(self: FakeTensor, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            )
+        with torch.no_grad():
+            made = self.clone()
+        if getattr(self, "_is_param", False):
+            made = torch.nn.Parameter(made, self.requires_grad)
+        else:
+            made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    FakeTensor.__deepcopy__ = deepcopy  # pyright: ignore[reportAttributeAccessIssue]
+    torch.nn.Parameter.__new__ = staticmethod(parameter)
+    torch.nn.Module._apply = apply

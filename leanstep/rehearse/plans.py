@@ -1,0 +1,212 @@
+"""What a call gave when it last came with the same shapes: its outputs, kernels and traffic.
+
+A training run repeats a few hundred different calls. `FakeTensorMode` works out each of them anew; a plan
+builds the outputs from their sizes, so that a repeated call costs a fraction of it. Only calls whose outputs
+follow from shapes, dtypes and plain arguments get one: what asks for values never comes here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from leanstep.rehearse.events import Kernel
+from leanstep.rehearse.kernel_costs import GEMM
+from leanstep.rehearse.shadows import CHOICES
+
+# Beyond this many different calls (shapes that change all the time) no more are kept.
+MOST_PLANS = 1 << 16
+_PLAIN = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_KINDS = frozenset(_PLAIN)
+# Their output sizes may follow from a float.
+_FLOAT_MATTERS = ("upsample", "arange", "linspace", "range")
+# What FakeTensor may know of one tensor and not of the next.
+_NOTED = ("constant", "real_tensor")
+_make: Callable[..., Any] = torch.Tensor._make_subclass
+_guard: Callable[[Any], None] = torch._C._set_throw_on_mutable_data_ptr  # pyright: ignore
+
+
+class _NoKeyError(Exception):
+    """An argument of a kind that no plan can be found by."""
+
+
+class Arguments:
+    """The tensors of a call in order, and a hashable description of all that its outputs depend on."""
+
+    __slots__ = ("fakes", "key", "tensors")
+
+    def __init__(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], fake_mode: FakeTensorMode):
+        self.tensors: list[Tensor] = []
+        self.fakes = False
+        parts: list[Any] = [func]
+        self.key: tuple[Any, ...] | None = None
+        usable = self._walk(args, parts, fake_mode)
+        for argument, value in kwargs.items():
+            if argument in ("generator", "pin_memory"):
+                continue
+            parts.append(argument)
+            usable = self._walk((value,), parts, fake_mode) and usable
+        if not usable:
+            return
+        if not self.fakes or name.startswith(_FLOAT_MATTERS):
+            if any(p is float for p in parts):
+                return
+            parts.append(torch.get_default_dtype())
+        if name in GEMM or "conv" in name:
+            parts += (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+        self.key = tuple(parts)
+
+    def _walk(self, values: Any, parts: list[Any], fake_mode: FakeTensorMode) -> bool:
+        usable = True
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                self.fakes = True
+                self.tensors.append(value)
+                usable = usable and value.fake_mode is fake_mode
+                parts += (
+                    *(value.shape, value.stride(), value.dtype, value.fake_device),
+                    value.storage_offset(),
+                )
+            elif kind in _KINDS:
+                parts += (kind, value)
+            elif kind is float:
+                # Learning rates and the like change with every step; they do not change a shape.
+                parts.append(value if value in (0.0, 1.0) else float)
+            elif kind is list or kind is tuple:
+                parts += (kind, len(value))
+                usable = self._walk(value, parts, fake_mode) and usable
+            elif isinstance(value, Tensor):
+                self.tensors.append(value)
+                self.fakes = self.fakes or isinstance(value, FakeTensor)
+                usable = usable and kind is Tensor and value.device.type == "cpu"
+                parts += (kind, value.shape, value.stride(), value.dtype)
+            else:
+                usable = False
+        return usable
+
+
+class _Output(NamedTuple):
+    """How to build one output: the argument itself, a constant, a view of an argument, or a fresh tensor."""
+
+    same: int = -1
+    of: int = -1
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    offset: int = 0
+    device: torch.device | None = None
+    attributes: dict[str, Any] | None = None
+    constant: Any = None
+
+
+class Plan(NamedTuple):
+    """All about a call that was seen before."""
+
+    outputs: tuple[_Output, ...]
+    container: type | None  # tuple, list, or None for a single output
+    mutated: tuple[int, ...]  # positions among the arguments' tensors
+    kernels: tuple[Kernel, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]  # positions among the arguments' tensors, then the outputs
+    traffic: tuple[int, ...]
+    decides: bool  # one of the calls whose result may be known without all operands
+
+    def build(self, tensors: Sequence[Tensor]) -> list[Any]:
+        return [self._output(spec, tensors) for spec in self.outputs]
+
+    @staticmethod
+    def _output(spec: _Output, tensors: Sequence[Tensor]) -> Any:
+        if spec.same >= 0:
+            return tensors[spec.same]
+        if spec.attributes is None:
+            return spec.constant
+        if spec.of >= 0:
+            element = torch.empty(0, dtype=spec.dtype, device="meta")
+            storage: Any = tensors[spec.of].untyped_storage()
+            element.set_(storage, spec.offset, spec.size, spec.stride)
+        else:
+            element = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
+        attributes = spec.attributes
+        made = _make(
+            FakeTensor,
+            element,
+            False,
+            dispatch_device=True,
+            device_for_backend_keys=spec.device,
+        )
+        _guard(made)
+        made.__dict__.update(attributes)
+        return made
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        return outputs[0] if self.container is None else self.container(outputs)
+
+
+def plan_of(
+    name: str,
+    tensors: Sequence[Tensor],
+    out: Any,
+    mutated: Sequence[Tensor],
+    launch: tuple[Sequence[Kernel], Sequence[Tensor], Sequence[Tensor], Sequence[int]],
+) -> Plan | None:
+    """The plan of a call that just ran on fakes; None when its outputs do not follow from shapes alone.
+
+    launch: kernels, tensors read, tensors written, traffic of both.
+    """
+    container = type(out) if isinstance(out, (tuple, list)) else None
+    outs = list(out) if container is not None else [out]
+    if container not in (None, tuple, list):
+        return None
+    positions = {id(t): i for i, t in enumerate(tensors)}
+    storages = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(tensors)))}
+    specs: list[_Output] = []
+    fresh: set[int] = set()
+    for value in outs:
+        if id(value) in positions:
+            specs.append(_Output(same=positions[id(value)]))
+        elif value is None or type(value) in (int, float, bool):
+            specs.append(_Output(constant=value))
+        elif type(value) is FakeTensor:
+            spec = _describe(value, storages, fresh)
+            if spec is None:
+                return None
+            specs.append(spec)
+        else:
+            return None
+    kernels, reads, writes, traffic = launch
+    places = {**positions, **{id(t): len(tensors) + i for i, t in enumerate(outs) if id(t) not in positions}}
+    short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
+    try:
+        return Plan(
+            *(tuple(specs), container, tuple(positions[id(t)] for t in mutated), tuple(kernels)),
+            *(tuple(positions[id(t)] for t in reads), tuple(places[id(t)] for t in writes)),
+            *(tuple(traffic), name in CHOICES or short in ("or", "and")),
+        )
+    except KeyError:
+        return None
+
+
+def _describe(tensor: FakeTensor, storages: dict[int, int], fresh: set[int]) -> _Output | None:
+    if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
+        return None
+    # Shadows and other notes of the tape are not part of what FakeTensor itself keeps.
+    attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_shadow", "_reads_as")}
+    if any(v is not None for k, v in attributes.items() if k in _NOTED or k.endswith("_memo")):
+        return None
+    size, stride, storage = tuple(tensor.shape), tensor.stride(), tensor.untyped_storage()
+    key, offset = storage._cdata, tensor.storage_offset()
+    if key in storages:
+        return _Output(
+            -1, storages[key], size, stride, tensor.dtype, int(offset), tensor.fake_device, attributes
+        )
+    extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if math.prod(size) else 0
+    if key in fresh or offset or storage.nbytes() != extent * tensor.element_size():
+        return None
+    fresh.add(key)
+    return _Output(-1, -1, size, stride, tensor.dtype, 0, tensor.fake_device, attributes)
