@@ -337,7 +337,8 @@ class Rotary:
             angles = torch.arange(rows, dtype=torch.float64)[:, None] * self.frequencies.double()
             turning = torch.polar(torch.ones_like(angles), -angles)
             still = torch.ones_like(turning)
-            cached = torch.cat([turning, still], dim=-1).to(COMPLEX.get(dtype, torch.complex64)).to(device)
+            table = torch.cat([turning, still], dim=-1).to(COMPLEX.get(dtype, torch.complex64))
+            cached = copy_to(table, device)
             self._tables[key] = cached
         return cached[:length]
 

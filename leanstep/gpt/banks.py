@@ -27,9 +27,20 @@ PREVIOUS_FACTOR = 27191
 
 
 def unbind_bank(bank: Tensor) -> tuple[Tensor, ...]:
-    """Every matrix of a bank [..., rows, cols], taken apart once.
+    """Every matrix of a bank [..., rows, cols], as views.
 
-    The backward is one `stack`: no `select_backward`, no zero-filled bank.
+    Equivalent to:
+        matrices = tuple(bank.flatten(0, -3)[i] for i in range(bank.flatten(0, -3).shape[0]))
+
+    Args:
+        bank: [..., rows, cols], at least three dimensions.
+
+    Returns:
+        views [rows, cols], the leading dimensions in order.
+
+    Peak extra memory: none forward; backward one `stack` of the gradients, where indexing writes and adds a
+        zero-filled gradient of the whole bank per matrix.
+    Use something else when: a step uses one matrix of many; `bank[i]` is then as good.
     """
     if bank.dim() < 3:
         raise ValueError(
@@ -43,6 +54,13 @@ def bigram_hash(tokens: Tensor, table_size: int, starts: Tensor | None = None) -
 
     Position 0 takes the last row. Position 1 takes the last row's number for its predecessor, as the record
     does (it overwrites slot 0 before hashing). Documents are ignored unless `starts` is given.
+
+    Equivalent to:
+        last = table_size - 1
+        tokens32 = tokens.to(torch.int32)
+        previous = torch.cat([torch.full((2,), last, dtype=torch.int32), tokens32[1:-1]])[: len(tokens)]
+        ids = ((36313 * tokens32) ^ (27191 * previous)).long().remainder(last)
+        ids[:1] = last
 
     Args:
         tokens: [T] integers.

@@ -233,7 +233,7 @@ class Injections(torch.autograd.Function):
     """Autograd edges for x0_lambda_i * x0 + bigram_lambda_i * xb for every layer.
 
     Its outputs are [T, E] views of a single zero: they carry the graph, not values. Whoever takes one adds
-    the real terms itself and sends its gradient here, so the layers' gradients meet in one place: no
+    the real terms itself and sends its gradient here, so the layers' gradients are summed here: no
     injection is ever stored, and x0 and xb get their gradients in one accumulating pass per layer.
     """
 

@@ -46,8 +46,9 @@ class HeadShape:
 
     @property
     def rows(self) -> int:
-        """Rows of the projection, padded with zeros: even, because complex views of its output need that,
-        and aligned for tensor cores where they are used.
+        """Rows of the projection, padded with zeros to a multiple of `row_multiple`.
+
+        Even at least, because complex views of its output need that; 64 where tensor cores multiply.
         """
         used = self.ve_gate_at + self.heads * self.has_ve
         return -(-used // self.row_multiple) * self.row_multiple

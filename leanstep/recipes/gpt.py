@@ -257,7 +257,7 @@ class GPTTraining:
                 raise ValueError(
                     f"tokens: expected a multiple of 16 x {micro_batches} micro-batches, got {stage.tokens}"
                 )
-        # The first stage's windows are where YaRN starts from, not a change that it answers.
+        # YaRN starts from the first stage's windows: they are no change of windows to it.
         config = replace(config, windows=schedule.stages[0].windows)
         self.config, self.schedule, self.data = config, schedule, data
         self.num_steps, self.cadence = schedule.num_steps, cadence or Cadence()
@@ -307,7 +307,7 @@ class GPTTraining:
             self.model.untie()
             self.optimizer.untie()
         self.completed = i + 1
-        # The model's loss is a sum over tokens and prediction weights; people read means.
+        # The model's loss is a sum over tokens and prediction weights; the log has means.
         local = here.tokens // (self.accumulation * self.world.size)
         return {
             "loss": total / (local * sum(here.mtp_weights)),

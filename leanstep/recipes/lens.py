@@ -223,8 +223,9 @@ class Lens(WarmStarted):
         )
 
     def focus(self, tokens: Tensor) -> list[Variant]:
-        """The context that LensNet chooses for each sequence: all raw tokens, collapsed to the budget,
-        lowest score first.
+        """The context that LensNet chooses for each sequence.
+
+        All raw tokens, then blocks collapsed to the budget, the one with the lowest score first.
         """
         whole = self.contexts([[baseline_variant(self.task.tokens, self.task.tokens)] for _ in tokens])
         tokens = tokens.to(self.world.device)
@@ -270,8 +271,9 @@ class Lens(WarmStarted):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Held-out agreement with the base model's preferences, and NLL of the answers by focus at one
-        length.
+        """Held-out agreement with the base model's preferences, and the answers' NLL by focus.
+
+        All contexts that are compared have the same length.
         """
         generator = torch.Generator().manual_seed(self.seed + 777_777)
         tokens, answers = self.task.draw(self.options.evaluation_samples, generator)

@@ -126,7 +126,7 @@ class Record:
         return loss_test(self.losses, self.target)
 
     def write(self, path: Path) -> None:
-        """Save as JSON, with the derived figures beside the runs for the reader's eye."""
+        """Save as JSON, the derived figures beside the runs."""
         body = {"format": FORMAT, **asdict(self), "summary": self.summary()}
         write_atomically(path, (json.dumps(body, indent=2) + "\n").encode())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+
 import pytest
 import torch
 from gpt.golden import load, scramble
@@ -162,3 +165,20 @@ def test_zero_new_tokens_and_bad_input(model):
         model.generate(prompt, 1, temperature=-1)
     with pytest.raises(ValueError, match="max_new_tokens"):
         model.generate(prompt, -1)
+
+
+@pytest.mark.parametrize(
+    ("function", "names", "result"),
+    [
+        (unbind_bank, {"bank": torch.randn(3, 2, 5, 4)}, "matrices"),
+        (bigram_hash, {"tokens": torch.randint(50000, (300,)), "table_size": 251520}, "ids"),
+        (bigram_hash, {"tokens": torch.tensor([7]), "table_size": 100}, "ids"),
+    ],
+)
+def test_docstring_equivalents_run(function, names, result):
+    block = inspect.getdoc(function).split("Equivalent to:\n")[1].split("\n\n")[0]
+    scope = {"torch": torch, **names}
+    exec(textwrap.dedent(block), scope)
+    got, want = function(**names), scope[result]
+    pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+    assert all(torch.equal(a, b) for a, b in pairs)
