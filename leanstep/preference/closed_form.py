@@ -210,6 +210,7 @@ def context_terms(
     prev_scores, prev_valid = call.prev_scores, call.prev_valid
     if not (("kl" in active and prev_scores is not None) or "coverage" in active):
         return
+    scores = scores.to(factor.dtype)
     # How much of the loss each context carries: the sum of 1/K over its pairs.
     load_V1 = scores.new_zeros(scores.shape[0]).index_add_(0, pairs.worse, factor)[:, None]
     if "kl" in active and prev_scores is not None:

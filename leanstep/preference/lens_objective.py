@@ -5,9 +5,11 @@ V contexts · W padded length · P pairs
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -81,8 +83,12 @@ def lens_loss(
         backend = "eager" if torch.compiler.is_compiling() else "fused"
     dtype = compute_dtype(scores)
     ema = scores.new_zeros((), dtype=dtype) if state is None else state.detach().to(dtype)
+    kernels = _kernels(scores) if backend == "fused" else None
     with torch.no_grad():
-        pairs = build_pairs(batch.loss, batch.row, config, order=pair_order)
+        if kernels is not None and pair_order is None:
+            pairs = kernels.triton_pairs(batch.loss, batch.row, config)
+        else:
+            pairs = build_pairs(batch.loss, batch.row, config, order=pair_order)
         pairs = sample_pairs(pairs, config, generator)
     call = LossCall(
         scores=scores,
@@ -98,7 +104,8 @@ def lens_loss(
         on_built=on_built,
     )
     if backend == "fused":
-        loss, values, kept, ema = _fused(call, generator)
+        implementation = closed_form_loss if kernels is None else kernels.triton_loss
+        loss, values, kept, ema = _fused(call, implementation, generator)
     else:
         loss, values, kept, ema = _eager(call, generator)
     metrics = LensMetrics(scores.detach(), batch, config, pairs, kept, values, loss.detach(), ema)
@@ -106,12 +113,11 @@ def lens_loss(
 
 
 def _fused(
-    call: LossCall, generator: torch.Generator | None
+    call: LossCall, implementation: Callable[[LossCall], ClosedForm], generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
     """Loss, terms, kept and state; the gradient is attached to the loss."""
     scores, dtype = call.scores, compute_dtype(call.scores)
     with torch.no_grad():
-        implementation = _closed_form_of(scores)
         # The kernel reads any dtype; the torch version works in the dtype of its sums.
         x = scores.detach() if implementation is not closed_form_loss else scores.detach().to(dtype)
         call = replace(call, scores=x)
@@ -141,12 +147,9 @@ def _eager(
     return loss, {name: torch.where(kept, value.detach(), 0) for name, value in values.items()}, kept, state
 
 
-def _closed_form_of(scores: Tensor) -> Callable[[LossCall], ClosedForm]:
-    if scores.is_cuda:
-        from leanstep.preference.kernel import triton_loss
-
-        return triton_loss
-    return closed_form_loss
+def _kernels(scores: Tensor) -> ModuleType | None:
+    """The Triton twin of pairs and closed form where the scores are on a GPU."""
+    return importlib.import_module("leanstep.preference.kernel") if scores.is_cuda else None
 
 
 def _denominator(config: LensConfig, process_group: object | None) -> Denominator:

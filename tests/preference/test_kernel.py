@@ -6,13 +6,18 @@ GPU is present.
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.preference import LensConfig, ObjectiveConfig, SamplingConfig, lens_loss, lens_objective
 from leanstep.preference import kernel as kernel_module
+from leanstep.preference.pairs import build_pairs, build_targets
 
 from . import golden
 from .test_closed_form import EVERY_TERM, random_batch
@@ -26,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def use_kernel(monkeypatch):
-    monkeypatch.setattr(lens_objective, "_closed_form_of", lambda x: kernel_module.triton_loss)
+    monkeypatch.setattr(lens_objective, "_kernels", lambda scores: kernel_module)
 
 
 # The interpreter takes seconds per file: every file in float64, a few in float32.
@@ -96,3 +101,96 @@ def test_shipped_configurations_name_every_argument():
         assert list(entry["fn"].arg_names) == sorted(
             [*entry["signature"], *entry["constexprs"]], key=entry["fn"].arg_names.index
         )
+
+
+LOSSES = st.one_of(st.just(math.nan), st.sampled_from([1.0, 1.5, 2.0, 2.25]), st.floats(0, 5, width=32))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.integers(1, 8), st.integers(1, 3), st.integers(1, 9))
+def test_pairs_equal_those_of_torch(data, num_variants, num_samples, max_pairs):
+    values = st.lists(LOSSES, min_size=num_variants, max_size=num_variants)
+    loss = torch.tensor([data.draw(values) for _ in range(num_samples)], device=DEVICE)
+    row = torch.arange(loss.numel(), device=DEVICE).view(loss.shape)
+    config = LensConfig(sampling=SamplingConfig(max_pairs=max_pairs))
+    for losses in (loss, loss.double()):
+        got, want = kernel_module.triton_pairs(losses, row, config), build_pairs(losses, row, config)
+        assert got.valid.equal(want.valid) and got.live.equal(want.live)
+        assert got.delta.equal(want.delta) and got.delta.dtype == losses.dtype
+        assert got.better[want.valid].equal(want.better[want.valid])
+        assert got.worse[want.valid].equal(want.worse[want.valid])
+
+
+@pytest.mark.parametrize("tile", [8192, 16])
+@pytest.mark.parametrize("block", [3, 4])
+def test_targets_equal_those_of_torch(block, tile, monkeypatch):
+    monkeypatch.setattr(kernel_module, "MAX_TILE", tile)
+    found = 0
+    for seed in range(3):
+        batch = random_batch(seed=seed, block=block, num_variants=5, tokens=60).to(DEVICE)
+        config = LensConfig(block_size=block)
+        pairs = build_pairs(batch.loss, batch.row, config)
+        sign, kept = kernel_module.triton_targets(batch, pairs, config)
+        want = build_targets(batch, pairs, config)
+        assert sign.equal(want) and kept.equal((want != 0).any(1))
+        found += int(kept.sum())
+    assert found > 3
+
+
+class Launches(TorchDispatchMode):
+    """Operations that would launch a kernel: no views, no bare allocations, nothing of the interpreter."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        view = torch.Tag.view_copy in func.tags or any(
+            argument.alias_info is not None and not argument.alias_info.is_write
+            for argument in func._schema.arguments
+        )
+        # The interpreter copies what a kernel writes, and the suite fills fresh memory with NaN.
+        if not view and not name.startswith(("empty", "new_empty", "set_", "copy_", "fill_", "is_pinned")):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_whole_objective_takes_at_most_thirty_launches(monkeypatch):
+    batch, config = random_batch(seed=4, tokens=48).to(DEVICE), LensConfig(block_size=4)
+    x = torch.randn(batch.pos.shape, device=DEVICE).tanh().requires_grad_()
+    kernels = []
+    for name in ("lens_pairs_kernel", "lens_targets_kernel", "lens_rows_kernel"):
+        kernel = getattr(kernel_module, name)
+
+        class Counted:
+            def __init__(self, kernel=kernel, name=name):
+                self.kernel, self.name = kernel, name
+
+            def __getitem__(self, grid):
+                kernels.append(self.name)
+                return self.kernel[grid]
+
+        monkeypatch.setattr(kernel_module, name, Counted())
+    with Launches() as forward:
+        loss = lens_loss(x, batch, config, backend="fused").loss
+    assert kernels == ["lens_pairs_kernel", "lens_targets_kernel", "lens_rows_kernel"]
+    assert len(forward.names) + len(kernels) <= 22, forward.names
+    with Launches() as backward:
+        loss.backward()
+    assert len(backward.names) <= 3
+
+
+def test_launches_happen_on_the_device_of_the_tensors(monkeypatch):
+    batch, config = random_batch(seed=4, tokens=48).to(DEVICE), LensConfig(block_size=4)
+    entered = []
+    original = torch.cuda.device_of
+
+    def device_of(tensor):
+        entered.append(tensor.device)
+        return original(tensor)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    x = torch.randn(batch.pos.shape, device=DEVICE)
+    lens_loss(x, batch, config, backend="fused")
+    assert entered == [x.device] * 3
