@@ -5,6 +5,7 @@ The costs of leanstep's own kernels are registered here, from what each kernel r
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -93,7 +94,8 @@ def _register_own_costs() -> None:
     register_cost("xxt_kernel", _symmetric_product)
     register_cost("xtx_kernel", _symmetric_product)
     register_cost("transpose_kernel", _transpose)
-    register_cost("lens_rows_kernel", _lens_rows)
+    for name in ("lens_pairs_kernel", "lens_targets_kernel", "lens_rows_kernel"):
+        register_cost(name, functools.partial(_lens, name))
 
 
 def _programs(arguments: Mapping[str, Any]) -> int:
@@ -147,7 +149,7 @@ def _transpose(given: Mapping[str, Any]) -> Kernel:
     return Kernel("pointwise", moved, 0.0, src.dtype, name="transpose_kernel")
 
 
-def _lens_rows(given: Mapping[str, Any]) -> Kernel:
+def _lens(name: str, given: Mapping[str, Any]) -> Kernel:
     """preference: each tensor argument once; a few hundred rows, so the start dominates."""
     tensors = [t for t in given.values() if hasattr(t, "nbytes") and hasattr(t, "stride")]
     return Kernel(
@@ -156,5 +158,5 @@ def _lens_rows(given: Mapping[str, Any]) -> Kernel:
         0.0,
         "float32",
         (_programs(given), 1),
-        name="lens_rows_kernel",
+        name=name,
     )
