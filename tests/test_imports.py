@@ -18,8 +18,8 @@ ALLOWED = {
     "muon": {"cpu"},
     "gpt": {"muon", "logprob", "cpu"},
     "measure": {"case", "diagnose", "host_reads"},
-    "diagnose": {"host_reads", "files"},
-    "report": {"measure", "diagnose", "rehearse", "case", "files"},
+    "diagnose": {"host_reads", "files", "units"},
+    "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"preference", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.

@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from leanstep import units
 from leanstep.commands import BadInput, FellShort
 from leanstep.commands.output import check_writable, console, write_json
-from leanstep.report import units
 
 # The page with plotly inlined takes 5 MB, and is written beside its older self.
 PAGE_BYTES = 8 * 2**20

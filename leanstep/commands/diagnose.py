@@ -11,9 +11,9 @@ import typer
 
 from leanstep.commands import BadInput
 from leanstep.commands.output import check_writable, console, write_json
-from leanstep.diagnose import gates, output, ranks
-from leanstep.diagnose.finding import Finding, Limits
-from leanstep.diagnose.script import Outcome, Stop, run_script
+from leanstep.diagnose import run_script, screen
+from leanstep.diagnose.run_script import Outcome, Stop
+from leanstep.diagnose.step_records import Finding, Limits
 from leanstep.diagnose.watch import Watch
 from leanstep.files import write_text
 
@@ -76,7 +76,7 @@ def diagnose(
     Example: leanstep diagnose train.py --steps 3 -- --batch-size 8
     """
     path = _script_path(script)
-    rules = _checked("--fail-on", gates.parse_rules, fail_on) if fail_on is not None else ()
+    rules = _checked("--fail-on", run_script.parse_rules, fail_on) if fail_on is not None else ()
     limits = _checked("--threshold", Limits.parse, threshold or [])
     if ranks_shown not in ("0", "all"):
         raise BadInput(f"--ranks: expected 0 or all, got {ranks_shown!r}")
@@ -96,16 +96,16 @@ def diagnose(
 
     watch = Watch(steps, warmup, limits, timed_warmup=True, on_done=_raise_stop if stop else None)
     outcome = _run(path, args or [], watch, json)
-    if not ranks.is_first() and ranks_shown == "0":
+    if not run_script.is_first_rank() and ranks_shown == "0":
         raise typer.Exit(outcome.code)
-    findings, silenced = gates.without_allowed(watch.findings())
+    findings, silenced = run_script.without_allowed(watch.findings())
     if write_baseline and baseline is not None:
         _write_baseline(findings, baseline)
     elif baseline is not None:
-        _checked("--baseline", lambda file: gates.mark_baselined(findings, file), baseline)
-    report = output.as_json(watch, findings, str(path), args or [], outcome.code, outcome.exception)
+        _checked("--baseline", lambda file: run_script.mark_baselined(findings, file), baseline)
+    report = screen.as_json(watch, findings, str(path), args or [], outcome.code, outcome.exception)
     if ranks_shown == "all":
-        merged = ranks.gather(report)
+        merged = run_script.gather_ranks(report)
         if merged is None:
             raise typer.Exit(outcome.code)
         report = merged
@@ -153,19 +153,19 @@ def _raise_stop() -> None:
 
 def _run(path: Path, args: list[str], watch: Watch, json: str | None) -> Outcome:
     if json != "-":
-        return run_script(path, args, watch)
+        return run_script.run_script(path, args, watch)
     # Standard output belongs to the JSON object: what the script prints goes to standard error.
     with redirect_stdout(sys.stderr):
-        return run_script(path, args, watch)
+        return run_script.run_script(path, args, watch)
 
 
 def _run_fake(path: Path, args: list[str], json: str | None) -> int:
-    from leanstep.diagnose.fake import run_fake
+    from leanstep.diagnose.run_script import run_fake
     from leanstep.diagnose.source import short_path
 
     with redirect_stdout(sys.stderr):
         verdict, outcome = run_fake(path, args)
-    screen = console(json)
+    out = console(json)
     report: dict[str, Any] = {"script": str(path), "steps": verdict.steps, "read": None}
     if verdict.line is not None:
         place = f"{short_path(verdict.line.file)}:{verdict.line.number}"
@@ -175,13 +175,11 @@ def _run_fake(path: Path, args: list[str], json: str | None) -> int:
             "op": verdict.op,
             "code": verdict.line.code,
         }
-        screen.print(
-            f"host-sync  {place}  {verdict.op}\n    {verdict.line.code}", markup=False, soft_wrap=True
-        )
-        screen.print("The host looks at a value here; later reads were not reached.", markup=False)
+        out.print(f"host-sync  {place}  {verdict.op}\n    {verdict.line.code}", markup=False, soft_wrap=True)
+        out.print("The host looks at a value here; later reads were not reached.", markup=False)
     elif outcome.exception is None:
         ran = "The first step" if verdict.steps else "The script"
-        screen.print(f"{ran} ran without data: nothing forced the host to look.", markup=False)
+        out.print(f"{ran} ran without data: nothing forced the host to look.", markup=False)
     write_json(report, json)
     if outcome.code:
         return outcome.code
@@ -192,7 +190,7 @@ def _write_baseline(findings: list[Finding], path: str) -> None:
     import json
 
     write_text(
-        path, json.dumps(gates.baseline_of(findings), indent=1, ensure_ascii=False) + "\n", "--baseline"
+        path, json.dumps(run_script.baseline_of(findings), indent=1, ensure_ascii=False) + "\n", "--baseline"
     )
     for finding in findings:
         finding.baselined = True
@@ -203,11 +201,11 @@ def _show(
     annotate: bool, json: str | None,
 ) -> None:  # fmt: skip
     target = console(json)
-    width = max(target.width, 60) if target.is_terminal else output.WIDTH
-    text = output.screen(watch, findings, script, silenced=silenced, show_all=show_all, width=width)
+    width = max(target.width, 60) if target.is_terminal else screen.WIDTH
+    text = screen.screen(watch, findings, script, silenced=silenced, show_all=show_all, width=width)
     target.print(text, markup=False, highlight=False, soft_wrap=True)
     if explain is not None:
-        entries = output.entries_of([f for f in findings if not f.baselined])
+        entries = screen.entries_of([f for f in findings if not f.baselined])
         if explain > len(entries):
             raise BadInput(
                 f"--explain: expected 1 to {len(entries)}, got {explain}"
@@ -215,19 +213,19 @@ def _show(
                 else "--explain: no findings"
             )
         target.print(
-            "\n" + output.explain(entries[explain - 1]), markup=False, highlight=False, soft_wrap=True
+            "\n" + screen.explain(entries[explain - 1]), markup=False, highlight=False, soft_wrap=True
         )
     if annotate:
-        for command in output.annotation_lines(findings):
+        for command in screen.annotation_lines(findings):
             target.print(command, markup=False, highlight=False, soft_wrap=True)
 
 
 def _write_html(path: str, report: dict[str, Any], findings: list[Finding]) -> None:
-    from leanstep.report import page, source
+    from leanstep.report import excerpts, page
 
     files = {finding.id: finding.line.file for finding in findings if finding.line.library}
     shown = [
-        {**f, "source": source.excerpt(files[f["id"]], f["line"], f["code"])} if f["id"] in files else f
+        {**f, "source": excerpts.excerpt(files[f["id"]], f["line"], f["code"])} if f["id"] in files else f
         for f in report["findings"]
     ]
     page.add_section(path, "diagnose", {**report, "findings": shown})
@@ -241,7 +239,7 @@ def _exit_code(outcome: Outcome, watch: Watch, findings: list[Finding], rules: t
             f"--fail-on: no step was recorded after {watch.num_warmup} of warm-up; nothing can be said"
         )
     trained = watch.boundary != "none" or any(step.backward_runs for step in watch.steps)
-    failed = gates.failures(findings, rules)
+    failed = run_script.failures(findings, rules)
     if failed:
         names = ", ".join(sorted({finding.rule for finding in failed}))
         print(

@@ -100,9 +100,9 @@ def load(folder: Path, side: str) -> ModuleType:
 
 def diagnose_script(path: Path, *, steps: int = 2) -> dict[str, Any]:
     """What `leanstep diagnose PATH --json` gives, with the script's own output kept away from the screen."""
-    from leanstep.diagnose import Limits, output
+    from leanstep.diagnose import Limits, screen
     from leanstep.diagnose.cost import is_small
-    from leanstep.diagnose.script import Stop, run_script
+    from leanstep.diagnose.run_script import Stop, run_script
     from leanstep.diagnose.watch import Watch
 
     def stop() -> None:
@@ -119,7 +119,7 @@ def diagnose_script(path: Path, *, steps: int = 2) -> dict[str, Any]:
         raise FellShort(f"demo: {path} failed: {last[0]}")
     # As on the terminal: what costs less than half a percent of the step is not worth a line.
     findings = [finding for finding in watch.findings() if not is_small(finding)]
-    return output.as_json(watch, findings, str(path))
+    return screen.as_json(watch, findings, str(path))
 
 
 @contextlib.contextmanager
@@ -217,7 +217,7 @@ def compare(
     example: Example, examples: Path, *, steps: int, budget_s: float, report: Report
 ) -> dict[str, Any]:
     """Everything about one of the `examples`, as the page's `demo` section holds it."""
-    from leanstep.report.source import difference
+    from leanstep.report.excerpts import difference
 
     folder = examples / example.name
     texts = {side: (folder / f"{side}.py").read_text(encoding="utf-8") for side in SIDES}

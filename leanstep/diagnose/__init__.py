@@ -9,7 +9,7 @@
 `step()` ends a step by hand from inside a script that runs under `leanstep diagnose`.
 """
 
-from leanstep.diagnose.finding import RULE_IDS, Finding, Limits
+from leanstep.diagnose.step_records import RULE_IDS, Finding, Limits
 from leanstep.diagnose.watch import Watch, step, watch
 
 __all__ = ["RULE_IDS", "Finding", "Limits", "Watch", "step", "watch"]

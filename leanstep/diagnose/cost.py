@@ -1,7 +1,6 @@
 """What a finding costs: this machine's rates, measured once per process, and the price of a finding.
 
-A price is no speed-up: it says what the line spends, not what a replacement would. `leanstep bench`
-measures that.
+A price says what a line spends, not what a replacement would spend: `leanstep bench` measures that.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from functools import cache
 
 import torch
 
-from leanstep.diagnose.finding import Finding
 from leanstep.diagnose.ops import HALF
-from leanstep.diagnose.record import MatmulKey, StepRecord
+from leanstep.diagnose.step_records import Finding, MatmulKey, StepRecord
 
 # A read on a GPU waits for the queue: the latency of a synchronisation plus the gap until work arrives again.
 SYNC_SECONDS = (10e-6, 50e-6)
@@ -26,9 +24,7 @@ SMALL_SHARE = 0.005
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates of this machine: seconds per tiny op, bytes per second (straight and strided),
-    FLOP per second.
-    """
+    """Rates of this machine: seconds per tiny op, bytes/s (contiguous and strided), FLOP/s."""
 
     op_s: float
     bytes_per_s: float

@@ -1,6 +1,4 @@
-"""What is known about an ATen op before it runs: whether it has a kernel, what it writes,
-what it multiplies.
-"""
+"""What is known about an ATen op before it runs: whether it has a kernel, what it writes and multiplies."""
 
 from __future__ import annotations
 
@@ -74,8 +72,7 @@ class OpInfo:
         self.zeros = self.name in ZEROS
         self.renames = namespace == "aten" and self.name in ("detach", "alias", "lift_fresh")
         self.maybe_read = is_candidate(schema.name)
-        # Arguments that the op writes in place, by position; `out=` tensors are keyword-only and not
-        # parameters.
+        # Arguments that the op writes in place, by position; `out=` tensors are keyword-only, no parameters.
         self.writes = tuple(
             i
             for i, argument in enumerate(schema.arguments)

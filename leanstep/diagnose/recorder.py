@@ -7,21 +7,14 @@ strides, versions and rows only past the byte thresholds. No value on a device i
 from __future__ import annotations
 
 import sys
-import weakref
-from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from leanstep.diagnose import source
-from leanstep.diagnose.finding import Limits
-from leanstep.diagnose.modes import CallMode, OpMode, hide_from_compiler
 from leanstep.diagnose.ops import OpInfo, matmul_shape
-from leanstep.diagnose.record import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, tally
 from leanstep.diagnose.source import (
-    ACCUMULATE_GRAD,
     IN_CHECKPOINT,
     IN_COMPILED,
     IN_DATA,
@@ -30,10 +23,22 @@ from leanstep.diagnose.source import (
     IN_OPTIM,
     IN_TRANSFORM,
     UNKNOWN,
+    AutogradLines,
     Site,
     Stack,
 )
 from leanstep.diagnose.step import StepState
+from leanstep.diagnose.step_records import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    RECOMPUTE,
+    Limits,
+    Parameter,
+    RunRecord,
+    tally,
+)
+from leanstep.diagnose.torch_hooks import CallMode, OpMode, hide_from_compiler
 from leanstep.host_reads import (
     HostCopies,
     call_read,
@@ -42,57 +47,29 @@ from leanstep.host_reads import (
     run_read_call,
 )
 
-MAX_MAP_ENTRIES = 200_000
-# A backward with fewer nodes than this cannot overflow the stack when its graph is freed: see `_keep_node`.
-DEEP_GRAPH = 4_000
 _NO_CHAIN: tuple[int, ...] = ()
 
 
-class Parameter:
-    """A leaf that requires grad and was an input of a forward op; known by its storage."""
-
-    __slots__ = ("first_use", "storage", "tensor")
-
-    def __init__(self, tensor: Tensor, first_use: Site) -> None:
-        self.tensor, self.first_use = weakref.ref(tensor), first_use
-        # Held weakly, the storage's address cannot be given to another one.
-        self.storage = StorageWeakRef(tensor.untyped_storage())
-
-
-class Recorder:
+class Recorder(RunRecord):
     """Counts the ops of a step by line. `watch.py` switches it on and off and says where steps end."""
 
     def __init__(self, limits: Limits | None = None) -> None:
-        limits = limits or Limits()
-        self.tiny_bytes = int(limits["op-storm"]["tiny_bytes"])
-        self.small_bytes = int(limits["unbatched-optimizer"]["bytes"])
-        self.churn_bytes = int(limits["alloc-churn"]["bytes"])
-        self.layout_bytes = int(limits["transposed-copy"]["op_bytes"])
-        self.fill_ratio = limits["zero-fill"]["ratio"]
+        super().__init__(limits)
         self.active = False
         self.stack = Stack()
         self.state = StepState(self)
-        self.parameters: dict[int, Parameter] = {}
-        self.writers: set[int] = set()
         # Optimizers whose step() is running, outermost first.
         self.stepping: list[int] = []
-        self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self.on_first_node: Any = None
         self.node_seen = False
         self.accelerator = False
         self.total_reads = 0
         self.errors: list[str] = []
-        self.notes: dict[tuple[str, str], str] = {}
         self._infos: dict[int, OpInfo] = {}
         self._copies = HostCopies()
         self._last_number = -1
         self._in_backward = False
-        # Two generations: a graph may outlive the step that built it.
-        self._sites_by_number: dict[int, Site] = {}
-        self._older_sites: dict[int, Site] = {}
-        self._nodes: deque[Any] = deque()
-        self._deep_graphs: deque[deque[Any]] = deque()
-        self._older_graphs: deque[deque[Any]] = deque()
+        self.lines = AutogradLines()
         self._ops = OpMode(self)
         self._calls = CallMode(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _identity)
@@ -115,15 +92,11 @@ class Recorder:
         """Forget what belongs to the step that just ended."""
         self.stack.new_step()
         self._copies.clear()
-        self._older_sites, self._sites_by_number = self._sites_by_number, {}
-        self._older_graphs, self._deep_graphs = self._deep_graphs, deque()
+        self.lines.new_step()
         dead = [key for key, parameter in self.parameters.items() if parameter.tensor() is None]
         for key in dead:
             del self.parameters[key]
         self.optimizers = {key: held for key, held in self.optimizers.items() if held() is not None}
-
-    def note(self, kind: str, where: str, text: str) -> None:
-        self.notes.setdefault((kind, where), text)
 
     # One op
 
@@ -152,7 +125,7 @@ class Recorder:
         if in_engine:
             if site is None:
                 phase, built_in = BACKWARD, True
-                site = self._forward_site(node)
+                site = self.lines.site_of(node, self.parameters)
             else:
                 phase = RECOMPUTE if flags & IN_CHECKPOINT else BACKWARD
             self._in_backward = True
@@ -177,16 +150,11 @@ class Recorder:
                     chain = self.stack.chain(frame)
         if number != self._last_number:
             self._last_number = number
-            if len(self._sites_by_number) < MAX_MAP_ENTRIES:
-                if direct:
-                    self._sites_by_number.setdefault(number - 1, site)
-            else:
-                self.note(
-                    "dropped",
-                    "",
-                    f"more than {MAX_MAP_ENTRIES:,} autograd nodes in one step: lines of later backward "
-                    f"ops are unknown",
-                )
+            if self.lines.is_full:
+                most = f"more than {source.MAX_MAP_ENTRIES:,} autograd nodes in one step"
+                self.note("dropped", "", f"{most}: lines of later backward ops are unknown")
+            elif direct:
+                self.lines.add(number - 1, site)
         if flags & (IN_COMPILED | IN_TRANSFORM):
             self._note_flags(flags, site)
 
@@ -327,39 +295,8 @@ class Recorder:
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        if len(self._nodes) > DEEP_GRAPH:
-            self._deep_graphs.append(self._nodes)
-        self._nodes = deque()
+        self.lines.end_backward()
         self.state.end_backward()
-
-    def _forward_site(self, node: Any) -> Site:
-        """The forward line of a built-in autograd node."""
-        if node is None:
-            return UNKNOWN
-        # Asking for a node gives it a Python object for life, and torch frees a chain of nodes that have one
-        # recursively: tens of thousands overflow the stack. Held here until the step after the next, the
-        # graph of a step is gone before its nodes are, one by one: a deque frees its first item first, and
-        # the backward came from the loss.
-        if not self._nodes or self._nodes[-1] is not node:
-            self._nodes.append(node)
-        number = node._sequence_nr()
-        if number == ACCUMULATE_GRAD:
-            variable: Any = getattr(node, "variable", None)
-            if isinstance(variable, Tensor):
-                parameter = self.parameters.get(variable.untyped_storage()._cdata)
-                if parameter is not None:
-                    return parameter.first_use
-            return UNKNOWN
-        site = self._sites_by_number.get(number)
-        if site is not None:
-            return site
-        # Views made in place create nodes without a dispatch: the nearest earlier node is on their line.
-        for candidate in range(number, number - 4, -1):
-            site = self._sites_by_number.get(candidate) or self._older_sites.get(candidate)
-            if site is not None:
-                return site
-        self.state.unmapped += 1
-        return UNKNOWN
 
     def _learn(self, tensor: Tensor, storage: int, site: Site) -> None:
         parameter = self.parameters.get(storage)
@@ -426,8 +363,7 @@ class Recorder:
     def _count_read(
         self, kind: str, target: Tensor | None, site: Site, phase: str, flags: int, tainted: bool
     ) -> None:
-        # torch's optimizers keep their step counters on the host; a sampler's permutation lives there as
-        # well.
+        # torch's optimizers keep their step counters on the host; a sampler's permutation is there as well.
         if flags & (IN_OPTIM | IN_DATA | IN_LEANSTEP):
             return
         if target is not None and self._copies.holds(target):

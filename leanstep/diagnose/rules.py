@@ -1,9 +1,7 @@
-"""The rules: one pure function each, from the record of a step to hits; their texts; and the verdict
-over steps.
+"""The rules: their texts, and the verdict over all recorded steps.
 
-A finding must hold on every recorded step. Its count is the median over the steps, except for dead rows,
-where
-the minimum is the only number that is waste on every step.
+A finding must hold on every recorded step. Its count is the median over the steps; of dead rows it is the
+minimum, the only number that is waste on every step.
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leanstep.diagnose import rules_host, rules_tensors
-from leanstep.diagnose.finding import Finding, Hit, Limits
-from leanstep.diagnose.record import StepRecord
+from leanstep.diagnose import rule_checks
 from leanstep.diagnose.source import Line
+from leanstep.diagnose.step_records import Finding, Hit, Limits, StepRecord
+from leanstep.units import size
 
 Hits = dict[str, dict[Line, Hit]]
 
@@ -33,13 +31,6 @@ class Rule:
     fix: str
     short_fix: str
     leanstep: str | None = None
-
-
-def size(num_bytes: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -75,8 +66,7 @@ def _dead(f: Finding) -> str:
     )
     return (
         f"{f.count:,} of {e['rows']:,} rows of the head ({e['inner']:,} to {e['width']:,}) get a gradient "
-        f"of exactly zero "
-        f"on {len(f.counts)} of {len(f.counts)} steps.{varies}"
+        f"of exactly zero on {len(f.counts)} of {len(f.counts)} steps.{varies}"
     )
 
 
@@ -91,78 +81,74 @@ RULES: dict[str, Rule] = {
     for rule in (
         Rule(
             "host-sync",
-            rules_host.host_sync,
+            rule_checks.host_sync,
             lambda f: _plural(f.count, "read"),
             _reads,
             "On a GPU each read waits until the device has finished everything queued before it, and the "
             "queue runs empty.",
             "Keep the value on the device (torch.where, masked arithmetic, integer row indices made once) "
-            "and read it "
-            "once after the step, or every k-th step. leanstep.preference has pair losses without reads; "
-            "leanstep.logprob.plan_rows makes integer row indices in place of boolean masks.",
+            "and read it once after the step, or every k-th step. leanstep.preference has pair losses "
+            "without reads; leanstep.logprob.plan_rows makes integer row indices in place of boolean masks.",
             "keep on the device; read once per step",
             "leanstep.preference",
         ),
         Rule(
             "op-storm",
-            rules_host.op_storm,
+            rule_checks.op_storm,
             lambda f: f"{f.count:,} tiny ops",
             _storm,
             "Each op costs microseconds of dispatch (and a launch on a GPU) however little it computes.",
             "Write the loop as tensor ops over all items at once. leanstep.preference.ragged and "
-            "LensObjective do it for "
-            "pair and ragged losses, leanstep.logprob for per-token log-probs.",
+            "LensObjective do it for pair and ragged losses, leanstep.logprob for per-token log-probs.",
             "one tensor op over all items",
             "leanstep.preference",
         ),
         Rule(
             "dead-rows",
-            rules_tensors.dead_rows,
+            rule_checks.dead_rows,
             lambda f: f"{f.count:,} of {f.evidence['rows']:,}",
             _dead,
             "Their logits are computed, stored and differentiated, and contribute nothing.",
             "Choose the rows before the head: linear_logprobs(hidden, weight, targets, rows=...), or "
-            "hidden[rows] with "
-            "integer indices made once.",
+            "hidden[rows] with integer indices made once.",
             "linear_logprobs(..., rows=...)",
             "leanstep.logprob.linear_logprobs",
         ),
         Rule(
             "zero-fill",
-            rules_tensors.zero_fill,
+            rule_checks.zero_fill,
             lambda f: f"{f.count:,} fills",
             lambda f: (
-                f"The backward of this line writes {f.count:,} whole buffers ({_listed(f.evidence['ops'])}), "
-                f"{size(f.evidence['bytes'])} together, each for a gradient at most a quarter of its size."
+                f"The backward of this line writes {f.count:,} whole buffers "
+                f"({_listed(f.evidence['ops'])}), {size(f.evidence['bytes'])} together, each for a gradient "
+                "at most a quarter of its size."
             ),
             "Indexing a piece makes autograd fill a buffer of the full size with zeros per piece, and add "
             "them up.",
             "Take all pieces with one op: unbind, split, or a loss over the whole tensor; for parameter "
-            "banks the access of "
-            "leanstep.gpt, which writes every slice of the gradient once.",
+            "banks the access of leanstep.gpt, which writes every slice of the gradient once.",
             "unbind/split once; one loss for all",
             "leanstep.gpt",
         ),
         Rule(
             "transposed-copy",
-            rules_tensors.transposed_copy,
+            rule_checks.transposed_copy,
             lambda f: _plural(f.count, "copy", "copies"),
             lambda f: (
                 f"{_listed(f.evidence['kinds'])} across memory layouts, {size(f.evidence['bytes'])} per "
-                f"step: rows are read "
-                "where columns are written."
+                "step: rows are read where columns are written."
             ),
             "A strided pass is several times slower than a straight one, and a matmul takes either layout "
             "for free.",
             "Pass the transposed view to the matmul, and keep state in the layout of its use. The "
-            "transpose-copy and "
-            "transpose-add kernels of leanstep.muon and leanstep.gpt do what must be done in tiles.",
+            "transpose-copy and transpose-add kernels of leanstep.muon and leanstep.gpt do what must be "
+            "done in tiles.",
             "pass the view; keep one layout",
             "leanstep.muon",
         ),
         Rule(
             "duplicate-cast",
-            rules_tensors.duplicate_cast,
+            rule_checks.duplicate_cast,
             lambda f: _plural(f.count, "cast"),
             lambda f: (
                 f"The same version of a tensor is cast again: {_listed(f.evidence['casts'])}, "
@@ -174,7 +160,7 @@ RULES: dict[str, Rule] = {
         ),
         Rule(
             "dtype-round-trip",
-            rules_tensors.dtype_round_trip,
+            rule_checks.dtype_round_trip,
             lambda f: _plural(f.count, "trip"),
             lambda f: (
                 f"A widened tensor is cast straight back: {_listed(f.evidence['casts'])}, "
@@ -186,7 +172,7 @@ RULES: dict[str, Rule] = {
         ),
         Rule(
             "full-vocab",
-            rules_tensors.full_vocab,
+            rule_checks.full_vocab,
             lambda f: _plural(f.count, "tensor"),
             lambda f: (
                 f"Saved for the backward: {_listed(f.evidence['shapes'])}, {size(f.evidence['bytes'])} of "
@@ -201,7 +187,7 @@ RULES: dict[str, Rule] = {
         ),
         Rule(
             "retained-chunks",
-            rules_tensors.retained_chunks,
+            rule_checks.retained_chunks,
             lambda f: _plural(f.count, "chunk"),
             lambda f: (
                 f"{_plural(f.count, 'chunk')} of the head's width are kept for the backward "
@@ -215,23 +201,24 @@ RULES: dict[str, Rule] = {
         ),
         Rule(
             "unbatched-optimizer",
-            rules_host.unbatched_optimizer,
+            rule_checks.unbatched_optimizer,
             lambda f: f"{f.count:,} ops",
             _unbatched,
             "Small updates are all overhead when each parameter gets its own ops.",
             "fused=True (or foreach=True) for torch's optimizers, torch._foreach_* ops in hand-written "
-            "updates, "
-            "leanstep.muon.NorMuon for Muon: it stacks matrices of one shape and multiplies them together.",
+            "updates, leanstep.muon.NorMuon for Muon: it stacks matrices of one shape and multiplies them "
+            "together.",
             "fused=True, _foreach_*, or NorMuon",
             "leanstep.muon.NorMuon",
         ),
         Rule(
             "slow-dtype",
-            rules_host.slow_dtype,
+            rule_checks.slow_dtype,
             lambda f: _plural(f.count, "matmul"),
             lambda f: (
                 f"{_plural(f.count, 'matmul')} in {f.evidence['dtype']}, measured here at "
-                f"{f.evidence['gflops_per_s']} GFLOP/s against {f.evidence['fp32_gflops_per_s']} in float32."
+                f"{f.evidence['gflops_per_s']} GFLOP/s against {f.evidence['fp32_gflops_per_s']} in "
+                "float32."
             ),
             "This CPU has no fast instructions for the dtype.",
             "Compute in float32 on this CPU (keep the weights as they are and cast once); leanstep picks "
@@ -240,7 +227,7 @@ RULES: dict[str, Rule] = {
         ),
         Rule(
             "alloc-churn",
-            rules_host.alloc_churn,
+            rule_checks.alloc_churn,
             lambda f: f"{f.count:,} buffers",
             lambda f: (
                 f"Under no_grad the line makes {f.count:,} fresh buffers of a megabyte or more, "
@@ -252,7 +239,7 @@ RULES: dict[str, Rule] = {
         ),
         Rule(
             "unused-grad",
-            rules_host.unused_grad,
+            rule_checks.unused_grad,
             lambda f: _plural(f.count, "leaf", "leaves"),
             lambda f: (
                 f"{_plural(f.count, 'leaf', 'leaves')} first used here get a gradient "

@@ -10,7 +10,8 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -29,6 +30,9 @@ sequence_number: Callable[[], int] | None = getattr(torch.autograd, "_get_sequen
 if not hasattr(torch._C, "_FunctionBase") or not hasattr(torch.autograd.graph, "_engine_run_backward"):
     current_node = None
 ACCUMULATE_GRAD = 2**64 - 1
+MAX_MAP_ENTRIES = 200_000
+# A backward with fewer nodes cannot overflow the stack when its graph is freed: see `AutogradLines`.
+DEEP_GRAPH = 4_000
 
 _TORCH = os.path.join(os.path.dirname(str(torch.__file__)), "")  # noqa: PTH118, PTH120  (a prefix for str.startswith)
 # As they were imported, not resolved: a frame's file name keeps the links on the way to it.
@@ -234,6 +238,62 @@ class Stack:
         self._codes.append(code)
         verdict = self._verdicts[id(code)] = judge_code(code.co_filename, code.co_name)
         return verdict
+
+
+class AutogradLines:
+    """The forward line behind each autograd node: sites by the sequence number of the node they made."""
+
+    def __init__(self) -> None:
+        # Two generations: a graph may outlive the step that built it.
+        self._sites: dict[int, Site] = {}
+        self._older_sites: dict[int, Site] = {}
+        # Asking for a node gives it a Python object for life, and torch frees a chain of nodes that have one
+        # recursively: tens of thousands overflow the stack. Held here until the step after the next, the
+        # graph of a step is gone before its nodes are, one by one: a deque frees its first item first, and
+        # the backward came from the loss.
+        self._nodes: deque[Any] = deque()
+        self._deep_graphs: deque[deque[Any]] = deque()
+        self._older_graphs: deque[deque[Any]] = deque()
+
+    def add(self, number: int, site: Site) -> None:
+        self._sites.setdefault(number, site)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._sites) >= MAX_MAP_ENTRIES
+
+    def new_step(self) -> None:
+        self._older_sites, self._sites = self._sites, {}
+        self._older_graphs, self._deep_graphs = self._deep_graphs, deque()
+
+    def end_backward(self) -> None:
+        if len(self._nodes) > DEEP_GRAPH:
+            self._deep_graphs.append(self._nodes)
+        self._nodes = deque()
+
+    def site_of(self, node: Any, parameters: Mapping[int, Any]) -> Site:
+        """The forward line of a built-in node; of a leaf's gradient, the line that first used the leaf."""
+        if node is None:
+            return UNKNOWN
+        if not self._nodes or self._nodes[-1] is not node:
+            self._nodes.append(node)
+        number = node._sequence_nr()
+        if number == ACCUMULATE_GRAD:
+            variable: Any = getattr(node, "variable", None)
+            if isinstance(variable, torch.Tensor):
+                parameter = parameters.get(variable.untyped_storage()._cdata)
+                if parameter is not None:
+                    return parameter.first_use
+            return UNKNOWN
+        site = self._sites.get(number)
+        if site is not None:
+            return site
+        # Views made in place create nodes without a dispatch: the nearest earlier node is on their line.
+        for candidate in range(number, number - 4, -1):
+            site = self._sites.get(candidate) or self._older_sites.get(candidate)
+            if site is not None:
+                return site
+        return UNKNOWN
 
 
 def judge_code(file: str, function: str) -> int:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from leanstep.diagnose.ops import OpInfo, different_order, out_of_order, widens
-from leanstep.diagnose.record import (
+from leanstep.diagnose.source import Line, Site
+from leanstep.diagnose.step_records import (
     FORWARD,
     OPTIMIZER,
     RECOMPUTE,
@@ -19,15 +20,12 @@ from leanstep.diagnose.record import (
     MatmulKey,
     OpKey,
     OpRecord,
+    RunRecord,
     SavedRecord,
     StepRecord,
     Tally,
     tally,
 )
-from leanstep.diagnose.source import Line, Site
-
-if TYPE_CHECKING:
-    from leanstep.diagnose.recorder import Recorder
 
 MAX_CASTS = 200_000
 # Below this many runs of an op nobody asks which parameters were read meanwhile.
@@ -37,8 +35,8 @@ MIN_REPEATS = 8
 class StepState:
     """Counters in the form that is cheapest to add to. One object serves the whole recording."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, run: RunRecord) -> None:
+        self.run = run
         self.tainted: set[int] = set()
         # Buffers of the step before, until it is known which of them outlive this one.
         self._earlier: tuple[dict[Site, Tally], list[tuple[Site, StorageWeakRef, int, int]]] = ({}, [])
@@ -79,7 +77,7 @@ class StepState:
         self.window: list[tuple[Site, int, int, int, int, str]] = []
         self.window_storages: set[int] = set()
         self.window_bytes = self.saved_bytes = self.peak_saved_bytes = 0
-        self.backward_runs = self.num_ops = self.written_bytes = self.unmapped = 0
+        self.backward_runs = self.num_ops = self.written_bytes = 0
         if len(self.tainted) > 100_000:
             self.tainted.clear()
 
@@ -112,7 +110,7 @@ class StepState:
 
     def is_parameter(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()._cdata
-        return storage in self.recorder.parameters or storage in self.derived
+        return storage in self.run.parameters or storage in self.derived
 
     def _count_dead_rows(self, operand: Tensor, head: tuple[Site, tuple[int, ...], int, int]) -> bool:
         site, shape, inner, width = head
@@ -144,7 +142,7 @@ class StepState:
         if tensor.dtype == out.dtype or tensor.is_inference():
             return
         if len(self.casts) >= MAX_CASTS:
-            self.recorder.note(
+            self.run.note(
                 "dropped", "", f"more than {MAX_CASTS:,} casts in one step: later ones are not compared"
             )
             return
@@ -177,13 +175,13 @@ class StepState:
         if info.zeros:
             self.zero_storages.add(outs[0].untyped_storage()._cdata)
         elif info.whole_buffer:
-            if outs[0].nbytes >= self.recorder.fill_ratio * args[0].nbytes:
+            if outs[0].nbytes >= self.run.fill_ratio * args[0].nbytes:
                 tally(self.zero_fills, site, outs[0].nbytes, 1, info.name)
         elif info.into_zeros is not None:
             storage = args[0].untyped_storage()._cdata
             if storage in self.zero_storages:
                 self.zero_storages.discard(storage)
-                if outs[0].nbytes >= self.recorder.fill_ratio * args[info.into_zeros].nbytes:
+                if outs[0].nbytes >= self.run.fill_ratio * args[info.into_zeros].nbytes:
                     tally(self.zero_fills, site, outs[0].nbytes, 1, info.name)
 
     # Copies across layouts
@@ -199,16 +197,16 @@ class StepState:
             for mine, theirs in zip(args[0], args[1], strict=False):
                 if (
                     isinstance(theirs, Tensor)
-                    and mine.nbytes >= self.recorder.layout_bytes
+                    and mine.nbytes >= self.run.layout_bytes
                     and different_order(mine, theirs)
                 ):
                     self._count_layout((mine, theirs), mine.nbytes, site, "add")
 
     def _count_layout(self, operands: Any, num_bytes: int, site: Site, kind: str) -> None:
-        if num_bytes < self.recorder.layout_bytes:
+        if num_bytes < self.run.layout_bytes:
             return
         storages = {tensor.untyped_storage()._cdata for tensor in operands}
-        known = storages & self.recorder.parameters.keys() or storages & self._held_by_optimizers()
+        known = storages & self.run.parameters.keys() or storages & self._held_by_optimizers()
         tally(self.state_copies if known else self.other_copies, site, num_bytes, 1, kind)
 
     def _held_by_optimizers(self) -> set[int]:
@@ -216,11 +214,11 @@ class StepState:
         stamp = self.backward_runs
         if self.gradients[0] != stamp:
             storages = set()
-            for parameter in self.recorder.parameters.values():
+            for parameter in self.run.parameters.values():
                 tensor = parameter.tensor()
                 if tensor is not None and tensor.grad is not None:
                     storages.add(tensor.grad.untyped_storage()._cdata)
-            for reference in self.recorder.optimizers.values():
+            for reference in self.run.optimizers.values():
                 optimizer = reference()
                 for values in optimizer.state.values() if optimizer is not None else ():
                     if isinstance(values, dict):
@@ -246,7 +244,7 @@ class StepState:
         self.backward_runs += 1
         self.zero_storages.clear()
         for storage in self.used:
-            parameter = self.recorder.parameters.get(storage)
+            parameter = self.run.parameters.get(storage)
             tensor = parameter.tensor() if parameter is not None else None
             if tensor is not None and tensor.grad is not None and tensor.grad.layout is torch.strided:
                 self.tainted.add(tensor.grad.untyped_storage()._cdata)
@@ -256,7 +254,7 @@ class StepState:
     def _close_window(self) -> None:
         totals: dict[tuple[Site, int], list[int]] = {}
         for site, width, rows, num_bytes, storage, shape in self.window:
-            if storage in self.recorder.parameters or storage in self.derived:
+            if storage in self.run.parameters or storage in self.derived:
                 continue
             total = totals.setdefault((site, width), [0, 0, 0])
             total[0] += 1
@@ -280,7 +278,7 @@ class StepState:
         self._close_window()
         for record, dead in self.pending_heads:
             record.dead += int(dead)
-        writers = self.recorder.writers
+        writers = self.run.writers
         ops: dict[OpKey, OpRecord] = {}
         flops = 0
         spans = {
@@ -314,7 +312,7 @@ class StepState:
         unused: dict[Site, Tally] = {}
         for storage, site in self.unused.items():
             if storage not in self.written:
-                parameter = self.recorder.parameters.get(storage)
+                parameter = self.run.parameters.get(storage)
                 tensor = parameter.tensor() if parameter is not None else None
                 tally(unused, site, tensor.nbytes if tensor is not None else 0)
         record = StepRecord(
@@ -359,10 +357,9 @@ class StepState:
     def settle_churn(self, last: bool = False) -> None:
         """Take off the buffers of the step before that are still alive: they are kept, not dropped.
 
-        A variable that is bound anew in every step holds its value until then; that is no keeping. So what is
+        A variable that is bound anew in every step holds its value until then and does not count. So what is
         alive at the end of its own step (`last`: no later step will tell) counts as kept only if earlier
-        steps
-        showed it, or if it is more than one value of the line.
+        steps showed it, or if it is more than one value of the line.
         """
         made, fresh = self._earlier
         alive: dict[Site, int] = {}

@@ -1,9 +1,8 @@
 """`watch()`: what is entered while a training runs, where its steps end, and how everything is left again.
 
 A step ends when the next one begins: at the first op that creates an autograd node after an optimizer's
-`step()` returned, so several optimizers, averages and logging stay together. What runs between the two is
-counted to the step that follows, where the preparation of its batch belongs; each step has it once
-either way.
+`step()` returned, so several optimizers, averages and logging stay together. What runs between the two counts
+as part of the step that follows, like the preparation of its batch; each step has it once either way.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from leanstep.diagnose import cost, cuda, objects, rules, source
-from leanstep.diagnose.finding import Finding, Limits
-from leanstep.diagnose.record import StepRecord
+from leanstep.diagnose import cost, rules, source, torch_hooks
 from leanstep.diagnose.recorder import Recorder
-from leanstep.diagnose.stacks import SavedHooks, leave_mode
+from leanstep.diagnose.step_records import Finding, Limits, StepRecord
+from leanstep.diagnose.torch_hooks import SavedHooks, leave_mode
 
 # Steps whose counters are kept whole; of earlier ones only what the rules said.
 FULL_STEPS = 8
@@ -99,10 +97,10 @@ class Watch:
         self._calibration = cost.calibrate()
         cost.warm_up_torch()
         self._threads = {thread.name for thread in threading.enumerate()}
-        self._jit_entries = objects.triton_entries()
+        self._jit_entries = torch_hooks.triton_entries()
         self._stack.enter_context(self._hooks.stepping_aside())
-        self._stack.enter_context(cuda.watch_graphs(self._on_graph_replay))
-        self._stack.enter_context(cuda.sync_debug(self.recorder))
+        self._stack.enter_context(torch_hooks.watch_graphs(self._on_graph_replay))
+        self._stack.enter_context(torch_hooks.sync_debug(self.recorder))
         self._stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
         if self._timed_warmup:
@@ -215,9 +213,7 @@ class Watch:
             self._end_body(key)
 
     def _end_body(self, key: int) -> None:
-        """An optimizer has stepped: does its step belong to the step being recorded,
-        or start the next one?
-        """
+        """An optimizer has stepped: its step belongs to the recorded one, or the next one starts with it."""
         if not self.recorder.node_seen:
             self._cycle_optimizers.add(key)
             return
@@ -302,7 +298,7 @@ class Watch:
 
     def _hold(self, optimizer: torch.optim.Optimizer) -> None:
         self.recorder.optimizers[id(optimizer)] = weakref.ref(optimizer)
-        self._held.update(objects.storages_of(optimizer))
+        self._held.update(torch_hooks.storages_of(optimizer))
 
     def _judge_gradients(self) -> None:
         if not self._scanned:
@@ -320,7 +316,7 @@ class Watch:
     def _scan_objects(self) -> None:
         """Optimizers that step only now and then hold their parameters all the same; loaders have workers."""
         self._scanned = True
-        held, has_workers = objects.scan()
+        held, has_workers = torch_hooks.scan_objects()
         self._held |= held
         if has_workers:
             self.recorder.note("worker", "", "a DataLoader runs workers: what they compute is not seen")
@@ -334,7 +330,7 @@ class Watch:
         names = {t.name for t in threading.enumerate() if t.is_alive()} - self._threads
         # A progress bar's clock and a queue's feeder dispatch nothing.
         names = {n for n in names if not n.startswith(("tqdm", "QueueFeeder", "TMonitor", "pymp"))}
-        if names or self.recorder.state.unmapped:
+        if names:
             self.recorder.note("thread", "", "other threads ran during the step: their ops are not seen")
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             world = torch.distributed.get_world_size()
@@ -371,7 +367,7 @@ class Watch:
             if partial is not None:
                 self.num_warmup = self.warmup_done = 0
                 self.steps.append(partial)
-        if objects.triton_entries() > self._jit_entries:
+        if torch_hooks.triton_entries() > self._jit_entries:
             self.recorder.note("triton", "", "Triton kernels were launched directly: they are not seen")
         state.settle_churn(last=True)
         state.reset()

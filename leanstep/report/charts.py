@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from leanstep.report import units
+from leanstep import units
 
 Figure = dict[str, Any]
 Timeline = Sequence[Sequence[float]]

@@ -18,8 +18,9 @@ import jinja2
 from markupsafe import Markup
 
 import leanstep
+from leanstep import units
 from leanstep.files import BadInput, write_text
-from leanstep.report import sections, units
+from leanstep.report import sections
 from leanstep.report.tables import time_text
 
 FORMAT = 1

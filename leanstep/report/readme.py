@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from leanstep import units
 from leanstep.case import limit_of
 from leanstep.files import BadInput, write_text
-from leanstep.report import units
 
 
 class Line(NamedTuple):

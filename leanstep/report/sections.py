@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from leanstep import units
 from leanstep.case import limit_of
-from leanstep.report import charts, source, units
+from leanstep.report import charts, excerpts
 
 Data = dict[str, Any]
 
@@ -40,7 +41,7 @@ def _with_source(report: Data) -> Data:
     folder = Path(report.get("folder", "."))
     findings = []
     for finding in report["findings"]:
-        lines = source.excerpt(finding["file"], finding["line"], finding["code"], folder=folder)
+        lines = excerpts.excerpt(finding["file"], finding["line"], finding["code"], folder=folder)
         findings.append({"source": lines, **finding})
     return {**report, "findings": findings}
 
@@ -116,7 +117,7 @@ def findings_view(report: Data) -> Data:
                 "basis": cost.get("basis", ""),
                 "rows": [
                     {"number": number, "html": html, "hit": number == excerpt["line"]}
-                    for number, html in enumerate(source.colour(excerpt["lines"]), excerpt["start"])
+                    for number, html in enumerate(excerpts.colour(excerpt["lines"]), excerpt["start"])
                 ],
                 "note": excerpt["note"],
                 "callers": [f"{Path(c['file']).name}:{c['line']}" for c in finding.get("called_from", [])],
@@ -143,8 +144,10 @@ def _demo(payload: Data) -> Data:
     examples = []
     for example in payload["examples"]:
         before, after = example["before"], example["after"]
-        gone, came = source.changed_lines(example["diff"])
-        coloured = zip(example["diff"], source.colour([row["text"] for row in example["diff"]]), strict=True)
+        gone, came = excerpts.changed_lines(example["diff"])
+        coloured = zip(
+            example["diff"], excerpts.colour([row["text"] for row in example["diff"]]), strict=True
+        )
         examples.append(
             {
                 **example,

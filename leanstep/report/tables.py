@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from leanstep.report import units
+from leanstep import units
 
 
 def bench_table(result: dict[str, Any]) -> Group:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import leanstep
-from leanstep.diagnose import cuda, ranks
+from leanstep.diagnose import run_script, source, torch_hooks
 from leanstep.diagnose.watch import Watch
 
 TRAIN = """\
@@ -90,9 +90,7 @@ def test_replayed_graphs_are_named(write_script, watched, monkeypatch) -> None:
 
 
 def test_too_many_autograd_nodes_are_named(write_script, watched, monkeypatch) -> None:
-    from leanstep.diagnose import recorder
-
-    monkeypatch.setattr(recorder, "MAX_MAP_ENTRIES", 3)
+    monkeypatch.setattr(source, "MAX_MAP_ENTRIES", 3)
     watch = watched(write_script(TRAIN.format(setup="", body="loss = (model(x) * 2).tanh().exp().mean()")))
     assert kinds(watch) >= {"dropped"}
 
@@ -104,9 +102,9 @@ def test_sparse_tensors_do_not_disturb_the_recorder(write_script, watched) -> No
 
 
 def test_disagreement_with_torchs_own_sync_warnings_is_said() -> None:
-    assert cuda.disagreement(100, 95) is None
-    assert cuda.disagreement(0, 0) is None
-    assert "3 synchronising calls, 10 host reads" in str(cuda.disagreement(10, 3))
+    assert torch_hooks.disagreement(100, 95) is None
+    assert torch_hooks.disagreement(0, 0) is None
+    assert "3 synchronising calls, 10 host reads" in str(torch_hooks.disagreement(10, 3))
 
 
 def test_ranks_are_merged_by_line() -> None:
@@ -117,7 +115,7 @@ def test_ranks_are_merged_by_line() -> None:
         }  # fmt: skip
         return {"findings": [finding], "not_seen": [{"kind": "rank", "where": f"rank {count}", "note": ""}]}
 
-    merged = ranks.merge([report(3), report(9), report(4)])
+    merged = run_script.merge_ranks([report(3), report(9), report(4)])
     (finding,) = merged["findings"]
     assert finding["count"] == 9
     assert finding["evidence"]["across_ranks"] == {"ranks": 3, "min": 3, "median": 4, "max": 9}
@@ -150,11 +148,11 @@ def _train_rank(rank: int, world_size: int) -> tuple[int, set[str]]:
 GATHER = """\
 import json, os, sys
 os.__dict__.pop("getuid", None)  # as on Windows
-from leanstep.diagnose import ranks
+from leanstep.diagnose import run_script
 number = int(os.environ["RANK"])
 finding = {"id": "a", "count": number + 3, "compiled": False, "rank": 1, "evidence": {}}
 finding["cost"] = {"share": 0.1}
-merged = ranks.gather({"findings": [finding], "not_seen": []}, timeout_s=float(sys.argv[1]))
+merged = run_script.gather_ranks({"findings": [finding], "not_seen": []}, timeout_s=float(sys.argv[1]))
 print(json.dumps(merged))
 """
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from leanstep.diagnose import rules
-from leanstep.diagnose.finding import DEFAULTS, RULE_IDS, Limits
-from leanstep.diagnose.record import (
+from leanstep.diagnose.source import UNKNOWN, Line, Site
+from leanstep.diagnose.step_records import (
+    DEFAULTS,
+    RULE_IDS,
     HeadRecord,
+    Limits,
     MatmulKey,
     OpKey,
     OpRecord,
@@ -18,7 +21,6 @@ from leanstep.diagnose.record import (
     StepRecord,
     Tally,
 )
-from leanstep.diagnose.source import UNKNOWN, Line, Site
 
 KIB, MIB = 1024, 1024 * 1024
 HERE = Site(Line("train.py", 7, "loss_fn"))

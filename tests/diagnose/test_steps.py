@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from leanstep.diagnose import rules
-from leanstep.diagnose.finding import RULE_IDS
+from leanstep.diagnose.step_records import RULE_IDS
 
 STEPS = Path(__file__).parent / "steps"
 SCRIPTS = sorted([*STEPS.glob("*.py"), *STEPS.glob("*/train.py")])

@@ -224,13 +224,13 @@ def test_a_mode_of_the_user_survives_ours() -> None:
 
 def test_private_names_missing(monkeypatch, watched) -> None:
     """Without them forward findings are right, backward ops have no line, and the header says so."""
-    from leanstep.diagnose import output
+    from leanstep.diagnose import screen
 
     monkeypatch.setattr(source, "current_node", None)
     monkeypatch.setattr(source, "sequence_number", None)
     watch = watched(STEPS / "sync_in_loop.py")
     assert [(f.rule, f.line.number, f.count) for f in watch.findings()] == [("host-sync", 17, 64)]
-    assert "backward ops have no line" in output.screen(watch, [], "train.py")
+    assert "backward ops have no line" in screen.screen(watch, [], "train.py")
     assert watched(STEPS / "zero_fill_bank.py").findings() == []
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from leanstep.commands import example
-from leanstep.report.source import changed_lines, difference
+from leanstep.report.excerpts import changed_lines, difference
 
 FOLDER = Path(__file__).parents[2] / "examples"
 NAMES = [e.name for e in example.EXAMPLES]

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leanstep.report.source import changed_lines, colour, difference, excerpt
+from leanstep.report.excerpts import changed_lines, colour, difference, excerpt
 
 
 def write(folder: Path, text: str) -> str:

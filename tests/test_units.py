@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from leanstep.report import units
+from leanstep import units
 
 
 @pytest.mark.parametrize(

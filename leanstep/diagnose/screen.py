@@ -1,6 +1,4 @@
-"""What a recording says: the JSON object, the terminal's screen, one finding in full,
-annotations for a CI.
-"""
+"""What a recording says: the JSON object, the terminal's screen, one finding in full, CI annotations."""
 
 from __future__ import annotations
 
@@ -15,11 +13,12 @@ from typing import Any
 import torch
 
 import leanstep
+from leanstep import units
 from leanstep.diagnose import source
 from leanstep.diagnose.cost import is_small
-from leanstep.diagnose.finding import Finding
-from leanstep.diagnose.rules import RULES, size
+from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.source import Line, short_path
+from leanstep.diagnose.step_records import Finding
 
 SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
@@ -156,7 +155,7 @@ def cost_text(findings: Sequence[Finding]) -> str:
     if first.rule == "dead-rows":
         return f"{100 * first.count / first.evidence['rows']:.0f} % of the head"
     if first.work.held_bytes and first.rule != "unused-grad":
-        return f"{size(sum(f.work.held_bytes for f in findings))} held"
+        return f"{units.size(sum(f.work.held_bytes for f in findings))} held"
     seconds = sum(f.seconds or 0.0 for f in findings)
     shares = [f.share for f in findings if f.share is not None]
     share = f" ({min(sum(shares), 1.0):.0%} of the step)" if shares and seconds else ""
@@ -317,9 +316,7 @@ def _excerpt(line: Line, around: int = 3) -> list[str]:
 
 
 def annotation_lines(findings: Sequence[Finding]) -> list[str]:
-    """GitHub workflow commands, one per finding;
-    a library's line is shown where the user's code called it.
-    """
+    """GitHub workflow commands, one per finding; a library's line stands where the user's code called it."""
     commands = []
     for f in findings:
         if f.baselined:

@@ -1,0 +1,387 @@
+"""Run a user's script, for real or without data, and turn what was found into a verdict.
+
+The script runs the way Python would run it: its errors, its exit code and its arguments stay its own. The
+fake run stops where the host wants to look at a value. The verdict knows comments that allow a rule, a
+baseline file, and rules that must not fire. Under `torchrun` each rank records itself and rank 0 reports, for
+itself or for all; the reports meet in torch's own TCPStore at MASTER_ADDR:MASTER_PORT, because the process
+group may be gone by the time the script has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import linecache
+import os
+import re
+import runpy
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from leanstep.diagnose.source import IN_OPTIM, LIBRARY, USER, Line, judge_code
+from leanstep.diagnose.step_records import RULE_IDS, Finding
+
+_LEANSTEP = str(Path(__file__).parents[1]) + os.sep
+_TORCH = Path(str(torch.__file__)).parent
+_PASSED_ON = (str(_TORCH / "_ops.py"), str(_TORCH / "overrides.py"))
+_RUNS_SCRIPTS = (runpy.__file__, contextlib.__file__)
+
+
+class Stop(BaseException):
+    """Raised through the script to end it early; not an error of the script."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the script ended: its exit code, and its exception's name, if any."""
+
+    code: int = 0
+    exception: str | None = None
+    stopped: bool = False
+
+
+def run_script(path: Path, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
+    """Run `path` as `__main__` inside `context`, which is left before anything is printed."""
+    with _streams_survive():
+        return _run(path, argv, context)
+
+
+@contextlib.contextmanager
+def _streams_survive() -> Iterator[None]:
+    """Standard output and error as they were, whatever the script did to them: a report follows it."""
+    streams: list[tuple[str, Any, int | None]] = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            copy = os.dup(stream.fileno())
+        except (AttributeError, OSError, ValueError):
+            copy = None
+        streams.append((name, stream, copy))
+    try:
+        yield
+    finally:
+        for name, stream, copy in streams:
+            _restore(name, stream, copy)
+
+
+def _restore(name: str, stream: Any, copy: int | None) -> None:
+    """Put `stream` back as sys.`name`; where the script closed it, a new one on a copy of its descriptor."""
+    current = getattr(sys, name)
+    if current is not stream:
+        # What the script put in its place keeps what was written to it.
+        with contextlib.suppress(Exception):
+            current.flush()
+    if stream is not None and not stream.closed and _is_open(stream):
+        setattr(sys, name, stream)
+        if copy is not None:
+            os.close(copy)
+    elif copy is not None:
+        setattr(sys, name, os.fdopen(copy, "w", encoding=getattr(stream, "encoding", None) or "utf-8"))
+    elif stream is not None:
+        # Only what is no file of the system comes here; the report then goes where errors go.
+        setattr(sys, name, sys.__stderr__)
+
+
+def _is_open(stream: Any) -> bool:
+    try:
+        os.fstat(stream.fileno())
+    except OSError as error:
+        # io.UnsupportedOperation (a stream in memory) is an OSError without a number.
+        return error.errno is None
+    except (AttributeError, ValueError):
+        pass
+    return True
+
+
+def _run(path: Path, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
+    linecache.checkcache()
+    old_argv, old_path = sys.argv, list(sys.path)
+    sys.argv = [str(path), *argv]
+    sys.path[:1] = [str(path.resolve().parent)]
+    try:
+        with context:
+            # Python gives the main script's absolute path to tracebacks and `__file__`.
+            runpy.run_path(str(path.absolute()), run_name="__main__")
+    except Stop:
+        return Outcome(stopped=True)
+    except SystemExit as error:
+        return Outcome(_exit_code(error))
+    except KeyboardInterrupt as error:
+        _print_traceback(error)
+        return Outcome(130, "KeyboardInterrupt")
+    except BaseException as error:
+        _print_traceback(error)
+        return Outcome(1, type(error).__name__)
+    finally:
+        sys.argv = old_argv
+        sys.path[:] = old_path
+    return Outcome()
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _print_traceback(error: BaseException) -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = users_traceback(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    # A script that closed standard error has nowhere to show its traceback, as under Python itself.
+    with contextlib.suppress(ValueError, OSError):
+        traceback.print_exception(error, file=sys.stderr)
+
+
+def users_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames that ran the script and without those that watched it."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    kept: list[TracebackType] = []
+    watched = False
+    for entry in frames:
+        file = entry.tb_frame.f_code.co_filename
+        if file.startswith(_LEANSTEP):
+            watched = True
+        elif not kept and (file.startswith("<frozen") or file in _RUNS_SCRIPTS):
+            continue
+        elif watched and file in _PASSED_ON:
+            # What a mode calls to pass an op on; without the mode these frames are not there.
+            continue
+        else:
+            kept.append(entry)
+            watched = watched and bool(file.startswith("<"))
+    # torch's detour into the function mode ends with frames of its own: drop those before a watched one.
+    result: TracebackType | None = None
+    for entry in reversed(kept):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
+
+
+@dataclass
+class FakeVerdict:
+    """The first read: its line and the op that asked; `line` is None when the first step ran through."""
+
+    line: Line | None = None
+    op: str = ""
+    steps: int = 0
+    in_optimizer: bool = False
+
+
+class _FakeRun:
+    """Fake CPU tensors around the script: fake CUDA ones abort the process on a CPU build of torch."""
+
+    def __init__(self) -> None:
+        self.verdict = FakeVerdict()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _FakeRun:
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        return self
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.verdict.steps += 1
+        raise Stop
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+        wanted = _wants_a_value(error)
+        if wanted is None:
+            return
+        for frame, number in reversed(list(traceback.walk_tb(trace))):
+            code = frame.f_code
+            verdict = judge_code(code.co_filename, code.co_name)
+            self.verdict.in_optimizer |= bool(verdict & IN_OPTIM)
+            if verdict & (LIBRARY | USER):
+                self.verdict.line = Line(code.co_filename, number, code.co_name, bool(verdict & LIBRARY))
+                self.verdict.op = wanted
+                break
+        raise Stop from error
+
+
+def _wants_a_value(error: BaseException | None) -> str | None:
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return str(getattr(error, "func", error))
+    if isinstance(error, RuntimeError) and "numpy" in str(error).lower() and "fake" in str(error).lower():
+        return "numpy"
+    if isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error):
+        return "numpy"
+    return None
+
+
+def run_fake(path: Path, argv: Sequence[str]) -> tuple[FakeVerdict, Outcome]:
+    """Run the script's first step under fake tensors."""
+    run = _FakeRun()
+    outcome = run_script(path, argv, run)
+    return run.verdict, outcome
+
+
+# A count this much above the baseline's is new again.
+TOLERANCE = 1.10
+_ALLOW = re.compile(r"#\s*leanstep:\s*allow\s+([\w\-, ]+)")
+
+
+def parse_rules(text: str) -> tuple[str, ...]:
+    """`any`, or rule ids separated by commas."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if names == ("any",):
+        return RULE_IDS
+    for name in names:
+        if name not in RULE_IDS:
+            raise ValueError(f"unknown rule {name!r}; expected any, or some of {', '.join(RULE_IDS)}")
+    if not names:
+        raise ValueError(f"expected any, or some of {', '.join(RULE_IDS)}; got nothing")
+    return names
+
+
+def without_allowed(findings: Sequence[Finding]) -> tuple[list[Finding], int]:
+    """Drop findings whose line says `# leanstep: allow <rule>`; also how many were dropped."""
+    kept = [finding for finding in findings if not _is_allowed(finding)]
+    return kept, len(findings) - len(kept)
+
+
+def _is_allowed(finding: Finding) -> bool:
+    for line in (finding.line, *finding.callers):
+        match = _ALLOW.search(linecache.getline(line.file, line.number))
+        if match and finding.rule in re.split(r"[,\s]+", match[1]):
+            return True
+    return False
+
+
+def mark_baselined(findings: Sequence[Finding], path: str | Path) -> None:
+    """Mark what the baseline file knows; raises ValueError when the file is none."""
+    try:
+        held = json.loads(Path(path).read_text(encoding="utf-8"))
+        known: dict[tuple[str, str, str], int] = {}
+        for entry in held["findings"]:
+            key = (str(entry["rule"]), str(entry["file"]), str(entry["code"]))
+            known[key] = max(known.get(key, 0), int(entry["count"]))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is no baseline file (--write-baseline makes one)") from None
+    for finding in findings:
+        finding.baselined = finding.key in known and finding.count <= TOLERANCE * known[finding.key]
+
+
+def baseline_of(findings: Sequence[Finding]) -> dict[str, Any]:
+    """The content of a baseline file: rule, file, code and count of every finding."""
+    entries = [
+        {"rule": f.key[0], "file": f.key[1], "code": f.key[2], "count": f.count}
+        for f in sorted(findings, key=lambda f: f.key)
+    ]
+    return {"schema": 1, "findings": entries}
+
+
+def failures(findings: Sequence[Finding], rules: Sequence[str]) -> list[Finding]:
+    """The findings that close the gate."""
+    return [finding for finding in findings if finding.rule in rules and not finding.baselined]
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_rank() -> bool:
+    return rank() == 0
+
+
+def gather_ranks(report: dict[str, Any], timeout_s: float = 60.0) -> dict[str, Any] | None:
+    """On rank 0 the reports of all ranks, merged by line; None on the others."""
+    if world_size() == 1:
+        return merge_ranks([report])
+    deadline = time.monotonic() + timeout_s
+    reports, problem = [report] if is_first_rank() else [], f"gave no report within {timeout_s:.0f} s"
+    try:
+        store = _store(timeout_s)
+        store.set(str(rank()), json.dumps(report))
+        for number in range(1, world_size()) if is_first_rank() else ():
+            left = datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.1))
+            # A rank that died leaves the others' findings worth printing.
+            with contextlib.suppress(RuntimeError):
+                store.wait([str(number)], left)
+                reports.append(json.loads(store.get(str(number))))
+    except (RuntimeError, ValueError, KeyError) as error:
+        # torch's store errors are RuntimeErrors; no address or port in the environment is a KeyError.
+        problem = f"could not be asked ({type(error).__name__})"
+    if not is_first_rank():
+        return None
+    merged = merge_ranks(reports)
+    if len(reports) < world_size():
+        note = f"{world_size() - len(reports)} of {world_size()} ranks {problem}"
+        merged["not_seen"].append({"kind": "rank", "where": "", "note": note})
+    return merged
+
+
+def _store(timeout_s: float) -> Any:
+    """The store that all ranks of this job reach, under a name that no other user of it has."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True"
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_first_rank() and not has_agent,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        # Shares the port with the store of the script's own process group, if that is still there.
+        multi_tenant=True,
+    )
+    return PrefixStore(f"leanstep-diagnose-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def merge_ranks(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several: a finding per line and rule, the counts of the ranks beside it."""
+    merged = dict(reports[0])
+    by_id: dict[str, list[dict[str, Any]]] = {}
+    for report in reports:
+        for finding in report["findings"]:
+            by_id.setdefault(finding["id"], []).append(finding)
+    findings = []
+    for same in by_id.values():
+        counts = [finding["count"] for finding in same]
+        first = max(same, key=lambda f: f["count"])
+        spread = {
+            "ranks": len(same),
+            "min": min(counts),
+            "median": statistics.median_low(counts),
+            "max": max(counts),
+        }
+        findings.append({**first, "evidence": {**first["evidence"], "across_ranks": spread}})
+    findings.sort(key=lambda f: (f["compiled"], -(f["cost"]["share"] or 0.0), -f["count"]))
+    merged["findings"] = [{**finding, "rank": number} for number, finding in enumerate(findings, 1)]
+    notes = {(n["kind"], n["where"], n["note"]): n for report in reports for n in report["not_seen"]}
+    merged["not_seen"] = list(notes.values())
+    return merged

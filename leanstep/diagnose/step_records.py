@@ -1,0 +1,361 @@
+"""The records of diagnose: what one training step left behind, and what the rules say about it.
+
+Counters by line, never tensors, never a log. Rules read these records and nothing else, so a rule can be
+tested with a record made by hand. A hit is what one rule says about one step; a finding is what it says about
+all recorded steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from leanstep.diagnose.source import Line, Site, short_path
+
+FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
+
+
+@dataclass
+class OpRecord:
+    """All runs of one op on one line in one phase. `direct`: dispatched by the line, not by its backward.
+
+    `parameters`: how many distinct ones the step read between the op's first run and its last; it tells a
+    loop over layers from a loop over samples.
+    """
+
+    count: int = 0
+    tiny: int = 0
+    small: int = 0
+    max_bytes: int = 0
+    total_bytes: int = 0
+    written_bytes: int = 0
+    flops: int = 0
+    parameters: int = 0
+
+    def add(self, other: OpRecord) -> None:
+        self.count += other.count
+        self.tiny += other.tiny
+        self.small += other.small
+        self.max_bytes = max(self.max_bytes, other.max_bytes)
+        self.total_bytes += other.total_bytes
+        self.written_bytes += other.written_bytes
+        self.flops += other.flops
+        self.parameters = max(self.parameters, other.parameters)
+
+
+@dataclass
+class Tally:
+    """How often something happened on a line, and the bytes it moved."""
+
+    count: int = 0
+    bytes: int = 0
+    detail: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Tally) -> None:
+        self.count += other.count
+        self.bytes += other.bytes
+        self.detail.update(other.detail)
+
+
+@dataclass
+class HeadRecord:
+    """Backward of the widest matmul with a parameter: rows seen, rows of exactly zero gradient."""
+
+    rows: int = 0
+    dead: int = 0
+    inner: int = 0
+    width: int = 0
+    element_bytes: int = 4
+
+    def add(self, other: HeadRecord) -> None:
+        self.rows += other.rows
+        self.dead += other.dead
+
+
+@dataclass
+class SavedRecord:
+    """Tensors of one width that a line saved for the backward: new storages only.
+
+    `kept`, `kept_bytes`, `kept_rows`: the largest number held at once, between two runs of the backward.
+    """
+
+    count: int = 0
+    bytes: int = 0
+    kept: int = 0
+    kept_bytes: int = 0
+    kept_rows: int = 0
+    shapes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: SavedRecord) -> None:
+        self.count += other.count
+        self.bytes += other.bytes
+        self.kept = max(self.kept, other.kept)
+        self.kept_bytes = max(self.kept_bytes, other.kept_bytes)
+        self.kept_rows = max(self.kept_rows, other.kept_rows)
+        self.shapes.update(other.shapes)
+
+
+@dataclass(frozen=True)
+class OpKey:
+    site: Site
+    op: str
+    phase: str
+    direct: bool = True
+
+
+@dataclass(frozen=True)
+class MatmulKey:
+    site: Site
+    phase: str
+    direct: bool
+    dtype: torch.dtype
+    shape: tuple[int, int, int, int, bool]
+
+
+@dataclass
+class StepRecord:
+    """One training step."""
+
+    ops: dict[OpKey, OpRecord] = field(default_factory=dict)
+    matmuls: dict[MatmulKey, int] = field(default_factory=dict)
+    reads: dict[Site, Tally] = field(default_factory=dict)
+    heads: dict[Site, HeadRecord] = field(default_factory=dict)
+    zero_fills: dict[Site, Tally] = field(default_factory=dict)
+    # Layout changes of parameters, gradients and optimizer state, and of everything else.
+    state_copies: dict[Site, Tally] = field(default_factory=dict)
+    other_copies: dict[Site, Tally] = field(default_factory=dict)
+    duplicate_casts: dict[Site, Tally] = field(default_factory=dict)
+    round_trips: dict[Site, Tally] = field(default_factory=dict)
+    # By width: which one is the vocabulary is known only when the step is over.
+    saved: dict[tuple[Site, int], SavedRecord] = field(default_factory=dict)
+    churn: dict[Site, Tally] = field(default_factory=dict)
+    unused_grads: dict[Site, Tally] = field(default_factory=dict)
+    compiled: set[Line] = field(default_factory=set)
+    head_width: int = 0
+    head_inner: int = 0
+    backward_runs: int = 0
+    num_ops: int = 0
+    written_bytes: int = 0
+    saved_bytes: int = 0
+    peak_saved_bytes: int = 0
+    flops: int = 0
+    # Filled after recording by `cost.measure_half_rates`: dtype -> (its GFLOP/s, fp32 GFLOP/s) on this CPU.
+    half_rates: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
+    # What the rules said, kept in place of the counters once there are many steps.
+    hits: Any = None
+
+    def merge(self, later: StepRecord) -> None:
+        """Join the following part of the same step."""
+        for name in _MERGED:
+            mine, theirs = getattr(self, name), getattr(later, name)
+            for key, value in theirs.items():
+                if key in mine:
+                    mine[key].add(value)
+                else:
+                    mine[key] = value
+        for key, count in later.matmuls.items():
+            self.matmuls[key] = self.matmuls.get(key, 0) + count
+        self.compiled |= later.compiled
+        if later.head_width > self.head_width:
+            self.head_width, self.head_inner = later.head_width, later.head_inner
+        self.peak_saved_bytes = max(self.peak_saved_bytes, later.peak_saved_bytes)
+        for name in ("backward_runs", "num_ops", "written_bytes", "saved_bytes", "flops"):
+            setattr(self, name, getattr(self, name) + getattr(later, name))
+
+    def forget_counters(self, hits: Any) -> None:
+        """Keep what the rules said and the totals; a thousand recorded steps must stay small."""
+        self.hits = hits
+        for name in (*_MERGED, "matmuls"):
+            getattr(self, name).clear()
+
+
+_MERGED = (
+    "ops", "reads", "heads", "zero_fills", "state_copies", "other_copies", "duplicate_casts", "round_trips",
+    "saved", "churn", "unused_grads",
+)  # fmt: skip
+
+
+def tally(table: dict[Site, Tally], site: Site, num_bytes: int = 0, count: int = 1, detail: str = "") -> None:
+    entry = table.get(site)
+    if entry is None:
+        entry = table[site] = Tally()
+    entry.count += count
+    entry.bytes += num_bytes
+    if detail:
+        entry.detail[detail] += count
+
+
+def by_line(table: dict[Site, Any], new: Callable[[], Any]) -> dict[Line, tuple[Any, Counter[Line]]]:
+    """Join the sites of one line; the callers are counted."""
+    joined: dict[Line, tuple[Any, Counter[Line]]] = {}
+    for site, value in table.items():
+        total, callers = joined.setdefault(site.line, (new(), Counter()))
+        total.add(value)
+        if site.caller is not None:
+            callers[site.caller] += getattr(value, "count", getattr(value, "dead", 0))
+    return joined
+
+
+class Parameter:
+    """A leaf that requires grad and was an input of a forward op; known by its storage."""
+
+    __slots__ = ("first_use", "storage", "tensor")
+
+    def __init__(self, tensor: Tensor, first_use: Site) -> None:
+        self.tensor, self.first_use = weakref.ref(tensor), first_use
+        # Held weakly, the storage's address cannot be given to another one.
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+
+
+class RunRecord:
+    """What outlives a step: parameters, the functions that update them, optimizers, and what was not seen."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        limits = limits or Limits()
+        self.tiny_bytes = int(limits["op-storm"]["tiny_bytes"])
+        self.small_bytes = int(limits["unbatched-optimizer"]["bytes"])
+        self.churn_bytes = int(limits["alloc-churn"]["bytes"])
+        self.layout_bytes = int(limits["transposed-copy"]["op_bytes"])
+        self.fill_ratio = limits["zero-fill"]["ratio"]
+        # By storage.
+        self.parameters: dict[int, Parameter] = {}
+        # Ids of the code of functions that wrote a parameter outside the backward.
+        self.writers: set[int] = set()
+        self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self.notes: dict[tuple[str, str], str] = {}
+
+    def note(self, kind: str, where: str, text: str) -> None:
+        """Something the step contains that a recording cannot see."""
+        self.notes.setdefault((kind, where), text)
+
+
+# The thresholds of every rule. `--threshold id.name=value` sets one of them.
+DEFAULTS: dict[str, dict[str, float]] = {
+    "host-sync": {"reads": 1},
+    "op-storm": {"repeats": 32, "ops": 100, "tiny_bytes": 256 * 1024},
+    "dead-rows": {"rows": 16, "share": 0.10},
+    "zero-fill": {"ops": 4, "ratio": 4, "bytes": 256 * 1024},
+    "transposed-copy": {"op_bytes": 256 * 1024, "bytes": 1024 * 1024, "share": 0.05},
+    "duplicate-cast": {"bytes": 64 * 1024},
+    "dtype-round-trip": {"bytes": 64 * 1024},
+    "full-vocab": {"bytes": 32 * 1024 * 1024, "rows": 64},
+    "retained-chunks": {"chunks": 4, "bytes": 8 * 1024 * 1024, "rows": 64},
+    "unbatched-optimizer": {"repeats": 16, "ops": 64, "bytes": 4 * 1024 * 1024, "flops": 4e9},
+    "slow-dtype": {"rate": 0.5, "share": 0.01},
+    "alloc-churn": {"buffers": 16, "bytes": 1024 * 1024},
+    "unused-grad": {"leaves": 1},
+}
+RULE_IDS = tuple(DEFAULTS)
+
+
+class Limits:
+    """The thresholds of one run."""
+
+    def __init__(self, changes: dict[str, dict[str, float]] | None = None) -> None:
+        self._values = {rule: dict(values) for rule, values in DEFAULTS.items()}
+        for rule, values in (changes or {}).items():
+            if rule not in self._values:
+                raise ValueError(f"threshold: unknown rule {rule!r}; expected one of {', '.join(RULE_IDS)}")
+            for name, value in values.items():
+                if name not in self._values[rule]:
+                    known = ", ".join(self._values[rule])
+                    raise ValueError(f"threshold: {rule} has no {name!r}; expected one of {known}")
+                if not value >= 0:
+                    raise ValueError(f"threshold: {rule}.{name}: expected a number >= 0, got {value!r}")
+                self._values[rule][name] = value
+
+    def __getitem__(self, rule: str) -> dict[str, float]:
+        return self._values[rule]
+
+    @classmethod
+    def parse(cls, settings: list[str]) -> Limits:
+        """From the command line's `id.name=value` texts."""
+        changes: dict[str, dict[str, float]] = {}
+        for setting in settings:
+            target, equals, value = setting.partition("=")
+            rule, dot, name = target.rpartition(".")
+            try:
+                number = float(value)
+            except ValueError:
+                number = float("nan")
+            if not (equals and dot) or number != number:
+                raise ValueError(
+                    f"threshold: expected id.name=value (such as op-storm.repeats=64), got {setting!r}"
+                )
+            changes.setdefault(rule, {})[name] = number
+        return cls(changes)
+
+
+@dataclass
+class Work:
+    """What a price is made of, per step: tiny ops, bytes moved, FLOPs, bytes held, host reads."""
+
+    ops: float = 0
+    moved_bytes: float = 0
+    strided_bytes: float = 0
+    flops: float = 0
+    held_bytes: float = 0
+    reads: float = 0
+    # Known directly, where a measurement gave it.
+    seconds: float | None = None
+
+
+@dataclass
+class Hit:
+    line: Line
+    count: int
+    callers: Counter[Line] = field(default_factory=Counter)
+    phase: str = "forward"
+    evidence: dict[str, Any] = field(default_factory=dict)
+    work: Work = field(default_factory=Work)
+    confidence: str = "high"
+    compiled: bool = False
+
+
+@dataclass
+class Finding:
+    """One line, one rule: the six answers."""
+
+    rule: str
+    line: Line
+    count: int
+    counts: list[int]
+    callers: Counter[Line]
+    phase: str
+    evidence: dict[str, Any]
+    work: Work
+    confidence: str
+    compiled: bool
+    what: str
+    why: str
+    fix: str
+    short_fix: str
+    leanstep: str | None
+    amount: str
+    in_loop: bool = False
+    seconds: float | None = None
+    seconds_range: tuple[float, float] | None = None
+    bytes: int | None = None
+    share: float | None = None
+    basis: str = "calibrated"
+    rank: int = 0
+    baselined: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What survives moved lines: rule, file, the code of the line."""
+        return self.rule, short_path(self.line.file), self.line.code
+
+    @property
+    def id(self) -> str:
+        return ":".join(self.key)
+
+    def __str__(self) -> str:
+        return f"{self.rule} {short_path(self.line.file)}:{self.line.number} {self.amount}"

@@ -1,0 +1,266 @@
+"""Where a recording takes hold of torch, and how it lets go again.
+
+Two modes pass every op and call on and report it. Modes and saved-tensor hooks lie on stacks that are shared
+with the user's code: they can be left though others lie above them. On a GPU torch's own sync warnings are
+counted beside the recorder's reads, and replays of CUDA graphs are noticed; without one that does nothing.
+What the process holds (optimizers, loaders, compiled kernels) is asked of the garbage collector.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leanstep.diagnose import source
+from leanstep.host_reads import RUNS_USER_CODE, call_kind, run_under
+
+_num_function_modes = torch._C._len_torch_function_stack
+_eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_CAN_HIDE = hasattr(_eval_frame, "set_code_exec_strategy")
+
+
+def hide_from_compiler(*functions: Any) -> None:
+    """Frames of the recorder below a compiled region are not for tracing."""
+    if _CAN_HIDE:
+        skip = _eval_frame._FrameAction.SKIP
+        for function in functions:
+            _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+
+
+class OpMode(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would wrap the method to keep its compiler out, at 3 us per op; `hide_from_compiler` does so
+        # once.
+        return not _CAN_HIDE
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        recorder = self.recorder
+        if recorder.active:
+            try:
+                if _num_function_modes():
+                    # A function mode would see every look at a shape or a dtype below.
+                    with torch._C.DisableTorchFunction():
+                        recorder.on_op(func, args, kwargs, out)
+                else:
+                    recorder.on_op(func, args, kwargs, out)
+            except Exception as error:
+                recorder.failed(error)
+        return out
+
+
+class CallMode(TorchFunctionMode):
+    def __init__(self, recorder: Any) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in RUNS_USER_CODE:
+            return run_under(self, func, args, kwargs)
+        if self.recorder.active and call_kind(func) is not None:
+            return self.recorder.on_call(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+hide_from_compiler(OpMode.__torch_dispatch__, CallMode.__torch_function__)
+
+
+# Not in torch's type stubs.
+_AUTOGRAD: Any = torch._C._autograd  # type: ignore[attr-defined]
+
+
+def leave_mode(mode: Any) -> None:
+    """Remove `mode` from its stack; modes above it are put back in their order."""
+    if isinstance(mode, TorchFunctionMode):
+        size, pop, push = (
+            torch._C._len_torch_function_stack,
+            torch._C._pop_torch_function_stack,
+            _push_function,
+        )
+    else:
+        size, pop, push = (
+            torch._C._len_torch_dispatch_stack,
+            _python_dispatch._pop_mode,
+            _python_dispatch._push_mode,
+        )
+    above = []
+    while size() and _top(mode) is not mode:
+        above.append(pop())
+    if size():
+        mode.__exit__(None, None, None)
+    for other in reversed(above):
+        push(other)
+
+
+def _top(mode: Any) -> Any:
+    if isinstance(mode, TorchFunctionMode):
+        return torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)
+    return _python_dispatch._get_current_dispatch_mode()
+
+
+def _push_function(mode: Any) -> None:
+    torch._C._push_on_torch_function_stack(mode)
+
+
+class SavedHooks:
+    """One pair of saved-tensor hooks that steps aside where torch forbids any.
+
+    `torch.func.grad` and its kin refuse to run while hooks are on. Ours must not be what breaks a script,
+    so they are taken off when hooks get disabled and put back when they are allowed again.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: Any = None
+        self._aside = False
+
+    def enter(self, hooks: Any) -> None:
+        self._hooks = hooks
+        self._aside = _AUTOGRAD._saved_tensors_hooks_get_disabled_error_message() is not None
+        if not self._aside:
+            hooks.__enter__()
+
+    def leave(self) -> None:
+        hooks, self._hooks = self._hooks, None
+        # A with-block of the user's that ended in between has popped ours in place of its own.
+        if hooks is not None and not self._aside and _AUTOGRAD._top_saved_tensors_default_hooks(True):
+            hooks.__exit__()
+
+    @contextmanager
+    def stepping_aside(self) -> Iterator[None]:
+        """Watch torch's own switch for hooks while recording."""
+        switch = _AUTOGRAD
+        disable, enable = switch._saved_tensors_hooks_disable, switch._saved_tensors_hooks_enable
+
+        def disabled(*args: Any, **kwargs: Any) -> Any:
+            if self._hooks is not None and not self._aside:
+                self._hooks.__exit__()
+                self._aside = True
+            return disable(*args, **kwargs)
+
+        def enabled() -> Any:
+            result = enable()
+            if self._hooks is not None and self._aside:
+                self._hooks.__enter__()
+                self._aside = False
+            return result
+
+        switch._saved_tensors_hooks_disable, switch._saved_tensors_hooks_enable = disabled, enabled
+        try:
+            yield
+        finally:
+            switch._saved_tensors_hooks_disable, switch._saved_tensors_hooks_enable = disable, enable
+
+
+@contextmanager
+def sync_debug(recorder: Any) -> Iterator[None]:
+    """Let torch warn at every synchronising call, and compare their number with the counted reads."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    show = warnings.showwarning
+    seen = 0
+
+    def count(
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        nonlocal seen
+        if "synchronizing CUDA operation" not in str(message):
+            show(message, category, filename, lineno, file, line)
+        elif recorder.active:
+            seen += 1
+
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
+        warnings.showwarning = count
+        try:
+            yield
+        finally:
+            warnings.showwarning = show
+            torch.cuda.set_sync_debug_mode(before)
+            text = disagreement(recorder.total_reads, seen)
+            if text is not None:
+                recorder.note("dropped", "", text)
+
+
+def disagreement(counted: int, seen: int) -> str | None:
+    """What to say when torch's sync warnings and the counted reads differ by over a tenth, else None."""
+    if abs(counted - seen) <= 0.1 * max(counted, seen):
+        return None
+    return f"torch warned of {seen} synchronising calls, {counted} host reads were counted"
+
+
+@contextmanager
+def watch_graphs(on_replay: Callable[[str], None]) -> Iterator[None]:
+    """Notice `torch.cuda.CUDAGraph.replay` while watching."""
+    graph = getattr(torch.cuda, "CUDAGraph", None)
+    original = getattr(graph, "replay", None)
+    if graph is None or original is None:
+        yield
+        return
+
+    def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
+        site, _ = source.Stack().locate(sys._getframe(1), False)
+        line = site.line if site is not None else source.UNKNOWN_LINE
+        on_replay(f"{source.short_path(line.file)}:{line.number}")
+        return original(self, *args, **kwargs)
+
+    graph.replay = replay
+    try:
+        yield
+    finally:
+        graph.replay = original
+
+
+def scan_objects() -> tuple[set[int], bool]:
+    """The storages of all parameters that some optimizer holds, and whether a DataLoader runs workers."""
+    held: set[int] = set()
+    has_workers = False
+    loader = getattr(sys.modules.get("torch.utils.data.dataloader"), "_MultiProcessingDataLoaderIter", None)
+    for obj in gc.get_objects():
+        kind = type(obj)
+        if issubclass(kind, torch.optim.Optimizer):
+            held |= storages_of(obj)
+        elif kind is loader:
+            has_workers = True
+    return held, has_workers
+
+
+def storages_of(optimizer: Any) -> set[int]:
+    storages = set()
+    for group in getattr(optimizer, "param_groups", ()):
+        for parameter in group["params"]:
+            if isinstance(parameter, torch.Tensor):
+                storages.add(parameter.untyped_storage()._cdata)
+    return storages
+
+
+def triton_entries() -> int:
+    """How many compiled kernels Triton holds; it grows when one is launched for the first time."""
+    jit = sys.modules.get("triton.runtime.jit")
+    kind = getattr(jit, "JITFunction", None)
+    if kind is None:
+        return 0
+    total = 0
+    for obj in gc.get_objects():
+        if type(obj) is kind:
+            total += sum(
+                len(cache[0]) if isinstance(cache, tuple) else 1 for cache in obj.device_caches.values()
+            )
+    return total
