@@ -20,7 +20,7 @@ PHASES = ("forward", "backward", "optimizer")
 # others, alive for more than a step; `library`: cuBLAS workspace; `communication`: buckets, gathered shards.
 CATEGORIES = (
     *("parameter", "gradient", "optimizer state", "activation", "input", "buffer", "temporary"),
-    *("library", "communication"),
+    *("library", "communication", "registers"),
 )
 KINDS = (
     *("gemm", "conv", "attention", "attention_bwd", "attention_efficient", "attention_bwd_efficient"),

@@ -36,6 +36,7 @@ class Lines:
         self.main = threading.get_ident()
         self.phase = "forward"
         self.region = 0
+        self.fixed: tuple[Line | None, int] | None = None
         self.nested: Counter[int] = Counter()  # backward passes under way inside a backward thread
         self._foreign: dict[str, bool] = {}
         # Sequence numbers of autograd nodes are counted by each thread on its own.
@@ -60,7 +61,10 @@ class Lines:
         return None
 
     def place(self) -> Place:
-        thread, line = threading.get_ident(), self.here()
+        thread = threading.get_ident()
+        if self.fixed is not None:  # a captured graph knows its lines
+            return Place(self.fixed[0], self.phase if thread == self.main else "backward", self.fixed[1])
+        line = self.here()
         node = torch._C._current_autograd_node()
         made = self._made.setdefault(thread, {})
         if torch.is_grad_enabled():

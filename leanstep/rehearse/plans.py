@@ -51,7 +51,8 @@ class Arguments:
                 continue
             parts.append(argument)
             usable = self._walk((value,), parts, fake_mode) and usable
-        if not usable:
+        # The price of a custom op may depend on any of its arguments.
+        if not usable or getattr(func, "namespace", "aten") not in ("aten", "prims"):
             return
         if not self.fakes or name.startswith(_FLOAT_MATTERS):
             if any(p is float for p in parts):

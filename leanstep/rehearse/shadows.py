@@ -60,6 +60,17 @@ def device_tensors(tree: Any) -> list[FakeTensor]:
     return [t for t in tensors_in(tree) if isinstance(t, FakeTensor) and t.fake_device.type == "cuda"]
 
 
+def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by their names in the schema."""
+    schema = func._schema.arguments
+    return {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema)}
+
+
+def with_shapes(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Tensors as shapes: what a registered cost sees of a call."""
+    return {k: shape_of(v) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
 class Shadows:
     """The known values, by tensor; a write of unknown values into a storage ends all shadows on it."""
 

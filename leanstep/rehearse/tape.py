@@ -32,9 +32,11 @@ from leanstep.rehearse.shadows import (
     Shadows,
     device_tensors,
     is_mask,
+    named_arguments,
     shape_of,
     storage_key,
     tensors_in,
+    with_shapes,
 )
 
 # Asked of fake tensors while Python looks at them: answered without a record.
@@ -73,6 +75,7 @@ class Tape(TorchDispatchMode):
         self._category = ""
         self._parameters: list[Any] = []
         self.ranks = 1
+        self.in_registers = False  # what the next call makes gets no memory: a compiler would fuse it away
         self.fakes_host_tensors = False  # large ones, made by a case on their way to the device
         self.collective: Any = None  # tapes a call of c10d; set where torch.distributed is answered
         self._names: dict[Any, str] = {}
@@ -114,8 +117,7 @@ class Tape(TorchDispatchMode):
     def triton(self, name: str, arguments: dict[str, Any]) -> None:
         """A Triton launch: priced by its registered cost, else one pass over its tensors; not run."""
         tensors = list({id(t): t for t in device_tensors(list(arguments.values()))}.values())
-        shapes = {k: shape_of(v) if isinstance(v, Tensor) else v for k, v in arguments.items()}
-        made = registered_cost(name, shapes)
+        made = registered_cost(name, with_shapes(arguments))
         if made is None:
             self.notes[f"Triton kernel {name}: not run, priced as one pass over its tensors"] += 1
             made = (one_pass(name, [shape_of(t) for t in tensors]),)
@@ -161,12 +163,15 @@ class Tape(TorchDispatchMode):
         nbytes = round_up(storage.nbytes())
         number = self._numbers.get(key)
         if number is not None:
-            if self.recording.storages[number].nbytes == nbytes:
+            known = self.recording.storages[number]
+            if known.nbytes == nbytes or known.category == "registers":
                 return number
             self._died(key)
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, lambda _: self._forget_storage(key))
         category = self._category or "temporary"
+        if self.in_registers:
+            nbytes, category = 0, "registers"
         number = self._born(nbytes, tuple(tensor.shape), str(tensor.dtype)[6:], place, category)
         self._numbers[key] = number
         return number
@@ -351,9 +356,8 @@ class Tape(TorchDispatchMode):
         dtype = args[0].dtype if name == "copy_" else kwargs.get("dtype") or source.dtype
         nbytes = source.numel() * source.element_size()
         if there == "cpu":
-            self._launch(
-                "to host", (Kernel("d2h", nbytes, dtype=str(source.dtype)[6:]),), [source], [], place
-            )
+            moved = Kernel("d2h", nbytes, dtype=str(source.dtype)[6:])
+            self._launch("to host", (moved,), [source], [], place)
             if blocking:
                 self.wait("to host", place)
             if name == "copy_":
@@ -411,9 +415,10 @@ class Tape(TorchDispatchMode):
                 reads = []
             elif "out" in kwargs:
                 reads = device_tensors((args, {k: v for k, v in kwargs.items() if k != "out"}))
-            made = kernels(
-                name, [shape_of(t) for t in reads], [shape_of(t) for t in writes], _info(func, args, kwargs)
-            )
+            named = named_arguments(func, args, kwargs)
+            costs = registered_cost(f"{func.namespace}::{name}", with_shapes(named))
+            before, after = [shape_of(t) for t in reads], [shape_of(t) for t in writes]
+            made = list(costs) if costs is not None else kernels(name, before, after, _info(named))
         self._launch(name, tuple(made), reads, writes, place)
         if given.key is not None and len(self._plans) < MOST_PLANS and not name.startswith("_amp_"):
             launch = (made, reads, writes, _traffic(reads, writes))
@@ -425,25 +430,19 @@ class Tape(TorchDispatchMode):
         record = self.recording
         record.notes = dict(self.notes)
         record.peak_bytes = self.peak_bytes
-        record.assumed = [
-            events.Assumed(*key[:2], n, key[2]) for key, n in self.shadows.assumed.most_common()
-        ]
+        counts = self.shadows.assumed.most_common()
+        record.assumed = [events.Assumed(*key[:2], n, key[2]) for key, n in counts]
         return record
 
 
 _WORKSPACE = Place(Line("cuBLAS workspace", 0, ""), "forward", 0)
 
 
-def _info(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _info(given: dict[str, Any]) -> dict[str, Any]:
     """What shapes do not tell of a call."""
-    given = {
-        a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments)
-    }
     lists = [v for v in given.values() if isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor)]
     return {
-        "causal": bool(given.get("is_causal")),
-        "lists": len(lists),
-        "beta": given.get("beta", 1),
+        **{"causal": bool(given.get("is_causal")), "lists": len(lists), "beta": given.get("beta", 1)},
         "accumulate": bool(given.get("accumulate")),
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "conv_tf32": torch.backends.cudnn.allow_tf32,

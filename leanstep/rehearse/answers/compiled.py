@@ -1,31 +1,48 @@
-"""torch.compile: the region runs eagerly, its launches are marked, so that a fusion model can merge them.
+"""torch.compile: the program's graphs as Dynamo and AOTAutograd make them, run on the tape, not compiled.
 
-A backward launch belongs to the region in which its forward call was made. What a compiler would fuse is
-decided later, from the marked launches; the figure of the eager run stays beside it. Memory is that of the
-eager run: what a compiler recomputes instead of saving is not known.
+A graph is decomposed and cut into forward and backward as Inductor would; its calls carry the number of the
+region, so that a fusion model can merge those between products. A pointwise result that only other pointwise
+calls and reductions of the graph read gets no memory: a compiler keeps it in registers. What Dynamo cannot
+trace runs eagerly, as it would.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leanstep.rehearse.answers.stand_ins import FusedAttention
-from leanstep.rehearse.events import Region
+from leanstep.rehearse.answers.stand_ins import fused_attention
+from leanstep.rehearse.events import Line, Region
 from leanstep.rehearse.tape import Tape
 
-NOTE = "torch.compile: the region ran eagerly, its launches are merged by a fusion model"
+NOTE = "torch.compile: graphs captured and priced by a fusion model, not compiled"
+EAGER = "torch.compile ran eagerly"
 BLOCK = 128
 # Part of the scores that a mask which the host does not know lets through: a causal one's.
 ASSUMED_DENSITY = 0.5
+# What a fused kernel may hold besides calls that are tagged pointwise.
+REDUCTIONS = frozenset(
+    "sum mean amax amin var_mean var max min argmax argmin prod any all logsumexp _softmax "
+    "_log_softmax".split()
+)
+POINTWISE = frozenset(
+    "convert_element_type where clone _to_copy full full_like ones_like zeros_like select_scatter "
+    "slice_scatter constant_pad_nd cat scalar_tensor gelu_backward iota native_dropout bernoulli rand".split()
+)
+VIEWS = frozenset(
+    "view permute transpose t expand squeeze unsqueeze slice select split split_with_sizes unbind as_strided "
+    "alias _unsafe_view reshape detach".split()
+)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def install(tape: Tape, *, capture: bool) -> None:
-    """Answer torch.compile and flex attention. Without `capture` launches stay unmarked."""
+    """Answer torch.compile and flex attention. Without `capture` regions run eagerly and unmarked."""
     regions = _Regions(tape, capture)
     torch.compile = regions.compile  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.Module.compile = lambda self, *args, **kwargs: regions.compile_module(self)
@@ -36,51 +53,139 @@ def install(tape: Tape, *, capture: bool) -> None:
 class _Regions:
     def __init__(self, tape: Tape, capture: bool):
         self.tape, self.capture = tape, capture
+        self.real_compile = torch.compile
+        self.prepared = False
 
     def compile(self, model: Any = None, **options: Any) -> Any:
         if model is None:
             return lambda function: self.compile(function, **options)
-        self.tape.notes[NOTE if self.capture else "torch.compile ran eagerly"] += 1
         stand_in = getattr(model, "_when_compiled", None)
         if stand_in is not None:
             return stand_in
-        if isinstance(model, torch.nn.Module):
-            return CompiledModule(model, self._marked(type(model).__name__, model))
-        return self._marked(getattr(model, "__name__", type(model).__name__), model)
+        self.tape.notes[NOTE if self.capture else EAGER] += 1
+        if not self.capture:
+            return CompiledModule(model) if isinstance(model, torch.nn.Module) else model
+        name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "?")
+        kept = {key: options[key] for key in ("fullgraph",) if key in options}
+        return self.real_compile(model, backend=self._backend(name), dynamic=False, **kept)
 
     def compile_module(self, module: torch.nn.Module) -> None:
-        self.tape.notes[NOTE if self.capture else "torch.compile ran eagerly"] += 1
-        module._compiled_call_impl = self._marked(type(module).__name__, module._call_impl)
+        self.tape.notes[NOTE if self.capture else EAGER] += 1
+        if self.capture:
+            backend = self._backend(type(module).__name__)
+            module._compiled_call_impl = self.real_compile(module._call_impl, backend=backend, dynamic=False)
 
-    def _marked(self, name: str, function: Any) -> Any:
-        if not self.capture:
-            return function
-        lines, regions = self.tape.lines, self.tape.recording.regions
+    def _backend(self, name: str) -> Any:
+        """AOTAutograd with Inductor's decompositions and partition; the tape in place of code generation."""
+        import torch._dynamo as dynamo
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor.decomposition import select_decomp_table
+
+        if not self.prepared:
+            self.prepared = True
+            dynamo.config.suppress_errors = True
+            dynamo.config.automatic_dynamic_shapes = False
+            dynamo.allow_in_graph(torch.nn.functional.scaled_dot_product_attention)
+        return aot_autograd(
+            fw_compiler=functools.partial(self._graph, name),
+            bw_compiler=functools.partial(self._graph, name),
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=select_decomp_table,
+        )
+
+    def _graph(self, name: str, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        regions = self.tape.recording.regions
         number = len(regions) + 1
-        regions[number] = Region(number, name, lines.here(), 0)
+        first = next((line for n in graph.graph.nodes if (line := _line_of(n)) is not None), None)
+        regions[number] = Region(number, name, first, 0)
+        inside = _kept_in_registers(graph)
 
-        @functools.wraps(function)
-        def region(*args: Any, **kwargs: Any) -> Any:
-            outer, lines.region = lines.region, lines.region or number
+        def run(args: list[Any]) -> Any:
             regions[number] = regions[number]._replace(calls=regions[number].calls + 1)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                lines.region = outer
+            return _OnTape(self.tape, graph, number, inside).boxed_run(
+                list(args) if type(args) is tuple else args
+            )
 
-        return region
+        run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+        return run
+
+
+class _OnTape(torch.fx.Interpreter):
+    """Runs a graph call by call; each has the line of the program that it came from."""
+
+    def __init__(self, tape: Tape, graph: torch.fx.GraphModule, number: int, inside: set[torch.fx.Node]):
+        super().__init__(graph)
+        self.tape, self.number, self.inside = tape, number, inside
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        lines = self.tape.lines
+        lines.fixed = (_line_of(n), self.number)
+        self.tape.in_registers = n in self.inside
+        try:
+            return super().run_node(n)
+        finally:
+            lines.fixed = None
+            self.tape.in_registers = False
+
+
+def _line_of(node: torch.fx.Node) -> Line | None:
+    """The innermost frame of a node's stack: the nearest one outside torch, as Dynamo kept it."""
+    cached = node.meta.get("rehearsed_line", False)
+    if cached is not False:
+        return cached
+    found = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [f for f in found if "/torch/" not in f[0] and "/leanstep/rehearse/" not in f[0]]
+    line = Line(own[-1][0], int(own[-1][1]), own[-1][2]) if own else None
+    node.meta["rehearsed_line"] = line
+    return line
+
+
+def _call_name(node: torch.fx.Node) -> str:
+    target = node.target
+    return target._schema.name.partition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _is_pointwise(node: torch.fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in target.tags or _call_name(node) in POINTWISE
+
+
+def _kept_in_registers(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
+    """Pointwise results that nothing but fusible calls of this graph reads."""
+
+    def readers(node: torch.fx.Node) -> list[torch.fx.Node]:
+        found = []
+        for user in node.users:
+            through = _call_name(user) in VIEWS or user.target is getattr
+            found += readers(user) if through else [user]
+        return found
+
+    return {
+        node
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+        and _is_pointwise(node)
+        and all(
+            user.op == "call_function" and (_is_pointwise(user) or _call_name(user) in REDUCTIONS)
+            for user in readers(node)
+        )
+    }
 
 
 class CompiledModule(torch.nn.Module):
-    """What torch.compile(module) returns: the module behind a marked call; its names carry `_orig_mod.`."""
+    """What torch.compile(module) returns when regions run eagerly: names carry `_orig_mod.` all the same."""
 
-    def __init__(self, module: torch.nn.Module, call: Any):
+    def __init__(self, module: torch.nn.Module):
         super().__init__()
         self._orig_mod = module
-        self.__dict__["_marked_call"] = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_marked_call"](*args, **kwargs)
+        return self._orig_mod(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_orig_mod":
@@ -111,7 +216,7 @@ def _install_flex(tape: Tape) -> None:
     ) -> Any:
         """A fused kernel over the blocks that the mask lets through."""
         density = _density(tape, block_mask)
-        out, lse = FusedAttention.apply(tape, "flex_attention", query, key, value, density, "bhtd")
+        out, lse = fused_attention("flex_attention", query, key, value, density, "bhtd")
         return (out, lse) if return_lse or options.get("return_aux") is not None else out
 
     def block_mask(

@@ -15,40 +15,93 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.rehearse.kernel_costs import attention_kernel
-from leanstep.rehearse.shadows import shape_of
+from leanstep.rehearse.kernel_costs import attention_kernel, register_cost
 from leanstep.rehearse.tape import Tape
 
 
-class FusedAttention(torch.autograd.Function):
-    """Stand-in for a fused attention kernel: output and log-sum-exp, priced, not computed."""
+@torch.library.custom_op("leanstep_rehearse::fused_attention", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, share: float, layout: str, kernel: str
+) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("a stand-in has shapes and a price, no values")
 
-    @staticmethod
-    def forward(
-        ctx: Any, tape: Tape, name: str, q: Tensor, k: Tensor, v: Tensor, share: float, layout: str
-    ) -> tuple[Tensor, Tensor]:
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        heads_first = q.shape[:-1] if layout == "bhtd" else (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        lse = q.new_empty(heads_first, dtype=torch.float32)
-        made = attention_kernel(shape_of(q), shape_of(k), backward=False, share=share, layout=layout)
-        tape.custom(name, [made._replace(name=name)], [q, k, v], [out, lse])
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.tape, ctx.name, ctx.share, ctx.layout = tape, name, share, layout
-        ctx.mark_non_differentiable(lse)
-        return out, lse
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        made = attention_kernel(shape_of(q), shape_of(k), backward=True, share=ctx.share, layout=ctx.layout)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        name = f"{ctx.name}_backward"
-        ctx.tape.custom(name, [made._replace(name=name)], [q, k, v, out, lse, grads[0]], [dq, dk, dv])
-        return None, None, dq, dk, dv, None, None
+@torch.library.custom_op("leanstep_rehearse::fused_attention_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    share: float,
+    layout: str,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError("a stand-in has shapes and a price, no values")
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, share: float, layout: str, kernel: str) -> tuple[Tensor, Tensor]:
+    rows = q.shape[:-1] if layout == "bhtd" else (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
+
+
+@_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    share: float,
+    layout: str,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, ctx.share, ctx.layout, ctx.kernel = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Any) -> Any:
+    saved = ctx.saved_tensors
+    return *_backward(*saved, grad.contiguous(), ctx.share, ctx.layout, ctx.kernel), None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _price(backward: bool) -> Callable[[Any], Any]:
+    def cost(given: Any) -> Any:
+        made = attention_kernel(
+            given["q"], given["k"], backward=backward, share=given["share"], layout=given["layout"]
+        )
+        return made._replace(name=given["kernel"])
+
+    return cost
+
+
+def fused_attention(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, share: float, layout: str
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of a fused attention kernel: shapes and a price.
+
+    Args:
+        kernel: its name in the recording.
+        q, k, v: [B, H, T, D] (layout "bhtd"), [B, T, H, D] ("bthd") or [tokens, H, D] ("thd").
+        share: part of the T x S scores that is computed.
+    """
+    return _forward(q, k, v, share, layout, kernel)
 
 
 def install(tape: Tape) -> None:
     """Offer the modules below to `import`, after everything that is really installed."""
+    register_cost("leanstep_rehearse::fused_attention", _price(False))
+    register_cost("leanstep_rehearse::fused_attention_backward", _price(True))
     sys.meta_path.append(_Finder(tape))
 
 
@@ -95,7 +148,7 @@ def _flash(tape: Tape) -> Any:
         q: Tensor, k: Tensor, v: Tensor, *_: Any, causal: bool = False, **options: Any
     ) -> Any:
         share = _share(causal and q.shape[1] == k.shape[1], options.get("window_size", ()), q.shape[1])
-        out, lse = FusedAttention.apply(tape, "flash_attn_func", q, k, v, share, "bthd")
+        out, lse = fused_attention("flash_attn_func", q, k, v, share, "bthd")
         return (out, lse) if options.get("return_attn_probs") or options.get("return_softmax_lse") else out
 
     return flash_attn_func
@@ -110,7 +163,7 @@ def _flash_varlen(tape: Tape) -> Any:
         lengths = options.get("cu_seqlens_q", args[0] if args else None)
         longest = options.get("max_seqlen_q", args[2] if len(args) > 2 else q.shape[0])
         share = _packed_share(tape, q.shape[0], lengths, int(longest), causal, options.get("window_size", ()))
-        out, _lse = FusedAttention.apply(tape, "flash_attn_varlen_func", q, k, v, share, "thd")
+        out, _lse = fused_attention("flash_attn_varlen_func", q, k, v, share, "thd")
         return out
 
     return flash_attn_varlen_func
@@ -136,8 +189,8 @@ def _xformers(tape: Tape) -> Any:
         query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, *_: Any, **__: Any
     ) -> Tensor:
         causal = "LowerTriangular" in type(attn_bias).__name__ or attn_bias is LowerTriangularMask
-        out, _lse = FusedAttention.apply(
-            tape, "memory_efficient_attention", query, key, value, 0.5 if causal else 1.0, "bthd"
+        out, _lse = fused_attention(
+            "memory_efficient_attention", query, key, value, 0.5 if causal else 1.0, "bthd"
         )
         return out
 

@@ -156,7 +156,7 @@ def _device_answers(tape: Tape, device: Any) -> None:
     _set(
         torch.accelerator,
         **{"is_available": lambda: True, "device_count": lambda: 1, "current_device_index": lambda: 0},
-        **{"set_device_index": nothing, "set_device_idx": nothing, "synchronize": synchronize},
+        **{"set_device_index": nothing, "set_device_idx": nothing, "synchronize": lambda *_: synchronize()},
         current_accelerator=lambda *_, **__: torch.device("cuda"),
     )
 
