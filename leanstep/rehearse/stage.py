@@ -280,10 +280,13 @@ def _refusal(failure: BaseException, tape: Any) -> Refusal:
 
     from leanstep.rehearse.answers.torch_cuda import Refused
 
-    line = None
+    line = deepest = None
     for frame, number in traceback.walk_tb(failure.__traceback__):
-        if not tape.lines.is_foreign(frame.f_code.co_filename):
-            line = Line(frame.f_code.co_filename, number, frame.f_code.co_name)
+        code = frame.f_code
+        if not tape.lines.is_foreign(code.co_filename):
+            deepest = Line(code.co_filename, number, code.co_name)
+            if "-packages/" not in code.co_filename:  # the script's own, not a library's
+                line = deepest
     said = next((s for s in str(failure).splitlines() if s.strip()), "")
     if isinstance(failure, Refused):
         reason = said
@@ -299,4 +302,6 @@ def _refusal(failure: BaseException, tape: Any) -> Refusal:
         reason = f"an import failed: {said}"
     else:
         reason = f"the program raised {type(failure).__name__}: {said}"
-    return Refusal(line, reason[:300])
+    if line is not None and deepest != line:
+        return Refusal(line, f"{reason[:240]} (in {deepest})")
+    return Refusal(deepest, reason[:300])

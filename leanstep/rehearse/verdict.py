@@ -189,7 +189,8 @@ def verdict(report: Data) -> str:
             f"{_ms(time['step_ms'])} a step ({_ms(low)} to {_ms(high)}), bound by {_BOUND[time['bound_by']]}"
         )
     elif report["refused"] is not None:
-        parts.append(f"stopped: {report['refused']['reason']}")
+        stopped = f"stopped at {report['refused']['line']}: {report['refused']['reason']}"
+        return f"predicted on {report['device']}: {stopped}; until then {parts[0]}"
     else:
         parts.append(f"the script ended after {report['steps']} steps; two are needed for a step time")
     return f"predicted on {report['device']}: " + "; ".join(parts)
@@ -297,7 +298,7 @@ def text(report: Data) -> str:
     lines = [report["verdict"]]
     if any("compile" in note for note in report["notes"]) or (report["time"] or {}).get("compiled"):
         lines.append(_compiled_line(report))
-    if report["refused"] is not None:
+    if report["refused"] is not None and report["time"] is not None:
         lines.append(f"  stopped at {report['refused']['line']}: {report['refused']['reason']}")
     if len(report["devices"]) > 1:
         lines += _device_lines(report["devices"])

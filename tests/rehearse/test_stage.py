@@ -90,3 +90,18 @@ def test_a_torch_built_for_cuda(monkeypatch):
     monkeypatch.setattr(fake_device, "torch_version", lambda: ("2.13.0+cu128", "12.8"))
     with pytest.raises(RehearsalError, match=r"2\.13\.0\+cu128 is built for CUDA 12\.8"):
         fake_device.library()
+
+
+def test_a_failure_inside_a_library_is_shown_at_the_line_of_the_script(tmp_path):
+    library = tmp_path / "site-packages"
+    library.mkdir()
+    (library / "deep.py").write_text("def work(x):\n    return x.data_ptr()\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(library)!r})\nimport deep, torch\n"
+        "x = torch.ones(2, device='cuda')\ndeep.work(x)\n"
+    )
+    recording = rehearse(Request(str(script), device="a100"), quiet=True)
+    assert recording.refused is not None
+    assert (recording.refused.line.number, recording.refused.line.file) == (4, str(script))
+    assert recording.refused.reason.endswith("(in deep.py:2 work)")
