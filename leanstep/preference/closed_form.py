@@ -265,7 +265,7 @@ def can_compact(batch: LensBatch, config: LensConfig) -> bool:
 
 
 def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: LensConfig) -> CompactEntries:
-    """Candidates of every pair with their signs; `list_gists` has seen to it that nothing overlaps."""
+    """Candidates of every pair with their signs; assumes contexts without overlap, as `list_gists` checks."""
     gists = batch.gists
     assert gists is not None
     b, num_pairs, num_gists = config.block_size, pairs.worse.shape[0], gists.rows.shape[2]

@@ -302,7 +302,7 @@ class LensNet(nn.Module):
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 1)
-        # Untrained, the controller has no opinion on levels, distances or neighbours.
+        # At initialisation scores do not depend on levels, distances or neighbours.
         for parameter in (self.level.weight, self.features.weight, self.embed.bias, self.head.bias):
             nn.init.zeros_(parameter)
         for block in self.blocks:

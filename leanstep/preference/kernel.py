@@ -228,8 +228,8 @@ def lens_rows_kernel(
 ):
     """Terms of every pair whose worse context is this program's, and the gradient of its row.
 
-    Two sweeps over the row per pair: sums first, then the gradient that needs them. A row of up to BLOCK_W
-    entries is one tile, and the second sweep finds it in cache.
+    Two passes over the row per pair: sums first, then the gradient that needs them. A row of up to BLOCK_W
+    entries is one tile, which the second pass reads from cache.
     """
     context = tl.program_id(0)
     acc = tl.float64 if DOUBLE else tl.float32

@@ -62,7 +62,7 @@ def lens_loss(
         terms: the terms to compute (of those with a weight above 0); None = all of them.
         generator: for pair and span sampling.
         backend: eager (autograd over dense rows; compiles), fused (closed-form gradient: torch operations on
-            a CPU, a Triton kernel on a GPU), auto (fused; eager while being compiled).
+            a CPU, Triton kernels on a GPU), auto (fused; eager while being compiled).
         process_group: for `normalize="global"`.
         on_built: called once pairs and targets are there, before the terms; for timers.
 
@@ -70,6 +70,7 @@ def lens_loss(
         LensResult; `loss` is 0 with zero gradient when no pair has a target.
 
     Host syncs: none. Cost: O(V T + P W). Peak extra memory: V (T + 1) bytes and a few [P, W] tensors.
+    Use something else when there is one variant per sample: nothing is compared, and the loss is 0.
     """
     if backend in REPLACED:
         warnings.warn(
@@ -390,7 +391,7 @@ class LensObjective(nn.Module):
     ) -> dict[str, float | None]:
         """Telemetry since the last reading, one host read; keys start with `mc/`.
 
-        Warns once when the objective takes more than 50 ms. Nothing about the objective changes by itself.
+        Warns once when the objective takes more than 50 ms. It never changes the objective.
         """
         timings = self._timer.read()
         host: dict[str, Tensor | float | None] = {

@@ -267,9 +267,9 @@ def build_targets(batch: LensBatch, pairs: Pairs, config: LensConfig, *, lookup:
     lod_PW = batch.lod.index_select(0, pairs.worse)
     pos_PW = batch.pos.index_select(0, pairs.worse)
     entry_PW = batch.valid.index_select(0, pairs.worse) & pairs.live[:, None]
-    opinion_PW = entry_PW & (want_PW >= 0)
-    expand_PW = opinion_PW & (want_PW < lod_PW)
-    request_PW = opinion_PW & (want_PW > lod_PW) & (lod_PW < config.max_lod)
+    found_PW = entry_PW & (want_PW >= 0)
+    expand_PW = found_PW & (want_PW < lod_PW)
+    request_PW = found_PW & (want_PW > lod_PW) & (lod_PW < config.max_lod)
 
     block_PW, num_blocks = block_ids(pos_PW, lod_PW, batch.num_tokens, config)
     slot_PW = torch.where(request_PW, block_PW, num_blocks)

@@ -1,7 +1,7 @@
 """The controller objective as loops: one pair, one entry, one `.item()` at a time.
 
-This file is the truth that every fast path is held against, and the "before" of the benchmark. It follows the
-formulas in docs/preference.md one to one; nothing here is fast.
+Every fast path is tested against this file in float64; it is also the baseline of the benchmark. It follows
+the formulas in docs/preference.md one to one; nothing here is fast.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def reference_targets(
 def reference_coverage(
     scores: list[Tensor], context: list[tuple[int, int]], tokens: int, config: LensConfig
 ) -> Tensor:
-    """The coverage penalty of one context: tokens that the asked-for edits would push out."""
+    """The coverage penalty of one context: tokens that the requested edits would push out."""
     b = config.block_size
     owns, lengths, end = [], [], 0
     for x, (p, lod) in zip(scores, context, strict=True):

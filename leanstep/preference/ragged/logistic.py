@@ -164,7 +164,7 @@ def _window(values: Tensor, depth: int, rows: int, first: int) -> Tensor:
 
 
 class _PairLoss(torch.autograd.Function):
-    """Losses [K] of given pairs with their slopes computed on the way."""
+    """Losses [K] of given pairs whose slopes are computed in the forward pass."""
 
     @staticmethod
     def forward(
