@@ -36,6 +36,7 @@ class Lines:
         self.main = threading.get_ident()
         self.phase = "forward"
         self.region = 0
+        self.called: Line | None = None  # where backward was called: sums and hooks have no line of their own
         self.fixed: tuple[Line | None, int] | None = None
         self.nested: Counter[int] = Counter()  # backward passes under way inside a backward thread
         self._foreign: dict[str, bool] = {}
@@ -81,4 +82,4 @@ class Lines:
             if forward is not None:
                 line = forward[0] if line is None or thread == self.main else line
                 return Place(line, "backward", forward[1])
-        return Place(line, "backward", self.region)
+        return Place(line or self.called, "backward", self.region)

@@ -247,6 +247,7 @@ class _Steps:
                 if self.backwards > 1:  # a hand-written update lies between two backward passes
                     self.mark(())
             self.tape.backward_begins()
+            lines.called = lines.here()
             return run_backward(*args, **kwargs)
 
         torch.optim.Optimizer.__init__ = build  # pyright: ignore[reportAttributeAccessIssue]

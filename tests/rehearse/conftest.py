@@ -42,3 +42,9 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
         return run_script(script)
     finally:
         os.chdir(here)
+
+
+@pytest.fixture(scope="session")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Rehearsed:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    return run_script(SCRIPTS / "answers.py", capture=tmp_path_factory.mktemp("answers"), steps=1000, ranks=8)

@@ -54,7 +54,17 @@ def install(tape: Tape, device: Any) -> None:
 
 def _set(target: Any, **answers: Any) -> None:
     for name, answer in answers.items():
+        if isinstance(answer, types.FunctionType):
+            # An object for each name: Dynamo has rules by object and refuses one that follows two of them.
+            answer = types.FunctionType(*_parts(answer))
         setattr(target, name, answer)
+
+
+def _parts(function: types.FunctionType) -> tuple[Any, ...]:
+    return (
+        *(function.__code__, function.__globals__, function.__name__),
+        *(function.__defaults__, function.__closure__),
+    )
 
 
 def _device_answers(tape: Tape, device: Any) -> None:

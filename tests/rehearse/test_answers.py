@@ -1,0 +1,98 @@
+"""One process of eight, a compiled module, a Triton kernel and a binary attention kernel."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rehearse.rehearsed import SCRIPTS, run_script
+
+from leanstep.rehearse.events import Launch
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def said(answers):
+    assert answers.recording.refused is None, answers.recording.refused
+    return json.loads(answers.printed.splitlines()[-1])
+
+
+def kernels_at(rehearsed, mark):
+    """Kernels of the calls on a marked line."""
+    calls = [e for e in rehearsed.recording.events if isinstance(e, Launch) and rehearsed.is_at(e.line, mark)]
+    return [k for e in calls for k in e.kernels]
+
+
+def test_the_process_is_rank_0_of_eight(said):
+    assert said["world"] == [0, 8]
+
+
+def test_ddp_reduces_every_gradient_once_in_buckets(answers):
+    reduced = [k for k in kernels_at(answers, "reduced") if k.kind == "collective"]
+    assert [(k.name, k.nbytes, k.sizes) for k in reduced] == [
+        ("all_reduce", 4 * MIB, (8,)),  # the first bucket closes at 1 MiB: one matrix
+        ("all_reduce", 28 * MIB, (8,)),  # the others at 25 MiB: seven
+        ("all_reduce", 8 * MIB, (8,)),
+    ]
+
+
+def test_no_sync_sends_nothing(answers):
+    assert not [k for k in kernels_at(answers, "no sync") if k.kind == "collective"]
+
+
+def test_fsdp_holds_an_eighth_and_gathers_whole_layers(answers, said):
+    shards = [
+        s for s in answers.recording.storages.values() if s.shape == (128, 1024) and s.category == "parameter"
+    ]
+    assert len(shards) == 2
+    # Gradients and two moments of two shards of 0.5 MiB, and two step counters.
+    assert said["sharded state"] - said["shards"] == 3 * MIB + 2 * 512
+    moved = [(k.name, k.nbytes) for k in kernels_at(answers, "sharded") if k.kind == "collective"]
+    assert moved.count(("all_gather", 4 * MIB)) == 4  # each layer in forward and again in backward
+    assert moved.count(("reduce_scatter", 4 * MIB)) == 2
+
+
+def test_a_compiled_module_is_two_graphs_with_the_programs_lines(answers, said):
+    assert [r.name for r in answers.recording.regions.values()] == ["Gate", "Gate"]
+    assert said["wrapped"] == "_orig_mod.up.weight"
+    calls = [e for e in answers.recording.events if isinstance(e, Launch) and e.region]
+    products = [e for e in calls if any(k.kind == "gemm" for k in e.kernels)]
+    assert {(e.region, e.phase) for e in products} == {(1, "forward"), (2, "backward")}
+    assert all(answers.is_at(e.line, "up") or answers.is_at(e.line, "gate") for e in products)
+
+
+def test_what_a_compiler_fuses_away_takes_no_memory(said):
+    # Eager keeps h, silu(h), h + 1, its sigmoid and their product; compiled keeps h alone.
+    wide = 4096 * 1024 * 4
+    assert said["eager"] - said["compiled"] >= 4 * wide
+
+
+def test_a_triton_kernel_is_one_pass_over_its_tensors_and_ends_what_was_known(answers, said):
+    (kernel,) = kernels_at(answers, "triton")
+    assert (kernel.kind, kernel.name, kernel.nbytes) == ("triton", "double", 2 * 8000)
+    assert said["unknown after a kernel"] == 1
+
+
+def test_a_registered_cost_sees_arguments_and_grid(answers):
+    (kernel,) = kernels_at(answers, "priced")
+    assert (kernel.kind, kernel.nbytes, kernel.dtype) == ("pointwise", 1000 * 4, "int64")
+
+
+def test_flash_attention_is_priced_by_the_scores_it_computes(answers):
+    forward, backward = (k for k in kernels_at(answers, "flash") if k.kind.startswith("attention"))
+    scores = 2 * 8 * 512 * 512 / 2  # causal
+    assert (forward.flops, backward.flops) == (4 * 64 * scores, 10 * 64 * scores)
+    (packed,) = kernels_at(answers, "varlen")
+    assert packed.flops == 4 * 64 * 8 * (256**2 + 768**2)
+
+
+# Cases whose implementations need no third-party trainer; the others ran by hand.
+CASES = ("logprob-logits", "policy-loss", "pair-loss", "polar", "muon-step", "transpose-add", "bank-access")
+
+
+def test_every_implementation_of_a_case_runs_on_the_device(tmp_path):
+    ran = run_script(SCRIPTS / "cases.py", *CASES, capture=tmp_path, steps=10**6)
+    found = json.loads(ran.printed.splitlines()[-1])
+    assert {name: trouble for name, trouble in found.items() if trouble} == {}
+    assert len(found) >= 20
