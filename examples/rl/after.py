@@ -1,7 +1,7 @@
 """One GRPO update with long prompts: only the rows that the loss reads ever meet the LM head."""
 
 import torch
-from policy import LENGTH, RESPONSE, Policy, Rollouts, make_batch
+from policy import DEVICE, LENGTH, RESPONSE, Policy, Rollouts, make_batch
 
 from leanstep.logprob import linear_logprobs, plan_rows
 
@@ -17,7 +17,8 @@ def setup(dtype: torch.dtype = torch.float32) -> tuple[Policy, torch.optim.Optim
 def loss_fn(model: Policy, batch: Rollouts) -> torch.Tensor:
     hidden = model(batch.tokens)
     lengths, masks = [LENGTH] * len(batch.tokens), list(batch.loss_mask[:, -RESPONSE:])
-    plan = plan_rows(lengths, [RESPONSE] * len(masks), loss_masks=masks, select="loss_mask")
+    counts, where = [RESPONSE] * len(masks), hidden.device
+    plan = plan_rows(lengths, counts, loss_masks=masks, select="loss_mask", device=where)
     targets = plan.targets(batch.tokens.flatten())
     flat, head = hidden.flatten(0, 1), model.head.weight
     out = linear_logprobs(flat, head, targets, rows=plan.rows, entropy="grad", temperature=TEMPERATURE)
@@ -38,7 +39,8 @@ def train_step(model: Policy, optimizer: torch.optim.Optimizer, batch: Rollouts)
 
 def main(steps: int = 5) -> None:
     model, optimizer = setup()
-    losses = [train_step(model, optimizer, make_batch(step)) for step in range(steps)]
+    model.to(DEVICE)
+    losses = [train_step(model, optimizer, make_batch(step).to(DEVICE)) for step in range(steps)]
     for step, loss in enumerate(torch.stack(losses).tolist(), 1):
         print(f"step {step}  loss {loss:.6f}")
 

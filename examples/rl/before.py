@@ -1,7 +1,7 @@
 """One GRPO update with long prompts: full logits, log_softmax, then the response is cut out."""
 
 import torch
-from policy import Policy, Rollouts, make_batch
+from policy import DEVICE, Policy, Rollouts, make_batch
 
 TEMPERATURE, CLIP, ENTROPY_BONUS = 0.8, 0.2, 0.01
 
@@ -36,7 +36,8 @@ def train_step(model: Policy, optimizer: torch.optim.Optimizer, batch: Rollouts)
 
 def main(steps: int = 5) -> None:
     model, optimizer = setup()
-    losses = [train_step(model, optimizer, make_batch(step)) for step in range(steps)]
+    model.to(DEVICE)
+    losses = [train_step(model, optimizer, make_batch(step).to(DEVICE)) for step in range(steps)]
     for step, loss in enumerate(torch.stack(losses).tolist(), 1):
         print(f"step {step}  loss {loss:.6f}")
 

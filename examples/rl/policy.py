@@ -11,6 +11,7 @@ from torch import Tensor, nn
 VOCAB, WIDTH, HEADS, LAYERS = 16_384, 192, 4, 2
 GROUPS, GROUP_SIZE, PROMPT, RESPONSE = 2, 3, 224, 32
 LENGTH = PROMPT + RESPONSE
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass
@@ -21,6 +22,12 @@ class Rollouts:
     loss_mask: Tensor  # [B, L], 1 where a token was sampled by the policy
     old_logp: Tensor  # [kept] log-probs under the policy that sampled, kept tokens in order
     advantages: Tensor  # [kept] the sequence's advantage, once per kept token
+
+    def to(self, device: str) -> Rollouts:
+        """On the device, but for the mask: which rows count is the host's to know."""
+        return Rollouts(
+            self.tokens.to(device), self.loss_mask, self.old_logp.to(device), self.advantages.to(device)
+        )
 
 
 class Block(nn.Module):

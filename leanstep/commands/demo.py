@@ -78,11 +78,15 @@ def demo(
             )
             found.append(result)
             board.finish(result)
+        foreseen: list[str] = []
         if peers:
             sections = _compare_cases(board)
+            sections["rehearse"], foreseen = _rehearse(board, examples)
     seconds = time.perf_counter() - started
     payload = _payload(found, seconds)
     screen.print(closing_table(found))
+    for line in foreseen:
+        screen.print(line, markup=False, highlight=False, soft_wrap=True)
     _write_page(page, payload, sections)
     write_json({"demo": payload, **sections}, json)
     screen.print(
@@ -157,6 +161,17 @@ def _compare_cases(board: Board) -> dict[str, Any]:
                 results.append(run_bench(case, size, overrides=swept, only=few, budget_s=1.0).to_json())
     board.show("peers", "plan at the published size")
     return {"bench": {"results": results}, "plan": plan_at_published_size()}
+
+
+def _rehearse(board: Board, examples: Path) -> tuple[dict[str, Any], list[str]]:
+    """The RL example on an H100 and what fits at the seed's size, predicted; why not, where it cannot run."""
+    from leanstep.commands.rehearse import rehearse_example
+
+    board.show("peers", "rehearsal on an H100 that is not there")
+    try:
+        return rehearse_example(examples)
+    except BadInput as error:
+        return {"runs": []}, [f"no rehearsal: {error}"]
 
 
 def plan_at_published_size() -> dict[str, Any]:

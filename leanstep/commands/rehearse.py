@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,13 +155,13 @@ def _run(request: Any, json: str | None, quiet: bool = False) -> Any:
 def _report(recording: Any, devices: Any, changes: list[str], json: str | None) -> dict[str, Any]:
     from leanstep.rehearse import verdict
 
-    report = verdict.judge(recording, devices)
-
     def again(request: Any) -> Any:
-        print(
-            f"leanstep: rehearsing again with {', '.join(request.changes) or request.args}", file=sys.stderr
-        )
+        change = ", ".join(request.changes) or " ".join(request.args)
+        print(f"leanstep: rehearsing again{' with ' + change if change else ''}", file=sys.stderr)
         return _run(request, json, quiet=True)
+
+    eager = again(replace(recording.request, compiled=False)) if recording.regions else None
+    report = verdict.judge(recording, devices, eager=eager)
 
     if changes:
         report["what_if"]["changes"] = verdict.compared(recording, devices[0], changes, again)
@@ -174,8 +175,6 @@ def _report(recording: Any, devices: Any, changes: list[str], json: str | None) 
 
 def _add_bare_products(report: dict[str, Any], recording: Any, device: Any, json: str | None) -> None:
     """`bare_gemm_ms`: the case's own limit (its products alone) at the same rates, and the ratio to it."""
-    from dataclasses import replace
-
     from leanstep.rehearse import what_if
 
     bare = None
@@ -194,3 +193,48 @@ def _text(report: dict[str, Any]) -> str:
     if report.get("bare_gemm_ms"):
         shown += f"\nbare products {report['bare_gemm_ms']:.2f} ms predicted; ratio {report['ratio']:.2f}"
     return shown
+
+
+# The seed's size: one buffer of its logits takes 58 GiB in fp32.
+SEED_SIZE = {"tokens": 205_280, "vocab": 76_032, "hidden": 2_560, "response_frac": 0.25, "dtype": "fp32"}
+
+
+def rehearse_example(folder: Path, device: str = "h100") -> tuple[dict[str, Any], list[str]]:
+    """The RL example before and after on a device, and what fits at the seed's size: section and lines.
+
+    folder: of the examples. Takes four rehearsals, some seconds each.
+    """
+    from leanstep.rehearse import verdict
+    from leanstep.rehearse.devices import device_named
+    from leanstep.rehearse.events import Request
+
+    target = device_named(device)
+    runs, lines = [], [f"Rehearsal on an {target.name}: predicted, nothing was measured"]
+    for side in ("before", "after"):
+        recording = _run(Request(str(folder / "rl" / f"{side}.py"), device=device), None, quiet=True)
+        report = verdict.judge(recording, [target])
+        runs.append({**report, "script": f"examples/rl/{side}.py"})
+        peak = report["memory"]["allocated"] / 2**20
+        lines.append(f"  rl/{side}.py  {_short(report)}, peak {peak:,.0f} MiB")
+    for implementation, text in (("gather-after", "full logits, rows gathered after"), (None, "leanstep")):
+        request = Request(
+            "logprob-linear",
+            case=True,
+            device=device,
+            steps=2,
+            settings=SEED_SIZE,
+            implementation=implementation,
+        )
+        report = verdict.judge(_run(request, None, quiet=True), [target])
+        runs.append({**report, "script": f"logprob-linear at the seed's size: {text}"})
+        needed = (report["memory"]["reserved"] + report["memory"]["context"]) / 2**30
+        fits = "fits" if report["memory"]["fits"] else "does not fit"
+        lines.append(f"  seed's size, {text}: {fits}, {needed:.1f} GiB of {target.memory_bytes / 2**30:.0f}")
+    return {"runs": runs}, lines
+
+
+def _short(report: dict[str, Any]) -> str:
+    time = report["time"]
+    if time is None:
+        return f"stopped: {report['refused']['reason']}" if report["refused"] else "no step"
+    return f"{time['step_ms']:.1f} ms a step, bound by {time['bound_by']}"

@@ -23,11 +23,8 @@ def ahead_targets(targets: Tensor, mtp: tuple[float, ...], dtype: torch.dtype) -
     rows, ahead = targets.shape[0], len(mtp)
     padded = torch.cat([targets, targets.new_full((ahead - 1,), -1)])
     windows = padded.unfold(0, ahead, 1) if rows else targets.new_zeros(0, ahead)
-    # Filled by the device, number by number: a copy from the host would wait.
-    weights = torch.empty(rows, ahead, dtype=dtype, device=targets.device)
-    for column, weight in zip(weights.unbind(1), mtp, strict=True):
-        column.fill_(weight)
-    return windows.clamp(min=0), weights.masked_fill_(windows < 0, 0.0)
+    weights = torch.tensor(mtp, dtype=dtype, device=targets.device).expand(rows, ahead)
+    return windows.clamp(min=0), torch.where(windows >= 0, weights, 0.0)
 
 
 def _tile_loss(

@@ -14,7 +14,7 @@ from typing import Any
 from leanstep.rehearse import what_if
 from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
 from leanstep.rehearse.devices import Device
-from leanstep.rehearse.events import Free, Launch, Recording, Request
+from leanstep.rehearse.events import Launch, Recording, Request
 from leanstep.rehearse.time_model import Clock, HostCosts, Timing
 
 GIB, MIB = 2**30, 2**20
@@ -24,8 +24,13 @@ Data = dict[str, Any]
 Rerun = Callable[[Request], Recording]
 
 
-def judge(recording: Recording, devices: Sequence[Device], points: int = 240) -> Data:
-    """The JSON object of a recording: the first device in full, the others as a comparison."""
+def judge(
+    recording: Recording, devices: Sequence[Device], points: int = 240, eager: Recording | None = None
+) -> Data:
+    """The JSON object of a recording: the first device in full, the others as a comparison.
+
+    eager: the same program rehearsed without torch.compile, for the figure beside a compiled one.
+    """
     device = devices[0]
     memory = memory_of(recording, device.memory_bytes, device.context_bytes, points)
     timing = what_if.last_step(recording, device)
@@ -40,7 +45,7 @@ def judge(recording: Recording, devices: Sequence[Device], points: int = 240) ->
         "predicted": True,
         "ended": recording.ended,
         "memory": _memory(memory),
-        "time": _time(recording, device, timing),
+        "time": _time(recording, device, timing, eager),
         "lines": _lines(recording, device),
         "syncs": [
             {"line": g.line, "kind": g.kind, "count": g.count, "saved_ms": g.saved_ms}
@@ -86,7 +91,9 @@ def _memory(memory: Memory) -> Data:
     }
 
 
-def _time(recording: Recording, device: Device, timing: Timing | None) -> Data | None:
+def _time(
+    recording: Recording, device: Device, timing: Timing | None, eager: Recording | None
+) -> Data | None:
     if timing is None:
         return None
     dtype = _product_dtype(recording)
@@ -107,8 +114,8 @@ def _time(recording: Recording, device: Device, timing: Timing | None) -> Data |
         "compiled": bool(recording.regions),
     }
     if recording.regions:
-        eager = what_if.last_step(recording, device, compiled=False)
-        found["eager_ms"] = eager.step_s * 1e3 if eager is not None else None
+        plain = what_if.last_step(eager, device, compiled=False) if eager is not None else None
+        found["eager_ms"] = plain.step_s * 1e3 if plain is not None else None
     return found
 
 
@@ -230,8 +237,7 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
         total = None if needed is None else needed + device.context_bytes
         found.append({"change": change, "text": text, "how": how, "needed": total, "fits": fits, "why": why})
 
-    # No other activations make room for parameters and state that do not fit: that takes shards.
-    if rerun is not None and _lasting_bytes(recording) <= room:
+    if rerun is not None:
         for change in ("lean_head", "checkpoint", "micro_batch:2", "micro_batch:4"):
             name, _, value = change.partition(":")
             text = what_if.CHANGES[name] if not value else f"1/{value} of the micro-batch"
@@ -260,15 +266,6 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
         if fits and change.startswith(("fsdp", "zero1")):
             break
     return found
-
-
-def _lasting_bytes(recording: Recording) -> int:
-    """Parameters and optimizer state that are alive at the end."""
-    gone = {e.storage for e in recording.events if isinstance(e, Free)}
-    lasting = ("parameter", "optimizer state")
-    return sum(
-        s.nbytes for s in recording.storages.values() if s.category in lasting and s.number not in gone
-    )
 
 
 def _no_result(before: Recording, after: Recording, change: str) -> str:

@@ -19,6 +19,8 @@ from leanstep.rehearse.time_model import HostCosts, Timing, time_steps
 
 # Kernels that a compiler merges into its neighbours.
 _MERGED = frozenset(("pointwise", "strided", "broadcast", "cast", "fill", "reduce", "softmax", "norm"))
+# Calls that a compiler writes into its fused kernels, whatever torch's own kernel for them is.
+_MERGED_CALLS = frozenset(("select_scatter", "slice_scatter", "cat", "constant_pad_nd"))
 Transform = Callable[[Sequence[Event]], Sequence[Event]]
 
 
@@ -32,7 +34,7 @@ def last_step(
     """The last step's time on `device`, after a step before it has filled the queue; None without steps.
 
     transform: changes the events of a step before they are played. compiled: regions that torch.compile
-    captured are fused; False plays them as they ran, call by call.
+    captured are fused; False plays their calls one by one.
     """
     if not recording.steps:
         return None
@@ -56,20 +58,6 @@ def without_waits(line: str | None = None) -> Transform:
         return [
             e for e in events if not (isinstance(e, HostWait) and (line is None or place(e.line) == line))
         ]
-
-    return transform
-
-
-def without_copies_too(line: str) -> Transform:
-    """Drop a line's waits and the copies to the host that came with them."""
-
-    def transform(events: Sequence[Event]) -> Sequence[Event]:
-        def goes(event: Event) -> bool:
-            if isinstance(event, HostWait):
-                return place(event.line) == line
-            return isinstance(event, Launch) and event.name == "to host" and place(event.line) == line
-
-        return [event for event in events if not goes(event)]
 
     return transform
 
@@ -115,7 +103,7 @@ def fused(events: Sequence[Event], in_regions: bool = False) -> list[Event]:
             continue  # a view costs nothing in compiled code
         if run and run[-1][1].region != event.region:
             flush()
-        if all(kernel.kind in _MERGED for kernel in event.kernels):
+        if event.name in _MERGED_CALLS or all(kernel.kind in _MERGED for kernel in event.kernels):
             run.append((index, event))
             continue
         flush()
@@ -238,6 +226,7 @@ CHANGES = {
     "checkpoint": "activation checkpointing of the repeated blocks",
     "micro_batch": "half the micro-batch",
     "normuon": "NorMuon for the matrices",
+    "default_device": "tensors are made on the device unless the program says where",
 }
 _BATCH = re.compile(r"^(--?[\w-]*batch[\w-]*(?:=|$))(\d*)$")
 
@@ -440,9 +429,17 @@ def _lazy_logits(linear: Any) -> Any:
     return Logits
 
 
+def _install_default_device(_: str) -> None:
+    """A program written for the CPU, as if it had been written for the device."""
+    import torch
+
+    torch.set_default_device("cuda")
+
+
 _INSTALLERS: dict[str, Callable[[str], None]] = {
     "lean_head": _install_lean_head,
     "checkpoint": _install_checkpoint,
     "micro_batch": _install_micro_batch,
     "normuon": _install_normuon,
+    "default_device": _install_default_device,
 }
