@@ -18,7 +18,7 @@ from rich.text import Text
 
 from leanstep import units
 from leanstep.commands import BadInput, FellShort
-from leanstep.commands.output import check_writable, console, write_json
+from leanstep.commands.terminal import check_writable, console, write_json
 
 # The page with plotly inlined takes 5 MB, and is written beside its older self.
 PAGE_BYTES = 8 * 2**20
@@ -50,7 +50,7 @@ def demo(
     Example: leanstep demo --out report
     """
     from leanstep.commands.example import EXAMPLES, compare, readable_examples
-    from leanstep.commands.select import split_list
+    from leanstep.commands.terminal import split_list
 
     names = split_list(only, "--only") or tuple(e.name for e in EXAMPLES)
     for name in names:
@@ -178,7 +178,7 @@ def plan_at_published_size() -> dict[str, Any]:
     """Predicted peaks of the published out-of-memory case against the device it ran on."""
     import torch
 
-    from leanstep.commands.plan_devices import DEVICES_MIB
+    from leanstep.commands.plan_workloads import DEVICES_MIB
     from leanstep.logprob.memory import plan_memory
     from leanstep.measure.timing import environment
 

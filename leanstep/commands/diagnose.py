@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from leanstep.commands import BadInput
-from leanstep.commands.output import check_writable, console, write_json
+from leanstep.commands.terminal import check_writable, console, write_json
 from leanstep.diagnose import run_script, screen
 from leanstep.diagnose.run_script import Outcome, Stop
 from leanstep.diagnose.step_records import Finding, Limits

@@ -10,9 +10,7 @@ import typer
 from rich.table import Table
 
 from leanstep.commands import BadInput, FellShort
-from leanstep.commands.output import check_writable, console, write_json
-from leanstep.commands.progress import progress_bar
-from leanstep.commands.select import split_list
+from leanstep.commands.terminal import check_writable, console, progress_bar, split_list, write_json
 
 
 def kernels(

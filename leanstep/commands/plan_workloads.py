@@ -1,14 +1,17 @@
-"""What `leanstep plan` runs on fake tensors: each method as a user would call it, forward and backward."""
+"""What `leanstep plan` computes: devices, formulas, and every method on tensors that hold no memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from leanstep.case import Outputs, Step, Workload
+from leanstep.commands import BadInput
 from leanstep.logprob import (
     PolicyObjective,
     Tiles,
@@ -19,6 +22,76 @@ from leanstep.logprob import (
 )
 from leanstep.logprob.memory import Method
 from leanstep.measure.peaks import SimulatedPeak, simulate_peak
+from leanstep.preference import LensBatch, LensConfig, SamplingConfig, lens_loss
+
+MIB, GIB = 2**20, 2**30
+# What nvidia-smi reports, in MiB: less than the name on the box.
+DEVICES_MIB = {
+    "rtx4090": 24564,
+    "a100-40": 40960,
+    "a100-80": 81920,
+    "h100": 81559,
+    "h200": 143771,
+    "b200": 183359,
+}
+
+
+def parse_devices(names: str | None, device_gb: float | None, reserve_gb: float) -> dict[str, int]:
+    """Name -> bytes left for the plan, smallest device first."""
+    if reserve_gb < 0:
+        raise BadInput(f"--reserve-gb: expected 0 or more, got {reserve_gb:g}")
+    if device_gb is not None and device_gb <= 0:
+        raise BadInput(f"--device-gb: expected more than 0, got {device_gb:g}")
+    chosen = {name: mib * MIB for name, mib in DEVICES_MIB.items()}
+    if names is not None:
+        wanted = [name.strip().lower() for name in names.split(",")]
+        for name in wanted:
+            if name not in chosen:
+                raise BadInput(f"--devices: no device {name!r}; there are {', '.join(chosen)}")
+        chosen = {name: chosen[name] for name in wanted}
+    elif device_gb is not None:
+        chosen = {}
+    if device_gb is not None:
+        chosen[f"{device_gb:g} GiB"] = round(device_gb * GIB)
+    reserve = round(reserve_gb * GIB)
+    return {name: max(size - reserve, 0) for name, size in sorted(chosen.items(), key=lambda item: item[1])}
+
+
+def judge(total_bytes: int, capacities: dict[str, int], largest: str) -> dict[str, dict[str, Any]]:
+    """Per device: whether the total fits and, if not, what is missing and what takes most."""
+    verdicts: dict[str, dict[str, Any]] = {}
+    for name, capacity in capacities.items():
+        missing = total_bytes - capacity
+        why = None
+        if missing > 0:
+            why = (
+                f"needs {total_bytes / GIB:.2f} GiB of {capacity / GIB:.2f} free, "
+                f"{missing / GIB:.2f} too many; most of it: {largest}"
+            )
+        verdicts[name] = {"fits": missing <= 0, "why": why}
+    return verdicts
+
+
+def device_table(
+    title: str,
+    rows: list[dict[str, Any]],
+    columns: Sequence[tuple[str, Callable[[dict[str, Any]], str]]],
+    capacities: dict[str, int],
+) -> Table:
+    """The rows with their figures, and yes or no under each device."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, (name, _) in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for name, capacity in capacities.items():
+        table.add_column(f"{name}\n{capacity / GIB:.0f}", justify="center", no_wrap=True)
+    previous = None
+    for row in rows:
+        marks = ["yes" if v["fits"] else "[dim]no[/dim]" for v in row["devices"].values()]
+        label = columns[0][1](row)
+        cells = [label if label != previous else "", *(value(row) for _, value in columns[1:])]
+        table.add_row(*cells, *marks)
+        previous = label
+    return table
 
 
 @dataclass(frozen=True)
@@ -207,3 +280,126 @@ def simulate_optimizer(
         return step
 
     return simulate_peak(build, make)
+
+
+Sharding = Literal["replicated", "ZeRO-1", "ZeRO-2"]
+SHARDINGS: tuple[Sharding, ...] = ("replicated", "ZeRO-1", "ZeRO-2")
+
+
+def layer_matrices(layers: int, dim: int, hidden: int) -> list[tuple[int, int]]:
+    """Four attention matrices and two of the MLP per layer."""
+    return [*[(dim, dim)] * (4 * layers), *[(hidden, dim)] * (2 * layers)]
+
+
+def plan_optimizer(
+    optimizer: str,
+    sharding: Sharding,
+    world: int,
+    layers: int,
+    dim: int,
+    hidden: int,
+    vocab: int,
+    dtype: torch.dtype,
+    scratch_bytes: int | None,
+) -> dict[str, int]:
+    """Bytes on the fullest rank, by what they hold.
+
+    ZeRO-1 shards the state, ZeRO-2 the gradients as well. Muon needs whole matrices, so they are dealt out
+    whole: the fullest rank has ceil(count / world) of each shape. Adam's tensors are cut evenly.
+    """
+    size = dtype.itemsize
+    matrices = layer_matrices(layers, dim, hidden)
+    elements = sum(r * c for r, c in matrices)
+    tables = 2 * vocab * dim
+    # A bfloat16 weight keeps 16 more bits, so that the pair is a float32 master.
+    master = 2 if dtype == torch.bfloat16 else 0
+    share = world if sharding != "replicated" else 1
+    owned = [
+        (-(-count // share), shape)
+        for shape, count in {s: matrices.count(s) for s in dict.fromkeys(matrices)}.items()
+    ]
+    table_share = -(-tables // share)
+    if optimizer == "adamw":
+        # torch's AdamW on bf16 weights is usually given fp32 masters: 4 bytes, not 2.
+        held = -(-elements // share) + table_share
+        state = held * (8 + (4 if master else 0))
+        scratch = 0
+    else:
+        lines = sum(n * max(shape) for n, shape in owned)
+        state = sum(n * shape[0] * shape[1] for n, shape in owned) * (4 + master) + 4 * lines
+        state += table_share * (8 + master)
+        largest = max(r * c for r, c in matrices)
+        # Without a simulation: the normalised update, its next iterate and three square products.
+        scratch = (
+            scratch_bytes if scratch_bytes is not None else largest * (4 + 2 * size) + 3 * dim * dim * size
+        )
+    grads = (elements + tables) * size
+    if sharding == "ZeRO-2":
+        grads = sum(n * shape[0] * shape[1] for n, shape in owned) * size + table_share * size
+    return {
+        "weights": (elements + tables) * size,
+        "gradients": grads,
+        "state": state,
+        "scratch": scratch,
+    }
+
+
+def simulate_scratch(dim: int, hidden: int, dtype: torch.dtype) -> int:
+    """Scratch of one real step over one matrix of each shape: what appears beyond the state."""
+    shapes = list(dict.fromkeys([(dim, dim), (hidden, dim)]))
+    peak = simulate_optimizer(shapes, [], dtype, dtype)
+    return peak.extra_bytes
+
+
+LENS_METHODS = {
+    "fused": "leanstep.preference.lens_loss: closed-form gradient",
+    "eager": "the same under autograd, dense rows (what torch.compile sees)",
+}
+# [P, W] fp32 tensors alive at the peak, counted on fake tensors.
+_PAIR_TENSORS = {"fused": 11, "eager": 11}
+
+
+def plan_objective(
+    method: str, samples: int, variants: int, tokens: int, width: int, pairs: int
+) -> dict[str, int]:
+    """Bytes by what they hold; a sequence has at most all pairs of its variants."""
+    contexts = samples * variants
+    count = samples * min(pairs, variants * (variants - 1) // 2)
+    return {
+        "inputs": contexts * width * 14 + samples * variants * 20,
+        "tables": (contexts + count) * (tokens + 1),
+        "pair tensors": _PAIR_TENSORS[method] * count * width * 4,
+    }
+
+
+def make_objective_inputs(samples: int, variants: int, tokens: int, width: int) -> dict[str, torch.Tensor]:
+    contexts = samples * variants
+    return {
+        "scores": torch.empty(contexts, width),
+        "pos": torch.empty(contexts, width, dtype=torch.int64),
+        "lod": torch.empty(contexts, width, dtype=torch.int8),
+        "valid": torch.empty(contexts, width, dtype=torch.bool),
+        "loss": torch.empty(samples, variants),
+        "row": torch.empty(samples, variants, dtype=torch.int64),
+        "tokens": torch.empty(contexts, dtype=torch.int64),
+        "baseline": torch.empty(samples, dtype=torch.int64),
+    }
+
+
+def simulate_objective(
+    method: str, samples: int, variants: int, tokens: int, width: int, pairs: int
+) -> SimulatedPeak:
+    """Forward and backward of the real objective on fake tensors."""
+    config = LensConfig(sampling=SamplingConfig(max_pairs=pairs, num_random_variants=max(variants - 1, 1)))
+
+    def build(workload: Workload) -> Step:
+        def step() -> Outputs:
+            t: dict[str, Any] = dict(workload.tensors)
+            scores = t.pop("scores").detach().requires_grad_()
+            result = lens_loss(scores, LensBatch(**t, num_tokens=tokens), config, backend=method)
+            (grad,) = torch.autograd.grad(result.loss, scores)
+            return {"grad": grad}
+
+        return step
+
+    return simulate_peak(build, lambda: Workload(make_objective_inputs(samples, variants, tokens, width)))

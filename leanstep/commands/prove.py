@@ -7,14 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from leanstep.commands import BadInput, FellShort
-from leanstep.commands.output import check_writable, console, kept_for_json, write_json
-from leanstep.commands.progress import progress_bar
-from leanstep.commands.select import (
+from leanstep.commands.terminal import (
     check_implementations,
+    check_writable,
+    console,
+    kept_for_json,
     parse_device,
     parse_dtypes,
+    progress_bar,
     select_cases,
     split_list,
+    write_json,
 )
 
 

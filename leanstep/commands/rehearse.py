@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from leanstep.commands import BadInput
-from leanstep.commands.output import check_writable, console, write_json
+from leanstep.commands.terminal import check_writable, console, write_json
 
 _TARGET = Annotated[
     str, typer.Argument(help="A training script, a module (-m) or a registered case.", show_default=False)
@@ -101,7 +101,7 @@ def rehearse(
 def _is_case(target: str) -> bool:
     if Path(target).suffix == ".py" or Path(target).exists():
         return False
-    from leanstep.commands.select import select_cases
+    from leanstep.commands.terminal import select_cases
 
     try:
         select_cases([target])

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from leanstep.commands import BadInput, FellShort
-from leanstep.commands.output import check_writable, write_json
+from leanstep.commands.terminal import check_writable, write_json
 
 RECIPES = ("gpt", "lens", "grpo")
 # A checkpoint's name has eight digits.
@@ -128,7 +128,7 @@ class _Plan:
     def run(self, seed: int, out: Path, world: Any, **how: Any) -> tuple[Any, Any]:
         from rich.console import Console
 
-        from leanstep.commands.progress import progress_bar, say_above
+        from leanstep.commands.terminal import progress_bar, say_above
         from leanstep.recipes import run
         from leanstep.recipes.checkpoint import CheckpointError
 

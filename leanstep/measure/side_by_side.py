@@ -15,8 +15,10 @@ from leanstep.measure.peaks import measure_peak
 from leanstep.measure.timing import TimeUp, Timing, environment, interleave, time_box, timed_call
 
 Progress = Callable[[str, float], None]
-# A call may take this many budgets; a row that takes longer is given up and does not hold up the others.
+# A call may take this many budgets, or this many seconds if the budget is small; a row that takes longer is
+# given up and does not hold up the others.
 TIME_BOX = 2.0
+MIN_BOX_S = 20.0
 
 
 @dataclass
@@ -86,13 +88,13 @@ def run_bench(
 ) -> BenchResult:
     """Measure `case` at `size`; the reference always runs, because every ratio is against it in this run.
 
-    A row whose call takes longer than `TIME_BOX` x `budget_s` is given up: no figures, and a note "> 40 s".
+    A row whose call takes longer than `TIME_BOX` budgets is given up: no figures, and a note "> 40 s".
     """
     report = progress or (lambda what, share: None)
     params = case.params(size, overrides or {})
     chosen = [i for i in case.implementations if only is None or i.name in only or i.kind == "reference"]
     result = BenchResult(case.name, _size_label(size, overrides), environment(device))
-    rows = _Rows(chosen, TIME_BOX * budget_s)
+    rows = _Rows(chosen, max(TIME_BOX * budget_s, MIN_BOX_S))
     result.rows = list(rows.by_name.values())
 
     runnable: list[Implementation] = []

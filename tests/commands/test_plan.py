@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from leanstep.cli import run
-from leanstep.commands.plan_devices import judge, parse_devices
-from leanstep.commands.plan_optimizer import plan_optimizer, simulate_scratch
-from leanstep.commands.plan_workloads import HeadShape, _head_step, simulate_head
+from leanstep.commands.plan_workloads import (
+    HeadShape,
+    _head_step,
+    judge,
+    parse_devices,
+    plan_optimizer,
+    simulate_head,
+    simulate_scratch,
+)
 from leanstep.logprob.memory import METHODS, plan_memory
 from leanstep.measure.peaks import measure_peak
 

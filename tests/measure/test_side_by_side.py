@@ -23,12 +23,12 @@ ROW_KEYS = {
 @pytest.fixture(autouse=True)
 def no_hurry(monkeypatch):
     """A busy machine may take long over anything: only the tests of the time box have one."""
-    monkeypatch.setattr(side_by_side, "TIME_BOX", 10_000.0)
+    monkeypatch.setattr(side_by_side, "MIN_BOX_S", 1_000.0)
 
 
 @pytest.fixture
 def box_of_two_seconds(monkeypatch):
-    monkeypatch.setattr(side_by_side, "TIME_BOX", 10.0)
+    monkeypatch.setattr(side_by_side, "MIN_BOX_S", 2.0)
 
 
 def rows_of(case, **options):

@@ -6,7 +6,7 @@ import sys
 
 from rich.console import Console
 
-from leanstep.commands.progress import progress_bar, say_above
+from leanstep.commands.terminal import progress_bar, say_above
 
 
 def test_piped_output_has_said_lines_and_nothing_else(capsys):

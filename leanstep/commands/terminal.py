@@ -1,0 +1,181 @@
+"""Between a command and the terminal: what was typed, how far it is, and where its results go."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from leanstep.case import Case, all_cases, get_case
+from leanstep.commands import BadInput
+from leanstep.files import write_text
+
+
+def console(json_path: str | None = None) -> Console:
+    """The console for humans; standard error when standard output carries the JSON object."""
+    plain = Console(stderr=json_path == "-", highlight=False)
+    # A pipe has no width; the usual guess of 80 columns would break every row of a table in three.
+    return plain if plain.is_terminal else Console(stderr=json_path == "-", highlight=False, width=160)
+
+
+@contextlib.contextmanager
+def kept_for_json(json_path: str | None) -> Iterator[None]:
+    """While standard output carries the JSON object, what the measured code prints goes to standard error."""
+    if json_path == "-":
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    else:
+        yield
+
+
+def check_writable(path: str | None, argument: str) -> None:
+    """Refuse an output that cannot be written before the long work starts, not after it."""
+    if path is None or path == "-":
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise BadInput(f"{argument}: {path} is a folder; expected a file name")
+    folder = target.parent
+    if not folder.is_dir():
+        raise BadInput(f"{argument}: the folder {folder} does not exist")
+    # Root may write anywhere os.access says no to, and a read-only mount says yes to root: try it.
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BadInput(f"{argument}: cannot write to {folder}: {error.strerror}") from None
+
+
+def write_json(obj: Any, path: str | None) -> None:
+    """Print one JSON object (`-`) or write it to a file; nothing for None. NaN and infinity become null."""
+    if path is None:
+        return
+    text = json.dumps(_finite(obj), indent=1, ensure_ascii=False, allow_nan=False)
+    if path == "-":
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    else:
+        write_text(path, text + "\n", "--json")
+
+
+def _finite(obj: Any) -> Any:
+    """JSON knows no NaN: a figure that does not exist is null."""
+    if isinstance(obj, float):
+        return obj if obj == obj and abs(obj) != float("inf") else None
+    if isinstance(obj, dict):
+        return {str(key): _finite(value) for key, value in obj.items()}
+    if isinstance(obj, (list, tuple)):
+        return [_finite(value) for value in obj]
+    return obj
+
+
+def say_above(console: Console, line: str) -> None:
+    """One line above the console's bar, or plainly when there is none."""
+    if console.is_terminal:
+        console.print(line, markup=False, highlight=False)
+    else:
+        print(line, file=console.file, flush=True)
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, title: str) -> Iterator[Callable[[str, float], None]]:
+    """Yield `report(what, share)`, with share from 0 to 1."""
+    if not console.is_terminal:
+        yield lambda what, share: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[what]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=1.0, what="")
+        yield lambda what, share: bar.update(task, completed=share, what=what)
+
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def select_cases(names: list[str] | None) -> list[Case]:
+    if not names:
+        return list(all_cases().values())
+    try:
+        return [get_case(name) for name in names]
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+
+
+def split_list(text: str | None, argument: str) -> tuple[str, ...] | None:
+    """`a,b` -> ("a", "b"); an empty item is a typing error."""
+    if text is None:
+        return None
+    items = tuple(item.strip() for item in text.split(","))
+    if not all(items):
+        raise BadInput(f"{argument}: expected names separated by commas, got {text!r}")
+    return items
+
+
+def check_implementations(cases: list[Case], names: tuple[str, ...] | None) -> None:
+    """Every name must exist in at least one of the cases."""
+    known = {i.name for case in cases for i in case.implementations}
+    for name in names or ():
+        if name not in known:
+            raise BadInput(f"--impl: no implementation {name!r}; there are {', '.join(sorted(known))}")
+
+
+def parse_dtypes(text: str | None) -> tuple[torch.dtype, ...] | None:
+    names = split_list(text, "--dtype")
+    if names is None:
+        return None
+    for name in names:
+        if name not in DTYPES:
+            raise BadInput(f"--dtype: no dtype {name!r}; it takes {', '.join(DTYPES)}")
+    return tuple(DTYPES[name] for name in names)
+
+
+def parse_device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise BadInput(f"--device: no device {text!r}; it takes cpu or cuda[:N]") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadInput(f"--device: expected cpu or cuda[:N], got {text!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadInput("--device: cuda is not available on this machine")
+    return device
+
+
+def parse_sweep(text: str | None, cases: list[Case]) -> list[dict[str, int | float]]:
+    """`variants=3,6,12` -> one override per value; without --sweep one empty override."""
+    if text is None:
+        return [{}]
+    key, equals, values = text.partition("=")
+    items = [item.strip() for item in values.split(",")]
+    if not equals or not key.strip() or not all(items):
+        raise BadInput(f"--sweep: expected key=value,value, got {text!r}")
+    key = key.strip()
+    for case in cases:
+        for name, params in case.sizes.items():
+            if key not in params:
+                raise BadInput(
+                    f"--sweep: {case.name} has no parameter {key!r} at {name}; it has {', '.join(params)}"
+                )
+    return [{key: _number(item)} for item in items]
+
+
+def _number(text: str) -> int | float:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise BadInput(f"--sweep: expected a number, got {text!r}")
