@@ -84,10 +84,13 @@ def test_no_further_from_float64_than_plain_bfloat16(form, shape):
 @pytest.mark.parametrize("form", ["standard", "standard, panels"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_standard_form_is_as_exact_as_the_plain_loop(form, shape):
-    update = torch.randn(shape)
-    truth = reference.polar(update.double())
-    plain = error(reference.polar(update), truth)
-    assert error(polar(update, compute_dtype=torch.float32, **FORMS[form]), truth) <= 2 * plain + 2e-6
+    # The worst of ten: in a single draw the rounding errors of one of the two may happen to cancel.
+    plain, ours = [], []
+    for update in torch.randn(10, *shape):
+        truth = reference.polar(update.double())
+        plain.append(error(reference.polar(update), truth))
+        ours.append(error(polar(update, compute_dtype=torch.float32, **FORMS[form]), truth))
+    assert max(ours) <= 2 * max(plain) + 2e-6
 
 
 @pytest.mark.parametrize("smallest", [1e-4, 1e-10])
