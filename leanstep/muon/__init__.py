@@ -4,7 +4,7 @@ from leanstep.muon.optimizer import FsdpNorMuon, NorMuon, ShardedNorMuon
 from leanstep.muon.param_groups import ParamSplit, split_params
 from leanstep.muon.polar import Workspace, explain, plan_polar, polar
 from leanstep.muon.reference import NEWTON_SCHULZ, POLAR_EXPRESS
-from leanstep.muon.residual import from_master, to_master
+from leanstep.muon.state import from_master, to_master
 from leanstep.muon.transpose import transpose_add, transpose_copy
 
 __all__ = [

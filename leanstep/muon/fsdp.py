@@ -24,13 +24,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from leanstep.muon.param_groups import Entry, group_cut, matrix_views, second_views
 from leanstep.muon.polar import Workspace
 from leanstep.muon.sharded import Assignment, Work, agree, assign
+from leanstep.muon.state import State, grads_are_finite, new_state
 from leanstep.muon.update import (
-    State,
     States,
     fill_update,
-    grads_are_finite,
     matrix_rates,
-    new_state,
     orthogonalise,
     stacks_of,
     step_adam,

@@ -30,16 +30,18 @@ from leanstep.muon.param_groups import (
 )
 from leanstep.muon.polar import Workspace
 from leanstep.muon.reference import POLAR_EXPRESS, Triples
-from leanstep.muon.residual import convert_state, from_master, to_master
 from leanstep.muon.sharded import Assignment, Owners, assign
-from leanstep.muon.update import (
+from leanstep.muon.state import (
     State,
     check_grad,
     check_state,
+    convert_state,
+    from_master,
     grads_are_finite,
     new_state,
-    update_parameters,
+    to_master,
 )
+from leanstep.muon.update import update_parameters
 
 FORMAT = 1
 

@@ -12,7 +12,7 @@ All of these are views. What follows from shape and options alone is worked out 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from leanstep.cpu import cpu_bfloat16_speedup
 from leanstep.muon.polar import EPS_MODES, METHODS, MIN_HALF_SPEEDUP, PolarPlan, plan_polar
 from leanstep.muon.reference import shape_factor, variance_axis
-from leanstep.muon.residual import MODES
 
 Group = dict[str, Any]
 Rule = Callable[[str, nn.Parameter, nn.Module], str | None]
@@ -105,7 +104,7 @@ def _check_numbers(group: Group) -> None:
 def _check_choices(group: Group) -> None:
     choices = {
         "decay": ("cautious", "decoupled"),
-        "residual": MODES,
+        "residual": ("nearest", "truncate", "none"),
         "variance": ("long", "row", "off"),
         "eps_mode": EPS_MODES,
         "method": METHODS,
@@ -288,7 +287,7 @@ class Entry:
         key: shape and options it was made for; another key needs another entry.
         cut: how the parameter becomes matrices. None for Adam, as are the two below.
         forms: (rows, cols) -> number of such matrices, their polar plan, their learning-rate factor.
-        second_shape: of the variance state; None without one.
+        second_shape: of the variance state; None without one. constants: small device tensors, made once.
     """
 
     name: str
@@ -298,6 +297,7 @@ class Entry:
     cut: Cut | None = None
     forms: dict[tuple[int, int], Form] | None = None
     second_shape: tuple[int, ...] | None = None
+    constants: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_adam(self) -> bool:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from leanstep.muon.param_groups import Entry
 from leanstep.muon.polar import Workspace
-from leanstep.muon.update import State, States, grads_are_finite, new_state, update_parameters
+from leanstep.muon.state import State, grads_are_finite, new_state
+from leanstep.muon.update import States, update_parameters
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

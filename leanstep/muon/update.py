@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,15 +22,16 @@ from torch import Tensor
 from leanstep.muon.param_groups import Entry, Group, matrix_views, second_views
 from leanstep.muon.polar import PolarPlan, Workspace, iterate, normalize_into, run_side_by_side
 from leanstep.muon.reference import variance_axis
-from leanstep.muon.residual import from_master, to_master
+from leanstep.muon.state import State, from_master, give_back, join, new_state, to_master
 
 # Elements per block: four float32 temporaries of this size fit into the second-level cache of two cores.
 BLOCK_ELEMENTS = 96 * 1024
 # Elements that are stacked into one batched product at most.
 MAX_STACK_ELEMENTS = 1 << 26
+# Adam's tensors up to this size are joined on an accelerator; above it copying costs more than launching.
+MAX_JOINED_ELEMENTS = 1 << 20
 
 Scalar = float | Tensor
-State = dict[str, Any]
 States = MutableMapping[Tensor, State]
 
 
@@ -44,8 +45,8 @@ class Stack:
     second: Tensor | None
     residual: Tensor | None
     plan: PolarPlan
-    lr: float
-    decay: float
+    lr: Scalar
+    decay: Scalar
 
     def __getitem__(self, part: slice) -> Stack:
         tensors = (self.weight, self.grad, self.momentum, self.second, self.residual)
@@ -56,18 +57,20 @@ def update_parameters(work: Iterable[tuple[Entry, Tensor]], states: States, work
     """One step of whole parameters, each with its gradient; state that is missing is made."""
     stacks: dict[int, list[Stack]] = {}
     groups: dict[int, Group] = {}
+    adam: list[tuple[Entry, Tensor, State]] = []
     for entry, grad in work:
         state = states[entry.param]
         if not state:
             state.update(new_state(entry))
         if entry.is_adam:
             state["step"] += 1
-            step_adam(entry.group, entry.param.detach(), grad, state)
+            adam.append((entry, grad, state))
         else:
             groups[id(entry.group)] = entry.group
             stacks.setdefault(id(entry.group), []).extend(
                 stacks_of(entry, entry.param.detach(), grad, state, entry.group["lr_mul"])
             )
+    _step_adams(adam, workspace)
     for key, members in stacks.items():
         update_matrices(members, groups[key], workspace)
 
@@ -91,18 +94,22 @@ def stacks_of(
     tensors = (weights, matrix_views(grad, cut), matrix_views(state["momentum_buffer"], cut))
     for w, g, m, v, r in zip(*tensors, seconds, residuals, strict=True):
         form = entry.forms[w.size(1), w.size(2)]
-        for part, multiplier in _equal_rates(multipliers, w.size(0)):
-            lr, decay = matrix_rates(group, form.rate, multiplier)
-            stacks.append(Stack(w, g, m, v, r, form.plan, lr, decay)[part])
+        values = [float(multipliers)] if isinstance(multipliers, int | float) else list(multipliers)
+        if len(set(values)) == 1:
+            stacks.append(Stack(w, g, m, v, r, form.plan, *matrix_rates(group, form.rate, float(values[0]))))
+        elif joins(w.device):
+            key = (tuple(values), w.device)
+            if key not in entry.constants:
+                entry.constants[key] = torch.tensor(values, device=w.device).view(-1, 1, 1)
+            lr, decay = matrix_rates(group, form.rate, 1.0)
+            each = entry.constants[key]
+            decays = decay / each if group["decay"] == "decoupled" else decay
+            stacks.append(Stack(w, g, m, v, r, form.plan, each * lr, decays))
+        else:
+            for i, value in enumerate(values):
+                rates = matrix_rates(group, form.rate, float(value))
+                stacks.append(Stack(w, g, m, v, r, form.plan, *rates)[i : i + 1])
     return stacks
-
-
-def _equal_rates(multipliers: float | Sequence[float], count: int) -> list[tuple[slice, float]]:
-    if isinstance(multipliers, int | float):
-        return [(slice(0, count), float(multipliers))]
-    if len(set(multipliers)) == 1:
-        return [(slice(0, count), float(multipliers[0]))]
-    return [(slice(i, i + 1), float(value)) for i, value in enumerate(multipliers)]
 
 
 def matrix_rates(group: Group, factor: float, multiplier: float) -> tuple[float, float]:
@@ -121,12 +128,14 @@ def update_matrices(stacks: Sequence[Stack], group: Group, workspace: Workspace)
     Small equal shapes are stacked into one batched product (all equal shapes on an accelerator); on a CPU the
     large ones go one by one, side by side on the cores.
     """
-    by_plan: dict[PolarPlan, list[Stack]] = {}
+    kinds: dict[tuple, list[Stack]] = {}
     for stack in stacks:
         if stack.weight.numel():
-            by_plan.setdefault(stack.plan, []).append(stack)
+            # Joined tensors need one dtype.
+            kind = (stack.weight.dtype, stack.residual is None) if joins(stack.weight.device) else ()
+            kinds.setdefault((stack.plan, stack.weight.device, *kind), []).append(stack)
     alone: list[Stack] = []
-    for plan, members in by_plan.items():
+    for (plan, *_), members in kinds.items():
         if not plan.batched:
             alone += [stack[i : i + 1] for stack in members for i in range(stack.weight.size(0))]
             continue
@@ -153,10 +162,9 @@ def step_matrices(stacks: Sequence[Stack], plan: PolarPlan, group: Group, worksp
     """
     sizes = [stack.weight.size(0) for stack in stacks]
     update = workspace.take("update", (sum(sizes), plan.rows, plan.cols), stacks[0].momentum)
-    for stack, part in zip(stacks, update.split(sizes), strict=True):
-        fill_update(stack.grad, stack.momentum, group["momentum"], part, nesterov=group["nesterov"])
+    fill_updates(stacks, update.split(sizes), group["momentum"], nesterov=group["nesterov"])
     factor = orthogonalise(update, plan, group, workspace)
-    for stack, part in zip(stacks, factor.split(sizes), strict=True):
+    for stack, part in _together(stacks, factor, workspace):
         scale = None
         if stack.second is not None:
             scale = variance_scale(part, stack.second, group["beta2"], group["variance"])
@@ -170,6 +178,51 @@ def step_matrices(stacks: Sequence[Stack], plan: PolarPlan, group: Group, worksp
             mode=group["residual"],
             cautious=group["decay"] == "cautious",
         )
+
+
+def joins(device: torch.device) -> bool:
+    """Whether launches are what costs: then the passes around the products work on all tensors at once."""
+    return device.type != "cpu"
+
+
+def _together(
+    stacks: Sequence[Stack], factor: Tensor, workspace: Workspace
+) -> Iterator[tuple[Stack, Tensor]]:
+    """Every stack with its part of the factor; on an accelerator one joined stack, given back afterwards."""
+    sizes = [stack.weight.size(0) for stack in stacks]
+    if len(stacks) == 1 or not joins(factor.device):
+        yield from zip(stacks, factor.split(sizes), strict=True)
+        return
+    tensors = {role: [getattr(s, role) for s in stacks] for role in ("weight", "second", "residual")}
+    joined = join({role: found for role, found in tensors.items() if found[0] is not None}, workspace)
+    rates = {role: _per_matrix([getattr(s, role) for s in stacks], sizes, factor) for role in ("lr", "decay")}
+    yield replace(stacks[0], **joined, **rates), factor
+    give_back(joined, tensors)
+
+
+def _per_matrix(values: Sequence[Scalar], sizes: Sequence[int], like: Tensor) -> Scalar:
+    """One rate for all matrices, or a tensor [B, 1, 1]; filled on the device, nothing is copied there."""
+    if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
+        return values[0]
+    wide, rates = torch.promote_types(like.dtype, torch.float32), []
+    for value, size in zip(values, sizes, strict=True):
+        fresh = not isinstance(value, Tensor)
+        rates.append(like.new_full((size, 1, 1), value, dtype=wide) if fresh else value)
+    return torch.cat(rates)
+
+
+def fill_updates(
+    stacks: Sequence[Stack], parts: Sequence[Tensor], momentum: float, *, nesterov: bool
+) -> None:
+    """`fill_update` of every stack; on an accelerator in three launches for all of them."""
+    if len(stacks) == 1 or not joins(parts[0].device):
+        for stack, part in zip(stacks, parts, strict=True):
+            fill_update(stack.grad, stack.momentum, momentum, part, nesterov=nesterov)
+        return
+    updates, buffers = list(parts), [stack.momentum for stack in stacks]
+    torch._foreach_copy_(updates, [stack.grad for stack in stacks])
+    torch._foreach_lerp_(buffers, updates, 1 - momentum)
+    torch._foreach_lerp_(updates, buffers, momentum) if nesterov else torch._foreach_copy_(updates, buffers)
 
 
 def row_blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
@@ -336,6 +389,27 @@ def adam_(
             live.copy_(master.sub_(update))
 
 
+def _step_adams(work: Sequence[tuple[Entry, Tensor, State]], workspace: Workspace) -> None:
+    """Adam on every parameter; on an accelerator small ones with equal options go as one flat tensor."""
+    kinds: dict[tuple, list[tuple[Entry, Tensor, State]]] = {}
+    for entry, grad, state in work:
+        param, key = entry.param, (id(entry),)
+        if joins(param.device) and param.numel() <= MAX_JOINED_ELEMENTS and param.is_contiguous():
+            key = (id(entry.group), int(state["step"]), param.dtype, grad.dtype, param.device)
+        kinds.setdefault(key, []).append((entry, grad, state))
+    for members in kinds.values():
+        group, state = members[0][0].group, members[0][2]
+        if len(members) == 1:
+            step_adam(group, members[0][0].param.detach(), members[0][1], state)
+            continue
+        tensors = {key: [s[key].view(-1) for *_, s in members] for key in state if key != "step"}
+        tensors["weight"] = [entry.param.detach().view(-1) for entry, *_ in members]
+        flat = join(tensors, workspace)
+        grads = join({"grad": [grad.reshape(-1) for _, grad, _ in members]}, workspace)
+        step_adam(group, flat["weight"], grads["grad"], {**flat, "step": state["step"]})
+        give_back(flat, tensors)
+
+
 def step_adam(group: Group, weight: Tensor, grad: Tensor, state: State) -> None:
     """One Adam step of a parameter, or of rows of it, with the matching part of its state."""
     base = float(group["lr"])
@@ -356,74 +430,3 @@ def step_adam(group: Group, weight: Tensor, grad: Tensor, state: State) -> None:
         residual=state.get("residual"),
         mode=group["residual"],
     )
-
-
-def new_state(entry: Entry) -> State:
-    """Zero moments, and zero low bits for a bfloat16 weight."""
-    group, param = entry.group, entry.param
-    dtype = torch.promote_types(param.dtype, torch.float32)
-    if entry.is_adam:
-        state: State = {
-            "step": torch.tensor(0.0),
-            "exp_avg": torch.zeros_like(param, dtype=dtype),
-            "exp_avg_sq": torch.zeros_like(param, dtype=dtype),
-        }
-    else:
-        state = {"momentum_buffer": torch.zeros_like(param, dtype=dtype)}
-        if entry.second_shape is not None:
-            state["second_momentum"] = torch.zeros(entry.second_shape, dtype=dtype, device=param.device)
-    if param.dtype == torch.bfloat16 and group["residual"] != "none":
-        state["residual"] = torch.zeros_like(param, dtype=torch.int16)
-    return state
-
-
-def check_grad(name: str, param: Tensor) -> None:
-    """Raise a ValueError for a gradient that no step can take."""
-    grad = param.grad
-    assert grad is not None
-    if grad.layout != torch.strided or not grad.is_floating_point():
-        raise ValueError(f"{name}: expected a dense real gradient, got {grad.dtype} {grad.layout}")
-    if grad.shape != param.shape or grad.device != param.device:
-        raise ValueError(
-            f"{name}: expected a gradient of shape {tuple(param.shape)} on {param.device}, "
-            f"got {tuple(grad.shape)} on {grad.device}"
-        )
-
-
-def check_state(
-    name: str, param: Tensor, state: State | None, group: Group, second: tuple[int, ...] | None
-) -> None:
-    """Raise a ValueError when the state does not belong to a parameter of this shape and algorithm."""
-    if not state:
-        return
-    needed = ("step", "exp_avg", "exp_avg_sq") if group["algorithm"] == "adam" else ("momentum_buffer",)
-    for key in needed:
-        if key not in state:
-            raise ValueError(
-                f"{name}: expected state {key!r} for algorithm {group['algorithm']!r}, got {sorted(state)}"
-            )
-    shapes = {
-        key: tuple(param.shape)
-        for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", "residual")
-        if key in state
-    }
-    if second is not None:
-        shapes["second_momentum"] = second
-    for key, expected in shapes.items():
-        got = tuple(state[key].shape) if key in state else None
-        if got != expected:
-            raise ValueError(f"{name}: expected state {key!r} of shape {expected}, got {got}")
-
-
-def grads_are_finite(grads: Sequence[Tensor]) -> bool:
-    """Whether no gradient holds NaN or infinity: one pass and one host read per device in the usual case."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        if grad.numel():
-            by_device.setdefault(grad.device, []).append(grad)
-    for group in by_device.values():
-        # A finite norm is proof; an infinite one may be an overflow of finite values, so look again.
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(group)])
-        if not torch.isfinite(norms).all() and not all(bool(torch.isfinite(grad).all()) for grad in group):
-            return False
-    return True

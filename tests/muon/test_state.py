@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from muon.golden import array, bits16, load
 
-from leanstep.muon.residual import convert, from_master, to_master
+from leanstep.muon.state import convert, from_master, to_master
 from leanstep.muon.update import write_weight
 
 
