@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from rehearse.rehearsed import run_script
 
@@ -105,3 +107,15 @@ def test_a_failure_inside_a_library_is_shown_at_the_line_of_the_script(tmp_path)
     assert recording.refused is not None
     assert (recording.refused.line.number, recording.refused.line.file) == (4, str(script))
     assert recording.refused.reason.endswith("(in deep.py:2 work)")
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="a real nvidia-smi")
+def test_a_script_that_logs_nvidia_smi_is_told_what_this_is(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import subprocess, torch\ntorch.ones(2, device='cuda')\n"
+        "said = subprocess.run(['nvidia-smi'], check=True, capture_output=True, text=True).stdout\n"
+        "raise RuntimeError(said.strip())\n"
+    )
+    recording = rehearse(Request(str(script), device="a100"), quiet=True)
+    assert "a100, predicted; there is no device here" in recording.refused.reason
