@@ -179,7 +179,7 @@ def plan_at_published_size() -> dict[str, Any]:
     import torch
 
     from leanstep.commands.plan_workloads import DEVICES_MIB
-    from leanstep.logprob.memory import plan_memory
+    from leanstep.logprob.engine.peak_memory import plan_memory
     from leanstep.measure.timing import environment
 
     tokens, vocab, hidden = 205_280, 76_032, 2_560

@@ -137,7 +137,7 @@ def plan_logprob(
     from leanstep.commands.plan_workloads import HeadShape, simulate_head
     from leanstep.commands.terminal import DTYPES as TORCH_DTYPES
     from leanstep.commands.terminal import progress_bar
-    from leanstep.logprob.memory import DESCRIPTIONS, METHODS, Method, plan_memory
+    from leanstep.logprob.engine.peak_memory import DESCRIPTIONS, METHODS, Method, plan_memory
 
     torch_dtype = TORCH_DTYPES[dtype]
     columns = -(-vocab // tp)
@@ -371,7 +371,7 @@ def _largest_buffer(formula: Any, simulated: Any) -> int:
 
 def _longest_batch(capacity: int, vocab: int, hidden: int, dtype: Any, chunk: int) -> int:
     """The most rows whose formula fits, all of them kept."""
-    from leanstep.logprob.memory import plan_memory
+    from leanstep.logprob.engine.peak_memory import plan_memory
 
     def fits(rows: int) -> bool:
         return (

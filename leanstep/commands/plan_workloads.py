@@ -13,14 +13,16 @@ from torch import Tensor
 from leanstep.case import Outputs, Step, Workload
 from leanstep.commands import BadInput
 from leanstep.logprob import (
+    PolicyBatch,
     PolicyObjective,
     Tiles,
+    Tuning,
     choose_tiles,
     linear_logprobs,
     linear_policy_loss,
     token_logprobs,
 )
-from leanstep.logprob.memory import Method
+from leanstep.logprob.engine.peak_memory import Method
 from leanstep.measure.peaks import SimulatedPeak, simulate_peak
 from leanstep.preference import LensBatch, LensConfig, SamplingConfig, lens_loss
 
@@ -153,20 +155,20 @@ def _loss_and_gradients(loss: Tensor, leaves: list[Tensor]) -> Outputs:
 
 def _head_step(method: Method, shape: HeadShape, inputs: dict[str, Tensor]) -> Outputs:
     hidden, weight = inputs["hidden"].detach(), inputs["weight"].detach()
-    tokens, rows = inputs["tokens"], inputs["rows"]
-    tile = Tiles(shape.chunk, shape.vocab, "rows")
+    targets, rows = inputs["tokens"], inputs["rows"]
+    tuning = Tuning(tile=Tiles(shape.chunk, shape.vocab, "rows"))
     if method == "no-grad":
         with torch.no_grad():
-            out = linear_logprobs(hidden, weight, tokens, rows=rows, entropy="metric", tile=tile)
+            out = linear_logprobs(hidden, weight, targets, rows=rows, entropy="metric", tuning=tuning)
         return {"logp": out.logp}
     hidden.requires_grad_()
     if method == "frozen":
-        out = linear_logprobs(hidden, weight, tokens, rows=rows, entropy="grad", tile=tile)
+        out = linear_logprobs(hidden, weight, targets, rows=rows, entropy="grad", tuning=tuning)
         assert out.entropy is not None
         return _loss_and_gradients(out.logp.sum() + out.entropy.sum(), [hidden])
     leaves = [hidden, weight.requires_grad_()]
     if method == "linear":
-        out = linear_logprobs(hidden, weight, tokens, rows=rows, entropy="grad", tile=tile)
+        out = linear_logprobs(hidden, weight, targets, rows=rows, entropy="grad", tuning=tuning)
         assert out.entropy is not None
         return _loss_and_gradients(out.logp.sum() + out.entropy.sum(), leaves)
     if method == "policy":
@@ -177,13 +179,12 @@ def _head_step(method: Method, shape: HeadShape, inputs: dict[str, Tensor]) -> O
         out = linear_policy_loss(
             hidden,
             weight,
-            tokens,
+            targets,
+            PolicyBatch(old, old),
             rows=rows,
-            old_logp=old,
-            advantages=old,
             objective=PolicyObjective(entropy_coef=0.01),
             normalizer=float(max(shape.kept, 1)),
-            budget=budget,
+            tuning=Tuning(budget=budget),
         )
         # The gradients exist already; backward would only look at the scalar that comes in.
         return {"loss": out.loss.detach()}
@@ -193,7 +194,9 @@ def _head_step(method: Method, shape: HeadShape, inputs: dict[str, Tensor]) -> O
         del logits
         return _loss_and_gradients(logp.sum() + entropy.sum(), leaves)
     if method == "logits":
-        out = token_logprobs(logits, tokens, rows=rows, entropy="grad", chunk_rows=shape.chunk)
+        out = token_logprobs(
+            logits, targets, rows=rows, entropy="grad", tuning=Tuning(tile=(shape.chunk, None))
+        )
         assert out.entropy is not None
         loss = out.logp.sum() + out.entropy.sum()
         del logits

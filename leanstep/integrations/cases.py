@@ -156,9 +156,9 @@ def _stock_head(trainer: Any) -> None:
 
 
 def _lean_head(trainer: Any) -> None:
-    from leanstep.integrations.trl import apply
+    from leanstep.integrations.trl import apply_leanstep
 
-    apply(trainer, check=False)
+    apply_leanstep(trainer, check=False)
 
 
 def _full_logits_head(trainer: Any) -> None:
@@ -201,9 +201,9 @@ def _stock_loss(model: Any) -> Any:
 
 
 def _lean_loss(model: Any) -> Any:
-    from leanstep.integrations.transformers import skip_ignored_rows
+    from leanstep.integrations.transformers import apply_leanstep
 
-    skip_ignored_rows(model, check=False)
+    apply_leanstep(model, check=False)
     return _stock_loss(model)
 
 

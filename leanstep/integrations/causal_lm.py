@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leanstep.logprob import linear_logprobs
-from leanstep.logprob.heads import unpack_head
-from leanstep.logprob.outputs import Entropy
+from leanstep.logprob import Transform, linear_logprobs
+from leanstep.logprob.inputs import Entropy, unpack_head
 
 IGNORED = -100
 
@@ -101,7 +100,7 @@ def score_labels(
     head = causal_head(model)
     mask = labels != IGNORED
     rows = mask.reshape(-1).nonzero().squeeze(1)
-    tokens = labels.reshape(-1).index_select(0, rows)
+    targets = labels.reshape(-1).index_select(0, rows)
     flat = hidden.reshape(-1, hidden.shape[-1])
     # Autocast would have cast the head's input; inside the op it is off, every cast is explicit there.
     flat = flat.to(torch.float32 if in_fp32 else _compute_dtype(hidden))
@@ -109,12 +108,11 @@ def score_labels(
         scored = linear_logprobs(
             flat,
             head.layer,
-            tokens,
+            targets,
             rows=rows,
             entropy=entropy,
             temperature=temperature,
-            scale=head.scale,
-            softcap=head.softcap,
+            transform=Transform(head.scale, head.softcap),
         )
 
     def spread(values: Tensor | None) -> Tensor | None:

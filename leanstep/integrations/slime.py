@@ -3,6 +3,11 @@
     # from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
     from leanstep.integrations.slime import get_log_probs_and_entropy
 
+or, where slime itself calls the function, once before training:
+
+    from slime.backends.megatron_utils import loss
+    apply_leanstep(loss)
+
 `args` is slime's own: `rollout_temperature`, `log_probs_chunk_size`, `qkv_format`, `allgather_cp`, and the
 switches of pull request 2076, `log_probs_response_only` and `log_probs_loss_mask_only` (both default off).
 """
@@ -17,10 +22,19 @@ import torch
 from torch import Tensor
 
 from leanstep.integrations.versions import require_version
-from leanstep.logprob import token_logprobs
+from leanstep.logprob import Tuning, VocabShards, token_logprobs
 from leanstep.logprob.layout import Layout
 from leanstep.logprob.parallel import return_parts
 from leanstep.logprob.rows import plan_rows
+
+
+def apply_leanstep(loss_module: Any) -> Any:
+    """Replace `get_log_probs_and_entropy` in slime's loss module by leanstep's; returns the module."""
+    if not hasattr(loss_module, "get_log_probs_and_entropy"):
+        name = getattr(loss_module, "__name__", type(loss_module).__name__)
+        raise ValueError(f"loss_module: expected slime.backends.megatron_utils.loss, got {name}")
+    loss_module.get_log_probs_and_entropy = get_log_probs_and_entropy
+    return loss_module
 
 
 def get_log_probs_and_entropy(
@@ -78,9 +92,8 @@ def get_log_probs_and_entropy(
         rows=plan.rows,
         entropy=entropy,
         temperature=float(getattr(args, "rollout_temperature", 1.0)),
-        chunk_rows=None if chunk is None or chunk <= 0 else int(chunk),
-        group=tp_group,
-        vocab_total=getattr(args, "vocab_size", None) if tp_group is not None else None,
+        shards=None if tp_group is None else VocabShards(tp_group, total=getattr(args, "vocab_size", None)),
+        tuning=None if chunk is None or chunk <= 0 else Tuning(tile=(int(chunk), None)),
     )
     values = [scored.logp] if scored.entropy is None else [scored.logp, scored.entropy]
     parts = return_parts(plan, cp_group, *values)

@@ -3,7 +3,7 @@
     from leanstep.integrations.transformers import LeanTrainer, norm_muon
     LeanTrainer(model, args, train_dataset=..., optimizers=(norm_muon(model, lr=0.02), None))
 
-or, without another Trainer class, `skip_ignored_rows(model)` once: `model(..., labels=...)` in training then
+or, without another Trainer class, `apply_leanstep(model)` once: `model(..., labels=...)` in training then
 returns the same loss from the labelled rows only.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
 _MARK = "_leanstep_skips_ignored_rows"
 
 
-def skip_ignored_rows(model: nn.Module, *, allow_untested: bool = False, check: bool = True) -> nn.Module:
+def apply_leanstep(model: nn.Module, *, allow_untested: bool = False, check: bool = True) -> nn.Module:
     """Make `model(..., labels=...)` in training mode project only rows whose label is not -100.
 
     The result has `loss` and no logits. Without labels, or in evaluation mode, the model is untouched.
@@ -78,6 +79,12 @@ def skip_ignored_rows(model: nn.Module, *, allow_untested: bool = False, check: 
     return model
 
 
+def skip_ignored_rows(model: nn.Module, **options: Any) -> nn.Module:
+    """The old name of `apply_leanstep`."""
+    warnings.warn("skip_ignored_rows is deprecated, use apply_leanstep", DeprecationWarning, stacklevel=2)
+    return apply_leanstep(model, **options)
+
+
 def label_loss(
     model: nn.Module,
     hidden: Tensor,
@@ -110,7 +117,7 @@ class LeanTrainer(Trainer):
                 "label_smoothing_factor: expected 0 with LeanTrainer (it would need every logit)"
             )
         model: Any = self.model
-        skip_ignored_rows(model, allow_untested=allow_untested)
+        apply_leanstep(model, allow_untested=allow_untested)
 
 
 def norm_muon(model: nn.Module, lr: float = 0.02, **options: Any) -> NorMuon:

@@ -1,7 +1,7 @@
 """TRL: completion rows only, entropy with its gradient, inside the stock GRPOTrainer.
 
     from leanstep.integrations.trl import LeanGRPOTrainer      # in place of trl.GRPOTrainer
-or  apply(trainer)                                             # on a trainer that exists
+or  apply_leanstep(trainer)                                    # on a trainer that exists
 
 TRL 1.16 asks its model for per-token log-probs with `model(..., labels=, fused_lm_head=True)`. The adapter
 answers that call with `linear_logprobs` on the labelled rows and leaves everything else (generation, rewards,
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from leanstep.integrations.causal_lm import check_head, score_labels
 from leanstep.integrations.versions import require_version
-from leanstep.logprob.outputs import Entropy
+from leanstep.logprob.inputs import Entropy
 
 require_version("trl", ("1",))
 
@@ -37,10 +38,10 @@ from leanstep.integrations.trl_reward import (  # noqa: E402
     reward_loss,
 )
 
-__all__ = ["GroupCollator", "LeanGRPOTrainer", "LeanRewardTrainer", "apply", "reward_loss"]
+__all__ = ["GroupCollator", "LeanGRPOTrainer", "LeanRewardTrainer", "apply", "apply_leanstep", "reward_loss"]
 
 
-def apply(trainer: Any, *, allow_untested: bool = False, check: bool = True) -> Any:
+def apply_leanstep(trainer: Any, *, allow_untested: bool = False, check: bool = True) -> Any:
     """Replace the head of `trainer`'s models by leanstep's; returns the trainer.
 
     Args:
@@ -69,6 +70,12 @@ def apply(trainer: Any, *, allow_untested: bool = False, check: bool = True) -> 
                 check_head(causal)
             _answer_fused_calls(causal, trainer.temperature, fp32_head, entropy_mode)
     return trainer
+
+
+def apply(trainer: Any, **options: Any) -> Any:
+    """The old name of `apply_leanstep`."""
+    warnings.warn("apply is deprecated, use apply_leanstep", DeprecationWarning, stacklevel=2)
+    return apply_leanstep(trainer, **options)
 
 
 def _answer_fused_calls(model: nn.Module, temperature: float, in_fp32: bool, entropy_mode: Any) -> None:
@@ -121,7 +128,7 @@ class LeanGRPOTrainer(GRPOTrainer):
     def __init__(self, *args: Any, allow_untested: bool = False, **kwargs: Any) -> None:
         with _adapter_on_head_allowed():
             super().__init__(*args, **kwargs)
-        apply(self, allow_untested=allow_untested)
+        apply_leanstep(self, allow_untested=allow_untested)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The cases of this folder: log-probs of existing logits, of hidden states, and the whole policy loss."""
+"""The cases of this folder and their inputs: log-probs of logits, of hidden states, the whole policy loss."""
 
 # T rows · R selected rows · D model · V vocabulary
 
@@ -22,46 +22,121 @@ from leanstep.case import (
 )
 from leanstep.cpu import find_compiler
 from leanstep.logprob import peers
+from leanstep.logprob.inputs import Tuning
 from leanstep.logprob.linear import linear_logprobs
 from leanstep.logprob.logits import token_logprobs
-from leanstep.logprob.objective import policy_loss
+from leanstep.logprob.objective import PolicyBatch, PolicyObjective, policy_loss
 from leanstep.logprob.policy import linear_policy_loss
 from leanstep.logprob.reference import reference_logprobs
-from leanstep.logprob.workloads import make_linear, make_logits, make_policy, normal
 
 Tensors = dict[str, Tensor]
 Constants = dict[str, Any]
 
 
+OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.28, kl="k3", kl_coef=0.04, entropy_coef=0.01)
+
+
+def response_rows(params: Params) -> tuple[Tensor, list[int]]:
+    """Rows that score the responses of equal samples laid end to end, and the response lengths."""
+    length = params["tokens"] // params["samples"]
+    response = min(round(params["response_frac"] * length), length - 1)
+    if params["response_frac"] >= 1:
+        # Every row, the last of a sample included: the sweep's left end is the plain problem.
+        response = length
+    starts = [k * length + length - 1 - min(response, length - 1) for k in range(params["samples"])]
+    parts = [torch.arange(start, start + response) for start in starts]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64), [response] * params["samples"]
+
+
+def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=generator) * scale
+
+
+def make_linear(
+    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Workload:
+    rows, lengths = response_rows(params)
+    width = params["hidden"]
+    tensors = {
+        "hidden": normal(generator, params["tokens"], width).to(device, dtype),
+        # Logits of a few units, as a trained head gives.
+        "weight": normal(generator, params["vocab"], width, scale=2.0 / width**0.5).to(device, dtype),
+        "targets": torch.randint(0, params["vocab"], (params["tokens"],), generator=generator).to(device),
+        "rows": rows.to(device),
+        "upstream:logp": normal(generator, len(rows)).to(device),
+        "upstream:entropy": normal(generator, len(rows), scale=0.1).to(device),
+    }
+    return Workload(tensors, {"sequence_lengths": lengths})
+
+
+def make_logits(
+    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Workload:
+    rows, _ = response_rows(params)
+    tensors = {
+        "logits": normal(generator, params["tokens"], params["vocab"], scale=2.0).to(device, dtype),
+        "targets": torch.randint(0, params["vocab"], (params["tokens"],), generator=generator).to(device),
+        "rows": rows.to(device),
+        "upstream:logp": normal(generator, len(rows)).to(device),
+        "upstream:entropy": normal(generator, len(rows), scale=0.1).to(device),
+    }
+    return Workload(tensors, {"all_rows": len(rows) == params["tokens"]})
+
+
+def make_policy(
+    params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Workload:
+    workload = make_linear(params, dtype, device, generator)
+    tensors, lengths = workload.tensors, workload.constants["sequence_lengths"]
+    rows = tensors["rows"]
+    tensors = {k: v for k, v in tensors.items() if not k.startswith("upstream:")}
+    with torch.no_grad():
+        logp = linear_logprobs(tensors["hidden"], tensors["weight"], tensors["targets"], rows=rows).logp
+    advantages = normal(generator, len(lengths)).repeat_interleave(lengths[0] if lengths else 0)
+    tensors |= {
+        "old_logp": logp + normal(generator, len(rows), scale=0.2).to(device),
+        "ref_logp": logp + normal(generator, len(rows), scale=0.2).to(device),
+        "advantages": advantages.to(device),
+        "mask": (torch.rand(len(rows), generator=generator) > 0.1).float().to(device),
+        "upstream:loss": torch.tensor(1.7, device=device),
+    }
+    constants = {
+        "sequence_lengths": lengths,
+        "objective": OBJECTIVE,
+        "compiled": find_compiler() is not None,
+    }
+    return Workload(tensors, constants)
+
+
 def _linear_reference(t: Tensors, constants: Constants) -> Tensors:
     logits = torch.nn.functional.linear(t["hidden"], t["weight"])
-    return peers.picked(t, *reference_logprobs(logits, t["tokens"]))
+    return peers.picked(t, *reference_logprobs(logits, t["targets"]))
 
 
 def _linear_gather_after(t: Tensors, constants: Constants) -> Tensors:
     """Rows selected after the projection: the logits of all rows exist, and so does their gradient."""
     logits = torch.nn.functional.linear(t["hidden"], t["weight"]).index_select(0, t["rows"])
-    logp, entropy = reference_logprobs(logits, t["tokens"].index_select(0, t["rows"]))
+    logp, entropy = reference_logprobs(logits, t["targets"].index_select(0, t["rows"]))
     return {"logp": logp, "entropy": entropy}
 
 
 def _linear_fast(t: Tensors, constants: Constants, **options: Any) -> Tensors:
-    out = linear_logprobs(t["hidden"], t["weight"], t["tokens"], rows=t["rows"], entropy="grad", **options)
+    out = linear_logprobs(t["hidden"], t["weight"], t["targets"], rows=t["rows"], entropy="grad", **options)
     assert out.entropy is not None
     return {"logp": out.logp, "entropy": out.entropy}
 
 
 def _linear_recompute(t: Tensors, constants: Constants) -> Tensors:
-    return _linear_fast(t, constants, logits_in_grad=False)
+    return _linear_fast(t, constants, tuning=Tuning(save_logits="none"))
 
 
 def _logits_reference(t: Tensors, constants: Constants) -> Tensors:
-    return peers.picked(t, *reference_logprobs(t["logits"], t["tokens"]))
+    return peers.picked(t, *reference_logprobs(t["logits"], t["targets"]))
 
 
 def _logits_fast(t: Tensors, constants: Constants) -> Tensors:
     rows = None if constants["all_rows"] else t["rows"]
-    out = token_logprobs(t["logits"], t["tokens"], rows=rows, entropy="grad")
+    out = token_logprobs(t["logits"], t["targets"], rows=rows, entropy="grad")
     assert out.entropy is not None
     return {"logp": out.logp, "entropy": out.entropy}
 
@@ -70,37 +145,33 @@ def _logits_compiled(workload: Workload) -> Step:
     compiled = torch.compile(reference_logprobs, dynamic=False)
 
     def function(t: Tensors, constants: Constants) -> Tensors:
-        return peers.picked(t, *compiled(t["logits"], t["tokens"]))
+        return peers.picked(t, *compiled(t["logits"], t["targets"]))
 
     return with_gradients(function, ("logits",))(workload)
 
 
-def _policy_arguments(t: Tensors, constants: Constants) -> dict[str, Any]:
-    return {
-        "advantages": t["advantages"],
-        "objective": constants["objective"],
-        "mask": t["mask"],
-        "ref_logp": t["ref_logp"],
-        "sequence_lengths": constants["sequence_lengths"],
-    }
+def _batch(t: Tensors, constants: Constants) -> PolicyBatch:
+    names = ("old_logp", "advantages", "mask", "ref_logp")
+    return PolicyBatch(**{name: t[name] for name in names}, sequence_lengths=constants["sequence_lengths"])
 
 
 def _policy_reference(t: Tensors, constants: Constants) -> Tensors:
-    out = _linear_reference(t, constants)
-    arguments = _policy_arguments(t, constants)
-    return {"loss": policy_loss(out["logp"], t["old_logp"], entropy=out["entropy"], **arguments).loss}
+    return _policy_of(_linear_reference(t, constants), t, constants)
 
 
 def _policy_composed(t: Tensors, constants: Constants) -> Tensors:
-    out = _linear_fast(t, constants)
-    arguments = _policy_arguments(t, constants)
-    return {"loss": policy_loss(out["logp"], t["old_logp"], entropy=out["entropy"], **arguments).loss}
+    return _policy_of(_linear_fast(t, constants), t, constants)
+
+
+def _policy_of(out: Tensors, t: Tensors, constants: Constants) -> Tensors:
+    given = vars(_batch(t, constants))
+    return {"loss": policy_loss(out["logp"], entropy=out["entropy"], objective=OBJECTIVE, **given).loss}
 
 
 def _policy_fast(t: Tensors, constants: Constants) -> Tensors:
-    arguments = _policy_arguments(t, constants)
+    batch = _batch(t, constants)
     result = linear_policy_loss(
-        t["hidden"], t["weight"], t["tokens"], rows=t["rows"], old_logp=t["old_logp"], **arguments
+        t["hidden"], t["weight"], t["targets"], batch, rows=t["rows"], objective=OBJECTIVE
     )
     return {"loss": result.loss}
 
@@ -179,7 +250,7 @@ def _drift(implementation: str, seed: int, steps: int) -> list[float]:
     function = _linear_reference if implementation == "reference" else _linear_fast
     losses = []
     for _ in range(steps):
-        tensors = {"hidden": embedding[ids[:-1]], "weight": head, "tokens": ids[1:], "rows": rows}
+        tensors = {"hidden": embedding[ids[:-1]], "weight": head, "targets": ids[1:], "rows": rows}
         out = function(tensors, {})
         loss = -out["logp"].mean() - 0.01 * out["entropy"].mean()
         grads = torch.autograd.grad(loss, [embedding, head])
@@ -204,10 +275,6 @@ def _sizes(**cpu: Any) -> dict[str, dict[str, Any]]:
 
 
 HEAD = ("hidden", "weight")
-
-
-def _workload(make: Any) -> Any:
-    return lambda *given: Workload(*make(*given))
 
 
 def _head_row(name: str, kind: Kind, function: Any, note: str = "", **options: Any) -> Implementation:
@@ -243,7 +310,7 @@ register(
     Case(
         name="logprob-logits",
         summary="Log-prob and entropy of existing [T, V] logits, forward and backward.",
-        make=_workload(make_logits),
+        make=make_logits,
         implementations=(
             Implementation("reference", "reference", with_gradients(_logits_reference, ("logits",))),
             Implementation("leanstep", "fast", with_gradients(_logits_fast, ("logits",))),
@@ -265,11 +332,11 @@ register(
     Case(
         name="logprob-linear",
         summary="Log-prob and entropy of the response rows from hidden states and the LM head.",
-        make=_workload(make_linear),
+        make=make_linear,
         implementations=(
             _head_row("reference", "reference", _linear_reference, "all rows, then the wanted"),
             _head_row("leanstep", "fast", _linear_fast, "3 GEMMs: logits wait in the gradient's memory"),
-            _head_row("leanstep-recompute", "fast", _linear_recompute, "4 GEMMs: logits_in_grad=False"),
+            _head_row("leanstep-recompute", "fast", _linear_recompute, '4 GEMMs: save_logits="none"'),
             _head_row("gather-after", "peer", _linear_gather_after, "rows picked from the logits"),
             *_peer_rows(
                 "trl-chunked",
@@ -319,7 +386,7 @@ register(
     Case(
         name="policy-loss",
         summary="PPO-clip with KL and entropy bonus on the response rows, from hidden states to gradients.",
-        make=_workload(make_policy),
+        make=make_policy,
         implementations=(
             _head_row("reference", "reference", _policy_reference),
             _head_row("leanstep", "fast", _policy_fast, "gradients formed in the forward pass"),

@@ -8,77 +8,82 @@ backward pass reads the caller's logits again and fills one gradient buffer chun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leanstep.cpu import num_threads, run_on_cores
-from leanstep.logprob import native
-from leanstep.logprob.dispatch import kernels_for, suited
-from leanstep.logprob.gradient import (
+from leanstep.logprob.deprecated import accepts_old_names
+from leanstep.logprob.engine.passes import NativePasses, Passes, kernels_for, suited
+from leanstep.logprob.engine.softmax import (
+    FinalStatistics,
     RowFactors,
     RowGradients,
+    RowStatistics,
     first_order_only,
     logit_gradient,
 )
-from leanstep.logprob.head import Scratch
-from leanstep.logprob.keep import Keep, KeepIds, checked_keep
-from leanstep.logprob.outputs import (
+from leanstep.logprob.engine.tiles import Scratch, checked_tile, default_budget, even_slices
+from leanstep.logprob.engine.vocab_subset import AllowedIds
+from leanstep.logprob.inputs import (
+    Allowed,
     Entropy,
     LogProbs,
+    Tuning,
+    VocabShards,
     accumulation_dtype,
     check_entropy,
     check_float,
     check_rows,
+    check_targets,
     check_temperature,
-    check_tokens,
-    vocabulary_size,
+    checked_allowed,
 )
 from leanstep.logprob.parallel import VocabShard, combine_statistics, vocab_shard
-from leanstep.logprob.statistics import FinalStatistics, RowStatistics
-from leanstep.logprob.tiles import default_budget, even_slices
 
 
+@accepts_old_names(
+    "tokens keep return_lse chunk_rows group vocab_start vocab_total",
+)
 def token_logprobs(
     logits: Tensor,
-    tokens: Tensor,
+    targets: Tensor,
     *,
+    rows: Tensor | None = None,
     entropy: Entropy = "none",
     temperature: float | Tensor = 1.0,
-    keep: Keep | None = None,
-    rows: Tensor | None = None,
-    chunk_rows: int | None = None,
-    group: Any = None,
-    vocab_start: int | None = None,
-    vocab_total: int | None = None,
+    outputs: Sequence[str] = (),
+    allowed: Allowed | tuple[Tensor, ...] | None = None,
+    shards: VocabShards | None = None,
+    tuning: Tuning | None = None,
     reuse_buffer: bool = False,
-    return_lse: bool = False,
 ) -> LogProbs:
-    """Log-prob of one token per row, and the entropy of the row, in bounded memory.
+    """Log-prob of one target per row, and the entropy of the row, in bounded memory.
 
     Equivalent to:
         log_p = torch.log_softmax(logits.float() / temperature, -1)
-        logp = log_p.gather(1, tokens[:, None])[:, 0]
+        logp = log_p.gather(1, targets[:, None])[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
+
+    Row i of a language model scores token i + 1: `targets` are what the rows predict, not the tokens that the
+    rows were made of.
 
     Args:
         logits: [N, V], any float dtype and strides; not modified unless `reuse_buffer`.
-        tokens: [N] or, with `rows`, [R] global ids. When N = R they are taken as [R].
+        targets: [N] or, with `rows`, [R] global ids. When N = R they are taken as [R].
+        rows: [R] int64, the rows wanted; gathered chunk by chunk.
         entropy: "none"; "metric": a value without gradient; "grad".
         temperature: > 0, a float or one per row.
-        keep: (ids, offsets[, has_set]) per selected row: the log-prob's softmax runs over these ids and
-            the target only. Entropy always sees the whole vocabulary.
-        rows: [R] int64, the rows wanted; gathered chunk by chunk.
-        chunk_rows: rows per chunk; None = from a byte budget, -1 = all at once.
-        group: process group over which the vocabulary is sharded; `vocab_start` and `vocab_total` place
-            this shard and name the real vocabulary (columns from there on are padding).
+        outputs: "lse" (log-sum-exp) or "z_loss" (its square), differentiable.
+        allowed: `Allowed(ids, offsets, has_set)`: the log-prob's softmax runs over these ids and the target
+            only. Entropy always sees the whole vocabulary.
+        shards: `VocabShards(group, start, total)`, where each rank holds some columns.
+        tuning: `Tuning(budget=)` bytes for a chunk of rows, or `Tuning(tile=(rows, None))`.
         reuse_buffer: backward writes the gradient into the storage of `logits`. Only for contiguous fp32 or
             fp64 logits that are not a leaf, and one backward.
-        return_lse: also return log-sum-exp, differentiable.
 
     Returns:
         LogProbs: fp32, or fp64 for fp64 logits. -inf logits are fine; a row of them has logp -inf, entropy 0.
@@ -90,29 +95,34 @@ def token_logprobs(
     check_float("logits", logits, 2)
     check_entropy(entropy)
     check_rows(rows, logits.device)
-    num_rows = logits.shape[0]
+    wants = {outputs} if isinstance(outputs, str) else set(outputs)
+    if wants - {"lse", "z_loss"}:
+        raise ValueError(f"outputs: expected lse or z_loss from logits, got {outputs!r}")
+    num_rows, width = logits.shape
     dtype = accumulation_dtype(logits.dtype)
-    shard = vocab_shard(logits.shape[1], group, vocab_start=vocab_start, vocab_total=vocab_total)
-    vocabulary = vocabulary_size(shard, group, vocab_start, vocab_total)
-    tokens = check_tokens(tokens, rows, num_rows, vocabulary)
-    keep_ids = checked_keep(keep, tokens.shape[0], vocabulary, logits.device)
-    if keep_ids is not None and return_lse:
-        raise ValueError("return_lse: has no single meaning with keep, got True")
-    if chunk_rows is not None and chunk_rows != -1 and chunk_rows <= 0:
-        raise ValueError(f"chunk_rows: expected None, -1 or a positive number, got {chunk_rows}")
+    group, shard, vocabulary = None, VocabShard(0, width, width), width
+    if shards is not None:
+        if shards.sequence_parallel:
+            raise ValueError("shards: sequence_parallel has no meaning for logits that exist, got True")
+        group = shards.group
+        shard, vocabulary = vocab_shard(width, group, start=shards.start, total=shards.total)
+    targets = check_targets(targets, rows, num_rows, vocabulary)
+    ids = checked_allowed(allowed, targets.shape[0], vocabulary, logits.device)
+    if ids is not None and wants:
+        raise ValueError("outputs: lse has no single meaning with allowed ids, expected ()")
     if reuse_buffer:
         _check_reusable(logits, rows, dtype)
-    kernels = kernels_for(logits, dtype, tokens.shape[0] * shard.real)
+    kernels = kernels_for(logits, dtype, targets.shape[0] * shard.real)
     # A row that is selected twice must not get both gradients at once.
-    cores = num_threads() if kernels is native and rows is None else 1
+    cores = num_threads() if kernels is NativePasses and rows is None else 1
     kernels = suited(kernels, cores)
-    call = _Call(
-        tokens=tokens,
+    chunks = _Chunks(
+        targets=targets,
         rows=rows,
         entropy=entropy,
         temperature=check_temperature(temperature, rows, num_rows, dtype),
-        keep=keep_ids,
-        chunk_rows=_chunk_rows(chunk_rows, logits, dtype, cores),
+        allowed=ids,
+        chunk_rows=_chunk_rows(tuning, logits, dtype, cores),
         shard=shard,
         group=group,
         dtype=dtype,
@@ -120,28 +130,31 @@ def token_logprobs(
         kernels=kernels,
         cores=cores,
     )
-    logp, entropy_values, lse = _TokenLogProbs.apply(logits, call)  # type: ignore[misc]
-    return LogProbs(logp, entropy_values, lse if return_lse else None)
+    logp, entropy_values, lse = _TokenLogProbs.apply(logits, chunks)  # type: ignore[misc]
+    z_loss = lse.square() if "z_loss" in wants else None
+    return LogProbs(logp, entropy_values, lse if "lse" in wants else None, z_loss)
 
 
 @dataclass
-class _Call:
-    tokens: Tensor
+class _Chunks:
+    """How the logits are read: which rows, how many at a time, at which temperature, by whom."""
+
+    targets: Tensor
     rows: Tensor | None
     entropy: Entropy
     temperature: float | Tensor
-    keep: KeepIds | None
+    allowed: AllowedIds | None
     chunk_rows: int
     shard: VocabShard
     group: Any
     dtype: torch.dtype
     reuse_buffer: bool
-    kernels: ModuleType | None
+    kernels: Passes | None
     cores: int
 
     def over_chunks(self, logits: Tensor, work: Callable[[slice, Scratch], None]) -> None:
         """Do the work on every chunk of rows, on all cores where one call of a kernel is one core's."""
-        selected = self.tokens.shape[0]
+        selected = self.targets.shape[0]
         size = min(self.chunk_rows, selected) * self.shard.real
         scratch = [Scratch(logits, self.dtype, size) for _ in range(self.cores)]
         chunks = list(even_slices(selected, self.chunk_rows))
@@ -171,48 +184,47 @@ class _Call:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: _Call) -> tuple[Tensor, Tensor | None, Tensor]:  # type: ignore[override]
+    def forward(ctx: Any, logits: Tensor, call: _Chunks) -> tuple[Tensor, Tensor | None, Tensor]:  # type: ignore[override]
         ctx.set_materialize_grads(False)
-        selected = call.tokens.shape[0]
-        single = call.keep is not None and call.entropy == "none"
+        selected = call.targets.shape[0]
+        single = call.allowed is not None and call.entropy == "none"
         stats = RowStatistics.empty(
             selected,
             dtype=call.dtype,
             device=logits.device,
             moment=call.entropy != "none",
-            keep=call.keep is not None and not single,
+            allowed=call.allowed is not None and not single,
         )
         needed = 0 if call.kernels is not None else 1 + (call.entropy != "none")
 
         def add_chunk(part: slice, scratch: Scratch) -> None:
             shape = (part.stop - part.start, call.shard.real)
             source = call.source(logits, part, lambda: scratch.tile(0, *shape))
-            tokens = call.tokens[part]
+            targets = call.targets[part]
             rows = stats.rows(part.start, part.stop)
-            if call.keep is not None and call.shard.real:
-                mask = call.keep.mask(part, tokens, call.shard.start, call.shard.real)
-                kept = source.masked_fill(mask.logical_not_(), -torch.inf)
+            if call.allowed is not None and call.shard.real:
+                subset = call.allowed.restrict(source, part, targets, call.shard.start)
                 if single:
-                    source = kept
+                    source = subset
                 else:
-                    rows.keep_part().update_(kept, [kept], kernels=call.kernels)
+                    rows.allowed_part().update_(subset, [subset], kernels=call.kernels)
             if call.shard.real:
-                where = (tokens, call.shard.start)
+                where = (targets, call.shard.start)
                 rows.update_(source, scratch.tiles(needed, *shape), *where, kernels=call.kernels)
 
         call.over_chunks(logits, add_chunk)
         stats = combine_statistics(stats, call.group)
-        final, kept_final = stats.final(), stats.keep_final()
+        final, allowed_final = stats.final(), stats.allowed_final()
         ctx.call = call
         full = final.saved()
-        if kept_final is not None:
-            saved = (*kept_final.saved()[:2], *(full if call.entropy == "grad" else (None, None, None)))
+        if allowed_final is not None:
+            saved = (*allowed_final.saved()[:2], *(full if call.entropy == "grad" else (None, None, None)))
         else:
             saved = (full[0], full[1], full[2] if call.entropy == "grad" else None, None, None)
         ctx.save_for_backward(logits, *saved)
-        logp = (kept_final or final).log_prob(stats.target)
+        logp = (allowed_final or final).log_prob(stats.target)
         lse = final.log_sum_exp()
-        if call.keep is not None:
+        if call.allowed is not None:
             ctx.mark_non_differentiable(lse)
         if call.entropy == "metric":
             ctx.mark_non_differentiable(final.entropy)
@@ -221,44 +233,46 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, g_logp: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None) -> Any:
-        call: _Call = ctx.call
+        call: _Chunks = ctx.call
         if call is None:
             raise RuntimeError(
                 "token_logprobs(reuse_buffer=True): the logits were overwritten by an earlier backward"
             )
         logits, *vectors = ctx.saved_tensors
-        restricted = call.keep is not None
+        restricted = call.allowed is not None
         if restricted:
-            kept_final = FinalStatistics.restored(vectors[0], vectors[1], None)
-            final = kept_final if vectors[2] is None else FinalStatistics.restored(*vectors[2:])
+            allowed_final = FinalStatistics.restored(vectors[0], vectors[1], None)
+            final = allowed_final if vectors[2] is None else FinalStatistics.restored(*vectors[2:])
         else:
-            final = kept_final = FinalStatistics.restored(*vectors[:3])
+            final = allowed_final = FinalStatistics.restored(*vectors[:3])
         two_softmaxes = restricted and g_entropy is not None
-        main = kept_final if g_entropy is None else final
+        main = allowed_final if g_entropy is None else final
         gradients = RowGradients(None if two_softmaxes else g_logp, g_entropy, g_lse)
-        every_row, slope = slice(0, call.tokens.shape[0]), 1.0 / call.temperature
+        every_row, slope = slice(0, call.targets.shape[0]), 1.0 / call.temperature
         factors, second = RowFactors.of(main, gradients.rows(every_row, slope)), None
         if two_softmaxes and g_logp is not None:
-            second = RowFactors.of(kept_final, RowGradients(g_logp).rows(every_row, slope))
+            second = RowFactors.of(allowed_final, RowGradients(g_logp).rows(every_row, slope))
         grad, in_place = _gradient_buffer(logits, call)
         needs_work = g_entropy is not None and call.kernels is None
 
         def write_chunk(part: slice, scratch: Scratch) -> None:
-            shape, tokens = (part.stop - part.start, call.shard.real), call.tokens[part]
+            shape, targets = (part.stop - part.start, call.shard.real), call.targets[part]
             out = grad[part][:, : call.shard.real] if in_place else scratch.tile(0, *shape)
             source = call.source(logits, part, lambda: out)
-            kept = None
+            subset = None
             if restricted and g_logp is not None and call.shard.real:
-                mask = call.keep.mask(part, tokens, call.shard.start, call.shard.real)  # type: ignore[union-attr]
-                kept = source.masked_fill(mask.logical_not_(), -torch.inf)
+                assert call.allowed is not None
+                subset = call.allowed.restrict(source, part, targets, call.shard.start)
                 if not two_softmaxes:
-                    source = kept
+                    source = subset
             if call.shard.real:
                 tiles = [out, scratch.tile(1, *shape)] if needs_work else [out]
-                where = (tokens, call.shard.start)
+                where = (targets, call.shard.start)
                 logit_gradient(source, tiles, factors.rows(part), *where, kernels=call.kernels)
-                if second is not None and kept is not None:
-                    out.add_(logit_gradient(kept, [kept], second.rows(part), *where, kernels=call.kernels))
+                if second is not None and subset is not None:
+                    out.add_(
+                        logit_gradient(subset, [subset], second.rows(part), *where, kernels=call.kernels)
+                    )
             if not in_place:
                 target = grad[:, : call.shard.real]
                 if call.rows is None:
@@ -272,7 +286,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return grad, None
 
 
-def _gradient_buffer(logits: Tensor, call: _Call) -> tuple[Tensor, bool]:
+def _gradient_buffer(logits: Tensor, call: _Chunks) -> tuple[Tensor, bool]:
     """The gradient to fill, and whether chunks can be formed in it directly."""
     if call.reuse_buffer:
         # Shares the version counter: whoever else saved these logits is told that they changed.
@@ -286,13 +300,15 @@ def _gradient_buffer(logits: Tensor, call: _Call) -> tuple[Tensor, bool]:
     return grad, logits.dtype == call.dtype
 
 
-def _chunk_rows(chunk_rows: int | None, logits: Tensor, dtype: torch.dtype, cores: int) -> int:
-    if chunk_rows == -1:
-        return max(logits.shape[0], 1)
-    if chunk_rows is not None:
-        return chunk_rows
-    row_bytes = 2 * dtype.itemsize * max(logits.shape[1], 1)
-    return max(default_budget(logits.device) // cores // row_bytes, 1)
+def _chunk_rows(tuning: Tuning | None, logits: Tensor, dtype: torch.dtype, cores: int) -> int:
+    num_rows, width = logits.shape
+    if tuning is not None and tuning.tile is not None:
+        tile = checked_tile(tuning.tile, num_rows, width)
+        if tile.columns < width:
+            raise ValueError(f"tile: expected all {width} columns (or None) for logits, got {tile.columns}")
+        return tile.rows
+    budget = default_budget(logits.device) if tuning is None or tuning.budget is None else tuning.budget
+    return max(budget // cores // (2 * dtype.itemsize * max(width, 1)), 1)
 
 
 def _check_reusable(logits: Tensor, rows: Tensor | None, dtype: torch.dtype) -> None:

@@ -68,6 +68,25 @@ OBJECTIVES = {
 }
 
 
+@dataclass(frozen=True)
+class PolicyBatch:
+    """What a policy objective needs per scored row, besides the log-probs: tensors [T'], all constant.
+
+    Args:
+        old_logp: log-probs under the policy that sampled.
+        advantages: one per row.
+        mask: 0 (or False) takes a row out: whatever it holds, it adds nothing.
+        ref_logp: log-probs under the reference policy; for `kl_coef`.
+        sequence_lengths: rows per sequence, in order; for gspo and "sequence_mean".
+    """
+
+    old_logp: Tensor
+    advantages: Tensor
+    mask: Tensor | None = None
+    ref_logp: Tensor | None = None
+    sequence_lengths: Sequence[int] | None = None
+
+
 class PolicyLoss(NamedTuple):
     """`loss` is differentiable; the rest is detached. `metrics` are masked means, 0-dimensional tensors."""
 

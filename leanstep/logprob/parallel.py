@@ -4,11 +4,11 @@ What each function costs in collectives is part of its contract, and no count de
 alone (its rows, its values): ranks with nothing to do issue the same collectives in the same order.
 
     vocabulary parallel   2 in the forward pass (MAX, packed SUM), 1 in the backward pass (hidden gradient)
-    sequence parallel     1 gather of kept rows forward, 1 reduce-scatter backward (instead of the one above)
-    context parallel      0; 1 all-reduce each way to hand allgather results back in the zigzag split
+    sequence parallel     1 gather of selected rows forward, 1 reduce-scatter backward (instead of the one
+    above) context parallel      0; 1 all-reduce each way to hand allgather results back in the zigzag split
 """
 
-# N kept rows · D model · K ranks
+# N selected rows · D model · K ranks
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from leanstep.logprob.engine.softmax import RowStatistics, first_order_only
 from leanstep.logprob.rows import RowPlan, place_response, slice_response
-from leanstep.logprob.statistics import RowStatistics
 
 ReduceGrad = Literal["all_reduce", "reduce_scatter", "none"]
 
 
 def resolve_group(group: Any, axis: str = "tp") -> dist.ProcessGroup | None:
-    """The process group behind `group`, or None when there is nobody to talk to.
+    """The process group behind `group`, or None for a single rank.
 
     Args:
         group: a ProcessGroup; a 1-D DeviceMesh; an object that holds groups by name, as Megatron-Core's
@@ -70,37 +70,29 @@ class VocabShard:
     width: int
     real: int
 
-    def local_ids(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each token clamped into range, and whether this shard holds it. No device sync."""
-        columns = tokens - self.start
-        held = (columns >= 0) & (columns < self.real)
-        return columns.clamp(0, max(self.real - 1, 0)), held
-
 
 def vocab_shard(
-    width: int,
-    group: Any = None,
-    *,
-    vocab_start: int | None = None,
-    vocab_total: int | None = None,
-    count_padding: bool = False,
-) -> VocabShard:
-    """Which columns `width` local ones are. Without `vocab_start` all shards have equal width.
+    width: int, group: Any = None, *, start: int | None = None, total: int | None = None
+) -> tuple[VocabShard, int | None]:
+    """Which columns `width` local ones are, and the real vocabulary (None: only the ranks together know it).
 
-    `vocab_total` is the real vocabulary: columns from it on are padding, wherever they lie; a shard may be
-    all padding. `count_padding` keeps them in the softmax instead.
+    Without `start` all shards have equal width. `total` is the real vocabulary: columns from it on are
+    padding, wherever they lie; a shard may be all padding.
     """
     process_group = resolve_group(group)
-    if vocab_start is None:
-        vocab_start = 0 if process_group is None else process_group.rank() * width
-    if vocab_start < 0:
-        raise ValueError(f"vocab_start: expected 0 or more, got {vocab_start}")
-    if vocab_total is not None and vocab_total < 1:
-        raise ValueError(f"vocab_total: expected at least 1, got {vocab_total}")
-    real = width
-    if vocab_total is not None and not count_padding:
-        real = min(max(vocab_total - vocab_start, 0), width)
-    return VocabShard(vocab_start, width, real)
+    vocabulary = total
+    if total is None and process_group is None:
+        vocabulary = (start or 0) + width
+    elif total is None and process_group is not None and start is None:
+        vocabulary = width * process_group.size()
+    if start is None:
+        start = 0 if process_group is None else process_group.rank() * width
+    if start < 0:
+        raise ValueError(f"shards.start: expected 0 or more, got {start}")
+    if total is not None and total < 1:
+        raise ValueError(f"shards.total: expected at least 1, got {total}")
+    real = width if total is None else min(max(total - start, 0), width)
+    return VocabShard(start, width, real), vocabulary
 
 
 def gather_vocab_starts(width: int, group: Any) -> list[int]:
@@ -313,3 +305,35 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(out, x.contiguous(), op=dist.ReduceOp.SUM, group=group)
     return out
+
+
+def gather_weight(weight: Tensor) -> Tensor:
+    """The full weight of a DTensor; its gradient comes back with the same placement, averaged over ranks.
+
+    Averaging is what FSDP does with data-parallel gradients; ranks with equal data are unaffected.
+    Collectives: one all-gather forward, one reduce-scatter backward per sharded mesh dimension.
+    """
+    for placement in weight.placements:  # type: ignore[attr-defined]
+        if not (placement.is_replicate() or (placement.is_shard() and placement.dim == 0)):
+            raise ValueError(
+                f"weight: expected a DTensor with Shard(0) or Replicate placements, got {placement}"
+            )
+    return _GatherWeight.apply(weight)  # type: ignore[return-value]
+
+
+class _GatherWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:  # type: ignore[override]
+        ctx.mesh, ctx.placements = weight.device_mesh, weight.placements
+        full = weight.full_tensor()
+        # A replicated weight gathers into itself; autograd needs a tensor of its own.
+        return full.view_as(full)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from torch.distributed.tensor import DTensor, Partial
+
+        grad = grad / ctx.mesh.size()
+        partial = DTensor.from_local(grad, ctx.mesh, [Partial()] * ctx.mesh.ndim, run_check=False)
+        return partial.redistribute(placements=ctx.placements)

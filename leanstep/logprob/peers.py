@@ -18,8 +18,8 @@ COLUMNS = 1024
 
 
 def selected(t: Tensors) -> tuple[Tensor, Tensor]:
-    """Hidden rows and tokens of the selected rows, for a peer that is handed the same rows."""
-    return t["hidden"].index_select(0, t["rows"]), t["tokens"].index_select(0, t["rows"])
+    """Hidden states and targets of the selected rows, for a peer that is handed the same rows."""
+    return t["hidden"].index_select(0, t["rows"]), t["targets"].index_select(0, t["rows"])
 
 
 def picked(t: Tensors, logp: Tensor, entropy: Tensor) -> Tensors:
@@ -28,52 +28,52 @@ def picked(t: Tensors, logp: Tensor, entropy: Tensor) -> Tensors:
 
 
 def trl_all_rows(t: Tensors, constants: Constants) -> Tensors:
-    return picked(t, *_trl(t["hidden"], t["weight"], t["tokens"]))
+    return picked(t, *_trl(t["hidden"], t["weight"], t["targets"]))
 
 
 def trl_same_rows(t: Tensors, constants: Constants) -> Tensors:
-    hidden, tokens = selected(t)
-    logp, entropy = _trl(hidden, t["weight"], tokens)
+    hidden, targets = selected(t)
+    logp, entropy = _trl(hidden, t["weight"], targets)
     return {"logp": logp, "entropy": entropy}
 
 
-def _trl(hidden: Tensor, weight: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _trl(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     from trl.kernels import ChunkedLogProbFunction
 
-    out = ChunkedLogProbFunction.apply(hidden, weight, None, tokens, 1.0, COLUMNS, None, 1.0, ("entropy",))
+    out = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, COLUMNS, None, 1.0, ("entropy",))
     return out[0], out[1]
 
 
 def verl_all_rows(t: Tensors, constants: Constants) -> Tensors:
-    return picked(t, *_verl(t["hidden"], t["weight"], t["tokens"]))
+    return picked(t, *_verl(t["hidden"], t["weight"], t["targets"]))
 
 
 def verl_same_rows(t: Tensors, constants: Constants) -> Tensors:
-    hidden, tokens = selected(t)
-    logp, entropy = _verl(hidden, t["weight"], tokens)
+    hidden, targets = selected(t)
+    logp, entropy = _verl(hidden, t["weight"], targets)
     return {"logp": logp, "entropy": entropy}
 
 
-def _verl(hidden: Tensor, weight: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _verl(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    return FusedLinearForPPO(chunk_size=512)(hidden, weight, tokens)
+    return FusedLinearForPPO(chunk_size=512)(hidden, weight, targets)
 
 
 def liger_logprob(t: Tensors, constants: Constants) -> Tensors:
     """The log-prob part of Liger's chunked GRPO, on the same rows; it has no entropy."""
     from liger_kernel.chunked_loss.fused_linear_ppo import _ChunkedSelectiveLogProbFunction
 
-    hidden, tokens = selected(t)
-    return {"logp": _ChunkedSelectiveLogProbFunction.apply(hidden, t["weight"], tokens, None, 1.0, COLUMNS)}
+    hidden, targets = selected(t)
+    return {"logp": _ChunkedSelectiveLogProbFunction.apply(hidden, t["weight"], targets, None, 1.0, COLUMNS)}
 
 
 def torch_linear_cross_entropy(t: Tensors, constants: Constants) -> Tensors:
     """PyTorch's chunked head on the same rows: a summed loss, no log-prob per row, no entropy."""
-    hidden, tokens = selected(t)
+    hidden, targets = selected(t)
     options = torch.nn.LinearCrossEntropyOptions()
     loss = torch.nn.functional.linear_cross_entropy(
-        hidden, t["weight"], tokens, reduction="sum", options=options
+        hidden, t["weight"], targets, reduction="sum", options=options
     )
     return {"loss": loss}
 
@@ -82,8 +82,8 @@ def cut_cross_entropy(t: Tensors, constants: Constants) -> Tensors:
     """Cut-cross-entropy's CPU implementation, on the same rows; it has no entropy."""
     from cut_cross_entropy import linear_cross_entropy
 
-    hidden, tokens = selected(t)
-    nll = linear_cross_entropy(hidden, t["weight"], tokens, impl="torch_compile", reduction="none")
+    hidden, targets = selected(t)
+    nll = linear_cross_entropy(hidden, t["weight"], targets, impl="torch_compile", reduction="none")
     return {"logp": -nll}
 
 
@@ -91,7 +91,7 @@ def liger_grpo(t: Tensors, constants: Constants) -> Tensors:
     """Liger's whole chunked GRPO loss on the same rows: token mean, k3 KL, no entropy bonus."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    hidden, tokens = selected(t)
+    hidden, targets = selected(t)
     lengths = constants["sequence_lengths"]
     shape = (len(lengths), lengths[0])
     objective = constants["objective"]
@@ -106,7 +106,7 @@ def liger_grpo(t: Tensors, constants: Constants) -> Tensors:
     loss, _ = loss_of(
         hidden.view(*shape, -1),
         t["weight"],
-        tokens.view(shape),
+        targets.view(shape),
         t["mask"].view(shape),
         # One advantage per sequence there; here they are equal within a sequence.
         t["advantages"].view(shape)[:, 0].contiguous(),

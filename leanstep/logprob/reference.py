@@ -1,4 +1,4 @@
-"""The truth: log-probs and entropy the plain way, every [N, V] tensor in full. Any float dtype, also fp64."""
+"""Log-probs and entropy the plain way, every [N, V] tensor in full: in fp64 the reference of all tests."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def reference_logprobs(
-    logits: Tensor, tokens: Tensor, temperature: float | Tensor = 1.0, keep: list[list[int]] | None = None
+    logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0, allowed: list[list[int]] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `tokens` [N] and entropy, [N] each, of softmax(logits / temperature).
+    """Log-prob of `targets` [N] and entropy, [N] each, of softmax(logits / temperature).
 
-    `keep` restricts each row's log-prob (never its entropy) to the listed ids and the target.
+    `allowed` restricts each row's log-prob (never its entropy) to the listed ids and the target.
     Plain code: a logit of -inf makes the entropy NaN.
     """
     if isinstance(temperature, Tensor):
@@ -19,25 +19,25 @@ def reference_logprobs(
     z = logits / temperature
     log_p = torch.log_softmax(z, -1)
     entropy = -(log_p.exp() * log_p).sum(-1)
-    if keep is not None:
-        kept = torch.zeros_like(z, dtype=torch.bool).scatter_(1, tokens.unsqueeze(-1), True)
-        for row, ids in enumerate(keep):
+    if allowed is not None:
+        kept = torch.zeros_like(z, dtype=torch.bool).scatter_(1, targets.unsqueeze(-1), True)
+        for row, ids in enumerate(allowed):
             kept[row, ids] = True
         log_p = torch.log_softmax(z.masked_fill(~kept, -torch.inf), -1)
-    return log_p.gather(1, tokens.unsqueeze(-1)).squeeze(-1), entropy
+    return log_p.gather(1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
 def reference_linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
-    tokens: Tensor,
+    targets: Tensor,
     *,
     bias: Tensor | None = None,
     rows: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
-    keep: list[list[int]] | None = None,
+    allowed: list[list[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same from hidden [T, D] and weight [V, D]: all rows are projected, then `rows` are picked."""
     logits = scale * torch.nn.functional.linear(hidden, weight, bias)
@@ -45,4 +45,4 @@ def reference_linear_logprobs(
         logits = softcap * torch.tanh(logits / softcap)
     if rows is not None:
         logits = logits.index_select(0, rows)
-    return reference_logprobs(logits, tokens, temperature, keep)
+    return reference_logprobs(logits, targets, temperature, allowed)

@@ -10,6 +10,7 @@ Everything is computed from Python integers on the host; a plan costs one host-t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -300,10 +301,10 @@ def place_response(parts: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
     return placed
 
 
-def select_keep(
+def select_allowed(
     ids: Sequence[Sequence[int] | Tensor], offsets: Sequence[Sequence[int] | Tensor], plan: RowPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Kept ids per response token (top-p replay) -> `keep` of the computed rows: (ids, offsets, has_set).
+    """Allowed ids per response token (top-p replay) -> `allowed` of the computed rows: ids, offsets, has_set.
 
     `ids[k]` holds sample k's lists one after another, `offsets[k]` its R + 1 bounds; both on the host.
     """
@@ -331,6 +332,37 @@ def select_keep(
     # The op reads the offsets on the host: leave them there.
     device = plan.targets_index.device
     return chosen.to(device), torch.cat((spare, ends)), has_set.to(device)
+
+
+def next_token_targets(tokens: Tensor, *, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
+    """Rows and their targets where every position scores the token after it: the plain language-model case.
+
+    Equivalent to, for tokens [B, S] without `ignore_index`:
+        rows = torch.arange(B * S).view(B, S)[:, :-1].flatten()
+        targets = tokens[:, 1:].flatten()
+
+    The alignment is that of cut-cross-entropy's `shift=True`: hidden states and tokens go in as they come
+    out of the model and the data, and the last position of a sequence scores nothing.
+
+        rows, targets = next_token_targets(tokens)
+        logp = linear_logprobs(hidden.flatten(0, -2), weight, targets, rows=rows).logp
+
+    Args:
+        tokens: [S] or [B, S] ids (or labels), aligned with hidden [S, D] or [B, S, D].
+        ignore_index: positions with this label, usually -100, are not scored. One host sync on a GPU.
+
+    Returns:
+        rows [T'] int64 into the flattened positions, targets [T']. Packed or padded samples: `plan_rows`.
+    """
+    if tokens.dim() not in (1, 2) or tokens.is_floating_point():
+        got = f"{tokens.dtype} {tuple(tokens.shape)}"
+        raise ValueError(f"tokens: expected integers [S] or [B, S], got {got}")
+    rows = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)[..., :-1].flatten()
+    targets = tokens[..., 1:].flatten()
+    if ignore_index is not None:
+        scored = targets != ignore_index
+        rows, targets = rows[scored], targets[scored]
+    return rows, targets
 
 
 def sample_mean(values: Tensor | Sequence[Tensor], plan: RowPlan) -> Tensor:
@@ -373,3 +405,9 @@ def _to_device(host: Tensor, device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
+
+
+def select_keep(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The old name of `select_allowed`."""
+    warnings.warn("select_keep is deprecated, use select_allowed", DeprecationWarning, stacklevel=2)
+    return select_allowed(*arguments)

@@ -23,7 +23,7 @@ from typing import Any
 
 KERNEL_MODULES = (
     "leanstep.preference.kernel",
-    "leanstep.logprob.kernel",
+    "leanstep.logprob.engine.kernel",
     "leanstep.muon.kernel",
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from leanstep.gpt import GPT, GPTConfig
-from leanstep.logprob import PolicyObjective, linear_logprobs, linear_policy_loss
+from leanstep.logprob import (
+    PolicyBatch,
+    PolicyObjective,
+    VocabShards,
+    linear_logprobs,
+    linear_policy_loss,
+)
 from leanstep.logprob.rows import RowPlan, plan_rows
 from leanstep.recipes.checkpoint import load_optimizer
 from leanstep.recipes.distributed import World
@@ -155,7 +161,7 @@ class Grpo(WarmStarted):
             self.model.head_weight(),
             plan.targets(tokens),
             rows=plan.rows,
-            vocab_total=self.task.vocab,
+            shards=VocabShards(total=self.task.vocab),
         )
         loss = -out.logp.mean()
         loss.backward()
@@ -232,7 +238,7 @@ class Grpo(WarmStarted):
             plan.targets(tokens),
             rows=plan.rows,
             temperature=self.options.temperature,
-            vocab_total=self.task.vocab,
+            shards=VocabShards(total=self.task.vocab),
         ).logp
 
     # --- the objective ---
@@ -259,14 +265,12 @@ class Grpo(WarmStarted):
             self.model.hidden(rollout.tokens, rollout.bounds),
             self.model.head_weight(),
             chosen.targets(rollout.tokens),
+            PolicyBatch(**per_row, mask=mask, sequence_lengths=lengths),  # type: ignore[arg-type]
             rows=chosen.rows,
-            mask=mask,
             objective=objective,
             normalizer="sequence_mean",
-            sequence_lengths=lengths,
             temperature=self.options.temperature,
-            vocab_total=self.task.vocab,
-            **per_row,  # type: ignore[arg-type]
+            shards=VocabShards(total=self.task.vocab),
         )
         out.loss.backward()
         return {"loss": out.loss.detach(), **out.metrics}

@@ -17,7 +17,7 @@ from leanstep.commands.plan_workloads import (
     simulate_head,
     simulate_scratch,
 )
-from leanstep.logprob.memory import METHODS, plan_memory
+from leanstep.logprob.engine.peak_memory import METHODS, plan_memory
 from leanstep.measure.peaks import measure_peak
 
 GIB = 2**30

@@ -196,14 +196,14 @@ def transformers_rank(rank: int, world_size: int):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from leanstep.integrations.transformers import skip_ignored_rows
+    from leanstep.integrations.transformers import apply_leanstep
 
     mesh = init_device_mesh("cpu", (world_size,))
     found = []
     for lean in (False, True):
         model = causal_lm("llama").train()
         if lean:
-            skip_ignored_rows(model)
+            apply_leanstep(model)
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)

@@ -332,3 +332,28 @@ def test_an_unknown_megatron_version_is_refused(monkeypatch):
     expected = case["ranks"][0]["e2e_response_only"]["log_probs"]
     for ours, theirs in zip(found["log_probs"], expected, strict=True):
         np.testing.assert_allclose(ours.numpy(), np.array(theirs, dtype=np.float32), rtol=2e-5, atol=2e-5)
+
+
+def test_apply_leanstep_swaps_slimes_function():
+    import types
+
+    from leanstep.integrations import slime
+
+    module = types.SimpleNamespace(get_log_probs_and_entropy=None)
+    assert slime.apply_leanstep(module).get_log_probs_and_entropy is slime.get_log_probs_and_entropy
+    with pytest.raises(ValueError, match="loss_module: expected slime"):
+        slime.apply_leanstep(types.SimpleNamespace())
+
+
+def test_apply_leanstep_gives_the_output_layer_a_method():
+    pytest.importorskip("megatron.core")
+    import types
+
+    from leanstep.integrations.megatron import apply_leanstep, output_layer_logprobs
+
+    hidden, weight, tokens, rows, _ = problem()
+    layer = types.SimpleNamespace(weight=weight, bias=None, gather_output=False)
+    found = apply_leanstep(layer).logprobs(hidden, tokens[rows], rows=rows)
+    assert torch.equal(found.logp, output_layer_logprobs(hidden, layer, tokens[rows], rows=rows).logp)
+    with pytest.raises(ValueError, match="gather_output=False"):
+        apply_leanstep(types.SimpleNamespace(gather_output=True))

@@ -7,7 +7,7 @@ import torch
 from integrations.tiny_models import FAMILIES, VOCAB, causal_lm
 from transformers import Trainer, TrainingArguments
 
-from leanstep.integrations.transformers import LeanTrainer, norm_muon, skip_ignored_rows
+from leanstep.integrations.transformers import LeanTrainer, apply_leanstep, norm_muon
 
 # transformers and accelerate warn about their own deprecations; ours stay errors elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -59,7 +59,7 @@ def train(trainer_class, tmp_path, model, steps=4, resume=None, optimizer=None, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_gradients_equal_the_stock_forward(family):
-    stock, lean = causal_lm(family), skip_ignored_rows(causal_lm(family))
+    stock, lean = causal_lm(family), apply_leanstep(causal_lm(family))
     batch = torch.utils.data.default_collate([Rows()[i] for i in range(5)])
     for model in (stock, lean):
         model.train()
@@ -72,7 +72,7 @@ def test_loss_and_gradients_equal_the_stock_forward(family):
 
 
 def test_num_items_in_batch_is_honoured():
-    stock, lean = causal_lm("llama").train(), skip_ignored_rows(causal_lm("llama")).train()
+    stock, lean = causal_lm("llama").train(), apply_leanstep(causal_lm("llama")).train()
     batch = torch.utils.data.default_collate([Rows()[i] for i in range(4)])
     a = stock(**batch, num_items_in_batch=torch.tensor(37)).loss
     b = lean(**batch, num_items_in_batch=torch.tensor(37)).loss
@@ -80,7 +80,7 @@ def test_num_items_in_batch_is_honoured():
 
 
 def test_evaluation_and_generation_are_untouched():
-    model = skip_ignored_rows(causal_lm("qwen2")).eval()
+    model = apply_leanstep(causal_lm("qwen2")).eval()
     batch = torch.utils.data.default_collate([Rows()[i] for i in range(2)])
     assert model(**batch).logits.shape == (2, 20, VOCAB)
     assert model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False).shape == (2, 23)
@@ -122,7 +122,7 @@ def test_label_smoothing_is_refused(tmp_path):
 
 def test_a_model_without_a_causal_head_is_refused():
     with pytest.raises(ValueError, match="model: expected a transformers causal LM, got Linear"):
-        skip_ignored_rows(torch.nn.Linear(2, 2))
+        apply_leanstep(torch.nn.Linear(2, 2))
 
 
 def test_an_unknown_version_is_refused(monkeypatch):
@@ -132,4 +132,12 @@ def test_an_unknown_version_is_refused(monkeypatch):
 
     monkeypatch.setattr(metadata, "version", lambda package: "6.1.0")
     with pytest.raises(UnknownVersion, match=r"transformers: version 6.1.0"):
-        skip_ignored_rows(causal_lm("llama"))
+        apply_leanstep(causal_lm("llama"))
+
+
+def test_the_old_name_of_the_adapter_still_works():
+    from leanstep.integrations.transformers import skip_ignored_rows
+
+    with pytest.warns(DeprecationWarning, match="use apply_leanstep"):
+        model = skip_ignored_rows(causal_lm("llama"))
+    assert model.forward.__func__ is not type(model).forward

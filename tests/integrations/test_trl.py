@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    from leanstep.integrations.trl import LeanGRPOTrainer, apply
+    from leanstep.integrations.trl import LeanGRPOTrainer, apply_leanstep
 
 # TRL and its dependencies warn about their own deprecations; ours stay errors elsewhere.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -183,10 +183,20 @@ def test_an_unknown_trl_version_is_refused(tmp_path, monkeypatch):
     trainer = make(GRPOTrainer, tmp_path)
     monkeypatch.setattr(metadata, "version", lambda package: "1.99.0")
     with pytest.raises(UnknownVersion, match=r"trl: version 1.99.0"):
-        apply(trainer)
-    assert apply(trainer, allow_untested=True) is trainer
+        apply_leanstep(trainer)
+    assert apply_leanstep(trainer, allow_untested=True) is trainer
 
 
 def test_something_else_than_a_grpo_trainer_is_refused():
     with pytest.raises(ValueError, match=r"expected a trl.GRPOTrainer, got object"):
+        apply_leanstep(object())
+
+
+def test_the_old_name_of_the_adapter_still_works():
+    from leanstep.integrations.trl import apply
+
+    with (
+        pytest.warns(DeprecationWarning, match="use apply_leanstep"),
+        pytest.raises(ValueError, match="trainer"),
+    ):
         apply(object())

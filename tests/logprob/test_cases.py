@@ -7,7 +7,7 @@ import torch
 
 from leanstep.case import get_case
 from leanstep.host_reads import host_syncs
-from leanstep.logprob.workloads import response_rows
+from leanstep.logprob.cases import response_rows
 from leanstep.measure.parity import prove_case
 
 NAMES = ["logprob-logits", "logprob-linear", "policy-loss"]

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from logprob.flat import linear_logprobs, token_logprobs
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.logprob.layout import local_spans
-from leanstep.logprob.linear import linear_logprobs
-from leanstep.logprob.logits import token_logprobs
 from leanstep.logprob.parallel import gather_response, return_parts
 from leanstep.logprob.rows import (
     full_loss_mask,
     plan_rows,
     sample_mean,
-    select_keep,
+    select_allowed,
     select_rows,
     slice_response,
 )
@@ -58,7 +57,7 @@ def run_case(case: dict, rank: int, select: str, group=None) -> list[str]:
     plan = plan_rows(totals, responses, select=select, loss_masks=case["loss_masks"], **layout)
     keep = None
     if "top_p_token_ids" in e2e:
-        keep = select_keep(e2e["top_p_token_ids"], e2e["top_p_token_offsets"], plan)
+        keep = select_allowed(e2e["top_p_token_ids"], e2e["top_p_token_offsets"], plan)
     back = plan.returned()
     masks = slice_response([torch.tensor(m) for m in case["loss_masks"]], back)
     g_logp, g_entropy = (
@@ -79,7 +78,7 @@ def run_case(case: dict, rank: int, select: str, group=None) -> list[str]:
             entropy="grad",
             temperature=e2e["temperature"],
             chunk_rows=e2e["chunk"],
-            keep=keep,
+            allowed=keep,
         )
         logp, entropy = return_parts(plan, group, out.logp, out.entropy)
         roots = ([*logp] if with_logp else []) + ([*entropy] if with_entropy else [])
@@ -295,17 +294,17 @@ def test_both_switches_off_changes_nothing(ranks):
 def test_kept_ids_follow_the_rows():
     ids, offsets = [[5, 6, 7], [8, 9]], [[0, 2, 2, 3], [0, 2]]
     plan = plan_rows([5, 3], [3, 1], loss_masks=[[1, 0, 1], [1]], select="loss_mask")
-    chosen, bounds, has_set = select_keep(ids, offsets, plan)
+    chosen, bounds, has_set = select_allowed(ids, offsets, plan)
     assert chosen.tolist() == [5, 6, 7, 8, 9] and bounds.tolist() == [0, 2, 3, 5]
     assert has_set.tolist() == [True] * 3
     every = plan_rows([5, 3], [3, 1], select="all")
-    chosen, bounds, has_set = select_keep(ids, offsets, every)
+    chosen, bounds, has_set = select_allowed(ids, offsets, every)
     assert has_set.tolist() == [False, True, True, True, False, False, True, False]
     assert bounds.tolist() == [0, 0, 2, 2, 3, 3, 3, 5, 5] and chosen.tolist() == [5, 6, 7, 8, 9]
     nothing = plan_rows([], [])
-    assert [t.tolist() for t in select_keep([], [], nothing)] == [[], [0], []]
+    assert [t.tolist() for t in select_allowed([], [], nothing)] == [[], [0], []]
     with pytest.raises(ValueError, match=r"offsets\[0\]: expected 4 bounds up to 3"):
-        select_keep(ids, [[0, 3], [0, 2]], plan)
+        select_allowed(ids, [[0, 3], [0, 2]], plan)
 
 
 def test_mask_of_rows_agrees_with_the_selection():

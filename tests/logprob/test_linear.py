@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logprob.flat import linear_logprobs
 
-from leanstep.logprob import Tiles, linear_logprobs
+from leanstep.logprob import Tiles
 from leanstep.logprob.reference import reference_linear_logprobs
 
 T, D, V = 6, 3, 17
@@ -30,16 +31,16 @@ def tensors(dtype=torch.float64, t=T, d=D, v=V, seed=0):
     "options",
     [
         {"entropy": "grad"},
-        {"entropy": "grad", "rows": ROWS, "temperature": "rows", "scale": 0.7, "extras": ("lse", "z_loss")},
+        {"entropy": "grad", "rows": ROWS, "temperature": "rows", "scale": 0.7, "outputs": ("lse", "z_loss")},
         {"entropy": "grad", "rows": ROWS, "softcap": 2.0, "temperature": 0.8},
         {"entropy": "metric", "softcap": 2.0, "temperature": "rows"},
         {"entropy": "grad", "targets": 3},
         {"entropy": "none", "label_smoothing": 0.1},
         {"entropy": "grad", "label_smoothing": 0.1, "targets": 2},
-        {"entropy": "grad", "extras": ("kl", "reverse_kl", "argmax"), "softcap": 3.0, "reference": True},
-        {"entropy": "grad", "keep": KEEP, "rows": ROWS},
-        {"entropy": "metric", "keep": (*KEEP, SOME), "rows": ROWS, "temperature": 0.5},
-        {"entropy": "none", "keep": (*KEEP, SOME), "rows": ROWS},
+        {"entropy": "grad", "outputs": ("kl", "reverse_kl", "argmax"), "softcap": 3.0, "reference": True},
+        {"entropy": "grad", "allowed": KEEP, "rows": ROWS},
+        {"entropy": "metric", "allowed": (*KEEP, SOME), "rows": ROWS, "temperature": 0.5},
+        {"entropy": "none", "allowed": (*KEEP, SOME), "rows": ROWS},
     ],
     ids="plain rows softcap metric targets smoothing smoothing-targets kl keep keep-metric keep-some".split(),
 )
@@ -176,9 +177,7 @@ def test_padding_columns_take_no_part():
     padded = torch.cat([weight, torch.full((4, D), 9.0, dtype=torch.float64)])
     tokens, upstream = torch.randint(0, V, (T,)), torch.randn(2, T, dtype=torch.float64)
     expected = run(linear_logprobs, hidden, weight, tokens, upstream, torch.float64, entropy="grad")
-    found = run(
-        linear_logprobs, hidden, padded, tokens, upstream, torch.float64, entropy="grad", vocab_total=V
-    )
+    found = run(linear_logprobs, hidden, padded, tokens, upstream, torch.float64, entropy="grad", total=V)
     for a, b in zip(found[:3], expected[:3], strict=True):
         torch.testing.assert_close(a, b)
     torch.testing.assert_close(found[3][:V], expected[3])
@@ -286,46 +285,46 @@ def test_the_docstring_equivalence():
         ({"weight": torch.zeros(7, 3)}, r"weight: expected \[V, 4\] to match hidden, got \(7, 3\)"),
         ({"weight": torch.nn.Embedding(7, 4)}, "weight: expected nn.Linear or a LoRA layer"),
         ({"bias": torch.zeros(3)}, r"bias: expected \[7\]"),
-        ({"tokens": torch.tensor([0, 7, 1])}, r"tokens: expected ids in \[0, 7\)"),
-        ({"tokens": torch.tensor([0, -1, 1])}, r"tokens: expected ids in \[0, 7\)"),
-        ({"tokens": torch.tensor([0, 1])}, "tokens: expected length 3"),
+        ({"targets": torch.tensor([0, 7, 1])}, r"targets: expected ids in \[0, 7\)"),
+        ({"targets": torch.tensor([0, -1, 1])}, r"targets: expected ids in \[0, 7\)"),
+        ({"targets": torch.tensor([0, 1])}, "targets: expected length 3"),
         ({"rows": torch.tensor([0.5])}, "rows: expected a one-dimensional int64"),
         ({"temperature": -1.0}, "temperature: expected a value > 0"),
         ({"softcap": 0.0}, "softcap: expected a value > 0"),
         ({"label_smoothing": 1.0}, "label_smoothing: expected 0 <= value < 1"),
-        ({"extras": ("entropy",)}, "extras: expected lse"),
-        ({"extras": (("top_k", 0),)}, "extras: expected lse"),
-        ({"extras": ("kl",)}, "ref_weight: expected a weight or ref_hidden"),
-        ({"extras": ("kl",), "ref_weight": torch.zeros(6, 4)}, r"ref_weight: expected \[7, 4\]"),
+        ({"outputs": ("entropy",)}, "outputs: expected lse"),
+        ({"outputs": (("top_k", 0),)}, "outputs: expected lse"),
+        ({"outputs": ("kl",)}, "reference: expected a ReferenceHead with weight or hidden"),
+        ({"outputs": ("kl",), "ref_weight": torch.zeros(6, 4)}, r"reference.weight: expected \[7, 4\]"),
         ({"tile": (0, 4)}, r"tile: expected \(rows, columns\) > 0"),
         ({"budget": 0}, "budget: expected a positive number"),
         ({"entropy": True}, "entropy: expected one of"),
-        ({"keep": KEEP, "label_smoothing": 0.1}, "keep: expected 4 offsets"),
+        ({"allowed": KEEP, "label_smoothing": 0.1}, "allowed: expected 4 offsets"),
     ],
 )
 def test_bad_input_is_named(change, message):
     given = {
         "hidden": torch.randn(3, 4),
         "weight": torch.randn(7, 4),
-        "tokens": torch.tensor([0, 1, 2]),
+        "targets": torch.tensor([0, 1, 2]),
         **change,
     }
     with pytest.raises(ValueError, match=message):
-        linear_logprobs(given.pop("hidden"), given.pop("weight"), given.pop("tokens"), **given)
+        linear_logprobs(given.pop("hidden"), given.pop("weight"), given.pop("targets"), **given)
 
 
 def test_per_row_values_are_selected_on_their_own_device():
     """Sequence parallelism hands over host rows; tokens and temperatures of full length lie on the GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from leanstep.logprob.outputs import check_temperature, check_tokens
+    from leanstep.logprob.inputs import check_targets, check_temperature
 
     rows = torch.tensor([0, 3])
     with FakeTensorMode(allow_non_fake_inputs=True):
         tokens = torch.zeros(6, dtype=torch.int64, device="cuda")
         temperature = torch.ones(6, device="cuda")
         for found in (
-            check_tokens(tokens, rows, 6, 10),
+            check_targets(tokens, rows, 6, 10),
             check_temperature(temperature, rows, 6, torch.float32),
         ):
             assert found.shape == (2,) and found.device.type == "cuda"
@@ -334,12 +333,12 @@ def test_per_row_values_are_selected_on_their_own_device():
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_16_bit_products_without_out_dtype_keep_fp32_sums(accumulate, monkeypatch):
     """Before torch 2.8 torch.mm has no out_dtype."""
-    from leanstep.logprob import head
+    from leanstep.logprob.engine import lm_head
 
-    monkeypatch.setattr(head, "HAS_OUT_DTYPE", False)
+    monkeypatch.setattr(lm_head, "HAS_OUT_DTYPE", False)
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(s, generator=generator).bfloat16() for s in ((5, 300), (300, 7)))
     before = torch.randn(5, 7, generator=generator)
-    out = head.product(a, b, before.clone(), factor=0.5, accumulate=accumulate)
+    out = lm_head.product(a, b, before.clone(), factor=0.5, accumulate=accumulate)
     exact = 0.5 * (a.double() @ b.double()) + (before.double() if accumulate else 0.0)
     torch.testing.assert_close(out.double(), exact, atol=1e-4, rtol=1e-5)

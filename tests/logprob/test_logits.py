@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from logprob.flat import token_logprobs
 from logprob.golden import (
     GRAD_TOLERANCE,
     VALUE_TOLERANCE,
@@ -14,7 +15,6 @@ from logprob.golden import (
     ragged,
 )
 
-from leanstep.logprob import token_logprobs
 from leanstep.logprob.reference import reference_logprobs
 
 CORE = core_cases()
@@ -66,7 +66,7 @@ def test_upstream_outputs(name, case, chunk_rows):
     keep = ragged(case.get("keep_ids"))
     for expected in expected_runs(case):
         leaf = logits.clone().requires_grad_()
-        out = token_logprobs(leaf, tokens, entropy=expected["mode"], keep=keep, chunk_rows=chunk_rows)
+        out = token_logprobs(leaf, tokens, entropy=expected["mode"], allowed=keep, chunk_rows=chunk_rows)
         close = dict(zip(("atol", "rtol"), VALUE_TOLERANCE[dtype], strict=True))
         torch.testing.assert_close(out.logp.double(), numbers(expected["log_prob"]), **close)
         if expected["mode"] == "none":
@@ -93,14 +93,14 @@ def test_upstream_outputs(name, case, chunk_rows):
 @pytest.mark.parametrize(
     "options",
     [
-        {"entropy": "grad", "return_lse": True},
+        {"entropy": "grad", "outputs": ("lse",)},
         {"entropy": "metric", "temperature": 0.7},
         {"entropy": "grad", "temperature": torch.linspace(0.5, 2.0, 7, dtype=torch.float64), "chunk_rows": 3},
         {"entropy": "none", "rows": torch.tensor([5, 1, 1, 6])},
-        {"entropy": "grad", "keep": (torch.tensor([0, 4, 4, 9]), torch.tensor([0, 1, 1, 1, 3, 3, 4, 4]))},
+        {"entropy": "grad", "allowed": (torch.tensor([0, 4, 4, 9]), torch.tensor([0, 1, 1, 1, 3, 3, 4, 4]))},
         {
             "entropy": "none",
-            "keep": (
+            "allowed": (
                 torch.tensor([0, 4, 4, 9]),
                 torch.tensor([0, 1, 1, 1, 3, 3, 4, 4]),
                 torch.tensor([True, False, True, True, True, True, False]),
@@ -219,7 +219,7 @@ def test_padding_columns_take_no_part():
     logits, tokens, upstream = random_case(6, 10)
     padded = torch.cat([logits, torch.full((6, 3), 50.0)], 1)
     expected = run(logits, tokens, upstream)
-    logp, entropy, grad = run(padded, tokens, upstream, vocab_total=10)
+    logp, entropy, grad = run(padded, tokens, upstream, total=10)
     torch.testing.assert_close(logp, expected[0])
     torch.testing.assert_close(entropy, expected[1])
     torch.testing.assert_close(grad[:, :10], expected[2])
@@ -229,14 +229,14 @@ def test_padding_columns_take_no_part():
 def test_an_empty_keep_list_leaves_the_target_alone():
     logits, tokens, upstream = random_case(3, 7)
     keep = (torch.zeros(0, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
-    logp, _, grad = run(logits, tokens, upstream, "logp", keep=keep)
+    logp, _, grad = run(logits, tokens, upstream, "logp", allowed=keep)
     assert torch.equal(logp, torch.zeros(3)) and torch.equal(grad, torch.zeros(3, 7))
 
 
 def test_a_restricted_softmax_has_its_own_maximum():
     logits = torch.tensor([[200.0, 1.0, 2.0, 3.0]])
     keep = (torch.tensor([1, 2]), torch.tensor([0, 2]))
-    logp = token_logprobs(logits, torch.tensor([1]), keep=keep).logp
+    logp = token_logprobs(logits, torch.tensor([1]), allowed=keep).logp
     torch.testing.assert_close(logp, torch.log_softmax(logits[:, 1:3], -1)[:, 0])
 
 
@@ -330,26 +330,29 @@ def test_little_is_saved_for_backward(entropy):
     [
         ({"logits": torch.zeros(3, 4, dtype=torch.int64)}, "logits: expected a floating-point"),
         ({"logits": torch.zeros(4)}, "logits: expected a floating-point"),
-        ({"tokens": torch.zeros(2, dtype=torch.int64)}, "tokens: expected length 3, got 2"),
-        ({"tokens": torch.zeros(3)}, "tokens: expected an int64"),
-        ({"tokens": torch.tensor([0, 4, 1])}, r"tokens: expected ids in \[0, 4\), got 0 to 4"),
-        ({"tokens": torch.tensor([0, -100, 1])}, r"tokens: expected ids in \[0, 4\)"),
+        ({"targets": torch.zeros(2, dtype=torch.int64)}, "targets: expected length 3, got 2"),
+        ({"targets": torch.zeros(3)}, "targets: expected an int64"),
+        ({"targets": torch.tensor([0, 4, 1])}, r"targets: expected ids in \[0, 4\), got 0 to 4"),
+        ({"targets": torch.tensor([0, -100, 1])}, r"targets: expected ids in \[0, 4\)"),
         ({"entropy": "yes"}, "entropy: expected one of"),
         ({"temperature": 0.0}, "temperature: expected a value > 0"),
         ({"temperature": torch.tensor([1.0, -1.0, 1.0])}, "temperature: expected values > 0"),
-        ({"chunk_rows": 0}, "chunk_rows: expected None, -1 or a positive number, got 0"),
-        ({"chunk_rows": -2}, "chunk_rows: expected"),
+        ({"chunk_rows": 0}, r"tile: expected \(rows, columns\) > 0, got \(0, 4\)"),
+        ({"tile": (2, 3)}, r"tile: expected all 4 columns \(or None\) for logits, got 3"),
+        ({"outputs": ("argmax",)}, "outputs: expected lse or z_loss from logits"),
+        ({"sequence_parallel": True}, "shards: sequence_parallel has no meaning"),
+        ({"chunk_rows": -2}, "tile: expected"),
         ({"rows": torch.tensor([0.0])}, "rows: expected a one-dimensional int64"),
         ({"reuse_buffer": True}, "reuse_buffer: expected"),
-        ({"keep": (torch.tensor([9]), torch.tensor([0, 1, 1, 1]))}, "keep ids: expected ids"),
-        ({"keep": (torch.tensor([1]), torch.tensor([0, 1]))}, "keep: expected 4 offsets"),
-        ({"keep": (torch.tensor([1]), torch.tensor([0, 2, 1, 1]))}, "keep: expected offsets that rise"),
+        ({"allowed": (torch.tensor([9]), torch.tensor([0, 1, 1, 1]))}, "allowed ids: expected ids"),
+        ({"allowed": (torch.tensor([1]), torch.tensor([0, 1]))}, "allowed: expected 4 offsets"),
+        ({"allowed": (torch.tensor([1]), torch.tensor([0, 2, 1, 1]))}, "allowed: expected offsets that rise"),
     ],
 )
 def test_bad_input_is_named(change, message):
-    arguments = {"logits": torch.randn(3, 4), "tokens": torch.tensor([0, 1, 2]), **change}
+    arguments = {"logits": torch.randn(3, 4), "targets": torch.tensor([0, 1, 2]), **change}
     with pytest.raises(ValueError, match=message):
-        token_logprobs(arguments.pop("logits"), arguments.pop("tokens"), **arguments)
+        token_logprobs(arguments.pop("logits"), arguments.pop("targets"), **arguments)
 
 
 def test_a_view_of_a_leaf_cannot_be_reused():

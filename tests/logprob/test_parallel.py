@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from logprob.flat import linear_logprobs, linear_policy_loss, token_logprobs
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.logprob.linear import linear_logprobs
-from leanstep.logprob.logits import token_logprobs
+from leanstep.logprob.engine.softmax import RowStatistics
 from leanstep.logprob.objective import PolicyObjective
 from leanstep.logprob.parallel import (
+    VocabShard,
     all_reduce_sum,
     combine_statistics,
     gather_hidden_rows,
@@ -24,9 +25,7 @@ from leanstep.logprob.parallel import (
     shard_rows,
     vocab_shard,
 )
-from leanstep.logprob.policy import linear_policy_loss
 from leanstep.logprob.rows import plan_rows
-from leanstep.logprob.statistics import RowStatistics
 
 
 class Collectives(TorchDispatchMode):
@@ -97,7 +96,7 @@ def logits_ranks(rank: int, world: int) -> list[dict]:
             with Collectives() as forward:
                 out = token_logprobs(
                     local, tokens, entropy="grad", temperature=0.7, chunk_rows=4, group=dist.group.WORLD,
-                    vocab_start=bounds[rank], vocab_total=V,
+                    start=bounds[rank], total=V,
                 )  # fmt: skip
             with Collectives() as backward:
                 torch.autograd.backward([out.logp, out.entropy], [g_logp, g_entropy])
@@ -158,9 +157,9 @@ def linear_ranks(rank: int, world: int) -> list[dict]:
         "sequence parallel, all rows": {"sequence_parallel": True},
         "caller reduces": {"rows": kept, "reduce_grad": "none"},
         "no rows": {"rows": kept[:0]},
-        "keep": {"rows": kept, "keep": (torch.arange(0, 27) % V, torch.arange(0, 28, 3))},
+        "allowed": {"rows": kept, "allowed": (torch.arange(0, 27) % V, torch.arange(0, 28, 3))},
         "metric": {"rows": kept, "entropy": "metric"},
-        "kept logits": {"rows": kept, "tile": (4, 5), "logit_bytes": 400, "logits_in_grad": False},
+        "kept logits": {"rows": kept, "tile": (4, 5), "save_logits": 400},
         "logits in the gradient": {"rows": kept, "tile": (9, 5)},
     }
     results = []
@@ -195,8 +194,8 @@ def linear_ranks(rank: int, world: int) -> list[dict]:
                 padded_shard(full_weight, bounds, rank, 0),
                 padded_shard(full_bias, bounds, rank, 0),
                 group=dist.group.WORLD,
-                vocab_start=bounds[rank],
-                vocab_total=V,
+                start=bounds[rank],
+                total=V,
                 **options,
                 **parallel,
             )
@@ -327,7 +326,7 @@ def policy_ranks(rank: int, world: int) -> list[dict]:
             return out, hidden.grad, weight.grad, forward.names, backward.names
 
         truth = run(full_hidden, full_weight)
-        shard = {"group": dist.group.WORLD, "vocab_start": bounds[rank], "vocab_total": V, "budget": budget}
+        shard = {"group": dist.group.WORLD, "start": bounds[rank], "total": V, "budget": budget}
         got = run(full_hidden, padded_shard(full_weight, bounds, rank, 0), **shard)
         results.append(
             {
@@ -475,16 +474,12 @@ def test_no_group_means_no_collectives_and_no_copy():
 
 
 def test_vocab_shards_know_their_padding():
-    assert vocab_shard(8).real == 8
-    assert vocab_shard(8, vocab_start=16, vocab_total=20).real == 4
-    assert vocab_shard(8, vocab_start=24, vocab_total=20).real == 0
-    assert vocab_shard(8, vocab_start=16, vocab_total=20, count_padding=True).real == 8
-    shard = vocab_shard(8, vocab_start=16, vocab_total=20)
-    columns, held = shard.local_ids(torch.tensor([15, 16, 19, 20, 23]))
-    assert held.tolist() == [False, True, True, False, False]
-    assert columns.tolist() == [0, 0, 3, 3, 3]
-    for bad in ({"vocab_start": -1}, {"vocab_total": 0}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
+    assert vocab_shard(8) == (VocabShard(0, 8, 8), 8)
+    assert vocab_shard(8, start=16, total=20) == (VocabShard(16, 8, 4), 20)
+    assert vocab_shard(8, start=24, total=20) == (VocabShard(24, 8, 0), 20)
+    assert vocab_shard(8, start=16) == (VocabShard(16, 8, 8), 24)
+    for bad in ({"start": -1}, {"total": 0}):
+        with pytest.raises(ValueError, match=f"shards.{next(iter(bad))}: expected"):
             vocab_shard(8, **bad)
 
 

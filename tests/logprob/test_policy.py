@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from logprob.flat import linear_logprobs, linear_policy_loss
 
-from leanstep.logprob import LoRA, PolicyObjective, linear_logprobs, linear_policy_loss, policy_loss
+from leanstep.logprob import LoRA, PolicyObjective, policy_loss
 
 T, D, V = 19, 6, 41
 LENGTHS = [3, 0, 6, 2]
@@ -65,7 +66,7 @@ def fused(tensors, tokens, data, objective, normalizer, upstream=1.0, **options)
     leaves = {k: v.detach().requires_grad_() for k, v in tensors.items()}
     result = linear_policy_loss(
         leaves["hidden"], leaves["weight"], tokens, bias=leaves["bias"], rows=ROWS, objective=objective,
-        normalizer=normalizer, sequence_lengths=LENGTHS, entropy_metric=True, **data, **options,
+        normalizer=normalizer, sequence_lengths=LENGTHS, entropy="metric", **data, **options,
     )  # fmt: skip
     (result.loss * upstream).backward()
     return result, {k: v.grad for k, v in leaves.items()}
@@ -233,7 +234,7 @@ def test_bad_input_is_named(change, message):
         linear_policy_loss(tensors["hidden"], tensors["weight"], tokens, rows=ROWS, **{**data, **change})
 
 
-@pytest.mark.parametrize("kept", [{}, {"logit_bytes": 1 << 40}, {"logits_in_grad": False}], ids=str)
+@pytest.mark.parametrize("kept", [{}, {"save_logits": ("grad", 1 << 40)}, {"save_logits": "none"}], ids=str)
 def test_planning_runs_the_real_code_on_fake_tensors(kept):
     """`leanstep plan` does: neither path may look at a value, in forward or backward."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leanstep.logprob.tiles import Tiles, checked_tile, choose_tiles, default_budget, even_slices
+from leanstep.logprob.engine.tiles import Tiles, checked_tile, choose_tiles, default_budget, even_slices
 
 MIB = 1 << 20
 

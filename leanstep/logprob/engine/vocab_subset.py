@@ -1,40 +1,90 @@
-"""Log-probs restricted to a few kept ids: only those rows of the weight are read, both ways.
+"""Softmax restricted to allowed ids (top-p or top-k replay), dense and sparse.
 
-O(sum |K_i| D) work instead of O(T' V D). Every row has a set, no entropy is wanted.
+A row's log-prob runs over its allowed ids plus its target, always; entropy never looks at the restriction.
+Dense: a mask for one tile at a time ([N, V] booleans would cost N V bytes). Sparse, where every row has a
+short set and no entropy is wanted: only the allowed rows of the weight are read, both ways, O(sum |K_i| D)
+instead of O(T' V D).
 """
 
-# M (row, id) pairs, every kept id and target once · T' selected rows · D model
+# N rows · M allowed ids of all rows, or (row, id) pairs · W columns of a tile · T' selected rows · D model
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leanstep.logprob.gradient import first_order_only
-from leanstep.logprob.head import Head, RowSource
-from leanstep.logprob.keep import KeepIds
-from leanstep.logprob.tiles import default_budget, even_slices
+from leanstep.logprob.engine.lm_head import Head, RowSource
+from leanstep.logprob.engine.softmax import first_order_only, tile_ids
+from leanstep.logprob.engine.tiles import default_budget, even_slices
 
 # Below this share of the vocabulary, gathering weight rows beats projecting onto all of them.
 SPARSE_FRACTION = 1 / 16
 
 
+@dataclass
+class AllowedIds:
+    """Ragged lists of global ids, one per row.
+
+    Args:
+        ids: [M] int64, all rows' ids in row order.
+        row_of: [M] int64, the row of each id.
+        starts: host copy of the offsets, N + 1 numbers.
+        has_set: [N] bool; False leaves a row unrestricted.
+        everywhere: whether it is known on the host that every row has a set.
+    """
+
+    ids: Tensor
+    row_of: Tensor
+    starts: list[int]
+    has_set: Tensor
+    everywhere: bool
+
+    @property
+    def mean_size(self) -> float:
+        return len(self.ids) / max(len(self.starts) - 1, 1)
+
+    def restrict(self, z: Tensor, rows: slice, targets: Tensor, first: int) -> Tensor:
+        """A copy of the tile of logits `z` [R, W] with -inf outside the rows' allowed ids and targets [R]."""
+        mask = self.mask(rows, targets, first, z.shape[1])
+        return z.masked_fill(mask.logical_not_(), -torch.inf)
+
+    def mask(self, rows: slice, targets: Tensor, first: int, width: int) -> Tensor:
+        """[R, W] bool: True where a column of the tile, from id `first` on, is in the row's log-prob."""
+        unrestricted = ~self.has_set[rows]
+        # One spare column receives every id that lies outside the tile: static shapes, no sync.
+        mask = unrestricted.unsqueeze(-1).expand(-1, width + 1).contiguous()
+        pairs = slice(self.starts[rows.start], self.starts[rows.stop])
+        local, held = tile_ids(self.ids[pairs], first, width)
+        mask[self.row_of[pairs] - rows.start, torch.where(held, local, width)] = True
+        local, held = tile_ids(targets, first, width)
+        mask.scatter_(1, torch.where(held, local, width).unsqueeze(-1), True)
+        return mask[:, :width]
+
+    def unique_pairs(self, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """(row, id) of every allowed id and every target, each once, in row order."""
+        rows = torch.cat([self.row_of, torch.arange(len(targets), device=targets.device)])
+        keys = torch.cat([self.ids, targets]) + rows * vocabulary
+        keys = torch.unique(keys)
+        return keys // vocabulary, keys % vocabulary
+
+
 def sparse_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, head: Head,
-                    tokens: Tensor, keep: KeepIds, budget: int | None) -> Tensor:  # fmt: skip
-    """logp [T'] over kept ids and targets, differentiable in hidden, weight and bias."""
-    row_of, ids = keep.unique_pairs(tokens, head.columns)
+                    targets: Tensor, allowed: AllowedIds, budget: int | None) -> Tensor:  # fmt: skip
+    """logp [T'] over allowed ids and targets, differentiable in hidden, weight and bias."""
+    row_of, ids = allowed.unique_pairs(targets, head.columns)
     step = max(
         (budget or default_budget(hidden.device)) // (3 * head.dtype.itemsize * max(hidden.shape[1], 1)), 1
     )
-    return _Sparse.apply(hidden, weight, bias, rows, head, tokens, row_of, ids, step)  # type: ignore[return-value]
+    return _Sparse.apply(hidden, weight, bias, rows, head, targets, row_of, ids, step)  # type: ignore[return-value]
 
 
 class _Sparse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, rows, head, tokens, row_of, ids, step):  # type: ignore[override, no-untyped-def]
+    def forward(ctx: Any, hidden, weight, bias, rows, head, targets, row_of, ids, step):  # type: ignore[override, no-untyped-def]
         ctx.set_materialize_grads(False)
         u = torch.zeros(len(ids), dtype=head.dtype, device=hidden.device)
         for part, h, w in _pairs(hidden, weight, rows, head, row_of, ids, step):
@@ -49,13 +99,13 @@ class _Sparse(torch.autograd.Function):
             tanh = torch.tanh(z / head.softcap)
             z, slope = head.softcap * tanh, slope * (1.0 - tanh.square())
         z, slope = z / temperature, slope / temperature
-        top = torch.full((len(tokens),), -torch.inf, dtype=z.dtype, device=z.device)
+        top = torch.full((len(targets),), -torch.inf, dtype=z.dtype, device=z.device)
         top = top.scatter_reduce(0, row_of, z, "amax")
         shift = torch.where(top == -torch.inf, 0.0, top)
         x = z - shift[row_of]
         sums = torch.zeros_like(shift).index_add_(0, row_of, x.exp())
         log_p = x - torch.where(sums == 0, 1.0, sums).log()[row_of]
-        is_target = ids == tokens[row_of]
+        is_target = ids == targets[row_of]
         logp = torch.full_like(shift, -torch.inf)
         # Each row has its target exactly once, in row order.
         logp.copy_(log_p.masked_select(is_target))

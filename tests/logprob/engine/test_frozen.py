@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from leanstep.logprob import linear_logprobs
+from logprob.flat import linear_logprobs
 
 T, D, V = 10, 6, 45
 ROWS = torch.tensor([7, 1, 1, 4, 9])
@@ -30,7 +29,7 @@ def test_gradcheck(options):
 
     def outputs(h):
         out = linear_logprobs(
-            h, weight, tokens, bias=bias, entropy="grad", extras=("lse", "z_loss"), tile=(3, 11), **options
+            h, weight, tokens, bias=bias, entropy="grad", outputs=("lse", "z_loss"), tile=(3, 11), **options
         )
         assert type(out.logp.grad_fn).__name__ == "_FrozenLinearLogProbsBackward"
         return out.logp, out.entropy, out.lse, out.z_loss
@@ -135,7 +134,7 @@ def test_backward_in_chunks_adds_rows_that_repeat():
     for tile in ((2, 45), (6, 45)):
         h = hidden.detach().requires_grad_()
         out = linear_logprobs(
-            h, weight, tokens, bias=bias, rows=rows, entropy="grad", extras=("lse",), tile=tile
+            h, weight, tokens, bias=bias, rows=rows, entropy="grad", outputs=("lse",), tile=tile
         )
         grads += torch.autograd.grad([out.logp, out.entropy, out.lse], h, list(upstream))
     h = hidden.detach().requires_grad_()

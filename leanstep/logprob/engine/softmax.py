@@ -1,31 +1,34 @@
-"""Running softmax statistics per row: what a sweep over vocabulary tiles carries, and how two sweeps merge.
+"""Softmax of rows that arrive one tile of columns at a time: running statistics, targets, gradient of a tile.
 
 For logits z seen so far:  m = max z,  s = sum e^(z-m),  t = sum e^(z-m) (z-m),  z_y = the target's logit.
-Everything the package returns follows from them, and m and log s stay apart: their sum loses digits at
-large |m|. A vocabulary shard computes its own statistics; ranks then exchange `maxima()` (MAX), rescale
-with `sums_under()` (SUM) and read the result with `replaced()`:
+Every output follows from them. m and log s stay apart, because their sum loses digits at large |m|. Columns
+with p = 0 (z = -inf, or underflow) contribute nothing: exponents are clamped where exp is 0 anyway, so that
+no 0 * inf is ever formed. A vocabulary shard computes its own statistics; ranks then exchange `maxima()`
+(MAX), rescale with `sums_under()` (SUM) and read the result with `replaced()`:
 
     maxima = stats.maxima();             all_reduce(maxima, MAX)
     sums = stats.sums_under(maxima);     all_reduce(sums, SUM)
     stats = stats.replaced(maxima, sums)
 
-Columns with p = 0 (z = -inf, or underflow) contribute nothing: exponents are clamped where exp is 0 anyway,
-so that no 0 * inf is ever formed.
+Backward, with x = z - m and mu = t / s (so that log p + H = x - mu), one exp and a few cheap passes:
+
+    dz = g (1[v=y] - p) - g_H p (log p + H) + g_lse p
+       = e^x (constant + slope x) + g 1[v=y],     slope = -g_H / s,  constant = (g_lse - g + g_H mu) / s
 """
 
-# N rows · W columns of a tile · K targets per row
+# N rows · R rows of a chunk · W columns of a tile · K targets per row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from leanstep.logprob.targets import read_targets_
+from leanstep.logprob.engine.passes import Passes
 
 # exp of these is exactly 0, also as a subnormal: a finite stand-in for -inf in products.
 EXPONENT_FLOOR = {torch.float32: -110.0, torch.float64: -800.0}
@@ -76,7 +79,7 @@ class RowStatistics:
         moment: [N], t; None when no entropy is wanted.
         target: [N] or [N, K], z_y; 0 where this shard does not hold the target.
         total: [N], sum of z over all real columns; label smoothing only.
-        keep_max, keep_sum: [N], m and s of the softmax restricted to kept ids and the target.
+        allowed_max, allowed_sum: [N], m and s of the softmax restricted to allowed ids and the target.
         ref_max, ref_sum: [N], m and s of a reference head (exact KL).
         cross: [N], sum e^(z-m) ((z-m) - (q-m_q)) for KL(p||q), with q the reference head's logits.
         reverse_cross: [N], sum e^(q-m_q) ((q-m_q) - (z-m)) for KL(q||p).
@@ -87,8 +90,8 @@ class RowStatistics:
     moment: Tensor | None
     target: Tensor
     total: Tensor | None = None
-    keep_max: Tensor | None = None
-    keep_sum: Tensor | None = None
+    allowed_max: Tensor | None = None
+    allowed_sum: Tensor | None = None
     ref_max: Tensor | None = None
     ref_sum: Tensor | None = None
     cross: Tensor | None = None
@@ -104,7 +107,7 @@ class RowStatistics:
         moment: bool = False,
         num_targets: int | None = None,
         total: bool = False,
-        keep: bool = False,
+        allowed: bool = False,
         reference: bool = False,
         reverse: bool = False,
     ) -> RowStatistics:
@@ -124,8 +127,8 @@ class RowStatistics:
             moment=zeros(moment),
             target=torch.zeros(target_shape, dtype=dtype, device=device),
             total=zeros(total),
-            keep_max=lowest(keep),
-            keep_sum=zeros(keep),
+            allowed_max=lowest(allowed),
+            allowed_sum=zeros(allowed),
             ref_max=lowest(either),
             ref_sum=zeros(either),
             cross=zeros(reference),
@@ -140,22 +143,22 @@ class RowStatistics:
         self,
         z: Tensor,
         scratch: Sequence[Tensor],
-        tokens: Tensor | None = None,
+        targets: Tensor | None = None,
         first: int = 0,
         *,
-        kernels: ModuleType | None = None,
+        kernels: Passes | None = None,
     ) -> None:
-        """Add the columns of a tile [N, W], and read the logits of `tokens` that it holds.
+        """Add the columns of a tile [N, W], and read the logits of `targets` that it holds.
 
         Args:
             scratch: without kernels one tile, two when a moment is kept; the first may be `z`.
-            tokens: [N] or [N, K], global ids; `first` is that of the tile's first column.
+            targets: [N] or [N, K], global ids; `first` is that of the tile's first column.
         """
-        if tokens is not None and (kernels is None or tokens.dim() == 2):
-            read_targets_(self.target, z, tokens, first)
-            tokens = None
+        if targets is not None and (kernels is None or targets.dim() == 2):
+            read_targets_(self.target, z, targets, first)
+            targets = None
         if kernels is not None:
-            kernels.update_statistics(z, self.max, self.sum, self.moment, tokens, first, self.target)
+            kernels.update_statistics(z, self.max, self.sum, self.moment, targets, first, self.target)
             return
         shift, _, shrink = self.raise_max_(z.amax(-1))
         x = torch.sub(z, shift.unsqueeze(-1), out=scratch[0])
@@ -166,10 +169,11 @@ class RowStatistics:
             x.clamp_(min=EXPONENT_FLOOR[z.dtype]).mul_(e)
             self.moment.add_(x.sum(-1))
 
-    def keep_part(self) -> RowStatistics:
-        """The restricted softmax as statistics of its own; updating it updates `keep_max` and `keep_sum`."""
-        assert self.keep_max is not None and self.keep_sum is not None
-        return RowStatistics(self.keep_max, self.keep_sum, None, self.target)
+    def allowed_part(self) -> RowStatistics:
+        """The restricted softmax as statistics of its own; updating it updates `allowed_max` and
+        `allowed_sum`."""
+        assert self.allowed_max is not None and self.allowed_sum is not None
+        return RowStatistics(self.allowed_max, self.allowed_sum, None, self.target)
 
     def raise_max_(self, tile_max: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Move m up to cover `tile_max`, carrying t along.
@@ -188,7 +192,7 @@ class RowStatistics:
 
     def maxima(self) -> Tensor:
         """[k, N], k = 1..3: what a MAX across shards combines."""
-        return torch.stack([m for m in (self.max, self.keep_max, self.ref_max) if m is not None])
+        return torch.stack([m for m in (self.max, self.allowed_max, self.ref_max) if m is not None])
 
     def sums_under(self, maxima: Tensor) -> Tensor:
         """[j, N]: every additive statistic, rescaled to `maxima`: what a SUM across shards combines."""
@@ -202,8 +206,8 @@ class RowStatistics:
         packed.extend(self.target.unsqueeze(-1).flatten(1).unbind(1))
         if self.total is not None:
             packed.append(self.total)
-        if self.keep_max is not None and self.keep_sum is not None:
-            packed.append(self.keep_sum * (self.keep_max - next(levels)).clamp_(min=floor).exp())
+        if self.allowed_max is not None and self.allowed_sum is not None:
+            packed.append(self.allowed_sum * (self.allowed_max - next(levels)).clamp_(min=floor).exp())
         if self.ref_max is not None and self.ref_sum is not None:
             ref_step = (self.ref_max - next(levels)).clamp_(min=floor)
             ref_shrink = ref_step.exp()
@@ -245,7 +249,7 @@ class RowStatistics:
             new["target"] = torch.stack(targets, 1) if targets else self.target
         for level, names in (
             (None, ("total",)),
-            ("keep_max", ("keep_sum",)),
+            ("allowed_max", ("allowed_sum",)),
             ("ref_max", ("ref_sum", "cross", "reverse_cross")),
         ):
             if level is not None and getattr(self, level) is not None:
@@ -265,8 +269,8 @@ class RowStatistics:
             entropy = log_sum - self.moment / torch.where(alive, self.sum, 1.0)
         return FinalStatistics(finite_shift(self.max), log_sum, entropy, alive)
 
-    def keep_final(self) -> FinalStatistics | None:
-        return None if self.keep_max is None else self.keep_part().final()
+    def allowed_final(self) -> FinalStatistics | None:
+        return None if self.allowed_max is None else self.allowed_part().final()
 
     def _values(self) -> list[Tensor | None]:
         return [getattr(self, f.name) for f in fields(self)]
@@ -292,3 +296,148 @@ def exponentials(x: Tensor, out: Tensor) -> Tensor:
 def finite_shift(maxima: Tensor) -> Tensor:
     """`maxima`, with 0 in place of -inf: subtracting it from -inf gives -inf and not NaN."""
     return torch.where(maxima == -torch.inf, 0.0, maxima)
+
+
+def tile_ids(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """Column within the tile that begins at id `first`, clamped into it, and whether it holds the token."""
+    local = targets - first
+    inside = local.clamp(0, width - 1)
+    return inside, inside == local
+
+
+def read_targets_(target: Tensor, z: Tensor, targets: Tensor, first: int) -> None:
+    """target <- z [R, W] at the targets that this tile holds; the others stay. Shaped like `targets`."""
+    local, held = tile_ids(targets, first, z.shape[1])
+    picked = z.gather(1, local.unsqueeze(-1) if local.dim() == 1 else local)
+    torch.where(held, picked.view_as(local), target, out=target)
+
+
+def add_at_targets_(dz: Tensor, targets: Tensor, values: Tensor, first: int) -> None:
+    """dz[i, y_i] += values[i] where the tile holds column y_i."""
+    local, held = tile_ids(targets, first, dz.shape[1])
+    values = values * held
+    if local.dim() == 1:
+        local, values = local.unsqueeze(-1), values.unsqueeze(-1)
+    dz.scatter_add_(1, local, values)
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse `create_graph=True`: a gradient cut off from its graph would silently lose a term."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "no second derivatives here (create_graph=True): use leanstep.logprob.reference"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
+
+
+@dataclass
+class RowGradients:
+    """Incoming gradients of the row outputs; None where nothing flows. All in the accumulation dtype.
+
+    Args:
+        logp: [R] or [R, K].
+        entropy, lse: [R]. The z-loss arrives through `lse`: d lse^2 = 2 lse d lse.
+        kl, reverse_kl: [R].
+    """
+
+    logp: Tensor | None = None
+    entropy: Tensor | None = None
+    lse: Tensor | None = None
+    kl: Tensor | None = None
+    reverse_kl: Tensor | None = None
+
+    def rows(self, part: slice, slope: float | Tensor) -> RowGradients:
+        """Some rows, times the part of the head's derivative that is common to a row."""
+
+        def pick(value: Tensor | None) -> Tensor | None:
+            if value is None:
+                return None
+            value = value[part]
+            return value * (slope.unsqueeze(-1) if isinstance(slope, Tensor) and value.dim() == 2 else slope)
+
+        return RowGradients(*(pick(v) for v in (self.logp, self.entropy, self.lse, self.kl, self.reverse_kl)))
+
+
+class RowFactors(NamedTuple):
+    """What the gradient of a row needs besides its logits, worked out once for all tiles of the row.
+
+    Args:
+        max, constant, slope: [R, 1]; slope None where no entropy gradient flows.
+        target: [R] or [R, K], added at the targets; None where no log-prob gradient flows.
+    """
+
+    max: Tensor
+    constant: Tensor
+    slope: Tensor | None
+    target: Tensor | None
+
+    @classmethod
+    def of(cls, final: FinalStatistics, gradients: RowGradients) -> RowFactors:
+        inverse_sum = torch.exp(-final.log_sum)
+        target = gradients.logp
+        constant = torch.zeros_like(inverse_sum) if gradients.lse is None else gradients.lse.clone()
+        if target is not None:
+            # A row with every logit at -inf has no gradient at all, not even at its target.
+            target = torch.where(final.alive if target.dim() == 1 else final.alive.unsqueeze(-1), target, 0.0)
+            constant -= target if target.dim() == 1 else target.sum(-1)
+        slope = None
+        if gradients.entropy is not None:
+            assert final.entropy is not None
+            constant += gradients.entropy * (final.log_sum - final.entropy)
+            slope = (-gradients.entropy * inverse_sum).unsqueeze(-1)
+        return cls(final.max.unsqueeze(-1), (constant * inverse_sum).unsqueeze(-1), slope, target)
+
+    def rows(self, part: slice) -> RowFactors:
+        return RowFactors(*(None if v is None else v[part] for v in self))  # type: ignore[arg-type]
+
+
+def logit_gradient(
+    z: Tensor,
+    scratch: Sequence[Tensor],
+    factors: RowFactors,
+    targets: Tensor,
+    first: int,
+    *,
+    smoothing: float = 0.0,
+    vocabulary: int = 0,
+    kernels: Passes | None = None,
+) -> Tensor:
+    """The gradient of the tile of logits `z` [R, W], in the first tile of `scratch`.
+
+    Args:
+        scratch: one tile, which may be `z`; without kernels a second where an entropy gradient flows.
+        targets: [R] or [R, K], global ids; `first` is that of the tile's first column.
+        smoothing: label smoothing, over `vocabulary` real columns.
+    """
+    maximum, constant, slope, target = factors
+    if kernels is not None:
+        # The kernel adds at one target per row; what is more complicated follows it.
+        simple = target if target is not None and target.dim() == 1 and not smoothing else None
+        dz = kernels.scale_exponentials(z, scratch[0], maximum, constant, slope, targets, first, simple)
+        target = None if simple is not None else target
+    else:
+        dz = _scaled_exponentials(z, scratch, maximum, constant, slope)
+    if target is not None:
+        if smoothing:
+            total = target if target.dim() == 1 else target.sum(-1)
+            dz.add_((total * (smoothing / vocabulary)).unsqueeze(-1))
+            target = target * (1.0 - smoothing)
+        add_at_targets_(dz, targets, target, first)
+    return dz
+
+
+def _scaled_exponentials(
+    z: Tensor, scratch: Sequence[Tensor], maximum: Tensor, constant: Tensor, slope: Tensor | None
+) -> Tensor:
+    """e^x (constant + slope x), x = z - m, per row; 0 where e^x is 0."""
+    x = torch.sub(z, maximum, out=scratch[0])
+    if slope is None:
+        return exponentials(x, x).mul_(constant)
+    e = exponentials(x, scratch[1])
+    x.clamp_(min=EXPONENT_FLOOR[z.dtype])
+    return x.mul_(slope).add_(constant).mul_(e)

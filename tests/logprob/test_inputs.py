@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from logprob.flat import linear_logprobs
 from torch import nn
 
-from leanstep.logprob import LoRA, linear_logprobs
+from leanstep.logprob import LoRA
 
 T, D, V, RANK = 8, 6, 31, 2
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from leanstep.logprob import linear_logprobs
+from logprob.flat import linear_logprobs
 
 T, D, V = 11, 6, 57
 
@@ -25,7 +24,7 @@ def test_values(tile):
         hidden,
         weight,
         tokens,
-        extras=extras,
+        outputs=extras,
         ref_weight=reference,
         ref_hidden=other,
         tile=tile,
@@ -52,7 +51,9 @@ def test_nothing_unasked_is_returned():
 
 def test_kl_to_itself_is_zero():
     hidden, weight, _, _, tokens = setup(torch.float32)
-    out = linear_logprobs(hidden, weight, tokens, extras=("kl", "reverse_kl"), ref_weight=weight, tile=(3, 8))
+    out = linear_logprobs(
+        hidden, weight, tokens, outputs=("kl", "reverse_kl"), ref_weight=weight, tile=(3, 8)
+    )
     torch.testing.assert_close(out.kl, torch.zeros(T), atol=1e-6, rtol=0)
     torch.testing.assert_close(out.reverse_kl, torch.zeros(T), atol=1e-6, rtol=0)
 
@@ -68,11 +69,11 @@ def test_kl_of_a_head_with_a_bias_to_itself_is_zero(reference):
     given = (
         {"ref_hidden": hidden} if reference == "ref_hidden" else {"ref_weight": weight, "ref_bias": head.bias}
     )
-    out = linear_logprobs(hidden, head, tokens, extras=("kl", "reverse_kl"), **given)
+    out = linear_logprobs(hidden, head, tokens, outputs=("kl", "reverse_kl"), **given)
     torch.testing.assert_close(out.kl, torch.zeros(T), atol=1e-6, rtol=0)
     torch.testing.assert_close(out.reverse_kl, torch.zeros(T), atol=1e-6, rtol=0)
     torch.testing.assert_close(
-        linear_logprobs(hidden, head, tokens, extras=("kl",), ref_weight=weight).kl,
+        linear_logprobs(hidden, head, tokens, outputs=("kl",), ref_weight=weight).kl,
         (lambda p, q: (p.exp() * (p - q)).sum(-1))(
             torch.log_softmax(head(hidden).detach(), -1), torch.log_softmax(hidden @ weight.t(), -1)
         ),
@@ -87,7 +88,7 @@ def test_kl_with_far_apart_maxima_merges_over_tiles():
     expected = None
     for tile in ((1, 4), (1, 2), (1, 1)):
         out = linear_logprobs(
-            hidden, weight, torch.tensor([0]), extras=("kl",), ref_weight=reference, tile=tile
+            hidden, weight, torch.tensor([0]), outputs=("kl",), ref_weight=reference, tile=tile
         )
         p, q = torch.log_softmax(weight[:, 0], 0), torch.log_softmax(reference[:, 0], 0)
         expected = (p.exp() * (p - q)).sum()
@@ -98,7 +99,7 @@ def test_kl_is_infinite_where_the_reference_excludes_a_token():
     hidden = torch.ones(2, 1)
     weight, bias = torch.zeros(3, 1, requires_grad=True), torch.tensor([0.0, -torch.inf, 0.0])
     out = linear_logprobs(
-        hidden, weight, torch.tensor([0, 1]), extras=("kl", "reverse_kl"), ref_weight=torch.zeros(3, 1),
+        hidden, weight, torch.tensor([0, 1]), outputs=("kl", "reverse_kl"), ref_weight=torch.zeros(3, 1),
         ref_bias=bias, tile=(1, 1),
     )  # fmt: skip
     assert torch.equal(out.kl.detach(), torch.full((2,), torch.inf))
@@ -110,7 +111,7 @@ def test_kl_is_infinite_where_the_reference_excludes_a_token():
 def test_the_lowest_id_wins_a_tie():
     hidden, weight = torch.ones(1, 1), torch.tensor([[1.0], [2.0], [2.0], [0.0], [2.0]])
     for width in (1, 2, 3, 5):
-        out = linear_logprobs(hidden, weight, torch.tensor([0]), extras=("argmax",), tile=(1, width))
+        out = linear_logprobs(hidden, weight, torch.tensor([0]), outputs=("argmax",), tile=(1, width))
         assert out.argmax.tolist() == [1]
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# exp of this is exactly 0 in fp32: a finite stand-in for -inf in products (see statistics.py).
+# exp of this is exactly 0 in fp32: a finite stand-in for -inf in products (see softmax.py).
 _FLOOR = tl.constexpr(-110.0)
 STATISTICS_BLOCK = 4096
 GRADIENT_BLOCK = 2048

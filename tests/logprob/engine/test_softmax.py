@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leanstep.logprob.statistics import FinalStatistics, RowStatistics, merge
+from leanstep.logprob.engine.softmax import FinalStatistics, RowStatistics, merge
 
 
 def swept(z, widths, **options):
@@ -55,7 +55,7 @@ def test_packing_keeps_every_field():
         moment=True,
         num_targets=2,
         total=True,
-        keep=True,
+        allowed=True,
         reference=True,
         reverse=True,
     )
@@ -71,7 +71,7 @@ def test_packing_keeps_every_field():
         moment=True,
         num_targets=2,
         total=True,
-        keep=True,
+        allowed=True,
         reference=True,
         reverse=True,
     )

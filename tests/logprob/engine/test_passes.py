@@ -6,22 +6,17 @@ import importlib
 
 import pytest
 import torch
+from logprob.flat import linear_logprobs, linear_policy_loss, token_logprobs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from leanstep.logprob import (
-    PolicyObjective,
-    Tiles,
-    kernel,
-    linear_logprobs,
-    linear_policy_loss,
-    native,
-    planned,
-    token_logprobs,
-)
-from leanstep.logprob.dispatch import kernels_for, suited
-from leanstep.logprob.statistics import RowStatistics
+from leanstep.logprob import PolicyObjective, Tiles
+from leanstep.logprob.engine import kernel
+from leanstep.logprob.engine.passes import NativePasses as native
+from leanstep.logprob.engine.passes import PlannedPasses as planned
+from leanstep.logprob.engine.passes import kernels_for, suited
+from leanstep.logprob.engine.softmax import RowStatistics
 
 # Opposite ends of fp32 overflow when subtracted, on purpose; the interpreter is numpy and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -109,7 +104,7 @@ OPTIONS = {
     "softcap": {"entropy": "grad", "softcap": 2.0, "temperature": 0.7},
     "smoothing": {"entropy": "metric", "label_smoothing": 0.1},
     "targets": {"entropy": "grad"},
-    "kept ids": {"entropy": "grad", "keep": (torch.arange(39), torch.arange(0, 40, 3))},
+    "kept ids": {"entropy": "grad", "allowed": (torch.arange(39), torch.arange(0, 40, 3))},
 }
 
 

@@ -1,6 +1,6 @@
 """A head that is not trained: hidden gradients are formed while the logits exist, and backward has no GEMM.
 
-With kappa_v = (scale / temperature)(1 - tanh^2) and mu = t / s, the forward sweep keeps
+With kappa_v = (scale / temperature)(1 - tanh^2) and mu = t / s, the forward loop keeps
 
     A = sum e^(z-m) kappa_v W_v            B = sum e^(z-m) (z-m-mu) kappa_v W_v
 
@@ -19,12 +19,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.logprob.extras import TopK
-from leanstep.logprob.head import Scratch, product
+from leanstep.logprob.engine.kl_topk import TopK
+from leanstep.logprob.engine.lm_head import product
+from leanstep.logprob.engine.loop import Call
+from leanstep.logprob.engine.softmax import (
+    EXPONENT_FLOOR,
+    RowStatistics,
+    exponentials,
+    finite_shift,
+    read_targets_,
+    tile_ids,
+)
+from leanstep.logprob.engine.tiles import Scratch
 from leanstep.logprob.parallel import combine_statistics
-from leanstep.logprob.statistics import EXPONENT_FLOOR, RowStatistics, exponentials, finite_shift
-from leanstep.logprob.sweep import Problem
-from leanstep.logprob.targets import read_targets_, tile_ids
 
 
 class RowJacobians(NamedTuple):
@@ -35,50 +42,52 @@ class RowJacobians(NamedTuple):
     lse: Tensor | None
 
 
-def frozen_sweep(
-    p: Problem, wants_entropy: bool, wants_lse: bool
+def frozen_forward(
+    call: Call, wants_entropy: bool, wants_lse: bool
 ) -> tuple[RowStatistics, TopK | None, RowJacobians]:
     """Statistics over the whole vocabulary (2 collectives with a group) and the rows' Jacobians."""
-    hidden = p.source.hidden
+    hidden = call.source.hidden
     width = hidden.shape[1]
-    stats = RowStatistics.empty(p.num_rows, dtype=p.head.dtype, device=hidden.device, moment=p.moment)
-    best = TopK.empty(p.num_rows, p.top_k, p.head.dtype, hidden.device) if p.top_k else None
+    stats = RowStatistics.empty(
+        call.num_rows, dtype=call.head.dtype, device=hidden.device, moment=call.moment
+    )
+    best = TopK.empty(call.num_rows, call.top_k, call.head.dtype, hidden.device) if call.top_k else None
     jacobians = [
-        hidden.new_zeros((p.num_rows, width)) if wanted else None
+        hidden.new_zeros((call.num_rows, width)) if wanted else None
         for wanted in (True, wants_entropy, wants_lse)
     ]
     pending = []
-    scratch = p.scratch()
-    for rows in p.tiles.row_slices(p.num_rows):
+    scratch = call.scratch()
+    for rows in call.row_slices:
         part = stats.rows(rows.start, rows.stop)
-        sums = _sweep_chunk(p, part, best, rows, scratch, wants_entropy)
-        if p.group is None:
-            _write(p, part, rows, sums, jacobians)
+        sums = _project_chunk(call, part, best, rows, scratch, wants_entropy)
+        if call.group is None:
+            _write(call, part, rows, sums, jacobians)
         else:
             pending.append((rows, sums))
-    if p.group is not None:
-        local, stats = stats, combine_statistics(stats, p.group)
+    if call.group is not None:
+        local, stats = stats, combine_statistics(stats, call.group)
         for rows, (first, second) in pending:
             before, after = (s.rows(rows.start, rows.stop) for s in (local, stats))
-            step = (before.max - finite_shift(after.max)).clamp_(min=EXPONENT_FLOOR[p.head.dtype])
+            step = (before.max - finite_shift(after.max)).clamp_(min=EXPONENT_FLOOR[call.head.dtype])
             _move_(first, second, step, _mean(before), _mean(after))
-            _write(p, after, rows, (first, second), jacobians)
+            _write(call, after, rows, (first, second), jacobians)
     return stats, best, RowJacobians(*jacobians)  # type: ignore[arg-type]
 
 
-def _sweep_chunk(
-    p: Problem, part: RowStatistics, best: TopK | None, rows: slice, scratch: Scratch, centred: bool
+def _project_chunk(
+    call: Call, part: RowStatistics, best: TopK | None, rows: slice, scratch: Scratch, centred: bool
 ) -> tuple[Tensor, Tensor | None]:
-    head, tokens = p.head, p.tokens[rows]
+    head, targets = call.head, call.targets[rows]
     size = rows.stop - rows.start
-    h, low_h = p.chunks(rows)
+    h, low_h = call.chunks(rows)
     first = h.new_zeros((size, head.weight.shape[1]), dtype=head.dtype)
     second = torch.zeros_like(first) if centred else None
-    for columns in p.tiles.column_slices(head.columns):
+    for columns in [c for part in call.column_parts for c in part]:
         z, work = scratch.tiles(2, size, columns.stop - columns.start)
         weight = head.weight_tile(columns)
         head.logits(h, low_h, weight, rows, columns, z)
-        read_targets_(part.target, z, tokens, head.shard.start + columns.start)
+        read_targets_(part.target, z, targets, head.shard.start + columns.start)
         if best is not None:
             best.update_(z, rows, columns.start + head.shard.start)
         cap = None if head.softcap is None else head.cap_slope(z, rows)
@@ -113,18 +122,18 @@ def _mean(part: RowStatistics) -> Tensor:
 
 
 def _write(
-    p: Problem,
+    call: Call,
     part: RowStatistics,
     rows: slice,
     sums: tuple[Tensor, Tensor | None],
     jacobians: list[Tensor | None],
 ) -> None:
-    head = p.head
+    head = call.head
     slope = head.row_slope(rows)
     slope = slope.unsqueeze(-1) if isinstance(slope, Tensor) else slope
     inverse = torch.where(part.sum == 0, 0.0, 1.0 / part.sum).unsqueeze(-1)
     mean_weight = sums[0].mul_(inverse).mul_(slope)
-    local, held = tile_ids(p.tokens[rows], head.shard.start, max(head.columns, 1))
+    local, held = tile_ids(call.targets[rows], head.shard.start, max(head.columns, 1))
     alive = held.logical_and_(part.sum != 0)
     own = head.weight.index_select(0, local).to(head.dtype) * slope
     if head.softcap is not None:

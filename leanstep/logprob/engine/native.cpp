@@ -3,7 +3,7 @@
 // torch makes each in six passes, with a tile of scratch memory. Here a row is read in blocks that stay in the
 // first-level cache; e^x is a polynomial without branches, so that compilers vectorise it everywhere.
 //
-// Built and called by native.py.
+// Built and called by passes.py.
 
 #include <algorithm>
 #include <cmath>

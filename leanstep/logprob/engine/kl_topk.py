@@ -1,4 +1,4 @@
-"""Further outputs of the same sweep: best tokens, and the exact divergence to a reference head.
+"""More outputs of the same tile loop: the k best tokens, and the exact KL to a reference head.
 
 KL(p||q) = sum p (log p - log q) needs both heads' logits of a tile at the same time; running sums
 
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.logprob.gradient import RowGradients
+from leanstep.logprob.engine.softmax import FinalStatistics, RowGradients, RowStatistics, finite_shift
 from leanstep.logprob.parallel import gather_over_ranks
-from leanstep.logprob.statistics import FinalStatistics, RowStatistics, finite_shift
 
 
 @dataclass

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from logprob.flat import linear_logprobs
 from logprob.golden import ragged
 
-from leanstep.logprob import linear_logprobs
 from leanstep.logprob.reference import reference_linear_logprobs
 
 T, D, V = 9, 6, 120
@@ -29,10 +29,10 @@ def test_values_and_gradients(path, transform, monkeypatch):
     given = [x.requires_grad_() for x in setup()[:3]]
     tokens, upstream = setup()[3], torch.randn(len(ROWS), dtype=torch.float64)
     expected, _ = reference_linear_logprobs(
-        given[0], given[1], tokens, bias=given[2], rows=ROWS, keep=LISTS, **transform
+        given[0], given[1], tokens, bias=given[2], rows=ROWS, allowed=LISTS, **transform
     )
     found = linear_logprobs(
-        given[0], given[1], tokens, bias=given[2], rows=ROWS, keep=ragged(LISTS), tile=(2, 50), **transform
+        given[0], given[1], tokens, bias=given[2], rows=ROWS, allowed=ragged(LISTS), tile=(2, 50), **transform
     ).logp
     assert (type(found.grad_fn).__name__ == "_SparseBackward") == (path == "sparse")
     torch.testing.assert_close(found, expected)
@@ -43,7 +43,7 @@ def test_values_and_gradients(path, transform, monkeypatch):
 def test_entropy_ignores_the_restriction():
     hidden, weight, _, tokens = setup()
     plain = linear_logprobs(hidden, weight, tokens, rows=ROWS, entropy="metric")
-    kept = linear_logprobs(hidden, weight, tokens, rows=ROWS, entropy="metric", keep=ragged(LISTS))
+    kept = linear_logprobs(hidden, weight, tokens, rows=ROWS, entropy="metric", allowed=ragged(LISTS))
     torch.testing.assert_close(kept.entropy, plain.entropy)
     assert (kept.logp > plain.logp).all()
     # The second row keeps nothing but its target.
@@ -53,14 +53,14 @@ def test_entropy_ignores_the_restriction():
 def test_sparse_chunks_do_not_matter():
     hidden, weight, bias, tokens = setup()
     results = [
-        linear_logprobs(hidden, weight, tokens, bias=bias, rows=ROWS, keep=ragged(LISTS), budget=b).logp
+        linear_logprobs(hidden, weight, tokens, bias=bias, rows=ROWS, allowed=ragged(LISTS), budget=b).logp
         for b in (None, 1, 400)
     ]
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])
 
 
-def test_keep_excludes_what_has_no_single_meaning():
+def test_allowed_ids_excludes_what_has_no_single_meaning():
     hidden, weight, _, tokens = setup()
-    with pytest.raises(ValueError, match="keep: expected no extras"):
-        linear_logprobs(hidden, weight, tokens, rows=ROWS, keep=ragged(LISTS), extras=("lse",))
+    with pytest.raises(ValueError, match="allowed: expected no outputs"):
+        linear_logprobs(hidden, weight, tokens, rows=ROWS, allowed=ragged(LISTS), outputs=("lse",))

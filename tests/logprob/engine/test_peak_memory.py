@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from leanstep.logprob.memory import METHODS, plan_memory
+from leanstep.logprob.engine.peak_memory import METHODS, plan_memory
 
 GIB = 2**30
 T, V, D = 205280, 76032, 2560

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
+from logprob.engine.test_saved_logits import KEPT, OPTIONS, call, normal, values_and_gradients
 
-from leanstep.logprob import Tiles, sweep
-from leanstep.logprob.tiles import MAX_CORE_BYTES, choose_cores
-
-from .test_kept_logits import KEPT, OPTIONS, call, normal, values_and_gradients
-
-# The function of the same name hides the module from a plain import.
-linear = importlib.import_module("leanstep.logprob.linear")
+from leanstep.logprob import Tiles, linear
+from leanstep.logprob.engine import tiles
+from leanstep.logprob.engine.tiles import MAX_CORE_BYTES, choose_cores
 
 
 @pytest.fixture(params=[Tiles(4, 7, "vocab"), Tiles(11, 5, "vocab"), Tiles(11, 40, "vocab")], ids=str)
 def split(monkeypatch, request):
     """Three cores for every call, with small tiles; returns how many were used."""
     calls = []
-    real = linear._choose_sweep
 
-    def chosen(problem, budget, lends):
-        problem.tiles = request.param
-        real(problem, budget, lends)
-        calls.append(problem.cores)
+    def arranged(*shape, tile=None, **options):
+        found = tiles.arrange(*shape, tile=tile, **options)
+        if tile is None:
+            calls.append(found.cores)
+        return found
 
-    monkeypatch.setattr(linear, "choose_cores", lambda *shape: 3)
-    monkeypatch.setattr(sweep, "choose_tiles", lambda *shape, **options: request.param)
-    monkeypatch.setattr(linear, "_choose_sweep", chosen)
+    monkeypatch.setattr(tiles, "choose_cores", lambda *shape: 3)
+    monkeypatch.setattr(tiles, "choose_tiles", lambda *shape, **options: request.param)
+    monkeypatch.setattr(linear, "arrange", arranged)
     return calls
 
 
@@ -43,14 +38,14 @@ def test_parts_give_the_numbers_of_the_whole(name, dtype, split):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
     again = values_and_gradients(name, dtype, None)
     assert all(torch.equal(a, b) for a, b in zip(parts, again, strict=True))
-    assert split == [1 if name.startswith("k") else 3] * 2
+    assert split == [1 if name.startswith(("k", "allowed")) else 3] * 2
 
 
 @pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["rows", "softcap", "lora", "smoothing"])
 def test_kept_logits_give_the_same_bits(name, dtype, kept, split):
-    expected = values_and_gradients(name, dtype, None, logits_in_grad=False)
+    expected = values_and_gradients(name, dtype, None, save_logits="none")
     found = values_and_gradients(name, dtype, None, **kept)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert split == [3, 3]

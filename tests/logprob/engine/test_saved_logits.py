@@ -7,10 +7,11 @@ import weakref
 
 import pytest
 import torch
+from logprob.flat import linear_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from leanstep.logprob import LoRA, Tiles, linear_logprobs
+from leanstep.logprob import LoRA, Tiles
 
 T, D, V = 11, 8, 37
 ROWS = torch.tensor([9, 1, 1, 5, 4, 0, 10])
@@ -27,25 +28,25 @@ OPTIONS = {
         "rows": ROWS,
         "temperature": "rows",
         "scale": 0.7,
-        "extras": ("lse", "z_loss"),
+        "outputs": ("lse", "z_loss"),
     },
     "softcap": {"entropy": "grad", "rows": ROWS, "softcap": 2.0, "temperature": 0.8, "bias": True},
     "metric": {"entropy": "metric", "softcap": 2.0, "temperature": "rows"},
     "targets": {"entropy": "grad", "targets": 3},
     "smoothing": {"entropy": "grad", "label_smoothing": 0.1, "bias": True},
-    "kl": {"entropy": "grad", "extras": ("kl", "reverse_kl", "argmax"), "reference": True},
-    "keep": {"entropy": "grad", "keep": KEEP, "rows": ROWS},
-    "keep-metric": {"entropy": "metric", "keep": (*KEEP, SOME), "rows": ROWS, "temperature": 0.5},
-    "keep-some": {"entropy": "none", "keep": (*KEEP, SOME), "rows": ROWS},
+    "kl": {"entropy": "grad", "outputs": ("kl", "reverse_kl", "argmax"), "reference": True},
+    "allowed": {"entropy": "grad", "allowed": KEEP, "rows": ROWS},
+    "allowed-metric": {"entropy": "metric", "allowed": (*KEEP, SOME), "rows": ROWS, "temperature": 0.5},
+    "allowed-some": {"entropy": "none", "allowed": (*KEEP, SOME), "rows": ROWS},
     "lora": {"entropy": "grad", "rows": ROWS, "lora": True, "bias": True},
-    "padded": {"entropy": "grad", "rows": ROWS, "vocab_total": V - 3},
+    "padded": {"entropy": "grad", "rows": ROWS, "total": V - 3},
     "empty": {"entropy": "grad", "rows": ROWS[:0]},
 }
 KEPT = {
-    "one tile": {"logit_bytes": 4 * 7 * 8, "logits_in_grad": False},
-    "all": {"logit_bytes": EVERYTHING, "logits_in_grad": False},
+    "one tile": {"save_logits": 4 * 7 * 8},
+    "all": {"save_logits": EVERYTHING},
     "in grad": {},
-    "in grad, others saved": {"logit_bytes": EVERYTHING},
+    "in grad, others saved": {"save_logits": ("grad", EVERYTHING)},
 }
 
 
@@ -58,7 +59,7 @@ def call(name, dtype, tile, **more):
     """Inputs that want a gradient, and a function of them."""
     options = dict(OPTIONS[name])
     selected = len(options.get("rows", range(T)))
-    real = options.get("vocab_total", V)
+    real = options.get("total", V)
     shape = (selected, options.pop("targets")) if "targets" in options else (selected,)
     tokens = torch.randint(0, real, shape, generator=torch.Generator().manual_seed(2))
     if options.get("temperature") == "rows":
@@ -98,14 +99,14 @@ def values_and_gradients(name, dtype, tile, **more):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_same_bits_as_recomputing(name, dtype, tile):
-    expected = values_and_gradients(name, dtype, tile, logits_in_grad=False)
+    expected = values_and_gradients(name, dtype, tile, save_logits="none")
     for how, kept in KEPT.items():
         for a, b in zip(values_and_gradients(name, dtype, tile, **kept), expected, strict=True):
             assert torch.equal(a, b), how
 
 
 @pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
-@pytest.mark.parametrize("name", ["rows", "softcap", "smoothing", "keep", "lora"])
+@pytest.mark.parametrize("name", ["rows", "softcap", "smoothing", "allowed", "lora"])
 def test_gradcheck(name, kept):
     inputs, outputs = call(name, torch.float64, Tiles(4, 9, "vocab"), **kept)
     assert torch.autograd.gradcheck(outputs, tuple(inputs))
@@ -144,10 +145,10 @@ def test_activation_checkpointing_finds_the_same(kept):
 def test_activation_checkpointing_on_several_threads_finds_the_same(monkeypatch):
     """Which tile finishes first differs from run to run; where a saved tile belongs must not."""
     t, d, v = 64, 16, 2048
-    monkeypatch.setattr("leanstep.logprob.tiles.MIN_CORE_PRODUCTS", 1)
+    monkeypatch.setattr("leanstep.logprob.engine.tiles.MIN_CORE_PRODUCTS", 1)
     hidden, weight = normal(t, d, seed=1, dtype=torch.float32), normal(v, d, seed=2, dtype=torch.float32)
     inputs, tokens = [hidden.requires_grad_(), weight.requires_grad_()], torch.arange(t)
-    kept = {"logits_in_grad": False, "logit_bytes": 4 * t * v, "budget": 10 * 16 * 512 * 3}
+    kept = {"save_logits": 4 * t * v, "budget": 10 * 16 * 512 * 3}
 
     def total(h, w):
         return (linear_logprobs(h, w, tokens, entropy="grad", **kept).logp * torch.arange(t)).sum()
@@ -165,9 +166,9 @@ def test_activation_checkpointing_on_several_threads_finds_the_same(monkeypatch)
 
 def test_saved_tiles_have_an_order_that_no_timing_changes():
     """The places of saved tiles are settled before the first of them is computed."""
-    from leanstep.logprob.kept_logits import KeptLogits
+    from leanstep.logprob.engine.tiles import SavedLogits
 
-    kept = KeptLogits(torch.empty(0), torch.float32, None, 4 * 5 * 3)
+    kept = SavedLogits(torch.empty(0), torch.float32, None, 4 * 5 * 3)
     walk = [(slice(r, r + 1), slice(c, c + 3)) for r in range(2) for c in (0, 3, 6)]
     kept.reserve(walk)
     assert kept.places == ((0, 0), (0, 3), (0, 6), (1, 0), (1, 3))
@@ -191,12 +192,12 @@ class Products(TorchDispatchMode):
     ("kept", "tile", "products"),
     [
         # 3 row chunks, 4 vocabulary tiles; each tile is one product forward and two for the gradients.
-        ({"logits_in_grad": False}, (4, 10), 4 * 12),
-        ({"logits_in_grad": False, "logit_bytes": EVERYTHING}, (4, 10), 3 * 12),
-        ({"logits_in_grad": False, "logit_bytes": 5 * 4 * 4 * 10}, (4, 10), 4 * 12 - 5),
+        ({"save_logits": "none"}, (4, 10), 4 * 12),
+        ({"save_logits": EVERYTHING}, (4, 10), 3 * 12),
+        ({"save_logits": 5 * 4 * 4 * 10}, (4, 10), 4 * 12 - 5),
         # The gradient has room for the first chunk of every vocabulary tile, unless it is taller than D = 8.
         ({}, (4, 10), 4 * 12 - 4),
-        ({"logit_bytes": EVERYTHING}, (4, 10), 3 * 12),
+        ({"save_logits": ("grad", EVERYTHING)}, (4, 10), 3 * 12),
         ({}, (11, 10), 4 * 4),
     ],
 )
@@ -215,7 +216,7 @@ def test_few_rows_fit_the_gradient_entirely():
 
 
 def saved_tiles(allowed, **more):
-    inputs, outputs = call("plain", torch.float32, (4, 10), logit_bytes=allowed, logits_in_grad=False, **more)
+    inputs, outputs = call("plain", torch.float32, (4, 10), save_logits=allowed, **more)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         found = outputs(*inputs)
@@ -254,7 +255,7 @@ def test_nothing_is_kept_without_a_graph():
         with context, Sizes() as sizes:
             linear_logprobs(
                 hidden, weight, torch.zeros(T, dtype=torch.int64), tile=(4, 7),
-                logit_bytes=EVERYTHING,
+                save_logits=("grad", EVERYTHING),
             )  # fmt: skip
         assert sizes.most <= 4 * 7
 
@@ -278,16 +279,16 @@ def test_an_early_gradient_costs_no_memory_at_the_peak():
 
         return measure_peak(step, given).extra_bytes
 
-    recomputed = extra(logits_in_grad=False)
+    recomputed = extra(save_logits="none")
     assert extra() <= 1.02 * recomputed
-    saved = extra(logits_in_grad=False, logit_bytes=EVERYTHING)
+    saved = extra(save_logits=EVERYTHING)
     assert recomputed + 4 * t * v <= saved <= 1.02 * recomputed + 4 * t * v
 
 
 def test_main_grad_is_never_lent():
     inputs, _ = call("plain", torch.float32, (4, 10))
     tokens, mains = torch.arange(T), []
-    for kept in ({}, {"logits_in_grad": False}):
+    for kept in ({}, {"save_logits": "none"}):
         main = torch.ones(V, D)
         linear_logprobs(*inputs, tokens, main_grad=main, tile=(4, 10), **kept).logp.sum().backward()
         mains.append(main)
@@ -296,5 +297,5 @@ def test_main_grad_is_never_lent():
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "all", None])
 def test_bad_allowances_are_named(value):
-    with pytest.raises(ValueError, match="logit_bytes: expected a whole number of bytes >= 0, got"):
-        linear_logprobs(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), logit_bytes=value)
+    with pytest.raises(ValueError, match=r"save_logits: expected .* a whole number of bytes >= 0"):
+        linear_logprobs(torch.zeros(1, 2), torch.zeros(3, 2), torch.tensor([0]), save_logits=value)

@@ -1,0 +1,342 @@
+"""The tile loop of the fused LM head, both directions: statistics forward, logits and gradients backward.
+
+Neither direction holds more than one tile of logits, except those that `SavedLogits` has room for: these are
+not recomputed. The backward loop is ordered so that the larger gradient is written once: with fewer rows
+than vocabulary, each weight tile is visited once and dW is written tile by tile; a loop over row chunks
+would rewrite all of dW for every chunk (2 to 3 times slower at small chunks). Tile order is fixed and
+nothing is atomic: two runs give the same bits.
+
+On a CPU with several threads the vocabulary is cut into one part per core, with statistics and a hidden
+gradient of their own, joined in a fixed order at the end: cores synchronise once per loop, not after every
+operation on a tile.
+"""
+
+# R rows of a chunk · W columns of a tile · T' selected rows · D model · V local vocabulary
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanstep.cpu import run_on_cores
+from leanstep.logprob.engine.kl_topk import TopK, add_kl_gradient_, update_pair_
+from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
+from leanstep.logprob.engine.passes import Passes
+from leanstep.logprob.engine.softmax import (
+    FinalStatistics,
+    RowFactors,
+    RowGradients,
+    RowStatistics,
+    logit_gradient,
+    merge,
+)
+from leanstep.logprob.engine.tiles import LogitsInGradient, SavedLogits, Scratch, Tiles, even_slices
+from leanstep.logprob.engine.vocab_subset import AllowedIds
+
+# Hidden rows of a chunk, and those of the LoRA branch.
+ReadRows = Callable[[slice], tuple[Tensor, Tensor | None]]
+
+
+@dataclass
+class Call:
+    """Everything constant about one call of `linear_logprobs` or `linear_policy_loss`.
+
+    Args:
+        head, source: the LM head and the selected rows of hidden; `low` are those of the LoRA branch.
+        targets: [T'] or [T', K].
+        entropy: "none", "metric" or "grad".
+        smoothing: label smoothing.
+        reference: the KL's head and its hidden rows; `kl` and `reverse_kl` say which way.
+        tiles, cores, kernels: as `arrange` chose them.
+        in_gradient, save_bytes: where logits may wait for the backward.
+    """
+
+    head: Head
+    source: RowSource
+    low: RowSource | None
+    targets: Tensor
+    tiles: Tiles
+    cores: int = 1
+    kernels: Passes | None = None
+    entropy: str = "none"
+    lse: bool = False
+    allowed: AllowedIds | None = None
+    smoothing: float = 0.0
+    top_k: int = 0
+    reference: tuple[Head, RowSource] | None = None
+    kl: bool = False
+    reverse_kl: bool = False
+    group: Any = None
+    reduce_grad: Any = "all_reduce"
+    main_grad: Tensor | None = None
+    in_gradient: bool = False
+    save_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_rows = self.source.num_rows
+        # The entropy follows from t, the statistics' moment.
+        self.moment = self.entropy != "none"
+        self.two_softmaxes = self.allowed is not None and self.moment
+        self.row_slices = even_slices(self.num_rows, self.tiles.rows)
+        columns = even_slices(self.head.columns, self.tiles.columns)
+        per_part = max(-(-len(columns) // self.cores), 1)
+        # Column slices, one list per part of the vocabulary.
+        self.column_parts = [columns[part] for part in even_slices(len(columns), per_part)] or [[]]
+
+    def rows(self, part: slice) -> Call:
+        """The same call for some of its rows; its hidden gradient stays local, the caller reduces once."""
+        temperature = self.head.temperature
+        some = temperature[part] if isinstance(temperature, Tensor) else temperature
+        return replace(
+            self,
+            head=replace(self.head, temperature=some),
+            source=self.source.part(part),
+            low=None if self.low is None else self.low.part(part),
+            targets=self.targets[part],
+            reduce_grad="none",
+        )
+
+    def chunks(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        h = self.source.chunk(part, self.head.operand_dtype)
+        return h, None if self.low is None else self.low.chunk(part, self.head.operand_dtype)
+
+    def scratch(self) -> Scratch:
+        """Tiles for one part of the vocabulary."""
+        return Scratch(self.source.hidden, self.head.dtype, self.tiles.rows * self.tiles.columns)
+
+    def head_sums(self, wanted: Sequence[bool], early: LogitsInGradient | None = None) -> HeadSums:
+        """The gradients of hidden, weight, bias and the LoRA branch, as far as they are `wanted`."""
+        return HeadSums(
+            self.head,
+            self.source,
+            self.low,
+            self.tiles,
+            wanted,
+            reduce=(self.group, self.reduce_grad),
+            main_grad=self.main_grad,
+            early=early,
+        )
+
+
+def forward_tiles(call: Call, saved: SavedLogits) -> tuple[RowStatistics, TopK | None]:
+    """Statistics of every selected row over this shard's columns; tiles that fit stay in `saved`."""
+    hidden, dtype = call.source.hidden, call.head.dtype
+    best = TopK.empty(call.num_rows, call.top_k, dtype, hidden.device) if call.top_k else None
+    every_column = [columns for part in call.column_parts for columns in part]
+    saved.reserve([(rows, columns) for rows in call.row_slices for columns in every_column])
+    jobs, found = [], []
+    for columns in call.column_parts:
+        found.append(
+            RowStatistics.empty(
+                call.num_rows,
+                dtype=dtype,
+                device=hidden.device,
+                moment=call.moment,
+                num_targets=None if call.targets.dim() == 1 else call.targets.shape[1],
+                total=call.smoothing > 0,
+                allowed=call.two_softmaxes,
+                reference=call.kl,
+                reverse=call.reverse_kl,
+            )
+        )
+        jobs.append(functools.partial(_forward_part, call, columns, found[-1], best, saved))
+    _run_parts(call, jobs)
+    return functools.reduce(merge, found), best
+
+
+def _forward_part(
+    call: Call,
+    column_slices: list[slice],
+    stats: RowStatistics,
+    best: TopK | None,
+    saved: SavedLogits,
+    read: ReadRows,
+) -> None:
+    head, scratch = call.head, call.scratch()
+    needed = 0 if call.kernels is not None else 1 + call.moment
+    for rows in call.row_slices:
+        h, low_h = read(rows)
+        size, targets = rows.stop - rows.start, call.targets[rows]
+        part = stats.rows(rows.start, rows.stop)
+        for columns in column_slices:
+            width, first = columns.stop - columns.start, head.shard.start + columns.start
+            z = saved.tile(rows, columns)
+            z = scratch.tile(0, size, width) if z is None else z
+            work = scratch.tiles(needed, size, width)
+            head.logits(h, low_h, head.weight_tile(columns), rows, columns, z)
+            if part.total is not None:
+                part.total.add_(z.sum(-1))
+            if best is not None:
+                best.update_(z, rows, first)
+            if call.reference is not None:
+                update_pair_(part, z, _reference_logits(call.reference, rows, columns))
+            if call.allowed is not None:
+                subset = call.allowed.restrict(z, rows, targets, first)
+                if call.two_softmaxes:
+                    part.allowed_part().update_(subset, [subset], kernels=call.kernels)
+                else:
+                    z = subset
+            part.update_(z, work, targets, first, kernels=call.kernels)
+
+
+def backward_tiles(
+    call: Call,
+    final: FinalStatistics,
+    allowed_final: FinalStatistics | None,
+    gradients: RowGradients,
+    sums: HeadSums,
+    saved: SavedLogits,
+    *,
+    first_row: int = 0,
+    divergences: Sequence[Tensor | None] = (),
+) -> None:
+    """Push the row gradients through every tile of logits into `sums`; tiles that were not saved are
+    recomputed.
+
+    Any function of the row outputs goes through here: `gradients` are its derivatives, one number per row.
+
+    Args:
+        allowed_final: statistics of the restricted softmax, when `call.allowed` is set.
+        saved: tiles that need no recomputing; they are read and not changed.
+        first_row: where these rows start among the rows of `sums`.
+        divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
+    """
+    jobs, forks = [], []
+    for columns in call.column_parts:
+        forks.append(sums.fork() if forks else sums)
+        gradient = TileGradient(call, final, allowed_final, gradients, divergences)
+        jobs.append(functools.partial(_backward_part, call, columns, gradient, forks[-1], first_row, saved))
+    _run_parts(call, jobs)
+    for fork in forks[1:]:
+        sums.join(fork)
+
+
+def _backward_part(
+    call: Call,
+    column_slices: list[slice],
+    gradient: TileGradient,
+    sums: HeadSums,
+    first_row: int,
+    saved: SavedLogits,
+    read: ReadRows,
+) -> None:
+    head, scratch = call.head, call.scratch()
+    h = low_h = weight_tile = None
+    last_rows = last_columns = None
+    if call.tiles.order == "rows":
+        order = [(rows, columns) for rows in call.row_slices for columns in column_slices]
+    else:
+        order = [(rows, columns) for columns in column_slices for rows in call.row_slices]
+    for rows, columns in order:
+        if rows is not last_rows:
+            h, low_h = read(rows)
+        if columns is not last_columns:
+            weight_tile = head.weight_tile(columns)
+        last_rows, last_columns = rows, columns
+        assert h is not None and weight_tile is not None
+        z = saved.tile(rows, columns)
+        tiles = scratch.tiles(gradient.scratch_tiles, rows.stop - rows.start, columns.stop - columns.start)
+        if z is None:
+            z = head.logits(h, low_h, weight_tile, rows, columns, tiles[0])
+        du = gradient.tile(z, tiles, rows, columns)
+        placed = slice(rows.start + first_row, rows.stop + first_row)
+        sums.add(du, h, low_h, weight_tile, placed, columns)
+
+
+def _run_parts(call: Call, parts: Sequence[Callable[[ReadRows], None]]) -> None:
+    """Run the parts of a loop, side by side if there are several; each is given a way to read row chunks."""
+    read = call.chunks
+    if call.num_rows <= call.tiles.rows:
+        whole = call.chunks(slice(0, call.num_rows))
+
+        def read(part: slice) -> tuple[Tensor, Tensor | None]:
+            return whole
+
+    if len(parts) == 1:
+        parts[0](read)
+    else:
+        run_on_cores([lambda _worker, part=part: part(read) for part in parts], call.cores)
+
+
+class TileGradient:
+    """Gradients of the row outputs -> the gradient of a tile of u = h W^T + b.
+
+    What is the same for all tiles of a row is worked out once, for all rows.
+
+    Args:
+        allowed_final: statistics of the restricted softmax, when `call.allowed` is set.
+        divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        final: FinalStatistics,
+        allowed_final: FinalStatistics | None,
+        gradients: RowGradients,
+        divergences: Sequence[Tensor | None] = (),
+    ) -> None:
+        self.call, self.final, self.divergences = call, final, divergences
+        everything = slice(0, call.num_rows)
+        some = gradients.rows(everything, call.head.row_slope(everything))
+        self.kl = some if some.kl is not None or some.reverse_kl is not None else None
+        # With allowed ids the log-prob has a softmax of its own; the entropy's, if wanted, is a second one.
+        self.restricts, self.second = False, None
+        if call.allowed is not None and some.logp is not None and allowed_final is not None:
+            self.restricts = True
+            if some.entropy is None:
+                final = allowed_final
+            else:
+                self.second = RowFactors.of(allowed_final, RowGradients(some.logp))
+                some = RowGradients(None, some.entropy, some.lse)
+        self.main = RowFactors.of(final, some)
+        self.scratch_tiles = 2 if self.main.slope is not None and call.kernels is None else 1
+        self._rows: slice | None = None
+        self._part = self.main
+
+    def tile(self, z: Tensor, scratch: Sequence[Tensor], rows: slice, columns: slice) -> Tensor:
+        """The gradient for the tile of logits `z` [R, W], in the first tile of `scratch`."""
+        call, head = self.call, self.call.head
+        if rows is not self._rows:
+            self._rows, self._part = rows, self.main.rows(rows)
+        cap = None if head.softcap is None else head.cap_slope(z, rows)
+        targets, first = call.targets[rows], head.shard.start + columns.start
+        addition = None
+        if self.kl is not None and call.reference is not None:
+            addition = torch.zeros_like(z)
+            q = _reference_logits(call.reference, rows, columns)
+            saved = [None if d is None else d[rows] for d in self.divergences]
+            add_kl_gradient_(addition, z, q, self.final.rows(rows), self.kl.rows(rows, 1.0), saved)
+        if self.restricts and call.allowed is not None:
+            subset = call.allowed.restrict(z, rows, targets, first)
+            if self.second is None:
+                z = subset
+            else:
+                factors = self.second.rows(rows)
+                addition = logit_gradient(subset, [subset], factors, targets, first, kernels=call.kernels)
+        dz = logit_gradient(
+            z,
+            scratch,
+            self._part,
+            targets,
+            first,
+            smoothing=call.smoothing,
+            vocabulary=head.vocabulary or 0,
+            kernels=call.kernels,
+        )
+        if addition is not None:
+            dz.add_(addition)
+        return dz if cap is None else dz.mul_(cap)
+
+
+def _reference_logits(reference: tuple[Head, RowSource], rows: slice, columns: slice) -> Tensor:
+    """The tile of the reference head's logits."""
+    head, source = reference
+    h = source.chunk(rows, head.operand_dtype)
+    out = h.new_empty((len(h), columns.stop - columns.start), dtype=head.dtype)
+    return head.logits(h, None, head.weight_tile(columns), rows, columns, out)

@@ -1,0 +1,328 @@
+"""Tiles of logits: how large, in which order, on how many cores, and where some wait for the backward.
+
+A tile is c rows by w vocabulary columns. Memory is the budget; speed wants tall tiles (each weight tile and
+its gradient are then touched once) that stay in a cache on a CPU. `arrange` is the one place where a call's
+tiles are chosen, and nothing in it depends on timing or free memory: a recomputation takes the same tiles.
+
+A saved tile spares the backward one of its GEMMs. Three places can hold it. Saved tensors, up to a byte
+allowance: freed with the graph, seen by `saved_tensors_hooks` (offloading), never written to. The memory of
+the weight's gradient, allocated early: [V, D] has room for [T', V] logits as long as T' <= D, and the
+backward would allocate it anyway. And a buffer for one chunk of rows, when the backward of a chunk follows
+its forward.
+"""
+
+# R = c rows of a chunk · W = w columns of a tile · T' selected rows · D model · V local vocabulary
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from leanstep.cpu import num_threads
+from leanstep.logprob.engine.passes import suited
+
+# Logits and work area in fp32, and a 16-bit copy where the weight has 16 bits.
+TILE_ELEMENT_BYTES = 10
+# Logits and work area then fit a share of the last-level cache that other cores leave; larger is slower.
+CPU_TILE_BYTES = 6 << 20
+# With kernels a tile costs no vector operations to speak of, and its logits fit a core's own cache. Tall ones
+# take twice that: products narrower than this lose more than the cache wins.
+KERNEL_TILE_BYTES = 1 << 20
+KERNEL_COLUMNS = 512
+MAX_BUDGET_BYTES = 512 << 20
+CPU_MAX_ROWS = 1024
+
+# Tiles side by side pay from this many multiply-adds per core on, and while the hidden gradients of the other
+# parts of the vocabulary stay small.
+MIN_CORE_PRODUCTS = 1 << 28
+MAX_CORE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`rows` x `columns` per tile; `order` names the outer loop of the backward.
+
+    "vocab": each weight tile is visited once, gradients of all hidden rows accumulate (T' D).
+    "rows": each row chunk is visited once, the gradient of the whole weight accumulates (V D).
+    """
+
+    rows: int
+    columns: int
+    order: Literal["rows", "vocab"] = "vocab"
+
+    @property
+    def tile_bytes(self) -> int:
+        return TILE_ELEMENT_BYTES * self.rows * self.columns
+
+
+def even_slices(length: int, at_most: int) -> list[slice]:
+    """Cut `length` into the fewest parts of at most `at_most`, all but equal: no thin remainder."""
+    parts = -(-length // at_most)
+    size = -(-length // parts) if parts else 1
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def default_budget(device: torch.device | str) -> int:
+    """Bytes for tiles: cache-sized on a CPU, else at most 512 MiB and 2 % of the device's memory.
+
+    Never a share of what is free: a recomputation, or a second run, must take the same tiles.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return CPU_TILE_BYTES
+    if device.type == "cuda" and torch.cuda.is_available():
+        return min(MAX_BUDGET_BYTES, torch.cuda.get_device_properties(device).total_memory // 50)
+    return MAX_BUDGET_BYTES
+
+
+def choose_cores(num_rows: int, vocab: int, width: int, device: torch.device | str = "cpu") -> int:
+    """How many parts of the vocabulary run side by side: all of torch's threads on a CPU, or 1."""
+    threads = num_threads()
+    if torch.device(device).type != "cpu" or num_rows * vocab * width < threads * MIN_CORE_PRODUCTS:
+        return 1
+    return threads if threads * num_rows * width * 4 <= MAX_CORE_BYTES else 1
+
+
+def choose_tiles(
+    num_rows: int,
+    vocab: int,
+    width: int,
+    *,
+    budget: int | None = None,
+    device: torch.device | str = "cpu",
+    kernels: bool = False,
+    max_rows: int = CPU_MAX_ROWS,
+) -> Tiles:
+    """The tile for `num_rows` x `vocab` logits from hidden rows of `width`, within `budget` bytes.
+
+    On a CPU tiles are tall (up to `max_rows`) and as wide as the budget allows; with `kernels` for the passes
+    they need no work area. Elsewhere whole vocabulary rows are taken while at least 256 of them fit, else
+    vocabulary tiles of the problem's shape.
+    """
+    on_cpu, is_given = torch.device(device).type == "cpu", budget is not None
+    if budget is None:
+        budget = KERNEL_TILE_BYTES if on_cpu and kernels else default_budget(device)
+    if budget <= 0:
+        raise ValueError(f"budget: expected a positive number of bytes, got {budget}")
+    num_rows, vocab = max(num_rows, 1), max(vocab, 1)
+    # The smaller accumulator wins: T' D for "vocab", V D for "rows".
+    order: Literal["rows", "vocab"] = "vocab" if num_rows <= vocab else "rows"
+    elements = max(budget // (4 if on_cpu and kernels else TILE_ELEMENT_BYTES), 1)
+    if on_cpu:
+        narrowest = 128 if kernels else 512
+        rows = min(num_rows, max_rows)
+        if kernels and not is_given:
+            elements = max(elements, min(2 * elements, rows * KERNEL_COLUMNS))
+        columns = _round_down(elements // rows, narrowest)
+        if columns < narrowest:
+            columns = narrowest
+            rows = max(min(rows, elements // columns), 1)
+        return Tiles(rows, min(columns, vocab), order)
+    rows = budget // (TILE_ELEMENT_BYTES * vocab + 6 * width)
+    rows = _round_down(rows, 128 if rows >= 128 else 8)
+    if rows >= min(256, num_rows):
+        return Tiles(min(rows, num_rows), vocab, "rows")
+    columns = 512 * round(math.sqrt(elements * vocab / num_rows) / 512)
+    columns = min(max(columns, 2048), vocab)
+    return Tiles(min(max(elements // columns, 1), num_rows), columns, order)
+
+
+def checked_tile(tile: tuple[int | None, int | None] | Tiles, num_rows: int, vocab: int) -> Tiles:
+    """A caller's own tile, clipped to the problem; None stands for all rows or all columns."""
+    if isinstance(tile, Tiles):
+        rows, columns, order = tile.rows, tile.columns, tile.order
+    else:
+        rows, columns = (
+            whole if n is None else n
+            for n, whole in zip(tile, (max(num_rows, 1), max(vocab, 1)), strict=True)
+        )
+        order = "vocab" if num_rows <= vocab else "rows"
+    if rows <= 0 or columns <= 0:
+        raise ValueError(f"tile: expected (rows, columns) > 0, got ({rows}, {columns})")
+    return Tiles(min(rows, max(num_rows, 1)), min(columns, max(vocab, 1)), order)
+
+
+def _round_down(value: int, multiple: int) -> int:
+    return max(value // multiple * multiple, multiple if value >= multiple else value)
+
+
+class Arrangement(NamedTuple):
+    """How a call runs: its tile, how many parts of the vocabulary run side by side, and the passes."""
+
+    tiles: Tiles
+    cores: int
+    kernels: Any
+
+
+def arrange(
+    num_rows: int,
+    vocab: int,
+    width: int,
+    device: torch.device,
+    kernels: Any,
+    *,
+    budget: int | None = None,
+    tile: tuple[int | None, int | None] | Tiles | None = None,
+    max_rows: int = CPU_MAX_ROWS,
+    chunk_rows: int | None = None,
+    cores: int | None = None,
+) -> Arrangement:
+    """Choose the tile, the cores and the passes of one call: here, and nowhere else.
+
+    Args:
+        kernels: from `kernels_for`.
+        budget: bytes for the tiles of all cores; None gives every core the default.
+        tile: the caller's own, on one core.
+        max_rows: the tallest tile on a CPU.
+        chunk_rows: rows that are in the loop at a time, where that is not all of them.
+        cores: None for as many as pay; 0 where each tile sees more than the two passes (top-k, KL, a
+            vocabulary subset): one core, and tiles with room for torch's own passes.
+    """
+    if tile is not None:
+        return Arrangement(checked_tile(tile, num_rows, vocab), 1, suited(kernels, 1))
+    if cores == 0:
+        return Arrangement(
+            choose_tiles(num_rows, vocab, width, budget=budget, device=device), 1, suited(kernels, 1)
+        )
+    if cores is None:
+        cores = choose_cores(num_rows, vocab, width, device)
+    kernels = suited(kernels, cores)
+    tiles = choose_tiles(
+        num_rows if chunk_rows is None else chunk_rows,
+        vocab,
+        width,
+        budget=None if budget is None else max(budget // cores, 1),
+        device=device,
+        kernels=kernels is not None,
+        max_rows=max_rows,
+    )
+    return Arrangement(tiles, cores, kernels)
+
+
+class Scratch:
+    """Tiles for one worker, each allocated when it is first asked for and then used again."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, num_elements: int) -> None:
+        self._device, self._dtype, self._size = like.device, dtype, num_elements
+        self._storage: dict[int, Tensor] = {}
+
+    def tile(self, number: int, rows: int, columns: int) -> Tensor:
+        if number not in self._storage:
+            self._storage[number] = torch.empty(self._size, dtype=self._dtype, device=self._device)
+        return self._storage[number][: rows * columns].view(rows, columns)
+
+    def tiles(self, count: int, rows: int, columns: int) -> list[Tensor]:
+        return [self.tile(number, rows, columns) for number in range(count)]
+
+
+# Where a tile lies: its first row and its first column.
+Place = tuple[int, int]
+
+
+class TileMemory(Protocol):
+    """Memory that holds tiles and outlives the forward loop."""
+
+    def reserve(self, rows: slice, columns: slice) -> bool: ...
+
+    def tile(self, rows: slice, columns: slice) -> Tensor | None: ...
+
+
+class SavedLogits:
+    """Tiles filled by the forward and read by the backward.
+
+    `reserve` settles which tiles are kept before any is computed: threads finish in any order, and
+    activation checkpointing pairs the tensors of a second forward with the places of the first. `memory` is
+    filled first, then up to `allowed_bytes` of tensors that the autograd graph saves.
+    """
+
+    def __init__(
+        self, like: Tensor, dtype: torch.dtype, memory: TileMemory | None = None, allowed_bytes: int = 0
+    ) -> None:
+        self.device, self.dtype, self.memory, self.left_bytes = like.device, dtype, memory, allowed_bytes
+        self._tiles: dict[Place, Tensor] = {}
+
+    def restore(self, places: Sequence[Place], tensors: Sequence[Tensor]) -> None:
+        self._tiles = dict(zip(places, tensors, strict=True))
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(self._tiles)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The saved tiles; those in `memory` are not among them."""
+        return tuple(self._tiles.values())
+
+    def reserve(self, tiles: Iterable[tuple[slice, slice]]) -> None:
+        """Make room for these tiles, in this order, as long as there is some."""
+        for rows, columns in tiles:
+            if self.memory is not None and self.memory.reserve(rows, columns):
+                continue
+            shape = (rows.stop - rows.start, columns.stop - columns.start)
+            num_bytes = shape[0] * shape[1] * self.dtype.itemsize
+            if num_bytes <= self.left_bytes:
+                self.left_bytes -= num_bytes
+                tile = torch.empty(shape, dtype=self.dtype, device=self.device)
+                self._tiles[rows.start, columns.start] = tile
+
+    def tile(self, rows: slice, columns: slice) -> Tensor | None:
+        """The memory of a kept tile; None when there was no room for it."""
+        found = self._tiles.get((rows.start, columns.start))
+        if found is None and self.memory is not None:
+            return self.memory.tile(rows, columns)
+        return found
+
+
+class LogitsInGradient:
+    """The weight's gradient [V, D], whose memory holds logits until the gradient is written.
+
+    The backward walks vocabulary tiles outermost. Its first row chunk reads a tile of logits before it writes
+    that tile's rows of the gradient, so the logits may lie in those very rows; a second backward, which finds
+    them overwritten, recomputes: the same bits. Later chunks add to the gradient and cannot be kept here.
+    """
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self.gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        self.dtype = dtype
+        self._held: set[int] = set()
+
+    @staticmethod
+    def rows_that_fit(weight: Tensor, dtype: torch.dtype) -> int:
+        """How many rows of logits every column has room for: D, or half of it under 16-bit weights."""
+        row_bytes = weight.shape[1] * weight.element_size()
+        return row_bytes // dtype.itemsize if row_bytes % dtype.itemsize == 0 else 0
+
+    def reserve(self, rows: slice, columns: slice) -> bool:
+        if rows.start or rows.stop > self.rows_that_fit(self.gradient, self.dtype):
+            return False
+        self._held.add(columns.start)
+        return True
+
+    def tile(self, rows: slice, columns: slice) -> Tensor | None:
+        if rows.start or columns.start not in self._held:
+            return None
+        size, width = rows.stop, columns.stop - columns.start
+        rows_of_gradient = self.gradient[columns].view(-1).view(self.dtype)
+        return rows_of_gradient[: size * width].view(size, width)
+
+
+class ChunkBuffer:
+    """Room for the logits of one chunk of rows over the whole local vocabulary, used again by the next."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
+        self.num_rows = num_rows
+        self.logits = torch.empty(num_rows * num_columns, dtype=dtype, device=like.device)
+
+    def reserve(self, rows: slice, columns: slice) -> bool:
+        return True
+
+    def tile(self, rows: slice, columns: slice) -> Tensor:
+        # Tile after tile, each contiguous: rows of an [R, V] matrix would lie a page or more apart.
+        size, width = rows.stop - rows.start, columns.stop - columns.start
+        offset = self.num_rows * columns.start + rows.start * width
+        return self.logits[offset : offset + size * width].view(size, width)
