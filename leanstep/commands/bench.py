@@ -1,4 +1,4 @@
-"""`leanstep bench`: reference, fast paths, peers and the physical limit, side by side in one run."""
+"""`leanstep bench`: reference, fast paths, peers and the roofline, side by side in one run."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ def bench(
     html: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the result into this report page.")
     ] = None,
-    readme: Annotated[
-        bool, typer.Option(help="Measure the README's cases (only the named ones) and rewrite its figures.")
-    ] = False,
 ) -> None:
     """Measure time, peak memory and error side by side.
 
@@ -63,12 +60,6 @@ def bench(
             raise BadInput(f"--size: {case.name} has no {size!r}; it has {', '.join(case.sizes)}")
     check_writable(json, "--json")
     check_writable(html, "--html")
-    if readme:
-        from leanstep.report.readme import update_readme
-
-        update_readme(console(json), cases={case.name for case in chosen}, budget_s=budget)
-        return
-
     out = console(json)
     results: list[dict[str, Any]] = []
     failed: list[str] = []

@@ -1,1 +1,1 @@
-"""What people look at: terminal tables, the README's figures, the HTML page."""
+"""What people look at: terminal tables and the HTML page."""
