@@ -38,11 +38,13 @@ class _NoKeyError(Exception):
 class Arguments:
     """The tensors of a call in order, and a hashable description of all that its outputs depend on."""
 
-    __slots__ = ("fakes", "key", "tensors")
+    __slots__ = ("exact", "fakes", "key", "tensors")
 
     def __init__(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], fake_mode: FakeTensorMode):
         self.tensors: list[Tensor] = []
         self.fakes = False
+        # A custom op's price may follow from any of its arguments.
+        self.exact = getattr(func, "namespace", "aten") != "aten"
         parts: list[Any] = [func]
         self.key: tuple[Any, ...] | None = None
         usable = self._walk(args, parts, fake_mode)
@@ -78,7 +80,7 @@ class Arguments:
                 parts += (kind, value)
             elif kind is float:
                 # Learning rates and the like change with every step; they do not change a shape.
-                parts.append(value if value in (0.0, 1.0) else float)
+                parts.append(value if self.exact or value in (0.0, 1.0) else float)
             elif kind is list or kind is tuple:
                 parts += (kind, len(value))
                 usable = self._walk(value, parts, fake_mode) and usable

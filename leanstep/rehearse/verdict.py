@@ -14,7 +14,7 @@ from typing import Any
 from leanstep.rehearse import what_if
 from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
 from leanstep.rehearse.devices import Device
-from leanstep.rehearse.events import Launch, Recording, Request
+from leanstep.rehearse.events import Free, Launch, Recording, Request
 from leanstep.rehearse.time_model import Clock, HostCosts, Timing
 
 GIB, MIB = 2**30, 2**20
@@ -237,7 +237,8 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
         total = None if needed is None else needed + device.context_bytes
         found.append({"change": change, "text": text, "how": how, "needed": total, "fits": fits, "why": why})
 
-    if rerun is not None:
+    # No other activations make room for parameters and state that do not fit: that takes shards.
+    if rerun is not None and _lasting_bytes(recording) <= room:
         for change in ("lean_head", "checkpoint", "micro_batch:2", "micro_batch:4"):
             name, _, value = change.partition(":")
             text = what_if.CHANGES[name] if not value else f"1/{value} of the micro-batch"
@@ -266,6 +267,15 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
         if fits and change.startswith(("fsdp", "zero1")):
             break
     return found
+
+
+def _lasting_bytes(recording: Recording) -> int:
+    """Parameters and optimizer state that are alive at the end."""
+    gone = {e.storage for e in recording.events if isinstance(e, Free)}
+    lasting = ("parameter", "optimizer state")
+    return sum(
+        s.nbytes for s in recording.storages.values() if s.category in lasting and s.number not in gone
+    )
 
 
 def _no_result(before: Recording, after: Recording, change: str) -> str:

@@ -87,6 +87,17 @@ def test_flash_attention_is_priced_by_the_scores_it_computes(answers):
     assert packed.flops == 4 * 64 * 8 * (256**2 + 768**2)
 
 
+def test_calls_of_one_shape_with_other_windows_have_their_own_price(answers):
+    (whole,), (window,) = kernels_at(answers, "whole"), kernels_at(answers, "window")
+    assert whole.flops == 4 * 64 * 2 * 8 * 512 * 512 / 2
+    assert window.flops == 4 * 64 * 2 * 8 * (128 * 512 - 127 * 128 / 2)
+
+
+def test_packed_documents_in_a_captured_graph_count_as_the_longest(answers):
+    (packed,) = (k for k in kernels_at(answers, "captured") if k.kind == "attention")
+    assert packed.flops == 4 * 64 * 8 * 768**2
+
+
 # Cases whose implementations need no third-party trainer; the others ran by hand.
 CASES = ("logprob-logits", "policy-loss", "pair-loss", "polar", "muon-step", "transpose-add", "bank-access")
 
@@ -96,3 +107,7 @@ def test_every_implementation_of_a_case_runs_on_the_device(tmp_path):
     found = json.loads(ran.printed.splitlines()[-1])
     assert {name: trouble for name, trouble in found.items() if trouble} == {}
     assert len(found) >= 20
+
+
+def test_a_captured_graph_may_ask_for_the_device(answers):
+    assert json.loads(answers.printed.splitlines()[-1])["units in a graph"] == 3 * 108

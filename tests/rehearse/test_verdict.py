@@ -155,7 +155,7 @@ def test_an_unknown_change_is_named():
 
 
 def test_what_makes_it_fit_is_simulated_in_order_of_size():
-    made = recorded(state_bytes=640 * MIB)
+    made = recorded(state_bytes=520 * MIB)
     device = replace(H100, memory_bytes=600 * MIB, context_bytes=0)
     asked = []
 
@@ -169,6 +169,13 @@ def test_what_makes_it_fit_is_simulated_in_order_of_size():
     assert asked == [(("lean_head",), ()), (("checkpoint",), ())]
     assert [f["change"] for f in found if f["fits"]] == ["checkpoint", "bf16_state", "zero1:2"]
     assert found[0]["why"] == "no head here"
+
+
+def test_parameters_and_state_that_do_not_fit_ask_for_shards_and_not_for_another_run():
+    device = replace(H100, memory_bytes=600 * MIB, context_bytes=0)
+    found = verdict.what_fits(recorded(state_bytes=640 * MIB), device, lambda request: pytest.fail("ran"))
+    assert {f["how"] for f in found} == {"replay of sizes"}
+    assert found[-1]["fits"]
 
 
 def test_the_json_object_has_the_fields_of_the_specification():

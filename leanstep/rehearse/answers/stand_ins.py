@@ -172,8 +172,14 @@ def _flash_varlen(tape: Tape) -> Any:
 def _packed_share(
     tape: Tape, tokens: int, lengths: Any, longest: int, causal: bool, window: Sequence[int]
 ) -> float:
-    """Scores of all documents as a part of tokens x tokens; unknown lengths: all are the longest."""
-    known = tape.shadows.get(lengths) if isinstance(lengths, Tensor) else None
+    """Scores of all documents as a part of tokens x tokens; unknown lengths: all are the longest.
+
+    A graph that is being captured holds for all lengths: then they count as unknown.
+    """
+    if torch.compiler.is_compiling():
+        known = None
+    else:
+        known = tape.shadows.get(lengths) if isinstance(lengths, Tensor) else None
     documents = known.diff().tolist() if known is not None else [longest] * max(1, tokens // max(1, longest))
     scores = sum(n * n * _share(causal, window, max(1, int(n))) for n in documents)
     return min(1.0, scores / max(1, tokens) ** 2)

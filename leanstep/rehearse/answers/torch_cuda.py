@@ -25,6 +25,12 @@ HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
 
 
+class DeviceProperties(types.SimpleNamespace):
+    """Answer of `torch.cuda.get_device_properties`; a constant for Dynamo, as the real one is."""
+
+    __hash__ = object.__hash__
+
+
 class Refused(Exception):
     """The program asks for what a rehearsal cannot give; the message is one sentence."""
 
@@ -41,6 +47,7 @@ def install(tape: Tape, device: Any) -> None:
     _files(tape)
     _loaders(tape)
     _refusals()
+    _constants_of_dynamo()
     fake_tensor.init_gpu_context = lambda device: None
     torch._C._set_only_lift_cpu_tensors(True)
     # Without FakeTensor in these lists the optimizers fall back to one launch per tensor.
@@ -50,6 +57,20 @@ def install(tape: Tape, device: Any) -> None:
     ):
         if FakeTensor not in supported:
             supported.append(FakeTensor)
+
+
+def _constants_of_dynamo() -> None:
+    """What Dynamo folds when it meets it in a graph: it knows the functions by object, so tell it ours."""
+    from torch._dynamo import utils
+    from torch._dynamo.variables import torch as known
+
+    folded = (
+        *(torch.cuda.get_device_properties, torch.cuda.is_available, torch.cuda.current_device),
+        *(torch.cuda.is_initialized, torch.accelerator.is_available),
+        *(torch.accelerator.current_accelerator, torch.accelerator.current_device_index),
+    )
+    known.constant_fold_functions.update(dict.fromkeys(folded))  # pyright: ignore
+    utils.common_constant_types.add(DeviceProperties)
 
 
 def _set(target: Any, **answers: Any) -> None:
@@ -69,7 +90,7 @@ def _parts(function: types.FunctionType) -> tuple[Any, ...]:
 
 def _device_answers(tape: Tape, device: Any) -> None:
     major, minor = device.capability
-    properties = types.SimpleNamespace(
+    properties = DeviceProperties(
         **{"name": device.name, "major": major, "minor": minor, "total_memory": device.memory_bytes},
         **{"multi_processor_count": device.units, "L2_cache_size": int(device.l2_bytes), "warp_size": 32},
         **{"max_threads_per_multi_processor": 2048, "regs_per_multiprocessor": 65_536, "uuid": "0"},

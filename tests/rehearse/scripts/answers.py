@@ -95,4 +95,22 @@ flash_attn_func(q, q, q, causal=True).sum().backward()  # MARK flash
 packed = q.detach().view(1024, 8, 64)
 lengths = torch.tensor([0, 256, 1024], dtype=torch.int32).to("cuda")
 flash_attn_varlen_func(packed, packed, packed, lengths, lengths, 768, 768)  # MARK varlen
+flash_attn_func(q.detach(), q.detach(), q.detach(), causal=True)  # MARK whole
+flash_attn_func(q.detach(), q.detach(), q.detach(), causal=True, window_size=(127, 0))  # MARK window
+
+
+@torch.compile(fullgraph=True)
+def captured(x):
+    return flash_attn_varlen_func(x, x, x, lengths, lengths, 768, 768)  # MARK captured
+
+
+captured(packed)
+
+
+@torch.compile(fullgraph=True)
+def asks_for_units(x):
+    return x * torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
+seen["units in a graph"] = asks_for_units(torch.ones(3).to("cuda")).sum().item()
 print(json.dumps(seen))
