@@ -103,7 +103,7 @@ def _trainer(model: Any, vocab: int) -> Any:
             output_dir=tempfile.gettempdir(),
             per_device_train_batch_size=2,
             num_generations=2,
-            use_cpu=True,
+            use_cpu=not next(model.parameters()).is_cuda,
             bf16=False,
             report_to=[],
             save_strategy="no",
