@@ -348,7 +348,7 @@ def _lazy_logits(linear: Any) -> Any:
     import torch
     from torch.nn import functional
 
-    from leanstep.logprob import linear_logprobs
+    from leanstep.logprob import LMHead, linear_logprobs
 
     reshaping = {
         *(torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.contiguous),
@@ -420,7 +420,7 @@ def _lazy_logits(linear: Any) -> Any:
             dtype = torch.get_autocast_dtype("cuda")
             hidden, table = hidden.to(dtype), table.to(dtype)
         used = target != ignore_index
-        logp = linear_logprobs(hidden, table, target.clamp_min(0), bias=bias).logp
+        logp = linear_logprobs(hidden, LMHead(table, bias), target.clamp_min(0)).logp
         loss = -(logp * used)
         if reduction == "none":
             return loss

@@ -68,7 +68,7 @@ def test_the_assembler_is_the_one_that_triton_uses(monkeypatch, arguments):
 def test_a_target_that_llvm_does_not_know_is_one_error(monkeypatch, target):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=f"^targets: Triton .* does not compile for {target}: "):
-        list(aot.compile_all((target,), ("leanstep.logprob.kernel",)))
+        list(aot.compile_all((target,), ("leanstep.logprob.engine.kernel",)))
 
 
 def test_amd_counts_come_from_the_assembly():
