@@ -111,3 +111,9 @@ def test_every_implementation_of_a_case_runs_on_the_device(tmp_path):
 
 def test_a_captured_graph_may_ask_for_the_device(answers):
     assert json.loads(answers.printed.splitlines()[-1])["units in a graph"] == 3 * 108
+
+
+def test_a_triton_kernel_in_a_captured_graph_is_taped(answers):
+    (kernel,) = (k for k in kernels_at(answers, "captured triton") if k.name == "double")
+    assert kernel.kind == "triton"
+    assert json.loads(answers.printed.splitlines()[-1])["shape from a captured kernel"] == [1000]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leanstep.rehearse.answers import triton_launches
 from leanstep.rehearse.answers.stand_ins import fused_attention
 from leanstep.rehearse.events import Line, Region
 from leanstep.rehearse.tape import Tape
@@ -125,6 +126,9 @@ class _OnTape(torch.fx.Interpreter):
         lines.fixed = (_line_of(n), self.number)
         self.tape.in_registers = n in self.inside
         try:
+            if getattr(n.target, "_name", "").startswith("triton_kernel_wrapper"):
+                _, given = self.fetch_args_kwargs_from_env(n)
+                return triton_launches.captured(self.tape, given)
             return super().run_node(n)
         finally:
             lines.fixed = None

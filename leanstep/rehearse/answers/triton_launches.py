@@ -5,6 +5,7 @@ The costs of leanstep's own kernels are registered here, from what each kernel r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ def install(tape: Tape, device: Any) -> None:
     def launch(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
         if not warmup:
             named = dict(zip(getattr(self, "arg_names", ()), args, strict=False))
+            # A descriptor (TMA) stands for the tensor that it describes.
+            named, kwargs = ({k: getattr(v, "base", v) for k, v in d.items()} for d in (named, kwargs))
             tape.triton(_name(self), {**named, **kwargs, "grid": _grid(grid, {**named, **kwargs})})
 
     def first_config(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +42,24 @@ def install(tape: Tape, device: Any) -> None:
     jit.JITFunction.run = launch
     autotuner.Autotuner.run = first_config
     autotuner.Heuristics.run = with_heuristics
+    with contextlib.suppress(ImportError):
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        TensorDescriptor.__post_init__ = lambda self: None  # its checks look at addresses
     _install_driver(device)
+
+
+def captured(tape: Tape, given: dict[str, Any]) -> dict[str, Any] | None:
+    """A Triton launch in a captured graph: tensors that it writes are written in place, as Inductor does."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel = kernel_side_table.get_kernel(given["kernel_idx"])
+    constants = kernel_side_table.get_constant_args(given["constant_args_idx"])
+    grid = given["grid"][0] if given["grid"] else None
+    tape.triton(_name(kernel), {**constants, **given["kwargs"], "grid": grid})
+    if "tensors_to_clone" not in given:
+        return None
+    return {name: given["kwargs"][name] for name in given["tensors_to_clone"]}
 
 
 def _name(function: Any) -> str:

@@ -90,6 +90,15 @@ double[(4,)](known, target, 1000, BLOCK=256)  # MARK triton
 priced[lambda meta: (triton.cdiv(1000, meta["BLOCK"]),)](known, 1000, BLOCK=256)  # MARK priced
 seen["unknown after a kernel"] = target.sum().item()
 
+
+@torch.compile(fullgraph=True)
+def launches(x):
+    out = torch.empty_like(x)
+    double[(4,)](x, out, 1000, BLOCK=256)  # MARK captured triton
+    return out
+
+
+seen["shape from a captured kernel"] = list(launches(known).shape)
 q = torch.randn(2, 512, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 flash_attn_func(q, q, q, causal=True).sum().backward()  # MARK flash
 packed = q.detach().view(1024, 8, 64)
