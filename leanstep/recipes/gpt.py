@@ -339,7 +339,7 @@ class GPTTraining:
         if self.completed == self.num_steps:
             self.model.set_windows(windows[0], max(self.schedule.final_window, windows[1]), yarn=False)
         try:
-            total, count = torch.zeros((), dtype=torch.float64), 0
+            total, count = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
             for batch in validation_batches(
                 self.data.validation_paths,
                 self.validation_batch,
@@ -349,11 +349,11 @@ class GPTTraining:
                 world_size=self.world.size,
             ):
                 inputs, targets = self._on_device(batch)
-                total += self.model.mean_loss(inputs, targets, batch.cu_seqlens).double().cpu()
+                total += self.model.mean_loss(inputs, targets, batch.cu_seqlens)
                 count += 1
         finally:
             self.model.set_windows(*windows, yarn=False)
-        return {"val_loss": float(self.world.mean(total / count))}
+        return {"val_loss": float(self.world.mean(total.cpu() / count))}
 
     def state_dict(self) -> dict[str, Any]:
         return {
