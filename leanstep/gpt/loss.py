@@ -1,21 +1,29 @@
-"""Head, softcap and multi-token cross-entropy in one pass over rows of logits.
+"""Multi-token cross-entropy of softcapped logits, on the tile loop of `leanstep.logprob`.
 
-A tile of rows goes through head, softcap, loss and its own gradient while it is in cache, so the [T, V]
-logits never exist as a whole, and neither does any of the dozen temporaries that autograd would keep of
-them.
+Specific to the model are the cap a * sigmoid((u + b) / c) in place of the engine's tanh, the targets ahead
+and their weights. Loss and gradients are formed together, a chunk of rows at a time: the [T, V] logits never
+exist as a whole and no product is computed twice.
 """
 
-# T rows · C rows of a tile · E model · V vocabulary · K tokens predicted ahead
+# T rows · E model · V vocabulary · K tokens predicted ahead
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits of one tile: large enough for the matrix product, small enough to stay in cache. Measured flat from
-# 256 KiB to 1 MiB on two cores.
-TILE_BYTES = 512 * 1024
+from leanstep.logprob.engine.lm_head import Head, RowSource, product
+from leanstep.logprob.engine.loop import Call, backward_tiles, forward_tiles
+from leanstep.logprob.engine.passes import kernels_for
+from leanstep.logprob.engine.softmax import RowGradients
+from leanstep.logprob.engine.tiles import ChunkBuffer, SavedLogits, arrange, default_budget, even_slices
+from leanstep.logprob.parallel import VocabShard
+
+# Logits of one chunk of rows on a CPU; elsewhere the engine's budget.
+CPU_CHUNK_BYTES = 8 << 20
 
 
 def ahead_targets(targets: Tensor, mtp: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -23,87 +31,114 @@ def ahead_targets(targets: Tensor, mtp: tuple[float, ...], dtype: torch.dtype) -
     rows, ahead = targets.shape[0], len(mtp)
     padded = torch.cat([targets, targets.new_full((ahead - 1,), -1)])
     windows = padded.unfold(0, ahead, 1) if rows else targets.new_zeros(0, ahead)
-    weights = torch.tensor(mtp, dtype=dtype, device=targets.device).expand(rows, ahead)
-    return windows.clamp(min=0), torch.where(windows >= 0, weights, 0.0)
+    # Filled by the device, number by number: a copy from the host would wait.
+    weights = torch.empty(rows, ahead, dtype=dtype, device=targets.device)
+    for column, weight in zip(weights.unbind(1), mtp, strict=True):
+        column.fill_(weight)
+    return windows.clamp(min=0), weights.masked_fill_(windows < 0, 0.0)
 
 
-def _tile_loss(
-    logits: Tensor, index: Tensor, weights: Tensor, softcap: tuple[float, float, float] | None, grad: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of a tile and its gradient; `logits` [C, V] come as (logit + b) / c and are overwritten."""
-    row_weight = weights.sum(-1, keepdim=True)
+@dataclass
+class _SigmoidHead(Head):
+    """z = a sigmoid((u + b) / c); `softcap` holds a, `shift` b and `scale` 1 / c."""
+
+    shift: float = 0.0
+
+    def logits(
+        self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
+    ) -> Tensor:
+        assert self.softcap is not None
+        out.fill_(self.shift * self.scale)
+        product(h, weight.t(), out, factor=self.scale, accumulate=True)
+        return out.sigmoid_().mul_(self.softcap)
+
+    def cap_slope(self, z: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+        """a s (1 - s) with s = z / a; the factor 1 / c is the row's."""
+        assert self.softcap is not None
+        return torch.addcmul(z, z, z, value=-1 / self.softcap, out=out)
+
+
+def _make_call(
+    hidden: Tensor,
+    head: Tensor,
+    index: Tensor,
+    softcap: tuple[float, float, float] | None,
+    transposed: bool,
+    chunk_rows: int | None,
+) -> tuple[Call, int]:
+    """The engine's description of this head, and the rows of a chunk."""
+    weight_VE = (head.T if transposed else head).detach()
+    vocab, width = weight_VE.shape
+    dtype = torch.float64 if torch.float64 in (hidden.dtype, head.dtype) else torch.float32
+    fixed = (VocabShard(0, vocab, vocab), vocab, dtype)
     if softcap is None:
-        scaled, height = logits, 1.0
-        shift = logits.amax(-1, keepdim=True)
-        exps = (logits - shift).exp_()
+        lm_head = Head(weight_VE, None, None, 1.0, None, 1.0, *fixed)
     else:
-        height = softcap[0]
-        scaled = logits.sigmoid_()
-        # The cap bounds the exponent to 0..a, so no row maximum is needed (below 80 keeps fp32 finite).
-        shift = None if height < 80 else height
-        exps = (scaled * height if shift is None else scaled * height - shift).exp_()
-    total = exps.sum(-1, keepdim=True)
-    lse = total.log() if shift is None else total.log() + shift
-    picked = scaled.gather(1, index) * height
-    # Row by row, then in float64: the two sums are far larger than their difference.
-    loss = (row_weight * lse).sub_((weights * picked).sum(-1, keepdim=True)).sum(dtype=torch.float64)
-    if not grad:
-        return loss, None
-    exps.mul_(row_weight / total)
-    exps.scatter_add_(1, index, -weights)
-    if softcap is not None:
-        # d softcap / d logit = (a / c) * s * (1 - s); the caller multiplies a / c into the two products.
-        exps.mul_(scaled.addcmul_(scaled, scaled, value=-1))
-    return loss, exps
+        a, b, c = softcap
+        lm_head = _SigmoidHead(weight_VE, None, None, 1 / c, a, 1.0, *fixed, shift=b)
+    num_rows = hidden.shape[0]
+    if chunk_rows is None:
+        on_cpu = hidden.device.type == "cpu"
+        budget = CPU_CHUNK_BYTES if on_cpu else default_budget(hidden.device)
+        chunk_rows = max(budget // (dtype.itemsize * vocab), 64)
+    chunk_rows = max(min(chunk_rows, num_rows), 1)
+    kernels = kernels_for(hidden, dtype, num_rows * vocab)
+    several = num_rows > chunk_rows
+    tiles, cores, kernels = arrange(
+        num_rows,
+        vocab,
+        width,
+        hidden.device,
+        kernels,
+        max_rows=chunk_rows,
+        chunk_rows=chunk_rows,
+        # Several chunks of 16-bit weights need fp32 sums of dW, which only the order by rows has.
+        cores=1 if several and head.dtype != dtype else None,
+    )
+    tiles = replace(tiles, order="vocab" if not several or cores > 1 else "rows")
+    targets = index[:, 0] if index.shape[1] == 1 else index
+    source = RowSource(hidden.detach(), None)
+    return Call(lm_head, source, None, targets, tiles, cores, kernels), chunk_rows
 
 
 class _HeadLoss(torch.autograd.Function):
+    """Forward forms the loss and its gradients; backward multiplies them by a scalar."""
+
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, head: Tensor, index: Tensor, weights: Tensor, softcap, tile_rows, transposed
+        ctx, hidden: Tensor, head: Tensor, weights: Tensor, call: Call, chunk_rows, wants_grad, transposed
     ):
-        want_hidden, want_head = ctx.needs_input_grad[:2]
-        grad = want_hidden or want_head
-        weight_EV = head if transposed else head.T
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        weight_EV = weight_EV.to(wide)
-        factor, slope, bias = 1.0, 1.0, None
-        if softcap is not None:
-            a, b, c = softcap
-            factor, slope = 1 / c, a / c
-            bias = torch.full((1,), b / c, dtype=wide, device=hidden.device).expand(weight_EV.shape[1])
+        wanted = [wants_grad and need for need in ctx.needs_input_grad[:2]] + [False] * 3
+        weight, dtype = call.head.weight, call.head.dtype
+        sums = memory = None
+        if any(wanted):
+            sums, memory = call.head_sums(wanted), ChunkBuffer(weight, dtype, chunk_rows, call.head.columns)
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_head = torch.zeros(
-            weight_EV.shape if transposed else weight_EV.T.shape, dtype=wide, device=hidden.device
-        )
-        for start in range(0, hidden.shape[0], tile_rows):
-            rows = slice(start, start + tile_rows)
-            x = hidden[rows].to(wide)
-            logits = torch.mm(x, weight_EV) if bias is None else torch.addmm(bias, x, weight_EV, alpha=factor)
-            part, dlogits = _tile_loss(logits, index[rows], weights[rows], softcap, grad)
-            loss += part
-            if dlogits is None:
-                continue
-            if grad_hidden is not None:
-                grad_hidden[rows] = torch.mm(dlogits, weight_EV.T).mul_(slope)
-            if want_head:
-                if transposed:
-                    grad_head.addmm_(x.T, dlogits, alpha=slope)
-                else:
-                    grad_head.addmm_(dlogits.T, x, alpha=slope)
-        ctx.save_for_backward(grad_hidden, grad_head.to(head.dtype) if want_head else None)
-        return loss.to(wide)
+        for rows in even_slices(call.num_rows, chunk_rows):
+            some, saved = call.rows(rows), SavedLogits(weight, dtype, memory)
+            stats, _ = forward_tiles(some, saved)
+            final = stats.final()
+            # Row by row, then in float64: the sum over rows is far larger than a row.
+            loss -= (weights[rows] * final.log_prob(stats.target)).sum(dtype=torch.float64)
+            if sums is not None:
+                row_gradients = RowGradients(-weights[rows])
+                backward_tiles(some, final, None, row_gradients, sums, saved, first_row=rows.start)
+        ctx.transposed = transposed
+        ctx.save_for_backward(*(sums.result()[:2] if sums is not None else (None, None)))
+        return loss.to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, upstream: Tensor):  # type: ignore[override]
         grad_hidden, grad_head = ctx.saved_tensors
-        return (
-            None if grad_hidden is None else grad_hidden * upstream.to(grad_hidden.dtype),
-            None if grad_head is None else grad_head * upstream.to(grad_head.dtype),
-            *(None,) * 5,
-        )
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * upstream.to(grad_hidden.dtype)
+        if grad_head is not None:
+            grad_head = grad_head.T if ctx.transposed else grad_head
+            # Multiplied into the parameter's own layout.
+            out = torch.empty(grad_head.shape, dtype=grad_head.dtype, device=grad_head.device)
+            grad_head = torch.mul(grad_head, upstream.to(grad_head.dtype), out=out)
+        return grad_hidden, grad_head, *(None,) * 5
 
 
 def head_loss(
@@ -129,12 +164,14 @@ def head_loss(
         targets: [T] integers; negative ones are ignored.
         mtp: weight of the k-th token ahead; row t has no target past the last row.
         softcap: (a, b, c) or None.
-        tile_rows: rows per tile; None chooses by the cache.
+        tile_rows: rows per chunk; None chooses by the device.
 
     Returns:
         0-dimensional, float32 or float64.
 
-    Peak extra memory: three tiles, and the gradients of hidden and head (they are made in the forward pass).
+    Peak extra memory: the logits of one chunk, and the gradients of hidden and head (they are made in the
+        forward pass).
+    GEMMs (2 T E V FLOPs each): 3 with gradients, 1 without.
     """
     if hidden.dim() != 2 or head.dim() != 2:
         raise ValueError(
@@ -150,11 +187,12 @@ def head_loss(
             f"targets: expected ({hidden.shape[0]},) integers to match hidden, "
             f"got {targets.dtype} {tuple(targets.shape)}"
         )
-    if tile_rows is None:
-        vocab = head.shape[1 if transposed else 0]
-        tile_rows = max(16, TILE_BYTES // (4 * vocab))
-    if tile_rows < 1:
+    if tile_rows is not None and tile_rows < 1:
         raise ValueError(f"tile_rows: expected at least 1, got {tile_rows}")
-    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    index, weights = ahead_targets(targets.long(), tuple(mtp), wide)
-    return _HeadLoss.apply(hidden, head, index, weights, softcap, tile_rows, transposed)
+    with torch.autocast(hidden.device.type, enabled=False):
+        wide = torch.float64 if torch.float64 in (hidden.dtype, head.dtype) else torch.float32
+        index, weights = ahead_targets(targets.long(), tuple(mtp), wide)
+        call, chunk_rows = _make_call(hidden, head, index, softcap, transposed, tile_rows)
+        weights = weights[:, 0] if weights.shape[1] == 1 else weights
+        wants_grad = torch.is_grad_enabled()
+        return _HeadLoss.apply(hidden, head, weights, call, chunk_rows, wants_grad, transposed)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpt.golden import array, load
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.gpt.loss import ahead_targets, head_loss
 from leanstep.gpt.reference import softcap_loss
@@ -101,6 +102,44 @@ def test_no_gradient_asked_none_computed():
     loss = head_loss(hidden, head, targets, softcap=CAP)
     loss.backward()
     assert torch.equal(loss, quiet) and head.grad is not None and hidden.grad is None
+
+
+class CountProducts(TorchDispatchMode):
+    """Multiply-adds of all matrix products."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        if name in ("mm", "addmm", "addmm_"):
+            a, b = args[-2:]
+            self.flops += a.shape[0] * a.shape[1] * b.shape[1]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("softcap", [CAP, None], ids=["cap", "no cap"])
+@pytest.mark.parametrize("tile_rows", [None, 40])
+def test_three_products_with_gradients_one_without(softcap, tile_rows):
+    hidden, head = torch.randn(100, 16, requires_grad=True), torch.randn(16, 50, requires_grad=True)
+    targets = torch.randint(0, 50, (100,))
+    for products, mode in ((3, torch.enable_grad()), (1, torch.no_grad())):
+        with mode, CountProducts() as count:
+            loss = head_loss(hidden, head, targets, mtp=(1.0, 0.5), softcap=softcap, tile_rows=tile_rows)
+            if loss.requires_grad:
+                loss.backward()
+        assert count.flops == products * 100 * 16 * 50
+
+
+def test_the_heads_gradient_has_its_layout():
+    hidden, targets = torch.randn(30, 16), torch.randint(0, 50, (30,))
+    for shape, transposed in (((16, 50), True), ((50, 16), False)):
+        head = torch.randn(shape, requires_grad=True)
+        loss = head_loss(hidden, head, targets, softcap=CAP, transposed=transposed)
+        for _ in range(2):  # a second backward through the same graph gives the same numbers
+            (grad,) = torch.autograd.grad(0.5 * loss, head, retain_graph=True)
+            assert grad.is_contiguous()
+        want = torch.autograd.grad(0.5 * plain_loss(hidden, head, targets, (1.0,), CAP, transposed), head)[0]
+        assert torch.allclose(grad, want, rtol=1e-4, atol=1e-5)
 
 
 def test_targets_end_with_the_batch():
