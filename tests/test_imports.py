@@ -17,7 +17,7 @@ ALLOWED = {
     "logprob": {"cpu"},
     "muon": {"cpu"},
     "gpt": {"muon", "logprob", "cpu"},
-    "measure": {"case", "diagnose", "host_reads"},
+    "measure": {"case", "host_reads"},
     "diagnose": {"host_reads", "files", "units"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"preference", "logprob", "muon", "gpt", "files"},

@@ -8,6 +8,8 @@ import typer
 
 from leanstep.commands import BadInput, FellShort
 from leanstep.commands.terminal import (
+    HtmlOption,
+    JsonOption,
     check_implementations,
     check_writable,
     console,
@@ -34,12 +36,8 @@ def bench(
     sweep: Annotated[str | None, typer.Option(help="Repeat with one parameter changed: key=v,v.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda[:N].")] = "cpu",
     budget: Annotated[float, typer.Option(help="Seconds of timing per case.")] = 20.0,
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")
-    ] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the result into this report page.")
-    ] = None,
+    json: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Measure time, peak memory and error side by side.
 

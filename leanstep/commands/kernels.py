@@ -10,16 +10,21 @@ import typer
 from rich.table import Table
 
 from leanstep.commands import BadInput, FellShort
-from leanstep.commands.terminal import check_writable, console, progress_bar, split_list, write_json
+from leanstep.commands.terminal import (
+    JsonOption,
+    check_writable,
+    console,
+    progress_bar,
+    split_list,
+    write_json,
+)
 
 
 def kernels(
     targets: Annotated[
         str, typer.Option(help="Comma-separated: sm_80, sm_90, sm_100, gfx942, or others of that kind.")
     ] = "sm_80,sm_90,sm_100,gfx942",
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")
-    ] = None,
+    json: JsonOption = None,
 ) -> None:
     """Compile every Triton kernel ahead of time: registers, spills, shared memory. No GPU is needed.
 

@@ -14,14 +14,8 @@ from rich.console import Console
 
 from leanstep.commands import BadInput
 from leanstep.commands.plan_workloads import GIB, device_table, judge, parse_devices
-from leanstep.commands.terminal import check_writable, console, write_json
+from leanstep.commands.terminal import HtmlOption, JsonOption, check_writable, console, write_json
 
-JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - = standard output.")
-]
-HtmlOption = Annotated[
-    str | None, typer.Option("--html", metavar="FILE", help="Write the result into this report page.")
-]
 DeviceOption = Annotated[
     str | None, typer.Option("--devices", help="Only these: h100,h200,a100-40,a100-80,rtx4090,b200.")
 ]

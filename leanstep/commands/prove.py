@@ -8,6 +8,8 @@ import typer
 
 from leanstep.commands import BadInput, FellShort
 from leanstep.commands.terminal import (
+    HtmlOption,
+    JsonOption,
     check_implementations,
     check_writable,
     console,
@@ -37,12 +39,8 @@ def prove(
     runs: Annotated[int, typer.Option(help="Paired runs per variant under --drift.")] = 8,
     steps: Annotated[int, typer.Option(help="Steps per run under --drift.")] = 60,
     device: Annotated[str, typer.Option(help="cpu or cuda[:N].")] = "cpu",
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")
-    ] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the result into this report page.")
-    ] = None,
+    json: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Show that a fast path is no further from the fp64 truth than the plain code it replaces.
 

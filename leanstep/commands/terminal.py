@@ -8,15 +8,24 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from leanstep.case import Case, all_cases, get_case
 from leanstep.commands import BadInput
-from leanstep.files import write_text
+from leanstep.files import finite, write_text
+
+# The options that every command with a result has.
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - = standard output.")
+]
+HtmlOption = Annotated[
+    str | None, typer.Option("--html", metavar="FILE", help="Write the result into this report page.")
+]
 
 
 def console(json_path: str | None = None) -> Console:
@@ -58,23 +67,12 @@ def write_json(obj: Any, path: str | None) -> None:
     """Print one JSON object (`-`) or write it to a file; nothing for None. NaN and infinity become null."""
     if path is None:
         return
-    text = json.dumps(_finite(obj), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(finite(obj), indent=1, ensure_ascii=False, allow_nan=False)
     if path == "-":
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
     else:
         write_text(path, text + "\n", "--json")
-
-
-def _finite(obj: Any) -> Any:
-    """JSON knows no NaN: a figure that does not exist is null."""
-    if isinstance(obj, float):
-        return obj if obj == obj and abs(obj) != float("inf") else None
-    if isinstance(obj, dict):
-        return {str(key): _finite(value) for key, value in obj.items()}
-    if isinstance(obj, (list, tuple)):
-        return [_finite(value) for value in obj]
-    return obj
 
 
 def say_above(console: Console, line: str) -> None:

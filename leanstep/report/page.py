@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 import leanstep
 from leanstep import units
-from leanstep.files import BadInput, write_text
+from leanstep.files import BadInput, finite, write_text
 from leanstep.report import sections
 from leanstep.report.tables import time_text
 
@@ -100,21 +100,11 @@ def render(data: Data) -> str:
 
 def json_block(value: Any) -> Markup:
     """JSON that cannot end the script element it stands in, whatever strings it holds. NaN becomes null."""
-    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # U+2028 and U+2029 are newlines to some parsers; "<" could open a comment or close the element.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _plotly_script() -> str:
