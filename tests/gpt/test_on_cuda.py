@@ -1,0 +1,48 @@
+"""The model on a rehearsed GPU: no wait inside a step, flex attention, aligned products, no T x T tensor."""
+
+from __future__ import annotations
+
+import pytest
+
+from leanstep.rehearse.answers.fake_device import RehearsalError, library
+from leanstep.rehearse.events import HostWait, Launch, Request
+from leanstep.rehearse.stage import rehearse
+
+TOKENS = 4096
+SCRIPT = f"""
+import torch
+from leanstep.gpt import GPT, GPTConfig
+
+config = GPTConfig.preset("tiny", dtype="bfloat16", respect_docs=True)
+model = GPT(config).to("cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+bounds = torch.arange(0, {TOKENS} + 1, 512, dtype=torch.int32)
+for step in range(3):
+    tokens = torch.randint(512, ({TOKENS} + 1,), device="cuda")
+    loss = model(tokens[:-1], tokens[1:], bounds, mtp=(1.0, 0.5))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_step_waits_for_nothing_and_reaches_the_gpu_paths(tmp_path):
+    try:
+        library()
+    except RehearsalError as reason:
+        pytest.skip(f"no fake device: {reason}")
+    script = tmp_path / "step.py"
+    script.write_text(SCRIPT)
+    recording = rehearse(Request(str(script), device="h100"), quiet=True)
+    assert recording.refused is None and len(recording.steps) == 3
+    last = recording.steps[-1]
+    events = recording.events[last.first : last.last]
+    assert [event for event in events if isinstance(event, HostWait)] == []
+    kernels = [kernel for event in events if isinstance(event, Launch) for kernel in event.kernels]
+    # Three layers with attention, each through flex attention, both ways.
+    assert [sum(k.kind == kind for k in kernels) for kind in ("attention", "attention_bwd")] == [3, 3]
+    # Gates read a dozen features and are narrow; every product of whole rows is aligned for tensor cores.
+    products = [k for k in kernels if k.kind == "gemm" and k.flops >= 2 * TOKENS * 64 * 64]
+    assert len(products) > 20 and {k.alignment for k in products} == {16}
+    assert max(s.nbytes for s in recording.storages.values() if s.category != "library") < TOKENS**2
