@@ -7,13 +7,20 @@ BIN    := $(VENV)/bin
 PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt requirements-nodeps.txt
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test test-avx2 bench lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/leanstep demo
 
 test: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+# What depends on rounding, as on a processor without AVX-512 and without native bf16.
+AVX2   := ATEN_CPU_CAPABILITY=avx2 OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
+ROUNDS := tests/logprob tests/muon tests/preference tests/gpt tests/measure/test_parity.py
+
+test-avx2: $(VENV)/.test
+	$(AVX2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ROUNDS) $(PYTEST_ARGS)
 
 bench: $(VENV)/.core
 	$(BIN)/leanstep bench $(BENCH_ARGS)

@@ -24,8 +24,8 @@ settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Two workers on two cores: more threads only spin.
-    torch.set_num_threads(1)
+    # Two workers on two cores: more threads only spin. tools/matrix tries 2 and 4.
+    torch.set_num_threads(int(os.environ.get("LEANSTEP_TEST_THREADS", "1")))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,80 @@
+"""The rules of a room hold, and the checks that say so can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def tool(name: str) -> ModuleType:
+    """A module of tools/, which is no package: maintainers run its files."""
+    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_rules_of_a_room_hold():
+    rooms = tool("rooms").read_rooms(ROOT / "leanstep")
+    assert not rooms.broken, rooms.figures() + "\n" + "\n".join(rooms.broken)
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        ({"room/long.py": "x = 1\n" * 451}, "has 451 lines"),
+        ({f"room/part_{n}.py": "" for n in range(13)}, "has 13 files"),
+        ({"room/part.py": "", "other/part.py": ""}, "part.py occurs 2 times"),
+        ({"room/wide.py": f"def call({', '.join(f'a{n}' for n in range(13))}): ..."}, "13 parameters"),
+        ({"room/hidden.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING: ..."}, "TYPE_CHECKING"),
+        ({"room/tuned.py": "import torch\ntorch.set_num_threads(1)"}, "belongs into cpu.py"),
+    ],
+)
+def test_a_broken_rule_is_named(tmp_path: Path, files: dict[str, str], complaint: str):
+    for name, text in {"__init__.py": "", **files}.items():
+        path = tmp_path / "package" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (sentence,) = tool("rooms").read_rooms(tmp_path / "package").broken
+    assert complaint in sentence
+
+
+def test_files_of_the_same_word_may_repeat(tmp_path: Path):
+    for room in ("one", "two"):
+        (tmp_path / room).mkdir()
+        for name in ("reference", "kernel", "cases", "peers", "__init__"):
+            (tmp_path / room / f"{name}.py").write_text("")
+    assert tool("rooms").read_rooms(tmp_path).broken == []
+
+
+def test_a_reader_visits_few_files():
+    walk = tool("walk")
+    found = walk.measure()
+    assert found.keys() == walk.BOUNDS.keys()
+    for name, (files, changes) in found.items():
+        bound = walk.BOUNDS[name]
+        assert 1 <= files <= bound.files and 1 <= changes <= bound.changes, f"{name}: {files}, {changes}"
+
+
+def test_a_walk_counts_files_and_changes():
+    walk = tool("walk")
+    from leanstep.cpu import num_threads
+
+    assert walk.walk(num_threads) == (1, 1)
+    assert walk.walk(lambda: None) == (0, 0)
+
+
+def test_fingerprints_show_what_moved(capsys: pytest.CaptureFixture[str]):
+    fingerprint = tool("fingerprint")
+    key = "threads=1,native=0 case/tiny/float32/leanstep/logp"
+    assert fingerprint.compare({key: "a"}, {key: "a"}) == 0
+    assert fingerprint.compare({key: "a"}, {key: "b"}) == 1
+    assert "changed: case/tiny/float32/leanstep" in capsys.readouterr().out
