@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from tool_loader import load_tool
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-def tool(name: str) -> ModuleType:
-    """A module of tools/, which is no package: maintainers run its files."""
-    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_rules_of_a_room_hold():
-    rooms = tool("rooms").read_rooms(ROOT / "leanstep")
+    rooms = load_tool("rooms").read_rooms(ROOT / "leanstep")
     assert not rooms.broken, rooms.figures() + "\n" + "\n".join(rooms.broken)
 
 
@@ -43,7 +31,7 @@ def test_a_broken_rule_is_named(tmp_path: Path, files: dict[str, str], complaint
         path = tmp_path / "package" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (sentence,) = tool("rooms").read_rooms(tmp_path / "package").broken
+    (sentence,) = load_tool("rooms").read_rooms(tmp_path / "package").broken
     assert complaint in sentence
 
 
@@ -52,11 +40,11 @@ def test_files_of_the_same_word_may_repeat(tmp_path: Path):
         (tmp_path / room).mkdir()
         for name in ("reference", "kernel", "cases", "peers", "__init__"):
             (tmp_path / room / f"{name}.py").write_text("")
-    assert tool("rooms").read_rooms(tmp_path).broken == []
+    assert load_tool("rooms").read_rooms(tmp_path).broken == []
 
 
 def test_a_reader_visits_few_files():
-    walk = tool("walk")
+    walk = load_tool("walk")
     found = walk.measure()
     assert found.keys() == walk.BOUNDS.keys()
     for name, (files, changes) in found.items():
@@ -65,7 +53,7 @@ def test_a_reader_visits_few_files():
 
 
 def test_a_walk_counts_files_and_changes():
-    walk = tool("walk")
+    walk = load_tool("walk")
     from leanstep.cpu import num_threads
 
     assert walk.walk(num_threads) == (1, 1)
@@ -73,7 +61,7 @@ def test_a_walk_counts_files_and_changes():
 
 
 def test_fingerprints_show_what_moved(capsys: pytest.CaptureFixture[str]):
-    fingerprint = tool("fingerprint")
+    fingerprint = load_tool("fingerprint")
     key = "threads=1,native=0 case/tiny/float32/leanstep/logp"
     assert fingerprint.compare({key: "a"}, {key: "a"}) == 0
     assert fingerprint.compare({key: "a"}, {key: "b"}) == 1
