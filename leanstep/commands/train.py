@@ -62,7 +62,7 @@ def train(
     """
     from leanstep.recipes import process_group
     from leanstep.recipes.distributed import check_device
-    from leanstep.recipes.loop import Diverged
+    from leanstep.recipes.training_loop import Diverged
 
     module = _recipe_module(recipe)
     if preset not in module.PRESETS:
@@ -187,7 +187,7 @@ def _make_record(
     plan: _Plan, seed: int, runs: int, target: float, world: Any, record: str | None, against: str | None,
     json_path: str | None,
 ) -> int:  # fmt: skip
-    from leanstep.recipes.loop import Diverged
+    from leanstep.recipes.training_loop import Diverged
     from leanstep.recipes.records import Record, Run, compare
 
     try:

@@ -5,10 +5,10 @@ A recipe module (`leanstep.recipes.gpt`, `.lens`, `.grpo`) has
     PRESETS: dict[str, str]                         preset name -> one line for the help page
     build(preset, *, seed=0, steps=None, world=World(), **options) -> Recipe
 
-and the loop runs what `build` returns: see `leanstep.recipes.loop`.
+and the loop runs what `build` returns: see `leanstep.recipes.training_loop`.
 """
 
 from leanstep.recipes.distributed import World, current_world, process_group
-from leanstep.recipes.loop import Cadence, Outcome, Recipe, run
+from leanstep.recipes.training_loop import Cadence, Outcome, Recipe, run
 
 __all__ = ["Cadence", "Outcome", "Recipe", "World", "current_world", "process_group", "run"]

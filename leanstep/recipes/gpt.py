@@ -31,7 +31,7 @@ from leanstep.gpt import (
 from leanstep.gpt.attention import copy_to
 from leanstep.recipes.checkpoint import seed_python_generators
 from leanstep.recipes.distributed import World
-from leanstep.recipes.loop import Cadence
+from leanstep.recipes.training_loop import Cadence
 from leanstep.recipes.optimizers import make_optimizer
 from leanstep.recipes.schedules import Position, Schedule, Stage
 from leanstep.recipes.settings import LARGE, check_settings, setting, with_given
@@ -219,7 +219,7 @@ def _find_data(preset: Preset, folder: str | Path | None, vocab_size: int | None
 
 
 class GPTTraining:
-    """The recipe: see `leanstep.recipes.loop` for the contract.
+    """The recipe: see `leanstep.recipes.training_loop` for the contract.
 
     Args:
         config: of the model. schedule: what changes over the steps.

@@ -29,7 +29,7 @@ from leanstep.logprob import (
 from leanstep.logprob.rows import RowPlan, plan_rows
 from leanstep.recipes.checkpoint import load_optimizer
 from leanstep.recipes.distributed import World
-from leanstep.recipes.loop import Cadence
+from leanstep.recipes.training_loop import Cadence
 from leanstep.recipes.metrics import Metrics
 from leanstep.recipes.settings import LARGE, check_settings, from_preset, setting
 from leanstep.recipes.tasks import END, TopicTask, WarmStarted
@@ -115,7 +115,7 @@ class Rollout:
 
 
 class Grpo(WarmStarted):
-    """The recipe; see `leanstep.recipes.loop` for the contract."""
+    """The recipe; see `leanstep.recipes.training_loop` for the contract."""
 
     name = "grpo"
     cadence = Cadence(log=10, evaluate=20, save=50)

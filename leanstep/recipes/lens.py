@@ -38,7 +38,7 @@ from leanstep.preference import (
 )
 from leanstep.recipes.checkpoint import load_optimizer
 from leanstep.recipes.distributed import World
-from leanstep.recipes.loop import Cadence
+from leanstep.recipes.training_loop import Cadence
 from leanstep.recipes.metrics import Metrics
 from leanstep.recipes.settings import LARGE, check_settings, from_preset, setting
 from leanstep.recipes.tasks import FactTask, WarmStarted
@@ -110,7 +110,7 @@ def build(
 
 
 class Lens(WarmStarted):
-    """The recipe; see `leanstep.recipes.loop` for the contract."""
+    """The recipe; see `leanstep.recipes.training_loop` for the contract."""
 
     name = "lens"
     cadence = Cadence(log=10, evaluate=200, save=200)

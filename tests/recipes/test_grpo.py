@@ -11,7 +11,7 @@ import torch
 from leanstep.measure.peaks import measure_peak
 from leanstep.recipes.distributed import World
 from leanstep.recipes.grpo import PRESETS, Grpo, GrpoSettings, build, sample
-from leanstep.recipes.loop import Cadence, run
+from leanstep.recipes.training_loop import Cadence, run
 from leanstep.recipes.tasks import ASK, END, FIRST_WORD, TopicTask
 
 SMALL_TASK = TopicTask(

@@ -9,7 +9,7 @@ import torch
 
 from leanstep.recipes.distributed import World
 from leanstep.recipes.lens import PRESETS, Lens, LensSettings, build
-from leanstep.recipes.loop import Cadence, run
+from leanstep.recipes.training_loop import Cadence, run
 from leanstep.recipes.tasks import FactTask
 
 SMALL = {"width": 16, "lens_width": 8, "samples": 4, "evaluation_samples": 8}

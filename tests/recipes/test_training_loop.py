@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from leanstep.recipes import Cadence, current_world, run
 from leanstep.recipes.checkpoint import CheckpointError, checkpoint_path, list_checkpoints, load, save
-from leanstep.recipes.loop import Diverged, describe
+from leanstep.recipes.training_loop import Diverged, describe
 
 
 class Walk:
