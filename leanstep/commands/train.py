@@ -187,8 +187,8 @@ def _make_record(
     plan: _Plan, seed: int, runs: int, target: float, world: Any, record: str | None, against: str | None,
     json_path: str | None,
 ) -> int:  # fmt: skip
-    from leanstep.recipes.training_loop import Diverged
     from leanstep.recipes.records import Record, Run, compare
+    from leanstep.recipes.training_loop import Diverged
 
     try:
         old = Record.read(Path(against)) if against is not None else None

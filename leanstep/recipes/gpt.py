@@ -31,10 +31,10 @@ from leanstep.gpt import (
 from leanstep.gpt.attention import copy_to
 from leanstep.recipes.checkpoint import seed_python_generators
 from leanstep.recipes.distributed import World
-from leanstep.recipes.training_loop import Cadence
 from leanstep.recipes.optimizers import make_optimizer
 from leanstep.recipes.schedules import Position, Schedule, Stage
 from leanstep.recipes.settings import LARGE, check_settings, setting, with_given
+from leanstep.recipes.training_loop import Cadence
 
 
 @dataclass(frozen=True)

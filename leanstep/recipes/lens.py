@@ -38,10 +38,10 @@ from leanstep.preference import (
 )
 from leanstep.recipes.checkpoint import load_optimizer
 from leanstep.recipes.distributed import World
-from leanstep.recipes.training_loop import Cadence
 from leanstep.recipes.metrics import Metrics
 from leanstep.recipes.settings import LARGE, check_settings, from_preset, setting
 from leanstep.recipes.tasks import FactTask, WarmStarted
+from leanstep.recipes.training_loop import Cadence
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from leanstep.measure.peaks import measure_peak
 from leanstep.recipes.distributed import World
 from leanstep.recipes.grpo import PRESETS, Grpo, GrpoSettings, build, sample
-from leanstep.recipes.training_loop import Cadence, run
 from leanstep.recipes.tasks import ASK, END, FIRST_WORD, TopicTask
+from leanstep.recipes.training_loop import Cadence, run
 
 SMALL_TASK = TopicTask(
     vocab=200, topics=3, words_per_topic=16, answer_words=4, min_prompt=20, max_prompt=32, purity=0.7

@@ -9,8 +9,8 @@ import torch
 
 from leanstep.recipes.distributed import World
 from leanstep.recipes.lens import PRESETS, Lens, LensSettings, build
-from leanstep.recipes.training_loop import Cadence, run
 from leanstep.recipes.tasks import FactTask
+from leanstep.recipes.training_loop import Cadence, run
 
 SMALL = {"width": 16, "lens_width": 8, "samples": 4, "evaluation_samples": 8}
 TASK = FactTask(tokens=40, block=4, fact_blocks=1, values=2, fillers=8, questions=4)
