@@ -22,6 +22,10 @@ DeviceOption = Annotated[
 DeviceSizeOption = Annotated[
     float | None, typer.Option("--device-gb", help="A device of your own with this many GiB.")
 ]
+OnDeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", help="Rehearse the CUDA code for this device (h100, ...) instead of formulas."),
+]
 ReserveOption = Annotated[
     float, typer.Option("--reserve-gb", help="GiB that the rest (model, optimizer, context) already holds.")
 ]
@@ -117,6 +121,7 @@ def plan_logprob(
     reserve_gb: ReserveOption = 1.0,
     json: JsonOption = None,
     html: HtmlOption = None,
+    device: OnDeviceOption = None,
 ) -> None:
     """Token log-probs and entropy with gradients, every method, per device.
 
@@ -126,9 +131,15 @@ def plan_logprob(
     fractions = _fractions(response_frac)
     if dtype not in DTYPES:
         raise BadInput(f"--dtype: no dtype {dtype!r}; it takes {', '.join(DTYPES)}")
+    if device is not None:
+        shape = {"tokens": tokens, "vocab": -(-vocab // tp), "hidden": hidden, "dtype": dtype}
+        settings = [{**shape, "response_frac": fraction} for fraction in fractions]
+        methods = ("reference", "gather-after", "leanstep")
+        _on_device("logprob", "logprob-linear", methods, settings, device, json, html)
+        return
     run = PlanRun.begin("logprob", simulate, devices, device_gb, reserve_gb, json, html)
 
-    from leanstep.commands.plan_workloads import HeadShape, simulate_head
+    from leanstep.commands.plan_workloads import HeadShape, longest_batch, simulate_head
     from leanstep.commands.terminal import DTYPES as TORCH_DTYPES
     from leanstep.commands.terminal import progress_bar
     from leanstep.logprob.engine.peak_memory import DESCRIPTIONS, METHODS, Method, plan_memory
@@ -178,7 +189,7 @@ def plan_logprob(
         "chunk": chunk,
         "rows": rows,
         "longest": {
-            name: _longest_batch(capacity, columns, hidden, torch_dtype, chunk)
+            name: longest_batch(capacity, columns, hidden, torch_dtype, chunk, "linear" in wanted)
             for name, capacity in run.capacities.items()
         },
     }
@@ -225,6 +236,7 @@ def plan_muon(
     reserve_gb: ReserveOption = 1.0,
     json: JsonOption = None,
     html: HtmlOption = None,
+    device: OnDeviceOption = None,
 ) -> None:
     """Optimizer state and scratch of NorMuon beside AdamW, replicated and sharded over ranks.
 
@@ -237,6 +249,11 @@ def plan_muon(
     if dtype not in ("fp32", "bf16"):
         raise BadInput(f"--dtype: no dtype {dtype!r}; it takes fp32, bf16")
     worlds = _integers(world, "--world")
+    if device is not None:
+        shape = {"num_square": 4 * layers, "num_wide": 2 * layers, "dim": dim, "ratio": round(mlp_ratio)}
+        settings = [{**shape, "dtype": dtype}]
+        _on_device("muon", "muon-step", ("reference", "leanstep"), settings, device, json, html)
+        return
     run = PlanRun.begin("muon", simulate, devices, device_gb, reserve_gb, json, html)
 
     from leanstep.commands.plan_workloads import SHARDINGS, plan_optimizer, simulate_scratch
@@ -300,6 +317,7 @@ def plan_lens(
     reserve_gb: ReserveOption = 1.0,
     json: JsonOption = None,
     html: HtmlOption = None,
+    device: OnDeviceOption = None,
 ) -> None:
     """The controller objective: look-up tables and pair tensors.
 
@@ -309,6 +327,10 @@ def plan_lens(
     _at_least_one(samples=samples, variants=variants, tokens=tokens, width=width, pairs=pairs)
     if width > tokens:
         raise BadInput(f"--width: expected at most --tokens {tokens}, got {width}")
+    if device is not None:
+        shape = {"samples": samples, "variants": variants, "tokens": tokens, "max_pairs": pairs}
+        _on_device("lens", "lens-loss", ("eager", "leanstep"), [shape], device, json, html)
+        return
     run = PlanRun.begin("lens", simulate, devices, device_gb, reserve_gb, json, html)
 
     from leanstep.commands.plan_workloads import LENS_METHODS, plan_objective, simulate_objective
@@ -353,6 +375,22 @@ def plan_lens(
             run.out.print(f"  {row['method']}: {row['description']}", style="dim", markup=False)
 
 
+def _on_device(
+    kind: str,
+    case: str,
+    methods: tuple[str, ...],
+    settings: list[Row],
+    device: str,
+    json: str | None,
+    html: str | None,
+) -> None:
+    from leanstep.commands.rehearse import plan_on_device
+
+    check_writable(json, "--json")
+    check_writable(html, "--html")
+    plan_on_device(kind, case, methods, settings, device, json, html)
+
+
 def _largest_buffer(formula: Any, simulated: Any) -> int:
     """One allocation: simulated where possible; the formulas' parts say how many buffers they hold."""
     if simulated is not None:
@@ -361,25 +399,6 @@ def _largest_buffer(formula: Any, simulated: Any) -> int:
     name, value = formula.largest_part
     count = name.rpartition(" x ")[2]
     return value // int(count) if count.isdigit() else value
-
-
-def _longest_batch(capacity: int, vocab: int, hidden: int, dtype: Any, chunk: int) -> int:
-    """The most rows whose formula fits, all of them kept."""
-    from leanstep.logprob.engine.peak_memory import plan_memory
-
-    def fits(rows: int) -> bool:
-        return (
-            plan_memory(rows, vocab, hidden, 1.0, dtype=dtype, chunk=chunk, kernels=True).total_bytes
-            <= capacity
-        )
-
-    low, high = 0, 1
-    while fits(high) and high < 2**40:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _gib(num_bytes: int | None) -> str:

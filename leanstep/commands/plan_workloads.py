@@ -22,7 +22,7 @@ from leanstep.logprob import (
     linear_policy_loss,
     token_logprobs,
 )
-from leanstep.logprob.engine.peak_memory import Method
+from leanstep.logprob.engine.peak_memory import Method, plan_memory
 from leanstep.measure.peaks import SimulatedPeak, simulate_peak
 from leanstep.preference import LensBatch, LensConfig, SamplingConfig, lens_loss
 
@@ -239,6 +239,29 @@ def simulate_head(method: Method, shape: HeadShape) -> SimulatedPeak:
         return step
 
     return simulate_peak(build, make)
+
+
+def longest_batch(capacity: int, vocab: int, hidden: int, dtype: Any, chunk: int, simulated: bool) -> int:
+    """The most rows that fit, all of them kept, by the figure that the rows above are judged by.
+
+    Memory grows linearly with whole chunks of rows: two sizes tell the rest.
+    """
+
+    def total(rows: int) -> int:
+        if simulated:
+            peak = simulate_head("linear", HeadShape(rows, rows, vocab, hidden, dtype, chunk))
+            return peak.input_bytes + peak.peak_bytes
+        return plan_memory(rows, vocab, hidden, 1.0, dtype=dtype, chunk=chunk, kernels=True).total_bytes
+
+    few, many = 4 * chunk, 8 * chunk
+    least, most = total(few), total(many)
+    each = (most - least) / (many - few)
+    fixed = least - each * few
+    if fixed >= capacity or each <= 0:
+        return 0
+    # A last partial chunk may cost up to one more than its share.
+    rows = int((capacity - fixed) / each)
+    return max(0, rows - rows % chunk) if rows >= chunk else rows
 
 
 def simulate_optimizer(

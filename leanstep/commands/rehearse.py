@@ -238,3 +238,75 @@ def _short(report: dict[str, Any]) -> str:
     if time is None:
         return f"stopped: {report['refused']['reason']}" if report["refused"] else "no step"
     return f"{time['step_ms']:.1f} ms a step, bound by {time['bound_by']}"
+
+
+def plan_on_device(
+    kind: str,
+    case: str,
+    wanted: tuple[str, ...],
+    settings: list[dict[str, Any]],
+    device: str,
+    json: str | None,
+    html: str | None,
+) -> list[dict[str, Any]]:
+    """`leanstep plan ... --device`: implementations of a case on the device, each rehearsed at each setting.
+
+    Prints one line each, or the JSON object; returns its rows.
+    """
+    from leanstep.rehearse import verdict
+    from leanstep.rehearse.devices import device_named
+    from leanstep.rehearse.events import Request
+
+    try:
+        target = device_named(device)
+    except ValueError as error:
+        raise BadInput(f"--device: {str(error).removeprefix('device: ')}") from None
+    out = console(json)
+    out.print(f"{case} on {target.name}: predicted, nothing was measured", markup=False)
+    rows = []
+    for setting in settings:
+        shown = ", ".join(f"{k}={v:,}" if isinstance(v, int) else f"{k}={v}" for k, v in setting.items())
+        out.print(shown, markup=False, style="dim")
+        for implementation in wanted:
+            request = Request(
+                case,
+                case=True,
+                device=target.key,
+                steps=2,
+                settings=setting,
+                implementation=implementation,
+            )
+            report = verdict.judge(_run(request, json, quiet=True), [target], points=1)
+            memory, time = report["memory"], report["time"]
+            needed = memory["reserved"] + memory["context"]
+            rows.append(
+                {
+                    "implementation": implementation,
+                    "settings": setting,
+                    "fits": memory["fits"],
+                    "allocated_bytes": memory["allocated"],
+                    "needed_bytes": needed,
+                    "largest": memory["owners"][0] if memory["owners"] else None,
+                    "step_ms": time["step_ms"] if time is not None else None,
+                    "refused": report["refused"],
+                }
+            )
+            out.print(_plan_line(rows[-1], target.memory_bytes), markup=False, highlight=False)
+    result = {"plan": kind, "case": case, "device": target.key, "predicted": True, "rows": rows}
+    write_json(result, json)
+    if html is not None:
+        from leanstep.report import page
+
+        page.add_section(html, "plan", {**result, "title": f"{case} on {target.key}, predicted"})
+    return rows
+
+
+def _plan_line(row: dict[str, Any], capacity: int) -> str:
+    name = f"  {row['implementation']:20s}"
+    if row["refused"] is not None:
+        return f"{name} stopped: {row['refused']['reason']}"
+    room = f"{row['needed_bytes'] / 2**30:8.2f} of {capacity / 2**30:.1f} GiB"
+    largest = row["largest"]
+    most = f"; most of it: {largest['line']} {largest['largest']}" if largest and not row["fits"] else ""
+    step = f", {row['step_ms']:,.1f} ms" if row["step_ms"] is not None and row["fits"] else ""
+    return f"{name} {'fits' if row['fits'] else 'does not fit'} {room}{step}{most}"

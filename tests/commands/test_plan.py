@@ -192,3 +192,25 @@ def test_bad_input_is_one_line_and_exit_two(arguments, message, capsys):
 def test_workload_of_the_gathered_loss_counts_its_logits_as_input():
     peak = simulate_head("gathered-loss", HeadShape(100, 40, 50, 8, torch.float32, 16))
     assert peak.input_bytes == 40 * 50 * 4
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_the_longest_batch_fits_by_the_figure_that_judges_it(simulated: bool):
+    import torch
+
+    from leanstep.commands.plan_workloads import HeadShape, longest_batch, simulate_head
+    from leanstep.logprob.engine.peak_memory import plan_memory
+
+    vocab, hidden, chunk, capacity = 1271, 512, 128, 16 * 2**20
+
+    def total(rows: int) -> int:
+        if simulated:
+            peak = simulate_head("linear", HeadShape(rows, rows, vocab, hidden, torch.bfloat16, chunk))
+            return peak.input_bytes + peak.peak_bytes
+        options = {"dtype": torch.bfloat16, "chunk": chunk, "kernels": True}
+        return plan_memory(rows, vocab, hidden, 1.0, **options).total_bytes
+
+    rows = longest_batch(capacity, vocab, hidden, torch.bfloat16, chunk, simulated)
+    assert rows > 8 * chunk
+    assert total(rows) <= capacity < total(rows + 2 * chunk)
+    assert longest_batch(2**20, vocab, hidden, torch.bfloat16, chunk, simulated) == 0
