@@ -28,7 +28,8 @@ FLASH_HEAD_SIZE = 256
 class DeviceProperties(types.SimpleNamespace):
     """Answer of `torch.cuda.get_device_properties`; a constant for Dynamo, as the real one is."""
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return id(self)
 
 
 class Refused(Exception):

@@ -116,6 +116,10 @@ def _register_own_costs() -> None:
     register_cost("transpose_kernel", _transpose)
     for name in ("lens_pairs_kernel", "lens_targets_kernel", "lens_rows_kernel"):
         register_cost(name, functools.partial(_lens, name))
+    # Of other packages: products inside a kernel, or more than one pass.
+    register_cost("_cce_lse_forward_kernel", functools.partial(_fused_head, 1))
+    register_cost("_cce_backward_kernel", functools.partial(_fused_head, 3))
+    register_cost("liger_cross_entropy_kernel", _liger_cross_entropy)
 
 
 def _programs(arguments: Mapping[str, Any]) -> int:
@@ -179,4 +183,25 @@ def _lens(name: str, given: Mapping[str, Any]) -> Kernel:
         "float32",
         (_programs(given), 1),
         name=name,
+    )
+
+
+def _fused_head(products: int, given: Mapping[str, Any]) -> Kernel:
+    """cut-cross-entropy: hidden x weight without storing the logits; backward makes them again."""
+    hidden, weight = given["E"], given["C"]
+    rows, vocab, width = int(given["B"]), int(given["V"]), int(given["D"])
+    moved = products * (hidden.nbytes + weight.nbytes)
+    flops = 2.0 * products * rows * vocab * width
+    return Kernel(
+        "gemm", moved, flops, hidden.dtype, (products, rows, vocab, width), name="cut-cross-entropy"
+    )
+
+
+def _liger_cross_entropy(given: Mapping[str, Any]) -> Kernel:
+    """liger: a row of logits is read for its sum, read again and overwritten by its gradient."""
+    logits = given["X_ptr"]
+    passes = 3 if given.get("HAS_GRADIENTS") else 1
+    rows = (_programs(given), int(given["n_cols"]))
+    return Kernel(
+        "softmax", passes * logits.nbytes, 0.0, logits.dtype, rows, name="liger_cross_entropy_kernel"
     )
