@@ -36,6 +36,7 @@ _WHAT_IF = Annotated[
 _HOST = Annotated[
     float | None, typer.Option("--host-us", min=0.1, help="Host microseconds of a call that launches.")
 ]
+_EAGER_TOO_S = 60.0
 _EAGER = Annotated[bool, typer.Option("--eager", help="Run torch.compile regions eagerly.")]
 
 
@@ -160,7 +161,9 @@ def _report(recording: Any, devices: Any, changes: list[str], json: str | None) 
         print(f"leanstep: rehearsing again{' with ' + change if change else ''}", file=sys.stderr)
         return _run(request, json, quiet=True)
 
-    eager = again(replace(recording.request, compiled=False)) if recording.regions else None
+    # The figure beside a compiled one takes as long again: only where that is short.
+    quick = bool(recording.regions and recording.steps) and recording.host_s <= _EAGER_TOO_S
+    eager = again(replace(recording.request, compiled=False)) if quick else None
     report = verdict.judge(recording, devices, eager=eager)
 
     if changes:

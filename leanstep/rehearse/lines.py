@@ -34,6 +34,7 @@ class Lines:
 
     def __init__(self) -> None:
         self.main = threading.get_ident()
+        self.started: set[int] = set()  # threads of the program's own
         self.phase = "forward"
         self.region = 0
         self.called: Line | None = None  # where backward was called: sums and hooks have no line of their own
@@ -73,7 +74,7 @@ class Lines:
             if number != self._last.get(thread):  # a node was made for this call
                 made[number - 1] = (line, self.region)
                 self._last[thread] = number
-        if thread == self.main and node is None:
+        if node is None and (thread == self.main or thread in self.started):
             return Place(line, self.phase, self.region)
         if node is not None:
             table = made if self.nested[thread] else self._made.get(self.main, made)

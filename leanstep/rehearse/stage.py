@@ -142,6 +142,7 @@ def _run(request: Request) -> Recording:
         from leanstep.rehearse.what_if import install_changes
 
         install_changes(request.changes)
+    _follow_threads(tape)
     steps = _Steps(tape, request.steps)
     steps.watch()
     started = time.perf_counter()
@@ -173,6 +174,18 @@ def _run(request: Request) -> Recording:
         recording.ended = "refused"
     recording.host_s = real_time() - started
     return tape.finish()
+
+
+def _follow_threads(tape: Any) -> None:
+    """A dispatch mode holds for one thread: loaders and prefetchers of the program get it too."""
+    run = threading.Thread.run
+
+    def on_tape(self: threading.Thread) -> None:
+        tape.lines.started.add(threading.get_ident())
+        with tape:
+            run(self)
+
+    threading.Thread.run = on_tape
 
 
 def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], Any]:

@@ -335,12 +335,11 @@ def text(report: Data) -> str:
 
 
 def _compiled_line(report: Data) -> str:
-    eager = (report["time"] or {}).get("eager_ms")
-    if eager is None:
+    if any("ran eagerly" in note for note in report["notes"]):
         return "  torch.compile ran eagerly"
-    return (
-        f"  torch.compile: priced as fused runs between products (an ideal); eagerly {_ms(eager)} predicted"
-    )
+    eager = (report["time"] or {}).get("eager_ms")
+    beside = f"eagerly {_ms(eager)} predicted" if eager is not None else "--eager gives the other figure"
+    return f"  torch.compile: priced as fused runs between products (an ideal); {beside}"
 
 
 def _device_lines(devices: Sequence[Data]) -> list[str]:

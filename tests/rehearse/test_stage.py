@@ -9,7 +9,7 @@ from rehearse.rehearsed import run_script
 
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
-from leanstep.rehearse.events import Request
+from leanstep.rehearse.events import Launch, Request
 from leanstep.rehearse.stage import rehearse
 
 REFUSED = {
@@ -119,3 +119,24 @@ def test_a_script_that_logs_nvidia_smi_is_told_what_this_is(tmp_path):
     )
     recording = rehearse(Request(str(script), device="a100"), quiet=True)
     assert "a100, predicted; there is no device here" in recording.refused.reason
+
+
+def test_threads_of_the_program_find_the_device(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import queue, threading, torch\n"
+        "ready = queue.Queue()\n"
+        "def load():\n"
+        "    for _ in range(4):\n"
+        "        batch = torch.ones(8, 4, pin_memory=True)\n"
+        "        ready.put(batch.to('cuda', non_blocking=True))\n"
+        "threading.Thread(target=load, daemon=True).start()\n"
+        "model = torch.nn.Linear(4, 4).cuda()\n"
+        "opt = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(4):\n"
+        "    model(ready.get(timeout=60)).sum().backward()\n    opt.step()\n"
+    )
+    recording = rehearse(Request(str(script), device="a100"), quiet=True)
+    assert recording.ended == "steps", recording.refused
+    copies = [e for e in recording.events if isinstance(e, Launch) and e.name == "to device"]
+    assert {(e.line.number, e.phase) for e in copies if e.line.function == "load"} == {(6, "forward")}

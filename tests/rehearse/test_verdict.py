@@ -226,3 +226,10 @@ def test_a_refused_script_gives_its_line_and_reason_and_no_step_time():
     assert report["time"] is None
     assert report["refused"] == {"line": "train.py:4 main", "reason": "reads data_ptr()"}
     assert "stopped at train.py:4 main: reads data_ptr()" in verdict.text(report)
+
+
+def test_a_compiled_script_without_the_eager_figure_does_not_claim_to_have_run_eagerly():
+    made = recorded(region=1)
+    made.notes["torch.compile: graphs captured and priced by a fusion model, not compiled"] = 1
+    assert "ran eagerly" not in verdict.text(verdict.judge(made, [H100]))
+    assert "eagerly" in verdict.text(verdict.judge(made, [H100], eager=recorded()))
