@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leanstep.logprob.engine.lm_head import Head, RowSource, product
-from leanstep.logprob.engine.loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import RowGradients
+from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.tiles import ChunkBuffer, SavedLogits, arrange, default_budget, even_slices
 from leanstep.logprob.parallel import VocabShard
 

@@ -19,9 +19,9 @@ from leanstep.logprob.deprecated import accepts_old_names
 from leanstep.logprob.engine.frozen import frozen_forward
 from leanstep.logprob.engine.kl_topk import divergences
 from leanstep.logprob.engine.lm_head import Head, RowSource
-from leanstep.logprob.engine.loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import FinalStatistics, RowGradients, first_order_only
+from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.tiles import CPU_MAX_ROWS, LogitsInGradient, SavedLogits, arrange
 from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, sparse_logprobs
 from leanstep.logprob.inputs import (

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from leanstep.logprob.deprecated import accepts_old_names
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
-from leanstep.logprob.engine.loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import RowGradients, first_order_only
+from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.tiles import (
     CPU_MAX_ROWS,
     ChunkBuffer,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from leanstep.logprob.layout import local_spans
 from leanstep.logprob.rows import (
     full_loss_mask,
+    next_token_targets,
     place_response,
     plan_rows,
     sample_mean,
@@ -253,3 +254,35 @@ def test_results_of_the_wrong_length_are_named():
         place_response([torch.zeros(1), torch.zeros(3)], plan)
     with pytest.raises(ValueError, match="needs a plan built with loss_masks"):
         sample_mean([torch.zeros(2), torch.zeros(3)], plan)
+
+
+def test_next_token_targets_are_the_following_tokens_of_the_same_sequence():
+    tokens = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    rows, targets = next_token_targets(tokens)
+    assert rows.tolist() == [0, 1, 3, 4] and targets.tolist() == [6, 7, 9, 10]
+    rows, targets = next_token_targets(tokens[0])
+    assert rows.tolist() == [0, 1] and targets.tolist() == [6, 7]
+    for short in (tokens[:, :1], tokens[:0], tokens[0, :0]):
+        assert [x.tolist() for x in next_token_targets(short)] == [[], []]
+
+
+def test_next_token_targets_leave_ignored_labels_out():
+    labels = torch.tensor([[-100, -100, 7, 2], [-100, 9, -100, 4]])
+    rows, targets = next_token_targets(labels, ignore_index=-100)
+    assert rows.tolist() == [1, 2, 4, 6] and targets.tolist() == [7, 2, 9, 4]
+    with pytest.raises(ValueError, match=r"tokens: expected integers \[S\] or \[B, S\]"):
+        next_token_targets(torch.zeros(2, 3))
+
+
+def test_next_token_targets_give_the_plain_language_model_loss():
+    from leanstep.logprob import linear_logprobs
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 5, 4, generator=generator, dtype=torch.float64)
+    weight = torch.randn(11, 4, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, 11, (2, 5), generator=generator)
+    rows, targets = next_token_targets(tokens)
+    found = -linear_logprobs(hidden.flatten(0, -2), weight, targets, rows=rows).logp.mean()
+    logits = hidden[:, :-1] @ weight.T
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(found, expected)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from leanstep.logprob.engine.kl_topk import TopK
 from leanstep.logprob.engine.lm_head import product
-from leanstep.logprob.engine.loop import Call
 from leanstep.logprob.engine.softmax import (
     EXPONENT_FLOOR,
     RowStatistics,
@@ -30,6 +29,7 @@ from leanstep.logprob.engine.softmax import (
     read_targets_,
     tile_ids,
 )
+from leanstep.logprob.engine.tile_loop import Call
 from leanstep.logprob.engine.tiles import Scratch
 from leanstep.logprob.parallel import combine_statistics
 
