@@ -214,8 +214,9 @@ class BankedGPT(nn.Module):
 
     def window_tokens(self, layer: int) -> int:
         """Reach of a layer's attention: this many earlier time slots are visible."""
-        is_long = layer in self.config.long_window_layers
-        return self.windows[is_long] * self.config.window_block
+        # Not `self.windows[condition]`: torch.compile cannot index a tuple with a bool.
+        short, long = self.windows
+        return (long if layer in self.config.long_window_layers else short) * self.config.window_block
 
     def set_windows(self, short: int, long: int, *, yarn: bool = True) -> None:
         """Change the windows (in blocks). A new long window is a YaRN step, unless `yarn` is False.
