@@ -71,6 +71,7 @@ def rehearse(
         raise BadInput(f"--device: {str(error).removeprefix('device: ')}") from None
     for option, path in (("--json", json), ("--html", html)):
         check_writable(path, option)
+    changes = _changes(what_if)
     is_case = not module and _is_case(target)
     if not is_case and (settings is not None or impl is not None):
         raise BadInput(f"--set, --impl: for registered cases; {target} is a script")
@@ -89,7 +90,7 @@ def rehearse(
         host_us=host_us,
     )
     recording = _run(request, json)
-    report = _report(recording, devices, _changes(what_if), json)
+    report = _report(recording, devices, changes, json)
     console(json).print(_text(report), markup=False, highlight=False, soft_wrap=True)
     write_json(report, json)
     if html is not None:
@@ -266,7 +267,7 @@ def plan_on_device(
         raise BadInput(f"--device: {str(error).removeprefix('device: ')}") from None
     out = console(json)
     out.print(f"{case} on {target.name}: predicted, nothing was measured", markup=False)
-    rows = []
+    rows, runs = [], []
     for setting in settings:
         shown = ", ".join(f"{k}={v:,}" if isinstance(v, int) else f"{k}={v}" for k, v in setting.items())
         out.print(shown, markup=False, style="dim")
@@ -279,7 +280,8 @@ def plan_on_device(
                 settings=setting,
                 implementation=implementation,
             )
-            report = verdict.judge(_run(request, json, quiet=True), [target], points=1)
+            report = verdict.judge(_run(request, json, quiet=True), [target])
+            runs.append({**report, "script": f"{case}, {implementation}: {shown}"})
             memory, time = report["memory"], report["time"]
             needed = memory["reserved"] + memory["context"]
             rows.append(
@@ -300,7 +302,7 @@ def plan_on_device(
     if html is not None:
         from leanstep.report import page
 
-        page.add_section(html, "plan", {**result, "title": f"{case} on {target.key}, predicted"})
+        page.add_section(html, "rehearse", {"runs": runs})
     return rows
 
 
