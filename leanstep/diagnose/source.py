@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import linecache
 import os
-import sys
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -319,11 +318,6 @@ def judge_code(file: str, function: str) -> int:
     if file.startswith("<") or file.startswith(_STDLIB):
         return 0
     return USER
-
-
-def frame_above(depth: int) -> FrameType:
-    """The frame `depth` levels above the caller."""
-    return sys._getframe(depth + 1)
 
 
 def short_path(file: str) -> str:

@@ -233,13 +233,3 @@ class LiveClock(Protocol):
     def play(self, event: Event) -> None:
         """Take one event, in program order."""
         ...
-
-
-class StillClock:
-    """A clock that does not move: for recordings that nobody asks for the time."""
-
-    host = 0.0
-    device = 0.0
-
-    def play(self, event: Event) -> None:
-        pass

@@ -31,10 +31,6 @@ _make: Callable[..., Any] = torch.Tensor._make_subclass
 _guard: Callable[[Any], None] = torch._C._set_throw_on_mutable_data_ptr  # pyright: ignore
 
 
-class _NoKeyError(Exception):
-    """An argument of a kind that no plan can be found by."""
-
-
 class Arguments:
     """The tensors of a call in order, and a hashable description of all that its outputs depend on."""
 

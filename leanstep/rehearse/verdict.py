@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from leanstep.rehearse import what_if
 from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Free, Launch, Recording, Request
-from leanstep.rehearse.time_model import Clock, HostCosts, Timing
+from leanstep.rehearse.time_model import Clock, Timing
 
 GIB, MIB = 2**30, 2**20
 LINES = 40
@@ -419,16 +418,3 @@ def _what_if_lines(report: Data) -> list[str]:
         got = f"{_size(entry['needed'])}" if entry["needed"] is not None else entry["why"] or "still too much"
         found.append(f"  to fit: {entry['text']}: {'fits, ' if entry['fits'] else ''}{got} ({entry['how']})")
     return found
-
-
-def short_target(request: Request) -> str:
-    return request.target if request.module or request.case else Path(request.target).name
-
-
-def bare_products(recording: Recording, device: Device, costs: HostCosts | None = None) -> float | None:
-    """Seconds of the last step's products alone, at the same rates."""
-    clock = Clock(device, costs=costs)
-    events = _last(recording)
-    if not events:
-        return None
-    return sum(clock.price(k) for e in events for k in e.kernels if k.kind == "gemm")

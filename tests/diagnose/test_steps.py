@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -81,5 +82,6 @@ def test_every_rule_is_needed(rule: str, record) -> None:
 def test_three_steps_are_recorded_after_one(name: str, record) -> None:
     watch = record(STEPS / f"{name}.py")
     assert (len(watch.steps), watch.warmup_done, watch.boundary) == (3, 1, "optimizer")
+    # How long a step takes is the machine's affair; that it was timed is ours.
     assert watch.step_seconds is not None
-    assert 0 < watch.step_seconds < 5
+    assert math.isfinite(watch.step_seconds) and watch.step_seconds > 0

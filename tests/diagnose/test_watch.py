@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tool_loader import load_tool
 from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -301,20 +301,7 @@ def _recorded(step) -> tuple[int, int, float]:
 
 
 def test_recording_adds_no_op_to_thousands_of_tiny_ones() -> None:
-    model = torch.nn.Linear(32, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(16, 32)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        scores = model(x).squeeze(-1)
-        loss = torch.zeros(())
-        for i in range(16):
-            for j in range(i + 1, 16):
-                loss = loss - F.logsigmoid(scores[i] - scores[j])
-        loss.backward()
-        optimizer.step()
-
+    step = load_tool("watch_overhead").tiny_ops()
     plain, recorded, calls = _recorded(step)
     assert recorded == plain > 1000
     # The time per op is measured by tools/watch_overhead.py; it follows the calls.
