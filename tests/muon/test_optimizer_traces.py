@@ -1,0 +1,137 @@
+"""NorMuon against traces of upstream's optimizer, step by step."""
+
+from __future__ import annotations
+
+import torch
+from muon.golden import array, load
+from torch import nn
+
+from leanstep.muon import NorMuon, reference
+
+
+def replay(trace, compute_dtype):
+    """Run the recorded gradients through the optimizer the way the speedrun does."""
+    hyper = trace["hyper"]
+    params = {label: nn.Parameter(array(entry)) for label, entry in trace["init"].items()}
+    adam = hyper["adam"]
+    groups = [
+        {
+            "params": [("mlp_bank", params["mlp_bank"])],
+            "algorithm": "normuon",
+            "lr_mul": [1.0, 2.0, 1.0, 2.0],
+        },
+        {"params": [("attn_bank", params["attn_bank"])], "algorithm": "normuon"},
+    ]
+    for label, row in hyper["table"].items():
+        groups.append(
+            {
+                "params": [(label, params[label])],
+                "algorithm": "adam",
+                "betas": tuple(row["betas"]),
+                "lr_mul": row["lr_mul"],
+                "wd_mul": row["wd_mul"],
+                "eps": adam["eps"],
+                "weight_decay": adam["weight_decay"],
+                "residual": "none",
+            }
+        )
+    optimizer = NorMuon(
+        groups,
+        lr=hyper["normuon"]["lr"],
+        adam={"lr": adam["lr"]},
+        beta2=hyper["normuon"]["beta2"],
+        weight_decay=hyper["normuon"]["weight_decay"],
+        residual="truncate",
+        eps_mode="absolute",
+        compute_dtype=compute_dtype,
+        method="standard",
+    )
+    base = [group["lr"] for group in optimizer.param_groups]
+    tied, snapshots = True, []
+    for row in trace["steps"]:
+        for label, entry in row["new_grads"].items():
+            grad = array(entry)
+            params[label].grad = grad if params[label].grad is None else params[label].grad + grad
+        for group, lr in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = lr * row["lr_mul"]
+            if "momentum" in group:
+                group["momentum"] = row["muon_momentum"]
+        if tied and row["do_adam"]:
+            params["lm_head"].grad += params["embed"].grad.mT
+            params["embed"].grad = None
+        optimizer.step(do_adam=row["do_adam"])
+        optimizer.zero_stepped_grads()
+        if tied and row["do_adam"]:
+            params["embed"].data.copy_(params["lm_head"].data.mT)
+        if row["split_after"]:
+            tied = False
+            optimizer.copy_state(params["lm_head"], params["embed"], transpose=True)
+        snapshots.append({label: optimizer.master(p) for label, p in params.items()})
+    return optimizer, params, snapshots
+
+
+def test_six_step_trace_of_the_whole_optimizer():
+    trace = load("optimizer_trace")
+    optimizer, params, snapshots = replay(trace, torch.float32)
+    for row, snapshot in zip(trace["steps"], snapshots, strict=True):
+        for label, expected in row["after"].items():
+            key = "weight_fp32" if "weight_fp32" in expected else "weight"
+            want = array(expected[key]).float()
+            atol = 2e-5 if key == "weight_fp32" or want.dtype == torch.float32 else 0
+            rtol = 2**-7 if array(expected[key]).dtype == torch.bfloat16 else 0
+            torch.testing.assert_close(
+                snapshot[label], want, atol=atol, rtol=rtol, msg=lambda m, label=label: f"{label}: {m}"
+            )
+    last = trace["steps"][-1]["after"]
+    for label, param in params.items():
+        state = optimizer.state[param]
+        if "step" in state:
+            assert int(state["step"]) == last[label]["step"]
+            torch.testing.assert_close(state["exp_avg"], array(last[label]["exp_avg"]), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                state["exp_avg_sq"], array(last[label]["exp_avg_sq"]), atol=1e-6, rtol=1e-5
+            )
+        else:
+            torch.testing.assert_close(
+                state["second_momentum"], array(last[label]["second_momentum"]), atol=1e-6, rtol=1e-4
+            )
+
+
+def test_bfloat16_orthogonalisation_is_closer_to_float32_than_upstreams():
+    _, _, snapshots = replay(load("optimizer_trace"), torch.bfloat16)
+    exact = load("optimizer_trace")["steps"][-1]["after"]
+    for label, expected in load("optimizer_trace_bf16_final")["final"].items():
+        truth = array(exact[label]["weight_fp32"])
+        upstream = (array(expected["weight_fp32"]) - truth).norm()
+        assert (snapshots[-1][label] - truth).norm() <= upstream
+
+
+def polar_rounded_like_upstream(update):
+    """The reference formulas with a bfloat16 rounding exactly where the speedrun has one."""
+    x = reference.normalize(update.bfloat16(), "absolute")
+    for a, b, c in reference.POLAR_EXPRESS:
+        if x.size(-2) > x.size(-1):
+            gram = x.mT @ x
+            x = torch.baddbmm(x, x, b * gram + c * (gram @ gram), beta=a)
+        else:
+            gram = x @ x.mT
+            x = torch.baddbmm(x, b * gram + c * (gram @ gram), x, beta=a)
+    return x.float()
+
+
+def test_reference_rounded_to_bfloat16_reproduces_upstreams_trace():
+    trace = load("optimizer_trace")
+    for label, expected in load("optimizer_trace_bf16_final")["final"].items():
+        weight = array(trace["init"][label]).float()
+        rows, cols = weight.shape[-2:]
+        buffer = torch.zeros_like(weight)
+        second = torch.zeros_like(array(expected["second_momentum"]))
+        factor = torch.tensor([1.0, 2.0, 1.0, 2.0] if label == "mlp_bank" else [1.0, 1.0]).view(-1, 1, 1)
+        for row in trace["steps"]:
+            grad = array(row["new_grads"][label]).float()
+            update, buffer = reference.nesterov(grad, buffer, row["muon_momentum"])
+            update, second = reference.reduce_variance(polar_rounded_like_upstream(update), second, 0.95)
+            lr = 0.023 * row["lr_mul"]
+            rate = lr * factor * reference.shape_factor(rows, cols)
+            weight = reference.cautious_decay(weight, update, rate, 1.2 * lr)
+        torch.testing.assert_close(weight, array(expected["weight_fp32"]), atol=2e-3, rtol=0)
