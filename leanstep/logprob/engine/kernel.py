@@ -105,21 +105,21 @@ def update_statistics(
     maximum: Tensor,
     total: Tensor,
     moment: Tensor | None,
-    tokens: Tensor | None = None,
+    targets: Tensor | None = None,
     first: int = 0,
     target: Tensor | None = None,
 ) -> None:
     """Add the columns of `z` [R, W] fp32 to the running m, s and t (None: not kept), in place.
 
-    With `tokens` [R], `target` gets the logits of those that the tile, which begins at id `first`, holds.
+    With `targets` [R], `target` gets the logits of those that the tile, which begins at id `first`, holds.
     """
     rows, columns = z.shape
     if rows and columns:
         block = min(STATISTICS_BLOCK, triton.next_power_of_2(columns))
-        reads = tokens is not None
+        reads = targets is not None
         # Where nothing is read, any pointer of the right type will do.
         update_statistics_kernel[(rows,)](
-            z, tokens if reads else total, target if reads else total,
+            z, targets if reads else total, target if reads else total,
             maximum, total, total if moment is None else moment, first, columns, z.stride(0),
             HAS_TARGET=reads, HAS_MOMENT=moment is not None, BLOCK=block, num_warps=8,
         )  # fmt: skip
@@ -131,20 +131,20 @@ def scale_exponentials(
     maximum: Tensor,
     constant: Tensor,
     slope: Tensor | None,
-    tokens: Tensor | None = None,
+    targets: Tensor | None = None,
     first: int = 0,
     target: Tensor | None = None,
 ) -> Tensor:
     """out <- e^(z-m) (constant + slope (z-m)) per row; 0 where e^(z-m) is 0. `out` may be `z`.
 
-    With `target` [R] that is added at the tokens that the tile, which begins at id `first`, holds.
+    With `target` [R] that is added at the targets that the tile, which begins at id `first`, holds.
     """
     rows, columns = z.shape
     if rows and columns:
         block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
         adds = target is not None
         scale_exponentials_kernel[(rows, triton.cdiv(columns, block))](
-            z, out, tokens if adds else constant, target if adds else constant,
+            z, out, targets if adds else constant, target if adds else constant,
             maximum, constant, constant if slope is None else slope,
             first, columns, z.stride(0), out.stride(0),
             HAS_TARGET=adds, HAS_SLOPE=slope is not None, BLOCK=block, num_warps=4,
