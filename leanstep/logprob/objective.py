@@ -168,6 +168,10 @@ def policy_loss(
 ) -> PolicyLoss:
     """The unfused objective on log-probs from anywhere; `linear_policy_loss` gives the same number.
 
+    Equivalent to, for "grpo" with neither mask nor entropy:
+        ratio = (logp - old_logp).exp()
+        loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
     Args:
         logp, old_logp, advantages: [N]. `entropy`, `ref_logp`, `mask` likewise.
         objective: a `PolicyObjective` or a name: ppo, grpo, dapo, cispo, gspo.

@@ -96,7 +96,10 @@ def vocab_shard(
 
 
 def gather_vocab_starts(width: int, group: Any) -> list[int]:
-    """Where each rank's columns start when widths differ, and the total last.
+    """Where each rank's columns start when widths differ, and the total last: [ranks + 1] numbers.
+
+    Equivalent to, on one rank:
+        starts = [0, width]
 
     Collectives: 1. Call it once, at set-up.
     """
@@ -182,7 +185,10 @@ def all_reduce_sum(x: Tensor, group: Any, axis: str = "cp") -> Tensor:
 def gather_response(
     parts: Sequence[Tensor] | Sequence[Sequence[Tensor]], plan: RowPlan, group: Any
 ) -> list[Tensor] | list[list[Tensor]]:
-    """Local parts, one per sample -> whole responses on every rank; the inverse of `slice_response`.
+    """Local parts, one per sample -> whole responses [R] on every rank; the inverse of `slice_response`.
+
+    Equivalent to, on one rank:
+        whole = list(parts)
 
     Several outputs (a list of lists) travel together. Collectives: 1 forward, 1 backward, for all of them.
     """
@@ -205,6 +211,9 @@ def return_parts(plan: RowPlan, group: Any, *values: Tensor) -> list[list[Tensor
     """Per-row results -> per-sample local parts, in the split that later code sees.
 
     That is `plan.split` for every layout except allgather, whose results go back to the zigzag split.
+
+    Equivalent to, for `values` [T'] of the other layouts:
+        parts = [plan.split(x) for x in values]
 
     Collectives: 0; allgather with more than one rank: 1 forward, 1 backward for all `values` together.
     """

@@ -127,7 +127,11 @@ class RowPlan:
 
 
 def select_rows(response_only: bool = False, loss_mask_only: bool = False) -> Select:
-    """The two switches of a trainer's configuration -> `select`; rejects mask-only without response-only."""
+    """The two switches of a trainer's configuration -> `select`; rejects mask-only without response-only.
+
+    Equivalent to:
+        select = ("all", "response", "loss_mask")[response_only + loss_mask_only]
+    """
     if loss_mask_only and not response_only:
         raise ValueError("loss_mask_only: needs response_only=True, got response_only=False")
     return "loss_mask" if loss_mask_only else "response" if response_only else "all"
@@ -251,6 +255,9 @@ def full_loss_mask(
 ) -> Tensor:
     """The masks aligned with local logit rows: [T_local] int64, 1 where the row scores a kept token.
 
+    Equivalent to, for one sample of L tokens with R response tokens:
+        full = torch.cat((torch.zeros(L - R - 1), mask, torch.zeros(1))).long()
+
     The other arguments are those of `plan_rows` that describe the layout.
     """
     totals, responses, prompts = checked_lengths(total_lengths, response_lengths)
@@ -266,7 +273,12 @@ def full_loss_mask(
 
 
 def slice_response(responses: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
-    """Response-long tensors, one per sample -> this rank's parts, as `plan.split` returns them."""
+    """Response-long tensors [R], one per sample -> this rank's parts, as `plan.split` returns them.
+
+    Equivalent to:
+        held = [[x[a:b] for k, a, b in plan.response_ranges() if k == s] for s, x in enumerate(responses)]
+        parts = [torch.cat(pieces) for pieces in held]
+    """
     if len(responses) != len(plan.response_lengths):
         raise ValueError(f"responses: expected {len(plan.response_lengths)} samples, got {len(responses)}")
     for k, (x, length) in enumerate(zip(responses, plan.response_lengths, strict=True)):
@@ -307,6 +319,10 @@ def select_allowed(
     """Allowed ids per response token (top-p replay) -> `allowed` of the computed rows: ids, offsets, has_set.
 
     `ids[k]` holds sample k's lists one after another, `offsets[k]` its R + 1 bounds; both on the host.
+    The result: [M] ids, [T' + 1] offsets, [T'] bool.
+
+    Equivalent to, for one sample and select "response":
+        allowed = torch.as_tensor(ids[0]), torch.as_tensor(offsets[0]), torch.ones(R, dtype=torch.bool)
     """
     for name, lists in (("ids", ids), ("offsets", offsets)):
         if len(lists) != len(plan.response_lengths):
@@ -366,7 +382,10 @@ def next_token_targets(tokens: Tensor, *, ignore_index: int | None = None) -> tu
 
 
 def sample_mean(values: Tensor | Sequence[Tensor], plan: RowPlan) -> Tensor:
-    """sum over samples of sum(x * mask) / max(mask total, 1), this rank's share of it.
+    """sum over samples of sum(x * mask) / max(mask total, 1), this rank's share of it, a scalar.
+
+    Equivalent to, on one rank, for `values` in parts:
+        share = sum((x * m).sum() / max(m.sum(), 1) for x, m in zip(values, loss_masks))
 
     The mask total is the whole sample's, so the shares of all context-parallel ranks add up to the
     unsharded value. `values`: the parts of `plan.split`, or their concatenation.
