@@ -24,9 +24,15 @@ def kernels(
     targets: Annotated[
         str, typer.Option(help="Comma-separated: sm_80, sm_90, sm_100, gfx942, or others of that kind.")
     ] = "sm_80,sm_90,sm_100,gfx942",
+    shipped: Annotated[
+        bool, typer.Option("--shipped", help="Only the listed configurations, not every flag's variants.")
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Compile every Triton kernel ahead of time: registers, spills, shared memory. No GPU is needed.
+
+    With sm_90 among the targets its machine code is looked at, too: tensor cores in products, 128-bit loads
+    and stores in passes, nothing in local memory.
 
     Example: leanstep kernels --targets sm_90,gfx942
     """
@@ -47,22 +53,18 @@ def kernels(
     out = console(json)
     try:
         with progress_bar(out, "kernels") as report:
-            rows = [row.to_json() for row in compile_all(names, progress=report)]
+            compiled = list(compile_all(names, progress=report, every_variant=not shipped))
     except ValueError as error:
         raise BadInput(f"--{error}") from None
+    rows = [row.to_json() for row in compiled]
     out.print(_table(rows, names))
     write_json({"targets": names, "rows": rows}, json)
-    failed = [row for row in rows if row["error"]]
-    spilled = [row for row in rows if row["spill_bytes"]]
-    if failed:
-        first = failed[0]
+    wrong = [row for row in compiled if row.complaint]
+    if wrong:
+        first = wrong[0]
         raise FellShort(
-            f"{len(failed)} did not compile; {first['kernel']} for {first['target']}: {first['error']}"
+            f"{len(wrong)} of {len(compiled)} fall short; {first.kernel} for {first.target} {first.complaint}"
         )
-    if spilled:
-        first = spilled[0]
-        where = f"{first['kernel']} for {first['target']}"
-        raise FellShort(f"{len(spilled)} spill registers; {where}: {first['spill_bytes']} bytes")
 
 
 def _table(rows: list[dict[str, Any]], targets: tuple[str, ...]) -> Table:
@@ -77,12 +79,15 @@ def _table(rows: list[dict[str, Any]], targets: tuple[str, ...]) -> Table:
         lines.setdefault((row["package"], row["kernel"]), {})[row["target"]] = row
     for (package, kernel), cells in lines.items():
         warps = str(next(iter(cells.values()))["num_warps"])
-        table.add_row(f"{package} {kernel}", warps, *(_cell(cells[target]) for target in targets))
+        table.add_row(f"{package} {kernel}", warps, *(_cell(cells.get(target)) for target in targets))
     return table
 
 
-def _cell(row: dict[str, Any]) -> str:
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
     if row["error"]:
         return "failed"
     spills = f" ({row['spill_bytes']} spilled)" if row["spill_bytes"] else ""
-    return f"{row['registers']} / {row['shared_bytes']}{spills}"
+    missed = f" ({row['shortfall']})" if row["shortfall"] else ""
+    return f"{row['registers']} / {row['shared_bytes']}{spills}{missed}"

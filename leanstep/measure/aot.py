@@ -1,15 +1,17 @@
 """Compile Triton kernels for GPUs that are not here: registers, spills and shared memory from the binaries.
 
-Each fast path's `kernel.py` lists its shipped configurations in AOT_KERNELS. NVIDIA figures come from the
-tools bundled with Triton (cuobjdump for registers, ptxas -v for spills), AMD ones from the assembly's
-metadata. Shared memory is Triton's own figure: cuobjdump leaves out the dynamic part.
+Each fast path's `kernel.py` lists its shipped configurations in AOT_KERNELS; `variants` adds what the flags
+of a kernel allow beside them. NVIDIA figures come from the tools bundled with Triton (cuobjdump for
+registers, ptxas -v for spills), AMD ones from the assembly's metadata. Shared memory is Triton's own figure:
+cuobjdump leaves out the dynamic part. The machine code for sm_90 has to pass the gates of `sass.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.util
 import inspect
+import itertools
 import json
 import os
 import re
@@ -21,19 +23,31 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-KERNEL_MODULES = (
-    "leanstep.preference.kernel",
-    "leanstep.logprob.engine.kernel",
-    "leanstep.muon.kernel",
-)
+from leanstep.measure import sass
+
+_PACKAGE = Path(__file__).parent.parent
+
+
+def kernel_modules() -> tuple[str, ...]:
+    """Every `kernel.py` of the package: the only files that may import Triton at the top."""
+    return tuple(
+        ".".join(("leanstep", *path.relative_to(_PACKAGE).with_suffix("").parts))
+        for path in sorted(_PACKAGE.rglob("kernel.py"))
+    )
+
+
+KERNEL_MODULES = kernel_modules()
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 # The AMD pipeliner keeps one buffer less than NVIDIA's; more than two stages only costs memory there.
 MAX_AMD_STAGES = 2
+# A shipped configuration spills nothing. A variant of its flags may: this much is a few values that a loop
+# keeps for later; a tile that does not fit takes a kilobyte.
+VARIANT_SPILL_BYTES = 32
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What one kernel configuration needs on one target."""
+    """What one kernel configuration needs on one target; `shortfall`: the gates its machine code misses."""
 
     package: str
     kernel: str
@@ -44,6 +58,17 @@ class CompiledKernel:
     num_warps: int
     num_stages: int
     error: str | None = None
+    shortfall: str = ""
+    shipped: bool = True
+
+    @property
+    def complaint(self) -> str:
+        """Why this will not do, or empty."""
+        if self.error:
+            return f"did not compile: {self.error}"
+        if self.spill_bytes > (0 if self.shipped else VARIANT_SPILL_BYTES):
+            return f"spills {self.spill_bytes} bytes of registers"
+        return self.shortfall
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,18 +86,64 @@ def parse_target(name: str) -> Any:
     raise ValueError(f"targets: expected names like {', '.join(TARGETS)}, got {name!r}")
 
 
-def shipped_kernels(modules: tuple[str, ...] = KERNEL_MODULES) -> list[tuple[str, dict[str, Any]]]:
-    """(package, AOT_KERNELS entry) of every kernel module that is there."""
+def shipped_kernels(
+    modules: tuple[str, ...] = KERNEL_MODULES, *, every_variant: bool = False
+) -> list[tuple[str, dict[str, Any]]]:
+    """(package, AOT_KERNELS entry) of every kernel module; with the variants of their flags where asked."""
     found = []
     for name in modules:
-        try:
-            present = importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError:
-            present = False
-        if present:
-            package = name.split(".")[-2]
-            found += [(package, entry) for entry in importlib.import_module(name).AOT_KERNELS]
+        listed = importlib.import_module(name).AOT_KERNELS
+        # The room that the kernel belongs to, not a folder inside it.
+        found += [(name.split(".")[1], entry) for entry in (variants(listed) if every_variant else listed)]
     return found
+
+
+def variants(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The entries, and what their kernels' flags allow beside them: every pair of values of two flags.
+
+    A flag is a constexpr that is True or False in the registry, unless the entry's "tied" names it: those
+    follow from a pointer's type. Up to three of them are combined in every
+    way. With more, each two flags take all four pairs of values somewhere: eight flags take 256 combinations
+    and minutes a target, their pairs about ten, and a kernel that fails to compile does so for one or two.
+    """
+    made, known = list(entries), {_identity(entry) for entry in entries}
+    for entry in entries:
+        tied = entry.get("tied", ())
+        flags = [k for k, v in entry["constexprs"].items() if isinstance(v, bool) and k not in tied]
+        for values in _covering(len(flags), tuple(entry["constexprs"][name] for name in flags)):
+            chosen = dict(zip(flags, values, strict=True))
+            other = {**entry, "constexprs": {**entry["constexprs"], **chosen}}
+            changed = [f"{name}={int(v)}" for name, v in chosen.items() if v != entry["constexprs"][name]]
+            other |= {"name": " ".join([entry["name"], *changed]), "shipped": False}
+            if _identity(other) not in known:
+                known.add(_identity(other))
+                made.append(other)
+    return made
+
+
+def _identity(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """Two entries with this in common compile to the same code."""
+    parts = (entry["signature"], entry["constexprs"])
+    listed = (tuple(sorted((str(k), str(v)) for k, v in part.items())) for part in parts)
+    return (entry["fn"].__name__, *listed, entry["num_warps"], entry["num_stages"])
+
+
+def _covering(count: int, first: tuple[bool, ...]) -> list[tuple[bool, ...]]:
+    """Rows of `count` booleans in which any two columns take all four pairs; greedy, always the same rows."""
+    everything = list(itertools.product((False, True), repeat=count))
+    if count <= 3:
+        return everything
+    columns = list(itertools.combinations(range(count), 2))
+
+    def pairs(row: tuple[bool, ...]) -> set[tuple[int, int, bool, bool]]:
+        return {(a, b, row[a], row[b]) for a, b in columns}
+
+    rows = [first]
+    missing = set().union(*map(pairs, everything)) - pairs(first)
+    while missing:
+        rows.append(max(everything, key=lambda row: len(pairs(row) & missing)))
+        missing -= pairs(rows[-1])
+    return rows
 
 
 def compile_kernel(package: str, entry: dict[str, Any], target_name: str) -> CompiledKernel:
@@ -92,7 +163,16 @@ def compile_kernel(package: str, entry: dict[str, Any], target_name: str) -> Com
     }
     stages = entry["num_stages"] if target.backend == "cuda" else min(entry["num_stages"], MAX_AMD_STAGES)
     options = {"num_warps": entry["num_warps"], "num_stages": stages}
-    label = (package, entry["name"], target_name)
+    warps, shipped = entry["num_warps"], entry.get("shipped", True)
+    made = functools.partial(
+        CompiledKernel,
+        package,
+        entry["name"],
+        target_name,
+        num_warps=warps,
+        num_stages=stages,
+        shipped=shipped,
+    )
     try:
         kernel = triton.compile(
             ASTSource(function, signature, constants, attributes), target=target, options=options
@@ -100,18 +180,20 @@ def compile_kernel(package: str, entry: dict[str, Any], target_name: str) -> Com
         registers, spills = (
             _nvidia(kernel, target) if target.backend == "cuda" else _amd(kernel.asm["amdgcn"])
         )
+        missed = sass.check(kernel, warps) if target_name == sass.GATED_TARGET else []
     except Exception as problem:
         line = str(problem).strip().splitlines() or [type(problem).__name__]
-        return CompiledKernel(
-            *label, 0, 0, 0, entry["num_warps"], stages, f"{type(problem).__name__}: {line[0]}"
-        )
-    return CompiledKernel(*label, registers, spills, kernel.metadata.shared, entry["num_warps"], stages)
+        return made(0, 0, 0, error=f"{type(problem).__name__}: {line[0]}")
+    # Spills have a figure of their own.
+    missed = [sentence for sentence in missed if not (spills and sentence.endswith(sass.LOCAL))]
+    return made(registers, spills, kernel.metadata.shared, shortfall="; ".join(missed))
 
 
 def compile_all(
     targets: tuple[str, ...] = TARGETS,
     modules: tuple[str, ...] = KERNEL_MODULES,
     progress: Callable[[str, float], None] | None = None,
+    every_variant: bool = False,
 ) -> Iterator[CompiledKernel]:
     """Every shipped kernel for every target.
 
@@ -130,7 +212,8 @@ def compile_all(
                 progress(target, 0.0)
             yield from _compile_apart(target, modules)
     tested = [target for target in targets if target in TARGETS]
-    work = [(package, entry, target) for package, entry in shipped_kernels(modules) for target in tested]
+    shipped = shipped_kernels(modules, every_variant=every_variant)
+    work = [(package, entry, target) for package, entry in shipped for target in tested]
     for index, (package, entry, target) in enumerate(work):
         if progress:
             progress(f"{entry['name']} {target}", index / len(work))
@@ -189,10 +272,14 @@ def _nvidia(kernel: Any, target: Any) -> tuple[int, int]:
         usage = _run(str(knobs.nvidia.cuobjdump.path), "-res-usage", str(cubin))
         arch = re.search(r"\.target\s+(sm_\w+)", kernel.asm["ptx"])
         assert arch, "PTX names no target"
-        out = str(Path(folder) / "out")
-        report = _run(_assembler(target.arch), "-v", f"--gpu-name={arch.group(1)}", str(ptx), "-o", out)
-    registers = re.search(r"REG:(\d+)", usage)
-    assert registers, f"cuobjdump printed no registers: {usage!r}"
+        registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
+        assert registers and stack, f"cuobjdump printed no registers: {usage!r}"
+        report = ""
+        if int(
+            stack.group(1)
+        ):  # without a stack frame nothing can be spilled: the assembler need not run again
+            out = str(Path(folder) / "out")
+            report = _run(_assembler(target.arch), "-v", f"--gpu-name={arch.group(1)}", str(ptx), "-o", out)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
     return int(registers.group(1)), max([0, *map(int, spills)])
 
@@ -205,11 +292,14 @@ def _amd(assembly: str) -> tuple[int, int]:
     return int(registers.group(1)), 4 * int(spills.group(1))
 
 
-def compile_in_subprocess(targets: tuple[str, ...], modules: tuple[str, ...] = KERNEL_MODULES) -> str:
+def compile_in_subprocess(
+    targets: tuple[str, ...], modules: tuple[str, ...] = KERNEL_MODULES, *, every_variant: bool = False
+) -> str:
     """The JSON of `compile_all` from a process without TRITON_INTERPRET (the test-suite sets it)."""
     code = (
         "import json; from leanstep.measure.aot import compile_all; "
-        f"print(json.dumps([row.to_json() for row in compile_all({targets!r}, {modules!r})]))"
+        f"rows = compile_all({targets!r}, {modules!r}, every_variant={every_variant}); "
+        "print(json.dumps([row.to_json() for row in rows]))"
     )
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return subprocess.run(

@@ -423,7 +423,7 @@ def _shipped(name: str, fn, types: dict[str, str], constexprs: dict, num_warps: 
     """One ahead-of-time entry; an argument that `types` does not name is an int32."""
     signature = {n: types.get(n, "i32") for n in fn.arg_names if n not in constexprs}
     entry = {"name": name, "fn": fn, "signature": signature, "constexprs": constexprs}
-    return entry | {"num_warps": num_warps, "num_stages": 2}
+    return entry | {"num_warps": num_warps, "num_stages": 2, "tied": ("DOUBLE",)}
 
 
 def _rows(name: str, score_type: str, block: int, smooth: bool) -> dict:

@@ -21,7 +21,7 @@ ROWS = [
 def compiled(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     rows = list(ROWS)
-    monkeypatch.setattr(aot, "compile_all", lambda targets, progress=None: iter(rows))
+    monkeypatch.setattr(aot, "compile_all", lambda targets, **_: iter(rows))
     return rows
 
 

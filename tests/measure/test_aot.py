@@ -1,17 +1,24 @@
-"""Ahead-of-time compilation: shipped kernels do not spill, broken ones become a row."""
+"""Ahead-of-time compilation: shipped kernels pass the gates, broken ones become a row.
+
+`leanstep kernels` compiles every variant for four targets, which takes minutes; here: the shipped, for one.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+import os
+from collections import Counter
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
 
-from leanstep.measure import aot
+from leanstep.measure import aot, sass
 
 VERSION = tuple(int(part) for part in metadata.version("triton").split(".")[:2])
 
@@ -43,14 +50,61 @@ def test_no_shipped_kernel_spills_registers_on_sm_90(rows):
     assert [(row["kernel"], row["spill_bytes"]) for row in rows if row["spill_bytes"]] == []
 
 
+@pytest.mark.skipif(VERSION < (3, 7), reason="the gates were set with Triton 3.7")
+def test_machine_code_of_shipped_kernels_passes_the_gates(rows):
+    assert [(row["kernel"], row["shortfall"]) for row in rows if row["shortfall"]] == []
+
+
+@pytest.mark.skipif(VERSION < (3, 7), reason="the gates were set with Triton 3.7")
+def test_each_gate_can_fail(monkeypatch):
+    """Kernels made to miss one gate each, compiled for real."""
+    folders = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    made = json.loads(aot.compile_in_subprocess(("sm_90",), ("measure.gate_kernels",)))
+    got = {row["kernel"]: (row["error"], row["shortfall"], row["spill_bytes"] > 0) for row in made}
+    assert got["good pass"] == got["good product"] == (None, "", False)
+    assert "LDG: " in got["narrow pass"][1] and "STG: " in got["narrow pass"][1]
+    assert "without tensor cores" in got["narrow product"][1]
+    assert got["spilling product"][2]
+
+
+def test_local_memory_that_is_no_spill_is_a_shortfall():
+    assert sass.shortfalls("", Counter({"LDL.64": 2, "STL": 1}), 4) == ["3 accesses to local memory"]
+
+
+def test_variants_take_every_pair_of_flag_values_once():
+    flags = dict.fromkeys("ABCDEF", False)
+    entry = {"name": "kernel", "fn": SimpleNamespace(__name__="kernel"), "signature": {"x": "*fp32"}}
+    entry |= {"constexprs": {**flags, "TYPE": True, "BLOCK": 64}, "num_warps": 4, "num_stages": 2}
+    made = aot.variants([{**entry, "tied": ("TYPE",)}])
+    assert made[0]["constexprs"] == entry["constexprs"] and made[0]["name"] == "kernel"
+    assert len(made) < 16 and len({aot._identity(e) for e in made}) == len(made)
+    for a, b in itertools.combinations(flags, 2):
+        assert len({(e["constexprs"][a], e["constexprs"][b]) for e in made}) == 4
+    assert {(e["constexprs"]["TYPE"], e["constexprs"]["BLOCK"]) for e in made} == {(True, 64)}
+    few = aot.variants([{**entry, "constexprs": {"A": True, "B": False, "BLOCK": 64}}])
+    assert len(few) == 4 and few[1]["name"] == "kernel A=0"
+
+
+def test_a_variant_may_spill_a_little_and_a_shipped_kernel_nothing():
+    def made(spills, **more):
+        return aot.CompiledKernel("muon", "xxt", "sm_90", 128, spills, 0, 8, 4, **more).complaint
+
+    assert made(0) == made(32, shipped=False) == ""
+    assert made(4) == "spills 4 bytes of registers" and "spills 36" in made(36, shipped=False)
+    assert made(0, error="no") == "did not compile: no" and made(0, shortfall="slow") == "slow"
+
+
 @pytest.mark.skipif(VERSION != (3, 7), reason="the record's kernels were compiled with Triton 3.7")
 def test_registers_stay_near_the_records_kernels(rows):
     got = {row["kernel"]: row["registers"] for row in rows if row["package"] == "muon"}
     assert all(got[name] <= 1.1 * limit for name, limit in UPSTREAM_SM90.items())
 
 
-def test_every_listed_module_exists():
+def test_every_kernel_file_is_found_and_lists_what_it_ships():
+    assert {"leanstep.logprob.engine.kernel", "leanstep.muon.kernel"} <= set(aot.KERNEL_MODULES)
     assert [name for name in aot.KERNEL_MODULES if importlib.util.find_spec(name) is None] == []
+    assert {package for package, _ in aot.shipped_kernels()} >= {"logprob", "muon", "preference"}
 
 
 @pytest.mark.parametrize("arguments", [0, 1])
