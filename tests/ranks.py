@@ -1,4 +1,4 @@
-"""Spawn gloo ranks with a time-out; each rank imports the test module again, by its path."""
+"""Gloo ranks with a time-out; each rank imports the test module again, by its path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     The function must stand at the top level of its module. Values must be picklable (send tensors back as
     numpy arrays or plain tensors). A rank that raises, dies or is not done after `timeout` seconds fails.
     """
-    context = mp.get_context("spawn")
+    # Ranks are forked from a server that has done nothing but import torch: that import costs two seconds of
+    # a core, more than most of these tests. The server's environment is the one of the first call.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor", "numpy"])
     results: Any = context.Queue()
     path = str(Path(inspect.getfile(function)).resolve())
     with tempfile.TemporaryDirectory() as folder:
