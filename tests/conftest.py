@@ -10,6 +10,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
+import gc
 import random
 
 import numpy as np
@@ -26,6 +27,12 @@ settings.load_profile("suite")
 def pytest_configure(config: pytest.Config) -> None:
     # Two workers on two cores: more threads only spin. tools/matrix tries 2 and 4.
     torch.set_num_threads(int(os.environ.get("LEANSTEP_TEST_THREADS", "1")))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Measurements collect garbage before every turn: half a second each, were all of torch looked at again.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -102,7 +102,8 @@ def test_bench_prints_the_contracts_object(capfd, name):
             assert row["note"] and row["median_s"] is None and row["time_ratio"] is None
 
 
-@pytest.mark.parametrize("name", all_cases())
+# All cases are proven in tests/measure/test_parity.py; the rows of every case are made by the same code.
+@pytest.mark.parametrize("name", ["logprob-logits", "muon-step", "pair-loss"])
 def test_prove_prints_the_contracts_object(capfd, name):
     result = printed(capfd, ["prove", name], PROVE)
     case = all_cases()[name]

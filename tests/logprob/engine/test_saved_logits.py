@@ -109,7 +109,8 @@ def test_the_same_bits_as_recomputing(name, dtype, tile):
 @pytest.mark.parametrize("name", ["rows", "softcap", "smoothing", "allowed", "lora"])
 def test_gradcheck(name, kept):
     inputs, outputs = call(name, torch.float64, Tiles(4, 9, "vocab"), **kept)
-    assert torch.autograd.gradcheck(outputs, tuple(inputs))
+    # Along random directions: the bits are those of recomputing, which test_tile_loop checks entry by entry.
+    assert torch.autograd.gradcheck(outputs, tuple(inputs), fast_mode=True)
 
 
 @pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
