@@ -226,6 +226,7 @@ def build_head(
         shard=shard,
         vocabulary=vocabulary,
         dtype=accumulation_dtype(hidden.dtype, tensor.dtype),
+        autocast=_autocast_dtype(hidden.device.type),
     )
     return head, (hidden, tensor, bias, low_hidden, low_weight)
 
@@ -295,6 +296,12 @@ def _refuse_hooks(module: nn.Module) -> None:
         raise ValueError(
             f"weight: {type(module).__name__} has forward hooks, which would not run; pass its weight"
         )
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What products are made of under autocast, as in nn.Linear; None outside."""
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:

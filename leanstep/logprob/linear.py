@@ -263,6 +263,8 @@ class _LinearLogProbs(torch.autograd.Function):
         gradients = RowGradients(*[None if g is None else g.to(call.head.dtype) for g in incoming])
         with torch.autocast(call.targets.device.type, enabled=False):
             sums = call.head_sums(ctx.needs_input_grad[:5], early)
+            if len(call.row_slices) > 1:
+                call = replace(call, source=sums.hold_rows(call.source))
             backward_tiles(call, final, allowed_final, gradients, sums, saved, divergences=saved_kl)
             grads = sums.result()
         return *grads, None

@@ -155,8 +155,8 @@ class _Chunks:
     def over_chunks(self, logits: Tensor, work: Callable[[slice, Scratch], None]) -> None:
         """Do the work on every chunk of rows, on all cores where one call of a kernel is one core's."""
         selected = self.targets.shape[0]
-        size = min(self.chunk_rows, selected) * self.shard.real
-        scratch = [Scratch(logits, self.dtype, size) for _ in range(self.cores)]
+        shape = (min(self.chunk_rows, selected), self.shard.real)
+        scratch = [Scratch(logits, self.dtype, *shape) for _ in range(self.cores)]
         chunks = list(even_slices(selected, self.chunk_rows))
         if self.cores == 1:
             for part in chunks:

@@ -1,22 +1,60 @@
-"""Triton kernels for the two passes over a tile of logits; sums in fp32.
+"""Triton kernels for the two passes over a tile of logits; sums in fp32, tiles in fp32 or 16 bits.
 
     update_statistics   (m, s, t) of every row over the tile's columns, one read
     scale_exponentials  out <- e^(z-m) (constant + slope (z-m)), one read and one write
 
-One program per row (or row and block of columns), no atomics: the same bits every time. A GPU tile that takes
-eager torch six passes takes one here.
+Bias, softcap and a temperature per row (`Finish`) are applied to what was read: they cost no pass of their
+own. One program per row (or row and block of columns), no atomics: the same bits every time. A GPU tile that
+takes eager torch six passes takes one here.
 """
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from leanstep.logprob.engine.passes import Finish
 
 # exp of this is exactly 0 in fp32: a finite stand-in for -inf in products (see softmax.py).
 _FLOOR = tl.constexpr(-110.0)
 STATISTICS_BLOCK = 4096
 GRADIENT_BLOCK = 2048
+# Rows that one program sums up for the bias's gradient.
+SUMMED_ROWS = 32
+# These passes take a `Finish`, read 16-bit logits and write 16-bit gradients.
+FINISHES_LOGITS = True
+# A rehearsal replaces Triton's launcher by one that says so: fake tensors may then be launched on.
+LAUNCHES_ARE_RECORDED = getattr(triton.runtime.jit.JITFunction.run, "records_only", False)
+
+
+@triton.jit
+def _tanh(u):
+    # e^(-2|u|) never overflows.
+    e = tl.exp(-2.0 * tl.abs(u))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(u < 0, -t, t)
+
+
+@triton.jit
+def _finished(
+    u, bias_ptr, columns, inside, factor, scale,
+    HAS_BIAS: tl.constexpr, IS_CAPPED: tl.constexpr, HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """A product as a logit, and its tanh; -inf outside."""
+    if HAS_BIAS:
+        u += factor * tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tanh = u
+    if IS_CAPPED:
+        tanh = _tanh(u)
+    z = tanh
+    if HAS_SCALE:
+        z = tanh * scale
+    return tl.where(inside, z, float("-inf")), tanh
 
 
 @triton.jit
@@ -27,19 +65,30 @@ def update_statistics_kernel(
     max_ptr,
     sum_ptr,
     moment_ptr,
+    bias_ptr,
+    scale_ptr,
     first_column,
     num_columns,
     row_stride,
+    factor,
     HAS_TARGET: tl.constexpr,
     HAS_MOMENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_CAPPED: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * row_stride
+    scale = 1.0
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + row)
     if HAS_TARGET:
         token = tl.load(tokens_ptr + row) - first_column
         held = (token >= 0) & (token < num_columns)
-        tl.store(target_ptr + row, tl.load(z_ptr + token, mask=held, other=0.0).to(tl.float32), mask=held)
+        u = tl.load(z_ptr + token, mask=held, other=0.0).to(tl.float32)
+        z, _ = _finished(u, bias_ptr, token, held, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
+        tl.store(target_ptr + row, z, mask=held)
     m = tl.load(max_ptr + row)
     s = tl.load(sum_ptr + row)
     t = 0.0
@@ -48,7 +97,8 @@ def update_statistics_kernel(
     columns = tl.arange(0, BLOCK)
     for start in range(0, num_columns, BLOCK):
         inside = start + columns < num_columns
-        z = tl.load(z_ptr + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        u = tl.load(z_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+        z, _ = _finished(u, bias_ptr, start + columns, inside, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
         new_m = tl.maximum(m, tl.max(z, 0))
         # All -inf so far: subtract 0, so that -inf - (-inf) never happens.
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)
@@ -76,28 +126,52 @@ def scale_exponentials_kernel(
     max_ptr,
     constant_ptr,
     slope_ptr,
+    bias_ptr,
+    scale_ptr,
+    sums_ptr,
     first_column,
+    num_rows,
     num_columns,
     row_stride,
     out_stride,
+    factor,
     HAS_TARGET: tl.constexpr,
     HAS_SLOPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_CAPPED: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < num_columns
-    z_ptr += row * row_stride
-    x = tl.load(z_ptr + offsets, mask=inside, other=float("-inf")).to(tl.float32) - tl.load(max_ptr + row)
-    e = tl.exp(x)
-    factor = tl.load(constant_ptr + row)
-    if HAS_SLOPE:
-        factor = factor + tl.load(slope_ptr + row) * tl.maximum(x, _FLOOR)
-    dz = e * factor
-    if HAS_TARGET:
-        token = tl.load(tokens_ptr + row) - first_column
-        dz += tl.where(offsets == token, tl.load(target_ptr + row), 0.0)
-    tl.store(out_ptr + row * out_stride + offsets, dz, mask=inside)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for i in range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + i
+        real = row < num_rows
+        inside = (offsets < num_columns) & real
+        u = tl.load(z_ptr + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
+        scale = 1.0
+        if HAS_SCALE:
+            scale = tl.load(scale_ptr + row, mask=real, other=0.0)
+        z, tanh = _finished(u, bias_ptr, offsets, inside, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
+        x = z - tl.load(max_ptr + row, mask=real, other=0.0)
+        e = tl.exp(x)
+        weight = tl.load(constant_ptr + row, mask=real, other=0.0)
+        if HAS_SLOPE:
+            weight = weight + tl.load(slope_ptr + row, mask=real, other=0.0) * tl.maximum(x, _FLOOR)
+        dz = e * weight
+        if HAS_TARGET:
+            token = tl.load(tokens_ptr + row, mask=real, other=-1) - first_column
+            dz += tl.where(offsets == token, tl.load(target_ptr + row, mask=real, other=0.0), 0.0)
+        if IS_CAPPED:
+            dz *= 1.0 - tanh * tanh
+        if HAS_SUMS:
+            total += tl.where(inside, dz, 0.0)
+        tl.store(out_ptr + row * out_stride + offsets, dz.to(out_ptr.dtype.element_ty), mask=inside)
+    if HAS_SUMS:
+        sums_ptr += tl.program_id(0).to(tl.int64) * num_columns
+        tl.store(sums_ptr + offsets, total, mask=offsets < num_columns)
 
 
 def update_statistics(
@@ -108,8 +182,9 @@ def update_statistics(
     targets: Tensor | None = None,
     first: int = 0,
     target: Tensor | None = None,
+    finish: Finish | None = None,
 ) -> None:
-    """Add the columns of `z` [R, W] fp32 to the running m, s and t (None: not kept), in place.
+    """Add the columns of `z` [R, W] to the running m, s and t (None: not kept), in place.
 
     With `targets` [R], `target` gets the logits of those that the tile, which begins at id `first`, holds.
     """
@@ -118,11 +193,13 @@ def update_statistics(
         block = min(STATISTICS_BLOCK, triton.next_power_of_2(columns))
         reads = targets is not None
         # Where nothing is read, any pointer of the right type will do.
-        update_statistics_kernel[(rows,)](
-            z, targets if reads else total, target if reads else total,
-            maximum, total, total if moment is None else moment, first, columns, z.stride(0),
-            HAS_TARGET=reads, HAS_MOMENT=moment is not None, BLOCK=block, num_warps=8,
-        )  # fmt: skip
+        with _on_device_of(z):
+            update_statistics_kernel[(rows,)](
+                z, targets if reads else total, target if reads else total,
+                maximum, total, total if moment is None else moment, *_pointers(finish, total),
+                first, columns, z.stride(0), 1.0 if finish is None else finish.factor,
+                HAS_TARGET=reads, HAS_MOMENT=moment is not None, **_flags(finish), BLOCK=block, num_warps=8,
+            )  # fmt: skip
 
 
 def scale_exponentials(
@@ -134,52 +211,96 @@ def scale_exponentials(
     targets: Tensor | None = None,
     first: int = 0,
     target: Tensor | None = None,
+    finish: Finish | None = None,
+    column_sums: Tensor | None = None,
 ) -> Tensor:
     """out <- e^(z-m) (constant + slope (z-m)) per row; 0 where e^(z-m) is 0. `out` may be `z`.
 
-    With `target` [R] that is added at the targets that the tile, which begins at id `first`, holds.
+    With `target` [R] that is added at the targets that the tile, which begins at id `first`, holds. With
+    `column_sums` [W] fp32 the sum of every column is added to it.
     """
     rows, columns = z.shape
     if rows and columns:
         block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
-        adds = target is not None
-        scale_exponentials_kernel[(rows, triton.cdiv(columns, block))](
-            z, out, targets if adds else constant, target if adds else constant,
-            maximum, constant, constant if slope is None else slope,
-            first, columns, z.stride(0), out.stride(0),
-            HAS_TARGET=adds, HAS_SLOPE=slope is not None, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+        adds, summed = target is not None, 1 if column_sums is None else SUMMED_ROWS
+        programs, sums = triton.cdiv(rows, summed), None
+        if column_sums is not None:
+            sums = torch.empty((programs, columns), dtype=torch.float32, device=z.device)
+        with _on_device_of(z):
+            scale_exponentials_kernel[(programs, triton.cdiv(columns, block))](
+                z, out, targets if adds else constant, target if adds else constant,
+                maximum, constant, constant if slope is None else slope, *_pointers(finish, constant),
+                constant if sums is None else sums,
+                first, rows, columns, z.stride(0), out.stride(0), 1.0 if finish is None else finish.factor,
+                HAS_TARGET=adds, HAS_SLOPE=slope is not None, **_flags(finish), HAS_SUMS=sums is not None,
+                ROWS=summed, BLOCK=block, num_warps=4,
+            )  # fmt: skip
+        if column_sums is not None and sums is not None:
+            column_sums.add_(sums.sum(0))
     return out
 
 
+def _on_device_of(tensor: Tensor) -> Any:
+    """Triton launches on the current device: make it the tensor's, which may be another."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _pointers(finish: Finish | None, unread: Tensor) -> tuple[Tensor, Tensor]:
+    given = (None, None) if finish is None else (finish.bias, finish.scale)
+    return unread if given[0] is None else given[0], unread if given[1] is None else given[1]
+
+
+def _flags(finish: Finish | None) -> dict[str, bool]:
+    finish = finish or Finish(None, 1.0, False, None)
+    has_bias, has_scale = finish.bias is not None, finish.scale is not None
+    return {"HAS_BIAS": has_bias, "IS_CAPPED": finish.capped, "HAS_SCALE": has_scale}
+
+
 def _entries() -> list[dict]:
+    """What the doors launch by default: 16-bit weights or logits, with and without an entropy gradient."""
     entries = []
     head = {"tokens_ptr": "*i64", "target_ptr": "*fp32", "max_ptr": "*fp32"}
-    tail = {"first_column": "i32", "num_columns": "i32", "row_stride": "i64"}
-    for moment in (False, True):
+    finish = {"bias_ptr": "*bf16", "scale_ptr": "*fp32"}
+    sizes = {"num_columns": "i32", "row_stride": "i64"}
+    no_flags = {"HAS_BIAS": False, "IS_CAPPED": False, "HAS_SCALE": False}
+    all_flags = {"HAS_BIAS": True, "IS_CAPPED": True, "HAS_SCALE": True}
+    variants = [
+        ("", "fp32", False, no_flags),
+        ("_entropy", "fp32", True, no_flags),
+        ("_finish", "fp32", True, all_flags),
+        ("_bf16", "bf16", True, {**no_flags, "HAS_SCALE": True}),
+    ]
+    for suffix, tile, moment, flags in variants:
+        constants = {"HAS_TARGET": True, "HAS_MOMENT": moment, **flags, "BLOCK": STATISTICS_BLOCK}
         entries.append(
             {
-                "name": f"update_statistics{'_entropy' if moment else ''}",
+                "name": f"update_statistics{suffix}",
                 "fn": update_statistics_kernel,
                 "signature": {
-                    "z_ptr": "*fp32", **head, "sum_ptr": "*fp32", "moment_ptr": "*fp32", **tail,
-                    "HAS_TARGET": "constexpr", "HAS_MOMENT": "constexpr", "BLOCK": "constexpr",
+                    "z_ptr": f"*{tile}", **head, "sum_ptr": "*fp32", "moment_ptr": "*fp32", **finish,
+                    "first_column": "i32", **sizes, "factor": "fp32", **dict.fromkeys(constants, "constexpr"),
                 },
-                "constexprs": {"HAS_TARGET": True, "HAS_MOMENT": moment, "BLOCK": STATISTICS_BLOCK},
+                "constexprs": constants,
                 "num_warps": 8,
                 "num_stages": 3,
             }
         )  # fmt: skip
+        summed = flags["HAS_BIAS"]
+        constants = {
+            **{"HAS_TARGET": True, "HAS_SLOPE": moment, **flags, "HAS_SUMS": summed},
+            **{"ROWS": SUMMED_ROWS if summed else 1, "BLOCK": GRADIENT_BLOCK},
+        }
         entries.append(
             {
-                "name": f"scale_exponentials{'_entropy' if moment else ''}",
+                "name": f"scale_exponentials{suffix}",
                 "fn": scale_exponentials_kernel,
                 "signature": {
-                    "z_ptr": "*fp32", "out_ptr": "*fp32", **head,
-                    "constant_ptr": "*fp32", "slope_ptr": "*fp32", **tail, "out_stride": "i64",
-                    "HAS_TARGET": "constexpr", "HAS_SLOPE": "constexpr", "BLOCK": "constexpr",
+                    "z_ptr": f"*{tile}", "out_ptr": "*bf16", **head,
+                    "constant_ptr": "*fp32", "slope_ptr": "*fp32", **finish, "sums_ptr": "*fp32",
+                    "first_column": "i32", "num_rows": "i32", **sizes, "out_stride": "i64", "factor": "fp32",
+                    **dict.fromkeys(constants, "constexpr"),
                 },
-                "constexprs": {"HAS_TARGET": True, "HAS_SLOPE": moment, "BLOCK": GRADIENT_BLOCK},
+                "constexprs": constants,
                 "num_warps": 4,
                 "num_stages": 3,
             }

@@ -4,7 +4,8 @@
 
 A low-rank addition (LoRA) is a second, thin product: u += low_hidden . low_weight_v. Backward, d hidden is
 summed over vocabulary tiles and cast once; each tile of dW is written once, or summed over row chunks. A
-worker on another core gets a fork of the sums, joined at the end.
+worker on another core gets a fork of the sums, joined at the end. On a GPU 16-bit operands are multiplied
+into fp32 sums, which the product itself reads and writes.
 """
 
 # R rows of a chunk · W columns of a tile · T' selected rows · D model · V local vocabulary · r low rank
@@ -19,11 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.tiles import LogitsInGradient, Tiles
+from leanstep.logprob.engine.passes import Finish, product
+from leanstep.logprob.engine.tiles import LogitsInGradient, Tiles, on_gpu, row_stride
 from leanstep.logprob.parallel import VocabShard, reduce_hidden_grad
-
-# torch.mm(out_dtype=) came with torch 2.8; before it 16-bit operands are widened, exact and slower.
-HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Head:
     """Weight, bias and the transform to logits, over the real columns of one vocabulary shard.
 
     `vocabulary` is the real size over all shards, where known; `dtype` is that of sums, `operand_dtype` that
-    of GEMM inputs; `columns` are the real local ones.
+    of GEMM inputs; `columns` are the real local ones. `autocast` is the dtype that autocast asks for.
     """
 
     weight: Tensor
@@ -66,32 +65,65 @@ class Head:
     shard: VocabShard
     vocabulary: int | None
     dtype: torch.dtype
+    autocast: torch.dtype | None = None
     operand_dtype: torch.dtype = field(init=False)
     columns: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.columns = self.shard.real
-        sixteen_bit = self.weight.dtype in (torch.bfloat16, torch.float16)
+        self.operand_dtype = self.dtype
         # 16-bit GEMMs keep fp32 sums on a GPU; a CPU would round each tile of logits to 16 bits.
-        native = sixteen_bit and self.weight.is_cuda
-        self.operand_dtype = self.weight.dtype if native else self.dtype
+        if on_gpu(self.weight.device) and self.dtype == torch.float32:
+            sixteen_bit = self.weight.dtype in (torch.bfloat16, torch.float16)
+            self.operand_dtype = self.weight.dtype if sixteen_bit else self.autocast or self.dtype
 
     def weight_tile(self, columns: slice) -> Tensor:
-        return self.weight[columns].to(self.operand_dtype)
+        """Rows of the weight, [W, D]; on a GPU rows of zeros fill an odd number of columns up."""
+        width = columns.stop - columns.start
+        padded = row_stride(width, self.weight.device)
+        if padded == width:
+            return self.weight[columns].to(self.operand_dtype)
+        tile = self.weight.new_zeros((padded, self.weight.shape[1]), dtype=self.operand_dtype)
+        tile[:width] = self.weight[columns]
+        return tile
+
+    @property
+    def factor(self) -> float:
+        """What the product is multiplied by: scale, over the softcap or else a temperature for all rows."""
+        if self.softcap is not None:
+            return self.scale / self.softcap
+        return self.scale if isinstance(self.temperature, Tensor) else self.scale / self.temperature
+
+    def finish(self, rows: slice, columns: slice) -> Finish | None:
+        """What `product_tile` leaves to do, for kernels that do it while they read; None: nothing."""
+        scale = None
+        if isinstance(self.temperature, Tensor):
+            scale = (self.softcap or 1.0) / self.temperature[rows]
+        elif self.softcap is not None:
+            size = rows.stop - rows.start
+            value = self.softcap / self.temperature
+            scale = torch.full((size,), value, dtype=self.dtype, device=self.weight.device)
+        if self.bias is None and scale is None:
+            return None
+        bias = None if self.bias is None else self.bias[columns]
+        return Finish(bias, self.factor, self.softcap is not None, scale)
+
+    def product_tile(
+        self, h: Tensor, low_h: Tensor | None, weight: Tensor, columns: slice, out: Tensor
+    ) -> Tensor:
+        """factor (h W^T + low_h low_W^T) into `out` [R, W]; `weight` is `weight_tile(columns)`."""
+        product(h, weight.t(), widened(out, len(weight)), factor=self.factor)
+        if low_h is not None and self.low_weight is not None:
+            low = self.low_weight[columns].to(low_h.dtype)
+            product(low_h, low.t(), out, factor=self.factor, accumulate=True)
+        return out
 
     def logits(
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
     ) -> Tensor:
         """z [R, W] into `out`; `weight` is `weight_tile(columns)`, `h` the chunk of hidden rows."""
-        factor = self.scale
-        if self.softcap is not None:
-            factor /= self.softcap
-        elif not isinstance(self.temperature, Tensor):
-            factor /= self.temperature
-        product(h, weight.t(), out, factor=factor)
-        if low_h is not None and self.low_weight is not None:
-            low = self.low_weight[columns].to(low_h.dtype)
-            product(low_h, low.t(), out, factor=factor, accumulate=True)
+        factor = self.factor
+        self.product_tile(h, low_h, weight, columns, out)
         if self.bias is not None:
             out.add_(self.bias[columns].to(self.dtype) * factor)
         if self.softcap is not None:
@@ -120,18 +152,9 @@ class Head:
         return tanh.square_().neg_().add_(1.0)
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> Tensor:
-    """out = factor a @ b (+ out), summed in the dtype of `out`."""
-    if a.dtype == out.dtype:
-        return torch.addmm(out, a, b, beta=float(accumulate), alpha=factor, out=out)
-    if HAS_OUT_DTYPE:
-        # CUDA only: 16-bit operands with an fp32 result.
-        fresh = torch.mm(a, b, out_dtype=out.dtype)
-    else:
-        fresh = torch.mm(a.to(out.dtype), b.to(out.dtype))
-    if factor != 1.0:
-        fresh.mul_(factor)
-    return out.add_(fresh) if accumulate else out.copy_(fresh)
+def widened(tile: Tensor, columns: int) -> Tensor:
+    """A tile [R, W] together with the padding of its rows: [R, columns]."""
+    return tile if tile.shape[1] == columns else tile.as_strided((len(tile), columns), tile.stride())
 
 
 class HeadGradients(NamedTuple):
@@ -170,7 +193,7 @@ class HeadSums:
         self.head, num_rows = head, source.num_rows
         self.hidden = _HiddenGradient(source, head, tiles, reduce, wanted[0])
         self.weight = _WeightGradient(head.weight, head, tiles, num_rows, wanted[1], main_grad, early)
-        self.bias = None
+        self.bias, self.bias_is_added = None, False
         if wanted[2]:
             self.bias = torch.zeros(head.weight.shape[0], dtype=head.dtype, device=head.weight.device)
         self.low_hidden = self.low_weight = None
@@ -178,15 +201,22 @@ class HeadSums:
             self.low_hidden = _HiddenGradient(low, head, tiles, reduce, wanted[3])
             self.low_weight = _WeightGradient(head.low_weight, head, tiles, num_rows, wanted[4])
 
+    def hold_rows(self, source: RowSource) -> RowSource:
+        """`source` with its rows gathered once, in the memory of d hidden, where that has room for them."""
+        return self.hidden.hold_rows(source)
+
     def add(
         self, du: Tensor, h: Tensor, low_h: Tensor | None, weight_tile: Tensor, rows: slice, columns: slice
     ) -> None:
-        """Push the gradient of one tile of u = h W^T + b to every input."""
+        """Push the gradient of one tile of u = h W^T + b to every input; the bias's may be there already."""
         head = self.head
-        if self.bias is not None:
+        if self.bias is not None and not self.bias_is_added:
             self.bias[columns].add_(du.sum(0))
         du = du.to(head.operand_dtype)
-        self.hidden.add(du, weight_tile, rows, columns)
+        whole = widened(du, len(weight_tile))
+        if whole is not du:
+            whole[:, du.shape[1] :] = 0.0
+        self.hidden.add(whole, weight_tile, rows, columns)
         self.weight.add(du, h, rows, columns)
         if low_h is not None and self.low_hidden is not None and self.low_weight is not None:
             assert head.low_weight is not None
@@ -222,7 +252,7 @@ class _HiddenGradient:
     """Rows of d hidden, summed over vocabulary tiles in the accumulation dtype and cast once.
 
     The sums of selected rows lie in the result's own memory while there is room: with a quarter of the rows
-    selected, those of four workers.
+    selected, those of four workers. On a GPU the gathered rows themselves lie beside them.
     """
 
     def __init__(
@@ -230,27 +260,53 @@ class _HiddenGradient:
     ) -> None:
         self.source, self.head, self.reduce = source, head, reduce
         self.out = self.sums = self.chunk = None
-        self._rows_taken = 0
+        self._taken_bytes = 0
         if not wanted:
             return
         hidden, dtype = source.hidden, head.dtype
-        self.out = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
         if source.rows is None and hidden.dtype == dtype:
-            self.sums, self._rows_taken = self.out, hidden.shape[0]
+            self.out = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
+            self.sums, self._taken_bytes = self.out, hidden.numel() * hidden.element_size()
         elif tiles.order == "vocab" or reduce[0] is not None:
+            self.out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
             self.sums = self._new_sums()
         else:
+            self.out = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
             self.chunk = hidden.new_zeros((min(tiles.rows, source.num_rows), hidden.shape[1]), dtype=dtype)
-        self._own_rows = self._rows_taken
+        self._own_bytes = self._taken_bytes
+
+    def _room(self, dtype: torch.dtype) -> Tensor | None:
+        """[T', D] in the memory of the result, if there is room left."""
+        assert self.out is not None
+        shape = (self.source.num_rows, self.out.shape[1])
+        first, memory = self._taken_bytes, self.out.view(-1).view(torch.uint8)
+        last = first + shape[0] * shape[1] * dtype.itemsize
+        if last > len(memory) or first % dtype.itemsize:
+            return None
+        self._taken_bytes = last
+        return memory[first:last].view(dtype).view(shape)
 
     def _new_sums(self) -> Tensor:
         assert self.out is not None
-        dtype, first = self.head.dtype, self._rows_taken
-        last = first + self.source.num_rows
-        if self.out.dtype != dtype or last > self.out.shape[0]:
-            return self.out.new_zeros((self.source.num_rows, self.out.shape[1]), dtype=dtype)
-        self._rows_taken = last
-        return self.out[first:last].zero_()
+        room = self._room(self.head.dtype)
+        if room is None:
+            shape = (self.source.num_rows, self.out.shape[1])
+            return self.out.new_zeros(shape, dtype=self.head.dtype)
+        return room.zero_()
+
+    def hold_rows(self, source: RowSource) -> RowSource:
+        rows, dtype = source.rows, self.head.operand_dtype
+        if self.sums is None or rows is None or not on_gpu(source.hidden.device):
+            return source
+        room = self._room(dtype)
+        if room is None:
+            return source
+        self._own_bytes = self._taken_bytes
+        if source.hidden.dtype == dtype:
+            torch.index_select(source.hidden, 0, rows, out=room)
+        else:
+            room.copy_(source.hidden.index_select(0, rows))
+        return RowSource(room, None)
 
     def fork(self) -> _HiddenGradient:
         """Fresh sums of the same rows, for another worker; "vocab" order only."""
@@ -262,7 +318,7 @@ class _HiddenGradient:
         if self.sums is not None and other.sums is not None:
             self.sums.add_(other.sums)
             # Forks are joined together: the memory of all of them is free again.
-            self._rows_taken = self._own_rows
+            self._taken_bytes = self._own_bytes
 
     def add(self, du: Tensor, weight_tile: Tensor, rows: slice, columns: slice) -> None:
         if self.sums is not None:
@@ -279,9 +335,10 @@ class _HiddenGradient:
         if self.sums is not None:
             sums = self.sums if self.reduce[0] is None else reduce_hidden_grad(self.sums, *self.reduce)
             if sums is not self.out:
-                if self._own_rows:
+                if self._own_bytes:
                     # The rows' places may be taken by other rows' sums.
-                    sums = sums.clone()
+                    sums = sums.to(self.out.dtype, copy=True)
+                if self.source.rows is not None:
                     self.out.zero_()
                 self._write(slice(0, self.source.num_rows), sums)
         return self.out
@@ -322,7 +379,9 @@ class _WeightGradient:
         else:
             self.out = early.gradient
         self.out[head.columns :] = 0.0
-        if weight.dtype == dtype:
+        # 16-bit products of all rows at once need no fp32 sums: they have them inside.
+        at_once = weight.dtype == head.operand_dtype and tiles.rows >= num_rows
+        if weight.dtype == dtype or (at_once and tiles.order == "vocab"):
             self.sums = self.out
         elif tiles.order == "rows":
             self.sums = weight.new_zeros(weight.shape, dtype=dtype)
@@ -338,7 +397,7 @@ class _WeightGradient:
     def add(self, du: Tensor, h: Tensor, rows: slice, columns: slice) -> None:
         if self.sums is not None:
             accumulate = rows.start > 0 or self.main_grad is not None
-            if self.sums.dtype == self.head.dtype:
+            if self.sums.dtype in (self.head.dtype, self.head.operand_dtype):
                 product(du.t(), h, self.sums[columns], accumulate=accumulate)
             else:
                 self.sums[columns] += du.t() @ h

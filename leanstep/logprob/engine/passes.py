@@ -1,4 +1,4 @@
-"""The two elementwise passes over a tile of fp32 logits: Triton on a GPU, C++ on a CPU, else plain torch.
+"""What is done to a tile of logits: products, and two elementwise passes (Triton, C++ or plain torch).
 
 `update_statistics` reads a tile once and adds its columns to the running softmax statistics;
 `scale_exponentials` reads it once and writes its gradient. kernel.py has both for Triton, native.cpp for one
@@ -13,7 +13,7 @@ import ctypes
 import functools
 from ctypes import c_int64, c_void_p
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,60 @@ NATIVE_LOGITS = 1 << 18
 # C++ on one core is as fast as torch's passes on two or three.
 MOST_IDLE_THREADS = 2
 SOURCE = Path(__file__).with_name("native.cpp")
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> Tensor:
+    """out = factor a @ b (+ out), summed in the dtype of `out`."""
+    if a.dtype == out.dtype:
+        return torch.addmm(out, a, b, beta=float(accumulate), alpha=factor, out=out)
+    way = _mixed_product(a.dtype, out.dtype, a.device)
+    if way == "addmm":
+        return torch.addmm(out, a, b, out_dtype=out.dtype, beta=float(accumulate), alpha=factor, out=out)
+    fresh = torch.mm(a, b, out_dtype=out.dtype) if way == "mm" else torch.mm(a.to(out.dtype), b.to(out.dtype))
+    if factor != 1.0:
+        fresh.mul_(factor)
+    return out.add_(fresh) if accumulate else out.copy_(fresh)
+
+
+@functools.cache
+def _mixed_product(
+    operands: torch.dtype, result: torch.dtype, device: torch.device
+) -> Literal["addmm", "mm", "widen"]:
+    """How this torch multiplies 16-bit operands into fp32 sums on a device.
+
+    addmm with out_dtype reads and writes the sums itself. torch 2.8 has it for sums of the operands' dtype
+    only, but mm; before, and where ROCm refuses both, operands are widened: exact, and slower.
+    """
+    a = torch.ones((8, 8), dtype=operands, device=device)
+    sums = torch.zeros((8, 8), dtype=result, device=device)
+    try:
+        torch.addmm(sums, a, a, out_dtype=result, out=sums)
+        return "addmm"
+    except (RuntimeError, TypeError):
+        pass
+    try:
+        torch.mm(a, a, out_dtype=result)
+        return "mm"
+    except (RuntimeError, TypeError):
+        return "widen"
+
+
+class Finish(NamedTuple):
+    """What is left to do to a product h W^T before it is a logit; Triton does it while it reads the tile.
+
+        z = tanh(u + factor bias) scale         (without the tanh where not `capped`)
+
+    Args:
+        bias: [W], of the tile's columns, any float dtype; None: there is none.
+        factor: of the bias.
+        capped: whether the logits have a softcap.
+        scale: [R] fp32; None: 1.
+    """
+
+    bias: Tensor | None
+    factor: float
+    capped: bool
+    scale: Tensor | None
 
 
 class Passes(Protocol):
@@ -41,17 +95,25 @@ class Passes(Protocol):
 def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> Any:
     """The passes for a call with so many logits, made of `given`, summed in `dtype`; None for torch's own.
 
-    A plan (fake tensors) counts on kernels for as many logits as a CPU would use them.
+    A plan (fake tensors) counts on kernels for as many logits as a CPU would use them; a rehearsal records
+    Triton's launches and takes them as they are.
     """
     if dtype != torch.float32:
         return None
     if isinstance(given, FakeTensor) and not torch.compiler.is_compiling():
+        if given.is_cuda and getattr(_triton(), "LAUNCHES_ARE_RECORDED", False):
+            return _triton()
         return PlannedPasses if num_logits >= NATIVE_LOGITS else None
     if given.is_cuda:
         return _triton()
     if given.device.type != "cpu" or num_logits < NATIVE_LOGITS or not has_memory(given):
         return None
     return NativePasses if NativePasses.is_built() else None
+
+
+def finishes_logits(kernels: Any) -> bool:
+    """Whether these passes take a `Finish`, read 16-bit logits and write 16-bit gradients: Triton's do."""
+    return getattr(kernels, "FINISHES_LOGITS", False)
 
 
 def suited(kernels: Any, cores: int) -> Any:

@@ -147,18 +147,21 @@ class RowStatistics:
         first: int = 0,
         *,
         kernels: Passes | None = None,
+        **finishing: Any,
     ) -> None:
         """Add the columns of a tile [N, W], and read the logits of `targets` that it holds.
 
         Args:
             scratch: without kernels one tile, two when a moment is kept; the first may be `z`.
             targets: [N] or [N, K], global ids; `first` is that of the tile's first column.
+            finishing: for kernels that can: `finish`, what they must still do to `z`.
         """
         if targets is not None and (kernels is None or targets.dim() == 2):
             read_targets_(self.target, z, targets, first)
             targets = None
         if kernels is not None:
-            kernels.update_statistics(z, self.max, self.sum, self.moment, targets, first, self.target)
+            vectors = (self.max, self.sum, self.moment)
+            kernels.update_statistics(z, *vectors, targets, first, self.target, **finishing)
             return
         shift, _, shrink = self.raise_max_(z.amax(-1))
         x = torch.sub(z, shift.unsqueeze(-1), out=scratch[0])
@@ -406,6 +409,7 @@ def logit_gradient(
     smoothing: float = 0.0,
     vocabulary: int = 0,
     kernels: Passes | None = None,
+    **finishing: Any,
 ) -> Tensor:
     """The gradient of the tile of logits `z` [R, W], in the first tile of `scratch`.
 
@@ -413,12 +417,15 @@ def logit_gradient(
         scratch: one tile, which may be `z`; without kernels a second where an entropy gradient flows.
         targets: [R] or [R, K], global ids; `first` is that of the tile's first column.
         smoothing: label smoothing, over `vocabulary` real columns.
+        finishing: for kernels that can: `finish`, and `column_sums` [W], to which those of dz are added.
     """
     maximum, constant, slope, target = factors
     if kernels is not None:
         # The kernel adds at one target per row; what is more complicated follows it.
         simple = target if target is not None and target.dim() == 1 and not smoothing else None
-        dz = kernels.scale_exponentials(z, scratch[0], maximum, constant, slope, targets, first, simple)
+        dz = kernels.scale_exponentials(
+            z, scratch[0], maximum, constant, slope, targets, first, simple, **finishing
+        )
         target = None if simple is not None else target
     else:
         dz = _scaled_exponentials(z, scratch, maximum, constant, slope)

@@ -26,7 +26,7 @@ from torch import Tensor
 from leanstep.cpu import run_on_cores
 from leanstep.logprob.engine.kl_topk import TopK, add_kl_gradient_, update_pair_
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
-from leanstep.logprob.engine.passes import Passes
+from leanstep.logprob.engine.passes import Passes, finishes_logits
 from leanstep.logprob.engine.softmax import (
     FinalStatistics,
     RowFactors,
@@ -35,7 +35,15 @@ from leanstep.logprob.engine.softmax import (
     logit_gradient,
     merge,
 )
-from leanstep.logprob.engine.tiles import LogitsInGradient, SavedLogits, Scratch, Tiles, even_slices
+from leanstep.logprob.engine.tiles import (
+    GPU_ALIGNMENT,
+    LogitsInGradient,
+    SavedLogits,
+    Scratch,
+    Tiles,
+    even_slices,
+    on_gpu,
+)
 from leanstep.logprob.engine.vocab_subset import AllowedIds
 
 # Hidden rows of a chunk, and those of the LoRA branch.
@@ -82,8 +90,13 @@ class Call:
         # The entropy follows from t, the statistics' moment.
         self.moment = self.entropy != "none"
         self.two_softmaxes = self.allowed is not None and self.moment
-        self.row_slices = even_slices(self.num_rows, self.tiles.rows)
-        columns = even_slices(self.head.columns, self.tiles.columns)
+        # Whether the kernels make logits of products and 16-bit gradients: they alone then look at a tile.
+        others = (self.allowed, self.reference, self.smoothing or None, self.top_k or None)
+        self.fused = finishes_logits(self.kernels) and type(self.head) is Head
+        self.fused = self.fused and self.targets.dim() == 1 and all(other is None for other in others)
+        multiple = GPU_ALIGNMENT if on_gpu(self.source.hidden.device) else 1
+        self.row_slices = even_slices(self.num_rows, self.tiles.rows, multiple)
+        columns = even_slices(self.head.columns, self.tiles.columns, multiple)
         per_part = max(-(-len(columns) // self.cores), 1)
         # Column slices, one list per part of the vocabulary.
         self.column_parts = [columns[part] for part in even_slices(len(columns), per_part)] or [[]]
@@ -107,7 +120,7 @@ class Call:
 
     def scratch(self) -> Scratch:
         """Tiles for one part of the vocabulary."""
-        return Scratch(self.source.hidden, self.head.dtype, self.tiles.rows * self.tiles.columns)
+        return Scratch(self.source.hidden, self.head.dtype, self.tiles.rows, self.tiles.columns)
 
     def head_sums(self, wanted: Sequence[bool], early: LogitsInGradient | None = None) -> HeadSums:
         """The gradients of hidden, weight, bias and the LoRA branch, as far as they are `wanted`."""
@@ -168,6 +181,11 @@ def _forward_part(
             z = saved.tile(rows, columns)
             z = scratch.tile(0, size, width) if z is None else z
             work = scratch.tiles(needed, size, width)
+            if call.fused:
+                head.product_tile(h, low_h, head.weight_tile(columns), columns, z)
+                finish = head.finish(rows, columns)
+                part.update_(z, work, targets, first, kernels=call.kernels, finish=finish)
+                continue
             head.logits(h, low_h, head.weight_tile(columns), rows, columns, z)
             if part.total is not None:
                 part.total.add_(z.sum(-1))
@@ -207,9 +225,10 @@ def backward_tiles(
         divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
     """
     jobs, forks = [], []
+    sums.bias_is_added = call.fused
     for columns in call.column_parts:
         forks.append(sums.fork() if forks else sums)
-        gradient = TileGradient(call, final, allowed_final, gradients, divergences)
+        gradient = TileGradient(call, final, allowed_final, gradients, divergences, sums.bias)
         jobs.append(functools.partial(_backward_part, call, columns, gradient, forks[-1], first_row, saved))
     _run_parts(call, jobs)
     for fork in forks[1:]:
@@ -239,11 +258,16 @@ def _backward_part(
             weight_tile = head.weight_tile(columns)
         last_rows, last_columns = rows, columns
         assert h is not None and weight_tile is not None
-        z = saved.tile(rows, columns)
-        tiles = scratch.tiles(gradient.scratch_tiles, rows.stop - rows.start, columns.stop - columns.start)
-        if z is None:
-            z = head.logits(h, low_h, weight_tile, rows, columns, tiles[0])
-        du = gradient.tile(z, tiles, rows, columns)
+        z, shape = saved.tile(rows, columns), (rows.stop - rows.start, columns.stop - columns.start)
+        if call.fused:
+            if z is None:
+                z = head.product_tile(h, low_h, weight_tile, columns, scratch.tile(0, *shape))
+            du = gradient.product_tile(z, scratch.tile(0, *shape, head.operand_dtype), rows, columns)
+        else:
+            tiles = scratch.tiles(gradient.scratch_tiles, *shape)
+            if z is None:
+                z = head.logits(h, low_h, weight_tile, rows, columns, tiles[0])
+            du = gradient.tile(z, tiles, rows, columns)
         placed = slice(rows.start + first_row, rows.stop + first_row)
         sums.add(du, h, low_h, weight_tile, placed, columns)
 
@@ -271,6 +295,7 @@ class TileGradient:
     Args:
         allowed_final: statistics of the restricted softmax, when `call.allowed` is set.
         divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
+        bias: [V], the bias's gradient where one is wanted.
     """
 
     def __init__(
@@ -280,8 +305,9 @@ class TileGradient:
         allowed_final: FinalStatistics | None,
         gradients: RowGradients,
         divergences: Sequence[Tensor | None] = (),
+        bias: Tensor | None = None,
     ) -> None:
-        self.call, self.final, self.divergences = call, final, divergences
+        self.call, self.final, self.divergences, self.bias = call, final, divergences, bias
         everything = slice(0, call.num_rows)
         some = gradients.rows(everything, call.head.row_slope(everything))
         self.kl = some if some.kl is not None or some.reverse_kl is not None else None
@@ -298,6 +324,22 @@ class TileGradient:
         self.scratch_tiles = 2 if self.main.slope is not None and call.kernels is None else 1
         self._rows: slice | None = None
         self._part = self.main
+
+    def product_tile(self, u: Tensor, out: Tensor, rows: slice, columns: slice) -> Tensor:
+        """The gradient for a tile of products [R, W], in `out`, and the bias's: one pass, by the kernels."""
+        call, head = self.call, self.call.head
+        if rows is not self._rows:
+            self._rows, self._part = rows, self.main.rows(rows)
+        return logit_gradient(
+            u,
+            [out],
+            self._part,
+            call.targets[rows],
+            head.shard.start + columns.start,
+            kernels=call.kernels,
+            finish=head.finish(rows, columns),
+            column_sums=None if self.bias is None else self.bias[columns],
+        )
 
     def tile(self, z: Tensor, scratch: Sequence[Tensor], rows: slice, columns: slice) -> Tensor:
         """The gradient for the tile of logits `z` [R, W], in the first tile of `scratch`."""

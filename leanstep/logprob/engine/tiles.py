@@ -1,8 +1,9 @@
 """Tiles of logits: how large, in which order, on how many cores, and where some wait for the backward.
 
 A tile is c rows by w vocabulary columns. Memory is the budget; speed wants tall tiles (each weight tile and
-its gradient are then touched once) that stay in a cache on a CPU. `arrange` is the one place where a call's
-tiles are chosen, and nothing in it depends on timing or free memory: a recomputation takes the same tiles.
+its gradient are then touched once) that stay in a cache on a CPU and fill the matrix units of a GPU.
+`arrange` is the one place where a call's tiles are chosen, and nothing in it depends on timing or free
+memory: a recomputation takes the same tiles.
 
 A saved tile spares the backward one of its GEMMs. Three places can hold it. Saved tensors, up to a byte
 allowance: freed with the graph, seen by `saved_tensors_hooks` (offloading), never written to. The memory of
@@ -15,6 +16,7 @@ its forward.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,8 +36,20 @@ CPU_TILE_BYTES = 6 << 20
 # take twice that: products narrower than this lose more than the cache wins.
 KERNEL_TILE_BYTES = 1 << 20
 KERNEL_COLUMNS = 512
-MAX_BUDGET_BYTES = 512 << 20
 CPU_MAX_ROWS = 1024
+
+# On a GPU: logits in fp32 and their gradient in 16 bits. A fixed number of bytes, whatever is free: bits must
+# not depend on it.
+GPU_ELEMENT_BYTES = 6
+GPU_TILE_BYTES = 512 << 20
+# Sides of tiles are multiples of this, as the blocks of matrix products are; a row of logits begins at a
+# multiple of `ROW_ELEMENTS`, so that every operand is aligned to 16 bytes.
+GPU_ALIGNMENT = 128
+ROW_ELEMENTS = 8
+# Widths to choose from: the hidden gradient's products sum over so many columns at a time.
+GPU_COLUMNS = (3072, 5120)
+# Blocks of a product, and the units of a device that cannot be asked (an H100's).
+BLOCK_ROWS, BLOCK_COLUMNS, UNITS = 128, 256, 132
 
 # Tiles side by side pay from this many multiply-adds per core on, and while the hidden gradients of the other
 # parts of the vocabulary stay small.
@@ -60,30 +74,40 @@ class Tiles:
         return TILE_ELEMENT_BYTES * self.rows * self.columns
 
 
-def even_slices(length: int, at_most: int) -> list[slice]:
-    """Cut `length` into the fewest parts of at most `at_most`, all but equal: no thin remainder."""
+def on_gpu(device: torch.device | str) -> bool:
+    """Whether tiles are made for a GPU: everything that is not a CPU."""
+    return torch.device(device).type != "cpu"
+
+
+def even_slices(length: int, at_most: int, multiple: int = 1) -> list[slice]:
+    """Cut `length` into the fewest parts of at most `at_most`, all but equal: no thin remainder.
+
+    Where `at_most` is a multiple of `multiple`, so are all parts but the last.
+    """
     parts = -(-length // at_most)
     size = -(-length // parts) if parts else 1
+    if at_most % multiple == 0:
+        size = -(-size // multiple) * multiple
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
+def row_stride(columns: int, device: torch.device | str) -> int:
+    """Elements from one row of a tile to the next: on a GPU rows are padded, and 50,257 columns aligned."""
+    return -(-columns // ROW_ELEMENTS) * ROW_ELEMENTS if on_gpu(device) else columns
+
+
 def default_budget(device: torch.device | str) -> int:
-    """Bytes for tiles: cache-sized on a CPU, else at most 512 MiB and 2 % of the device's memory.
+    """Bytes for tiles: cache-sized on a CPU, else 512 MiB.
 
     Never a share of what is free: a recomputation, or a second run, must take the same tiles.
     """
-    device = torch.device(device)
-    if device.type == "cpu":
-        return CPU_TILE_BYTES
-    if device.type == "cuda" and torch.cuda.is_available():
-        return min(MAX_BUDGET_BYTES, torch.cuda.get_device_properties(device).total_memory // 50)
-    return MAX_BUDGET_BYTES
+    return GPU_TILE_BYTES if on_gpu(device) else CPU_TILE_BYTES
 
 
 def choose_cores(num_rows: int, vocab: int, width: int, device: torch.device | str = "cpu") -> int:
     """How many parts of the vocabulary run side by side: all of torch's threads on a CPU, or 1."""
     threads = num_threads()
-    if torch.device(device).type != "cpu" or num_rows * vocab * width < threads * MIN_CORE_PRODUCTS:
+    if on_gpu(device) or num_rows * vocab * width < threads * MIN_CORE_PRODUCTS:
         return 1
     return threads if threads * num_rows * width * 4 <= MAX_CORE_BYTES else 1
 
@@ -101,10 +125,10 @@ def choose_tiles(
     """The tile for `num_rows` x `vocab` logits from hidden rows of `width`, within `budget` bytes.
 
     On a CPU tiles are tall (up to `max_rows`) and as wide as the budget allows; with `kernels` for the passes
-    they need no work area. Elsewhere whole vocabulary rows are taken while at least 256 of them fit, else
-    vocabulary tiles of the problem's shape.
+    they need no work area. On a GPU they are as tall as the budget allows, in the order "vocab", and some
+    4,000 columns wide; where all rows fit, wider.
     """
-    on_cpu, is_given = torch.device(device).type == "cpu", budget is not None
+    on_cpu, is_given = not on_gpu(device), budget is not None
     if budget is None:
         budget = KERNEL_TILE_BYTES if on_cpu and kernels else default_budget(device)
     if budget <= 0:
@@ -123,13 +147,46 @@ def choose_tiles(
             columns = narrowest
             rows = max(min(rows, elements // columns), 1)
         return Tiles(rows, min(columns, vocab), order)
-    rows = budget // (TILE_ELEMENT_BYTES * vocab + 6 * width)
-    rows = _round_down(rows, 128 if rows >= 128 else 8)
-    if rows >= min(256, num_rows):
-        return Tiles(min(rows, num_rows), vocab, "rows")
-    columns = 512 * round(math.sqrt(elements * vocab / num_rows) / 512)
-    columns = min(max(columns, 2048), vocab)
-    return Tiles(min(max(elements // columns, 1), num_rows), columns, order)
+    element_bytes = GPU_ELEMENT_BYTES if kernels else TILE_ELEMENT_BYTES
+    return _gpu_tiles(num_rows, vocab, width, max(budget // element_bytes, 1), _units(device))
+
+
+@functools.lru_cache(maxsize=256)
+def _gpu_tiles(num_rows: int, vocab: int, width: int, elements: int, units: int) -> Tiles:
+    """Tall tiles in vocabulary order, all sides multiples of 128.
+
+    dW of a tile's columns is summed over its few row chunks and written once; the hidden gradient is summed
+    over tiles of columns. The products read and write both sums themselves, and over a thousand or more
+    terms hide it. Of the widths that qualify, the one whose dW products take the fewest waves of blocks.
+    """
+    step, (narrowest, widest) = GPU_ALIGNMENT, GPU_COLUMNS
+    side = math.isqrt(elements)
+    if num_rows * narrowest <= elements:
+        columns = elements // num_rows
+    elif side < widest:
+        columns = side
+    else:
+
+        def waves(columns: int) -> int:
+            blocks = -(-width // BLOCK_COLUMNS)
+            parts = [part.stop - part.start for part in even_slices(vocab, columns, step)]
+            return sum(-(-(-(-size // BLOCK_ROWS) * blocks) // units) for size in parts)
+
+        columns = min(range(widest, narrowest - 1, -step), key=waves)
+    columns = _round_down(columns, step) if columns >= step else max(_round_down(columns, ROW_ELEMENTS), 1)
+    columns = min(columns, vocab)
+    rows = elements // columns
+    rows = num_rows if num_rows <= rows else _round_down(rows, step)
+    sizes = [even_slices(*sides, step)[0].stop for sides in ((num_rows, rows), (vocab, columns))]
+    return Tiles(min(sizes[0], rows), min(sizes[1], columns), "vocab")
+
+
+def _units(device: torch.device | str) -> int:
+    """Multiprocessors of the device; those of an H100 where no device is there to ask."""
+    device = torch.device(device)
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return UNITS
 
 
 def checked_tile(tile: tuple[int | None, int | None] | Tiles, num_rows: int, vocab: int) -> Tiles:
@@ -207,17 +264,29 @@ def arrange(
 class Scratch:
     """Tiles for one worker, each allocated when it is first asked for and then used again."""
 
-    def __init__(self, like: Tensor, dtype: torch.dtype, num_elements: int) -> None:
-        self._device, self._dtype, self._size = like.device, dtype, num_elements
-        self._storage: dict[int, Tensor] = {}
+    def __init__(self, like: Tensor, dtype: torch.dtype, rows: int, columns: int) -> None:
+        self._device, self._dtype = like.device, dtype
+        self._size = rows * row_stride(columns, like.device)
+        self._storage: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def tile(self, number: int, rows: int, columns: int) -> Tensor:
-        if number not in self._storage:
-            self._storage[number] = torch.empty(self._size, dtype=self._dtype, device=self._device)
-        return self._storage[number][: rows * columns].view(rows, columns)
+    def tile(self, number: int, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Tile `number` [rows, columns], in the accumulation dtype or one of its own."""
+        dtype = self._dtype if dtype is None else dtype
+        storage = self._storage.get((number, dtype))
+        if storage is None:
+            storage = torch.empty(self._size, dtype=dtype, device=self._device)
+            self._storage[number, dtype] = storage
+        return placed_tile(storage, 0, rows, columns)
 
     def tiles(self, count: int, rows: int, columns: int) -> list[Tensor]:
         return [self.tile(number, rows, columns) for number in range(count)]
+
+
+def placed_tile(storage: Tensor, offset: int, rows: int, columns: int) -> Tensor:
+    """The tile [rows, columns] that begins at element `offset`; its rows are `row_stride` apart."""
+    stride = row_stride(columns, storage.device)
+    tile = storage[offset : offset + rows * stride].view(rows, stride)
+    return tile if stride == columns else tile[:, :columns]
 
 
 # Where a tile lies: its first row and its first column.
@@ -263,12 +332,13 @@ class SavedLogits:
         for rows, columns in tiles:
             if self.memory is not None and self.memory.reserve(rows, columns):
                 continue
-            shape = (rows.stop - rows.start, columns.stop - columns.start)
-            num_bytes = shape[0] * shape[1] * self.dtype.itemsize
+            size, width = rows.stop - rows.start, columns.stop - columns.start
+            num_elements = size * row_stride(width, self.device)
+            num_bytes = num_elements * self.dtype.itemsize
             if num_bytes <= self.left_bytes:
                 self.left_bytes -= num_bytes
-                tile = torch.empty(shape, dtype=self.dtype, device=self.device)
-                self._tiles[rows.start, columns.start] = tile
+                storage = torch.empty(num_elements, dtype=self.dtype, device=self.device)
+                self._tiles[rows.start, columns.start] = placed_tile(storage, 0, size, width)
 
     def tile(self, rows: slice, columns: slice) -> Tensor | None:
         """The memory of a kept tile; None when there was no room for it."""
@@ -300,6 +370,10 @@ class LogitsInGradient:
     def reserve(self, rows: slice, columns: slice) -> bool:
         if rows.start or rows.stop > self.rows_that_fit(self.gradient, self.dtype):
             return False
+        width = columns.stop - columns.start
+        room = width * self.gradient.shape[1] * self.gradient.element_size()
+        if rows.stop * row_stride(width, self.gradient.device) * self.dtype.itemsize > room:
+            return False
         self._held.add(columns.start)
         return True
 
@@ -308,7 +382,7 @@ class LogitsInGradient:
             return None
         size, width = rows.stop, columns.stop - columns.start
         rows_of_gradient = self.gradient[columns].view(-1).view(self.dtype)
-        return rows_of_gradient[: size * width].view(size, width)
+        return placed_tile(rows_of_gradient, 0, size, width)
 
 
 class ChunkBuffer:
@@ -316,7 +390,8 @@ class ChunkBuffer:
 
     def __init__(self, like: Tensor, dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
         self.num_rows = num_rows
-        self.logits = torch.empty(num_rows * num_columns, dtype=dtype, device=like.device)
+        num_elements = num_rows * row_stride(num_columns, like.device)
+        self.logits = torch.empty(num_elements, dtype=dtype, device=like.device)
 
     def reserve(self, rows: slice, columns: slice) -> bool:
         return True
@@ -324,5 +399,5 @@ class ChunkBuffer:
     def tile(self, rows: slice, columns: slice) -> Tensor:
         # Tile after tile, each contiguous: rows of an [R, V] matrix would lie a page or more apart.
         size, width = rows.stop - rows.start, columns.stop - columns.start
-        offset = self.num_rows * columns.start + rows.start * width
-        return self.logits[offset : offset + size * width].view(size, width)
+        offset = self.num_rows * columns.start + rows.start * row_stride(width, self.logits.device)
+        return placed_tile(self.logits, offset, size, width)

@@ -39,6 +39,7 @@ def install(tape: Tape, device: Any) -> None:
     def with_heuristics(self: Any, *args: Any, **kwargs: Any) -> None:
         self.fn.run(*args, **kwargs)
 
+    launch.records_only = True  # type: ignore[attr-defined]
     jit.JITFunction.run = launch
     autotuner.Autotuner.run = first_config
     autotuner.Heuristics.run = with_heuristics

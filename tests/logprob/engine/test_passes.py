@@ -20,7 +20,11 @@ from leanstep.logprob.engine.softmax import RowStatistics
 
 # Opposite ends of fp32 overflow when subtracted, on purpose; the interpreter is numpy and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
-NAMES = {"update_statistics", "update_statistics_entropy", "scale_exponentials", "scale_exponentials_entropy"}
+NAMES = {
+    f"{name}{variant}"
+    for name in ("update_statistics", "scale_exponentials")
+    for variant in ("", "_entropy", "_finish", "_bf16")
+}
 
 
 @pytest.fixture(params=["triton", "native"])

@@ -1,0 +1,263 @@
+"""The route of a GPU, end to end on a CPU: its tiles, padding and products, Triton in its interpreter."""
+
+from __future__ import annotations
+
+import importlib
+import types
+
+import pytest
+import torch
+from logprob.flat import linear_logprobs
+
+pytest.importorskip("triton")
+
+from leanstep.logprob.engine import kernel, lm_head, passes, tile_loop, tiles
+from leanstep.logprob.engine.tiles import Tiles, choose_tiles, even_slices, row_stride
+
+MIB = 1 << 20
+# 157 and 41 columns are no multiple of 8: the last tile is padded.
+T, V, D = 13, 157, 24
+
+
+@pytest.fixture
+def gpu_route(monkeypatch):
+    """CPU tensors take the route of a GPU."""
+    for module in (tiles, lm_head, tile_loop):
+        monkeypatch.setattr(module, "on_gpu", lambda device: True)
+    for name in ("linear", "logits", "policy"):
+        module = importlib.import_module(f"leanstep.logprob.{name}")
+        chosen = lambda given, dtype, count: kernel if dtype == torch.float32 else None  # noqa: E731
+        monkeypatch.setattr(module, "kernels_for", chosen)
+        if hasattr(module, "on_gpu"):
+            monkeypatch.setattr(module, "on_gpu", lambda device: True)
+
+
+def inputs(dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(T, D, generator=generator).to(dtype)
+    weight = (torch.randn(V, D, generator=generator) / 2).to(dtype)
+    bias = torch.randn(V, generator=generator).to(dtype)
+    targets = torch.randint(0, V, (T,), generator=generator)
+    return hidden, weight, bias, targets, torch.randn(2, T, generator=generator)
+
+
+def plain(hidden, weight, bias, targets, *, scale=1.0, softcap=None, temperature=1.0, rows=None):
+    hidden = hidden if rows is None else hidden.index_select(0, rows)
+    z = torch.nn.functional.linear(hidden, weight, bias) * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.unsqueeze(-1).to(z.dtype)
+    wide = torch.float64 if z.dtype == torch.float64 else torch.float32
+    log_p = torch.log_softmax((z / temperature).to(wide), -1)
+    logp = log_p.gather(1, targets[:, None])[:, 0]
+    return logp, -(log_p.exp() * log_p).sum(-1)
+
+
+def with_gradients(function, leaves, upstream):
+    given = [None if t is None else t.detach().clone().requires_grad_() for t in leaves]
+    out = [value for value in function(*given) if value is not None]
+    upstream = [g.to(value.dtype) for g, value in zip(upstream, out, strict=False)]
+    wanted = [t for t in given if t is not None]
+    return [*(v.detach() for v in out), *torch.autograd.grad(out, wanted, upstream)]
+
+
+def assert_as_good_as_plain(found, plainly, truth, floor):
+    """At most three times as far from fp64 as the plain code in the same dtype."""
+    assert len(found) == len(plainly) == len(truth)
+    for f, p, x in zip(found, plainly, truth, strict=True):
+        assert f.isfinite().all()
+        scale = float(x.abs().max())
+        error, other = (float((v.double() - x).abs().max()) for v in (f, p))
+        assert error <= 3 * other + floor * scale, (error, other, scale)
+
+
+SMALL, ROW_CHUNK = Tiles(4, 64, "vocab"), Tiles(16, 41, "vocab")
+OPTIONS = {
+    "plain": (SMALL, False, {}),
+    "one row chunk": (ROW_CHUNK, False, {}),
+    "own choice": (None, True, {}),
+    "rows": (SMALL, True, {"rows": torch.tensor([1, 5, 5, 9])}),
+    "few rows, logits in dW": (None, False, {"rows": torch.tensor([1, 5, 9, 2, 12, 0])}),
+    "temperature": (ROW_CHUNK, True, {"temperature": 0.7}),
+    "temperatures": (SMALL, False, {"temperature": torch.linspace(0.5, 2.0, T)}),
+    "softcap": (ROW_CHUNK, False, {"softcap": 3.0, "scale": 1.5, "temperature": 0.8}),
+    "all": (SMALL, True, {"softcap": 3.0, "temperature": torch.linspace(0.5, 2.0, T)}),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((n, torch.bfloat16) for n in OPTIONS), ("all", torch.float32)])
+def test_linear_logprobs(name, dtype, gpu_route):
+    hidden, weight, bias, targets, upstream = inputs(dtype)
+    tile, with_bias, options = OPTIONS[name]
+    rows = options.get("rows")
+    targets = targets if rows is None else targets[: len(rows)]
+    upstream = upstream if rows is None else upstream[:, : len(rows)]
+    leaves = (hidden, weight, bias if with_bias else None)
+
+    def fast(h, w, b):
+        out = linear_logprobs(h, w, targets, bias=b, entropy="grad", tile=tile, **options)
+        return out.logp, out.entropy
+
+    def slow(h, w, b):
+        return plain(h, w, b, targets, **options)
+
+    truth = with_gradients(slow, [None if t is None else t.double() for t in leaves], upstream)
+    found, plainly = with_gradients(fast, leaves, upstream), with_gradients(slow, leaves, upstream)
+    assert_as_good_as_plain(found, plainly, truth, 1e-3 if dtype == torch.bfloat16 else 2e-6)
+
+
+def counted(monkeypatch):
+    """How often each kernel ran."""
+    counts = {"update_statistics": 0, "scale_exponentials": 0}
+    for name in counts:
+        run = getattr(kernel, name)
+
+        def once(*args, run=run, name=name, **kwargs):
+            counts[name] += 1
+            return run(*args, **kwargs)
+
+        monkeypatch.setattr(kernel, name, once)
+    return counts
+
+
+def test_what_finishes_a_logit_costs_no_pass_of_its_own(gpu_route, monkeypatch):
+    """Bias, softcap and temperatures: the tile is seen by two products and two kernels, by nothing else."""
+    counts = counted(monkeypatch)
+    seen = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, given, args=(), kwargs=None):
+            tensors = [t for t in args if isinstance(t, torch.Tensor) and tuple(t.shape) == (T, 64)]
+            if tensors and getattr(function, "__name__", "") not in FREE:
+                seen.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    hidden, weight, bias, targets, _ = inputs(torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    options = {"softcap": 3.0, "temperature": torch.linspace(0.5, 2.0, T), "tile": Tiles(T, 64, "vocab")}
+    with Watch():
+        out = linear_logprobs(
+            leaves[0], leaves[1], targets, bias=leaves[2], entropy="grad", save_logits="none", **options
+        )
+        (out.logp.sum() + out.entropy.sum()).backward()
+    assert counts == {"update_statistics": 3, "scale_exponentials": 3}
+    assert set(seen) <= {"addmm", "copy_", "t"}, seen
+
+
+# Looks at shapes only, or reads through the interpreter's pointers.
+FREE = {
+    *("__get__", "data_ptr", "stride", "size", "dim", "element_size", "as_strided", "view", "t"),
+    *("to", "__getitem__", "detach", "is_contiguous", "numel", "__len__", "untyped_storage", "mm"),
+}
+
+
+def test_autocast_chooses_the_operands_as_linear_would(gpu_route):
+    hidden, weight, _, targets, upstream = inputs(torch.float32)
+    seen = []
+
+    def fast(h, w):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = linear_logprobs(h, w, targets, entropy="grad", tile=Tiles(5, 64, "vocab"))
+        return out.logp, out.entropy
+
+    def slow(h, w):
+        seen.append(h.dtype)
+        if h.dtype == torch.float64:
+            return plain(h, w, None, targets)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return plain(h, w, None, targets)
+
+    leaves = (hidden, weight)
+    truth = with_gradients(slow, [t.double() for t in leaves], upstream)
+    found, plainly = with_gradients(fast, leaves, upstream), with_gradients(slow, leaves, upstream)
+    assert [f.dtype for f in found] == [torch.float32] * 4
+    assert_as_good_as_plain(found, plainly, truth, 1e-3)
+    # Rounded to bf16 they are another product than in fp32.
+    exact = linear_logprobs(hidden, weight, targets, tile=Tiles(5, 64, "vocab")).logp
+    assert not torch.equal(found[0], exact)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "width"),
+    [(51_320, 76_032, 2_560), (51_320, 151_936, 4_096), (1_024, 151_936, 4_096), (8_192, 50_257, 768)],
+)
+def test_tiles_of_a_gpu_are_aligned_tall_and_fixed(rows, vocab, width):
+    found = choose_tiles(rows, vocab, width, device="meta", kernels=True)
+    assert found == choose_tiles(rows, vocab, width, device="meta", kernels=True)
+    assert found.order == "vocab" and found.columns % 128 == 0
+    assert found.rows == rows or found.rows % 128 == 0
+    assert 6 * found.rows * found.columns <= 512 * MIB
+    heights = [part.stop - part.start for part in even_slices(rows, found.rows, 128)]
+    widths = [part.stop - part.start for part in even_slices(vocab, found.columns, 128)]
+    # Sums over rows (dW) and over columns (d hidden) have a thousand terms or all there are.
+    assert min(heights) >= min(1_024, rows) and min(widths) >= 1_024
+    assert all(width % 128 == 0 for width in widths[:-1])
+    assert row_stride(widths[-1], "meta") % 8 == 0
+
+
+def test_the_budget_of_a_gpu_is_no_share_of_its_free_memory(monkeypatch):
+    def asked(*_):
+        raise AssertionError("asked for free memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", asked)
+    assert tiles.default_budget("cuda") == 512 * MIB
+
+
+class TestProducts:
+    """How 16-bit operands are multiplied into fp32 sums, by what a torch can do."""
+
+    def product(self, monkeypatch, works):
+        def addmm(sums, a, b, *, out_dtype, out, beta=1.0, alpha=1.0):
+            if works != "addmm":
+                raise RuntimeError("self and mat2 must have the same dtype")
+            assert sums is out and out_dtype == out.dtype
+            fresh = alpha * (a.float() @ b.float())
+            return out.copy_(beta * out + fresh if beta else fresh)
+
+        def mm(a, b, out_dtype=None):
+            if out_dtype is not None and works == "widen":
+                raise TypeError("unexpected keyword argument 'out_dtype'")
+            return torch.matmul(a.to(out_dtype or a.dtype), b.to(out_dtype or b.dtype))
+
+        fake = types.SimpleNamespace(
+            addmm=addmm, mm=mm, ones=torch.ones, zeros=torch.zeros, float32=torch.float32
+        )
+        monkeypatch.setattr(passes, "torch", fake)
+        passes._mixed_product.cache_clear()
+        assert passes._mixed_product(torch.bfloat16, torch.float32, torch.device("cpu")) == works
+
+    @pytest.mark.parametrize("works", ["addmm", "mm", "widen"])
+    def test_sums(self, monkeypatch, works):
+        a, b = torch.randn(5, 7).bfloat16(), torch.randn(7, 3).bfloat16()
+        start = torch.randn(5, 3)
+        self.product(monkeypatch, works)
+        try:
+            for accumulate in (False, True):
+                out = start.clone()
+                passes.product(a, b, out, factor=0.5, accumulate=accumulate)
+                expected = 0.5 * (a.double() @ b.double()) + (start.double() if accumulate else 0.0)
+                torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+        finally:
+            passes._mixed_product.cache_clear()
+
+
+def test_a_launch_happens_on_the_tensors_device(monkeypatch):
+    entered = []
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            entered.append(self.device)
+
+        def __exit__(self, *_):
+            entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    fake = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"))
+    with kernel._on_device_of(fake):
+        assert entered == [torch.device("cuda:1")]
+    assert entered == [torch.device("cuda:1"), None]
+    with kernel._on_device_of(torch.zeros(1)):
+        assert len(entered) == 2
