@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.passes import Finish, product
+from leanstep.logprob.engine.passes import Finish, mixed_product
 from leanstep.logprob.engine.tiles import LogitsInGradient, Tiles, on_gpu, row_stride
 from leanstep.logprob.parallel import VocabShard, reduce_hidden_grad
 
@@ -71,14 +71,17 @@ class Head:
 
     def __post_init__(self) -> None:
         self.columns = self.shard.real
+        self.is_on_gpu = on_gpu(self.weight.device)
         self.operand_dtype = self.dtype
         # 16-bit GEMMs keep fp32 sums on a GPU; a CPU would round each tile of logits to 16 bits.
-        if on_gpu(self.weight.device) and self.dtype == torch.float32:
+        if self.is_on_gpu and self.dtype == torch.float32:
             sixteen_bit = self.weight.dtype in (torch.bfloat16, torch.float16)
             self.operand_dtype = self.weight.dtype if sixteen_bit else self.autocast or self.dtype
 
     def weight_tile(self, columns: slice) -> Tensor:
         """Rows of the weight, [W, D]; on a GPU rows of zeros fill an odd number of columns up."""
+        if not self.is_on_gpu:
+            return self.weight[columns].to(self.operand_dtype)
         width = columns.stop - columns.start
         padded = row_stride(width, self.weight.device)
         if padded == width:
@@ -155,6 +158,19 @@ class Head:
 def widened(tile: Tensor, columns: int) -> Tensor:
     """A tile [R, W] together with the padding of its rows: [R, columns]."""
     return tile if tile.shape[1] == columns else tile.as_strided((len(tile), columns), tile.stride())
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> Tensor:
+    """out = factor a @ b (+ out), summed in the dtype of `out`."""
+    if a.dtype == out.dtype:
+        return torch.addmm(out, a, b, beta=float(accumulate), alpha=factor, out=out)
+    way = mixed_product(a.dtype, out.dtype, a.device)
+    if way == "addmm":
+        return torch.addmm(out, a, b, out_dtype=out.dtype, beta=float(accumulate), alpha=factor, out=out)
+    fresh = torch.mm(a, b, out_dtype=out.dtype) if way == "mm" else torch.mm(a.to(out.dtype), b.to(out.dtype))
+    if factor != 1.0:
+        fresh.mul_(factor)
+    return out.add_(fresh) if accumulate else out.copy_(fresh)
 
 
 class HeadGradients(NamedTuple):

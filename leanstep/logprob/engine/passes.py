@@ -1,8 +1,9 @@
-"""What is done to a tile of logits: products, and two elementwise passes (Triton, C++ or plain torch).
+"""The two elementwise passes over a tile of logits: Triton on a GPU, C++ on a CPU, else plain torch.
 
 `update_statistics` reads a tile once and adds its columns to the running softmax statistics;
 `scale_exponentials` reads it once and writes its gradient. kernel.py has both for Triton, native.cpp for one
-CPU core, softmax.py as a handful of torch operations with a second tile of scratch memory.
+CPU core, softmax.py as a handful of torch operations with a second tile of scratch memory. `mixed_product`
+says how a torch multiplies 16-bit operands.
 """
 
 # R rows · W columns of a tile
@@ -28,21 +29,8 @@ MOST_IDLE_THREADS = 2
 SOURCE = Path(__file__).with_name("native.cpp")
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> Tensor:
-    """out = factor a @ b (+ out), summed in the dtype of `out`."""
-    if a.dtype == out.dtype:
-        return torch.addmm(out, a, b, beta=float(accumulate), alpha=factor, out=out)
-    way = _mixed_product(a.dtype, out.dtype, a.device)
-    if way == "addmm":
-        return torch.addmm(out, a, b, out_dtype=out.dtype, beta=float(accumulate), alpha=factor, out=out)
-    fresh = torch.mm(a, b, out_dtype=out.dtype) if way == "mm" else torch.mm(a.to(out.dtype), b.to(out.dtype))
-    if factor != 1.0:
-        fresh.mul_(factor)
-    return out.add_(fresh) if accumulate else out.copy_(fresh)
-
-
 @functools.cache
-def _mixed_product(
+def mixed_product(
     operands: torch.dtype, result: torch.dtype, device: torch.device
 ) -> Literal["addmm", "mm", "widen"]:
     """How this torch multiplies 16-bit operands into fp32 sums on a device.
