@@ -328,17 +328,3 @@ def test_per_row_values_are_selected_on_their_own_device():
             check_temperature(temperature, rows, 6, torch.float32),
         ):
             assert found.shape == (2,) and found.device.type == "cuda"
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_16_bit_products_without_out_dtype_keep_fp32_sums(accumulate, monkeypatch):
-    """Before torch 2.8 torch.mm has no out_dtype."""
-    from leanstep.logprob.engine import lm_head
-
-    monkeypatch.setattr(lm_head, "HAS_OUT_DTYPE", False)
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(s, generator=generator).bfloat16() for s in ((5, 300), (300, 7)))
-    before = torch.randn(5, 7, generator=generator)
-    out = lm_head.product(a, b, before.clone(), factor=0.5, accumulate=accumulate)
-    exact = 0.5 * (a.double() @ b.double()) + (before.double() if accumulate else 0.0)
-    torch.testing.assert_close(out.double(), exact, atol=1e-4, rtol=1e-5)
