@@ -218,7 +218,7 @@ def _full_logits_loss(model: Any) -> Any:
 
 
 def _limit(workload: Workload) -> Step:
-    """Backbone forward and backward, and the four head GEMMs on completion rows, tile by tile."""
+    """Backbone forward and backward, and the three head GEMMs on completion rows, tile by tile."""
     model = _loaded_model(workload)
     batch = {
         "input_ids": workload.tensors["ids"],
@@ -239,7 +239,6 @@ def _limit(workload: Workload) -> Step:
             logits = (
                 buffer[:, : part.shape[0]] if part.shape[0] == tile else kept.new_empty(len(kept), len(part))
             )
-            torch.mm(kept, part.T, out=logits)
             torch.mm(kept, part.T, out=logits)
             d_kept.addmm_(logits, part)
             torch.mm(logits.T, kept, out=d_weight[start : start + tile])
