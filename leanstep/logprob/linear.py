@@ -22,7 +22,7 @@ from leanstep.logprob.engine.lm_head import Head, RowSource
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import FinalStatistics, RowGradients, first_order_only
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
-from leanstep.logprob.engine.tiles import CPU_MAX_ROWS, LogitsInGradient, SavedLogits, arrange
+from leanstep.logprob.engine.tiles import CPU_MAX_ROWS, LogitsInGradient, SavedLogits, arrange, on_gpu
 from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, sparse_logprobs
 from leanstep.logprob.inputs import (
     Allowed,
@@ -155,6 +155,9 @@ def linear_logprobs(
         frozen = torch.is_grad_enabled() and hidden.requires_grad and not trained
         frozen = frozen and low_hidden is None and ids is None and reference_head is None
         frozen = frozen and not smoothing and targets.dim() == 1
+        if on_gpu(hidden.device):
+            # With an entropy gradient the Jacobians take 3 GEMMs as well, and more passes.
+            frozen = frozen and entropy != "grad" and not wants and group is None
         tiles, cores, kernels = arrange(
             num_rows,
             columns,

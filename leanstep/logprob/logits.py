@@ -17,7 +17,14 @@ from torch import Tensor
 
 from leanstep.cpu import num_threads, run_on_cores
 from leanstep.logprob.deprecated import accepts_old_names
-from leanstep.logprob.engine.passes import NativePasses, Passes, kernels_for, suited
+from leanstep.logprob.engine.passes import (
+    Finish,
+    NativePasses,
+    Passes,
+    finishes_logits,
+    kernels_for,
+    suited,
+)
 from leanstep.logprob.engine.softmax import (
     FinalStatistics,
     RowFactors,
@@ -116,19 +123,22 @@ def token_logprobs(
     # A row that is selected twice must not get both gradients at once.
     cores = num_threads() if kernels is NativePasses and rows is None else 1
     kernels = suited(kernels, cores)
+    in_kernel = finishes_logits(kernels) and ids is None and logits.stride(-1) == 1
     chunks = _Chunks(
         targets=targets,
         rows=rows,
         entropy=entropy,
         temperature=check_temperature(temperature, rows, num_rows, dtype),
         allowed=ids,
-        chunk_rows=_chunk_rows(tuning, logits, dtype, cores),
+        # Where nothing is copied, one launch may see all rows.
+        chunk_rows=_chunk_rows(tuning, logits, dtype, cores, at_once=in_kernel and rows is None),
         shard=shard,
         group=group,
         dtype=dtype,
         reuse_buffer=reuse_buffer,
         kernels=kernels,
         cores=cores,
+        in_kernel=in_kernel,
     )
     logp, entropy_values, lse = _TokenLogProbs.apply(logits, chunks)  # type: ignore[misc]
     z_loss = lse.square() if "z_loss" in wants else None
@@ -151,6 +161,8 @@ class _Chunks:
     reuse_buffer: bool
     kernels: Passes | None
     cores: int
+    # The kernel reads the caller's logits, 16 bits or 32, and divides by the temperature itself.
+    in_kernel: bool = False
 
     def over_chunks(self, logits: Tensor, work: Callable[[slice, Scratch], None]) -> None:
         """Do the work on every chunk of rows, on all cores where one call of a kernel is one core's."""
@@ -172,6 +184,8 @@ class _Chunks:
             chunk = real[part]
         else:
             chunk = real.index_select(0, self.rows[part])
+        if self.in_kernel:
+            return chunk
         unscaled = isinstance(self.temperature, float) and self.temperature == 1.0
         if unscaled and chunk.dtype == self.dtype and (self.kernels is None or chunk.stride(-1) == 1):
             return chunk
@@ -180,6 +194,17 @@ class _Chunks:
         if unscaled:
             return buffer
         return buffer.div_(t[part].unsqueeze(-1) if isinstance(t, Tensor) else t)
+
+    def finishing(self, part: slice) -> dict[str, Finish]:
+        """What is left to the kernel: the temperature."""
+        t = self.temperature
+        if not self.in_kernel or (isinstance(t, float) and t == 1.0):
+            return {}
+        size = (part.stop - part.start,)
+        scale = (
+            1.0 / t[part] if isinstance(t, Tensor) else self.targets.new_full(size, 1.0 / t, dtype=self.dtype)
+        )
+        return {"finish": Finish(None, 1.0, False, scale)}
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -210,7 +235,8 @@ class _TokenLogProbs(torch.autograd.Function):
                     rows.allowed_part().update_(subset, [subset], kernels=call.kernels)
             if call.shard.real:
                 where = (targets, call.shard.start)
-                rows.update_(source, scratch.tiles(needed, *shape), *where, kernels=call.kernels)
+                work = scratch.tiles(needed, *shape)
+                rows.update_(source, work, *where, kernels=call.kernels, **call.finishing(part))
 
         call.over_chunks(logits, add_chunk)
         stats = combine_statistics(stats, call.group)
@@ -257,7 +283,8 @@ class _TokenLogProbs(torch.autograd.Function):
 
         def write_chunk(part: slice, scratch: Scratch) -> None:
             shape, targets = (part.stop - part.start, call.shard.real), call.targets[part]
-            out = grad[part][:, : call.shard.real] if in_place else scratch.tile(0, *shape)
+            narrow = grad.dtype if call.in_kernel else None
+            out = grad[part][:, : call.shard.real] if in_place else scratch.tile(0, *shape, narrow)
             source = call.source(logits, part, lambda: out)
             subset = None
             if restricted and g_logp is not None and call.shard.real:
@@ -268,7 +295,8 @@ class _TokenLogProbs(torch.autograd.Function):
             if call.shard.real:
                 tiles = [out, scratch.tile(1, *shape)] if needs_work else [out]
                 where = (targets, call.shard.start)
-                logit_gradient(source, tiles, factors.rows(part), *where, kernels=call.kernels)
+                more = call.finishing(part)
+                logit_gradient(source, tiles, factors.rows(part), *where, kernels=call.kernels, **more)
                 if second is not None and subset is not None:
                     out.add_(
                         logit_gradient(subset, [subset], second.rows(part), *where, kernels=call.kernels)
@@ -297,16 +325,20 @@ def _gradient_buffer(logits: Tensor, call: _Chunks) -> tuple[Tensor, bool]:
         return torch.zeros_like(logits, memory_format=torch.contiguous_format), False
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
     grad[:, call.shard.real :] = 0.0
-    return grad, logits.dtype == call.dtype
+    return grad, logits.dtype == call.dtype or call.in_kernel
 
 
-def _chunk_rows(tuning: Tuning | None, logits: Tensor, dtype: torch.dtype, cores: int) -> int:
+def _chunk_rows(
+    tuning: Tuning | None, logits: Tensor, dtype: torch.dtype, cores: int, *, at_once: bool
+) -> int:
     num_rows, width = logits.shape
     if tuning is not None and tuning.tile is not None:
         tile = checked_tile(tuning.tile, num_rows, width)
         if tile.columns < width:
             raise ValueError(f"tile: expected all {width} columns (or None) for logits, got {tile.columns}")
         return tile.rows
+    if at_once:
+        return max(num_rows, 1)
     budget = default_budget(logits.device) if tuning is None or tuning.budget is None else tuning.budget
     return max(budget // cores // (2 * dtype.itemsize * max(width, 1)), 1)
 

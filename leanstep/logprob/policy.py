@@ -24,13 +24,15 @@ from leanstep.logprob.engine.softmax import RowGradients, first_order_only
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.tiles import (
     CPU_MAX_ROWS,
+    GPU_ALIGNMENT,
     ChunkBuffer,
     LogitsInGradient,
     SavedLogits,
     arrange,
     choose_tiles,
-    default_budget,
     even_slices,
+    gpu_chunk_rows,
+    on_gpu,
 )
 from leanstep.logprob.inputs import (
     Entropy,
@@ -153,6 +155,7 @@ def linear_policy_loss(
         entropy="grad" if objective.entropy_coef else entropy,
         group=group,
         reduce_grad="none" if shards is None else shards.reduce_grad,
+        gradient_scale=_gradient_scale(head, selected),
     )
     wants_grad = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
@@ -259,6 +262,11 @@ def _row_gradients(
     return RowLosses(rows.losses.detach(), rows.ratio, rows.clipped), gradients
 
 
+def _gradient_scale(head: Head, num_rows: int) -> float:
+    """A power of two about T' for fp16 products, whose gradients are formed before a loss scale is known."""
+    return 2.0 ** max(num_rows, 1).bit_length() if head.operand_dtype == torch.float16 else 1.0
+
+
 def _early_gradient(call: Call, chunks: list[_Chunk], wanted: bool) -> LogitsInGradient | None:
     """The memory of dW for the logits, where one chunk of rows is all there is and fits."""
     head = call.head
@@ -275,7 +283,9 @@ def _most_saved_rows(chunks: list[_Chunk]) -> int:
 def _arranged(source: RowSource, head: Head, chunks: list[_Chunk]) -> Any:
     """Tiles as tall as the tallest chunk with saved logits, and a part of the vocabulary for each core."""
     hidden, num_rows, columns = source.hidden, source.num_rows, head.columns
-    most_rows = _most_saved_rows(chunks) or min(num_rows, CPU_MAX_ROWS)
+    most_rows = _most_saved_rows(chunks)
+    if not most_rows:
+        most_rows = num_rows if on_gpu(hidden.device) else min(num_rows, CPU_MAX_ROWS)
     # Several chunks: dW is summed where it lies, but 16-bit weights need fp32 sums, which "rows" order has.
     one_core = len(chunks) > 1 and head.weight.dtype != head.dtype
     tiles, cores, kernels = arrange(
@@ -308,23 +318,22 @@ def _chunks(
                 "shards.total: expected the whole vocabulary's size with unequal shards, got None"
             )
         columns = -(-head.vocabulary // group.size())
-    if budget is None:
-        budget = (
-            CPU_CHUNK_BYTES
-            if head.weight.device.type == "cpu" or group is not None
-            else default_budget("cuda")
-        )
-    # A tile's width follows the local shard; ranks must not count with it.
-    work_columns = columns
-    if group is None:
-        width, device = source.hidden.shape[1], source.hidden.device
-        work_columns = min(choose_tiles(num_rows, columns, width, device=device).columns, columns)
-    row_bytes = head.dtype.itemsize * (columns + 2 * work_columns)
-    most = max(budget // max(row_bytes, 1), 1)
+    if on_gpu(head.weight.device):
+        most = gpu_chunk_rows(columns, head.dtype.itemsize, budget)
+        multiple = GPU_ALIGNMENT
+    else:
+        # A tile's width follows the local shard; ranks must not count with it.
+        work_columns = columns
+        if group is None:
+            width, device = source.hidden.shape[1], source.hidden.device
+            work_columns = min(choose_tiles(num_rows, columns, width, device=device).columns, columns)
+        row_bytes = head.dtype.itemsize * (columns + 2 * work_columns)
+        most = max((CPU_CHUNK_BYTES if budget is None else budget) // max(row_bytes, 1), 1)
+        multiple = 1
     if objective.kind != "gspo":
         if most < min(FEWEST_ROWS, num_rows):
             return [_Chunk(slice(0, num_rows), None, True)]
-        return [_Chunk(part, None, False) for part in even_slices(num_rows, most)]
+        return [_Chunk(part, None, False) for part in even_slices(num_rows, most, multiple)]
     chunks: list[_Chunk] = []
     start = 0
     for length in checked_sequences(sequence_lengths, num_rows):

@@ -7,30 +7,42 @@ With kappa_v = (scale / temperature)(1 - tanh^2) and mu = t / s, the forward loo
     d logp / dh = kappa_y W_y - A / s      d H / dh = -B / s       d lse / dh = A / s
 
 B is centred on the running mean: the textbook E[xW] - E[x]E[W] would cancel digits. When m or mu moves,
-B <- alpha (B + (d + mu - mu') A) and A <- alpha A, with d = m - m'.
+B <- alpha (B + (d + mu - mu') A) and A <- alpha A, with d = m - m'. On a GPU, where rescaling A and B would
+cost as much as a tile does, the logits of a chunk of rows wait for their final statistics instead.
 """
 
 # R rows of a chunk · T' selected rows · D model
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from leanstep.logprob.engine.kl_topk import TopK
-from leanstep.logprob.engine.lm_head import product
+from leanstep.logprob.engine.lm_head import HeadSums, RowSource, product
 from leanstep.logprob.engine.softmax import (
     EXPONENT_FLOOR,
+    RowGradients,
     RowStatistics,
     exponentials,
     finite_shift,
     read_targets_,
     tile_ids,
 )
-from leanstep.logprob.engine.tile_loop import Call
-from leanstep.logprob.engine.tiles import Scratch
+from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
+from leanstep.logprob.engine.tiles import (
+    GPU_ALIGNMENT,
+    ChunkBuffer,
+    SavedLogits,
+    Scratch,
+    arrange,
+    even_slices,
+    gpu_chunk_rows,
+    on_gpu,
+)
 from leanstep.logprob.parallel import combine_statistics
 
 
@@ -47,6 +59,9 @@ def frozen_forward(
 ) -> tuple[RowStatistics, TopK | None, RowJacobians]:
     """Statistics over the whole vocabulary (2 collectives with a group) and the rows' Jacobians."""
     hidden = call.source.hidden
+    if on_gpu(hidden.device):
+        assert call.group is None and not (wants_entropy or wants_lse or call.top_k)
+        return _frozen_on_gpu(call)
     width = hidden.shape[1]
     stats = RowStatistics.empty(
         call.num_rows, dtype=call.head.dtype, device=hidden.device, moment=call.moment
@@ -73,6 +88,32 @@ def frozen_forward(
             _move_(first, second, step, _mean(before), _mean(after))
             _write(call, after, rows, (first, second), jacobians)
     return stats, best, RowJacobians(*jacobians)  # type: ignore[arg-type]
+
+
+def _frozen_on_gpu(call: Call) -> tuple[RowStatistics, None, RowJacobians]:
+    """Statistics and d logp / dh alone, 2 GEMMs: per chunk of rows logits, then their gradient for ones."""
+    head, hidden = call.head, call.source.hidden
+    most = min(gpu_chunk_rows(head.columns, head.dtype.itemsize), max(call.num_rows, 1))
+    shape = (call.num_rows, head.columns, hidden.shape[1])
+    tiles = arrange(*shape, hidden.device, call.kernels, chunk_rows=most).tiles
+    call = replace(call, tiles=replace(tiles, order="rows"))
+    rows_like = RowSource(hidden.new_empty(()).expand(call.num_rows, hidden.shape[1]), None)
+    sums = HeadSums(head, rows_like, None, call.tiles, (True, False, False, False, False))
+    stats = RowStatistics.empty(call.num_rows, dtype=head.dtype, device=hidden.device, moment=call.moment)
+    memory = ChunkBuffer(hidden, head.dtype, most, head.columns)
+    for rows in even_slices(call.num_rows, most, GPU_ALIGNMENT):
+        some, saved = call.rows(rows), SavedLogits(hidden, head.dtype, memory)
+        found = forward_tiles(some, saved)[0]
+        part = stats.rows(rows.start, rows.stop)
+        for mine, value in ((part.max, found.max), (part.sum, found.sum), (part.target, found.target)):
+            mine.copy_(value)
+        if part.moment is not None and found.moment is not None:
+            part.moment.copy_(found.moment)
+        ones = RowGradients(logp=torch.ones_like(found.sum))
+        backward_tiles(some, found.final(), None, ones, sums, saved, first_row=rows.start)
+    jacobian = sums.hidden.result()
+    assert jacobian is not None
+    return stats, None, RowJacobians(jacobian, None, None)
 
 
 def _project_chunk(

@@ -192,6 +192,7 @@ class HeadSums:
         reduce: process group and mode of `reduce_hidden_grad`.
         main_grad: the weight's gradient is added here instead of returned.
         early: the weight's gradient where it was allocated in the forward pass.
+        factor: of what is added.
     """
 
     def __init__(
@@ -205,8 +206,9 @@ class HeadSums:
         reduce: tuple[Any, Any] = (None, "none"),
         main_grad: Tensor | None = None,
         early: LogitsInGradient | None = None,
+        factor: float = 1.0,
     ) -> None:
-        self.head, num_rows = head, source.num_rows
+        self.head, self.factor, num_rows = head, factor, source.num_rows
         self.hidden = _HiddenGradient(source, head, tiles, reduce, wanted[0])
         self.weight = _WeightGradient(head.weight, head, tiles, num_rows, wanted[1], main_grad, early)
         self.bias, self.bias_is_added = None, False
@@ -216,6 +218,9 @@ class HeadSums:
         if low is not None and head.low_weight is not None:
             self.low_hidden = _HiddenGradient(low, head, tiles, reduce, wanted[3])
             self.low_weight = _WeightGradient(head.low_weight, head, tiles, num_rows, wanted[4])
+        for part in (self.hidden, self.weight, self.low_hidden, self.low_weight):
+            if part is not None:
+                part.factor = factor
 
     def hold_rows(self, source: RowSource) -> RowSource:
         """`source` with its rows gathered once, in the memory of d hidden, where that has room for them."""
@@ -258,7 +263,7 @@ class HeadSums:
         return HeadGradients(
             self.hidden.result(),
             self.weight.result(),
-            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+            None if self.bias is None or bias is None else (self.bias * self.factor).to(bias.dtype),
             None if self.low_hidden is None else self.low_hidden.result(),
             None if self.low_weight is None else self.low_weight.result(),
         )
@@ -274,7 +279,7 @@ class _HiddenGradient:
     def __init__(
         self, source: RowSource, head: Head, tiles: Tiles, reduce: tuple[Any, Any], wanted: bool
     ) -> None:
-        self.source, self.head, self.reduce = source, head, reduce
+        self.source, self.head, self.reduce, self.factor = source, head, reduce, 1.0
         self.out = self.sums = self.chunk = None
         self._taken_bytes = 0
         if not wanted:
@@ -338,10 +343,10 @@ class _HiddenGradient:
 
     def add(self, du: Tensor, weight_tile: Tensor, rows: slice, columns: slice) -> None:
         if self.sums is not None:
-            product(du, weight_tile, self.sums[rows], accumulate=True)
+            product(du, weight_tile, self.sums[rows], factor=self.factor, accumulate=True)
         elif self.chunk is not None:
             sums = self.chunk[: rows.stop - rows.start]
-            product(du, weight_tile, sums, accumulate=columns.start > 0)
+            product(du, weight_tile, sums, factor=self.factor, accumulate=columns.start > 0)
             if columns.stop == self.head.columns:
                 self._write(rows, sums)
 
@@ -381,13 +386,17 @@ class _WeightGradient:
         main_grad: Tensor | None = None,
         early: LogitsInGradient | None = None,
     ) -> None:
-        self.head, self.num_rows, self.main_grad = head, num_rows, main_grad
-        self.out = self.sums = self.tile = None
+        self.head, self.num_rows, self.main_grad, self.factor = head, num_rows, main_grad, 1.0
+        self.out = self.sums = self.tile = self.rounded = None
         if not wanted:
             return
         dtype = head.dtype
         if main_grad is not None:
             self.sums = main_grad
+            return
+        if tiles.order == "rows" and weight.dtype != dtype and early is None:
+            # The result itself is made at the end.
+            self.sums, self.rounded = weight.new_zeros(weight.shape, dtype=dtype), weight.dtype
             return
         if early is None:
             make = torch.empty_like if num_rows and head.columns else torch.zeros_like
@@ -399,8 +408,6 @@ class _WeightGradient:
         at_once = weight.dtype == head.operand_dtype and tiles.rows >= num_rows
         if weight.dtype == dtype or (at_once and tiles.order == "vocab"):
             self.sums = self.out
-        elif tiles.order == "rows":
-            self.sums = weight.new_zeros(weight.shape, dtype=dtype)
         else:
             self.tile = weight.new_zeros((tiles.columns, weight.shape[1]), dtype=dtype)
 
@@ -414,16 +421,14 @@ class _WeightGradient:
         if self.sums is not None:
             accumulate = rows.start > 0 or self.main_grad is not None
             if self.sums.dtype in (self.head.dtype, self.head.operand_dtype):
-                product(du.t(), h, self.sums[columns], accumulate=accumulate)
+                product(du.t(), h, self.sums[columns], factor=self.factor, accumulate=accumulate)
             else:
-                self.sums[columns] += du.t() @ h
+                self.sums[columns] += self.factor * (du.t() @ h)
         elif self.tile is not None and self.out is not None:
             sums = self.tile[: columns.stop - columns.start]
-            product(du.t(), h, sums, accumulate=rows.start > 0)
+            product(du.t(), h, sums, factor=self.factor, accumulate=rows.start > 0)
             if rows.stop == self.num_rows:
                 self.out[columns] = sums
 
     def result(self) -> Tensor | None:
-        if self.out is not None and self.sums is not None and self.sums is not self.out:
-            self.out.copy_(self.sums)
-        return self.out
+        return self.out if self.rounded is None or self.sums is None else self.sums.to(self.rounded)

@@ -62,6 +62,7 @@ class Call:
         reference: the KL's head and its hidden rows; `kl` and `reverse_kl` say which way.
         tiles, cores, kernels: as `arrange` chose them.
         in_gradient, save_bytes: where logits may wait for the backward.
+        gradient_scale: gradients of logits are multiplied by it, and the sums made of them divided.
     """
 
     head: Head
@@ -84,6 +85,7 @@ class Call:
     main_grad: Tensor | None = None
     in_gradient: bool = False
     save_bytes: int = 0
+    gradient_scale: float = 1.0
 
     def __post_init__(self) -> None:
         self.num_rows = self.source.num_rows
@@ -133,6 +135,7 @@ class Call:
             reduce=(self.group, self.reduce_grad),
             main_grad=self.main_grad,
             early=early,
+            factor=1.0 / self.gradient_scale,
         )
 
 
@@ -309,7 +312,7 @@ class TileGradient:
     ) -> None:
         self.call, self.final, self.divergences, self.bias = call, final, divergences, bias
         everything = slice(0, call.num_rows)
-        some = gradients.rows(everything, call.head.row_slope(everything))
+        some = gradients.rows(everything, call.head.row_slope(everything) * call.gradient_scale)
         self.kl = some if some.kl is not None or some.reverse_kl is not None else None
         # With allowed ids the log-prob has a softmax of its own; the entropy's, if wanted, is a second one.
         self.restricts, self.second = False, None

@@ -42,6 +42,8 @@ CPU_MAX_ROWS = 1024
 # not depend on it.
 GPU_ELEMENT_BYTES = 6
 GPU_TILE_BYTES = 512 << 20
+# Logits of whole rows that wait for their gradient: 2,048 rows of 76,032, 1,024 of 151,936.
+GPU_CHUNK_BYTES = 640 << 20
 # Sides of tiles are multiples of this, as the blocks of matrix products are; a row of logits begins at a
 # multiple of `ROW_ELEMENTS`, so that every operand is aligned to 16 bytes.
 GPU_ALIGNMENT = 128
@@ -102,6 +104,12 @@ def default_budget(device: torch.device | str) -> int:
     Never a share of what is free: a recomputation, or a second run, must take the same tiles.
     """
     return GPU_TILE_BYTES if on_gpu(device) else CPU_TILE_BYTES
+
+
+def gpu_chunk_rows(columns: int, itemsize: int, budget: int | None = None) -> int:
+    """Rows whose logits wait for their gradient together on a GPU."""
+    rows = (GPU_CHUNK_BYTES if budget is None else budget) // max(columns * itemsize, 1)
+    return max(_round_down(rows, GPU_ALIGNMENT), 1)
 
 
 def choose_cores(num_rows: int, vocab: int, width: int, device: torch.device | str = "cpu") -> int:

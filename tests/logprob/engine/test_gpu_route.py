@@ -7,11 +7,12 @@ import types
 
 import pytest
 import torch
-from logprob.flat import linear_logprobs
+from logprob.flat import linear_logprobs, linear_policy_loss, token_logprobs
 
 pytest.importorskip("triton")
 
-from leanstep.logprob.engine import kernel, lm_head, passes, tile_loop, tiles
+from leanstep.logprob import PolicyObjective, policy_loss
+from leanstep.logprob.engine import frozen, kernel, lm_head, passes, tile_loop, tiles
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles, even_slices, row_stride
 
 MIB = 1 << 20
@@ -22,7 +23,7 @@ T, V, D = 13, 157, 24
 @pytest.fixture
 def gpu_route(monkeypatch):
     """CPU tensors take the route of a GPU."""
-    for module in (tiles, lm_head, tile_loop):
+    for module in (tiles, lm_head, tile_loop, frozen):
         monkeypatch.setattr(module, "on_gpu", lambda device: True)
     for name in ("linear", "logits", "policy"):
         module = importlib.import_module(f"leanstep.logprob.{name}")
@@ -104,6 +105,84 @@ def test_linear_logprobs(name, dtype, gpu_route):
     truth = with_gradients(slow, [None if t is None else t.double() for t in leaves], upstream)
     found, plainly = with_gradients(fast, leaves, upstream), with_gradients(slow, leaves, upstream)
     assert_as_good_as_plain(found, plainly, truth, 1e-3 if dtype == torch.bfloat16 else 2e-6)
+
+
+@pytest.mark.parametrize("entropy", ["none", "metric", "grad"])
+def test_frozen_head(entropy, gpu_route, monkeypatch):
+    """2 GEMMs by chunks of rows without an entropy gradient, 3 by tiles with one."""
+    monkeypatch.setattr(tiles, "GPU_CHUNK_BYTES", 5 * 160 * 4)
+    hidden, weight, bias, targets, upstream = inputs(torch.bfloat16)
+    rows = torch.tensor([1, 5, 5, 9, 0, 12, 3])
+    targets, upstream = targets[:7], upstream[:, :7]
+    options = {"rows": rows, "temperature": 0.8, "softcap": 4.0}
+
+    def fast(h):
+        out = linear_logprobs(h, weight, targets, bias=bias, entropy=entropy, **options)
+        assert (out.entropy is not None) == (entropy != "none")
+        return out.logp, out.entropy if entropy == "grad" else None
+
+    def slow(h):
+        w, b = weight.to(h.dtype), bias.to(h.dtype)
+        return plain(h, w, b, targets, **options)[: 2 if entropy == "grad" else 1]
+
+    truth = with_gradients(slow, [hidden.double()], upstream)
+    found, plainly = with_gradients(fast, [hidden], upstream), with_gradients(slow, [hidden], upstream)
+    assert_as_good_as_plain(found, plainly, truth, 1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "chunk"), [(torch.bfloat16, 5), (torch.bfloat16, 99), (torch.float16, 4)])
+def test_policy_loss(dtype, chunk, gpu_route, monkeypatch):
+    monkeypatch.setattr(tiles, "GPU_CHUNK_BYTES", chunk * 160 * 4)
+    hidden, weight, bias, targets, upstream = inputs(dtype)
+    objective = PolicyObjective(entropy_coef=0.01, kl_coef=0.04)
+    logp = plain(hidden.double(), weight.double(), bias.double(), targets)[0]
+    data = {"old_logp": logp.float() + 0.2 * upstream[0], "ref_logp": logp.float() + 0.1 * upstream[1]}
+    data["advantages"] = upstream[1]
+
+    def fast(h, w, b):
+        out = linear_policy_loss(h, w, targets, bias=b, objective=objective, **data)
+        # A mean over as many rows as a large batch has: fp16 gradients would vanish below 6e-8.
+        return (out.loss / 4096,)
+
+    def slow(h, w, b):
+        logp, entropy = plain(h, w, b, targets)
+        own = {name: value.to(logp.dtype) for name, value in data.items()}
+        old, advantages = own["old_logp"], own["advantages"]
+        found = policy_loss(
+            logp, old, advantages, entropy=entropy, ref_logp=own["ref_logp"], objective=objective
+        )
+        return (found.loss / 4096,)
+
+    leaves, one = (hidden, weight, bias), [torch.tensor(4096.0)]
+    truth = with_gradients(slow, [t.double() for t in leaves], one)
+    found, plainly = with_gradients(fast, leaves, one), with_gradients(slow, leaves, one)
+    assert_as_good_as_plain(found, plainly, truth, 1e-3)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, torch.linspace(0.5, 2.0, 7)])
+@pytest.mark.parametrize("selected", [True, False])
+def test_token_logprobs_of_16_bit_logits(selected, temperature, gpu_route, monkeypatch):
+    counts, (hidden, weight, _, targets, upstream) = counted(monkeypatch), inputs(torch.bfloat16)
+    logits = (hidden @ weight.t())[:7].contiguous()
+    rows = torch.tensor([6, 0, 2, 2, 3, 1, 4]) if selected else None
+    targets, upstream = targets[:7], upstream[:, :7]
+
+    def fast(z):
+        out = token_logprobs(z, targets, rows=rows, entropy="grad", temperature=temperature)
+        return out.logp, out.entropy
+
+    def slow(z):
+        z = z if rows is None else z.index_select(0, rows)
+        t = temperature.unsqueeze(-1) if isinstance(temperature, torch.Tensor) else temperature
+        log_p = torch.log_softmax((z if z.dtype == torch.float64 else z.float()) / t, -1)
+        return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    truth = with_gradients(slow, [logits.double()], upstream)
+    found, plainly = with_gradients(fast, [logits], upstream), with_gradients(slow, [logits], upstream)
+    # The interpreter cuts a 16-bit store off where a GPU rounds it.
+    assert_as_good_as_plain(found, plainly, truth, 1e-3)
+    assert found[-1].dtype == torch.bfloat16
+    assert counts == {"update_statistics": 1, "scale_exponentials": 1}
 
 
 def counted(monkeypatch):
