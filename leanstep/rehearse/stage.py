@@ -1,16 +1,20 @@
 """The run of one rehearsal: a process of its own, patched for good, left after N steps.
 
-`rehearse` is called in the user's process; it starts `_child` in a fresh interpreter and reads the recording
-that it leaves behind. The program's own output passes through.
+`rehearse` is called in the user's process. The first call starts a fresh interpreter that loads the stub and
+imports torch (seconds); each rehearsal is a fork of it, and leaves its recording behind. The program's own
+output passes through.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import pickle
 import runpy
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,8 +35,10 @@ _ROOT = str(Path(__file__).parent.parent.parent)
 # The package comes from the same folder as in this process; then that folder leaves the path again.
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from leanstep.rehearse import stage; "
-    "sys.path.remove(sys.argv[1]); stage._child(*sys.argv[2:])"
+    "sys.path.remove(sys.argv[1]); stage._serve(*sys.argv[2:])"
 )
+# Read by torch and by Python when they start: another value needs another interpreter.
+_READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS", "LEANSTEP_CACHE")
 
 
 def rehearse(request: Request, *, quiet: bool = False) -> Recording:
@@ -46,26 +52,75 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
     A program that stops before its steps gives a Recording with `ended` and `refused`.
     """
     _validate(request)
-    stub = fake_device.library()
     with tempfile.TemporaryDirectory(prefix="leanstep-rehearse-") as folder:
         asked, answered = Path(folder) / "request", Path(folder) / "recording"
-        asked.write_bytes(pickle.dumps(request))
-        command = [sys.executable, "-P", "-c", _START, _ROOT, str(stub), str(asked), str(answered)]
-        if sys.version_info < (3, 11):
-            command.remove("-P")
-        sink = subprocess.DEVNULL if quiet else None
         environment = {**os.environ, **_rank_environment(request.ranks), "PYTHONUNBUFFERED": "1"}
         environment["PATH"] = _tools(Path(folder), request.device) + os.environ.get("PATH", "")
         environment.pop("TRITON_INTERPRET", None)
-        done = subprocess.run(command, env=environment, stdout=sink, stderr=sink, check=False)
+        asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
+        code = _server().run(asked, answered, quiet)
         if not answered.exists():
             raise RehearsalError(
-                f"{request.target}: its process ended with code {done.returncode} and left no recording"
+                f"{request.target}: its process ended with code {code} and left no recording"
             )
         got = pickle.loads(answered.read_bytes())
     if isinstance(got, RehearsalError):
         raise got
     return got
+
+
+class _Server:
+    """The interpreter that rehearsals are forked from; ends when this process does."""
+
+    def __init__(self, stub: Path):
+        self.start = [os.environ.get(name) for name in _READ_AT_START]
+        self.lock = threading.Lock()
+        self.line, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-c", _START, _ROOT, str(stub), str(theirs.fileno())]
+        if sys.version_info < (3, 11):
+            command.remove("-P")
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        self.process = subprocess.Popen(
+            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+        atexit.register(self.end)
+
+    def fits(self) -> bool:
+        same = self.start == [os.environ.get(name) for name in _READ_AT_START]
+        return same and self.process.poll() is None
+
+    def run(self, asked: Path, answered: Path, quiet: bool) -> int:
+        """Fork a rehearsal and wait for it: its exit code. Its output is this process's, or nobody's."""
+        with self.lock, Path(os.devnull).open("r+b") as nobody:
+            sinks = [nobody.fileno()] * 2 if quiet else [1, 2]
+            try:
+                # One rehearsal at a time: a message each way.
+                socket.send_fds(self.line, [f"{asked}\n{answered}".encode()], [nobody.fileno(), *sinks])
+                return int(self.line.recv(64) or b"-1")
+            except OSError:
+                return -1
+            except BaseException:
+                self.end()
+                raise
+
+    def end(self) -> None:
+        atexit.unregister(self.end)
+        self.line.close()
+        self.process.terminate()
+        self.process.wait()
+
+
+_servers: list[_Server] = []
+
+
+def _server() -> _Server:
+    """The running interpreter, or a new one where there is none or its surroundings have changed."""
+    if _servers and not _servers[-1].fits():
+        _servers.pop().end()
+    if not _servers:
+        _servers.append(_Server(fake_device.library()))
+    return _servers[-1]
 
 
 def _validate(request: Request) -> None:
@@ -106,14 +161,43 @@ class _StepsDone(BaseException):
     """All steps that were asked for have been seen: leave the program. No `except Exception` stops it."""
 
 
-def _child(stub: str, asked: str, answered: str) -> None:
-    request: Request = pickle.loads(Path(asked).read_bytes())
+def _serve(stub: str, descriptor: str) -> None:
+    """Load what every rehearsal needs, then fork one for each message until nobody is left to ask."""
+    fake_device.load(Path(stub))
+    import torch._dynamo  # what a fake tensor's first call would import  # noqa: F401
+
+    line = socket.socket(fileno=int(descriptor))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program is interrupted, not this
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(line, 1 << 14, 3)
+        if not message:
+            os._exit(0)
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            line.close()
+            for number, given in enumerate(descriptors):
+                os.dup2(given, number)
+            _child(*message.decode().split("\n"))
+        for given in descriptors:
+            os.close(given)
+        _, status = os.waitpid(child, 0)
+        line.send(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _child(asked: str, answered: str) -> None:
     try:
-        fake_device.load(Path(stub))
+        request, environment, folder = pickle.loads(Path(asked).read_bytes())
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
         fake_device.check()
         got: Any = _run(request)
     except RehearsalError as reason:
         got = reason
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     part = Path(answered + ".part")
     part.write_bytes(pickle.dumps(got))
     part.replace(answered)

@@ -269,8 +269,9 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
 
 
 def _lasting_bytes(recording: Recording) -> int:
-    """Parameters and optimizer state that are alive at the end."""
-    gone = {e.storage for e in recording.events if isinstance(e, Free)}
+    """Parameters and optimizer state that are alive when the last step ends."""
+    last = recording.steps[-1].last if recording.steps else None
+    gone = {e.storage for e in recording.events[:last] if isinstance(e, Free)}
     lasting = ("parameter", "optimizer state")
     return sum(
         s.nbytes for s in recording.storages.values() if s.category in lasting and s.number not in gone

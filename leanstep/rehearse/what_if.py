@@ -18,7 +18,9 @@ from leanstep.rehearse.events import Event, HostWait, Kernel, Launch, Recording,
 from leanstep.rehearse.time_model import HostCosts, Timing, time_steps
 
 # Kernels that a compiler merges into its neighbours.
-_MERGED = frozenset(("pointwise", "strided", "broadcast", "cast", "fill", "reduce", "softmax", "norm"))
+_MERGED = frozenset(
+    ("pointwise", "strided", "broadcast", "cast", "fill", "reduce", "softmax", "norm", "gather")
+)
 # Calls that a compiler writes into its fused kernels, whatever torch's own kernel for them is.
 _MERGED_CALLS = frozenset(("select_scatter", "slice_scatter", "cat", "constant_pad_nd"))
 Transform = Callable[[Sequence[Event]], Sequence[Event]]
@@ -120,7 +122,10 @@ def _one_kernel(
     made: set[int] = set()
     moved = 0.0
     for _, event in run:
-        reads = zip(event.reads, event.traffic, strict=False)
+        traffic = list(event.traffic)
+        if event.kernels[0].kind == "gather" and event.writes:  # not the whole table: what is taken from it
+            traffic[0] = min(traffic[0], traffic[len(event.reads)])
+        reads = zip(event.reads, traffic, strict=False)
         moved += sum(nbytes for storage, nbytes in reads if storage not in made)
         made.update(event.writes)
     written: dict[int, int] = {}

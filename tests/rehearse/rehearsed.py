@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,20 +32,15 @@ class Rehearsed(NamedTuple):
 
 def run_script(script: Path, *args: str, capture: Path | None = None, **options: Any) -> Rehearsed:
     """Rehearse a script; its standard output goes to a file, because the child writes to the descriptor."""
-    settings = {"device": "a100", "steps": 3, **options}
+    request = Request(str(script), args, **{"device": "a100", "steps": 3, **options})
     if capture is None:
-        return Rehearsed(rehearse(Request(str(script), args, **settings), quiet=True), "", script)
-    code = (
-        "import pickle, sys; from leanstep.rehearse.stage import rehearse; "
-        "request = pickle.load(open(sys.argv[1], 'rb')); "
-        "pickle.dump(rehearse(request), open(sys.argv[2], 'wb'))"
-    )
-    asked, answered = capture / "asked", capture / "answered"
-    asked.write_bytes(pickle.dumps(Request(str(script), args, **settings)))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(asked), str(answered)],
-        **{"env": environment, "capture_output": True, "text": True, "check": False, "timeout": 300},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return Rehearsed(pickle.loads(answered.read_bytes()), done.stdout, script)
+        return Rehearsed(rehearse(request, quiet=True), "", script)
+    kept = os.dup(1)
+    with (capture / "printed").open("w+b") as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            recording = rehearse(request)
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+        return Rehearsed(recording, (capture / "printed").read_text(), script)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from rehearse.rehearsed import SCRIPTS
+from rehearse.rehearsed import SCRIPTS, run_script
 
 from leanstep.rehearse.answers.fake_device import library
 from leanstep.rehearse.events import Launch, Recording, Request
@@ -20,17 +21,19 @@ from leanstep.rehearse import stage
 from leanstep.rehearse.answers import fake_device
 fake_device.load(Path(sys.argv[1]))
 from leanstep.rehearse import tape
-tape.MOST_PLANS = int(sys.argv[4])
-stage._child(*sys.argv[1:4])
+tape.MOST_PLANS = 0
+stage._child(*sys.argv[2:4])
 """
 
 
-def record(folder: Path, plans: int) -> tuple[Recording, str]:
-    asked, answered = folder / "asked", folder / f"answered-{plans}"
-    asked.write_bytes(pickle.dumps(Request(str(SCRIPTS / "repeats.py"), device="a100", steps=5)))
+def without_plans(folder: Path) -> tuple[Recording, str]:
+    """In an interpreter of its own: there is no option for it."""
+    asked, answered = folder / "asked", folder / "answered"
+    request = Request(str(SCRIPTS / "repeats.py"), device="a100", steps=5)
+    asked.write_bytes(pickle.dumps((request, dict(os.environ), str(Path.cwd()))))
     root = str(Path(__file__).parents[2])
     code = f"import sys; sys.path.insert(0, {root!r})" + CODE
-    command = [sys.executable, "-c", code, str(library()), str(asked), str(answered), str(plans)]
+    command = [sys.executable, "-c", code, str(library()), str(asked), str(answered)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert answered.exists(), done.stderr[-2000:]
     return pickle.loads(answered.read_bytes()), done.stdout
@@ -39,7 +42,8 @@ def record(folder: Path, plans: int) -> tuple[Recording, str]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
-    return record(folder, 1 << 16), record(folder, 0)
+    planned = run_script(SCRIPTS / "repeats.py", capture=folder, steps=5)
+    return (planned.recording, planned.printed), without_plans(folder)
 
 
 def test_the_tape_is_the_same(pair):

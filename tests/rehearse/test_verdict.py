@@ -98,6 +98,18 @@ def test_a_fused_run_reads_its_input_and_writes_what_is_read_later():
     assert launches[3].kernels[0].nbytes == (3 + 1 + 2) * 32 * MIB
 
 
+def test_a_gather_joins_a_fused_run_and_reads_what_it_takes():
+    rows = Launch("gather", (Kernel("gather", 2.0 * MIB),), MODEL, "forward", 0, (4,), (9,), (32 * MIB, MIB))
+    events = [
+        call(PASS, MODEL, "forward", 0, (1,), (2,)),
+        rows,
+        call(PRODUCT, MODEL, "forward", 0, (9,), (5,)),
+    ]
+    (run, _) = what_if.fused(events)
+    # 1 is read, a part of 4 is read, 9 is written for the product; 2 is nobody's.
+    assert run.kernels[0].nbytes == (32 + 1 + 1) * MIB
+
+
 def test_a_sync_ends_a_fused_run():
     made = recorded(waits=1)
     step = made.steps[-1]
@@ -173,7 +185,10 @@ def test_what_makes_it_fit_is_simulated_in_order_of_size():
 
 def test_parameters_and_state_that_do_not_fit_ask_for_shards_and_not_for_another_run():
     device = replace(H100, memory_bytes=600 * MIB, context_bytes=0)
-    found = verdict.what_fits(recorded(state_bytes=640 * MIB), device, lambda request: pytest.fail("ran"))
+    made = recorded(state_bytes=640 * MIB)
+    # The program is left after its steps: everything dies, which says nothing of what a step needs.
+    made.events += [Free(number, 3) for number in (0, 7, 8)]
+    found = verdict.what_fits(made, device, lambda request: pytest.fail("ran"))
     assert {f["how"] for f in found} == {"replay of sizes"}
     assert found[-1]["fits"]
 

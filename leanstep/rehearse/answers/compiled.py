@@ -35,6 +35,8 @@ POINTWISE = frozenset(
     "convert_element_type where clone _to_copy full full_like ones_like zeros_like select_scatter "
     "slice_scatter constant_pad_nd cat scalar_tensor gelu_backward iota native_dropout bernoulli rand".split()
 )
+# Read their source at computed places: a pointwise source is computed there, not stored.
+GATHERS = frozenset("gather index _unsafe_index index_select embedding".split())
 VIEWS = frozenset(
     "view permute transpose t expand squeeze unsqueeze slice select split split_with_sizes unbind as_strided "
     "alias _unsafe_view reshape detach".split()
@@ -175,7 +177,8 @@ def _kept_in_registers(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
         if node.op == "call_function"
         and _is_pointwise(node)
         and all(
-            user.op == "call_function" and (_is_pointwise(user) or _call_name(user) in REDUCTIONS)
+            user.op == "call_function"
+            and (_is_pointwise(user) or _call_name(user) in REDUCTIONS or _call_name(user) in GATHERS)
             for user in readers(node)
         )
     }

@@ -103,6 +103,27 @@ def install(tape: Tape) -> None:
     register_cost("leanstep_rehearse::fused_attention", _price(False))
     register_cost("leanstep_rehearse::fused_attention_backward", _price(True))
     sys.meta_path.append(_Finder(tape))
+    sys.meta_path.insert(0, _Answers())
+
+
+class _Answers(importlib.abc.MetaPathFinder):
+    """Replaces functions of installed modules (`AFTER_IMPORT`) as soon as these are imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in AFTER_IMPORT:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        loader = spec.loader if spec is not None else None
+        if loader is not None:
+            run = loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                run(module)
+                for function, answer in AFTER_IMPORT[name].items():
+                    setattr(module, function, answer)
+
+            loader.exec_module = exec_module
+        return spec
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -222,6 +243,9 @@ def _hub_kernels(tape: Tape) -> Any:
     return get_kernel
 
 
+# Fake tensors stand for real ones: what a library does while it traces is not what it does on the device.
+# (transformers then builds masks that it leaves out otherwise, and keeps SDPA from its flash kernel.)
+AFTER_IMPORT = {"transformers.utils.import_utils": {"is_fake_tensor": lambda x: False}}
 FLASH: dict[str, Callable[[Tape], Any]] = {
     "flash_attn_func": _flash,
     "flash_attn_varlen_func": _flash_varlen,

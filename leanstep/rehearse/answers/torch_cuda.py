@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import proxy_tensor
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -50,6 +51,9 @@ def install(tape: Tape, device: Any) -> None:
     _refusals()
     _constants_of_dynamo()
     fake_tensor.init_gpu_context = lambda device: None
+    # `torch.tensor(x, device="cuda")` in a captured graph: nobody may compute with its value on the device.
+    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore
+    proxy_tensor.CONSTANT_NUMEL_LIMIT = -1
     torch._C._set_only_lift_cpu_tensors(True)
     # Without FakeTensor in these lists the optimizers fall back to one launch per tensor.
     for supported in (

@@ -118,8 +118,23 @@ captured(packed)
 
 @torch.compile(fullgraph=True)
 def asks_for_units(x):
-    return x * torch.cuda.get_device_properties("cuda").multi_processor_count
+    units = torch.cuda.get_device_properties("cuda").multi_processor_count
+    # A constant on the device, as modded-nanogpt makes its scales.
+    return x.new_tensor(1.0, dtype=torch.float32) * x * torch.tensor(units, device="cuda")
 
 
 seen["units in a graph"] = asks_for_units(torch.ones(3).to("cuda")).sum().item()
+
+
+@torch.compile(fullgraph=True)
+def loss_of(hidden, weight, targets):
+    return F.cross_entropy((hidden @ weight.t()).float() / 2, targets)
+
+
+hidden, head = (torch.randn(1024, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+targets = torch.zeros(1024, dtype=torch.int64, device="cuda")
+torch.cuda.reset_peak_memory_stats()
+before = torch.cuda.memory_allocated()
+loss_of(hidden, head, targets)
+seen["compiled loss"] = torch.cuda.max_memory_allocated() - before
 print(json.dumps(seen))

@@ -1,6 +1,6 @@
 """Small training loops whose peak of live bytes is known on the CPU: real tensors there, fake ones on `cuda`.
 
-truth.py cpu|cuda: prints {variant: peak bytes, every storage rounded up to 512} as one line of JSON.
+truth.py cpu|cuda [trainers]: prints {variant: peak bytes, storages rounded up to 512} as one line of JSON.
 """
 
 import gc
@@ -141,12 +141,12 @@ def fake_peak(run):
     return torch.cuda.max_memory_allocated() - before
 
 
-def report(variants):
+if __name__ == "__main__":
     if DEVICE == "cuda":  # the workspace of the first product, which the host does not have
         torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
+    if "trainers" in sys.argv:
+        import truth_trainers
+
+        VARIANTS |= truth_trainers.VARIANTS
     peak = real_peak if DEVICE == "cpu" else fake_peak
-    print(json.dumps({name: peak(run) for name, run in variants.items()}))
-
-
-if __name__ == "__main__":
-    report(VARIANTS)
+    print(json.dumps({name: peak(run) for name, run in VARIANTS.items()}))
