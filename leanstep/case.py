@@ -65,6 +65,7 @@ class Implementation:
         kind: reference | fast | peer | limit.
         build: Workload -> step. A limit's step may return no tensors; then nothing is compared.
         requires: modules that must be importable; a missing one makes the row `available: false`.
+        devices: device types it runs on; elsewhere the row is `available: false`.
         unavailable: params -> the reason why this row cannot run at this size, or None.
         time_scale: the step does 1/time_scale of the workload (a peer that would take hours);
             the reported time is multiplied by it, and `note` must say so.
@@ -76,13 +77,17 @@ class Implementation:
     kind: Kind
     build: Callable[[Workload], Step]
     requires: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cpu", "cuda")
     unavailable: Callable[[Params], str | None] | None = None
     time_scale: float = 1.0
     dtypes: tuple[torch.dtype, ...] | None = None
     note: str = ""
 
-    def missing(self, params: Params) -> str | None:
+    def missing(self, params: Params, device: torch.device | str = "cpu") -> str | None:
         """Why this implementation cannot run here, or None when it can."""
+        kind = torch.device(device).type
+        if kind not in self.devices:
+            return f"runs on {' and '.join(self.devices)} only, not on {kind}"
         for module in self.requires:
             try:
                 found = importlib.util.find_spec(module) is not None
@@ -102,7 +107,7 @@ class Case:
         summary: one sentence.
         make: (params, dtype, device, generator) -> Workload. All randomness from `generator` (a CPU one).
         implementations: the first is the reference.
-        sizes: named parameter sets; `tiny` always exists. Others: `seed`, `cpu`, `large`, `odd`, `empty`.
+        sizes: named parameter sets; `tiny` always exists. Others: `seed`, `cpu`, `gpu`, `large`, `odd`.
         prove_sizes: the sizes `prove` and the tests walk through.
         dtypes: what `prove` checks by default.
         bench_dtype: what `bench` runs in.
@@ -113,7 +118,7 @@ class Case:
         floor: absolute term of the bound, relative to the largest |truth| of the tensor.
         drift: (implementation name, seed, steps) -> losses of a tiny training run; for `prove --drift`.
         annotate: rows by name -> further notes by name, once all rows are measured.
-        default_size: what `bench` runs when no --size is given.
+        default_size: what `bench` runs on a CPU when no --size is given; on a GPU `gpu`, if there is one.
         truth_size: the size at which `bench` compares with fp64; None = the one it measures. For cases whose
             fp64 reference would take minutes.
     """
@@ -151,6 +156,15 @@ class Case:
                 return candidate
         known = ", ".join(i.name for i in self.implementations)
         raise ValueError(f"implementation: {self.name} has no {name!r}; it has {known}")
+
+    def size_on(self, device: torch.device | str) -> str:
+        """What `bench` runs on this device when no size is asked for."""
+        return "gpu" if torch.device(device).type == "cuda" and "gpu" in self.sizes else self.default_size
+
+    def dtype_on(self, device: torch.device | str) -> torch.dtype:
+        """What `bench` runs in: on a GPU bf16 where the case is proven in it, as people train there."""
+        on_gpu = torch.device(device).type == "cuda"
+        return torch.bfloat16 if on_gpu and torch.bfloat16 in self.dtypes else self.bench_dtype
 
     def params(self, size: str, overrides: Params = MappingProxyType({})) -> dict[str, Any]:
         """The parameters of a named size with some replaced (`--sweep`)."""

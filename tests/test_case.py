@@ -68,6 +68,8 @@ def test_with_gradients_uses_the_upstream_gradient_of_the_workload():
 def test_a_missing_package_is_named():
     peer = implementation("peer", fast, "peer", requires=("no_such_module_anywhere",))
     assert peer.missing({}) == "no_such_module_anywhere is not installed"
+    kernel = implementation("kernel", fast, "peer", devices=("cuda",))
+    assert kernel.missing({}) == "runs on cuda only, not on cpu" and kernel.missing({}, "cuda:1") is None
     sized = implementation(
         "sized", fast, "peer", unavailable=lambda p: "too large" if p["rows"] > 10 else None
     )

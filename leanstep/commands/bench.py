@@ -15,6 +15,7 @@ from leanstep.commands.terminal import (
     console,
     kept_for_json,
     parse_device,
+    parse_dtypes,
     parse_sweep,
     progress_bar,
     select_cases,
@@ -28,20 +29,27 @@ def bench(
         list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases to measure; all by default.")
     ] = None,
     size: Annotated[
-        str | None, typer.Option(help="tiny | seed | cpu | large | ...; each case's own by default.")
+        str | None, typer.Option(help="tiny | seed | cpu | gpu | large | ...; each case's own by default.")
     ] = None,
     impl: Annotated[
         str | None, typer.Option(help="Only these implementations (the reference always runs).")
     ] = None,
     sweep: Annotated[str | None, typer.Option(help="Repeat with one parameter changed: key=v,v.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda[:N].")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32, bf16, fp16 or fp64; on a GPU bf16 where the case is proven in it."),
+    ] = None,
     budget: Annotated[float, typer.Option(help="Seconds of timing per case.")] = 20.0,
     json: JsonOption = None,
     html: HtmlOption = None,
 ) -> None:
     """Measure time, peak memory and error side by side.
 
+    On a GPU: CUDA events, a cold L2 cache, the size "gpu" of each case, and the peers' own kernels.
+
     Example: leanstep bench logprob-linear --sweep response_frac=1,0.5,0.25,0.1
+    Example: leanstep bench logprob-linear --device cuda --dtype bf16
     """
     from leanstep.measure.side_by_side import run_bench
     from leanstep.report.tables import bench_table
@@ -50,6 +58,9 @@ def bench(
     names = split_list(impl, "--impl")
     check_implementations(chosen, names)
     where = parse_device(device)
+    dtypes = parse_dtypes(dtype)
+    if dtypes is not None and len(dtypes) > 1:
+        raise BadInput(f"--dtype: expected one dtype, got {dtype!r}; every dtype is a run of its own")
     overrides = parse_sweep(sweep, chosen)
     if budget <= 0:
         raise BadInput(f"--budget: expected seconds above 0, got {budget}")
@@ -66,10 +77,11 @@ def bench(
             with progress_bar(out, case.name) as report, kept_for_json(json):
                 result = run_bench(
                     case,
-                    size or case.default_size,
+                    size or case.size_on(where),
                     overrides=override,
                     only=names,
                     device=where,
+                    dtype=dtypes[0] if dtypes else None,
                     budget_s=budget,
                     progress=report,
                 )

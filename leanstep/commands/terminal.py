@@ -147,8 +147,15 @@ def parse_device(text: str) -> torch.device:
         raise BadInput(f"--device: no device {text!r}; it takes cpu or cuda[:N]") from None
     if device.type not in ("cpu", "cuda"):
         raise BadInput(f"--device: expected cpu or cuda[:N], got {text!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BadInput("--device: cuda is not available on this machine")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            built = (
+                "" if torch.version.cuda or torch.version.hip else f"; torch {torch.__version__} has no CUDA"
+            )
+            raise BadInput(f"--device: cuda is not available on this machine{built}")
+        count = torch.cuda.device_count()
+        if device.index is not None and device.index >= count:
+            raise BadInput(f"--device: expected cuda:0 to cuda:{count - 1}, got {text!r}")
     return device
 
 

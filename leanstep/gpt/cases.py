@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload, register
+from leanstep.gpt.attention import PlanCache
 from leanstep.gpt.banks import BankedGPT, unbind_bank
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.model import GPT
@@ -102,6 +103,7 @@ BANK_ACCESS = register(
             "odd": {"layers": 1, "model_dim": 41, "hidden": 17},
             "cpu": {"layers": 11, "model_dim": 256, "hidden": 1024},
             "seed": {"layers": 11, "model_dim": 768, "hidden": 3072},
+            "gpu": {"layers": 11, "model_dim": 768, "hidden": 3072},
         },
         prove_sizes=("tiny", "odd"),
         # Nothing is computed here, only moved: every path must give the same bits.
@@ -196,30 +198,31 @@ def _bare_products(workload: Workload) -> Step:
     config, t = workload.constants["config"], workload.tensors
     dtype, length = t["embed"].dtype, t["inputs"].shape[0]
     dim, heads = config.model_dim, config.num_heads
-    x = torch.ones(length, dim, dtype=dtype)
+    device = t["inputs"].device
     products = [(3 * dim, dim), (dim, dim)] * len(config.attention_layers)
     products += [(config.mlp_hidden, dim), (dim, config.mlp_hidden)] * config.num_layers
     products += [(config.padded_vocab, dim)]
     operands = [
         (
-            torch.ones(length, cols, dtype=dtype),
-            torch.ones(rows, cols, dtype=dtype),
-            torch.ones(length, rows, dtype=dtype),
+            torch.ones(length, cols, dtype=dtype, device=device),
+            torch.ones(rows, cols, dtype=dtype, device=device),
+            torch.ones(length, rows, dtype=dtype, device=device),
         )
         for rows, cols in set(products)
     ]
     counts = [products.count((w.shape[0], w.shape[1])) for _, w, _ in operands]
-    model = GPT(config)
+    model, plans = GPT(config), PlanCache(flex=False)
     bounds = t["cu_seqlens"].tolist()
     attention = []
     for layer in config.attention_layers:
         paired = layer in config.paired_layers
-        plan = model.plans.get(bounds, model.window_tokens(layer), paired, config.head_dim, dtype, x.device)
+        plan = plans.get(bounds, model.window_tokens(layer), paired, config.head_dim, dtype, device)
         streams = heads // 2 if paired else heads
         shape = (plan.num_blocks, streams, plan.block, config.head_dim)
         band = (plan.num_blocks, streams, plan.front + plan.block, config.head_dim)
-        qkv = [torch.ones(s, dtype=dtype, requires_grad=True) for s in (shape, band, band)]
-        attention.append((qkv, plan.mask, torch.ones(shape, dtype=dtype)))
+        like = {"dtype": dtype, "device": device}
+        qkv = [torch.ones(s, **like, requires_grad=True) for s in (shape, band, band)]
+        attention.append((qkv, plan.mask, torch.ones(shape, **like)))
 
     def step() -> Outputs:
         for (inputs, weight, grad), count in zip(operands, counts, strict=True):
@@ -312,6 +315,7 @@ GPT_STEP = register(
             },
             "cpu": {**_WIDE, "tokens": 1024, "num_layers": 11},
             "large": {**_WIDE, "tokens": 4096, "num_layers": 11},
+            "gpu": {"preset": "record-74", "tokens": 16384, "document": 512},
         },
         prove_sizes=("odd",),
         truth=_training_step(_modules_dense),

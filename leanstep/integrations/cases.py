@@ -27,6 +27,7 @@ SIZES = {
     "tiny": {"batch": 3, "tokens": 24, "response_frac": 0.25, "vocab": 401, "width": 32, "layers": 1},
     "cpu": {"batch": 4, "tokens": 384, "response_frac": 0.25, "vocab": 151936, "width": 256, "layers": 2},
     "large": {"batch": 8, "tokens": 1024, "response_frac": 0.25, "vocab": 151936, "width": 896, "layers": 4},
+    "gpu": {"batch": 8, "tokens": 2048, "response_frac": 0.25, "vocab": 151936, "width": 896, "layers": 24},
 }
 
 

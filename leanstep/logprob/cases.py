@@ -271,6 +271,8 @@ def _sizes(**cpu: Any) -> dict[str, dict[str, Any]]:
         "check": {**shared, "tokens": 512, "hidden": 256, "vocab": 4001},
         "cpu": shared,
         "large": {**shared, "tokens": 8192, "hidden": 2560, "vocab": 151936},
+        # A quarter of the rows of the seed, and its head.
+        "gpu": {**shared, "tokens": 16384, "hidden": 2560, "vocab": 76032},
     }
 
 
@@ -349,11 +351,29 @@ register(
                 "verl-fused", "verl", peers.verl_all_rows, peers.verl_same_rows, "FusedLinearForPPO, all rows"
             ),
             _head_row(
+                "verl-triton",
+                "peer",
+                peers.verl_triton,
+                "verl's fused Triton kernel, same rows",
+                requires=("verl", "triton"),
+                devices=("cuda",),
+                unavailable=lambda p: "needs a hidden size of 128 n" if p["hidden"] % 128 else _no_rows(p),
+            ),
+            _head_row(
                 "liger-chunked",
                 "peer",
                 peers.liger_logprob,
                 "same rows; no entropy",
                 requires=("liger_kernel",),
+                unavailable=_no_rows,
+            ),
+            _head_row(
+                "liger-triton",
+                "peer",
+                peers.liger_triton,
+                "fused linear cross-entropy, same rows; summed loss, no entropy",
+                requires=("liger_kernel", "triton"),
+                devices=("cuda",),
                 unavailable=_no_rows,
             ),
             _head_row(
@@ -367,7 +387,7 @@ register(
                 "cut-cross-entropy",
                 "peer",
                 peers.cut_cross_entropy,
-                "torch_compile; same rows; no entropy",
+                "torch_compile (its own kernel on a GPU); same rows; no entropy",
                 requires=("cut_cross_entropy",),
                 unavailable=_no_rows_or_compiler,
             ),

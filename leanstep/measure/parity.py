@@ -173,7 +173,7 @@ def prove_case(
             continue
         for dtype in dtypes or implementation.dtypes or case.dtypes:
             for size in case.prove_sizes:
-                if implementation.missing(case.params(size)) is None:
+                if implementation.missing(case.params(size), device) is None:
                     rows += check_in_time(case, implementation, dtype, size, device=device)
     return rows
 

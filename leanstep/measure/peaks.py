@@ -65,9 +65,9 @@ def measure_peak(
     else:
         outputs, timeline = memory_timeline(step)
         peak = max((level for _, level in timeline), default=0)
-    held = {t.untyped_storage().data_ptr() for t in (*inputs.values(), *earlier.values())}
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in outputs.values()}
-    returned = sum(size for address, size in storages.items() if address not in held)
+    held = {t.untyped_storage()._cdata for t in (*inputs.values(), *earlier.values())}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs.values()}
+    returned = sum(size for key, size in storages.items() if key not in held)
     return Peak(max(0, peak), returned)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,15 @@ from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload
 from leanstep.host_reads import call_counting_reads
 from leanstep.measure import parity
 from leanstep.measure.peaks import measure_peak
-from leanstep.measure.timing import TimeUp, Timing, environment, interleave, time_box, timed_call
+from leanstep.measure.timing import (
+    TimeUp,
+    Timing,
+    current_device,
+    environment,
+    interleave,
+    time_box,
+    timed_call,
+)
 
 Progress = Callable[[str, float], None]
 # A call may take this many budgets, or this many seconds if the budget is small; a row that takes longer is
@@ -61,21 +70,60 @@ class _Rows:
             i.name: BenchRow(i.name, i.kind, available=True, note=i.note) for i in implementations
         }
         self.box_s = box_s
+        self.gone: set[str] = set()  # rows that failed while they were timed
 
     def attempt(self, name: str, function: Callable[[], Any], what: str = "given up") -> Any:
-        """`function()`, or None and a note beside the row when its time is up."""
+        """`function()`, or None and a note beside the row: its time is up, its memory full, a peer failed."""
         try:
             with time_box(self.box_s):
                 return function()
         except TimeUp:
             self.note(name, f"> {self.box_s:.3g} s: {what}", first=True)
-            return None
+        except Exception as problem:
+            self.note(name, f"{self.excuse(name, problem)}: {what}", first=True)
+        return None
+
+    def excuse(self, name: str, problem: Exception) -> str:
+        """What went wrong, where that is no fault of ours; else the exception goes on."""
+        if isinstance(problem, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+            return "out of memory"
+        # Somebody else's kernel on a device it does not know must not hold up the others.
+        if self.by_name[name].kind != "peer":
+            raise problem
+        said = next(iter(str(problem).strip().splitlines()), "")
+        return f"{type(problem).__name__}: {said[:120]}"
+
+    def guarded(self, name: str, step: Step) -> Step:
+        """The step for the timing, which gives up what raises TimeUp."""
+
+        def run() -> Outputs:
+            try:
+                return step()
+            except Exception as problem:
+                self.gone.add(name)
+                said = self.excuse(name, problem)
+                if said not in self.by_name[name].note:
+                    self.note(name, f"{said}: given up", first=True)
+            raise TimeUp
+
+        return run
 
     def note(self, name: str, text: str, *, first: bool = False) -> None:
         row = self.by_name[name]
         row.note = "; ".join(part for part in ((text, row.note) if first else (row.note, text)) if part)
 
 
+def _on_its_device(function: Callable[..., BenchResult]) -> Callable[..., BenchResult]:
+    @functools.wraps(function)
+    def run(*args: Any, device: torch.device | str = "cpu", **options: Any) -> BenchResult:
+        with current_device(device):
+            return function(*args, device=device, **options)
+
+    return run
+
+
+@_on_its_device
 def run_bench(
     case: Case,
     size: str,
@@ -83,23 +131,29 @@ def run_bench(
     overrides: Params | None = None,
     only: tuple[str, ...] | None = None,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
     budget_s: float = 20.0,
     progress: Progress | None = None,
 ) -> BenchResult:
     """Measure `case` at `size`; the reference always runs, because every ratio is against it in this run.
 
     A row whose call takes longer than `TIME_BOX` budgets is given up: no figures, and a note "> 40 s".
+    `dtype`: of the workload; None: `case.dtype_on(device)`. On a GPU and with a dtype the result names it.
     """
     report = progress or (lambda what, share: None)
     params = case.params(size, overrides or {})
     chosen = [i for i in case.implementations if only is None or i.name in only or i.kind == "reference"]
-    result = BenchResult(case.name, _size_label(size, overrides), environment(device))
+    head = environment(device)
+    if dtype is not None or torch.device(device).type == "cuda":
+        head["dtype"] = parity.dtype_name(dtype or case.dtype_on(device))
+    dtype = dtype or case.dtype_on(device)
+    result = BenchResult(case.name, _size_label(size, overrides), head)
     rows = _Rows(chosen, max(TIME_BOX * budget_s, MIN_BOX_S))
     result.rows = list(rows.by_name.values())
 
     runnable: list[Implementation] = []
     for implementation in chosen:
-        reason = implementation.missing(params)
+        reason = implementation.missing(params, device)
         if reason is None:
             runnable.append(implementation)
         else:
@@ -115,18 +169,18 @@ def run_bench(
         if implementation.kind == "fast":
             # Proving sizes first: odd shapes find what a round bench size hides.
             for proving_size in case.prove_sizes:
-                if implementation.missing(case.params(proving_size)) is None:
+                if implementation.missing(case.params(proving_size), device) is None:
                     found = parity.check_in_time(
-                        case, implementation, case.bench_dtype, proving_size, box_s=rows.box_s, device=device
+                        case, implementation, dtype, proving_size, box_s=rows.box_s, device=device
                     )
                     result.failed += [row for row in found if not row.ok]
 
-    workload = case.workload(params, case.bench_dtype, device)
-    steps, first_calls = _first_calls(case, workload, size, runnable, rows, result, device)
+    workload = case.workload(params, dtype, device)
+    steps, first_calls = _first_calls(case, workload, size, runnable, rows, result, device, dtype)
 
     report("time", 0.2)
     timings = interleave(
-        steps,
+        {name: rows.guarded(name, step) for name, step in steps.items()},
         budget_s=budget_s,
         box_s=rows.box_s,
         device=device,
@@ -138,7 +192,7 @@ def run_bench(
         name = implementation.name
         if name in timings:
             _fill(rows, implementation, timings[name], steps[name], workload, device)
-        elif name in steps:
+        elif name in steps and name not in rows.gone:
             rows.note(name, f"> {rows.box_s:.3g} s: given up", first=True)
 
     _ratios(rows, rows.by_name[case.reference.name], {row.impl for row in result.failed})
@@ -158,6 +212,7 @@ def _first_calls(
     rows: _Rows,
     result: BenchResult,
     device: torch.device | str,
+    dtype: torch.dtype,
 ) -> tuple[dict[str, Step], dict[str, float]]:
     """Build and call every row once: its errors against fp64, and the seconds of a first call.
 
@@ -165,7 +220,7 @@ def _first_calls(
     first calls are left to the timing.
     """
     at = case.truth_size if case.truth_size not in (None, size) else None
-    compared = case.workload(case.params(at), case.bench_dtype, device) if at else workload
+    compared = case.workload(case.params(at), dtype, device) if at else workload
     reference = case.reference if case.reference in runnable else None
     truth: Outputs | None = None
     plain: Outputs | None = None
@@ -187,8 +242,11 @@ def _first_calls(
 
         outputs: Outputs | None = None
         if at:
-            steps[name] = implementation.build(workload)
-            if truth is not None and implementation.missing(case.params(at)) is None:
+            built = rows.attempt(name, functools.partial(implementation.build, workload))
+            if built is None:
+                continue
+            steps[name] = built
+            if truth is not None and implementation.missing(case.params(at), device) is None:
                 called = rows.attempt(name, call, "not compared with fp64")
                 outputs = called[1] if called else None
         else:
@@ -200,7 +258,7 @@ def _first_calls(
             plain = outputs if plain is None and implementation is reference else plain
         if truth is None or plain is None or outputs is None:
             continue
-        found = parity.compare(case, implementation, case.bench_dtype, at or size, truth, plain, outputs)
+        found = parity.compare(case, implementation, dtype, at or size, truth, plain, outputs)
         if found:
             rows.by_name[name].max_error = max(row.error for row in found)
         if implementation.kind == "fast":

@@ -5,6 +5,11 @@ and then B measures the neighbour; running A B C, B C A, C A B ... exposes all r
 ratio of medians from one run stays meaningful. The garbage collector is off, because one collection costs
 more than a small step. The first call (imports, compilation, caches) is timed apart. A row that takes too
 long is given up (`time_box`), so that it does not hold up the others.
+
+On a GPU the clock is the device's: two CUDA events around one call. Before each call its L2 cache is
+overwritten, because in a training step a kernel's inputs come from memory, and the device has gone idle, so
+that launches that the host cannot issue fast enough count. Calls before the first sample bring clocks and
+allocator into the state of a long run.
 """
 
 from __future__ import annotations
@@ -32,6 +37,10 @@ import leanstep
 # A sample shorter than this is dominated by the clock call and by jitter; several calls share one sample.
 MIN_SAMPLE_S = 1e-3
 MAX_SAMPLES_PER_ROUND = 16
+# On a GPU: calls before the first sample, at least so many and for at least so long (the clocks rise late).
+WARM_CALLS, WARM_S = 3, 0.3
+# Twice the cache, at least this: 0 would not reach memory on a device that does not tell its cache's size.
+MIN_FLUSH_BYTES = 64 * 2**20
 Result = TypeVar("Result")
 
 
@@ -118,7 +127,7 @@ def interleave(
         first_calls: seconds of first calls that were made already.
         on_round: called with (rounds done, rounds planned), for a progress bar.
     """
-    synchronize = synchronizer(device)
+    clock = clock_of(device)
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -127,14 +136,14 @@ def interleave(
         for name, step in steps.items():
             with contextlib.suppress(TimeUp):
                 if name not in first:
-                    first[name] = _timed(step, 1, synchronize, box_s)
+                    first[name] = _timed(step, 1, clock, box_s)
                 # A second call is free of one-off costs, unless the step is so slow that a repeat hurts.
                 slow = first[name] > budget_s / 4
-                estimate[name] = first[name] if slow else _timed(step, 1, synchronize, box_s)
+                estimate[name] = first[name] if slow else clock.warm(lambda: _timed(step, 1, clock, box_s))  # noqa: B023
         slowest = max(estimate.values(), default=0.0)
         # Fast rows get several samples per round, up to a tenth of what the slowest row takes.
         share = max(0.02, slowest / 10)
-        calls = {name: max(1, math.ceil(MIN_SAMPLE_S / max(s, 1e-9))) for name, s in estimate.items()}
+        calls = {name: max(1, math.ceil(clock.min_sample_s / max(s, 1e-9))) for name, s in estimate.items()}
         repeats = {
             name: min(MAX_SAMPLES_PER_ROUND, max(1, int(share / max(s * calls[name], 1e-9))))
             for name, s in estimate.items()
@@ -148,7 +157,7 @@ def interleave(
             for name in tuple(order):
                 try:
                     for _ in range(repeats[name]):
-                        samples[name].append(_timed(steps[name], calls[name], synchronize, box_s))
+                        samples[name].append(_timed(steps[name], calls[name], clock, box_s))
                 except TimeUp:
                     order.remove(name)
             order = order[1:] + order[:1]
@@ -164,33 +173,85 @@ def interleave(
 
 def timed_call(step: Callable[[], Result], device: torch.device | str = "cpu") -> tuple[Result, float]:
     """What one call returns, and its seconds."""
-    synchronize = synchronizer(device)
-    synchronize()
-    start = time.perf_counter()
-    result = step()
-    synchronize()
-    return result, time.perf_counter() - start
+    kept: list[Result] = []
+    seconds = HostClock(device)(lambda: kept.append(step()))
+    return kept[0], seconds
 
 
-def synchronizer(device: torch.device | str) -> Callable[[], None]:
-    """Waits until `device` has done its work; does nothing on a CPU."""
-    device = torch.device(device)
-    return functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _no_wait
+class HostClock:
+    """Seconds of a call by the host's clock, until the device has done its work."""
 
+    # A sample shorter than this is repeated: jitter and the clock itself would dominate it.
+    min_sample_s = MIN_SAMPLE_S
 
-def _no_wait() -> None:
-    return None
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
 
-
-def _timed(step: Callable[[], object], calls: int, synchronize: Callable[[], None], box_s: float) -> float:
-    synchronize()
-    with time_box(box_s) if box_s < math.inf else contextlib.nullcontext():
+    def __call__(self, run: Callable[[], object]) -> float:
+        self.wait()
         start = time.perf_counter()
+        run()
+        self.wait()
+        return time.perf_counter() - start
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def warm(self, timed: Callable[[], float]) -> float:
+        """One more call is enough on a CPU; its seconds."""
+        return timed()
+
+
+class EventClock(HostClock):
+    """Seconds of a call between two CUDA events, from an idle device with a cold L2 cache."""
+
+    min_sample_s = 0.0  # one call a sample: a second one would find the cache warm
+
+    def __init__(self, device: torch.device | str) -> None:
+        super().__init__(device)
+        cache = getattr(torch.cuda.get_device_properties(self.device), "L2_cache_size", 0)
+        self._flushed = torch.empty(
+            max(2 * cache, MIN_FLUSH_BYTES) // 4, dtype=torch.int32, device=self.device
+        )
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        stream, (start, end) = torch.cuda.current_stream(self.device), self._events
+        self._flushed.zero_()
+        self.wait()
+        start.record(stream)
+        run()
+        end.record(stream)
+        self.wait()
+        return start.elapsed_time(end) / 1e3
+
+    def warm(self, timed: Callable[[], float]) -> float:
+        seconds, calls, begun = 0.0, 0, time.perf_counter()
+        while calls < WARM_CALLS or time.perf_counter() - begun < WARM_S:
+            seconds, calls = timed(), calls + 1
+        return seconds
+
+
+def clock_of(device: torch.device | str) -> HostClock:
+    """Events on a GPU, the host's clock elsewhere."""
+    return EventClock(device) if torch.device(device).type == "cuda" else HostClock(device)
+
+
+def current_device(device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
+    """Make a CUDA device the current one: events, Triton launches and streams then belong to it."""
+    device = torch.device(device)
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _timed(step: Callable[[], object], calls: int, clock: HostClock, box_s: float) -> float:
+    def run() -> None:
         for _ in range(calls):
             # The result is dropped here, inside the clock, as a training step would drop it.
             step()
-        synchronize()
-        return (time.perf_counter() - start) / calls
+
+    with time_box(box_s) if box_s < math.inf else contextlib.nullcontext():
+        return clock(run) / calls
 
 
 def _summary(values: list[float], first_call_s: float) -> Timing:
@@ -206,12 +267,28 @@ def _summary(values: list[float], first_call_s: float) -> Timing:
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The head of every JSON object."""
-    return {
+    """The head of every JSON object; on a GPU with `accelerator`, what one must know of it."""
+    head = {
         "leanstep": leanstep.__version__,
         "torch": torch.__version__,
         "device": device_name(str(device)),
         "threads": torch.get_num_threads(),
+    }
+    return {**head, "accelerator": accelerator(device)} if torch.device(device).type == "cuda" else head
+
+
+def accelerator(device: torch.device | str) -> dict[str, Any]:
+    """Name, generation, size and software of a CUDA (or ROCm) device, and how it was timed."""
+    properties: Any = torch.cuda.get_device_properties(torch.device(device))
+    return {
+        "name": properties.name,
+        # ROCm names the architecture; CUDA has major and minor.
+        "capability": getattr(properties, "gcnArchName", "") or f"sm_{properties.major}{properties.minor}",
+        "units": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": getattr(properties, "L2_cache_size", 0),
+        "runtime": f"rocm {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}",
+        "clock": "events, idle device, L2 flushed",
     }
 
 

@@ -118,6 +118,7 @@ register(
             "tall": {"rows": 3072, "cols": 768},
             "square": {"rows": 768, "cols": 768},
             "large": {"rows": 2048, "cols": 8192},
+            "gpu": {"rows": 2048, "cols": 8192},
         },
         prove_sizes=("tiny", "odd", "row", "empty"),
         dtypes=(torch.float32, torch.bfloat16),
@@ -305,6 +306,8 @@ register(
             "odd": {"num_wide": 2, "num_square": 4, "dim": 41, "ratio": 3},
             "cpu": {"num_wide": 2, "num_square": 8, "dim": 768, "ratio": 4},
             "seed": {"num_wide": 12, "num_square": 48, "dim": 768, "ratio": 4},
+            # All matrices of a 124M GPT.
+            "gpu": {"num_wide": 24, "num_square": 48, "dim": 768, "ratio": 4},
         },
         prove_sizes=("tiny", "odd"),
         error_baseline=_stepping(_reference_step(lambda u: reference.polar(u.bfloat16()).to(u.dtype))),
@@ -363,6 +366,7 @@ _TRANSPOSE_SIZES = {
     "empty": {"rows": 8, "cols": 0},
     "cpu": {"rows": 768, "cols": 50304},
     "large": {"rows": 2048, "cols": 128256},
+    "gpu": {"rows": 2048, "cols": 128256},
 }
 
 register(

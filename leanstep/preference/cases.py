@@ -204,6 +204,7 @@ register(
             "cpu": {**_LOSS_TINY, "samples": 8, "tokens": 512, "block": 16},
             "seed": {**_LOSS_TINY, "samples": 13, "tokens": 2048, "block": 32},
             "large": {**_LOSS_TINY, "samples": 64, "tokens": 8192, "block": 32},
+            "gpu": {**_LOSS_TINY, "samples": 13, "tokens": 2048, "block": 32},
         },
         prove_sizes=("tiny", "odd", "empty"),
         dtypes=(torch.float32, torch.bfloat16),
@@ -313,6 +314,10 @@ def _annotate_step(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 _STEP_TINY = {**_LOSS_TINY, "samples": 2, "width": 16, "vocab": 32, "layers": 1}
+_STEP_LARGE = {
+    **_STEP_TINY,
+    **{"samples": 13, "tokens": 2048, "block": 32, "width": 256, "vocab": 4096, "layers": 4},
+}
 
 register(
     Case(
@@ -345,15 +350,8 @@ register(
                 "vocab": 512,
                 "layers": 2,
             },
-            "large": {
-                **_STEP_TINY,
-                "samples": 13,
-                "tokens": 2048,
-                "block": 32,
-                "width": 256,
-                "vocab": 4096,
-                "layers": 4,
-            },
+            "large": _STEP_LARGE,
+            "gpu": _STEP_LARGE,
         },
         annotate=_annotate_step,
     )

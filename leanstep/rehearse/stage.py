@@ -292,7 +292,7 @@ def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], An
         chosen = case.implementation(request.implementation or fast)
     except ValueError as reason:
         raise RehearsalError(str(reason)) from None
-    missing = chosen.missing(params)
+    missing = chosen.missing(params, "cuda")
     if missing is not None:
         raise RehearsalError(f"{case.name}, {chosen.name}: {missing}")
     steps.by_hand = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from toy_case import implementation, toy_case, wrong_gradient
 
 from leanstep.case import register, unregister
@@ -79,6 +80,8 @@ def test_bench_exits_1_and_prints_no_ratio_when_a_fast_path_is_broken(broken, ca
         (["bench", "toy", "--sweep", "rows=many"], "--sweep: expected a number, got 'many'"),
         (["bench", "toy", "--budget", "0"], "--budget: expected seconds above 0, got 0.0"),
         (["bench", "toy", "--device", "tpu"], "--device:"),
+        (["bench", "toy", "--dtype", "fp8"], "--dtype: no dtype 'fp8'; it takes fp64, fp32, fp16, bf16"),
+        (["bench", "toy", "--dtype", "fp32,bf16"], "--dtype: expected one dtype, got 'fp32,bf16'"),
         (["prove", "toy", "--dtype", "fp8"], "--dtype: no dtype 'fp8'; it takes fp64, fp32, fp16, bf16"),
         (["prove", "toy", "--drift"], "--drift: none of toy has a training run"),
         (["prove", "toy", "--runs", "1"], "--runs, --steps: expected at least 2 runs"),
@@ -92,6 +95,22 @@ def test_bad_input_is_one_line_and_exit_code_2(toy, capsys, arguments, message):
     lines = captured.err.strip().splitlines()
     assert message in lines[-1] and lines[-1].startswith("leanstep: ")
     assert "Traceback" not in captured.err and captured.out == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_cpu_build_refuses_a_gpu_in_one_line(toy, capsys):
+    assert run(["bench", "toy", "--device", "cuda"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("leanstep: --device: cuda is not available on this machine")
+
+
+def test_a_dtype_is_measured_proven_and_named(toy, capsys):
+    assert run(["bench", "toy", "--dtype", "bf16", "--budget", "0.01", "--json", "-"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["dtype"] == "bf16"
+    plain = next(row for row in result["rows"] if row["impl"] == "reference")
+    # Far above what fp32 rounds, far below a wrong answer.
+    assert 1e-4 < plain["max_error"] < 2e-2
 
 
 def test_version_and_help(capsys):

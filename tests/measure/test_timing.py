@@ -13,7 +13,8 @@ import time
 import pytest
 import torch
 
-from leanstep.measure.timing import TimeUp, interleave, time_box
+from leanstep.measure import timing as timing_module
+from leanstep.measure.timing import EventClock, HostClock, TimeUp, clock_of, interleave, time_box
 
 
 def test_every_step_runs_in_every_round_and_the_order_rotates():
@@ -56,13 +57,6 @@ def test_the_garbage_collector_is_off_inside_and_restored_after():
     seen = []
     interleave({"step": lambda: seen.append(gc.isenabled())}, budget_s=0.01, max_rounds=3)
     assert not any(seen) and gc.isenabled()
-
-
-def test_another_gpu_is_waited_for_by_its_name(monkeypatch):
-    waited = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(device))
-    interleave({"step": lambda: None}, budget_s=0.01, max_rounds=3, device="cuda:1")
-    assert set(waited) == {torch.device("cuda:1")}
 
 
 def endless():
@@ -141,3 +135,80 @@ def test_a_failing_step_restores_the_garbage_collector():
     except RuntimeError:
         pass
     assert gc.isenabled()
+
+
+class FakeCuda:
+    """What EventClock asks of torch.cuda, with a clock that the steps advance."""
+
+    def __init__(self, monkeypatch, l2_bytes=1000):
+        self.now, self.log = 0.0, []
+        fake = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                self.at = fake.now
+                fake.log.append(f"record on {stream}")
+
+            def elapsed_time(self, other):
+                return 1e3 * (other.at - self.at)
+
+        class Buffer:
+            def __init__(self, elements, dtype, device):
+                fake.log.append(f"{elements * dtype.itemsize} bytes on {device}")
+
+            def zero_(self):
+                fake.now += 5.0
+                fake.log.append("flush")
+
+        properties = type("Properties", (), {"L2_cache_size": l2_bytes})
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.log.append(f"wait for {device}"))
+        monkeypatch.setattr(torch, "empty", Buffer)
+
+    def step(self, seconds):
+        def run():
+            self.now += seconds
+            self.log.append("run")
+
+        return run
+
+
+def test_a_gpu_is_timed_by_events_on_its_own_stream_behind_a_flush(monkeypatch):
+    cuda = FakeCuda(monkeypatch, l2_bytes=50 * 2**20)
+    clock = clock_of("cuda:1")
+    assert cuda.log == [f"{100 * 2**20} bytes on cuda:1"]
+    cuda.log.clear()
+    assert clock(cuda.step(0.25)) == pytest.approx(0.25)  # the flush of 5 s is outside
+    record = "record on stream of cuda:1"
+    assert cuda.log == ["flush", "wait for cuda:1", record, "run", record, "wait for cuda:1"]
+
+
+def test_a_cache_of_unknown_size_is_flushed_all_the_same(monkeypatch):
+    cuda = FakeCuda(monkeypatch, l2_bytes=0)
+    EventClock("cuda")
+    assert cuda.log == [f"{timing_module.MIN_FLUSH_BYTES} bytes on cuda"]
+
+
+def test_a_gpu_is_warmed_up_and_every_sample_is_one_call(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(timing_module, "WARM_S", 0.0)
+    timings = interleave(
+        {"a": cuda.step(1e-5), "b": cuda.step(2e-5)}, budget_s=1e-3, max_rounds=3, device="cuda:0"
+    )
+    assert timings["a"].median_s == pytest.approx(1e-5) and timings["b"].median_s == pytest.approx(2e-5)
+    # First call, warm-up, three rounds of several samples, each one call behind its own flush.
+    calls = cuda.log.count("run")
+    assert (
+        calls
+        == cuda.log.count("flush")
+        == 2 + 2 * timing_module.WARM_CALLS + sum(t.samples for t in timings.values())
+    )
+
+
+def test_a_cpu_has_the_hosts_clock():
+    assert type(clock_of("cpu")) is HostClock and HostClock.min_sample_s > 0

@@ -104,6 +104,7 @@ register(
             "odd": {"groups": 41, "pairs": 401},
             "cpu": {"groups": 39, "pairs": 256},
             "large": {"groups": 1024, "pairs": 1271},
+            "gpu": {"groups": 1024, "pairs": 1271},
         },
         prove_sizes=("tiny", "odd"),
         dtypes=(torch.float32, torch.bfloat16),

@@ -17,7 +17,7 @@ for case in all_cases().values():
     params = case.params("tiny")
     for implementation in case.implementations:
         key, started = f"{case.name}, {implementation.name}", time.perf_counter()
-        if implementation.missing(params):
+        if implementation.missing(params, "cuda"):
             continue
         try:
             implementation.build(case.workload(params, case.bench_dtype, "cuda"))()
