@@ -25,6 +25,8 @@ IMPLEMENTATIONS = ("auto", "triton", "compiled", "blocked", "stock")
 MIN_COMPILED_ELEMENTS = 1 << 22
 # Columns per block: 768 x 1024 floats of scratch are 3 MB and stay in the cache until they are added.
 BLOCK_COLUMNS = 1024
+# What torch's compiler could not build in this process.
+_refused: set[Callable[[Tensor, Tensor], None]] = set()
 
 
 def choose_transpose(src: Tensor) -> str:
@@ -66,9 +68,7 @@ def transpose_copy(src: Tensor, dst: Tensor | None = None, *, impl: str = "auto"
     impl = _check(src, out, impl)
     if impl == "triton":
         triton_kernels().transpose_copy(src, out)
-    elif impl == "compiled":
-        _compiled(_copy)(out, src)
-    else:
+    elif impl != "compiled" or not _ran_compiled(_copy, out, src):
         # Stock copy_ already goes by blocks of 60 x 60: a blocked version in Python was no faster.
         out.copy_(src.T)
     return out
@@ -84,12 +84,10 @@ def transpose_add(src: Tensor, dst: Tensor, *, impl: str = "auto") -> Tensor:
     impl = _check(src, dst, impl)
     if impl == "triton":
         triton_kernels().transpose_add(src, dst)
-    elif impl == "compiled":
-        _compiled(_add)(dst, src)
-    elif impl == "blocked":
-        _add_blocked(dst, src)
-    else:
+    elif impl == "stock":
         dst.add_(src.T)
+    elif impl != "compiled" or not _ran_compiled(_add, dst, src):
+        _add_blocked(dst, src)
     return dst
 
 
@@ -109,6 +107,18 @@ def _copy(dst: Tensor, src: Tensor) -> None:
 
 def _add(dst: Tensor, src: Tensor) -> None:
     dst.add_(src.T)
+
+
+def _ran_compiled(function: Callable[[Tensor, Tensor], None], dst: Tensor, src: Tensor) -> bool:
+    """Whether torch's compiler can build `function` here; where it cannot, nothing was written."""
+    if function in _refused:
+        return False
+    try:
+        _compiled(function)(dst, src)
+    except torch._dynamo.exc.TorchDynamoException:
+        # Its C++ is for the processor that torch was told of, and the compiler builds for the real one.
+        _refused.add(function)
+    return function not in _refused
 
 
 @functools.cache

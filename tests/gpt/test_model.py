@@ -109,7 +109,8 @@ def assert_no_further(config: GPTConfig, factor: float = 2.0, seeds: int = 3, **
     for name, want in truths.items():
         k = factor if want.numel() >= 1000 else max(factor, 3)
         mine, other = ((sum(e**2 for e in x[name]) / seeds) ** 0.5 for x in (ours, theirs))
-        floor = 1e-6 if want.numel() >= 100 else 4e-6
+        # A handful of scalars, each a sum over the batch that cancels: 7e-6 was seen with SSE products.
+        floor = 1e-6 if want.numel() >= 100 else 1e-5
         assert mine <= k * other + floor, f"{name}: relative error {mine:.2e} against {other:.2e}"
 
 

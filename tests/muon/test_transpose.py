@@ -46,6 +46,21 @@ def test_compiled_version_is_chosen_for_big_tables_and_agrees(monkeypatch):
     assert torch.equal(dst, base + src.T)
 
 
+def test_what_torchs_compiler_cannot_build_runs_blocked(monkeypatch):
+    def refuse(dst, src):
+        calls.append(1)
+        raise torch._dynamo.exc.TorchDynamoException("C++ compile error")
+
+    calls = []
+    monkeypatch.setattr(transpose, "_compiled", lambda function: refuse)
+    monkeypatch.setattr(transpose, "_refused", set())
+    src, dst = torch.randn(7, 9), torch.zeros(9, 7)
+    for _ in range(2):
+        assert transpose_add(src, dst, impl="compiled") is dst
+    assert torch.equal(dst, src.T + src.T) and len(calls) == 1
+    assert torch.equal(transpose_copy(src, impl="compiled"), src.T)
+
+
 def test_choice_follows_size_and_compiler(monkeypatch):
     big, small = torch.empty(1, device="meta"), torch.zeros(3, 3)
     assert choose_transpose(small) == "blocked"
