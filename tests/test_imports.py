@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "leanstep"
-FAST_PATHS = ("preference", "logprob", "muon", "gpt")
+FAST_PATHS = ("preference", "logprob", "objectives", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
     "preference": set(),
     "logprob": {"cpu"},
+    "objectives": {"logprob", "cpu"},
     "muon": {"cpu"},
     "gpt": {"muon", "logprob", "cpu"},
     "measure": {"case", "host_reads"},
@@ -23,8 +24,8 @@ ALLOWED = {
     "recipes": {"preference", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
-    "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files", "logprob", "muon"},
-    "integrations": {"preference", "logprob", "muon", "gpt", "case"},
+    "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files", "logprob", "objectives", "muon"},
+    "integrations": {"preference", "logprob", "objectives", "muon", "gpt", "case"},
 }
 
 

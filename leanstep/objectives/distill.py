@@ -1,0 +1,281 @@
+"""Distillation on hidden states: a divergence to a teacher over the whole vocabulary, without [T, V] tensors.
+
+Per chunk of rows the logits of both heads exist once, in a buffer of fixed size (distill_tiles.py). The
+divergence is summed with weights that are known beforehand, so gradients are formed in the forward, and
+backward multiplies them by a scalar: no logits are computed twice. GEMMs per row: 3 of the student's head and
+1 per teacher.
+"""
+
+# T rows · T' selected rows · R rows of a chunk · D model · V local vocabulary · W columns of a tile
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
+from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
+from leanstep.logprob.engine.softmax import (
+    first_order_only,
+)
+from leanstep.logprob.engine.tiles import GPU_ALIGNMENT, Scratch, Tiles, on_gpu, row_stride
+from leanstep.logprob.inputs import build_head, check_rows, check_targets, check_temperature, select_per_row
+from leanstep.logprob.parallel import resolve_group
+from leanstep.objectives.distill_tiles import Chunk, Problem
+from leanstep.objectives.divergences import Divergence, checked_divergence
+from leanstep.objectives.divergences import divergence as plain_divergence
+from leanstep.objectives.teachers import (
+    GivenTiles,
+    Teacher,
+    TeacherTopK,
+    checked_top_k,
+    open_teacher,
+    tail_log_mass,
+)
+
+# Logits of one chunk, all heads together. Fewer rows at a time spend more on rewriting dW than they save.
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 64 << 20, 1 << 30
+FEWEST_ROWS = 64
+
+
+class DistillLoss(NamedTuple):
+    """`loss` is differentiable; the rest is detached, one entry per selected row.
+
+    divergence: [T'], the teachers' weighted sum. hard: [T'], cross-entropy of the labels, or None.
+    entropy: [T'], the student's, at the call's temperature, or None.
+    """
+
+    loss: Tensor
+    divergence: Tensor
+    hard: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HardLabels:
+    """Cross-entropy of the labels mixed in: (1 - weight) D + weight CE, CE at temperature 1.
+
+    Args:
+        targets: [T'] or [T] ids that the rows predict.
+        weight: between 0 and 1.
+    """
+
+    targets: Tensor
+    weight: float = 0.5
+
+
+def linear_distill_loss(
+    hidden: Tensor,
+    weight: Any,
+    teacher: Teacher | Sequence[tuple[Teacher, float]],
+    *,
+    divergence: Divergence | str | tuple[str, float] = "forward_kl",
+    temperature: float = 1.0,
+    rows: Tensor | None = None,
+    row_weights: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+    hard: HardLabels | None = None,
+    transform: Transform | None = None,
+    shards: VocabShards | None = None,
+    tuning: Tuning | None = None,
+) -> DistillLoss:
+    """The divergence of a student's head to its teacher, summed over selected rows, with exact gradients.
+
+    Equivalent to, for "forward_kl":
+        log_p = torch.log_softmax(hidden[rows] @ weight.T / temperature, -1)
+        log_q = torch.log_softmax(teacher.hidden[rows] @ teacher.weight.T / temperature, -1)
+        loss = (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+
+    Args:
+        hidden: [T, D].
+        weight: [V, D], or any head that `linear_logprobs` takes.
+        teacher: `TeacherHead(hidden, weight)`, `TeacherLogProbs(log_probs)`, `TeacherTopK(ids, log_probs)`;
+            or several of the first two with weights, [(teacher, weight), ...]: their divergences are added.
+        divergence: "forward_kl", "reverse_kl", ("jsd", beta), ("skew_kl", alpha), ("skew_reverse_kl", alpha),
+            "cross_entropy" (forward KL without the teacher's entropy), or a `Divergence`.
+        temperature: > 0, of both softmaxes; the caller multiplies by its square where that is wanted.
+        rows: [T'] int64, rows to score, gathered before both projections; the others get zero gradient.
+        row_weights: [T'] or [T], factors of the rows; 0 takes a row out.
+        normalizer: what the sum is divided by: a number or a 0-dimensional tensor; None: the sum of
+            `row_weights`, at least 1. (TRL's "batchmean" and `num_items_in_batch` are of this kind; a mean
+            over sequences comes through `row_weights`.)
+        hard: `HardLabels(targets, weight)`.
+        transform: of the student's head. shards: both heads are cut alike; no sequence parallelism.
+        tuning: `Tuning(budget=)` bytes for the logits of one chunk.
+
+    Returns:
+        DistillLoss; only `loss` is differentiable, and only once. A row whose divergence is infinite (mass
+        where the other side has none) makes the loss infinite and gets no gradient.
+
+    Peak extra memory: 64 MiB of logits on a CPU, 1 GiB on a GPU, never fewer than 64 rows; a few tiles;
+        gradients that are returned (with 16-bit weights in several chunks fp32 sums of dW).
+    GEMMs (2 T' D V FLOPs each): 3 of the student's head and 1 per teacher's; TeacherTopK: those of
+        `linear_logprobs`.
+    Collectives: 3 per row chunk and 1 at the end with a group; TeacherTopK: 2 forward, 1 backward; else none.
+    Use something else when: the divergence of each row needs a gradient of its own.
+    """
+    kind = checked_divergence(divergence)
+    if shards is not None and shards.sequence_parallel:
+        raise ValueError("shards: expected sequence_parallel=False here, got True")
+    if transform is not None and transform.label_smoothing:
+        raise ValueError(f"transform: expected label_smoothing 0 here, got {transform.label_smoothing}")
+    head, tensors = build_head(hidden, weight, transform, shards)
+    check_rows(rows, hidden.device)
+    head.temperature = check_temperature(temperature, None, len(hidden), head.dtype)
+    if isinstance(head.temperature, Tensor):
+        raise ValueError("temperature: expected one number for all rows, got a tensor")
+    source = RowSource(hidden.detach(), rows)
+    weights = _row_weights(row_weights, normalizer, source, head.dtype)
+    hard_targets = None
+    if hard is not None:
+        if not 0 <= hard.weight <= 1:
+            raise ValueError(f"hard.weight: expected 0 <= value <= 1, got {hard.weight}")
+        hard_targets = check_targets(hard.targets, rows, len(hidden), head.vocabulary)
+    if isinstance(teacher, TeacherTopK):
+        if hard is not None:
+            raise ValueError("hard: expected None with TeacherTopK; add linear_cross_entropy to its loss")
+        options = {"transform": transform, "shards": shards, "tuning": tuning}
+        return _top_k_loss(hidden, weight, teacher, kind, float(temperature), rows, weights, options)
+    named = [(teacher, 1.0)] if not isinstance(teacher, Sequence) else list(teacher)
+    opened = [(open_teacher(one, head, source, shards), float(factor)) for one, factor in named]
+    for tiles, _ in opened:
+        if isinstance(tiles, GivenTiles) and tiles.is_probability and not kind.cross_entropy:
+            raise ValueError('divergence: expected "cross_entropy" with SoftLabels')
+    group = None if shards is None else resolve_group(shards.group)
+    budget = None if tuning is None else tuning.budget
+    problem = Problem(
+        head=head,
+        source=source,
+        low=None if tensors[3] is None else RowSource(tensors[3].detach(), rows),
+        teachers=opened,
+        kind=kind,
+        weights=weights,
+        targets=hard_targets,
+        hard_weight=0.0 if hard is None else hard.weight,
+        chunk_rows=_chunk_rows(head, source.num_rows, 1 + len(opened), budget, group),
+        group=group,
+        reduce_grad="none" if shards is None else shards.reduce_grad,
+        main_grad=None if tuning is None else tuning.main_grad,
+        wants_grad=torch.is_grad_enabled(),
+    )
+    with torch.autocast(hidden.device.type, enabled=False):
+        found = _DistillLoss.apply(*tensors, problem)
+    return DistillLoss(*found)  # type: ignore[misc]
+
+
+class _DistillLoss(torch.autograd.Function):
+    """Forward forms the loss and its gradients, chunk by chunk; backward multiplies them by a scalar."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, problem: Problem):  # type: ignore[override, no-untyped-def]
+        head, num_rows = problem.head, problem.source.num_rows
+        given = (hidden, weight, bias, low_hidden, low_weight)
+        wanted = [problem.wants_grad and t is not None and t.requires_grad for t in given]
+        width = max((c.stop - c.start for c in problem.columns), default=1)
+        sums = None
+        if any(wanted):
+            tiles = Tiles(max(problem.chunk_rows, 1), width, "rows" if len(problem.chunks) > 1 else "vocab")
+            sums = HeadSums(
+                head,
+                problem.source,
+                problem.low,
+                tiles,
+                wanted,
+                reduce=(problem.group, problem.reduce_grad),
+                main_grad=problem.main_grad,
+            )
+        rows = torch.zeros((3, num_rows), dtype=head.dtype, device=hidden.device)
+        tallest = max((c.stop - c.start for c in problem.chunks), default=0)
+        scratch = Scratch(hidden, head.dtype, tallest, width)
+        stride = row_stride(head.columns, hidden.device)
+        buffers = [
+            torch.empty((tallest, stride), dtype=head.dtype, device=hidden.device)
+            for _ in range(1 + len(problem.teachers))
+        ]
+        for part in problem.chunks:
+            rows[:, part] = Chunk(problem, part, buffers, scratch).run(sums)
+        ctx.gradients = None if sums is None else sums.result()
+        soft, hard, entropy = rows
+        mixed = soft if problem.targets is None else torch.lerp(soft, hard, problem.hard_weight)
+        loss = torch.where(problem.weights == 0, 0.0, mixed * problem.weights).sum()
+        hard = None if problem.targets is None else hard
+        ctx.mark_non_differentiable(*(t for t in (soft, hard, entropy) if t is not None))
+        return loss, soft, hard, entropy
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, g: Tensor, *_unused):  # type: ignore[no-untyped-def]
+        if ctx.gradients is None:
+            raise RuntimeError("linear_distill_loss: its gradients were handed out by an earlier backward")
+        gradients, ctx.gradients = ctx.gradients, None
+        for grad in gradients:
+            if grad is not None:
+                grad.mul_(g)
+        return *gradients, None
+
+
+def _top_k_loss(
+    hidden: Tensor,
+    weight: Any,
+    teacher: TeacherTopK,
+    kind: Divergence,
+    temperature: float,
+    rows: Tensor | None,
+    weights: Tensor,
+    options: dict[str, Any],
+) -> DistillLoss:
+    """k outcomes and the tail: the head gives k log-probs per row, the rest is plain torch on [T', k + 1]."""
+    ids, log_q = checked_top_k(teacher, rows, len(hidden))
+    out = linear_logprobs(
+        hidden, weight, ids, rows=rows, temperature=temperature, entropy="metric", **options
+    )
+    log_p, log_q = out.logp, log_q.to(out.logp.dtype)
+    if teacher.tail:
+        log_p = torch.cat([log_p, tail_log_mass(log_p).unsqueeze(-1)], -1)
+        log_q = torch.cat([log_q, tail_log_mass(log_q).unsqueeze(-1)], -1)
+    values = plain_divergence(log_p, log_q, kind)
+    loss = torch.where(weights == 0, 0.0, values * weights).sum()
+    return DistillLoss(loss, values.detach(), None, out.entropy)
+
+
+def _row_weights(
+    weights: Tensor | None, normalizer: float | Tensor | None, source: RowSource, dtype: torch.dtype
+) -> Tensor:
+    if weights is None:
+        weights = torch.ones(source.num_rows, dtype=dtype, device=source.hidden.device)
+    else:
+        if weights.dim() != 1:
+            raise ValueError(f"row_weights: expected one dimension, got {tuple(weights.shape)}")
+        weights = select_per_row("row_weights", weights.detach(), source.rows, len(source.hidden)).to(dtype)
+    if normalizer is None:
+        return weights / weights.sum().clamp(min=1.0)
+    if isinstance(normalizer, Tensor):
+        if normalizer.dim() > 0 or normalizer.requires_grad:
+            got = f"shape {tuple(normalizer.shape)}, requires_grad={normalizer.requires_grad}"
+            raise ValueError(f"normalizer: expected a number or a 0-dimensional constant, got {got}")
+        return weights / normalizer.to(weights.device, dtype)
+    if not normalizer > 0:
+        raise ValueError(f"normalizer: expected a number > 0, got {normalizer}")
+    return weights / normalizer
+
+
+def _chunk_rows(head: Head, num_rows: int, heads: int, budget: int | None, group: Any) -> int:
+    """Rows per chunk; ranks must agree, whatever the width of their shards."""
+    columns = head.columns
+    if group is not None:
+        if head.vocabulary is None:
+            raise ValueError(
+                "shards.total: expected the whole vocabulary's size with unequal shards, got None"
+            )
+        columns = -(-head.vocabulary // group.size())
+    gpu = on_gpu(head.weight.device)
+    fewest = FEWEST_ROWS if budget is None else 1
+    budget = budget or (GPU_CHUNK_BYTES if gpu else CPU_CHUNK_BYTES)
+    most = max(budget // max(heads * columns * head.dtype.itemsize, 1), fewest)
+    if gpu:
+        most = most // GPU_ALIGNMENT * GPU_ALIGNMENT or GPU_ALIGNMENT
+    return max(min(most, num_rows), 1)

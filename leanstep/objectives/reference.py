@@ -1,0 +1,69 @@
+"""The objectives the plain way, every [N, V] tensor in full: in fp64 the reference of all tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leanstep.objectives.divergences import divergence
+
+
+def reference_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """[N, V] logits of a head."""
+    logits = scale * torch.nn.functional.linear(hidden, weight, bias)
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def reference_distill(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    kind: str | tuple[str, float],
+    *,
+    temperature: float = 1.0,
+    targets: Tensor | None = None,
+    hard_weight: float = 0.0,
+) -> Tensor:
+    """[N]: (1 - hard_weight) D(teacher, student) at `temperature` + hard_weight CE(targets) at 1."""
+    log_p = torch.log_softmax(logits / temperature, -1)
+    log_q = torch.log_softmax(teacher_logits / temperature, -1)
+    soft = divergence(log_p, log_q, kind)
+    if targets is None:
+        return soft
+    hard = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return (1.0 - hard_weight) * soft + hard_weight * hard
+
+
+def reference_top_k(log_p: Tensor, ids: Tensor, log_q: Tensor, kind: str | tuple[str, float]) -> Tensor:
+    """[N]: D over the k given outcomes and the tail, tails summed up column by column."""
+    inside = torch.zeros_like(log_p, dtype=torch.bool).scatter(1, ids, True)
+    tail_p = torch.logsumexp(log_p.masked_fill(inside, -torch.inf), -1, keepdim=True)
+    tail_q = torch.log1p(-log_q.exp().sum(-1, keepdim=True))
+    return divergence(torch.cat([log_p.gather(1, ids), tail_p], 1), torch.cat([log_q, tail_q], 1), kind)
+
+
+def reference_masked(
+    hidden: Tensor, weight: Tensor, targets: Tensor, kept: list[list[int]], ref_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-prob, entropy and KL to a reference, [N] each, of softmaxes over kept ids and the target."""
+    logits = torch.nn.functional.linear(hidden, weight)
+    mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, targets.unsqueeze(-1), True)
+    for row, ids in enumerate(kept):
+        mask[row, ids] = True
+    log_p = torch.log_softmax(logits.masked_fill(~mask, -torch.inf), -1)
+    logp = log_p.gather(1, targets.unsqueeze(-1)).squeeze(-1)
+    entropy = -torch.where(mask, log_p.exp() * log_p.masked_fill(~mask, 0.0), 0.0).sum(-1)
+    if ref_logits is None:
+        return logp, entropy, None
+    log_q = torch.log_softmax(ref_logits.masked_fill(~mask, -torch.inf), -1).masked_fill(~mask, 0.0)
+    return (
+        logp,
+        entropy,
+        torch.where(mask, log_p.exp() * (log_p.masked_fill(~mask, 0.0) - log_q), 0.0).sum(-1),
+    )

@@ -1,0 +1,206 @@
+"""Who teaches: another head, given log-probs, the k best of them, or soft labels; read one tile at a time."""
+
+# T rows · T' selected rows · D' the teacher's width · V local vocabulary · k given outcomes
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanstep.logprob import Transform, VocabShards
+from leanstep.logprob.engine.lm_head import Head, RowSource
+from leanstep.logprob.inputs import build_head, check_float, select_per_row
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """A frozen model: its hidden states and its LM head; its width need not be the student's.
+
+    Args:
+        hidden: [T, D'], or [T', D'] for the selected rows alone.
+        weight: [V, D'], or any head that `linear_logprobs` takes.
+        transform: the teacher's own scale and softcap.
+    """
+
+    hidden: Tensor
+    weight: Any
+    transform: Transform | None = None
+
+
+@dataclass(frozen=True)
+class TeacherLogProbs:
+    """Log-probs of the whole vocabulary, at the temperature of the call, as they are.
+
+    Args:
+        log_probs: [T, V] or [T', V]; over shards this rank's columns.
+    """
+
+    log_probs: Tensor
+
+
+@dataclass(frozen=True)
+class TeacherTopK:
+    """The teacher's k best outcomes; what is left of its mass is one more outcome, the tail.
+
+    Args:
+        ids: [T, k] or [T', k] global ids, each once per row.
+        log_probs: the same shape; at the temperature of the call.
+        tail: False leaves the rest of the mass out of the divergence, on both sides.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    tail: bool = True
+
+
+@dataclass(frozen=True)
+class SoftLabels:
+    """Probability targets as torch's cross-entropy takes them; for divergence="cross_entropy" only.
+
+    Args:
+        probabilities: [T, V] or [T', V]; they need not add up to 1.
+        label_smoothing: eps: (1 - eps) q + eps / V.
+        class_weights: [V], factors on the columns.
+    """
+
+    probabilities: Tensor
+    label_smoothing: float = 0.0
+    class_weights: Tensor | None = None
+
+
+Teacher = TeacherHead | TeacherLogProbs | TeacherTopK | SoftLabels
+
+
+class HeadTiles:
+    """Logits of a teacher's head; their softmax is not known before all tiles were seen."""
+
+    has_logits = True
+
+    def __init__(self, teacher: TeacherHead, student: Head, source: RowSource, shards: VocabShards | None):
+        head, tensors = build_head(teacher.hidden.detach(), teacher.weight, teacher.transform, shards)
+        if head.weight.shape[0] != student.weight.shape[0] or head.columns != student.columns:
+            wanted = f"[{student.weight.shape[0]}, D'] like the student's"
+            raise ValueError(f"teacher.weight: expected {wanted}, got {tuple(head.weight.shape)}")
+        if teacher.transform is not None and teacher.transform.label_smoothing:
+            raise ValueError("teacher.transform: expected label_smoothing 0, got one")
+        if head.weight.device != student.weight.device:
+            raise ValueError(
+                f"teacher.weight: expected device {student.weight.device}, got {head.weight.device}"
+            )
+        head.temperature, head.dtype = student.temperature, student.dtype
+        head.__post_init__()
+        self.head, rows = head, _own_rows("teacher.hidden", len(teacher.hidden), source)
+        self.source = RowSource(teacher.hidden.detach(), rows)
+        self.low = None if tensors[3] is None else RowSource(tensors[3].detach(), rows)
+        self._rows: slice | None = None
+
+    def tile(self, rows: slice, columns: slice, out: Tensor) -> Tensor:
+        """Logits [R, W] of some rows and columns, in `out`."""
+        if rows is not self._rows:
+            # One gather per chunk of rows, not one per tile.
+            dtype = self.head.operand_dtype
+            self._rows, self._h = rows, self.source.chunk(rows, dtype)
+            self._low = None if self.low is None else self.low.chunk(rows, dtype)
+        weight = self.head.weight_tile(columns)
+        return self.head.logits(self._h, self._low, weight, rows, columns, out)
+
+
+class GivenTiles:
+    """Columns of a given tensor: log-probs, or soft labels (then `is_probability`)."""
+
+    has_logits = False
+
+    def __init__(self, teacher: TeacherLogProbs | SoftLabels, student: Head, source: RowSource) -> None:
+        self.is_probability = isinstance(teacher, SoftLabels)
+        name = "probabilities" if isinstance(teacher, SoftLabels) else "log_probs"
+        values = getattr(teacher, name).detach()
+        check_float(f"teacher.{name}", values, 2)
+        if values.shape[1] not in (student.weight.shape[0], student.columns):
+            expected = f"[rows, {student.weight.shape[0]}]"
+            raise ValueError(f"teacher.{name}: expected {expected}, got {tuple(values.shape)}")
+        self.values, self.rows = values, _own_rows(f"teacher.{name}", len(values), source)
+        self.keep, self.added, self.factors = 1.0, 0.0, None
+        if isinstance(teacher, SoftLabels):
+            self._soften(teacher, student)
+
+    def _soften(self, teacher: SoftLabels, student: Head) -> None:
+        if teacher.label_smoothing:
+            if student.vocabulary is None:
+                raise ValueError(
+                    "shards.total: expected the whole vocabulary's size for label_smoothing, got None"
+                )
+            self.keep, self.added = (
+                1.0 - teacher.label_smoothing,
+                teacher.label_smoothing / student.vocabulary,
+            )
+        if teacher.class_weights is not None:
+            start = student.shard.start
+            self.factors = teacher.class_weights[start : start + student.columns].to(
+                student.weight.device, student.dtype
+            )
+
+    def tile(self, rows: slice, columns: slice, out: Tensor) -> Tensor:
+        """Values [R, W] of some rows and columns, in `out`."""
+        picked = (
+            self.values[rows, columns]
+            if self.rows is None
+            else self.values[:, columns].index_select(0, self.rows[rows])
+        )
+        out.copy_(picked)
+        if self.keep != 1.0:
+            out.mul_(self.keep).add_(self.added)
+        return out if self.factors is None else out.mul_(self.factors[columns])
+
+
+def _own_rows(name: str, length: int, source: RowSource) -> Tensor | None:
+    """Which rows of a teacher's tensor the selected rows are: the same, or all of them."""
+    if source.rows is not None and length == source.num_rows != source.hidden.shape[0]:
+        return None
+    if length == source.hidden.shape[0]:
+        return source.rows
+    if source.rows is not None and length == source.num_rows:
+        return None
+    expected = f"{source.hidden.shape[0]} rows"
+    if source.rows is not None:
+        expected += f" or {source.num_rows} (selected)"
+    raise ValueError(f"{name}: expected {expected}, got {length}")
+
+
+def checked_top_k(teacher: TeacherTopK, rows: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Ids and log-probs of the selected rows, [T', k] each."""
+    ids, log_probs = teacher.ids, teacher.log_probs.detach()
+    check_float("teacher.log_probs", log_probs, 2)
+    if ids.shape != log_probs.shape:
+        raise ValueError(f"teacher.ids: expected {tuple(log_probs.shape)}, got {tuple(ids.shape)}")
+    return (
+        select_per_row("teacher.ids", ids.long(), rows, num_rows),
+        select_per_row("teacher.log_probs", log_probs, rows, num_rows),
+    )
+
+
+def open_teacher(
+    teacher: Any, student: Head, source: RowSource, shards: VocabShards | None
+) -> HeadTiles | GivenTiles:
+    """Something that gives the teacher's tiles."""
+    if isinstance(teacher, TeacherHead):
+        return HeadTiles(teacher, student, source, shards)
+    if isinstance(teacher, (TeacherLogProbs, SoftLabels)):
+        return GivenTiles(teacher, student, source)
+    expected = "TeacherHead, TeacherLogProbs or TeacherTopK (alone)"
+    raise ValueError(f"teacher: expected {expected}, got {type(teacher).__name__}")
+
+
+def tail_log_mass(log_probs: Tensor) -> Tensor:
+    """log(1 - sum of the given probabilities), [N]; -inf where nothing is left, without gradient there."""
+    mass = torch.logsumexp(log_probs, -1).clamp(max=0.0)
+    left = mass < 0
+    safe = torch.where(left, mass, -1.0)
+    # log(1 - e^x): expm1 near 0, log1p far from it, where the other would lose its digits.
+    near = safe > -0.6931471805599453
+    near_value = torch.where(near, safe, -0.5)
+    far_value = torch.where(near, -1.0, safe)
+    value = torch.where(near, (-torch.expm1(near_value)).log(), torch.log1p(-far_value.exp()))
+    return torch.where(left, value, -torch.inf)

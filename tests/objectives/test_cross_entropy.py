@@ -1,0 +1,182 @@
+"""linear_cross_entropy against torch's own function: values, gradients, reductions, weights, soft targets."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from leanstep.logprob import LMHead, Transform, VocabShards
+from leanstep.objectives import linear_ahead_cross_entropy, linear_cross_entropy
+
+N, D, V = 11, 5, 23
+
+
+def tensors(dtype=torch.float64, n=N):
+    hidden, weight, bias = (torch.randn(*shape, dtype=dtype) for shape in ((n, D), (V, D), (V,)))
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+
+
+def oracle(hidden, weight, bias, labels, **options):
+    """torch's own function where it exists (2.13), else what it is documented to be."""
+    if "class_weights" in options:
+        options["weight"] = options.pop("class_weights")
+    function = getattr(F, "linear_cross_entropy", None)
+    if function is not None:
+        return function(hidden, weight, labels, linear_bias=bias, **options)
+    return F.cross_entropy(F.linear(hidden, weight, bias), labels, **options)
+
+
+def assert_same(ours, theirs, inputs):
+    torch.testing.assert_close(ours, theirs)
+    upstream = torch.randn_like(theirs)
+    ours, theirs = (torch.autograd.grad(x, inputs, upstream) for x in (ours, theirs))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "smoothing", "weighted", "rows"),
+    [*itertools.product(["mean", "sum", "none"], [0.0, 0.2], [False, True], [None, "all"])],
+)
+def test_equals_torch(reduction, smoothing, weighted, rows):
+    hidden, weight, bias = tensors()
+    labels = torch.randint(0, V, (N,))
+    labels[[0, 4, 5, 10]] = -100
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    if weighted:
+        options["class_weights"] = torch.rand(V, dtype=torch.float64)
+    ours = linear_cross_entropy(hidden, LMHead(weight, bias), labels, rows=rows, **options)
+    assert_same(ours, oracle(hidden, weight, bias, labels, **options), (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(("smoothing", "weighted"), [(0.0, False), (0.2, False), (0.1, True)])
+def test_probability_targets_equal_torch(reduction, smoothing, weighted):
+    hidden, weight, bias = tensors()
+    labels = torch.rand(N, V, dtype=torch.float64)
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    if weighted:
+        options["class_weights"] = torch.rand(V, dtype=torch.float64)
+    ours = linear_cross_entropy(hidden, LMHead(weight, bias), labels, **options)
+    assert_same(ours, oracle(hidden, weight, bias, labels, **options), (hidden, weight, bias))
+
+
+def test_padded_batch_shifts_as_transformers_does():
+    hidden, weight, _ = tensors(n=12)
+    batch = hidden.view(3, 4, D)
+    labels = torch.randint(0, V, (3, 4))
+    labels[0, 2:] = labels[2] = -100
+    ours = linear_cross_entropy(batch, weight, labels)
+    logits = F.linear(batch, weight)[:, :-1].flatten(0, 1)
+    assert_same(ours, F.cross_entropy(logits, labels[:, 1:].flatten()), (hidden, weight))
+    each = linear_cross_entropy(batch, weight, labels, reduction="none")
+    assert each.shape == (3, 4) and not each[:, -1].any() and not each[2].any()
+    torch.testing.assert_close(each.sum() / (labels[:, 1:] != -100).sum(), ours)
+
+
+def test_heads_that_predict_ahead():
+    hidden, weight, _ = tensors(n=12)
+    other = torch.randn(V, D, dtype=torch.float64, requires_grad=True)
+    batch, labels = hidden.view(2, 6, D), torch.randint(0, V, (2, 6))
+    labels[1, :3] = -100
+    ours = linear_ahead_cross_entropy(batch, [weight, other], labels, factors=[1.0, 0.3])
+    theirs = sum(
+        f * F.cross_entropy(F.linear(batch, w)[:, :-k].flatten(0, 1), labels[:, k:].flatten())
+        for k, w, f in ((1, weight, 1.0), (2, other, 0.3))
+    )
+    assert_same(ours, theirs, (hidden, weight, other))
+
+
+def test_nothing_counts():
+    hidden, weight, _ = tensors()
+    labels = torch.full((N,), -100)
+    total = linear_cross_entropy(hidden, weight, labels, reduction="sum")
+    total.backward()
+    assert total == 0 and not hidden.grad.any() and not weight.grad.any()
+    # torch's mean of nothing.
+    assert linear_cross_entropy(hidden, weight, labels).isnan()
+    none = linear_cross_entropy(hidden[:0], weight, labels[:0], reduction="none")
+    assert none.shape == (0,)
+
+
+def test_infinite_logits_and_infinite_padding():
+    """A class that cannot occur has probability 0; a row that does not count may hold anything."""
+    hidden, weight, _ = tensors()
+    bias = torch.zeros(V, dtype=torch.float64)
+    bias[3] = -torch.inf
+    labels = torch.tensor([0, 1, 2, 4, 5, 6, 7, 8, 9, 10, -100])
+    with torch.no_grad():
+        hidden[-1] = torch.inf
+    ours = linear_cross_entropy(hidden, LMHead(weight, bias), labels)
+    theirs = F.cross_entropy(F.linear(hidden[:-1], weight, bias), labels[:-1])
+    torch.testing.assert_close(ours, theirs)
+    ours.backward()
+    assert hidden.grad.isfinite().all() and not weight.grad[3].any()
+
+
+def test_master_weights_under_autocast_are_as_near_as_plain_code():
+    hidden, weight, _ = tensors(torch.float32)
+    labels = torch.randint(0, V, (N,))
+    truth = F.cross_entropy(F.linear(hidden.double(), weight.double()), labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = linear_cross_entropy(hidden, weight, labels)
+        plain = F.cross_entropy(F.linear(hidden, weight), labels)
+    assert (ours - truth).abs() <= 3 * (plain - truth).abs() + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"reduction": "batchmean"}, "reduction: expected one of mean, sum, none"),
+        ({"shift": -1}, "shift: expected a number of positions >= 0, got -1"),
+        ({"rows": "some"}, "rows: expected row numbers"),
+        ({"label_smoothing": 1.0}, "label_smoothing: expected 0 <= value < 1"),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels: expected \(11,\), got \(3,\)"),
+        ({"class_weights": torch.ones(4)}, r"class_weights: expected \[23\], got \(4,\)"),
+        (
+            {"class_weights": torch.ones(V), "label_smoothing": 0.1, "transform": Transform(softcap=3.0)},
+            "class_weights: expected no softcap",
+        ),
+    ],
+)
+def test_refusals(change, complaint):
+    hidden, weight, _ = tensors()
+    options = {"labels": torch.zeros(N, dtype=torch.int64), **change}
+    with pytest.raises(ValueError, match=complaint):
+        linear_cross_entropy(hidden, weight, **options)
+
+
+def sharded(rank, world, soft):
+    import torch.distributed as dist
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, D, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, V, (7,), generator=generator)
+    labels[2] = -100
+    probabilities = torch.rand(7, V, generator=generator, dtype=torch.float64)
+    cut = [0, 9, V]
+    mine = slice(cut[rank], cut[rank + 1]) if world > 1 else slice(0, V)
+    local = weight[mine].clone().requires_grad_()
+    shards = VocabShards(dist.group.WORLD, mine.start, V) if world > 1 else None
+    given = probabilities[:, mine] if soft else labels
+    options = {"label_smoothing": 0.1}
+    if not soft:
+        options = {"class_weights": torch.linspace(0.5, 2, V, dtype=torch.float64)}
+    loss = linear_cross_entropy(hidden, local, given, shards=shards, **options)
+    loss.backward()
+    return tuple(x.numpy() for x in (loss.detach(), hidden.grad, local.grad))
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_two_ranks_equal_one(run_ranks, soft):
+    (loss, d_hidden, d_weight), *_ = run_ranks(1, sharded, soft)
+    found = run_ranks(2, sharded, soft)
+    for other_loss, other_hidden, _ in found:
+        np.testing.assert_allclose(other_loss, loss, atol=1e-12)
+        np.testing.assert_allclose(other_hidden, d_hidden, atol=1e-12)
+    np.testing.assert_allclose(np.concatenate([f[2] for f in found]), d_weight, atol=1e-12)

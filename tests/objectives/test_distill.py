@@ -1,0 +1,287 @@
+"""linear_distill_loss against plain code in fp64, numerical derivatives, TRL's GKD, and ranks against one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from leanstep.logprob import LMHead, LoRA, Transform, Tuning, VocabShards
+from leanstep.objectives import (
+    Divergence,
+    HardLabels,
+    TeacherHead,
+    TeacherLogProbs,
+    TeacherTopK,
+    divergence,
+    linear_distill_loss,
+)
+from leanstep.objectives.reference import reference_distill, reference_logits, reference_top_k
+
+T, D, WIDE, V = 9, 4, 6, 29
+KINDS = ["forward_kl", "reverse_kl", ("jsd", 0.3), ("jsd", 0.0), ("jsd", 1.0), ("skew_kl", 0.1)]
+KINDS += [("skew_reverse_kl", 0.1), "cross_entropy", Divergence(0.4, 0.7, 0.25)]
+ROWS = torch.tensor([7, 0, 3, 3, 5])
+# Several chunks of rows: 2 rows of two heads in fp64.
+SMALL = Tuning(budget=2 * 2 * V * 8)
+
+
+def tensors(dtype=torch.float64, t=T, v=V, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = ((t, D), (v, D), (v,), (t, WIDE), (v, WIDE), (v,))
+    made = [torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [x.requires_grad_(i < 3) for i, x in enumerate(made)]
+
+
+def compare(ours, theirs, inputs):
+    torch.testing.assert_close(ours, theirs)
+    pairs = zip(torch.autograd.grad(ours, inputs), torch.autograd.grad(theirs, inputs), strict=True)
+    for mine, other in pairs:
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_equals_plain_code(kind):
+    hidden, weight, bias, far, wide, teacher_bias = tensors()
+    weights = torch.rand(len(ROWS), dtype=torch.float64)
+    out = linear_distill_loss(
+        hidden, LMHead(weight, bias), TeacherHead(far, LMHead(wide, teacher_bias), Transform(0.5)),
+        divergence=kind, temperature=1.7, rows=ROWS, row_weights=weights, normalizer=3.0,
+        transform=Transform(scale=0.8, softcap=2.0), tuning=SMALL,
+    )  # fmt: skip
+    logits = reference_logits(hidden, weight, bias, scale=0.8, softcap=2.0)[ROWS]
+    teacher = reference_logits(far, wide, teacher_bias, scale=0.5)[ROWS]
+    values = reference_distill(logits, teacher, kind, temperature=1.7)
+    torch.testing.assert_close(out.divergence, values.detach())
+    log_p = torch.log_softmax(logits / 1.7, -1).detach()
+    torch.testing.assert_close(out.entropy, -(log_p.exp() * log_p).sum(-1))
+    compare(out.loss, (values * weights).sum() / 3.0, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5)], ids=str)
+def test_gradcheck(kind):
+    hidden, weight, bias, far, wide, _ = tensors(t=3, v=7)
+    down, up = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((2, D), (7, 2)))
+    labels = HardLabels(torch.tensor([1, 6, 0]), 0.4)
+
+    def loss(h, w, b, a, c):
+        head = LMHead(w, b, LoRA(a, c, 0.5))
+        return linear_distill_loss(
+            h, head, TeacherHead(far, wide), divergence=kind, temperature=2.0, hard=labels,
+            transform=Transform(softcap=3.0),
+        ).loss  # fmt: skip
+
+    # Gradients are handed out once, so gradcheck's second look is not possible: every coordinate, by hand.
+    inputs = (hidden, weight, bias, down, up)
+    grads = torch.autograd.grad(loss(*inputs), inputs)
+    for number, grad in enumerate(grads):
+        for place in range(grad.numel()):
+            sides = []
+            for step in (1e-6, -1e-6):
+                moved = [x.detach().clone() for x in inputs]
+                moved[number].view(-1)[place] += step
+                sides.append(loss(*moved))
+            torch.testing.assert_close(
+                grad.view(-1)[place], (sides[0] - sides[1]) / 2e-6, rtol=1e-6, atol=1e-8
+            )
+
+
+def test_several_teachers_and_labels():
+    hidden, weight, bias, far, wide, _ = tensors()
+    given = torch.log_softmax(torch.randn(T, V, dtype=torch.float64), -1)
+    targets = torch.randint(0, V, (T,))
+    out = linear_distill_loss(
+        hidden, LMHead(weight, bias), [(TeacherHead(far, wide), 0.7), (TeacherLogProbs(given), 0.5)],
+        divergence=("jsd", 0.4), hard=HardLabels(targets, 0.25), tuning=SMALL,
+    )  # fmt: skip
+    logits = reference_logits(hidden, weight, bias)
+    soft = 0.7 * reference_distill(logits, far @ wide.T, ("jsd", 0.4))
+    soft = soft + 0.5 * reference_distill(logits, given, ("jsd", 0.4))
+    hard = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    torch.testing.assert_close(out.hard, hard.detach())
+    compare(out.loss, (0.75 * soft + 0.25 * hard).mean(), (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5)], ids=str)
+def test_top_k_has_the_tail_as_one_more_outcome(kind):
+    hidden, weight, bias, far, wide, _ = tensors()
+    full = torch.log_softmax(far @ wide.T, -1)
+    log_q, ids = full.topk(4, -1)
+    out = linear_distill_loss(
+        hidden, LMHead(weight, bias), TeacherTopK(ids, log_q), divergence=kind, rows=ROWS
+    )
+    log_p = torch.log_softmax(reference_logits(hidden, weight, bias), -1)
+    values = reference_top_k(log_p, ids, log_q, kind)[ROWS]
+    torch.testing.assert_close(out.divergence, values.detach())
+    compare(out.loss, values.mean(), (hidden, weight, bias))
+    bare = linear_distill_loss(
+        hidden, LMHead(weight, bias), TeacherTopK(ids, log_q, tail=False), divergence=kind, rows=ROWS
+    )
+    log_p = torch.log_softmax(reference_logits(hidden, weight, bias), -1)
+    values = divergence(log_p.gather(1, ids), log_q, kind)[ROWS]
+    compare(bare.loss, values.mean(), (hidden, weight, bias))
+
+
+def test_all_outcomes_given_leave_no_tail():
+    hidden, weight, *_ = tensors()
+    log_q = torch.log_softmax(torch.randn(T, V, dtype=torch.float64), -1)
+    ids = torch.arange(V).expand(T, V)
+    top = linear_distill_loss(hidden, weight, TeacherTopK(ids, log_q, tail=False), divergence="reverse_kl")
+    full = linear_distill_loss(hidden, weight, TeacherLogProbs(log_q), divergence="reverse_kl")
+    compare(top.loss, full.loss, (hidden, weight))
+
+
+@pytest.mark.parametrize("kind", KINDS[:4] + KINDS[5:7], ids=str)
+def test_ids_that_neither_side_has_add_nothing(kind):
+    """Columns at -inf on both sides equal a smaller vocabulary; mass where the other has none is infinite."""
+    hidden, weight, _, far, wide, _ = tensors()
+    bias = torch.zeros(V, dtype=torch.float64)
+    bias[[2, V - 1]] = -torch.inf
+    left = [v for v in range(V) if v not in (2, V - 1)]
+    out = linear_distill_loss(
+        hidden, LMHead(weight, bias), TeacherHead(far, LMHead(wide, bias)), divergence=kind
+    )
+    small = linear_distill_loss(hidden, weight[left], TeacherHead(far, wide[left]), divergence=kind)
+    compare(out.loss, small.loss, (hidden, weight))
+
+
+@pytest.mark.parametrize(
+    ("kind", "finite"), [("forward_kl", True), ("reverse_kl", False), (("jsd", 0.5), True)]
+)
+def test_mass_where_the_teacher_has_none(kind, finite):
+    hidden, weight, _, far, wide, _ = tensors()
+    bias = torch.zeros(V, dtype=torch.float64)
+    bias[2] = -torch.inf
+    out = linear_distill_loss(hidden, weight, TeacherHead(far, LMHead(wide, bias)), divergence=kind)
+    assert out.divergence.isfinite().all() == finite and bool(out.divergence.isinf().all()) != finite
+    out.loss.backward()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+    assert bool(hidden.grad.any()) == finite
+
+
+def test_no_rows_and_rows_without_weight():
+    hidden, weight, _, far, wide, _ = tensors()
+    none = linear_distill_loss(hidden, weight, TeacherHead(far, wide), rows=torch.zeros(0, dtype=torch.int64))
+    none.loss.backward()
+    assert none.loss == 0 and not hidden.grad.any() and not weight.grad.any()
+    weights = torch.tensor([1.0, 0, 1, 0, 0, 1, 1, 0, 1], dtype=torch.float64)
+    some = linear_distill_loss(hidden, weight, TeacherHead(far, wide), row_weights=weights)
+    rows = weights.nonzero().flatten()
+    compare(
+        some.loss,
+        linear_distill_loss(hidden, weight, TeacherHead(far, wide), rows=rows).loss,
+        (hidden, weight),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5)], ids=str)
+def test_as_near_to_the_truth_as_plain_code(kind, dtype):
+    found = {}
+    for name, cast in (("truth", torch.float64), ("plain", dtype), ("ours", dtype)):
+        hidden, weight, _, far, wide, _ = (x.detach().to(dtype).to(cast) for x in tensors(t=41, v=401))
+        hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+        if name == "ours":
+            loss = linear_distill_loss(hidden, weight, TeacherHead(far, wide), divergence=kind).loss
+        else:
+            logits, teacher = (hidden @ weight.T), (far @ wide.T)
+            if cast == torch.bfloat16:
+                logits, teacher = logits.float(), teacher.float()
+            loss = reference_distill(logits, teacher, kind).mean()
+        found[name] = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+    factor = 2 if dtype == torch.float32 else 3
+    for truth, plain, ours in zip(found["truth"], found["plain"], found["ours"], strict=True):
+        scale = truth.abs().max()
+        allowed = factor * (plain.double() - truth).abs().max() + 2e-7 * scale
+        assert (ours.double() - truth).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.35, 1.0])
+def test_equals_trl_gkd(beta):
+    trainer = pytest.importorskip("trl.experimental.gkd.gkd_trainer").GKDTrainer
+    hidden, weight, _, far, wide, _ = tensors(t=12)
+    labels = torch.randint(0, V, (2, 6))
+    labels[0, :3] = labels[1, 4:] = -100
+    theirs = trainer.generalized_jsd_loss(
+        (hidden @ weight.T).view(2, 6, V), (far @ wide.T).view(2, 6, V), labels, beta, 0.9
+    )
+    rows = (labels.flatten() != -100).nonzero().flatten()
+    ours = linear_distill_loss(
+        hidden, weight, TeacherHead(far, wide), divergence=("jsd", beta), temperature=0.9, rows=rows
+    )
+    compare(ours.loss, theirs, (hidden, weight))
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"divergence": "jsd"}, r'divergence: expected \("jsd", value\)'),
+        ({"divergence": ("forward_kl", 0.5)}, 'divergence: expected "forward_kl" alone'),
+        ({"divergence": "tv"}, "divergence: expected one of forward_kl"),
+        ({"temperature": 0.0}, "temperature: expected a value > 0"),
+        ({"normalizer": 0}, "normalizer: expected a number > 0"),
+        ({"teacher": 3}, "teacher: expected TeacherHead"),
+        ({"teacher": TeacherHead(torch.zeros(4, WIDE), torch.zeros(V, WIDE))}, "teacher.hidden: expected 9"),
+        (
+            {"teacher": TeacherHead(torch.zeros(T, WIDE), torch.zeros(8, WIDE))},
+            r"teacher.weight: expected \[29",
+        ),
+    ],
+)
+def test_refusals(change, complaint):
+    hidden, weight, _, far, wide, _ = tensors(torch.float32)
+    options = {"teacher": TeacherHead(far, wide), **change}
+    with pytest.raises(ValueError, match=complaint):
+        linear_distill_loss(hidden, weight, **options)
+
+
+def sharded(rank, world, kind, top_k):
+    import torch.distributed as dist
+
+    hidden, weight, bias, far, wide, _ = tensors()
+    cut = {1: [0, V], 2: [0, 11, V], 3: [0, 11, 13, V]}[world]
+    mine = slice(cut[rank], cut[rank + 1])
+    local, own_bias = (x.detach()[mine].clone().requires_grad_() for x in (weight, bias))
+    shards = VocabShards(dist.group.WORLD, mine.start, V) if world > 1 else None
+    teacher, hard = TeacherHead(far, wide[mine]), HardLabels(torch.arange(T), 0.3)
+    if top_k:
+        log_q, ids = torch.log_softmax(far @ wide.T, -1).topk(3, -1)
+        teacher, hard = TeacherTopK(ids, log_q), None
+    calls = []
+    original = dist.all_reduce
+    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
+    try:
+        out = linear_distill_loss(
+            hidden, LMHead(local, own_bias), teacher,
+            divergence=kind, rows=ROWS, hard=hard, shards=shards,
+            tuning=Tuning(budget=2 * 2 * -(-V // world) * 8),
+        )  # fmt: skip
+        out.loss.backward()
+    finally:
+        dist.all_reduce = original
+    found = (out.loss.detach(), out.divergence, hidden.grad, local.grad, own_bias.grad)
+    return *(x.numpy() for x in found), len(calls)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5)], ids=str)
+def test_ranks_equal_one(run_ranks, kind):
+    ((loss, values, d_hidden, d_weight, d_bias, none),) = run_ranks(1, sharded, kind, False)
+    assert none == 0
+    found = run_ranks(2, sharded, kind, False)
+    for other in found:
+        for mine, theirs in zip(other[:3], (loss, values, d_hidden), strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-12)
+        # 5 rows, 2 per chunk: 3 chunks, 3 collectives each, and one for the hidden gradient.
+        assert other[5] == 3 * 3 + 1
+    np.testing.assert_allclose(np.concatenate([f[3] for f in found]), d_weight, atol=1e-12)
+    np.testing.assert_allclose(np.concatenate([f[4] for f in found]), d_bias, atol=1e-12)
+
+
+def test_three_ranks_and_top_k(run_ranks):
+    for top_k, world in ((True, 2), (False, 3)):
+        ((loss, _, d_hidden, d_weight, _, _),) = run_ranks(1, sharded, "forward_kl", top_k)
+        found = run_ranks(world, sharded, "forward_kl", top_k)
+        for other in found:
+            np.testing.assert_allclose(other[0], loss, atol=1e-12)
+            np.testing.assert_allclose(other[2], d_hidden, atol=1e-12)
+        np.testing.assert_allclose(np.concatenate([f[3] for f in found]), d_weight, atol=1e-12)
