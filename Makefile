@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt requirements-nodeps.txt
 
-.PHONY: demo test test-avx2 bench lint clean
+.PHONY: demo test test-avx2 test-gpu bench lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/leanstep demo
@@ -21,6 +21,13 @@ ROUNDS := tests/logprob tests/muon tests/preference tests/gpt tests/measure/test
 
 test-avx2: $(VENV)/.test
 	$(AVX2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ROUNDS) $(PYTEST_ARGS)
+
+# On a machine with a GPU: kernels compiled, not interpreted, and the `device` fixture is the GPU. The venv's
+# torch must see it: `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu128 make test-gpu` on the first run.
+GPU    ?= cuda
+
+test-gpu: $(VENV)/.test
+	LEANSTEP_TEST_DEVICE=$(GPU) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.core
 	$(BIN)/leanstep bench $(BENCH_ARGS)

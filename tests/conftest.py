@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 
-# Before anything imports Triton: kernels run in its interpreter; ahead-of-time tests use a subprocess.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# Before anything imports Triton. Kernels run in its interpreter, unless `make test-gpu` names a device to
+# compile them for; ahead-of-time tests use a subprocess.
+os.environ.setdefault("LEANSTEP_TEST_DEVICE", "cpu")
+os.environ["TRITON_INTERPRET"] = "1" if os.environ["LEANSTEP_TEST_DEVICE"] == "cpu" else "0"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -19,6 +21,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from ranks import run_ranks as _run_ranks
 
+TEST_DEVICE = os.environ["LEANSTEP_TEST_DEVICE"]
 # A busy machine is no failure: examples have no time limit.
 settings.register_profile("suite", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
@@ -27,6 +30,20 @@ settings.load_profile("suite")
 def pytest_configure(config: pytest.Config) -> None:
     # Two workers on two cores: more threads only spin. tools/matrix tries 2 and 4.
     torch.set_num_threads(int(os.environ.get("LEANSTEP_TEST_THREADS", "1")))
+    if TEST_DEVICE != "cpu" and not torch.cuda.is_available():
+        raise pytest.UsageError(
+            f"LEANSTEP_TEST_DEVICE: expected a device that is here, got {TEST_DEVICE!r}; "
+            f"torch {torch.__version__} finds no CUDA device"
+        )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that launch kernels on CPU tensors need Triton's interpreter; tests/on_device has their twins."""
+    if TEST_DEVICE != "cpu":
+        skip = pytest.mark.skip(reason="runs kernels on CPU tensors in Triton's interpreter")
+        for item in items:
+            if item.get_closest_marker("interpreter"):
+                item.add_marker(skip)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -68,9 +85,10 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
 
 
-@pytest.fixture(params=["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
+@pytest.fixture
+def device() -> torch.device:
+    """The CPU (kernels interpreted), or the GPU of `make test-gpu` (kernels compiled)."""
+    return torch.device(TEST_DEVICE)
 
 
 @pytest.fixture

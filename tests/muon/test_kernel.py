@@ -7,6 +7,7 @@ import pytest
 import torch
 
 kernel = pytest.importorskip("leanstep.muon.kernel")
+pytestmark = pytest.mark.interpreter
 
 TILES = (32, 64, 32)
 SHAPES = [(41, 71), (2, 33, 17), (64, 40)]

@@ -15,6 +15,8 @@ from leanstep.logprob import PolicyObjective, policy_loss
 from leanstep.logprob.engine import frozen, kernel, lm_head, passes, tile_loop, tiles
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles, even_slices, row_stride
 
+pytestmark = pytest.mark.interpreter
+
 MIB = 1 << 20
 # 157 and 41 columns are no multiple of 8: the last tile is padded.
 T, V, D = 13, 157, 24

@@ -19,7 +19,8 @@ from leanstep.logprob.engine.passes import kernels_for, suited
 from leanstep.logprob.engine.softmax import RowStatistics
 
 # Opposite ends of fp32 overflow when subtracted, on purpose; the interpreter is numpy and says so.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:overflow encountered")]
+
 NAMES = {
     f"{name}{variant}"
     for name in ("update_statistics", "scale_exponentials")
