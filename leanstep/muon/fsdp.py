@@ -6,12 +6,17 @@ Momentum and the weight write are elementwise and stay on the shards. The polar 
     2. one all-to-all brings each matrix to its owner
     3. owners orthogonalise and scale; a second all-to-all takes the rows back
 
+On a GPU updates and factors travel in the dtype of the products (bfloat16) and equal shapes are one batch; on
+a CPU they travel in float32 and go one by one, to the bits of a single process.
+
 Two collectives for all matrices of a step, where running Muon on DTensors gathers three times per polynomial
 step and matrix. A bank cut along dimension 0 already lies in whole matrices: it needs none.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,15 +28,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from leanstep.muon.param_groups import Entry, group_cut, matrix_views, second_views
 from leanstep.muon.polar import Workspace
-from leanstep.muon.sharded import Assignment, Work, agree, assign
-from leanstep.muon.state import State, grads_are_finite, new_state
+from leanstep.muon.sharded import Agreement, Assignment, Work, assign
+from leanstep.muon.state import Stack, State, fuses, new_state
 from leanstep.muon.update import (
     States,
     fill_update,
+    fused_passes,
     matrix_rates,
     orthogonalise,
     stacks_of,
-    step_adam,
+    step_adams,
     update_matrices,
     variance_scale,
     write_weight,
@@ -53,6 +59,23 @@ class _Rows:
         """(begin, end) of a rank's rows."""
         return chunk(self.num_rows, rank, world)
 
+    @property
+    def kind(self) -> tuple:
+        """What matrices of one batch have in common."""
+        return (self.owner, self.num_rows, self.num_cols, id(self.entry.group))
+
+    def stack(self, rows: int, second: bool = False) -> Stack:
+        """This rank's `rows` rows as a stack of one; with the variance of the whole matrix, or without."""
+        entry, state = self.entry, self.state
+        lr, decay = _rates(entry)
+        local, grad, low = _local(entry.param), self.grad, state.get("residual")
+        shape = (1, rows, self.num_cols)
+        lines = state["second_momentum"].view(1, -1) if second else None
+        assert entry.forms is not None
+        plan = next(iter(entry.forms.values())).plan
+        views = (local.view(shape), grad.reshape(shape), state["momentum_buffer"].view(shape))
+        return Stack(*views, lines, None if low is None else low.view(shape), plan, lr, decay)
+
 
 class RowShards:
     """The ranks of a model under `fully_shard`; gradients are FSDP2's own means.
@@ -70,6 +93,7 @@ class RowShards:
     def __init__(self, names: Mapping[Tensor, str], max_elements: int) -> None:
         self.max_elements = max_elements
         self.dealt: Assignment | None = None
+        self.agreement = Agreement()
         self.group: Any = None
         for param, name in names.items():
             if not isinstance(param, DTensor):
@@ -101,8 +125,8 @@ class RowShards:
     def average(self, grads: Sequence[Tensor]) -> None:
         """Nothing to do: FSDP2 has averaged them."""
 
-    def grads_are_finite(self, grads: Sequence[Tensor]) -> bool:
-        return agree(grads_are_finite([_local(g) for g in grads]), len(grads), self.device, self.group)
+    def grads_are_finite(self, grads: Sequence[Tensor], on_device: bool) -> bool | Tensor:
+        return self.agreement.on([_local(grad) for grad in grads], on_device, self.device, self.group)
 
     def new_state(self, entry: Entry) -> State:
         state, param = new_state(entry), entry.param
@@ -138,28 +162,30 @@ class RowShards:
     def explain(self) -> str:
         return f"fsdp2 over {self.world} ranks\n{self.assignment()}"
 
-    def update(self, work: Work, states: States, workspace: Workspace) -> None:
+    def update(self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None) -> None:
         """Adam and banks on the shards; matrices cut by rows through their owners."""
         rows: list[_Rows] = []
+        adam = []
         for entry, grad in work:
             state = states[entry.param]
             if not state:
                 state.update(self.new_state(entry))
             if entry.is_adam:
-                state["step"] += 1
-                if _local(entry.param).numel():
-                    step_adam(entry.group, _local(entry.param), _local(grad), _local_state(state))
+                adam.append((entry.group, _local(entry.param), _local(grad), _local_state(state)))
             elif _is_cut(entry):
                 shape = entry.param.shape
                 cols = entry.param.numel() // max(1, shape[0])
                 owner = self.assignment().owner[entry.name]
                 rows.append(_Rows(entry, _local(grad), _local_state(state), owner, shape[0], cols))
             else:
-                self._step_bank(entry, _local(grad), _local_state(state), workspace)
+                self._step_bank(entry, _local(grad), _local_state(state), workspace, go)
+        step_adams(adam, go)
         for batch in self._batches(rows):
-            self._exchange(batch, workspace)
+            self._exchange(batch, workspace, go)
 
-    def _step_bank(self, entry: Entry, grad: Tensor, state: State, workspace: Workspace) -> None:
+    def _step_bank(
+        self, entry: Entry, grad: Tensor, state: State, workspace: Workspace, go: Tensor | None
+    ) -> None:
         """A bank cut along dimension 0 lies in whole matrices."""
         local, multipliers = _local(entry.param), entry.group["lr_mul"]
         if not local.numel():
@@ -168,23 +194,23 @@ class RowShards:
             begin, _ = chunk(entry.param.size(0), self.rank, self.world)
             per = local[0].numel() // (local.size(-1) * local.size(-2))
             multipliers = list(multipliers)[begin * per : (begin + local.size(0)) * per]
-        update_matrices(stacks_of(entry, local, grad, state, multipliers), entry.group, workspace)
+        update_matrices(stacks_of(entry, local, grad, state, multipliers), entry.group, workspace, go)
 
     def _batches(self, rows: list[_Rows]) -> list[list[_Rows]]:
         batches: list[list[_Rows]] = []
         size = 0
         for row in rows:
             fresh = not batches or size + row.entry.param.numel() > self.max_elements
-            if fresh or _wide(batches[-1][0]) != _wide(row):
+            if fresh or _wire(batches[-1][0]) != _wire(row):
                 batches.append([])
                 size = 0
             batches[-1].append(row)
             size += row.entry.param.numel()
         return batches
 
-    def _exchange(self, batch: list[_Rows], workspace: Workspace) -> None:
+    def _exchange(self, batch: list[_Rows], workspace: Workspace, go: Tensor | None) -> None:
         """Updates to their owners, scaled polar factors back, weights written where they live."""
-        by_owner = sorted(batch, key=lambda row: row.owner)
+        by_owner = sorted(batch, key=lambda row: row.kind[:3])
         mine = [row for row in by_owner if row.owner == self.rank]
         send_sizes, receive_sizes = [0] * self.world, [0] * self.world
         for row in by_owner:
@@ -195,25 +221,22 @@ class RowShards:
                 begin, end = row.of(rank, self.world)
                 receive_sizes[rank] += (end - begin) * row.num_cols
 
-        send = torch.empty(sum(send_sizes), dtype=_wide(batch[0]), device=self.device)
-        for row, part in zip(by_owner, _cut(send, by_owner, self.rank, self.world), strict=True):
+        send = torch.empty(sum(send_sizes), dtype=_wire(batch[0]), device=self.device)
+        for rows, part in _runs(send, by_owner, self.rank, self.world):
             if part.numel():
-                group, buffer = row.entry.group, row.state["momentum_buffer"].view(part.shape)
-                grad = row.grad.reshape(part.shape)
-                fill_update(grad, buffer, group["momentum"], part, nesterov=group["nesterov"])
+                _fill(rows, part, workspace, go)
         received = self._all_to_all(send, send_sizes, receive_sizes)
         pieces = received.split(receive_sizes)
-        shards = [_cut(piece, mine, rank, self.world) for rank, piece in enumerate(pieces)]
-        for index, row in enumerate(mine):
-            whole = torch.cat([shard[index] for shard in shards])
-            _orthogonalise_whole(row, whole, workspace)
-            for rank, shard in enumerate(shards):
-                begin, end = row.of(rank, self.world)
-                shard[index].copy_(whole[begin:end])
+        shards = [_runs(piece, mine, rank, self.world) for rank, piece in enumerate(pieces)]
+        for parts in zip(*shards, strict=True):
+            rows, cut = parts[0][0], [part for _, part in parts]
+            whole = torch.cat(cut, 1)
+            _orthogonalise_whole(rows, whole, workspace, go)
+            torch._foreach_copy_(cut, list(whole.split([part.size(1) for part in cut], 1)))
         back = self._all_to_all(received, receive_sizes, send_sizes)
-        for row, part in zip(by_owner, _cut(back, by_owner, self.rank, self.world), strict=True):
+        for rows, part in _runs(back, by_owner, self.rank, self.world):
             if part.numel():
-                _write(row, part)
+                _write(rows, part, workspace, go)
 
     def _all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
         """Send `send_sizes[r]` elements to each rank r; returns what came, in rank order."""
@@ -236,8 +259,37 @@ def _is_cut(entry: Entry) -> bool:
     return param.ndim == 2 or entry.group["flatten"] is not None
 
 
-def _orthogonalise_whole(row: _Rows, whole: Tensor, workspace: Workspace) -> None:
-    """Replace the gathered update by the scaled polar factor of its matrices."""
+def _fill(rows: list[_Rows], out: Tensor, workspace: Workspace, go: Tensor | None) -> None:
+    """Momentum of this rank's rows of equal matrices; their updates into `out` [B, rows, cols]."""
+    group = rows[0].entry.group
+    if fuses(out):
+        stacks, copies = fused_passes().in_order([row.stack(out.size(1)) for row in rows])
+        fused_passes().fill_updates(stacks, out, group, go, workspace)
+        fused_passes().give_back(copies)
+        return
+    for row, part in zip(rows, out, strict=True):
+        grad, buffer = row.grad.reshape(part.shape), row.state["momentum_buffer"].view(part.shape)
+        fill_update(grad, buffer, group["momentum"], part, nesterov=group["nesterov"])
+
+
+def _orthogonalise_whole(rows: list[_Rows], whole: Tensor, workspace: Workspace, go: Tensor | None) -> None:
+    """Replace the gathered updates [B, R, C] by the scaled polar factors of their matrices."""
+    group = rows[0].entry.group
+    cut = group_cut({**group, "flatten": None})
+    if fuses(whole) and cut.whole:
+        plan = rows[0].stack(rows[0].grad.numel() // rows[0].num_cols).plan
+        factor = orthogonalise(whole.clone(), plan, group, workspace)
+        if group["variance"] != "off":
+            seconds = [row.state["second_momentum"].view(1, -1) for row in rows]
+            factor = fused_passes().scaled_factor(seconds, factor, group, workspace, go)
+        whole.copy_(factor)
+        return
+    for row, matrix in zip(rows, whole, strict=True):
+        _orthogonalise_views(row, matrix, workspace, go)
+
+
+def _orthogonalise_views(row: _Rows, whole: Tensor, workspace: Workspace, go: Tensor | None) -> None:
+    """The same for one parameter, whose parts may be matrices of their own."""
     entry, group = row.entry, row.entry.group
     assert entry.forms is not None
     cut = group_cut({**group, "flatten": None})
@@ -253,14 +305,17 @@ def _orthogonalise_whole(row: _Rows, whole: Tensor, workspace: Workspace) -> Non
             factor = orthogonalise(view[part].clone(), plan, group, workspace)
             if second is None:
                 view[part] = factor
-            else:
-                scale = variance_scale(factor, second[part], group["beta2"], group["variance"])
-                torch.mul(factor.to(whole.dtype), scale, out=view[part])
+                continue
+            old = second[part].clone() if go is not None else None
+            scale = variance_scale(factor, second[part], group["beta2"], group["variance"])
+            if old is not None:
+                second[part] = torch.where(go != 0, second[part], old)
+            view[part] = factor.to(scale.dtype) * scale
 
 
-def _write(row: _Rows, update: Tensor) -> None:
-    """Step this rank's rows of the weight."""
-    entry, group = row.entry, row.entry.group
+def _rates(entry: Entry) -> tuple[float, float]:
+    """(rate, decay factor) of a matrix that is cut over the ranks."""
+    group = entry.group
     assert entry.forms is not None
     multiplier = group["lr_mul"]
     multiplier = float(multiplier if isinstance(multiplier, int | float) else multiplier[0])
@@ -269,21 +324,37 @@ def _write(row: _Rows, update: Tensor) -> None:
         raise ValueError(
             f"{entry.name}: expected split parts of one learning rate under FSDP2, got {len(rates)}"
         )
-    lr, decay = rates.pop()
-    low = row.state.get("residual")
-    write_weight(
-        _local(entry.param).view(update.shape),
-        update,
-        lr=lr,
-        decay=decay,
-        residual=None if low is None else low.view(update.shape),
-        mode=group["residual"],
-        cautious=group["decay"] == "cautious",
-    )
+    return rates.pop()
 
 
-def _wide(row: _Rows) -> torch.dtype:
-    return torch.promote_types(row.entry.param.dtype, torch.float32)
+def _write(rows: list[_Rows], updates: Tensor, workspace: Workspace, go: Tensor | None) -> None:
+    """Step this rank's rows of equal matrices by `updates` [B, rows, cols]."""
+    group = rows[0].entry.group
+    if fuses(updates):
+        stacks, copies = fused_passes().in_order([row.stack(updates.size(1)) for row in rows])
+        fused_passes().write_stacks(stacks, updates, group, workspace, go)
+        fused_passes().give_back(copies)
+        return
+    for row, update in zip(rows, updates, strict=True):
+        lr, decay = _rates(row.entry)
+        low = row.state.get("residual")
+        write_weight(
+            _local(row.entry.param).view(update.shape),
+            update,
+            lr=lr,
+            decay=decay,
+            residual=None if low is None else low.view(update.shape),
+            mode=group["residual"],
+            cautious=group["decay"] == "cautious",
+        )
+
+
+def _wire(row: _Rows) -> torch.dtype:
+    """The dtype that updates and factors travel in: on a GPU that of the products."""
+    entry = row.entry
+    wide = torch.promote_types(entry.param.dtype, torch.float32)
+    dtypes = {form.plan.dtype for form in (entry.forms or {}).values()}
+    return dtypes.pop() if fuses(_local(entry.param)) and len(dtypes) == 1 else wide
 
 
 def _local(tensor: Any) -> Tensor:
@@ -295,15 +366,17 @@ def _local_state(state: State) -> State:
     return {key: _local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
-def _cut(flat: Tensor, rows: list[_Rows], rank: int, world: int) -> list[Tensor]:
-    """The parts of a flat buffer that hold `rank`'s rows of each matrix, as [rows, cols] views."""
-    parts, begin = [], 0
-    for row in rows:
-        low, high = row.of(rank, world)
-        size = (high - low) * row.num_cols
-        parts.append(flat[begin : begin + size].view(high - low, row.num_cols))
+def _runs(flat: Tensor, rows: list[_Rows], rank: int, world: int) -> list[tuple[list[_Rows], Tensor]]:
+    """Neighbours of one kind, and the part [B, rows, cols] of a flat buffer that holds `rank`'s rows."""
+    runs, begin = [], 0
+    for _, members in itertools.groupby(rows, key=lambda row: row.kind):
+        run = list(members)
+        low, high = run[0].of(rank, world)
+        shape = (len(run), high - low, run[0].num_cols)
+        size = math.prod(shape)
+        runs.append((run, flat[begin : begin + size].view(shape)))
         begin += size
-    return parts
+    return runs
 
 
 def __getattr__(name: str) -> Any:

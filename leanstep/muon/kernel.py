@@ -13,6 +13,8 @@ Offsets that grow with batch or rows are 64-bit.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -159,7 +161,9 @@ def transpose_kernel(
     ADD: tl.constexpr,
 ):
     """dst[c, r] = src[r, c], or += with ADD; a tile is read along its rows and written along the others."""
-    row, col = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    # One grid dimension: the others end at 65,535 programs.
+    tiles_n = tl.cdiv(cols, BLOCK_N)
+    row, col = (tl.program_id(0) // tiles_n) * BLOCK_M, (tl.program_id(0) % tiles_n) * BLOCK_N
     r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     inside = (r[:, None] < rows - row) & (c[None, :] < cols - col)
     corner = src_ptr + row.to(tl.int64) * stride_src + col
@@ -172,15 +176,52 @@ def transpose_kernel(
     tl.store(target, value.to(dst_ptr.dtype.element_ty), mask=turned)
 
 
-# Tiles as in the record: long reductions in the small square tile, the rest deeper along K.
 _GROUP, _WARPS, _STAGES = 8, 8, 4
+# Tiles by the side of the result, the first one taken unless `tune_products` finds a faster one. At 768 the
+# record's own; larger sides have tiles enough for every multiprocessor and take the largest tile.
+PRODUCT_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
+    768: ((128, 128, 64), (64, 128, 128)),
+    1024: ((128, 128, 64), (64, 128, 128)),
+    2048: ((128, 128, 64), (128, 256, 64)),
+    4096: ((128, 256, 64), (128, 128, 64)),
+}
+_TUNED: dict[int, tuple[int, int, int]] = {}
 
 
-def product_tiles(reduction: int, element_bytes: int = 2) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K) of xxt and xtx."""
+def _size_class(side: int) -> int:
+    return next((size for size in PRODUCT_TILES if side <= size), max(PRODUCT_TILES))
+
+
+def product_tiles(side: int, reduction: int, element_bytes: int = 2) -> tuple[int, int, int]:
+    """(BLOCK_M, BLOCK_N, BLOCK_K) of a symmetric product [side, side]."""
     if element_bytes > 2:
         return 64, 64, 32
-    return (128, 128, 64) if reduction == 768 else (64, 128, 128)
+    size = _size_class(side)
+    if size in _TUNED:
+        return _TUNED[size]
+    # A long reduction over a small result: deeper along K, as the record has it.
+    return (64, 128, 128) if size == 768 and reduction > side else PRODUCT_TILES[size][0]
+
+
+def tune_products(x: Tensor, repeats: int = 20) -> tuple[int, int, int]:
+    """Time the candidates on x [B, R, C] (a GPU, 16 bits); results of its size use the fastest from now on.
+
+    Not called by the optimizer: a choice by the clock would give every rank its own last bits.
+    """
+    side = x.size(-2)
+    out = x.new_empty(*x.shape[:-2], side, side)
+    times = {}
+    for tiles in PRODUCT_TILES[_size_class(side)]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        xxt(x, out, tiles=tiles)
+        begin.record()
+        for _ in range(repeats):
+            xxt(x, out, tiles=tiles)
+        end.record()
+        end.synchronize()
+        times[tiles] = begin.elapsed_time(end)
+    _TUNED[_size_class(side)] = min(times, key=lambda tiles: times[tiles])
+    return _TUNED[_size_class(side)]
 
 
 def transpose_tiles(elements: int) -> tuple[int, int, int]:
@@ -200,11 +241,21 @@ def _batch(tensor: Tensor) -> tuple[int, int]:
     return (1, 0) if tensor.ndim == 2 else (tensor.size(0), tensor.stride(0))
 
 
-def _stages(block_m: int, block_n: int, block_k: int, element_bytes: int) -> int:
-    # Consumer cards offer about 99 KB per block: drop stages until the operands fit.
-    if not torch.cuda.is_available():
+def shared_memory(device: torch.device) -> int | None:
+    """Bytes of shared memory that a block may use; None where there is no GPU to ask."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    # ROCm's record has the plain name only.
+    limit = getattr(properties, "shared_memory_per_block_optin", None)
+    return limit or getattr(properties, "shared_memory_per_block", None)
+
+
+def _stages(tiles: tuple[int, int, int], element_bytes: int, limit: int | None) -> int:
+    # Consumer cards offer about 99 KB per block, AMD's 64: drop stages until the operands fit.
+    block_m, block_n, block_k = tiles
+    if limit is None:
         return _STAGES
-    limit = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
     stages = _STAGES
     while stages > 2 and stages * (block_m + block_n) * block_k * element_bytes > limit:
         stages -= 1
@@ -218,27 +269,16 @@ def _symmetric(
     _check("out", out)
     if out.shape[-2:] != (side, side) or _batch(out)[0] != _batch(x)[0]:
         raise ValueError(f"out: expected shape {(*x.shape[:-2], side, side)}, got {tuple(out.shape)}")
-    block_m, block_n, block_k = tiles or product_tiles(reduction, x.element_size())
+    block_m, block_n, block_k = tiles or product_tiles(side, reduction, x.element_size())
     batch, stride_batch = _batch(x)
     grid = (batch * triton.cdiv(side, block_m) * triton.cdiv(side, block_n),)
-    kernel[grid](
-        x,
-        out,
-        x.size(-2),
-        x.size(-1),
-        stride_batch,
-        x.stride(-2),
-        _batch(out)[1],
-        out.stride(-2),
-        *scalars,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        GROUP=_GROUP,
-        num_warps=_WARPS,
-        num_stages=_stages(block_m, block_n, block_k, x.element_size()),
-        **flags,
-    )
+    stages = _stages((block_m, block_n, block_k), x.element_size(), shared_memory(x.device))
+    with torch.cuda.device_of(x):
+        kernel[grid](
+            x, out, x.size(-2), x.size(-1), stride_batch, x.stride(-2), _batch(out)[1], out.stride(-2),
+            *scalars, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=_GROUP,
+            num_warps=_WARPS, num_stages=stages, **flags,
+        )  # fmt: skip
     return out
 
 
@@ -256,7 +296,6 @@ def ba_caa(
     a: Tensor, out: Tensor, alpha: float, beta: float, tiles: tuple[int, int, int] | None = None
 ) -> Tensor:
     """out = beta * a + alpha * a @ a for a symmetric a."""
-    tiles = tiles or ((128, 128, 64) if a.element_size() == 2 else None)
     return _symmetric(xxt_kernel, a, out, a.size(-2), a.size(-1), alpha, beta, tiles=tiles, EPILOGUE=True)
 
 
@@ -271,19 +310,14 @@ def _transpose(src: Tensor, dst: Tensor, add: bool) -> None:
     if dst.shape != (cols, rows):
         raise ValueError(f"dst: expected shape {(cols, rows)}, got {tuple(dst.shape)}")
     block_m, block_n, warps = transpose_tiles(src.numel())
-    transpose_kernel[(triton.cdiv(rows, block_m), triton.cdiv(cols, block_n))](
-        src,
-        dst,
-        rows,
-        cols,
-        src.stride(0),
-        dst.stride(0),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        ADD=add,
-        num_warps=warps,
-        num_stages=2,
-    )
+    tiles = triton.cdiv(rows, block_m) * triton.cdiv(cols, block_n)
+    if not tiles:
+        return
+    with torch.cuda.device_of(src):
+        transpose_kernel[(tiles,)](
+            src, dst, rows, cols, src.stride(0), dst.stride(0),
+            BLOCK_M=block_m, BLOCK_N=block_n, ADD=add, num_warps=warps, num_stages=2,
+        )  # fmt: skip
 
 
 def transpose_copy(src: Tensor, dst: Tensor) -> None:
@@ -309,13 +343,13 @@ def _product_entries() -> list[dict]:
     }
     scaled = {**shared, "alpha": "fp32", "beta": "fp32"}
     entries = []
-    for name, function, signature, tiles, flags in (
-        ("xxt", xxt_kernel, scaled, (128, 128, 64), {"EPILOGUE": False}),
-        ("xxt", xxt_kernel, scaled, (64, 128, 128), {"EPILOGUE": False}),
-        ("xtx", xtx_kernel, shared, (128, 128, 64), {}),
-        ("xtx", xtx_kernel, shared, (64, 128, 128), {}),
-        ("ba_caa", xxt_kernel, scaled, (128, 128, 64), {"EPILOGUE": True}),
-    ):
+    kinds = (
+        ("xxt", xxt_kernel, scaled, {"EPILOGUE": False}),
+        ("xtx", xtx_kernel, shared, {}),
+        ("ba_caa", xxt_kernel, scaled, {"EPILOGUE": True}),
+    )
+    candidates = sorted({tiles for several in PRODUCT_TILES.values() for tiles in several})
+    for (name, function, signature, flags), tiles in itertools.product(kinds, candidates):
         block_m, block_n, block_k = tiles
         entries.append(
             {
@@ -330,7 +364,8 @@ def _product_entries() -> list[dict]:
                     **flags,
                 },
                 "num_warps": _WARPS,
-                "num_stages": _STAGES,
+                # What fits into the shared memory of every data-centre card in the list of targets.
+                "num_stages": _stages(tiles, 2, 163 * 1024),
             }
         )
     return entries

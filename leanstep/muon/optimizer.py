@@ -24,26 +24,26 @@ from leanstep.muon.param_groups import (
     check_params,
     entry_key,
     fill_group,
-    group_cut,
     make_entry,
-    second_shape,
 )
 from leanstep.muon.polar import Workspace
 from leanstep.muon.reference import POLAR_EXPRESS, Triples
 from leanstep.muon.sharded import Assignment, Owners, assign
 from leanstep.muon.state import (
+    FORMAT,
     State,
     check_grad,
+    check_loadable,
     check_state,
     convert_state,
+    finite_on_device,
     from_master,
+    fuses,
     grads_are_finite,
     new_state,
     to_master,
 )
 from leanstep.muon.update import update_parameters
-
-FORMAT = 1
 
 
 class NorMuon(torch.optim.Optimizer):
@@ -68,7 +68,7 @@ class NorMuon(torch.optim.Optimizer):
         residual: low bits of a bfloat16 weight: nearest, truncate or none.
         every, phase: a group steps when call number % every == phase.
         nonfinite: "skip" leaves weights and state alone when a gradient holds NaN or infinity and counts it
-            in `skipped_steps` (one host sync per step on an accelerator); "ignore" does not look.
+            in `skipped_steps`; on a GPU the kernels decide, the host reads nothing. "ignore" does not look.
         adam: defaults of the Adam groups: lr (default 0.35 * lr, the record's proportion), betas, eps,
             weight_decay, decay, lr_mul, wd_mul, residual, every, phase.
         mesh: a 1-D DeviceMesh or process group whose ranks share the work on plain tensors: gradients are
@@ -138,6 +138,9 @@ class NorMuon(torch.optim.Optimizer):
         self._entries: dict[Tensor, Entry] = {}
         self._ranks: Any = None
         self._stepped: list[Group] = []
+        # Steps that the device decides about, and how many of them it took: a number on the device.
+        self._tried = 0
+        self._taken: Tensor | None = None
         super().__init__(params, {"lr": lr})
 
     def add_param_group(self, param_group: Group) -> None:
@@ -203,7 +206,8 @@ class NorMuon(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out because a gradient was not finite."""
+        """How many steps were left out because a gradient was not finite; reads a device value on a GPU."""
+        self._count_skipped()
         return max(group["skipped_steps"] for group in self.param_groups)
 
     def assignment(self) -> Assignment:
@@ -235,19 +239,40 @@ class NorMuon(torch.optim.Optimizer):
         for group in self.param_groups:
             group["calls"] += 1
         self._stepped = due
-        finite = grads_are_finite if ranks is None else ranks.grads_are_finite
-        if self._nonfinite == "skip" and not finite([grad for _, grad in work]):
-            for group in self.param_groups:
-                group["skipped_steps"] += 1
-            return loss
+        go = None
+        if self._nonfinite == "skip":
+            on_device = bool(work) and all(fuses(entry.param) for entry, _ in work)
+            look = _look if ranks is None else ranks.grads_are_finite
+            go = look([grad for _, grad in work], on_device)
+            if go is False:
+                for group in self.param_groups:
+                    group["skipped_steps"] += 1
+                return loss
         update = update_parameters if ranks is None else ranks.update
         try:
-            update(work, self.state, self._workspace)
+            update(work, self.state, self._workspace, self._counted(go))
         finally:
             # Forward and backward need the memory more than the next step needs warm scratch.
             self._workspace.clear()
         self._prepare_waiting(due)
         return loss
+
+    def _counted(self, go: Tensor | bool | None) -> Tensor | None:
+        """`go` if it lies on the device, its steps counted there."""
+        if not isinstance(go, Tensor):
+            return None
+        if self._taken is None:
+            self._taken = torch.zeros_like(go)
+        self._taken += go
+        self._tried += 1
+        return go
+
+    def _count_skipped(self) -> None:
+        """Bring the steps that were skipped on the device into the groups; reads one number of the device."""
+        if self._taken is not None:
+            skipped, self._tried, self._taken = self._tried - int(self._taken), 0, None
+            for group in self.param_groups:
+                group["skipped_steps"] += skipped
 
     def _prepare_waiting(self, due: list[Group]) -> None:
         """Groups that are not due: zero state, which checkpoints expect, and means over the ranks."""
@@ -339,6 +364,7 @@ class NorMuon(torch.optim.Optimizer):
 
         With a mesh: full tensors, the same on every rank, for any number of ranks. FSDP2: DTensors.
         """
+        self._count_skipped()
         local, ranks = dict(self.state), self._scheme()
         try:
             if ranks is not None:
@@ -355,15 +381,16 @@ class NorMuon(torch.optim.Optimizer):
         torch casts floating state to the parameter's dtype, which would turn the float32 moments of a
         bfloat16 weight into bfloat16; here they come back as they were.
         """
-        _check_loadable(self.param_groups, state_dict)
+        check_loadable(self.param_groups, state_dict)
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
+        self._tried, self._taken = 0, None
         for group, old, theirs in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in old.items() if callable(value)})
             for param, key in zip(group["params"], theirs["params"], strict=True):
                 for name, value in state_dict["state"].get(key, {}).items():
                     if isinstance(value, Tensor):
-                        device = value.device if name == "step" else param.device
+                        device = "cpu" if name == "step" and not fuses(param) else param.device
                         self.state[param][name] = value.detach().to(device, copy=True)
                 if param in self.state:
                     convert_state(param, self.state[param], group["residual"], old["residual"])
@@ -394,44 +421,11 @@ class FsdpNorMuon(NorMuon):
         super().__init__(params, lr, **options)
 
 
+def _look(grads: Sequence[Tensor], on_device: bool) -> Tensor | bool:
+    return finite_on_device(grads, grads[0].device) if on_device else grads_are_finite(grads)
+
+
 def _is_due(group: Group, do_adam: bool | None) -> bool:
     if group["algorithm"] == "adam" and do_adam is not None:
         return do_adam
     return group["calls"] % group["every"] == group["phase"]
-
-
-def _check_loadable(groups: list[Group], state_dict: dict[str, Any]) -> None:
-    """Compare a state dict with the groups it is meant for, before anything changes."""
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(
-                f"state_dict: expected keys 'state' and 'param_groups', got {sorted(state_dict)}"
-            )
-    saved = state_dict["param_groups"]
-    if len(saved) != len(groups):
-        raise ValueError(f"state_dict: expected {len(groups)} groups, got {len(saved)}")
-    for index, (group, theirs) in enumerate(zip(groups, saved, strict=True)):
-        version = theirs.get("format", FORMAT)
-        if version != FORMAT:
-            raise ValueError(f"state_dict: expected format {FORMAT}, got {version}")
-        if len(group["params"]) != len(theirs["params"]):
-            raise ValueError(
-                f"state_dict: expected {len(group['params'])} parameters in group {index}, "
-                f"got {len(theirs['params'])}"
-            )
-        if theirs.get("algorithm", group["algorithm"]) != group["algorithm"]:
-            raise ValueError(
-                f"state_dict: expected algorithm {group['algorithm']!r} in group {index}, "
-                f"got {theirs['algorithm']!r}"
-            )
-        mine, names = group.get("param_names"), theirs.get("param_names")
-        if mine and names and list(mine) != list(names):
-            odd = next((a, b) for a, b in zip(mine, names, strict=True) if a != b)
-            raise ValueError(f"state_dict: expected parameter {odd[0]!r} in group {index}, got {odd[1]!r}")
-        both = {**group, **theirs}
-        for position, (param, key) in enumerate(zip(group["params"], theirs["params"], strict=True)):
-            second = None
-            if both["algorithm"] != "adam" and both["variance"] != "off":
-                second = second_shape(param.shape, group_cut(both), both["variance"])
-            name = mine[position] if mine else f"param_{position}"
-            check_state(name, param, state_dict["state"].get(key), both, second)

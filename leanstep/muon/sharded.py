@@ -20,8 +20,8 @@ from torch import Tensor
 
 from leanstep.muon.param_groups import Entry
 from leanstep.muon.polar import Workspace
-from leanstep.muon.state import State, grads_are_finite, new_state
-from leanstep.muon.update import States, update_parameters
+from leanstep.muon.state import State, finite_on_device, grads_are_finite, new_state
+from leanstep.muon.update import States, advance, update_parameters
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,7 +79,8 @@ class Owners:
 
     Every rank must hold the same parameters in the same order. Collectives per step: 2 per dtype; one, of
     three numbers, makes all ranks skip a step whose gradients are not finite; one per dtype for gradients of
-    groups that were not due, so that those, too, are the same on every rank.
+    groups that were not due, so that those, too, are the same on every rank. On a GPU the host does not read
+    those three numbers, except on the first step and where the number of gradients has changed.
     """
 
     def __init__(self, mesh: Any, averaged: bool) -> None:
@@ -91,6 +92,7 @@ class Owners:
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.averaged = averaged
         self.dealt: Assignment | None = None
+        self.agreement = Agreement()
 
     def deal(self, entries: Sequence[Entry]) -> None:
         """Decide who owns what."""
@@ -108,8 +110,8 @@ class Owners:
         """Whether this rank has the state of the parameter."""
         return self.owner(entry) == self.rank
 
-    def grads_are_finite(self, grads: Sequence[Tensor]) -> bool:
-        return agree(grads_are_finite(grads), len(grads), self.device, self.group)
+    def grads_are_finite(self, grads: Sequence[Tensor], on_device: bool) -> bool | Tensor:
+        return self.agreement.on(grads, on_device, self.device, self.group)
 
     def average(self, grads: Sequence[Tensor]) -> None:
         """Mean over the ranks, in place; nothing where DDP has done it."""
@@ -119,10 +121,10 @@ class Owners:
             flat = torch.cat([grad.reshape(-1) for grad in members])
             dist.all_reduce(flat, group=self.group)
             parts = flat.div_(self.world).split([grad.numel() for grad in members])
-            for grad, mean in zip(members, parts, strict=True):
-                grad.copy_(mean.view_as(grad))
+            means = [mean.view_as(grad) for grad, mean in zip(members, parts, strict=True)]
+            torch._foreach_copy_(members, means)
 
-    def update(self, work: Work, states: States, workspace: Workspace) -> None:
+    def update(self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None) -> None:
         """Gradients to their owners, the step there, weights to all ranks."""
         # Weights travel in the parameter's dtype, gradients in their own: one exchange for each pair.
         kinds = _by_kind(work, lambda pair: (pair[0].param.dtype, pair[1].dtype, pair[1].device))
@@ -137,12 +139,13 @@ class Owners:
             sizes = [entry.param.numel() for entry in mine]
             parts = pending.wait()[: sum(sizes)].split(sizes)
             means = [part.view_as(entry.param) for entry, part in zip(mine, parts, strict=True)]
-            update_parameters(zip(mine, means, strict=True), states, workspace)
-            for bucket in buckets:
-                for entry, _ in bucket if bucket is not buckets[self.rank] else ():
-                    state = states[entry.param]
-                    if entry.is_adam:
-                        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+            update_parameters(zip(mine, means, strict=True), states, workspace, go)
+            others = [e for bucket in buckets if bucket is not buckets[self.rank] for e, _ in bucket]
+            for entry in others:
+                # Every rank knows which parameters have state; the owner alone has it.
+                if not states[entry.param]:
+                    states[entry.param].update(self.new_state(entry))
+            advance([states[entry.param] for entry in others if entry.is_adam], go)
             self._spread([[entry.param.detach() for entry, _ in bucket] for bucket in buckets])
 
     def _reduce(self, buckets: list[list[tuple[Entry, Tensor]]]) -> _Pending:
@@ -172,11 +175,12 @@ class Owners:
             torch.cat([weight.reshape(-1) for weight in weights[self.rank]], out=flat[:size])
         gathered = like.new_empty(self.world * length)
         _all_gather(gathered, flat, group=self.group)
+        targets, sources = [], []
         for bucket, row in zip(weights, gathered.view(self.world, length), strict=True):
-            begin = 0
-            for weight in bucket:
-                weight.copy_(row[begin : begin + weight.numel()].view_as(weight))
-                begin += weight.numel()
+            parts = row[: sum(weight.numel() for weight in bucket)].split([w.numel() for w in bucket])
+            targets += bucket
+            sources += [part.view_as(weight) for part, weight in zip(parts, bucket, strict=True)]
+        torch._foreach_copy_(targets, sources)
 
     # State lies with the owner; the others only count Adam's step. That one is on the host, where a group
     # that knows devices only (NCCL) could not send it.
@@ -231,17 +235,36 @@ def _by_kind(members: Sequence[Any], kind: Callable[[Any], tuple]) -> list[list[
     return list(groups.values())
 
 
-def agree(finite: bool, num_grads: int, device: torch.device, group: Any) -> bool:
-    """Whether every rank saw finite gradients; raises on all ranks if they differ in how many there are."""
-    flags = torch.tensor([float(finite), num_grads, -num_grads], device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
-    everywhere, fewest, most = flags.tolist()
-    if fewest != -most:
-        raise ValueError(
-            f"gradients: expected the same parameters with a gradient on every rank, "
-            f"got between {int(fewest)} and {int(-most)}"
-        )
-    return bool(everywhere)
+class Agreement:
+    """Whether a step is taken: the same answer on every rank, one collective of three numbers."""
+
+    def __init__(self) -> None:
+        self.num_grads: int | None = None
+
+    def on(self, grads: Sequence[Tensor], on_device: bool, device: torch.device, group: Any) -> bool | Tensor:
+        """Whether every rank saw finite gradients: a number on the device (`on_device`), else a bool.
+
+        Raises where the ranks differ in how many gradients there are. On the device that is looked at when
+        this rank's own number has changed; the others then skip the step.
+        """
+        count = len(grads)
+        if on_device:
+            flags = torch.full((3,), float(count), device=device)
+            flags[0] = finite_on_device(grads, device)
+            flags[2].neg_()
+        else:
+            flags = torch.tensor([float(grads_are_finite(grads)), count, -count], device=device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
+        if on_device and count == self.num_grads:
+            return flags[0] * (flags[1] == -flags[2])
+        self.num_grads = count
+        everywhere, fewest, most = flags.tolist()
+        if fewest != -most:
+            raise ValueError(
+                f"gradients: expected the same parameters with a gradient on every rank, "
+                f"got between {int(fewest)} and {int(-most)}"
+            )
+        return flags[0] if on_device else bool(everywhere)
 
 
 def __getattr__(name: str) -> Any:

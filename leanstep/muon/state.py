@@ -10,18 +10,49 @@ Forward and gathers read 2 bytes per weight; weight plus residual take the 4 byt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leanstep.muon.param_groups import Entry, Group
-from leanstep.muon.polar import Workspace
+from leanstep.muon.param_groups import Entry, Group, group_cut, second_shape
+from leanstep.muon.polar import PolarPlan
+from leanstep.muon.transpose import triton_kernels
 
 State = dict[str, Any]
+# Of a state dict.
+FORMAT = 1
+
+# Where the passes around the products are Triton kernels (`leanstep.muon.fused`).
+FUSED_DEVICES = ("cuda",)
 
 _EXPONENT = 0x7F800000
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices [B, R, C] of one shape with their gradient and state; updated in place.
+
+    Args:
+        second: variance, [B, R, 1] or [B, 1, C]; None without it. residual: low bits, int16; None without.
+        lr, decay: see `update.matrix_rates`. multipliers: [B] of the rate, where they differ.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+    second: Tensor | None
+    residual: Tensor | None
+    plan: PolarPlan
+    lr: float
+    decay: float
+    multipliers: Tensor | None = None
+
+    def __getitem__(self, part: slice) -> Stack:
+        tensors = (self.weight, self.grad, self.momentum, self.second, self.residual)
+        return Stack(*(None if t is None else t[part] for t in tensors), self.plan, self.lr, self.decay)  # type: ignore[arg-type]
 
 
 def to_master(weight: Tensor, residual: Tensor, mode: str = "nearest") -> Tensor:
@@ -87,13 +118,25 @@ def convert_state(weight: Tensor, state: State, source: str, target: str) -> Non
         state["residual"] = low
 
 
+def fuses(weight: Tensor) -> bool:
+    """Whether kernels step this weight and decide about it on the device: on a GPU, up to float32."""
+    known = weight.device.type in FUSED_DEVICES and weight.dtype != torch.float64
+    return known and triton_kernels() is not None
+
+
+def rate_on_device(lr: float | Tensor) -> bool:
+    """Whether a learning rate is a number on a GPU: kernels read it, so that a CUDA graph sees it change."""
+    return isinstance(lr, Tensor) and fuses(lr)
+
+
 def new_state(entry: Entry) -> State:
     """Zero moments, and zero low bits for a bfloat16 weight."""
     group, param = entry.group, entry.param
     dtype = torch.promote_types(param.dtype, torch.float32)
     if entry.is_adam:
         state: State = {
-            "step": torch.tensor(0.0),
+            # On a GPU the kernels read it: it does not advance when a step is skipped there.
+            "step": torch.zeros((), device=param.device if fuses(param) else "cpu"),
             "exp_avg": torch.zeros_like(param, dtype=dtype),
             "exp_avg_sq": torch.zeros_like(param, dtype=dtype),
         }
@@ -131,6 +174,43 @@ def check_state(
             raise ValueError(f"{name}: expected state {key!r} of shape {expected}, got {got}")
 
 
+def check_loadable(groups: list[Group], state_dict: dict[str, Any]) -> None:
+    """Compare a state dict with the groups it is meant for, before anything changes."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(
+                f"state_dict: expected keys 'state' and 'param_groups', got {sorted(state_dict)}"
+            )
+    saved = state_dict["param_groups"]
+    if len(saved) != len(groups):
+        raise ValueError(f"state_dict: expected {len(groups)} groups, got {len(saved)}")
+    for index, (group, theirs) in enumerate(zip(groups, saved, strict=True)):
+        version = theirs.get("format", FORMAT)
+        if version != FORMAT:
+            raise ValueError(f"state_dict: expected format {FORMAT}, got {version}")
+        if len(group["params"]) != len(theirs["params"]):
+            raise ValueError(
+                f"state_dict: expected {len(group['params'])} parameters in group {index}, "
+                f"got {len(theirs['params'])}"
+            )
+        if theirs.get("algorithm", group["algorithm"]) != group["algorithm"]:
+            raise ValueError(
+                f"state_dict: expected algorithm {group['algorithm']!r} in group {index}, "
+                f"got {theirs['algorithm']!r}"
+            )
+        mine, names = group.get("param_names"), theirs.get("param_names")
+        if mine and names and list(mine) != list(names):
+            odd = next((a, b) for a, b in zip(mine, names, strict=True) if a != b)
+            raise ValueError(f"state_dict: expected parameter {odd[0]!r} in group {index}, got {odd[1]!r}")
+        both = {**group, **theirs}
+        for position, (param, key) in enumerate(zip(group["params"], theirs["params"], strict=True)):
+            second = None
+            if both["algorithm"] != "adam" and both["variance"] != "off":
+                second = second_shape(param.shape, group_cut(both), both["variance"])
+            name = mine[position] if mine else f"param_{position}"
+            check_state(name, param, state_dict["state"].get(key), both, second)
+
+
 def check_grad(name: str, param: Tensor) -> None:
     """Raise a ValueError for a gradient that no step can take."""
     grad = param.grad
@@ -146,11 +226,7 @@ def check_grad(name: str, param: Tensor) -> None:
 
 def grads_are_finite(grads: Sequence[Tensor]) -> bool:
     """Whether no gradient holds NaN or infinity: one pass and one host read per device in the usual case."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        if grad.numel():
-            by_device.setdefault(grad.device, []).append(grad)
-    for group in by_device.values():
+    for group in _by_device(grads):
         # A finite norm is proof; an infinite one may be an overflow of finite values, so look again.
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(group)])
         if not torch.isfinite(norms).all() and not all(bool(torch.isfinite(grad).all()) for grad in group):
@@ -158,18 +234,29 @@ def grads_are_finite(grads: Sequence[Tensor]) -> bool:
     return True
 
 
-def join(tensors: Mapping[str, Sequence[Tensor]], workspace: Workspace) -> State:
-    """Per role, all tensors one behind the other along dimension 0, copied in one call."""
-    joined = {}
-    for role, parts in tensors.items():
-        sizes = [part.size(0) for part in parts]
-        joined[role] = workspace.take(f"joined {role}", (sum(sizes), *parts[0].shape[1:]), parts[0])
-        torch._foreach_copy_(list(joined[role].split(sizes)), list(parts))
-    return joined
+def finite_on_device(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """1.0 where no gradient holds NaN or infinity, else 0.0, as a tensor [] that the host does not read."""
+    largest = []
+    for group in _by_device(grads):
+        # The largest magnitude: a maximum neither overflows nor loses a NaN.
+        for members in _by_dtype(group):
+            top = torch.stack(torch._foreach_norm(members, float("inf"))).amax()
+            largest.append(top.to(device, torch.float32, non_blocking=True))
+    if not largest:
+        return torch.ones((), device=device)
+    return (torch.stack(largest).amax() < float("inf")).float()
 
 
-def give_back(joined: State, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-    """The way back of `join`."""
-    for role, whole in joined.items():
-        parts = list(tensors[role])
-        torch._foreach_copy_(parts, list(whole.split([part.size(0) for part in parts])))
+def _by_device(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        if grad.numel():
+            found.setdefault(grad.device, []).append(grad)
+    return list(found.values())
+
+
+def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        found.setdefault(grad.dtype, []).append(grad)
+    return list(found.values())

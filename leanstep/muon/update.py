@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,39 +21,24 @@ from torch import Tensor
 from leanstep.muon.param_groups import Entry, Group, matrix_views, second_views
 from leanstep.muon.polar import PolarPlan, Workspace, iterate, normalize_into, run_side_by_side
 from leanstep.muon.reference import variance_axis
-from leanstep.muon.state import State, from_master, give_back, join, new_state, to_master
+from leanstep.muon.state import Stack, State, from_master, fuses, new_state, rate_on_device, to_master
 
 # Elements per block: four float32 temporaries of this size fit into the second-level cache of two cores.
 BLOCK_ELEMENTS = 96 * 1024
 # Elements that are stacked into one batched product at most.
 MAX_STACK_ELEMENTS = 1 << 26
-# Adam's tensors up to this size are joined on an accelerator; above it copying costs more than launching.
-MAX_JOINED_ELEMENTS = 1 << 20
 
 Scalar = float | Tensor
 States = MutableMapping[Tensor, State]
 
 
-@dataclass(frozen=True)
-class Stack:
-    """Matrices [B, R, C] of one shape and one rate, with their gradient and state; updated in place."""
+def update_parameters(
+    work: Iterable[tuple[Entry, Tensor]], states: States, workspace: Workspace, go: Tensor | None = None
+) -> None:
+    """One step of whole parameters, each with its gradient; state that is missing is made.
 
-    weight: Tensor
-    grad: Tensor
-    momentum: Tensor
-    second: Tensor | None
-    residual: Tensor | None
-    plan: PolarPlan
-    lr: Scalar
-    decay: Scalar
-
-    def __getitem__(self, part: slice) -> Stack:
-        tensors = (self.weight, self.grad, self.momentum, self.second, self.residual)
-        return Stack(*(None if t is None else t[part] for t in tensors), self.plan, self.lr, self.decay)  # type: ignore[arg-type]
-
-
-def update_parameters(work: Iterable[tuple[Entry, Tensor]], states: States, workspace: Workspace) -> None:
-    """One step of whole parameters, each with its gradient; state that is missing is made."""
+    go: a number on the device; where it is 0, nothing changes (GPU kernels only).
+    """
     stacks: dict[int, list[Stack]] = {}
     groups: dict[int, Group] = {}
     adam: list[tuple[Entry, Tensor, State]] = []
@@ -63,16 +47,15 @@ def update_parameters(work: Iterable[tuple[Entry, Tensor]], states: States, work
         if not state:
             state.update(new_state(entry))
         if entry.is_adam:
-            state["step"] += 1
             adam.append((entry, grad, state))
         else:
             groups[id(entry.group)] = entry.group
             stacks.setdefault(id(entry.group), []).extend(
                 stacks_of(entry, entry.param.detach(), grad, state, entry.group["lr_mul"])
             )
-    _step_adams(adam, workspace)
+    step_adams([(entry.group, entry.param.detach(), grad, state) for entry, grad, state in adam], go)
     for key, members in stacks.items():
-        update_matrices(members, groups[key], workspace)
+        update_matrices(members, groups[key], workspace, go)
 
 
 def stacks_of(
@@ -97,14 +80,12 @@ def stacks_of(
         values = [float(multipliers)] if isinstance(multipliers, int | float) else list(multipliers)
         if len(set(values)) == 1:
             stacks.append(Stack(w, g, m, v, r, form.plan, *matrix_rates(group, form.rate, float(values[0]))))
-        elif joins(w.device):
+        elif fuses(w):
             key = (tuple(values), w.device)
             if key not in entry.constants:
-                entry.constants[key] = torch.tensor(values, device=w.device).view(-1, 1, 1)
-            lr, decay = matrix_rates(group, form.rate, 1.0)
-            each = entry.constants[key]
-            decays = decay / each if group["decay"] == "decoupled" else decay
-            stacks.append(Stack(w, g, m, v, r, form.plan, each * lr, decays))
+                entry.constants[key] = torch.tensor(values, device=w.device)
+            rates = matrix_rates(group, form.rate, 1.0)
+            stacks.append(Stack(w, g, m, v, r, form.plan, *rates, entry.constants[key]))
         else:
             for i, value in enumerate(values):
                 rates = matrix_rates(group, form.rate, float(value))
@@ -114,7 +95,7 @@ def stacks_of(
 
 def matrix_rates(group: Group, factor: float, multiplier: float) -> tuple[float, float]:
     """(rate with all multipliers, decay factor) of a matrix whose shape has this learning-rate factor."""
-    lr = float(group["lr"])
+    lr = base_rate(group)
     rate = lr * multiplier * factor
     decay = float(group["weight_decay"]) * group["wd_mul"] * lr
     if group["decay"] == "decoupled":
@@ -122,7 +103,15 @@ def matrix_rates(group: Group, factor: float, multiplier: float) -> tuple[float,
     return rate, decay
 
 
-def update_matrices(stacks: Sequence[Stack], group: Group, workspace: Workspace) -> None:
+def base_rate(group: Group) -> float:
+    """The group's `lr`; 1 where it is a number on a GPU, which the kernels multiply in."""
+    lr = group["lr"]
+    return 1.0 if isinstance(lr, Tensor) and rate_on_device(lr) else float(lr)
+
+
+def update_matrices(
+    stacks: Sequence[Stack], group: Group, workspace: Workspace, go: Tensor | None = None
+) -> None:
     """Step matrices of any shapes; their order does not change a result.
 
     Small equal shapes are stacked into one batched product (all equal shapes on an accelerator); on a CPU the
@@ -131,9 +120,7 @@ def update_matrices(stacks: Sequence[Stack], group: Group, workspace: Workspace)
     kinds: dict[tuple, list[Stack]] = {}
     for stack in stacks:
         if stack.weight.numel():
-            # Joined tensors need one dtype.
-            kind = (stack.weight.dtype, stack.residual is None) if joins(stack.weight.device) else ()
-            kinds.setdefault((stack.plan, stack.weight.device, *kind), []).append(stack)
+            kinds.setdefault((stack.plan, stack.weight.device), []).append(stack)
     alone: list[Stack] = []
     for (plan, *_), members in kinds.items():
         if not plan.batched:
@@ -143,28 +130,38 @@ def update_matrices(stacks: Sequence[Stack], group: Group, workspace: Workspace)
         size, limit = 0, max(1, MAX_STACK_ELEMENTS // (plan.rows * plan.cols))
         for stack in members:
             if chunk and size + stack.weight.size(0) > limit:
-                step_matrices(chunk, plan, group, workspace)
+                step_matrices(chunk, plan, group, workspace, go)
                 chunk, size = [], 0
             chunk.append(stack)
             size += stack.weight.size(0)
-        step_matrices(chunk, plan, group, workspace)
+        step_matrices(chunk, plan, group, workspace, go)
     # Biggest first: the last jobs to finish are then short ones.
     alone.sort(key=lambda stack: -stack.plan.flops())
     jobs = [functools.partial(step_matrices, [stack], stack.plan, group) for stack in alone]
     run_side_by_side(jobs, workspace)
 
 
-def step_matrices(stacks: Sequence[Stack], plan: PolarPlan, group: Group, workspace: Workspace) -> None:
+def step_matrices(
+    stacks: Sequence[Stack], plan: PolarPlan, group: Group, workspace: Workspace, go: Tensor | None = None
+) -> None:
     """The Muon step of matrices of one shape: momentum, polar factor, variance, write.
 
     Equivalent to, for each matrix:
         weight, momentum, second = reference.normuon(weight, grad, momentum, second, lr=..., ...)
     """
+    if fuses(stacks[0].weight):
+        fused, go = fused_passes(), on_device_of(stacks[0].weight, go)
+        stacks, copies = fused.in_order(fused.side_by_side(stacks))
+        x = fused.normalized_updates(stacks, plan, group, workspace, go)
+        fused.write_stacks(stacks, iterate(x, plan, group["coefficients"], workspace), group, workspace, go)
+        fused.give_back(copies)
+        return
     sizes = [stack.weight.size(0) for stack in stacks]
     update = workspace.take("update", (sum(sizes), plan.rows, plan.cols), stacks[0].momentum)
-    fill_updates(stacks, update.split(sizes), group["momentum"], nesterov=group["nesterov"])
+    for stack, part in zip(stacks, update.split(sizes), strict=True):
+        fill_update(stack.grad, stack.momentum, group["momentum"], part, nesterov=group["nesterov"])
     factor = orthogonalise(update, plan, group, workspace)
-    for stack, part in _together(stacks, factor, workspace):
+    for stack, part in zip(stacks, factor.split(sizes), strict=True):
         scale = None
         if stack.second is not None:
             scale = variance_scale(part, stack.second, group["beta2"], group["variance"])
@@ -180,49 +177,17 @@ def step_matrices(stacks: Sequence[Stack], plan: PolarPlan, group: Group, worksp
         )
 
 
-def joins(device: torch.device) -> bool:
-    """Whether launches are what costs: then the passes around the products work on all tensors at once."""
-    return device.type != "cpu"
+def on_device_of(weight: Tensor, go: Tensor | None) -> Tensor | None:
+    """`go` where the weight is; a model may lie on several devices."""
+    return None if go is None else go.to(weight.device, non_blocking=True)
 
 
-def _together(
-    stacks: Sequence[Stack], factor: Tensor, workspace: Workspace
-) -> Iterator[tuple[Stack, Tensor]]:
-    """Every stack with its part of the factor; on an accelerator one joined stack, given back afterwards."""
-    sizes = [stack.weight.size(0) for stack in stacks]
-    if len(stacks) == 1 or not joins(factor.device):
-        yield from zip(stacks, factor.split(sizes), strict=True)
-        return
-    tensors = {role: [getattr(s, role) for s in stacks] for role in ("weight", "second", "residual")}
-    joined = join({role: found for role, found in tensors.items() if found[0] is not None}, workspace)
-    rates = {role: _per_matrix([getattr(s, role) for s in stacks], sizes, factor) for role in ("lr", "decay")}
-    yield replace(stacks[0], **joined, **rates), factor
-    give_back(joined, tensors)
+@functools.cache
+def fused_passes() -> Any:
+    """The launches of those kernels; imported where Triton is."""
+    from leanstep.muon.fused import launches
 
-
-def _per_matrix(values: Sequence[Scalar], sizes: Sequence[int], like: Tensor) -> Scalar:
-    """One rate for all matrices, or a tensor [B, 1, 1]; filled on the device, nothing is copied there."""
-    if not any(isinstance(value, Tensor) for value in values) and len(set(values)) == 1:
-        return values[0]
-    wide, rates = torch.promote_types(like.dtype, torch.float32), []
-    for value, size in zip(values, sizes, strict=True):
-        fresh = not isinstance(value, Tensor)
-        rates.append(like.new_full((size, 1, 1), value, dtype=wide) if fresh else value)
-    return torch.cat(rates)
-
-
-def fill_updates(
-    stacks: Sequence[Stack], parts: Sequence[Tensor], momentum: float, *, nesterov: bool
-) -> None:
-    """`fill_update` of every stack; on an accelerator in three launches for all of them."""
-    if len(stacks) == 1 or not joins(parts[0].device):
-        for stack, part in zip(stacks, parts, strict=True):
-            fill_update(stack.grad, stack.momentum, momentum, part, nesterov=nesterov)
-        return
-    updates, buffers = list(parts), [stack.momentum for stack in stacks]
-    torch._foreach_copy_(updates, [stack.grad for stack in stacks])
-    torch._foreach_lerp_(buffers, updates, 1 - momentum)
-    torch._foreach_lerp_(updates, buffers, momentum) if nesterov else torch._foreach_copy_(updates, buffers)
+    return launches
 
 
 def row_blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
@@ -389,33 +354,47 @@ def adam_(
             live.copy_(master.sub_(update))
 
 
-def _step_adams(work: Sequence[tuple[Entry, Tensor, State]], workspace: Workspace) -> None:
-    """Adam on every parameter; on an accelerator small ones with equal options go as one flat tensor."""
-    kinds: dict[tuple, list[tuple[Entry, Tensor, State]]] = {}
-    for entry, grad, state in work:
-        param, key = entry.param, (id(entry),)
-        if joins(param.device) and param.numel() <= MAX_JOINED_ELEMENTS and param.is_contiguous():
-            key = (id(entry.group), int(state["step"]), param.dtype, grad.dtype, param.device)
-        kinds.setdefault(key, []).append((entry, grad, state))
-    for members in kinds.values():
-        group, state = members[0][0].group, members[0][2]
-        if len(members) == 1:
-            step_adam(group, members[0][0].param.detach(), members[0][1], state)
+def step_adams(work: Sequence[tuple[Group, Tensor, Tensor, State]], go: Tensor | None = None) -> None:
+    """Adam on (group, weight, grad, state): parameters, or rows of them with their part of the state."""
+    kinds: dict[tuple, list[tuple[Tensor, Tensor, State]]] = {}
+    groups: dict[int, Group] = {}
+    advance([state for *_, state in work], go)
+    for group, weight, grad, state in work:
+        if weight.numel():
+            groups[id(group)] = group
+            key = (id(group), weight.dtype, grad.dtype, weight.device)
+            kinds.setdefault(key, []).append((weight, grad, state))
+    for (group, *_), members in kinds.items():
+        if not fuses(members[0][0]):
+            for weight, grad, state in members:
+                step_adam(groups[group], weight, grad, state)
             continue
-        tensors = {key: [s[key].view(-1) for *_, s in members] for key in state if key != "step"}
-        tensors["weight"] = [entry.param.detach().view(-1) for entry, *_ in members]
-        flat = join(tensors, workspace)
-        grads = join({"grad": [grad.reshape(-1) for _, grad, _ in members]}, workspace)
-        step_adam(group, flat["weight"], grads["grad"], {**flat, "step": state["step"]})
-        give_back(flat, tensors)
+        go = on_device_of(members[0][0], go)
+        fused_passes().step_adams(members, groups[group], adam_rates(groups[group]), go)
+
+
+def advance(states: Sequence[State], go: Tensor | None) -> None:
+    """Count a step in every Adam state; where `go` is 0, none."""
+    steps: dict[torch.device, list[Tensor]] = {}
+    for state in states:
+        steps.setdefault(state["step"].device, []).append(state["step"])
+    for device, counts in steps.items():
+        # One number a count: a single tensor for all would be read by the host.
+        more = 1.0 if go is None else [go.to(device, non_blocking=True)] * len(counts)
+        torch._foreach_add_(counts, more)
+
+
+def adam_rates(group: Group) -> tuple[float, float]:
+    """(rate, decay factor) of an Adam group; a cautious one's scales with the square of its rate."""
+    base = base_rate(group)
+    lr = base * float(group["lr_mul"])
+    strength = float(group["weight_decay"]) * group["wd_mul"]
+    return lr, (lr * lr if group["decay"] == "cautious" else base) * strength
 
 
 def step_adam(group: Group, weight: Tensor, grad: Tensor, state: State) -> None:
     """One Adam step of a parameter, or of rows of it, with the matching part of its state."""
-    base = float(group["lr"])
-    lr = base * float(group["lr_mul"])
-    strength = float(group["weight_decay"]) * group["wd_mul"]
-    cautious = group["decay"] == "cautious"
+    lr, decay = adam_rates(group)
     adam_(
         weight,
         grad,
@@ -425,8 +404,8 @@ def step_adam(group: Group, weight: Tensor, grad: Tensor, state: State) -> None:
         lr=lr,
         betas=tuple(group["betas"]),
         eps=group["eps"],
-        decay=(lr * lr if cautious else base) * strength,
-        cautious=cautious,
+        decay=decay,
+        cautious=group["decay"] == "cautious",
         residual=state.get("residual"),
         mode=group["residual"],
     )

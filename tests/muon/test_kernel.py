@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -99,6 +101,48 @@ def test_bad_shapes_are_named():
         kernel.xxt(x.T, torch.zeros(6, 6))
     with pytest.raises(ValueError, match=r"^dst: expected shape"):
         kernel.transpose_copy(x, torch.zeros(4, 6))
+
+
+def test_tiles_are_chosen_by_the_size_of_the_result_and_may_be_tuned(monkeypatch):
+    found = [kernel.product_tiles(side, side) for side in (300, 768, 1024, 2048, 4096, 9000)]
+    assert found == [(128, 128, 64)] * 4 + [(128, 256, 64)] * 2
+    assert kernel.product_tiles(768, 3072) == (64, 128, 128)
+    monkeypatch.setitem(kernel._TUNED, 2048, (64, 128, 128))
+    assert kernel.product_tiles(2000, 2000) == (64, 128, 128) and kernel.product_tiles(768, 768)[0] == 128
+
+
+def test_stages_fit_into_the_shared_memory_of_the_card(monkeypatch):
+    assert kernel._stages((128, 128, 64), 2, None) == 4
+    assert [kernel._stages((128, 128, 64), 2, kib * 1024) for kib in (228, 99, 64)] == [4, 3, 2]
+    cards = {"cuda:0": {"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448}}
+    cards["cuda:1"] = {"shared_memory_per_block": 65536}  # as ROCm names it
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**cards[str(device)])
+    )
+    assert [kernel.shared_memory(torch.device(name)) for name in cards] == [232448, 65536]
+
+
+def test_grids_have_one_dimension_and_launches_a_device(monkeypatch):
+    grids, entered, original = [], [], torch.cuda.device_of
+
+    class Recorded:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    def device_of(tensor):
+        entered.append(tensor.device)
+        return original(tensor)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("transpose_kernel", "xxt_kernel"):
+        monkeypatch.setattr(kernel, name, Recorded())
+    src = torch.empty(2, 2**22)
+    kernel.transpose_copy(src, torch.empty(2**22, 2))
+    kernel.xxt(torch.empty(2, 8, 4), torch.empty(2, 8, 8))
+    # A second dimension would end at 65,535.
+    assert grids == [(2**22 // 128,), (2,)] and entered == [src.device] * 2
 
 
 def test_shipped_configurations_name_every_argument():

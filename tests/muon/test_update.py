@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from muon.golden import array, load
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.muon import NorMuon, reference, update
+from leanstep.muon import reference, update
 from leanstep.muon.update import adam_, fill_update, variance_scale, write_weight
 
 SHAPES = [(41, 401), (401, 41), (3, 24, 16), (1, 7), (7, 1), (50, 50)]
@@ -108,77 +106,3 @@ def test_adam_on_any_number_of_dimensions(shape):
     want, *_ = reference.adam(weight, grad, first, second, 1, weight_decay=5.0, **options)
     adam_(weight, grad, first, second, step=1, decay=0.01**2 * 5.0, **options)
     torch.testing.assert_close(weight, want, atol=1e-6, rtol=0)
-
-
-def trained(dtype, lr_mul, decay, monkeypatch, joined):
-    """Three steps of matrices in four parameters and some small tensors; `lr_mul` is for the bank."""
-    monkeypatch.setattr(update, "joins", lambda device: joined)
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
-    shapes = {"a": (6, 9), "b": (6, 9), "bank": (3, 6, 9), "tall": (9, 6)}
-    shapes |= {"gain": (7,), "bias": (6,), "one": ()}
-    params = {name: nn.Parameter(draw(*shape).to(dtype)) for name, shape in shapes.items()}
-    groups = [
-        {"params": [params["a"], params["b"], params["tall"]], "decay": decay},
-        {"params": [params["bank"]], "lr_mul": lr_mul, "decay": decay},
-        {"params": [params["gain"], params["bias"]], "algorithm": "adam"},
-        {"params": [params["one"]], "algorithm": "adam", "lr_mul": 2.0},
-    ]
-    optimizer = NorMuon(groups, compute_dtype=torch.float32)
-    for _ in range(3):
-        for param in params.values():
-            param.grad = draw(*param.shape).to(dtype)
-        optimizer.step()
-    state = {f"{n} {k}": v for n, p in params.items() for k, v in optimizer.state[p].items()}
-    return {**{name: optimizer.master(p) for name, p in params.items()}, **state}
-
-
-@pytest.mark.parametrize("decay", ["cautious", "decoupled"])
-@pytest.mark.parametrize("lr_mul", [1.0, [1.0, 2.0, 0.5]])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_joined_tensors_step_like_single_ones(dtype, lr_mul, decay, monkeypatch):
-    apart = trained(dtype, lr_mul, decay, monkeypatch, joined=False)
-    joined = trained(dtype, lr_mul, decay, monkeypatch, joined=True)
-    assert set(apart) == set(joined)
-    for name, value in apart.items():
-        if value.dtype != torch.int16:
-            torch.testing.assert_close(joined[name], value, atol=2e-6, rtol=1e-5, msg=name)
-
-
-class Count(TorchDispatchMode):
-    """How many operations work on data; Adam's steps, counted on the host one by one, are left out."""
-
-    FREE = (
-        *("view", "split", "slice", "select", "detach", "unsqueeze", "alias", "diagonal", "expand"),
-        *("empty", "transpose", "profiler", "promote", "_local_scalar"),
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        on_host = isinstance(args[0], torch.Tensor) and args[0].ndim == 0
-        self.calls += not on_host and not any(word in function.name() for word in self.FREE)
-        return function(*args, **(kwargs or {}))
-
-
-def test_joined_passes_do_not_grow_with_the_number_of_matrices(monkeypatch):
-    monkeypatch.setattr(update, "row_blocks", lambda shape, device: [slice(0, shape[-2])])
-    monkeypatch.setattr(update, "joins", lambda device: True)
-    counts = []
-    for number in (4, 12):
-        matrices = [nn.Parameter(torch.randn(8, 12)) for _ in range(number)]
-        gains = [nn.Parameter(torch.randn(8)) for _ in range(number)]
-        groups = [{"params": matrices}, {"params": gains, "algorithm": "adam"}]
-        optimizer = NorMuon(groups, nonfinite="ignore")
-        for param in (*matrices, *gains):
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-        with Count() as count:
-            optimizer.step()
-        counts.append(count.calls)
-    assert counts[0] == counts[1] <= 110

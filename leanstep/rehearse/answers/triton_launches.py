@@ -115,6 +115,8 @@ def _register_own_costs() -> None:
     register_cost("xxt_kernel", _symmetric_product)
     register_cost("xtx_kernel", _symmetric_product)
     register_cost("transpose_kernel", _transpose)
+    for name in ("momentum_kernel", "normalize_kernel", "variance_kernel", "write_kernel", "adam_kernel"):
+        register_cost(name, functools.partial(_optimizer_pass, name))
     for name in ("lens_pairs_kernel", "lens_targets_kernel", "lens_rows_kernel"):
         register_cost(name, functools.partial(_lens, name))
     # Of other packages: products inside a kernel, or more than one pass.
@@ -172,6 +174,34 @@ def _transpose(given: Mapping[str, Any]) -> Kernel:
     adds = bool(given.get("ADD"))
     moved = src.numel * src.width + dst.numel * dst.width * (2 if adds else 1)
     return Kernel("pointwise", moved, 0.0, src.dtype, name="transpose_kernel")
+
+
+def _optimizer_pass(name: str, given: Mapping[str, Any]) -> Kernel:
+    """muon: what a launch reads and writes, from its grid; sums and scales of lines are small beside it."""
+    if name == "adam_kernel":
+        elements = sum(given[f"n{slot}"] for slot in range(_programs(given) // given["blocks"]))
+        low = 4 if given["MODE"] else 0
+        moved = elements * (2 * given["w0"].width + given["g0"].width + 16 + low)
+        return Kernel("pointwise", moved, 0.0, "float32", name=name)
+    programs = _programs(given)
+    if name == "normalize_kernel":
+        x = given["x_ptr"]
+        return Kernel("pointwise", 2 * x.nbytes, 0.0, x.dtype, name=name)
+    if name == "variance_kernel":
+        lines, length = given["lines"], given["length"]
+        items = programs // given["blocks"]
+        moved = items * lines * (length * given["factor_ptr"].width + 12)
+        return Kernel("reduce", moved, 0.0, given["factor_ptr"].dtype, name=name)
+    rows, cols = given["rows"], given["cols"]
+    if name == "momentum_kernel":
+        elements = programs // given["programs"] * rows * cols
+        moved = elements * (given["g0"].width + 2 * given["m0"].width + given["out_ptr"].width)
+        return Kernel("reduce", moved, 0.0, "float32", name=name)
+    tiles = -(-rows // given["BLOCK_R"]) * -(-cols // given["BLOCK_C"])
+    elements = programs // tiles * rows * cols
+    low = 4 if given["MODE"] else 0
+    moved = elements * (given["factor_ptr"].width + 2 * given["w0"].width + low)
+    return Kernel("pointwise", moved, 0.0, "float32", name=name)
 
 
 def _lens(name: str, given: Mapping[str, Any]) -> Kernel:

@@ -1,0 +1,72 @@
+"""Predicted figures that must not grow: rehearsed here, kept in `results/rehearsed/`, compared by a test.
+
+    python tools/rehearsed.py                    # rehearse every script, write results/rehearsed/*.json
+    python tools/rehearsed.py normuon            # only this script
+
+Every figure is predicted for the device in the file, with 4 us of host time a launch; nothing was measured.
+A row of a script is one step: the script cuts its steps, `ROWS` names those that count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from leanstep.files import write_text
+from leanstep.rehearse.devices import device_named
+from leanstep.rehearse.events import HostWait, Request
+from leanstep.rehearse.stage import rehearse
+from leanstep.rehearse.time_model import HostCosts, time_steps
+
+ROOT = Path(__file__).parents[1]
+DEVICE, HOST_US = "h100", 4.0
+# script -> {index of a step: name of its row}
+ROWS = {
+    "normuon": {2: "normuon-124m-fp32", 4: "normuon-124m-bf16", 6: "normuon-124m-banks"},
+}
+
+
+def figures(script: str) -> dict[str, dict[str, Any]]:
+    """Name of a row -> its predicted figures."""
+    rows = ROWS[script]
+    path = ROOT / "tools" / "rehearsals" / f"{script}.py"
+    recording = rehearse(Request(str(path), device=DEVICE, steps=max(rows) + 1), quiet=True)
+    if recording.refused is not None or len(recording.steps) <= max(rows):
+        raise SystemExit(f"{script}: {recording.refused or 'ended early'}")
+    ends = [step.last for step in recording.steps]
+    timings = time_steps(recording.events, ends, device_named(DEVICE), HostCosts.of(HOST_US))
+    found = {}
+    for index, name in rows.items():
+        step, time = recording.steps[index], timings[index]
+        waits = [e for e in recording.events[step.first : step.last] if isinstance(e, HostWait)]
+        found[name] = {
+            "launches": time.kernels,
+            "host_waits": len(waits),
+            "device_ms": round(time.device_s * 1e3, 3),
+            "host_ms": round(time.host_s * 1e3, 3),
+            "products_ms": round(time.classes.get("gemm", 0.0) * 1e3, 3),
+        }
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("scripts", nargs="*", choices=[[], *ROWS], help="all without")
+    for script in parser.parse_args().scripts or ROWS:
+        for name, row in figures(script).items():
+            command = f"python tools/rehearsed.py {script}"
+            kept = {"command": command, "device": DEVICE, "host_us": HOST_US, "predicted": row}
+            (ROOT / "results" / "rehearsed").mkdir(exist_ok=True)
+            text = json.dumps(kept, indent=1) + "\n"
+            write_text(ROOT / "results" / "rehearsed" / f"{name}.json", text, "results")
+            print(name, row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
