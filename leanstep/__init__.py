@@ -1,7 +1,8 @@
 """Find the waste in an LLM training step, replace it with an exact fast path, prove that nothing changed.
 
 The packages: `leanstep.preference`, `leanstep.logprob`, `leanstep.muon`, `leanstep.gpt`; `leanstep.diagnose`
-names the lines that waste time or memory. They are imported on use, so that `import leanstep` costs nothing.
+names the lines that waste time or memory, `leanstep.prove` compares the updates that scripts make, and
+`leanstep.update()` captures one. They are imported on use, so that `import leanstep` costs nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import importlib
 from typing import Any
 
 __version__ = "0.2.0"
-__all__ = ["diagnose", "gpt", "logprob", "muon", "preference"]
+__all__ = ["diagnose", "gpt", "logprob", "muon", "preference", "prove", "update"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "update":
+        return importlib.import_module("leanstep.prove").update
     if name in __all__:
         return importlib.import_module(f"leanstep.{name}")
     raise AttributeError(f"module 'leanstep' has no attribute {name!r}")

@@ -20,6 +20,7 @@ ALLOWED = {
     "gpt": {"muon", "logprob", "cpu"},
     "measure": {"case", "host_reads"},
     "diagnose": {"host_reads", "files", "units"},
+    "prove": {"measure", "diagnose", "host_reads", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"preference", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as

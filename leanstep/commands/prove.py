@@ -1,7 +1,14 @@
-"""`leanstep prove`: every fast path against fp64; with --drift, the loss of paired training runs."""
+"""`leanstep prove`: fast paths against fp64, and the updates that your own scripts make.
+
+leanstep prove CASE...                        registered cases; --drift trains pairs of runs
+leanstep prove before.py after.py             do two scripts make the same update?
+leanstep prove train.py --same A --same B     does one script, cut in two ways?
+"""
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +17,8 @@ from leanstep.commands import BadInput, FellShort
 from leanstep.commands.terminal import (
     HtmlOption,
     JsonOption,
+    MarkdownOption,
+    add_markdown,
     check_implementations,
     check_writable,
     console,
@@ -19,13 +28,21 @@ from leanstep.commands.terminal import (
     progress_bar,
     select_cases,
     split_list,
+    split_scripts,
     write_json,
 )
+
+# Steps of a case's training runs under --drift, and updates of a script that are compared.
+DRIFT_STEPS, SCRIPT_STEPS = 60, 2
 
 
 def prove(
     cases: Annotated[
-        list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases to prove; all by default.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[CASE]... | BEFORE.py AFTER.py [-- ARGS]",
+            help="Cases to prove (all by default), or two scripts that should make the same update.",
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="fp64,fp32,fp16,bf16; each case's own by default.")
@@ -37,15 +54,41 @@ def prove(
         bool, typer.Option("--drift", help="Also train pairs of runs and test the loss for a shift.")
     ] = False,
     runs: Annotated[int, typer.Option(help="Paired runs per variant under --drift.")] = 8,
-    steps: Annotated[int, typer.Option(help="Steps per run under --drift.")] = 60,
+    steps: Annotated[
+        int | None, typer.Option(help="Updates of a script (2), or steps per run under --drift (60).")
+    ] = None,
+    same: Annotated[
+        list[str] | None,
+        typer.Option("--same", metavar="ARGS", help="Arguments of one cut of the batch; give two or more."),
+    ] = None,
+    ranks: Annotated[
+        str | None, typer.Option("--ranks", metavar="N,N", help="With --same: also over so many processes.")
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda[:N].")] = "cpu",
     json: JsonOption = None,
     html: HtmlOption = None,
+    markdown: MarkdownOption = None,
 ) -> None:
-    """Show that a fast path is no further from the fp64 truth than the plain code it replaces.
+    """Show that a fast path, or a changed script, is no further from the fp64 truth than the code before it.
 
-    Example: leanstep prove logprob-linear --dtype fp32,bf16
+    Example: leanstep prove before.py after.py --steps 3 -- --batch-size 8
     """
+    scripts, script_args = split_scripts(cases)
+    if steps is not None and steps < 1:
+        raise BadInput(f"--steps: expected at least 1, got {steps}")
+    for path, option in ((json, "--json"), (html, "--html"), (markdown, "--markdown")):
+        check_writable(path, option)
+    outputs = _Outputs(json, html, markdown)
+    if same or ranks:
+        _prove_cuts(scripts, script_args, same or [""], ranks, outputs)
+        return
+    if len(scripts) == 2:
+        _prove_pair(scripts, script_args, steps or SCRIPT_STEPS, runs if drift else 0, outputs)
+        return
+    if scripts:
+        raise BadInput(
+            f"prove: one script, {scripts[0]}; expected a second one to compare it with, or --same"
+        )
     from leanstep.measure.drift import run_drift
     from leanstep.measure.parity import prove_case
     from leanstep.measure.timing import environment
@@ -56,14 +99,13 @@ def prove(
     check_implementations(chosen, names)
     dtypes = parse_dtypes(dtype)
     where = parse_device(device)
-    if runs < 2 or steps < 1:
-        raise BadInput(f"--runs, --steps: expected at least 2 runs of 1 step, got {runs} runs of {steps}")
+    steps = steps or DRIFT_STEPS
+    if runs < 2:
+        raise BadInput(f"--runs: expected at least 2 paired runs, got {runs}")
     able = [case for case in chosen if case.drift is not None]
     if drift and not able:
         names_of = ", ".join(case.name for case in chosen)
         raise BadInput(f"--drift: none of {names_of} has a training run to compare")
-    check_writable(json, "--json")
-    check_writable(html, "--html")
 
     out = console(json)
     rows: list[dict[str, Any]] = []
@@ -98,3 +140,101 @@ def prove(
         first = bad[0]
         what = first.get("tensor", "drift of the loss")
         raise FellShort(f"prove: {len(bad)} checks failed, first {first['case']}/{first['impl']} {what}")
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """Where a result goes besides the terminal."""
+
+    json: str | None
+    html: str | None
+    markdown: str | None
+
+    def write(self, kind: str, result: dict[str, Any], summary: str) -> None:
+        from leanstep.measure.timing import environment
+
+        result = {**environment(), "kind": kind, **result}
+        write_json(result, self.json)
+        add_markdown(summary, self.markdown)
+        if self.html:
+            from leanstep.report.page import add_section
+            from leanstep.report.updates import page_section
+
+            add_section(self.html, f"prove {kind}", page_section(result))
+
+
+def _prove_pair(scripts: list[str], args: list[str], steps: int, drift_runs: int, outputs: _Outputs) -> None:
+    from leanstep.prove.compare import prove_drift, prove_scripts
+    from leanstep.prove.script_jobs import Job
+    from leanstep.report.updates import pair_lines, pair_markdown
+
+    before, after = (Job(script, tuple(args), steps) for script in scripts)
+    out = console(outputs.json)
+    interrupted = False
+    with progress_bar(out, "prove") as report:
+        done = iter(range(9))
+        try:
+            proof = prove_scripts(
+                before, after, fork=True, report=lambda what: report(what, next(done, 9) / (3 + drift_runs))
+            )
+            if drift_runs and proof.ok:
+                report(f"{drift_runs} pairs of runs", 0.5)
+                proof.drift = prove_drift(before, after, runs=drift_runs, fork=True)
+        except KeyboardInterrupt as error:
+            proof, interrupted = error.proof, True  # type: ignore[attr-defined]
+    result = proof.to_json()
+    out.print(pair_lines(result))
+    outputs.write(f"{before.label} {after.label}", result, pair_markdown(result))
+    if interrupted:
+        raise KeyboardInterrupt
+    if proof.problem is not None:
+        raise BadInput(f"prove: {proof.problem}")
+    if not proof.ok:
+        raise FellShort(f"prove: {proof.sentence()}")
+    if proof.drift is not None and not proof.drift["ok"]:
+        raise FellShort(f"prove: the loss of {after.label} is shifted by {proof.drift['shift']:+.3g}")
+
+
+def _prove_cuts(
+    scripts: list[str], args: list[str], same: list[str], ranks: str | None, outputs: _Outputs
+) -> None:
+    from leanstep.prove.cuts import prove_cuts
+    from leanstep.prove.script_jobs import Job
+    from leanstep.report.updates import cuts_lines, cuts_markdown
+
+    if len(scripts) != 1:
+        raise BadInput(f"--same, --ranks: expected one script, got {len(scripts)}")
+    counts: list[int | None] = [None]
+    if ranks is not None:
+        words = split_list(ranks, "--ranks") or ()
+        if not all(word.isdigit() and int(word) > 0 for word in words):
+            raise BadInput(f"--ranks: expected numbers of processes such as 1,2,4, got {ranks!r}")
+        counts = [int(word) for word in words]
+    jobs = [
+        Job(
+            scripts[0],
+            (*shlex.split(cut), *args),
+            steps=1,
+            twin=True,
+            dropout=False,
+            parts=True,
+            ranks=count,
+        )
+        for cut in same
+        for count in counts
+    ]
+    if len(jobs) < 2:
+        raise BadInput("--same: expected at least two cuts to compare; give --same twice, or --ranks 1,2")
+    out = console(outputs.json)
+    with progress_bar(out, "prove") as report:
+        done = iter(range(len(jobs)))
+        proof = prove_cuts(
+            scripts[0], jobs, fork=True, report=lambda what: report(what, next(done, 0) / len(jobs))
+        )
+    result = proof.to_json()
+    out.print(cuts_lines(result))
+    outputs.write(f"{scripts[0]} cuts", result, cuts_markdown(result))
+    if proof.problem is not None:
+        raise BadInput(f"prove: {proof.problem}")
+    if not proof.ok:
+        raise FellShort(f"prove: {proof.sentence()}")

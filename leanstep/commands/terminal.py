@@ -27,6 +27,11 @@ HtmlOption = Annotated[
     str | None, typer.Option("--html", metavar="FILE", help="Write the result into this report page.")
 ]
 
+MarkdownOption = Annotated[
+    str | None,
+    typer.Option("--markdown", metavar="FILE", help="Append a summary, such as to $GITHUB_STEP_SUMMARY."),
+]
+
 
 def console(json_path: str | None = None) -> Console:
     """The console for humans; standard error when standard output carries the JSON object."""
@@ -73,6 +78,30 @@ def write_json(obj: Any, path: str | None) -> None:
         sys.stdout.flush()
     else:
         write_text(path, text + "\n", "--json")
+
+
+def add_markdown(text: str, path: str | None) -> None:
+    """Append to a Markdown file, as GitHub wants its step summary; nothing for None."""
+    if path is None:
+        return
+    try:
+        with Path(path).open("a", encoding="utf-8") as target:
+            target.write(text.rstrip("\n") + "\n\n")
+    except OSError as error:
+        raise BadInput(f"--markdown: cannot write {path}: {error.strerror}") from None
+
+
+def split_scripts(words: list[str] | None) -> tuple[list[str], list[str]]:
+    """Scripts at the front of what was typed, and the arguments behind them; no scripts: it names cases."""
+    words = words or []
+    count = 0
+    while count < min(len(words), 2) and words[count].endswith(".py"):
+        count += 1
+    scripts, rest = words[:count], words[count:]
+    for script in scripts:
+        if not Path(script).is_file():
+            raise BadInput(f"SCRIPT: no such file: {script}")
+    return scripts, rest
 
 
 def say_above(console: Console, line: str) -> None:

@@ -1,0 +1,27 @@
+"""The update a training script makes: captured, in fp64, compared.
+
+with leanstep.update() as u: ...              capture one
+leanstep prove before.py after.py             two scripts, one update
+"""
+
+from __future__ import annotations
+
+from leanstep.prove.capture import Captured, Update, update
+from leanstep.prove.compare import PairProof, prove_scripts
+from leanstep.prove.cuts import CutsProof, prove_cuts, same_update
+from leanstep.prove.script_jobs import Job, run_job
+from leanstep.prove.twin import Twin
+
+__all__ = [
+    "Captured",
+    "CutsProof",
+    "Job",
+    "PairProof",
+    "Twin",
+    "Update",
+    "prove_cuts",
+    "prove_scripts",
+    "run_job",
+    "same_update",
+    "update",
+]

@@ -1,0 +1,459 @@
+"""Capture the update that a training step makes: gradients, what the optimizer did with them, the losses.
+
+    with leanstep.update() as u:
+        loss.backward()
+        optimizer.step()
+    u.gradients["fc.weight"].norm
+
+An update is all that happens from a first `backward()` to the last `optimizer.step()` before the next one, so
+gradient accumulation and several optimizers need nothing special. Nothing in the program is edited: the
+recorder hangs on torch's hook for optimizer steps, on `torch.autograd.backward`, on gradient clipping, and on
+the first layer's call for the data. Parameters are named by the largest module that owns them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import random
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from leanstep.prove.sketches import Sketch, outside_modes, sketch, whole
+
+# Wrappers put these in front of or between the names that the user gave.
+_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
+# Distinct token ids that a histogram keeps: more than any vocabulary in use.
+_MAX_IDS = 1 << 20
+
+
+@dataclass
+class Update:
+    """One update: all tensors by parameter name, as sketches.
+
+    Args:
+        losses: what `backward()` was called on, one value per call.
+        tokens: ids that went into the largest embedding; None where there is none, or it is compiled.
+        first_input: (elements, sum) of what the first layer was given.
+        draws: a fingerprint of the random number generators when the optimizer stepped.
+        gradients: as backward left them.
+        clipped: as the optimizer saw them, where they were clipped.
+        changes: parameters after the step minus before it, entries weighted by `sketches.sketch`.
+        parts: per backward call the gradient it added, where asked for; `counts` the tokens beside it.
+    """
+
+    number: int
+    losses: list[float] = field(default_factory=list)
+    tokens: int | None = None
+    ids: Counter[int] = field(default_factory=Counter)
+    first_input: tuple[int, float] | None = None
+    draws: str = ""
+    optimizer_steps: int = 0
+    gradients: dict[str, Sketch] = field(default_factory=dict)
+    clipped: dict[str, Sketch] = field(default_factory=dict)
+    changes: dict[str, Sketch] = field(default_factory=dict)
+    parts: list[dict[str, Sketch]] = field(default_factory=list)
+    counts: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def backward_calls(self) -> int:
+        return len(self.losses)
+
+    @property
+    def loss(self) -> float:
+        """The sum over the backward calls: the function whose gradient the optimizer was given."""
+        return float(sum(self.losses))
+
+
+@dataclass
+class Captured:
+    """All updates of a run, in order; `order` lists the parameters as the forward pass uses them."""
+
+    updates: list[Update] = field(default_factory=list)
+    order: list[str] = field(default_factory=list)
+    initial: dict[str, Sketch] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    error: str | None = None
+    said: str = ""
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def last(self) -> Update:
+        if not self.updates:
+            raise ValueError("update: no optimizer stepped inside the block")
+        return self.updates[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        # `u.gradients` of a block with one update reads better than `u.updates[-1].gradients`.
+        if name in Update.__dataclass_fields__ or name in ("loss", "backward_calls"):
+            return getattr(self.last, name)
+        raise AttributeError(name)
+
+
+class Recorder:
+    """Context manager: captures updates until it is left, or until `steps` of them and then `on_done()`.
+
+    Args:
+        steps: updates to capture; None = all.
+        full: also keep whole gradients and changes (two copies of the gradients in memory per update).
+        parts: also keep what each backward call added, for `same_update`.
+        on_done: called when `steps` updates are complete, from inside the program.
+        on_update: called with each complete update; it may take the full tensors away.
+    """
+
+    def __init__(
+        self,
+        steps: int | None = None,
+        *,
+        full: bool = False,
+        parts: bool = False,
+        on_done: Callable[[], None] | None = None,
+        on_update: Callable[[Update], None] | None = None,
+    ) -> None:
+        self.captured = Captured()
+        self._steps, self._full, self._parts = steps, full, parts
+        self._on_done, self._on_update = on_done, on_update
+        self._stack = contextlib.ExitStack()
+        self._now: Update | None = None
+        self._names: dict[int, str] = {}
+        self._held: list[Tensor] = []
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: set[int] = set()
+        self._watched: set[int] = set()
+        self._arrivals: dict[int, None] = {}
+        self._fresh: dict[int, Sketch] = {}
+        self._arrived_parts: list[dict[int, Sketch]] = []
+        self._losses: list[Tensor] = []
+        self._embedded: dict[int, list[Tensor]] = {}
+        self._seen: list[tuple[str, Any]] = []
+        self._depth = self._clipping = 0
+        self._before: dict[int, tuple[Sketch, Tensor | None, int | None]] = {}
+        self._inside: Optimizer | None = None
+
+    def __enter__(self) -> Captured:
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._patch(torch.autograd, "backward", self._backward)
+        for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
+            for place in (clip_grad, nn.utils):
+                if hasattr(place, name):
+                    self._patch(place, name, self._clip)
+        self._patch(Optimizer, "add_param_group", self._new_group)
+        self._patch(nn.functional, "embedding", self._embedding)
+        self._patch(nn.functional, "linear", self._linear)
+        return self.captured
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stack.close()
+        if self._now is not None and self._now.optimizer_steps:
+            self._close()
+        self.captured.order = self._forward_order()
+
+    def _patch(self, place: Any, name: str, handler: Callable[..., Any]) -> None:
+        original = getattr(place, name)
+        busy = False
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            nonlocal busy
+            # A compiler reads this branch as constant and goes on with torch's own function. A function mode
+            # hands the public name, which is this one, back to itself.
+            if torch.compiler.is_compiling() or busy:
+                return original(*args, **kwargs)
+            busy = True
+            try:
+                return handler(original, *args, **kwargs)
+            finally:
+                busy = False
+
+        setattr(place, name, patched)
+        self._stack.callback(setattr, place, name, original)
+
+    # What the program calls.
+
+    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._depth:
+            # Reentrant checkpointing calls backward inside backward.
+            return original(tensors, *args, **kwargs)
+        if self._inside is None:
+            self._finish_pending()
+        update = self._current()
+        with outside_modes():
+            for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
+                if loss.numel() == 1:
+                    self._losses.append(loss.detach().clone())
+        self._depth += 1
+        self._fresh = {}
+        try:
+            result = original(tensors, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._parts:
+            self._arrived_parts.append(self._fresh)
+            update.counts.append(self._take_counts())
+        return result
+
+    def count(self, what: str, value: Any) -> None:
+        """A number of tokens that the program itself counted since the last backward; a twin reports them."""
+        if self._parts and not self._depth and self._inside is None:
+            self._seen.append((what, value))
+
+    def _take_counts(self) -> dict[str, float]:
+        seen, self._seen = self._seen, []
+        found: dict[str, float] = {}
+        with outside_modes():
+            for what, value in seen:
+                found[what] = found.get(what, 0.0) + float(value)
+        return found
+
+    def _new_group(self, original: Any, optimizer: Optimizer, group: Any) -> Any:
+        result = original(optimizer, group)
+        self._optimizers.add(optimizer)
+        for parameter in optimizer.param_groups[-1]["params"]:
+            self._watch(parameter)
+        return result
+
+    def _watch(self, parameter: Tensor) -> None:
+        """Note when a parameter's gradient arrives: the reverse of the order in which the forward used it."""
+        key = id(parameter)
+        if key in self._watched or not parameter.requires_grad or hasattr(parameter, "full_tensor"):
+            return
+        self._watched.add(key)
+        self._held.append(parameter)
+        parameter.register_hook(lambda gradient: self._arrived(key, gradient))
+
+    def _arrived(self, key: int, gradient: Tensor) -> None:
+        if not self.captured.updates:
+            self._arrivals.pop(key, None)
+            self._arrivals[key] = None
+        if self._parts and self._depth:
+            with outside_modes():
+                self._fresh[key] = sketch(whole(gradient))
+
+    def _clip(self, original: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._clipping == 0:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            self._keep_gradients(parameters)
+        self._clipping += 1
+        try:
+            return original(parameters, *args, **kwargs)
+        finally:
+            self._clipping -= 1
+            if self._now is not None:
+                self._now.clipped = dict.fromkeys(self._now.gradients, _UNREAD)
+
+    def _embedding(self, original: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not self._depth:
+            self._finish_pending()
+            with outside_modes():
+                self._embedded.setdefault(id(weight), []).append(input.detach().reshape(-1))
+                self._first_input(input)
+        return original(input, weight, *args, **kwargs)
+
+    def _linear(self, original: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not self._depth and self._inside is None:
+            self._finish_pending()
+            with outside_modes():
+                self._first_input(input)
+        return original(input, *args, **kwargs)
+
+    def _first_input(self, input: Tensor) -> None:
+        update = self._current()
+        if update.first_input is None:
+            update.first_input = (input.numel(), float(whole(input).double().sum()))
+
+    # What the optimizer does.
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._inside is not None or not getattr(optimizer, "param_groups", None):
+            return
+        self._inside = optimizer
+        update = self._current()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._name(parameters)
+        with outside_modes():
+            if not self.captured.updates:
+                for p in parameters:
+                    self.captured.initial.setdefault(self._name_of(id(p)), sketch(whole(p)))
+            was_clipped = bool(update.clipped)
+            self._keep_gradients(parameters)
+            self._before = {}
+            for p in parameters:
+                if p.grad is None:
+                    continue
+                name, gradient = self._name_of(id(p)), whole(p.grad)
+                if was_clipped:
+                    update.clipped[name] = sketch(gradient)
+                scale = update.gradients[name].norm / max(1, gradient.numel()) ** 0.5
+                value = whole(p)
+                kept = value.clone() if self._full else None
+                self._before[id(p)] = (sketch(value, gradient, scale), kept, p.grad._version)
+            update.draws = _generators()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._inside is not optimizer:
+            return
+        update = self._current()
+        with outside_modes():
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                before, kept, version = self._before.pop(id(p), (None, None, None))
+                if before is None:
+                    continue
+                name = self._name_of(id(p))
+                if p.grad is None or p.grad._version != version:
+                    # The optimizer used the gradient as scratch space: its entries cannot be weighed again.
+                    self._note(f"{name}: the optimizer overwrote the gradient; its change is not compared")
+                    continue
+                gradient = whole(p.grad)
+                scale = update.gradients[name].norm / max(1, gradient.numel()) ** 0.5
+                value = whole(p)
+                change = sketch(value, gradient, scale).minus(before)
+                if kept is not None:
+                    change = change.with_full(kept.neg_().add_(value))
+                update.changes[name] = change
+        self._inside = None
+        update.optimizer_steps += 1
+        self._stepped.add(id(optimizer))
+        if self._optimizers and self._stepped >= {id(o) for o in self._optimizers}:
+            self._close()
+
+    def _keep_gradients(self, parameters: list[Tensor]) -> None:
+        update = self._current()
+        self._name(parameters)
+        with outside_modes():
+            for p in parameters:
+                name = self._name_of(id(p))
+                if p.grad is None or name in update.gradients:
+                    continue
+                gradient = whole(p.grad)
+                kept = sketch(gradient)
+                update.gradients[name] = kept.with_full(gradient.clone()) if self._full else kept
+
+    # Where one update ends and the next begins.
+
+    def _current(self) -> Update:
+        if self._now is None:
+            self._now = Update(len(self.captured.updates) + 1)
+            self._stepped = set()
+        return self._now
+
+    def _finish_pending(self) -> None:
+        if self._now is not None and self._now.optimizer_steps:
+            self._close()
+
+    def _close(self) -> None:
+        update, self._now = self._now, None
+        assert update is not None
+        with outside_modes():
+            update.losses = [float(loss) for loss in self._losses]
+            if self._embedded:
+                largest = max(self._embedded.values(), key=lambda parts: sum(t.numel() for t in parts))
+                ids, counts = torch.cat(largest).unique(return_counts=True)
+                update.tokens = int(counts.sum())
+                if len(ids) <= _MAX_IDS:
+                    update.ids = Counter(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
+        update.parts = [
+            {self._name_of(key): value for key, value in part.items()} for part in self._arrived_parts
+        ]
+        self._losses, self._embedded, self._arrived_parts = [], {}, []
+        update.clipped = {name: value for name, value in update.clipped.items() if value is not _UNREAD}
+        self.captured.updates.append(update)
+        if self._on_update is not None:
+            self._on_update(update)
+        if self._steps is not None and len(self.captured.updates) >= self._steps and self._on_done:
+            self._on_done()
+
+    def _note(self, text: str) -> None:
+        if text not in self.captured.notes:
+            self.captured.notes.append(text)
+
+    # Names.
+
+    def _name_of(self, key: int) -> str:
+        return self._names.get(key, f"parameter {key}")
+
+    def _name(self, parameters: list[Tensor]) -> None:
+        new = [p for p in parameters if id(p) not in self._names]
+        if not new:
+            return
+        self._held += new
+        found = _names_by_owner({id(p) for p in new})
+        taken = set(self._names.values())
+        for p in new:
+            name = found.get(id(p)) or f"parameter {len(self._names)} {list(p.shape)}"
+            while name in taken:
+                name += "'"
+            taken.add(name)
+            self._names[id(p)] = name
+
+    def _forward_order(self) -> list[str]:
+        arrived = [self._names[key] for key in reversed(self._arrivals) if key in self._names]
+        rest = [name for name in self._names.values() if name not in set(arrived)]
+        return arrived + rest
+
+
+_UNREAD = Sketch((), "", 0.0, 0.0, 0, np.zeros(0))
+
+
+def _names_by_owner(keys: set[int]) -> dict[int, str]:
+    """Names from the largest module that holds each parameter; wrappers' prefixes are dropped."""
+    # type(), not isinstance: that would wake lazy objects of other packages.
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    roots = [module for module in modules if id(module) not in inner] or modules
+    owned = [(list(module.named_parameters(remove_duplicate=True)), module) for module in roots]
+    found: dict[int, str] = {}
+    prefixes = Counter(
+        type(module).__name__ for named, module in owned if any(id(p) in keys for _, p in named)
+    )
+    for named, module in sorted(owned, key=lambda entry: -len(entry[0])):
+        for name, parameter in named:
+            if id(parameter) in keys and id(parameter) not in found:
+                clean = _WRAPPERS.sub("", name).lstrip(".")
+                # Two models in one program: say whose parameter it is.
+                found[id(parameter)] = f"{type(module).__name__}.{clean}" if len(prefixes) > 1 else clean
+    return found
+
+
+def _generators() -> str:
+    """A fingerprint of the states of torch's, numpy's and Python's generators."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    digest.update(repr(random.getstate()[1][-5:]).encode())
+    state = np.random.get_state(legacy=True)
+    digest.update(repr((state[2], state[1][:4].tolist())).encode())  # type: ignore[index]
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def update(*, full: bool = False, parts: bool = False) -> Iterator[Captured]:
+    """Capture the updates made inside the block.
+
+        with leanstep.update() as u:
+            loss.backward()
+            optimizer.step()
+        u.loss, u.backward_calls, u.tokens            # of the last update; all of them in u.updates
+        u.gradients["fc.weight"].norm                 # as backward left them, before clipping
+
+    Args:
+        full: also keep the whole tensors, `u.gradients[name].full`, of every update.
+        parts: also keep what each backward call added, `u.parts[call][name]`.
+    """
+    recorder = Recorder(full=full, parts=parts)
+    with recorder as captured:
+        yield captured

@@ -1,0 +1,342 @@
+"""Two scripts that should make the same update, judged by their distance from the fp64 twin of the first.
+
+    error(after, truth) <= k * error(before, truth) + floor        k = 2, or 3 in half precision
+
+for the loss, every parameter's gradient and every parameter's change, step by step: the rule of the cases in
+`leanstep.measure.parity`, in the 2-norm, because that is what sketches keep. A small tensor can be exact by
+luck, so the yardstick is at least the median error over the parameters of the step. Errors are relative to
+the tensor, or to a tenth of what it would have if all gradients were equally large: a key's bias has a
+gradient of zero but for rounding, and nothing can be relative to that.
+
+An optimizer amplifies the rounding of its gradients (Adam divides by their size, Muon by their singular
+values), so a change has a floor of its own; and from the second step on the scripts no longer have the same
+weights: what the steps before were off by is added to the bound.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from leanstep.measure.drift import CONFIDENCE, first_divergence, paired_shift
+from leanstep.measure.parity import FACTOR, FLOOR
+from leanstep.prove.capture import Captured, Update
+from leanstep.prove.script_jobs import Job, run_job
+from leanstep.prove.sketches import Sketch, distance
+
+# Plain errors above this are half precision's, whatever the dtype of the gradients (autocast).
+HALF_ERROR = 1e-4
+# Initial weights further apart than this are other weights, not rounded ones.
+OTHER_WEIGHTS = 2e-2
+# A tensor's errors count relative to at least this much of an average tensor's norm.
+SMALL = 0.1
+# The floor of a change. Mistakes of an optimizer are larger than this, its rounding is not.
+CHANGE_FLOOR = 1e-4
+_KINDS = ("gradients", "clipped", "changes")
+_WORDS = {"gradients": "gradient", "clipped": "clipped gradient", "changes": "update", "loss": "loss"}
+
+
+class NotComparable(Exception):
+    """The two runs cannot be compared; the message says why, in one line."""
+
+
+@dataclass(frozen=True)
+class UpdateRow:
+    """One tensor of one step; `what`: loss, gradient, clipped gradient or update."""
+
+    step: int
+    what: str
+    parameter: str
+    error: float
+    reference_error: float
+    bound: float
+    ok: bool
+
+
+@dataclass
+class PairProof:
+    """The result of `prove before.py after.py`."""
+
+    before: str
+    after: str
+    rows: list[UpdateRow] = field(default_factory=list)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    steps: int = 0
+    parameters: int = 0
+    notes: list[str] = field(default_factory=list)
+    problem: str | None = None
+    drift: dict[str, Any] | None = None
+
+    @property
+    def failed(self) -> list[UpdateRow]:
+        return [row for row in self.rows if not row.ok]
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None and bool(self.rows) and not self.failed
+
+    @property
+    def first(self) -> UpdateRow | None:
+        """The earliest step; there the gradient before the update, the forward's first parameter first."""
+        return self.failed[0] if self.failed else None
+
+    def sentence(self) -> str:
+        """The verdict in one line."""
+        if self.problem is not None:
+            return self.problem
+        first = self.first
+        if first is None:
+            return (
+                f"the same update: {len(self.rows)} checks over {self.steps} "
+                f"step{'s' * (self.steps != 1)} and {self.parameters} parameters hold"
+            )
+        where = "" if first.what == "loss" else f" of {first.parameter}"
+        same_step = [row for row in self.failed if row.step == first.step and row.what == first.what]
+        named = next((row for row in self.failed if row.what != "loss"), None)
+        more = f", {len(same_step) - 1} more parameters" if len(same_step) > 1 else ""
+        also = ""
+        if first.what == "loss" and named is not None:
+            also = f"; first parameter: {named.parameter} ({named.what}, step {named.step})"
+        return (
+            f"not the same update: first at step {first.step}, the {first.what}{where}{more}: "
+            f"{first.error:.2g} from fp64, {first.reference_error:.2g} before, bound {first.bound:.2g}{also}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        first = self.first
+        return {
+            "before": self.before,
+            "after": self.after,
+            "ok": self.ok,
+            "verdict": self.sentence(),
+            "problem": self.problem,
+            "first": asdict(first) if first else None,
+            "steps": self.steps,
+            "parameters": self.parameters,
+            "losses": self.losses,
+            "notes": self.notes,
+            "drift": self.drift,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def prove_scripts(before: Job, after: Job, *, fork: bool = False, report: Any = None) -> PairProof:
+    """Run both and the twin of the first, then judge. What could not be compared is in `problem`."""
+    say = report or (lambda what: None)
+    proof = PairProof(before.label, after.label)
+    runs: dict[str, Captured] = {}
+    twin = replace(before, twin=True)
+    try:
+        for name, job in (("before", before), ("after", after), ("truth", twin)):
+            say(f"{job.label}{' in fp64' if name == 'truth' else ''}")
+            (runs[name],) = run_job(job, fork=fork)
+    except KeyboardInterrupt as error:
+        error.proof = proof  # type: ignore[attr-defined]
+        for captured in getattr(error, "captured", []):
+            runs[name] = captured
+        proof.problem = "interrupted"
+        _keep_losses(proof, runs)
+        raise
+    judge(proof, runs["before"], runs["after"], runs["truth"])
+    return proof
+
+
+def _keep_losses(proof: PairProof, runs: dict[str, Captured]) -> None:
+    for name, captured in runs.items():
+        proof.losses[name] = [update.loss for update in captured.updates]
+        proof.notes += [note for note in captured.notes if note not in proof.notes]
+
+
+def judge(proof: PairProof, before: Captured, after: Captured, truth: Captured) -> PairProof:
+    """Fill `proof` with rows; a problem ends the comparison, the rows so far stay."""
+    _keep_losses(proof, {"before": before, "after": after, "truth": truth})
+    steps = min(len(run.updates) for run in (before, after, truth))
+    proof.steps = steps
+    names = {"before": (proof.before, before), "after": (proof.after, after)}
+    names["truth"] = (f"the fp64 twin of {proof.before}", truth)
+    try:
+        for label, run in names.values():
+            if not run.updates:
+                raise NotComparable(_no_update(label, run))
+        renamed = _match(proof, before, after)
+        for index in range(steps):
+            _judge_step(proof, index, before, after, truth, renamed)
+        for label, run in names.values():
+            if run.error is not None:
+                done = len(run.updates)
+                raise NotComparable(
+                    f"{label} ended with {run.error} after {done} update{'s' * (done != 1)}: {run.said}"
+                )
+        if len(before.updates) != len(after.updates):
+            raise NotComparable(
+                f"{proof.before} made {len(before.updates)} updates, {proof.after} {len(after.updates)}"
+            )
+        if proof.failed:
+            _same_data(proof, before, after, proof.failed[0].step - 1)
+    except NotComparable as error:
+        proof.problem = str(error)
+    return proof
+
+
+def _no_update(label: str, run: Captured) -> str:
+    if run.error is not None:
+        return f"{label} ended with {run.error} before its first update: {run.said}"
+    return f"{label} never calls optimizer.step(): there is no update to compare"
+
+
+def _match(proof: PairProof, before: Captured, after: Captured) -> dict[str, str]:
+    """before's parameter name -> after's; by name, or by order and shape where no name is shared."""
+    mine, theirs = before.initial, after.initial
+    proof.parameters = len(mine)
+    if set(mine) == set(theirs):
+        renamed = {name: name for name in mine}
+    elif not set(mine) & set(theirs) and [s.shape for s in mine.values()] == [
+        s.shape for s in theirs.values()
+    ]:
+        renamed = dict(zip(mine, theirs, strict=True))
+        proof.notes.append("parameters have other names in the two scripts: matched by order and shape")
+    else:
+        gone, came = [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
+        parts = [
+            f"only in {script}: {names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+            for script, names in ((proof.before, gone), (proof.after, came))
+            if names
+        ]
+        raise NotComparable("the scripts train other parameters; " + "; ".join(parts))
+    for name, other in renamed.items():
+        if mine[name].shape != theirs[other].shape:
+            shapes = f"{list(mine[name].shape)} and {list(theirs[other].shape)}"
+            raise NotComparable(f"the scripts train other parameters; {name} has shapes {shapes}")
+        apart = distance(theirs[other], mine[name]) / max(mine[name].norm, 1e-30)
+        if apart > OTHER_WEIGHTS:
+            raise NotComparable(
+                f"the scripts start from other weights: {name} differs by {apart:.2g} of its norm; "
+                "expected the same seed and the same order of initialisation"
+            )
+    return renamed
+
+
+def _same_data(proof: PairProof, before: Captured, after: Captured, index: int) -> None:
+    """Where a step differs: were the scripts given other data? Then nothing was shown."""
+    mine, theirs = before.updates[index], after.updates[index]
+    step = index + 1
+    changed = {i for i in mine.ids | theirs.ids if mine.ids[i] != theirs.ids[i]}
+    # One id may differ: that is padding left out.
+    if mine.ids and theirs.ids and len(changed) > 1:
+        raise NotComparable(
+            f"the scripts were given other data: {len(changed)} token ids occur a different number of times "
+            f"in step {step} ({mine.tokens:,} and {theirs.tokens:,} tokens)"
+        )
+    if mine.ids or theirs.ids or mine.first_input is None or theirs.first_input is None:
+        return
+    (size, total), (other_size, other_total) = mine.first_input, theirs.first_input
+    if size == other_size and abs(total - other_total) > 1e-2 * max(abs(total), 1e-2 * size):
+        raise NotComparable(
+            f"the scripts were given other data: the first layer's input in step {step} sums to "
+            f"{total:.6g} and {other_total:.6g}"
+        )
+
+
+def _judge_step(
+    proof: PairProof, index: int, before: Captured, after: Captured, truth: Captured, renamed: dict[str, str]
+) -> None:
+    plain, own, exact = before.updates[index], after.updates[index], truth.updates[index]
+    step = index + 1
+    for label, update in ((proof.before, plain), (proof.after, own)):
+        if not math.isfinite(update.loss):
+            raise NotComparable(
+                f"{label} has a loss of {update.loss} in step {step}: nothing can be compared"
+            )
+    if exact.draws != plain.draws:
+        note = f"from step {step} on the fp64 twin drew other random numbers than {proof.before}"
+        if not any(known.startswith("from step") for known in proof.notes):
+            proof.notes.append(note)
+    order = {name: number for number, name in enumerate(truth.order)}
+    names = sorted(renamed, key=lambda name: order.get(name, len(order)))
+    rows: list[UpdateRow] = []
+    drifted = sum(
+        max(
+            (row.error for row in proof.rows if row.step == past and row.what == "update" and row.ok),
+            default=0,
+        )
+        for past in range(1, step)
+    )
+    for kind in _KINDS:
+        rows += _rows(step, kind, names, renamed, (plain, own, exact), before.initial, drifted)
+    gradient_error = [row.reference_error for row in rows if row.what == "gradient"]
+    typical = statistics.median(gradient_error) if gradient_error else 0.0
+    k = FACTOR[torch.bfloat16 if typical > HALF_ERROR else torch.float32]
+    # GRPO's loss is zero but for rounding on the first step: losses are compared on a scale of one.
+    scale = max(abs(exact.loss), 1.0)
+    error, reference = abs(own.loss - exact.loss) / scale, abs(plain.loss - exact.loss) / scale
+    bound = k * max(reference, typical) + FLOOR[torch.float32] + drifted
+    loss = UpdateRow(step, "loss", "", error, reference, bound, error <= bound)
+    proof.rows += [loss, *rows]
+
+
+def _rows(
+    step: int,
+    kind: str,
+    names: list[str],
+    renamed: dict[str, str],
+    updates: tuple[Update, Update, Update],
+    initial: dict[str, Sketch],
+    drifted: float,
+) -> list[UpdateRow]:
+    plain, own, exact = updates
+    plains, owns, exacts = getattr(plain, kind), getattr(own, kind), getattr(exact, kind)
+    present = [name for name in names if name in exacts and name in plains]
+    if kind == "clipped" and not owns:
+        # The other script clips in a way of its own: what the optimizer saw are its gradients.
+        owns = own.gradients
+    total = sum(math.prod(initial[name].shape) for name in present)
+    level = math.sqrt(sum(exacts[name].norm ** 2 for name in present) / max(total, 1))
+    found: list[tuple[str, float, float, float]] = []
+    for name in present:
+        truth = exacts[name]
+        scale = max(truth.norm, SMALL * level * math.sqrt(math.prod(truth.shape)))
+        if scale == 0.0:
+            scale = 1.0
+        reference = distance(plains[name], truth) / scale
+        other = owns.get(renamed[name])
+        error = distance(other, truth) / scale if other is not None else truth.norm / scale
+        floor = FLOOR[getattr(torch, plains[name].dtype)]
+        if kind == "changes":
+            # The parameter itself is rounded when it is changed.
+            floor = max(floor, CHANGE_FLOOR)
+            floor += torch.finfo(getattr(torch, plains[name].dtype)).eps * initial[name].norm / scale
+        found.append((name, error, reference, floor))
+    typical = statistics.median([reference for _, _, reference, _ in found]) if found else 0.0
+    k = FACTOR[torch.bfloat16 if typical > HALF_ERROR else torch.float32]
+    rows = []
+    for name, error, reference, floor in found:
+        bound = k * max(reference, typical) + floor + drifted
+        rows.append(UpdateRow(step, _WORDS[kind], name, error, reference, bound, bool(error <= bound)))
+    return rows
+
+
+def prove_drift(before: Job, after: Job, *, runs: int, fork: bool = False) -> dict[str, Any]:
+    """Paired runs with other seeds: is the loss of the last step shifted? Seeds in the scripts are moved."""
+    pairs: list[tuple[list[float], list[float]]] = []
+    for seed in range(1, runs + 1):
+        losses = []
+        for job in (before, after):
+            (captured,) = run_job(replace(job, seed=1000 * seed), fork=fork)
+            losses.append([update.loss for update in captured.updates])
+        pairs.append((losses[0], losses[1]))
+    finals = [[curves[side][-1] for curves in pairs if all(curves)] for side in (0, 1)]
+    found = paired_shift(finals[0], finals[1])
+    diverged = [first_divergence(a, b) for a, b in pairs if len(a) == len(b)]
+    seen = [step for step in diverged if step is not None]
+    worse = found["p_value"] < 1 - CONFIDENCE and found["shift"] > 0
+    return {
+        "runs": runs,
+        "steps": before.steps,
+        "first_divergence": min(seen) if seen else None,
+        "ok": not worse,
+        **found,
+    }

@@ -1,0 +1,264 @@
+"""Run a script in a process of its own, captured, with the same seeds every time; also as several ranks.
+
+A child is forked where nothing has run in this process yet: torch is imported already, which saves seconds.
+Otherwise it is started afresh. What the script prints goes to a log; what was captured comes back in a file,
+also when the script raises, exits or is interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from leanstep.diagnose.run_script import Stop, run_script
+from leanstep.files import BadInput
+from leanstep.prove.capture import Captured, Recorder
+from leanstep.prove.twin import Twin
+
+# Ranks that wait for one that died are ended after this long.
+GRACE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a script.
+
+    Args:
+        script, argv: as after `python`.
+        steps: updates to capture; then the script is stopped.
+        twin: run it in fp64. `dropout` False: without dropout.
+        parts: capture each backward call apart.
+        full: keep whole tensors.
+        seed: added to every seed that the script sets, and set before it starts.
+        ranks: processes, as torchrun would start them; None = one process without its environment.
+    """
+
+    script: str
+    argv: tuple[str, ...] = ()
+    steps: int = 2
+    twin: bool = False
+    dropout: bool = True
+    parts: bool = False
+    full: bool = False
+    seed: int = 0
+    ranks: int | None = None
+
+    @property
+    def label(self) -> str:
+        return " ".join([Path(self.script).name, *self.argv])
+
+
+def run_job(job: Job, *, fork: bool = False) -> list[Captured]:
+    """Run it and return what each rank captured, rank 0 first."""
+    if not Path(job.script).is_file():
+        raise BadInput(f"SCRIPT: no such file: {job.script}")
+    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
+        count = job.ranks or 1
+        port = free_port() if job.ranks else 0
+        processes = [start(_captured_child, (job, rank, port, folder), fork=fork) for rank in range(count)]
+        try:
+            wait_all(processes)
+        except KeyboardInterrupt:
+            # The children got the same signal and write what they have.
+            wait_all(processes, GRACE_S)
+            _raise_with(KeyboardInterrupt(), [_read(Path(folder), job, rank) for rank in range(count)])
+        return [_read(Path(folder), job, rank) for rank in range(count)]
+
+
+def _raise_with(error: BaseException, captured: list[Captured]) -> None:
+    error.captured = captured  # type: ignore[attr-defined]
+    raise error
+
+
+def _read(folder: Path, job: Job, rank: int) -> Captured:
+    log = folder / f"{rank}.log"
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    try:
+        captured = pickle.loads((folder / f"{rank}.pickle").read_bytes())
+    except (OSError, EOFError, pickle.UnpicklingError):
+        captured = Captured(error="was killed")
+    said = [line for line in text.strip().splitlines() if line.strip()]
+    captured.said = said[-1].strip() if said else ""
+    return captured
+
+
+def _captured_child(job: Job, rank: int, port: int, folder: str) -> None:
+    with log_to(Path(folder) / f"{rank}.log"):
+        if job.ranks:
+            os.environ.update(rank_environment(rank, job.ranks, port))
+        captured = capture_script(job)
+        captured.rank, captured.world_size = rank, job.ranks or 1
+    target = Path(folder) / f"{rank}.pickle"
+    target.with_suffix(".part").write_bytes(pickle.dumps(captured))
+    target.with_suffix(".part").rename(target)
+
+
+def capture_script(job: Job) -> Captured:
+    """Run the script of `job` in this process."""
+
+    def stop() -> None:
+        raise Stop
+
+    recorder = Recorder(job.steps, parts=job.parts, full=job.full, on_done=stop)
+    twin = Twin(dropout=job.dropout, count=recorder.count) if job.twin else None
+
+    @contextlib.contextmanager
+    def recorded() -> Iterator[None]:
+        with recorder, twin or contextlib.nullcontext():
+            yield
+
+    # A script may leave its default dtype behind; the next one in this process starts from torch's own.
+    dtype = torch.get_default_dtype()
+    with seeded(job.seed), contextlib.ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, dtype)
+        outcome = run_script(Path(job.script), job.argv, recorded())
+    captured = recorder.captured
+    if outcome.exception is not None:
+        captured.error = outcome.exception
+    elif outcome.code:
+        captured.error = f"exit code {outcome.code}"
+    if twin is not None:
+        if twin.fallbacks:
+            captured.notes.append("no fp64 kernel, ran in fp32: " + ", ".join(sorted(twin.fallbacks)))
+        if job.parts and not job.dropout:
+            captured.notes.append("dropout is off in this comparison: its masks depend on the cut")
+    return captured
+
+
+@contextlib.contextmanager
+def seeded(offset: int) -> Iterator[None]:
+    """All generators seeded; every seed that the program sets itself is moved by `offset`."""
+    torch.manual_seed(offset)
+    np.random.seed(offset)
+    random.seed(offset)
+    if not offset:
+        yield
+        return
+    places: list[tuple[Any, str]] = [(torch, "manual_seed"), (np.random, "seed"), (random, "seed")]
+    with contextlib.ExitStack() as stack:
+        for place, name in places:
+            original = getattr(place, name)
+
+            def moved(seed: Any = None, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+                return original(seed + offset if isinstance(seed, int) else seed, *args, **kwargs)
+
+            setattr(place, name, moved)
+            stack.callback(setattr, place, name, original)
+        yield
+
+
+# Processes.
+
+
+@dataclass
+class Child:
+    """A process that was forked (`pid`) or started afresh (`popen`)."""
+
+    pid: int
+    popen: subprocess.Popen[bytes] | None = None
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            if self.popen is not None:
+                self.code = self.popen.poll()
+            else:
+                done, status = os.waitpid(self.pid, os.WNOHANG)
+                if done:
+                    self.code = os.waitstatus_to_exitcode(status)
+        return self.code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            while self.poll() is None:
+                time.sleep(0.01)
+
+
+def start(function: Callable[..., None], args: tuple[Any, ...], *, fork: bool) -> Child:
+    """Call a module-level function in a new process; it gets nothing of this one but its arguments."""
+    if fork and hasattr(os, "fork") and not torch.cuda.is_initialized():
+        # Every optimizer and every mode wakes it up: seconds, once here or again in each child.
+        importlib.import_module("torch._dynamo")
+
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # Python warns where there are other threads; they take no locks that the child needs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid:
+            return Child(pid)
+        code = 1
+        try:
+            function(*args)
+            code = 0
+        finally:
+            # No clean-up of the parent's: its exit handlers and test session are not the child's.
+            os._exit(code)
+    payload = pickle.dumps((function, args)).hex()
+    program = "import pickle, sys; f, a = pickle.loads(bytes.fromhex(sys.argv[1])); f(*a)"
+    command = [sys.executable, "-c", program, payload]
+    # Not the working directory of `python -c`: the script's own folder comes first, as Python has it.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = subprocess.Popen(command, env=environment)
+    return Child(process.pid, process)
+
+
+def wait_all(children: Sequence[Child], limit_s: float | None = None) -> None:
+    """Wait for all; when one failed, or the limit is over, the others get a while and are then ended."""
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    while any(child.poll() is None for child in children):
+        if deadline is None and any(child.poll() not in (None, 0) for child in children):
+            deadline = time.monotonic() + GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            for child in children:
+                child.kill()
+            return
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def log_to(path: Path) -> Iterator[None]:
+    """Standard output and error of this process go to a file, also those of C++ code."""
+    with path.open("w", encoding="utf-8", buffering=1) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log
+        yield
+        log.flush()
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

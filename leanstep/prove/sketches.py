@@ -1,0 +1,131 @@
+"""A tensor in 8 KiB: its norm, its sum and a seeded projection, from which distances follow.
+
+The projection is a count sketch: a flat tensor is laid out in rows of `BUCKETS`, every row gets a random
+sign, and the columns are added up in fp64. Signs within a column are independent, so for two tensors the
+squared distance of their sketches is an unbiased estimate of their own squared distance, with a relative
+spread of sqrt(2 / BUCKETS), 4 %. It is linear: sketches of parts add up to the sketch of the whole, which is
+what finds the factor between two gradients. A tensor of at most `BUCKETS` elements is its own sketch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+# A prime: no layer's width divides it, so structure along a dimension is spread over all buckets.
+BUCKETS = 1021
+# Elements brought to fp64 at a time.
+CHUNK_ROWS = 1024
+# An entry whose gradient is this small beside the tensor's own counts little: see `weights`.
+SOLID = 1e-2
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """One tensor. `projection`: [BUCKETS] or the tensor's own values; `full`: the tensor, where asked for."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    norm: float
+    total: float
+    not_finite: int
+    projection: Array = field(repr=False)
+    full: Tensor | None = field(default=None, repr=False, compare=False)
+
+    def minus(self, other: Sketch) -> Sketch:
+        """The sketch of the difference; its norm is the estimate."""
+        projection = self.projection - other.projection
+        norm = float(np.linalg.norm(projection))
+        bad = self.not_finite + other.not_finite
+        return Sketch(self.shape, self.dtype, norm, self.total - other.total, bad, projection)
+
+    def with_full(self, tensor: Tensor) -> Sketch:
+        return replace(self, full=tensor)
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """What the recorder itself computes: no autograd, no modes of a twin or of another tool."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The plain dense tensor behind a DTensor (a collective, on every rank) or a sparse gradient."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()  # type: ignore[operator]
+    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
+
+
+def sketch(tensor: Tensor, weights_of: Tensor | None = None, scale: float = 0.0) -> Sketch:
+    """Sketch a tensor of any shape and float dtype; `weights_of` is the gradient that weighs its entries.
+
+    Weights are g^2 / (g^2 + (SOLID scale)^2), near one where the gradient is well determined and near zero
+    where it is rounding noise. Adam moves an entry by its gradient's sign: without weights, one entry whose
+    gradient is zero but for rounding would outweigh everything else.
+    """
+    flat = tensor.reshape(-1)
+    gradient = None if weights_of is None else weights_of.reshape(-1)
+    count = flat.numel()
+    squares, total, bad = 0.0, 0.0, 0
+    projection = torch.zeros(min(count, BUCKETS), dtype=torch.float64, device=flat.device)
+    step = CHUNK_ROWS * BUCKETS
+    for start in range(0, count, step):
+        chunk = flat[start : start + step].to(torch.float64)
+        if gradient is not None and scale > 0:
+            g2 = gradient[start : start + step].to(torch.float64).square()
+            chunk = chunk * (g2 / (g2 + (SOLID * scale) ** 2))
+        square = float(chunk.dot(chunk))
+        if not math.isfinite(square):
+            # Looked for only where the cheap sum says so: isfinite costs more than all the rest.
+            finite = torch.isfinite(chunk)
+            bad += int((~finite).sum())
+            chunk = torch.where(finite, chunk, 0.0)
+            square = float(chunk.dot(chunk))
+        squares += square
+        total += float(chunk.sum())
+        if count <= BUCKETS:
+            projection = chunk.clone()
+            continue
+        rows = len(chunk) // BUCKETS
+        signs = _signs(start // BUCKETS + rows + 1).to(chunk.device)[start // BUCKETS :]
+        if rows:
+            projection += signs[:rows] @ chunk[: rows * BUCKETS].view(rows, BUCKETS)
+        rest = chunk[rows * BUCKETS :]
+        projection[: len(rest)] += signs[rows] * rest
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return Sketch(tuple(tensor.shape), kind, squares**0.5, total, bad, projection.cpu().numpy())
+
+
+@functools.cache
+def _sign_table(rows: int) -> Tensor:
+    draws = np.random.Generator(np.random.PCG64(17)).integers(0, 2, rows)
+    return torch.from_numpy(2.0 * draws - 1.0)
+
+
+def _signs(rows: int) -> Tensor:
+    """At least `rows` signs; the same ones for every tensor and in every process."""
+    size = 1024
+    while size < rows:
+        size *= 4
+    # Tables of different length must agree where they overlap: a bounded draw of PCG64 is sequential.
+    return _sign_table(size)
+
+
+def distance(value: Sketch, truth: Sketch) -> float:
+    """|value - truth| in the 2-norm, estimated; infinite where shapes differ or one is not finite."""
+    if value.shape != truth.shape or value.not_finite != truth.not_finite:
+        return float("inf")
+    return value.minus(truth).norm

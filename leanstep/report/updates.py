@@ -1,0 +1,135 @@
+"""What `prove` and `bench` say about scripts: terminal lines, Markdown and page sections, from their JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from leanstep import units
+
+Data = dict[str, Any]
+# Rows that a terminal, a summary or a page shows; the JSON has all of them.
+SHOWN = 12
+ON_PAGE = 200
+
+
+def pair_lines(result: Data) -> Group:
+    """`prove before.py after.py` for the terminal."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("step")
+    for name in ("loss before", "loss after", "loss in fp64", "checks", "closest to its bound", "", "error"):
+        table.add_column(name, justify="left" if name in ("closest to its bound", "") else "right")
+    for name in ("before", "bound"):
+        table.add_column(name, justify="right")
+    for step, rows in _by_step(result["rows"]).items():
+        worst = _worst(rows)
+        passed = sum(row["ok"] for row in rows)
+        losses = [result["losses"].get(name, []) for name in ("before", "after", "truth")]
+        table.add_row(
+            str(step),
+            *[f"{of[step - 1]:.6f}" if len(of) >= step else "-" for of in losses],
+            f"{passed}/{len(rows)}",
+            worst["parameter"] or "loss",
+            worst["what"] if worst["parameter"] else "",
+            units.small(worst["error"]),
+            units.small(worst["reference_error"]),
+            units.small(worst["bound"]),
+            style=None if passed == len(rows) else "red",
+        )
+    return Group(
+        Text(f"{result['before']}  →  {result['after']}", style="bold"),
+        table,
+        *[Text(f"  {note}", style="dim") for note in result["notes"]],
+        Text(result["verdict"], style="green" if result["ok"] else "bold red"),
+    )
+
+
+def _by_step(rows: list[Data]) -> dict[int, list[Data]]:
+    steps: dict[int, list[Data]] = {}
+    for row in rows:
+        steps.setdefault(row["step"], []).append(row)
+    return steps
+
+
+def _worst(rows: list[Data]) -> Data:
+    """The first row that fails, in forward order; else the one closest to its bound."""
+    failed = [row for row in rows if not row["ok"]]
+    return failed[0] if failed else max(rows, key=lambda row: row["error"] / max(row["bound"], 1e-300))
+
+
+def pair_markdown(result: Data) -> str:
+    """The same for a pull request."""
+    mark = "✅" if result["ok"] else "❌"
+    lines = [f"### {mark} `leanstep prove {result['before']} {result['after']}`", "", result["verdict"], ""]
+    lines += ["| step | loss before | loss after | checks | first or closest | error | bound |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for step, rows in _by_step(result["rows"]).items():
+        worst = _worst(rows)
+        losses = [result["losses"].get(name, []) for name in ("before", "after")]
+        shown = [f"{of[step - 1]:.6f}" if len(of) >= step else "-" for of in losses]
+        what = f"{worst['what']} {worst['parameter']}".strip()
+        passed = f"{sum(row['ok'] for row in rows)}/{len(rows)}"
+        cells = [*shown, passed, f"`{what}`", units.small(worst["error"]), units.small(worst["bound"])]
+        lines.append(f"| {step} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])
+
+
+def page_section(result: Data) -> Data:
+    """A payload that the page shows as tables: the verdict, then the rows, failing ones first."""
+    rows = sorted(result.get("rows", []), key=lambda row: row.get("ok", True))[:ON_PAGE]
+    plain = {
+        key: value
+        for key, value in result.items()
+        if not isinstance(value, (dict, list)) and value is not None
+    }
+    losses = result.get("losses") or {}
+    table = [
+        {
+            "step": number,
+            **{name: values[number - 1] for name, values in losses.items() if len(values) >= number},
+        }
+        for number in range(1, max((len(v) for v in losses.values()), default=0) + 1)
+    ]
+    section = {**plain, "notes": "; ".join(result.get("notes", [])) or "none"}
+    if table:
+        section["losses"] = table
+    if rows:
+        section["checks"] = rows
+    return section
+
+
+def cuts_lines(result: Data) -> Group:
+    """`prove train.py --same ... --same ...` for the terminal."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("cut", "ranks", "backward calls", "distance", "what it is"):
+        table.add_column(name, justify="right" if name in ("ranks", "backward calls", "distance") else "left")
+    for row in result["rows"]:
+        table.add_row(
+            row["cut"],
+            str(row["ranks"]),
+            str(row["backward_calls"]),
+            units.small(row["distance"]),
+            row["sentence"],
+            style=None if row["same"] else "red",
+        )
+    against = f"  against {result['rows'][0]['against']}, in fp64" if result["rows"] else ""
+    return Group(
+        Text(f"{result['script']}{against}", style="bold"),
+        table,
+        *[Text(f"  {note}", style="dim") for note in result["notes"]],
+        Text(result["verdict"], style="green" if result["ok"] else "bold red"),
+    )
+
+
+def cuts_markdown(result: Data) -> str:
+    """The same for a pull request."""
+    mark = "✅" if result["ok"] else "❌"
+    lines = [f"### {mark} `leanstep prove {result['script']} --same`", "", result["verdict"], ""]
+    lines += ["| cut | ranks | distance | what it is |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        cells = (f"`{row['cut']}`", str(row["ranks"]), units.small(row["distance"]), row["sentence"])
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])

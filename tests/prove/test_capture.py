@@ -1,0 +1,135 @@
+"""Capturing an update: what is in it, whatever the loop looks like, and what a sketch keeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import leanstep
+from leanstep.prove.capture import Recorder
+from leanstep.prove.sketches import BUCKETS, distance, sketch
+
+
+def model_of(width: int = 8) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(20, width), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def test_accumulation_clipping_names_and_losses():
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    tokens = torch.arange(12).view(3, 4)
+    with leanstep.update(full=True) as u:
+        losses = [model(part).square().mean() for part in tokens]
+        for loss in losses:
+            loss.backward()
+        unclipped = {name: p.grad.clone() for name, p in model.named_parameters()}
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+    assert u.losses == [loss.item() for loss in losses] and u.backward_calls == 3
+    assert u.tokens == 12 and u.ids[5] == 1 and u.first_input == (4, 6.0)
+    assert len(u.updates) == 1 and set(u.gradients) == set(unclipped)
+    norm = sum(s.norm**2 for s in u.clipped.values()) ** 0.5
+    assert norm == pytest.approx(1e-3, rel=1e-3)
+    for name, p in model.named_parameters():
+        assert torch.equal(u.gradients[name].full, unclipped[name])
+        torch.testing.assert_close(u.changes[name].full, p.detach() - before[name])
+        assert u.clipped[name].norm < u.gradients[name].norm
+
+
+def test_several_optimizers_are_one_update_and_order_is_the_forwards():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first = nn.Linear(4, 1), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    recorder = Recorder()
+    with recorder as captured:
+        model = Late()
+        optimizers = [
+            torch.optim.Adam(model.first.parameters()),
+            torch.optim.SGD(model.last.parameters(), lr=0.1),
+        ]
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert [len(update.gradients) for update in captured.updates] == [4, 4]
+    assert [update.optimizer_steps for update in captured.updates] == [2, 2]
+    assert captured.order[0].startswith("first.") and captured.order[-1].startswith("last.")
+
+
+def test_wrappers_leave_names_alone_and_nameless_parameters_have_numbers():
+    free = nn.Parameter(torch.ones(2))
+    wrapped = nn.Module()
+    wrapped.module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*wrapped.parameters(), free], lr=0.1)
+    with leanstep.update() as u:
+        (wrapped.module(free[None])).sum().backward()
+        optimizer.step()
+    assert list(u.gradients) == ["weight", "bias", "parameter 2 [2]"]
+
+
+def test_the_program_computes_the_same_bits_while_watched():
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(3):
+            nn.functional.dropout(model(torch.arange(6) + step), 0.3).sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    plain = train()
+    with leanstep.update(full=True, parts=True):
+        watched = train()
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_no_optimizer_step_is_said():
+    with leanstep.update() as u:
+        model_of()(torch.arange(3)).sum().backward()
+    with pytest.raises(ValueError, match="no optimizer stepped inside the block"):
+        _ = u.gradients
+
+
+@given(st.integers(1, 3 * BUCKETS), st.floats(1e-9, 1.0))
+def test_a_sketch_knows_norms_sums_and_distances(count: int, size: float):
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, generator=generator)
+    y = x.double() + size * torch.randn(count, generator=generator).double()
+    a, b = sketch(x), sketch(y)
+    assert a.norm == pytest.approx(float(x.double().norm())) and a.total == pytest.approx(
+        float(x.double().sum()), abs=1e-9 * count
+    )
+    exact = float((y - x.double()).norm())
+    assert distance(b, a) == pytest.approx(exact, rel=1e-6 if count <= BUCKETS else 0.35)
+    assert np.allclose(sketch(y - x.double()).projection, b.projection - a.projection, atol=1e-9)
+
+
+def test_a_sketch_counts_what_is_not_finite():
+    x = torch.tensor([1.0, float("nan"), float("inf")])
+    assert sketch(x).not_finite == 2 and sketch(x).norm == 1.0
+    assert distance(sketch(x), sketch(torch.ones(3))) == float("inf")
+
+
+def test_full_capture_holds_two_copies_of_the_gradients_at_most():
+    model = nn.Linear(1000, 1000, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = []
+    with Recorder(full=True, on_update=held.append):
+        model(torch.ones(1, 1000)).sum().backward()
+        optimizer.step()
+    (update,) = held
+    tensors = [s.full for kind in (update.gradients, update.clipped, update.changes) for s in kind.values()]
+    assert sum(t.numel() for t in tensors if t is not None) == 2 * model.weight.numel()

@@ -1,0 +1,103 @@
+"""`leanstep prove` on scripts: exit codes, one clear line for what cannot be compared, outputs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prove.captured_scripts import SCRIPTS
+
+from leanstep.cli import run
+from leanstep.report.page import read_page
+
+POLICY, CUTS = str(SCRIPTS / "policy.py"), str(SCRIPTS / "cuts.py")
+STEP = "m = nn.Linear(3, 2)\no = torch.optim.SGD(m.parameters(), lr=0.1)\n"
+HEAD = "import torch\nfrom torch import nn\ntorch.manual_seed(0)\n"
+LOOP = """for i in range(3):
+    x = torch.ones(4, 3) * (i + 1)
+    m(x).square().mean().backward()
+    o.step()
+"""
+
+
+def script(folder: Path, name: str, *parts: str) -> str:
+    path = folder / name
+    path.write_text(HEAD + "".join(parts))
+    return str(path)
+
+
+def lines(capfd) -> list[str]:
+    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("leanstep:")]
+
+
+def test_a_pair_is_proven_and_written_everywhere(tmp_path: Path, capfd):
+    outputs = [tmp_path / name for name in ("proof.json", "page.html", "summary.md")]
+    options = ["--json", str(outputs[0]), "--html", str(outputs[1]), "--markdown", str(outputs[2])]
+    good = script(tmp_path, "good.py", STEP, LOOP)
+    assert run(["prove", good, good, "--steps", "2", *options]) == 0
+    assert "the same update" in capfd.readouterr().out
+    result = json.loads(outputs[0].read_text())
+    assert result["ok"] and result["steps"] == 2 and result["parameters"] == 2 and result["rows"]
+    assert "### ✅" in outputs[2].read_text()
+    assert any(kind.startswith("prove good.py") for kind in read_page(outputs[1])["sections"])
+    worse = script(tmp_path, "worse.py", STEP, LOOP.replace("mean()", "sum()"))
+    assert run(["prove", good, worse, *options]) == 1
+    (line,) = lines(capfd)
+    assert "first at step 1" in line and "weight" in line
+    assert outputs[2].read_text().count("###") == 2
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        (STEP, "after.py never calls optimizer.step()"),
+        (STEP.replace("3, 2", "3, 5") + LOOP, "the scripts train other parameters; weight has shapes"),
+        ("torch.manual_seed(9)\n" + STEP + LOOP, "start from other weights: weight differs by"),
+        (STEP + LOOP.replace("i + 1", "i + 5"), "were given other data: the first layer's input in step 1"),
+        (
+            STEP + LOOP.replace("o.step()", "o.step(); assert i < 1"),
+            "ended with AssertionError after 2 updates",
+        ),
+        (
+            "raise RuntimeError('no data here')\n",
+            "RuntimeError before its first update: RuntimeError: no data",
+        ),
+        (STEP + LOOP.replace("mean()", "mean().mul(float('nan'))"), "has a loss of nan in step 1"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capfd, after: str, message: str):
+    before = script(tmp_path, "before.py", STEP, LOOP)
+    kept = tmp_path / "kept.json"
+    other = script(tmp_path, "after.py", after)
+    assert run(["prove", before, other, "--steps", "3", "--json", str(kept)]) == 2
+    (line,) = lines(capfd)
+    assert message in line
+    assert len(json.loads(kept.read_text())["losses"]["before"]) == 3
+
+
+def test_cuts_from_the_command_line(tmp_path: Path, capfd):
+    base = ["prove", CUTS, "--same", "--micro 1", "--same", "--micro 2", "--markdown", str(tmp_path / "s.md")]
+    assert run(base) == 0
+    assert run([*base, "--", "--bug", "verl-3332"]) == 1
+    (line,) = lines(capfd)
+    assert "2 = accumulation steps" in line
+    assert "❌" in (tmp_path / "s.md").read_text() and "✅" in (tmp_path / "s.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prove", "nowhere.py", POLICY], "SCRIPT: no such file: nowhere.py"),
+        (["prove", POLICY], "one script, .*policy.py; expected a second one"),
+        (["prove", POLICY, "--same", "--micro 2"], "--same: expected at least two cuts"),
+        (["prove", POLICY, POLICY, "--same", "a", "--same", "b"], "expected one script, got 2"),
+        (["prove", POLICY, "--ranks", "1,x"], "--ranks: expected numbers of processes"),
+        (["prove", POLICY, POLICY, "--steps", "0"], "--steps: expected at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_one_line(capfd, arguments: list[str], message: str):
+    assert run(arguments) == 2
+    (line,) = lines(capfd)
+    assert re.search(message, line), line

@@ -1,0 +1,104 @@
+"""`prove --same`: known mistakes rebuilt from public threads, found with the right kind; none where fixed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from prove.captured_scripts import job
+from torch import nn
+
+from leanstep.prove.cuts import compare_cuts, cut_label, same_update
+from leanstep.prove.script_jobs import capture_script, run_job
+
+# mistake -> the two cuts, the kind, and words of the explanation
+CUTS = {
+    "verl-7200": (("--micro", "1"), ("--micro", "4"), "token-weights", "labelled tokens (4, 10, 6, 2)"),
+    "transformers-2024": (("--micro", "1"), ("--micro", "2"), "token-weights", "labelled tokens (14, 8)"),
+    "verl-3332": (("--micro", "1"), ("--micro", "4"), "factor", "4 = accumulation steps"),
+    "unsloth-zoo-1023": (("--micro", "1"), ("--micro", "2"), "factor", "0.5 = 1 / accumulation steps"),
+    "DiffCSE-25": ((), ("--width", "16"), "padding", "token 0 occurs"),
+    "axolotl-3735": ((), ("--width", "16"), "padding", "token 0 occurs"),
+    "nanoVLM-204": (("--micro", "4"), ("--micro", "1", "--packed"), "mixing", "the same tokens"),
+}
+RANKS = {
+    "prime-rl-2562": ("token-weights", "labelled tokens (14, 8)"),
+    "verl-5366": ("factor", "0.5 = 1 / world size"),
+}
+
+
+def compared(bug: str, first: tuple[str, ...], other: tuple[str, ...]):
+    runs = []
+    for cut in (first, other):
+        asked = job("cuts.py", *cut, "--bug", bug, steps=1, twin=True, parts=True, dropout=False)
+        runs += [cut_label(asked), [capture_script(asked)]]
+    return compare_cuts(*runs)
+
+
+@pytest.mark.parametrize("bug", CUTS)
+def test_a_known_mistake_is_found_with_its_kind(bug: str):
+    first, other, kind, words = CUTS[bug]
+    row = compared(bug, first, other)
+    assert (row.same, row.kind) == (False, kind), row.sentence
+    assert words in row.sentence
+
+
+@pytest.mark.parametrize("bug", CUTS)
+def test_the_fixed_script_is_not_accused(bug: str):
+    first, other, _, _ = CUTS[bug]
+    row = compared("", first, other)
+    assert row.same, row.sentence
+
+
+@pytest.mark.parametrize("bug", RANKS)
+@pytest.mark.timeout(120)
+def test_mistakes_over_ranks(bug: str):
+    asked = job("cuts.py", steps=1, twin=True, parts=True, dropout=False, ranks=1)
+    found = {}
+    for name in (bug, ""):
+        argv = ("--bug", name) if name else ()
+        runs = [run_job(replace(asked, argv=argv, ranks=ranks), fork=True) for ranks in (1, 2)]
+        assert [c.error for run in runs for c in run] == [None] * 3, [c.said for run in runs for c in run]
+        found[name] = compare_cuts("1", runs[0], "2", runs[1])
+    kind, words = RANKS[bug]
+    assert found[bug].kind == kind and words in found[bug].sentence, found[bug].sentence
+    assert found[""].same, found[""].sentence
+
+
+def test_dropout_is_off_where_masks_cannot_be_equal():
+    row = compared("", ("--dropout", "0.5"), ("--micro", "4", "--dropout", "0.5"))
+    assert row.same
+
+
+def step_of(loss_of, optimizer_of=torch.optim.SGD):
+    def step(cut: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8) if loss_of == "batch" else nn.Tanh(), nn.Linear(8, 1)
+        )
+        optimizer = optimizer_of(model.parameters(), lr=0.1)
+        x = torch.randn(8, 6)
+        for part in x.chunk(cut):
+            if loss_of == "noisy":
+                part = part + torch.randn(len(part), 6)
+            (model(part).square().mean() / (cut if loss_of != "sum" else 1)).backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize(("loss_of", "kind"), [("mean", "same"), ("sum", "factor"), ("batch", "mixing")])
+def test_same_update_of_a_callable(loss_of: str, kind: str):
+    proof = same_update(step_of(loss_of), [1, 2, 4])
+    assert [row.kind for row in proof.rows] == [kind] * 2, proof.sentence()
+    assert proof.ok == (kind == "same")
+    if kind == "factor":
+        assert [row.factor for row in proof.rows] == pytest.approx([2.0, 4.0])
+
+
+def test_bad_input_of_same_update():
+    with pytest.raises(ValueError, match="cuts: expected at least 2"):
+        same_update(lambda cut: None, [1])
+    with pytest.raises(ValueError, match="made no update for 'a'"):
+        same_update(lambda cut: None, ["a", "b"])
