@@ -14,14 +14,9 @@ the first layer's call for the data. Parameters are named by the largest module 
 from __future__ import annotations
 
 import contextlib
-import gc
-import hashlib
-import random
-import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,76 +29,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from leanstep.prove.captured import Captured, Update, generators, names_by_owner
 from leanstep.prove.sketches import Sketch, outside_modes, sketch, whole
 
-# Wrappers put these in front of or between the names that the user gave.
-_WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 # Distinct token ids that a histogram keeps: more than any vocabulary in use.
 _MAX_IDS = 1 << 20
-
-
-@dataclass
-class Update:
-    """One update: all tensors by parameter name, as sketches.
-
-    Args:
-        losses: what `backward()` was called on, one value per call.
-        tokens: ids that went into the largest embedding; None where there is none, or it is compiled.
-        first_input: (elements, sum) of what the first layer was given.
-        draws: a fingerprint of the random number generators when the optimizer stepped.
-        gradients: as backward left them.
-        clipped: as the optimizer saw them, where they were clipped.
-        changes: parameters after the step minus before it, entries weighted by `sketches.sketch`.
-        parts: per backward call the gradient it added, where asked for; `counts` the tokens beside it.
-    """
-
-    number: int
-    losses: list[float] = field(default_factory=list)
-    tokens: int | None = None
-    ids: Counter[int] = field(default_factory=Counter)
-    first_input: tuple[int, float] | None = None
-    draws: str = ""
-    optimizer_steps: int = 0
-    gradients: dict[str, Sketch] = field(default_factory=dict)
-    clipped: dict[str, Sketch] = field(default_factory=dict)
-    changes: dict[str, Sketch] = field(default_factory=dict)
-    parts: list[dict[str, Sketch]] = field(default_factory=list)
-    counts: list[dict[str, float]] = field(default_factory=list)
-
-    @property
-    def backward_calls(self) -> int:
-        return len(self.losses)
-
-    @property
-    def loss(self) -> float:
-        """The sum over the backward calls: the function whose gradient the optimizer was given."""
-        return float(sum(self.losses))
-
-
-@dataclass
-class Captured:
-    """All updates of a run, in order; `order` lists the parameters as the forward pass uses them."""
-
-    updates: list[Update] = field(default_factory=list)
-    order: list[str] = field(default_factory=list)
-    initial: dict[str, Sketch] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    error: str | None = None
-    said: str = ""
-    rank: int = 0
-    world_size: int = 1
-
-    @property
-    def last(self) -> Update:
-        if not self.updates:
-            raise ValueError("update: no optimizer stepped inside the block")
-        return self.updates[-1]
-
-    def __getattr__(self, name: str) -> Any:
-        # `u.gradients` of a block with one update reads better than `u.updates[-1].gradients`.
-        if name in Update.__dataclass_fields__ or name in ("loss", "backward_calls"):
-            return getattr(self.last, name)
-        raise AttributeError(name)
 
 
 class Recorder:
@@ -303,7 +233,7 @@ class Recorder:
                 value = whole(p)
                 kept = value.clone() if self._full else None
                 self._before[id(p)] = (sketch(value, gradient, scale), kept, p.grad._version)
-            update.draws = _generators()
+            update.draws = generators()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._inside is not optimizer:
@@ -392,7 +322,7 @@ class Recorder:
         if not new:
             return
         self._held += new
-        found = _names_by_owner({id(p) for p in new})
+        found = names_by_owner({id(p) for p in new})
         taken = set(self._names.values())
         for p in new:
             name = found.get(id(p)) or f"parameter {len(self._names)} {list(p.shape)}"
@@ -408,36 +338,6 @@ class Recorder:
 
 
 _UNREAD = Sketch((), "", 0.0, 0.0, 0, np.zeros(0))
-
-
-def _names_by_owner(keys: set[int]) -> dict[int, str]:
-    """Names from the largest module that holds each parameter; wrappers' prefixes are dropped."""
-    # type(), not isinstance: that would wake lazy objects of other packages.
-    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
-    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
-    roots = [module for module in modules if id(module) not in inner] or modules
-    owned = [(list(module.named_parameters(remove_duplicate=True)), module) for module in roots]
-    found: dict[int, str] = {}
-    prefixes = Counter(
-        type(module).__name__ for named, module in owned if any(id(p) in keys for _, p in named)
-    )
-    for named, module in sorted(owned, key=lambda entry: -len(entry[0])):
-        for name, parameter in named:
-            if id(parameter) in keys and id(parameter) not in found:
-                clean = _WRAPPERS.sub("", name).lstrip(".")
-                # Two models in one program: say whose parameter it is.
-                found[id(parameter)] = f"{type(module).__name__}.{clean}" if len(prefixes) > 1 else clean
-    return found
-
-
-def _generators() -> str:
-    """A fingerprint of the states of torch's, numpy's and Python's generators."""
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(torch.get_rng_state().numpy().tobytes())
-    digest.update(repr(random.getstate()[1][-5:]).encode())
-    state = np.random.get_state(legacy=True)
-    digest.update(repr((state[2], state[1][:4].tolist())).encode())  # type: ignore[index]
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager
