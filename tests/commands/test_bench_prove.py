@@ -84,7 +84,7 @@ def test_bench_exits_1_and_prints_no_ratio_when_a_fast_path_is_broken(broken, ca
         (["bench", "toy", "--dtype", "fp32,bf16"], "--dtype: expected one dtype, got 'fp32,bf16'"),
         (["prove", "toy", "--dtype", "fp8"], "--dtype: no dtype 'fp8'; it takes fp64, fp32, fp16, bf16"),
         (["prove", "toy", "--drift"], "--drift: none of toy has a training run"),
-        (["prove", "toy", "--runs", "1"], "--runs, --steps: expected at least 2 runs"),
+        (["prove", "toy", "--runs", "1"], "--runs: expected at least 2 paired runs"),
         (["nope"], "No such command 'nope'"),
         (["bench", "--nope"], "No such option"),
     ],
