@@ -1,4 +1,4 @@
-"""`leanstep bench`: reference, fast paths, peers and the roofline, side by side in one run."""
+"""`leanstep bench`: reference, fast paths, peers and the roofline side by side; or two scripts of yours."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from leanstep.commands import BadInput, FellShort
 from leanstep.commands.terminal import (
     HtmlOption,
     JsonOption,
+    MarkdownOption,
+    Outputs,
     check_implementations,
     check_writable,
     console,
@@ -20,13 +22,18 @@ from leanstep.commands.terminal import (
     progress_bar,
     select_cases,
     split_list,
+    split_scripts,
     write_json,
 )
 
 
 def bench(
     cases: Annotated[
-        list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases to measure; all by default.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[CASE]... | BEFORE.py AFTER.py [-- ARGS]",
+            help="Cases to measure (all by default), or two scripts.",
+        ),
     ] = None,
     size: Annotated[
         str | None, typer.Option(help="tiny | seed | cpu | gpu | large | ...; each case's own by default.")
@@ -41,8 +48,12 @@ def bench(
         typer.Option(help="fp32, bf16, fp16 or fp64; on a GPU bf16 where the case is proven in it."),
     ] = None,
     budget: Annotated[float, typer.Option(help="Seconds of timing per case.")] = 20.0,
+    proof: Annotated[
+        bool, typer.Option("--proof/--no-proof", help="Of two scripts: prove them first; a ratio needs it.")
+    ] = True,
     json: JsonOption = None,
     html: HtmlOption = None,
+    markdown: MarkdownOption = None,
 ) -> None:
     """Measure time, peak memory and error side by side.
 
@@ -51,6 +62,15 @@ def bench(
     Example: leanstep bench logprob-linear --sweep response_frac=1,0.5,0.25,0.1
     Example: leanstep bench logprob-linear --device cuda --dtype bf16
     """
+    scripts, script_args = split_scripts(cases)
+    if budget <= 0:
+        raise BadInput(f"--budget: expected seconds above 0, got {budget}")
+    if scripts:
+        if len(scripts) != 2:
+            raise BadInput(f"bench: one script, {scripts[0]}; expected a second one to compare it with")
+        _bench_pair(scripts, script_args, budget, proof, Outputs(json, html, markdown))
+        return
+
     from leanstep.measure.side_by_side import run_bench
     from leanstep.report.tables import bench_table
 
@@ -62,8 +82,6 @@ def bench(
     if dtypes is not None and len(dtypes) > 1:
         raise BadInput(f"--dtype: expected one dtype, got {dtype!r}; every dtype is a run of its own")
     overrides = parse_sweep(sweep, chosen)
-    if budget <= 0:
-        raise BadInput(f"--budget: expected seconds above 0, got {budget}")
     for case in chosen:
         if size is not None and size not in case.sizes:
             raise BadInput(f"--size: {case.name} has no {size!r}; it has {', '.join(case.sizes)}")
@@ -95,3 +113,30 @@ def bench(
         add_section(html, "bench", {"results": results})
     if failed:
         raise FellShort(f"bench: parity failed for {len(failed)} tensors, first {failed[0]}")
+
+
+def _bench_pair(
+    scripts: list[str], args: list[str], budget: float, with_proof: bool, outputs: Outputs
+) -> None:
+    """Prove, then measure: a pair that does not make the same update gets its figures and no ratio."""
+    from leanstep.prove.compare import prove_scripts
+    from leanstep.prove.script_jobs import Job
+    from leanstep.prove.stopwatch import bench_scripts
+    from leanstep.report.updates import bench_lines, bench_markdown
+
+    before, after = (Job(script, tuple(args)) for script in scripts)
+    out = console(outputs.json)
+    proof = None
+    with progress_bar(out, "bench") as report:
+        if with_proof:
+            proof = prove_scripts(before, after, fork=True, report=lambda what: report(f"prove {what}", 0.0))
+            if proof.problem is not None:
+                raise BadInput(f"bench: {proof.problem} (--no-proof measures without comparing)")
+        result = bench_scripts(before, after, budget_s=budget, fork=True, report=report)
+    result.proven = proof.ok if proof else None
+    result.verdict = proof.sentence() if proof else "not proven: --no-proof was given"
+    payload = result.to_json()
+    out.print(bench_lines(payload))
+    outputs.write(f"bench {before.label} {after.label}", payload, bench_markdown(payload))
+    if result.proven is False:
+        raise FellShort(f"bench: no ratio, {result.verdict}")

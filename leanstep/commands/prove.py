@@ -8,7 +8,6 @@ leanstep prove train.py --same A --same B     does one script, cut in two ways?
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -18,9 +17,8 @@ from leanstep.commands.terminal import (
     HtmlOption,
     JsonOption,
     MarkdownOption,
-    add_markdown,
+    Outputs,
     check_implementations,
-    check_writable,
     console,
     kept_for_json,
     parse_device,
@@ -76,9 +74,7 @@ def prove(
     scripts, script_args = split_scripts(cases)
     if steps is not None and steps < 1:
         raise BadInput(f"--steps: expected at least 1, got {steps}")
-    for path, option in ((json, "--json"), (html, "--html"), (markdown, "--markdown")):
-        check_writable(path, option)
-    outputs = _Outputs(json, html, markdown)
+    outputs = Outputs(json, html, markdown)
     if same or ranks:
         _prove_cuts(scripts, script_args, same or [""], ranks, outputs)
         return
@@ -142,28 +138,7 @@ def prove(
         raise FellShort(f"prove: {len(bad)} checks failed, first {first['case']}/{first['impl']} {what}")
 
 
-@dataclass(frozen=True)
-class _Outputs:
-    """Where a result goes besides the terminal."""
-
-    json: str | None
-    html: str | None
-    markdown: str | None
-
-    def write(self, kind: str, result: dict[str, Any], summary: str) -> None:
-        from leanstep.measure.timing import environment
-
-        result = {**environment(), "kind": kind, **result}
-        write_json(result, self.json)
-        add_markdown(summary, self.markdown)
-        if self.html:
-            from leanstep.report.page import add_section
-            from leanstep.report.updates import page_section
-
-            add_section(self.html, f"prove {kind}", page_section(result))
-
-
-def _prove_pair(scripts: list[str], args: list[str], steps: int, drift_runs: int, outputs: _Outputs) -> None:
+def _prove_pair(scripts: list[str], args: list[str], steps: int, drift_runs: int, outputs: Outputs) -> None:
     from leanstep.prove.compare import prove_drift, prove_scripts
     from leanstep.prove.script_jobs import Job
     from leanstep.report.updates import pair_lines, pair_markdown
@@ -184,7 +159,7 @@ def _prove_pair(scripts: list[str], args: list[str], steps: int, drift_runs: int
             proof, interrupted = error.proof, True  # type: ignore[attr-defined]
     result = proof.to_json()
     out.print(pair_lines(result))
-    outputs.write(f"{before.label} {after.label}", result, pair_markdown(result))
+    outputs.write(f"prove {before.label} {after.label}", result, pair_markdown(result))
     if interrupted:
         raise KeyboardInterrupt
     if proof.problem is not None:
@@ -196,7 +171,7 @@ def _prove_pair(scripts: list[str], args: list[str], steps: int, drift_runs: int
 
 
 def _prove_cuts(
-    scripts: list[str], args: list[str], same: list[str], ranks: str | None, outputs: _Outputs
+    scripts: list[str], args: list[str], same: list[str], ranks: str | None, outputs: Outputs
 ) -> None:
     from leanstep.prove.cuts import prove_cuts
     from leanstep.prove.script_jobs import Job
@@ -233,7 +208,7 @@ def _prove_cuts(
         )
     result = proof.to_json()
     out.print(cuts_lines(result))
-    outputs.write(f"{scripts[0]} cuts", result, cuts_markdown(result))
+    outputs.write(f"prove {scripts[0]} cuts", result, cuts_markdown(result))
     if proof.problem is not None:
         raise BadInput(f"prove: {proof.problem}")
     if not proof.ok:

@@ -91,6 +91,27 @@ def add_markdown(text: str, path: str | None) -> None:
         raise BadInput(f"--markdown: cannot write {path}: {error.strerror}") from None
 
 
+class Outputs:
+    """Where the result about scripts goes besides the terminal; checked before the work."""
+
+    def __init__(self, json: str | None, html: str | None, markdown: str | None) -> None:
+        self.json, self.html, self.markdown = json, html, markdown
+        for path, option in ((json, "--json"), (html, "--html"), (markdown, "--markdown")):
+            check_writable(path, option)
+
+    def write(self, title: str, result: dict[str, Any], summary: str) -> None:
+        from leanstep.measure.timing import environment
+
+        result = {**environment(), **result}
+        write_json(result, self.json)
+        add_markdown(summary, self.markdown)
+        if self.html:
+            from leanstep.report.page import add_section
+            from leanstep.report.updates import page_section
+
+            add_section(self.html, title, page_section(result))
+
+
 def split_scripts(words: list[str] | None) -> tuple[list[str], list[str]]:
     """Scripts at the front of what was typed, and the arguments behind them; no scripts: it names cases."""
     words = words or []

@@ -11,9 +11,10 @@ reference is gone. Scratch space inside a single kernel is not seen.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,25 +76,33 @@ def memory_timeline(
     step: Callable[[], dict[str, Tensor]],
 ) -> tuple[dict[str, Tensor], list[tuple[float, int]]]:
     """Run `step` on the CPU; return its outputs and (seconds, bytes above the start) at every event."""
+    with recorded_allocations() as timeline:
+        outputs = step()
+    return outputs, timeline
+
+
+@contextlib.contextmanager
+def recorded_allocations() -> Iterator[list[tuple[float, int]]]:
+    """A list that holds (seconds, bytes above the start) at every event of the block, once it is left."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     enabled = gc.isenabled()
     gc.disable()
+    timeline: list[tuple[float, int]] = []
     try:
         # Without shapes, stacks and acc_events: torch then builds no Python record per op, which took three
         # quarters of the 50 s that a loop of 300,000 ops needed.
         with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-            outputs = step()
+            yield timeline
     finally:
         if enabled:
             gc.enable()
     kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
     # Backward runs on its own thread: the event list is per thread, so sort by time before summing.
     events = sorted((e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]")
-    level, timeline = 0, []
+    level = 0
     for start_ns, num_bytes in events:
         level += num_bytes
         timeline.append(((start_ns - events[0][0]) / 1e9, level))
-    return outputs, timeline
 
 
 @dataclass

@@ -133,3 +133,41 @@ def cuts_markdown(result: Data) -> str:
         cells = (f"`{row['cut']}`", str(row["ranks"]), units.small(row["distance"]), row["sentence"])
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])
+
+
+_COLUMNS = ("script", "median", "p20–p80", "steps", "peak", "host reads", "ops")
+
+
+def _cells(row: Data) -> list[str]:
+    whole = [str(row["samples"]), units.size(row["peak_bytes"])]
+    counts = ["-" if row[key] is None else f"{row[key]:,}" for key in ("host_syncs", "ops")]
+    spread = f"{units.seconds(row['p20_s'])}–{units.seconds(row['p80_s'])}"
+    return [row["script"], units.seconds(row["median_s"]), spread, *whole, *counts]
+
+
+def _gain(result: Data) -> str:
+    if result["time_ratio"] is None:
+        return "no ratio: " + result["verdict"]
+    faster = f"{units.ratio(result['time_ratio'])} faster"
+    less = f", {units.ratio(result['memory_ratio'])} less memory" if result["memory_ratio"] else ""
+    return f"{faster}{less}; {result['verdict']}"
+
+
+def bench_lines(result: Data) -> Group:
+    """`bench before.py after.py` for the terminal."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "script" else "right")
+    for row in result["rows"]:
+        table.add_row(*_cells(row))
+    style = "green" if result["proven"] else "bold red" if result["proven"] is False else "yellow"
+    notes = [Text(f"  {note}", style="dim") for note in result["notes"]]
+    return Group(table, *notes, Text(_gain(result), style=style))
+
+
+def bench_markdown(result: Data) -> str:
+    """The same for a pull request."""
+    lines = [f"### `leanstep bench {result['before']} {result['after']}`", "", _gain(result), ""]
+    lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in result["rows"]]
+    return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])

@@ -1,0 +1,301 @@
+"""Two scripts measured side by side: a step of one, a step of the other, and so on.
+
+Each script runs in a process of its own and waits at the end of every step until it is its turn, so that both
+are exposed to the same noise and never run at the same time. A step is what lies between the first
+`optimizer.step()` of one update and that of the next. Memory, host reads and ops are counted apart, in runs
+that nobody times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leanstep.diagnose.run_script import Stop, run_script
+from leanstep.files import BadInput
+from leanstep.host_reads import count_host_reads
+from leanstep.measure.peaks import recorded_allocations
+from leanstep.prove.script_jobs import Child, Job, log_to, seeded, start
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 40
+# Timed steps that are dropped; the one before them, with imports and first allocations, is not timed at all.
+WARMUP = 1
+
+
+@dataclass
+class SideRow:
+    """One script: seconds per step, its peak above the level between steps, and what it launches."""
+
+    script: str
+    median_s: float | None = None
+    p20_s: float | None = None
+    p80_s: float | None = None
+    samples: int = 0
+    peak_bytes: int | None = None
+    host_syncs: int | None = None
+    ops: int | None = None
+    timeline: list[tuple[float, int]] = field(default_factory=list, repr=False)
+
+
+@dataclass
+class PairBench:
+    """The result of `bench before.py after.py`. Ratios are None where the proof failed."""
+
+    before: SideRow
+    after: SideRow
+    proven: bool | None = None
+    verdict: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def time_ratio(self) -> float | None:
+        return self._ratio(self.before.median_s, self.after.median_s)
+
+    @property
+    def memory_ratio(self) -> float | None:
+        return self._ratio(self.before.peak_bytes, self.after.peak_bytes)
+
+    def _ratio(self, before: float | None, after: float | None) -> float | None:
+        # A wrong answer has no speed: the figures stay, the comparison does not.
+        return before / after if before and after and self.proven is not False else None
+
+    def to_json(self) -> dict[str, Any]:
+        rows = [
+            {k: v for k, v in asdict(row).items() if k != "timeline"} for row in (self.before, self.after)
+        ]
+        return {
+            "before": self.before.script,
+            "after": self.after.script,
+            "proven": self.proven,
+            "verdict": self.verdict,
+            "time_ratio": self.time_ratio,
+            "memory_ratio": self.memory_ratio,
+            "notes": self.notes,
+            "rows": rows,
+        }
+
+
+def bench_scripts(
+    before: Job,
+    after: Job,
+    *,
+    budget_s: float = 20.0,
+    fork: bool = False,
+    report: Callable[[str, float], None] | None = None,
+) -> PairBench:
+    """Measure both. Raises BadInput, in one line, for a script that ends before it could be measured."""
+    say = report or (lambda what, share: None)
+    result = PairBench(SideRow(before.label), SideRow(after.label))
+    rows = {0: result.before, 1: result.after}
+    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
+        say("time", 0.0)
+        samples = _interleaved([before, after], Path(folder), budget_s, fork, say)
+        for side, values in samples.items():
+            ordered, last = sorted(values), len(values) - 1
+            rows[side].median_s = statistics.median(ordered)
+            rows[side].p20_s, rows[side].p80_s = ordered[round(0.2 * last)], ordered[round(0.8 * last)]
+            rows[side].samples = len(ordered)
+        for side, job in enumerate((before, after)):
+            say(f"memory and host reads of {job.label}", 0.8 + 0.1 * side)
+            counted = _counted(job, Path(folder), fork)
+            if counted is None:
+                result.notes.append(f"{job.label} ended before its memory and host reads were counted")
+                continue
+            row = rows[side]
+            row.peak_bytes, row.host_syncs, row.ops, row.timeline = counted
+    return result
+
+
+# The parent's side.
+
+
+@contextlib.contextmanager
+def _talking(job: Job, folder: Path, fork: bool, kind: str) -> Iterator[tuple[Connection, Child]]:
+    address = str(folder / f"{kind}-{time.monotonic_ns()}")
+    key = os.urandom(16)
+    with Listener(address, "AF_UNIX", authkey=key) as listener:
+        child = start(_measured_child, (job, address, key, kind), fork=fork)
+        try:
+            # A child that dies before it says hello must not leave us waiting.
+            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+            while True:
+                try:
+                    connection = listener.accept()
+                    break
+                except TimeoutError:
+                    if child.poll() is not None:
+                        raise BadInput(f"bench: {job.label} could not be started") from None
+            with connection:
+                yield connection, child
+        finally:
+            child.kill()
+
+
+def _interleaved(
+    jobs: list[Job], folder: Path, budget_s: float, fork: bool, say: Callable[[str, float], None]
+) -> dict[int, list[float]]:
+    samples: dict[int, list[float]] = {side: [] for side in range(len(jobs))}
+    with contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(_talking(job, folder, fork, "time"))[0] for job in jobs]
+        for side, job in enumerate(jobs):
+            for _ in range(WARMUP):
+                _turn(lines[side], job, 0)
+        started = time.monotonic()
+        order = list(range(len(jobs)))
+        for number in range(MAX_ROUNDS):
+            for side in order:
+                elapsed = _turn(lines[side], jobs[side], number)
+                if elapsed is None:
+                    return samples
+                samples[side].append(elapsed)
+            order.reverse()
+            spent = time.monotonic() - started
+            say("time", min(0.8, 0.8 * spent / budget_s))
+            if spent > budget_s and number + 1 >= MIN_ROUNDS:
+                break
+    return samples
+
+
+def _turn(line: Connection, job: Job, rounds: int) -> float | None:
+    """Let one script make one step; its seconds, or None when it has ended and enough was seen."""
+    try:
+        line.send("go")
+        kind, value = line.recv()
+    except (EOFError, OSError):
+        kind, value = "end", "was killed"
+    if kind == "step":
+        return value
+    if rounds >= MIN_ROUNDS and value is None:
+        return None
+    why = f"ended with {value}" if value else "ended"
+    raise BadInput(
+        f"bench: {job.label} {why} after {rounds} measured steps; "
+        f"expected at least {WARMUP + MIN_ROUNDS + 1} updates from it"
+    )
+
+
+def _counted(job: Job, folder: Path, fork: bool) -> tuple[int, int, int, list[tuple[float, int]]] | None:
+    with _talking(job, folder, fork, "count") as (line, _):
+        try:
+            kind, value = line.recv()
+        except (EOFError, OSError):
+            return None
+        return value if kind == "counted" else None
+
+
+# The child's side.
+
+
+def _measured_child(job: Job, address: str, key: bytes, kind: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder, log_to(Path(folder) / "log"):
+        with Client(address, "AF_UNIX", authkey=key) as line:
+            watched = _Gate(line) if kind == "time" else _Inspection(line)
+            with seeded(job.seed):
+                outcome = run_script(Path(job.script), job.argv, watched)
+            with contextlib.suppress(OSError):
+                line.send(
+                    ("end", outcome.exception or (f"exit code {outcome.code}" if outcome.code else None))
+                )
+    os._exit(0)
+
+
+class _Steps:
+    """Calls `boundary` at the first optimizer step of every update."""
+
+    def __init__(self, line: Connection) -> None:
+        self.line = line
+        self._stack = contextlib.ExitStack()
+        self._fresh = False
+
+    def __enter__(self) -> None:
+        self._stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
+        backward = torch.autograd.backward
+
+        def noted(*args: Any, **kwargs: Any) -> None:
+            self._fresh = True
+            return backward(*args, **kwargs)
+
+        torch.autograd.backward = noted
+        self._stack.callback(setattr, torch.autograd, "backward", backward)
+
+    def __exit__(self, *details: Any) -> None:
+        self._stack.close()
+
+    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._fresh:
+            self._fresh = False
+            self.boundary()
+
+    def boundary(self) -> None:
+        raise NotImplementedError
+
+
+class _Gate(_Steps):
+    """Waits for its turn at every step and says how long the last one took."""
+
+    def __init__(self, line: Connection) -> None:
+        super().__init__(line)
+        self._since: float | None = None
+
+    def boundary(self) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        if self._since is not None:
+            self.line.send(("step", time.perf_counter() - self._since))
+        self.line.recv()
+        self._since = time.perf_counter()
+
+
+class _CountOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+class _Inspection(_Steps):
+    """The second step under the allocator's record, the third under counters."""
+
+    def __init__(self, line: Connection) -> None:
+        super().__init__(line)
+        self._number = 0
+        self._within = contextlib.ExitStack()
+        self._timeline: list[tuple[float, int]] = []
+        self._ops, self._reads = _CountOps(), None
+
+    def boundary(self) -> None:
+        self._within.close()
+        self._number += 1
+        if self._number == 1:
+            if torch.cuda.is_initialized():
+                torch.cuda.reset_peak_memory_stats()
+                self._level = torch.cuda.memory_allocated()
+            else:
+                self._timeline = self._within.enter_context(recorded_allocations())
+        elif self._number == 2:
+            if torch.cuda.is_initialized():
+                self._timeline = [(0.0, torch.cuda.max_memory_allocated() - self._level)]
+            # The compiler refuses to work under a dispatch mode.
+            self._within.enter_context(torch.compiler.set_stance("force_eager"))
+            self._within.enter_context(self._ops)
+            self._reads = self._within.enter_context(count_host_reads())
+        elif self._number == 3:
+            assert self._reads is not None
+            peak = max((level for _, level in self._timeline), default=0)
+            self.line.send(("counted", (peak, self._reads.total, self._ops.ops, self._timeline)))
+            raise Stop
