@@ -3,6 +3,7 @@
 leanstep prove CASE...                        registered cases; --drift trains pairs of runs
 leanstep prove before.py after.py             do two scripts make the same update?
 leanstep prove train.py --same A --same B     does one script, cut in two ways?
+leanstep prove train.py --invariant           does a row keep its bits in other company?
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ def prove(
         list[str] | None,
         typer.Option("--same", metavar="ARGS", help="Arguments of one cut of the batch; give two or more."),
     ] = None,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Name the first line that gives a row other bits.")
+    ] = False,
     ranks: Annotated[
         str | None, typer.Option("--ranks", metavar="N,N", help="With --same: also over so many processes.")
     ] = None,
@@ -75,6 +79,9 @@ def prove(
     if steps is not None and steps < 1:
         raise BadInput(f"--steps: expected at least 1, got {steps}")
     outputs = Outputs(json, html, markdown)
+    if invariant:
+        _prove_invariant(scripts, script_args, outputs)
+        return
     if same or ranks:
         _prove_cuts(scripts, script_args, same or [""], ranks, outputs)
         return
@@ -83,7 +90,7 @@ def prove(
         return
     if scripts:
         raise BadInput(
-            f"prove: one script, {scripts[0]}; expected a second one to compare it with, or --same"
+            f"prove: one script, {scripts[0]}; expected a second one to compare with, --same or --invariant"
         )
     from leanstep.measure.drift import run_drift
     from leanstep.measure.parity import prove_case
@@ -209,6 +216,23 @@ def _prove_cuts(
     result = proof.to_json()
     out.print(cuts_lines(result))
     outputs.write(f"prove {scripts[0]} cuts", result, cuts_markdown(result))
+    if proof.problem is not None:
+        raise BadInput(f"prove: {proof.problem}")
+    if not proof.ok:
+        raise FellShort(f"prove: {proof.sentence()}")
+
+
+def _prove_invariant(scripts: list[str], args: list[str], outputs: Outputs) -> None:
+    from leanstep.prove.invariance import prove_invariance
+    from leanstep.prove.script_jobs import Job
+    from leanstep.report.updates import invariance_lines, invariance_markdown
+
+    if len(scripts) != 1:
+        raise BadInput(f"--invariant: expected one script, got {len(scripts)}")
+    proof = prove_invariance(Job(scripts[0], tuple(args)), fork=True)
+    result = proof.to_json()
+    console(outputs.json).print(invariance_lines(result))
+    outputs.write(f"prove {scripts[0]} invariance", result, invariance_markdown(result))
     if proof.problem is not None:
         raise BadInput(f"prove: {proof.problem}")
     if not proof.ok:

@@ -9,18 +9,22 @@ from __future__ import annotations
 from leanstep.prove.capture import Captured, Update, update
 from leanstep.prove.compare import PairProof, prove_scripts
 from leanstep.prove.cuts import CutsProof, prove_cuts, same_update
+from leanstep.prove.invariance import InvarianceProof, prove_invariance, row_invariance
 from leanstep.prove.script_jobs import Job, run_job
 from leanstep.prove.twin import Twin
 
 __all__ = [
     "Captured",
     "CutsProof",
+    "InvarianceProof",
     "Job",
     "PairProof",
     "Twin",
     "Update",
     "prove_cuts",
+    "prove_invariance",
     "prove_scripts",
+    "row_invariance",
     "run_job",
     "same_update",
     "update",

@@ -171,3 +171,33 @@ def bench_markdown(result: Data) -> str:
     lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in result["rows"]]
     return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])
+
+
+def invariance_lines(result: Data) -> Group:
+    """`prove train.py --invariant` for the terminal: one line per variant that changes bits."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("the row is", "first line that changes it", "op", "shapes", "difference", ""):
+        table.add_column(name)
+    for row in result["rows"]:
+        shapes = f"{row['shape']} → {row['variant_shape']}"
+        place = f"{row['file']}:{row['line']}" + (f" from {row['called_from']}" if row["called_from"] else "")
+        table.add_row(row["variant"], place, row["op"], shapes, units.small(row["difference"]), row["kind"])
+        table.add_row("", Text(f"    {row['code']}", style="dim"))
+    return Group(
+        Text(f"{result['script']}: {result['ops']} ops, {result['variants']} variants", style="bold"),
+        table,
+        *[Text(f"  {note}", style="dim") for note in result["notes"]],
+        Text(result["verdict"], style="green" if result["ok"] else "bold red"),
+    )
+
+
+def invariance_markdown(result: Data) -> str:
+    """The same for a pull request."""
+    mark = "✅" if result["ok"] else "❌"
+    lines = [f"### {mark} `leanstep prove {result['script']} --invariant`", "", result["verdict"], ""]
+    lines += ["| the row is | line | op | difference |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        place = f"`{row['file']}:{row['line']}` `{row['code']}`"
+        cells = (row["variant"], place, row["op"], units.small(row["difference"]))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])

@@ -90,7 +90,7 @@ def test_cuts_from_the_command_line(tmp_path: Path, capfd):
     ("arguments", "message"),
     [
         (["prove", "nowhere.py", POLICY], "SCRIPT: no such file: nowhere.py"),
-        (["prove", POLICY], "one script, .*policy.py; expected a second one"),
+        (["prove", POLICY], "one script, .*policy.py; expected a second one to compare with"),
         (["prove", POLICY, "--same", "--micro 2"], "--same: expected at least two cuts"),
         (["prove", POLICY, POLICY, "--same", "a", "--same", "b"], "expected one script, got 2"),
         (["prove", POLICY, "--ranks", "1,x"], "--ranks: expected numbers of processes"),

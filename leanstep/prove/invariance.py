@@ -1,0 +1,446 @@
+"""Does a row keep its bits whatever rows are beside it? If not, which line changes them first?
+
+A trainer and a generator disagree about log-probabilities because a row is computed in another company: other
+batch sizes choose other kernels, reductions are cut at other places. The search for the first such place is
+mechanical: run the model on the batch, then on the same rows alone, fewer, in another order, twice and
+padded, record what every op returns together with its source line, and look for the first op whose bits differ
+for a row. An op over the whole batch (a statistic) has no rows of its own: the first row that it changes
+blames it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from leanstep.diagnose.run_script import Stop, run_script
+from leanstep.diagnose.source import Line, Stack, short_path
+from leanstep.measure.parity import same_bits
+from leanstep.prove.script_jobs import Job, log_to, seeded, start, wait_all
+from leanstep.prove.sketches import outside_modes
+
+# Positions that the padded variant adds.
+PADDING = 7
+# A relative difference up to this is rounding; above it the value itself depends on the company.
+ROUNDING = 1e-3
+
+
+@dataclass
+class InvarianceRow:
+    """The first place where one variant gives a row other bits."""
+
+    variant: str
+    row: int
+    op: str
+    file: str
+    line: int
+    code: str
+    called_from: str
+    shape: list[int]
+    variant_shape: list[int]
+    difference: float
+    kind: str
+    model: str
+    op_number: int
+
+
+@dataclass
+class InvarianceProof:
+    """The result of `prove train.py --invariant`."""
+
+    script: str
+    rows: list[InvarianceRow] = field(default_factory=list)
+    variants: int = 0
+    ops: int = 0
+    notes: list[str] = field(default_factory=list)
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None and self.variants > 0 and not self.rows
+
+    def sentence(self) -> str:
+        if self.problem is not None:
+            return self.problem
+        if not self.rows:
+            return f"every row keeps its bits: {self.ops} ops, {self.variants} variants"
+        first = self.rows[0]
+        return (
+            f"{Path(first.file).name}:{first.line} gives row {first.row} other bits {first.variant}: "
+            f"{first.op} of {first.shape} and {first.variant_shape}, {first.kind} ({first.difference:.2g})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "script": self.script,
+            "ok": self.ok,
+            "verdict": self.sentence(),
+            "problem": self.problem,
+            "variants": self.variants,
+            "ops": self.ops,
+            "notes": self.notes,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+@dataclass
+class _Op:
+    name: str
+    line: Line | None
+    caller: Line | None
+    inputs: tuple[int, ...]
+    outputs: list[Tensor]
+
+
+class _Tape(TorchDispatchMode):
+    """Every op with what it returned and the line that called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[_Op] = []
+        self._stack = Stack()
+        self._produced: dict[int, int] = {}
+        self._held: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+        read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        sources = tuple(self._produced[id(t)] for t in read if id(t) in self._produced)
+        if func.is_view:
+            # The same bits in another shape: who made them stays who made them.
+            for output in outputs:
+                if sources:
+                    self._produced[id(output)] = sources[0]
+                    self._held.append(output)
+            return result
+        site, _ = self._stack.locate(sys._getframe(1), False)
+        kept = [t.detach().clone() for t in outputs if t.is_floating_point()]
+        for output in outputs:
+            self._produced[id(output)] = len(self.ops)
+            self._held.append(output)
+        line, caller = (site.line, site.caller) if site is not None else (None, None)
+        self.ops.append(_Op(func._schema.name.removeprefix("aten::"), line, caller, sources, kept))
+        return result
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """How the batch is changed: `rows[i]` is the row of the batch at place i; `added` positions behind it."""
+
+    name: str
+    rows: tuple[int, ...]
+    added: int = 0
+
+
+def _variants(batch: int, length: int | None) -> list[_Variant]:
+    whole = tuple(range(batch))
+    found = [_Variant("alone", (0,)), _Variant("alone", (batch - 1,))] if batch > 1 else []
+    found.append(_Variant("in a batch of twice the size", whole + whole))
+    if batch > 2:
+        found.append(_Variant("in a smaller batch", whole[: (batch + 1) // 2]))
+    if batch > 1:
+        found.append(_Variant("in another order", whole[::-1]))
+    if length is not None:
+        found.append(_Variant("with padding behind it", whole, PADDING))
+    return found
+
+
+def row_invariance(
+    function: Callable[..., object],
+    *args: Any,
+    name: str = "",
+    module: nn.Module | None = None,
+    **kwargs: Any,
+) -> InvarianceProof:
+    """Hold every op of `function(*args, **kwargs)` against the same rows in other company.
+
+        proof = leanstep.prove.row_invariance(model, tokens)
+        assert proof.ok, proof.sentence()
+
+    Args:
+        function: takes batch-first tensors. It is called a handful of times, without dropout.
+        args, kwargs: tensors whose first dimension is that of the first tensor are the batch; [B, T] integers
+            are also padded behind.
+        module: whose buffers are put back after every call; `function` itself where it is a module.
+    """
+    proof = InvarianceProof(name or getattr(function, "__name__", type(function).__name__))
+    tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.dim() > 0]
+    if not tensors:
+        raise ValueError("args: expected at least one tensor with a batch dimension, got none")
+    batch = tensors[0].shape[0]
+    ids = next((t for t in tensors if t.dim() == 2 and not t.is_floating_point() and len(t) == batch), None)
+    length = None if ids is None else ids.shape[1]
+    owner = module if module is not None else function if isinstance(function, nn.Module) else None
+
+    def run(variant: _Variant | None) -> list[_Op]:
+        given = (args, kwargs) if variant is None else _changed(args, kwargs, variant, batch, length)
+        tape = _Tape()
+        with _undisturbed(owner), tape:
+            function(*given[0], **given[1])
+        return tape.ops
+
+    plain = run(None)
+    proof.ops = len(plain)
+    learned: dict[int, list[tuple[int, int] | None]] = {}
+    for variant in _variants(batch, length):
+        proof.variants += 1
+        found = _first_change(plain, run(variant), variant, batch, length, learned, proof)
+        if found is not None:
+            found.model = type(function).__name__ if owner is not None else proof.script
+            proof.rows.append(found)
+    # The earliest place first: that is the one to mend.
+    proof.rows.sort(key=lambda row: row.op_number)
+    return proof
+
+
+@contextlib.contextmanager
+def _undisturbed(module: nn.Module | None) -> Iterator[None]:
+    """Dropout off, buffers and generators as before."""
+    buffers = {} if module is None else {n: b.clone() for n, b in module.named_buffers()}
+    state = torch.get_rng_state()
+    dropout = nn.functional.dropout
+    nn.functional.dropout = lambda input, *args, **kwargs: input
+    try:
+        yield
+    finally:
+        nn.functional.dropout = dropout
+        torch.set_rng_state(state)
+        with outside_modes():
+            for name, buffer in buffers.items():
+                module.get_buffer(name).copy_(buffer)  # type: ignore[union-attr]
+
+
+def _changed(args: Any, kwargs: Any, variant: _Variant, batch: int, length: int | None) -> tuple[Any, Any]:
+    rows = torch.tensor(variant.rows)
+
+    def change(tensor: Tensor, name: str = "") -> Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != batch:
+            return tensor
+        result = tensor[rows.to(tensor.device)]
+        if variant.added and tensor.dim() > 1 and tensor.shape[1] == length:
+            last = result[:, -1:].expand(-1, variant.added, *result.shape[2:])
+            filler = -100 if "label" in name else 0
+            keep = not tensor.is_floating_point() and "mask" not in name and "label" not in name
+            behind = last if keep else torch.full_like(last, filler)
+            result = torch.cat([result, behind], 1)
+        return result
+
+    changed = tree_map_only(Tensor, change, args)
+    named = {
+        k: change(v, k) if isinstance(v, Tensor) else tree_map_only(Tensor, change, v)
+        for k, v in kwargs.items()
+    }
+    return changed, named
+
+
+def _first_change(
+    plain: list[_Op],
+    other: list[_Op],
+    variant: _Variant,
+    batch: int,
+    length: int | None,
+    learned: dict[int, list[tuple[int, int] | None]],
+    proof: InvarianceProof,
+) -> InvarianceRow | None:
+    suspects: set[int] = set()
+    for index, (a, b) in enumerate(zip(plain, other, strict=False)):
+        if a.name != b.name or len(a.outputs) != len(b.outputs):
+            # Another op for another shape: the branch itself is the place.
+            return _row_of(b, variant, 0, [], [], math.nan, "another op", index)
+        for number, (x, y) in enumerate(zip(a.outputs, b.outputs, strict=True)):
+            dims = learned.setdefault(index, [])
+            while len(dims) <= number:
+                dims.append(None)
+            if len(variant.rows) != batch:
+                dims[number] = _batch_dim(x.shape, y.shape, batch, len(variant.rows))
+            dim = dims[number]
+            if dim is None:
+                if not (x.shape == y.shape and same_bits(x, y)) and not variant.added:
+                    suspects.add(index)
+                continue
+            for place, row in enumerate(variant.rows):
+                pairs = list(_rows_of(x, y, dim, row, place, variant, length))
+                if pairs and not any(same_bits(p, q) for p, q in pairs):
+                    return _blame(other, index, suspects, variant, row, x, y, pairs[0])
+    if len(plain) != len(other):
+        proof.notes.append(f"{variant.name}: {len(plain)} and {len(other)} ops, compared as far as both go")
+    return None
+
+
+def _batch_dim(shape: torch.Size, other: torch.Size, batch: int, rows: int) -> tuple[int, int] | None:
+    """(dimension, elements per row) that went from `batch` rows to `rows`; None where there is none."""
+    if len(shape) != len(other):
+        return None
+    differing = [d for d in range(len(shape)) if shape[d] != other[d]]
+    if len(differing) != 1:
+        return None
+    (d,) = differing
+    if shape[d] % batch or other[d] % rows or shape[d] // batch != other[d] // rows:
+        return None
+    return d, shape[d] // batch
+
+
+def _rows_of(
+    x: Tensor, y: Tensor, dim: tuple[int, int], row: int, place: int, variant: _Variant, length: int | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The row in both; several readings where a flattened dimension can be read in several ways."""
+    d, per_row = dim
+    if not variant.added:
+        yield x.narrow(d, row * per_row, per_row), y.narrow(d, place * per_row, per_row)
+        return
+    assert length is not None
+    longer = length + variant.added
+    for outer in (True, False):
+        a, b = x, y
+        for axis in range(x.dim()):
+            if a.shape[axis] == b.shape[axis]:
+                continue
+            parts = a.shape[axis] // length
+            if a.shape[axis] != parts * length or b.shape[axis] != parts * longer:
+                return
+            sizes = (parts, longer) if outer else (longer, parts)
+            b = b.unflatten(axis, sizes).narrow(axis + int(outer), 0, length).flatten(axis, axis + 1)
+        if a.shape != b.shape:
+            return
+        # In a flattened dimension the rows of one sample are no longer one block: compare all of them.
+        yield a, b
+
+
+def _blame(
+    ops: list[_Op],
+    index: int,
+    suspects: set[int],
+    variant: _Variant,
+    row: int,
+    x: Tensor,
+    y: Tensor,
+    pair: tuple[Tensor, Tensor],
+) -> InvarianceRow:
+    a, b = (t.double() for t in pair)
+    difference = float((a - b).abs().max() / a.abs().max().clamp(min=1e-300))
+    kind = "rounding" if difference <= ROUNDING else "the value itself"
+    op = ops[index]
+    for source in op.inputs:
+        if source in suspects:
+            op = ops[source]
+            kind += ", through a value over the whole batch"
+            break
+    return _row_of(op, variant, row, list(x.shape), list(y.shape), difference, kind, index)
+
+
+def _row_of(
+    op: _Op,
+    variant: _Variant,
+    row: int,
+    shape: list[int],
+    other: list[int],
+    difference: float,
+    kind: str,
+    number: int,
+) -> InvarianceRow:
+    line = op.line or Line("<unknown>", 0)
+    caller = f"{short_path(op.caller.file)}:{op.caller.number}" if op.caller else ""
+    return InvarianceRow(
+        variant.name, row, op.name, short_path(line.file), line.number, line.code, caller, shape, other,
+        difference, kind, "", number,
+    )  # fmt: skip
+
+
+def prove_invariance(job: Job, *, fork: bool = False) -> InvarianceProof:
+    """The models that a script calls in its first training step, each on the batch it is given there."""
+    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
+        child = start(_invariant_child, (job, folder), fork=fork)
+        wait_all([child])
+        target = Path(folder) / "proof.pickle"
+        if not target.exists():
+            return InvarianceProof(job.label, problem=f"{job.label} was killed before its first model call")
+        return pickle.loads(target.read_bytes())
+
+
+def _invariant_child(job: Job, folder: str) -> None:
+    log = Path(folder) / "log"
+    with log_to(log):
+        proof = script_invariance(job)
+    if proof.problem is not None and proof.problem.endswith(": "):
+        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        proof.problem += said[-1] if said else ""
+    (Path(folder) / "proof.pickle").write_bytes(pickle.dumps(proof))
+
+
+def script_invariance(job: Job) -> InvarianceProof:
+    """As `prove_invariance`, in this process."""
+    proof = InvarianceProof(job.label)
+    watch = _ModelCalls(proof)
+    with seeded(job.seed):
+        outcome = run_script(Path(job.script), job.argv, watch)
+    if outcome.exception is not None:
+        proof.problem = f"{job.label} ended with {outcome.exception}: "
+    elif not proof.variants:
+        proof.problem = f"{job.label} calls no model with a batch before its first backward()"
+    return proof
+
+
+class _ModelCalls:
+    """Replays each outermost model call of the first training step; ends the script at its backward."""
+
+    def __init__(self, proof: InvarianceProof) -> None:
+        self.proof = proof
+        self._busy = False
+        self._seen: set[int] = set()
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        call, backward = nn.Module.__call__, torch.autograd.backward
+        nn.Module.__call__ = lambda module, *args, **kwargs: self._called(call, module, args, kwargs)
+        self._stack.callback(setattr, nn.Module, "__call__", call)
+        torch.autograd.backward = self._stop
+        self._stack.callback(setattr, torch.autograd, "backward", backward)
+
+    def __exit__(self, *details: Any) -> None:
+        self._stack.close()
+
+    def _stop(self, *args: Any, **kwargs: Any) -> None:
+        raise Stop
+
+    def _called(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._busy or not torch.is_grad_enabled() or next(module.parameters(), None) is None:
+            return call(module, *args, **kwargs)
+        self._busy = True
+        try:
+            if id(module) not in self._seen and _has_batch(args, kwargs):
+                self._seen.add(id(module))
+                kept = copy.copy(kwargs)
+                found = row_invariance(
+                    lambda *a, **k: call(module, *a, **k),
+                    *args,
+                    module=module,
+                    name=type(module).__name__,
+                    **kept,
+                )
+                for row in found.rows:
+                    row.model = type(module).__name__
+                self.proof.rows += found.rows
+                self.proof.variants += found.variants
+                self.proof.ops += found.ops
+                self.proof.notes += found.notes
+            return call(module, *args, **kwargs)
+        finally:
+            self._busy = False
+
+
+def _has_batch(args: Any, kwargs: Any) -> bool:
+    return any(isinstance(t, Tensor) and t.dim() > 0 for t in tree_flatten((args, kwargs))[0])

@@ -1,0 +1,61 @@
+"""`prove --invariant`: planted faults are named by their line; rows of elementwise ops keep their bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from prove.captured_scripts import SCRIPTS, job
+
+from leanstep.cli import run
+from leanstep.prove.invariance import row_invariance, script_invariance
+
+# The two shapes of a product are two ops, a chunk's sum may be cut into another number of parts: the line of
+# either branch names the fault.
+FAULTS = {"product": "alone", "statistic": "alone", "chunks": "alone", "padding": "with padding behind it"}
+
+
+def fault_lines(fault: str) -> list[int]:
+    text = (SCRIPTS / "rows.py").read_text().splitlines()
+    block = next(n for n, line in enumerate(text) if f'args.fault == "{fault}"' in line)
+    end = next(n for n in range(block + 1, len(text)) if text[n].startswith(("        if", "        return")))
+    return list(range(block + 2, end + 1))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_by_its_line(fault: str):
+    proof = script_invariance(job("rows.py", "--fault", fault))
+    assert not proof.ok and proof.problem is None
+    first = proof.rows[0]
+    assert Path(first.file).name == "rows.py"
+    assert first.line in fault_lines(fault), (first.line, first.code)
+    assert FAULTS[fault] in {row.variant for row in proof.rows}
+    if fault == "statistic":
+        assert "FAULT statistic" in first.code and "whole batch" in first.kind
+
+
+def test_rows_of_elementwise_ops_keep_their_bits():
+    proof = script_invariance(job("rows.py"))
+    assert proof.ok, proof.sentence()
+    assert proof.variants == 6 and proof.ops >= 4
+
+
+def test_a_function_of_tensors():
+    proof = row_invariance(lambda x: (x - x.mean(0)).tanh(), torch.randn(4, 6))
+    assert proof.rows[0].op == "mean" and proof.rows[0].kind.startswith("the value itself")
+    assert row_invariance(lambda x, y: x.sin() * y, torch.randn(4, 6), torch.randn(4, 1)).ok
+    with pytest.raises(ValueError, match="args: expected at least one tensor"):
+        row_invariance(lambda: None)
+
+
+def test_from_the_command_line(tmp_path: Path, capfd):
+    script = str(SCRIPTS / "rows.py")
+    assert run(["prove", script, "--invariant", "--", "--fault", "statistic"]) == 1
+    captured = capfd.readouterr()
+    assert "x.mean((0, 1))" in captured.out and "leanstep: prove: rows.py:" in captured.err
+    assert run(["prove", script, "--invariant", "--markdown", str(tmp_path / "s.md")]) == 0
+    empty = tmp_path / "empty.py"
+    empty.write_text("print('no model')\n")
+    assert run(["prove", str(empty), "--invariant"]) == 2
+    assert "calls no model with a batch before its first backward()" in capfd.readouterr().err
