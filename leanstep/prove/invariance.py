@@ -3,9 +3,9 @@
 A trainer and a generator disagree about log-probabilities because a row is computed in another company: other
 batch sizes choose other kernels, reductions are cut at other places. The search for the first such place is
 mechanical: run the model on the batch, then on the same rows alone, fewer, in another order, twice and
-padded, record what every op returns together with its source line, and look for the first op whose bits differ
-for a row. An op over the whole batch (a statistic) has no rows of its own: the first row that it changes
-blames it.
+padded, record what every op returns together with its source line, and look for the first op whose bits
+differ for a row. An op over the whole batch (a statistic) has no rows of its own: the first row that it
+changes blames it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model of elementwise ops, which keep a row's bits on every machine; `--fault` plants one that does not."""
+"""A model of elementwise ops, which keep a row's bits on every machine; `--fault` plants another."""
 
 import argparse
 
