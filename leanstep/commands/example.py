@@ -1,23 +1,19 @@
 """One bundled example: a training step as people write it and with leanstep in place, compared in every way.
 
-Each example is a folder with `before.py` and `after.py`. Both run as scripts and define `setup(dtype)`,
-`make_batch(step, dtype)`, `loss_fn(model, batch)` and `train_step(model, optimizer, batch)`.
+Each example is a folder with `before.py` and `after.py`, two scripts like anybody's. What the demo says about
+them is what `leanstep diagnose`, `prove` and `bench` say about yours.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-import torch
 
 import leanstep
 from leanstep.commands import BadInput, FellShort
@@ -80,24 +76,6 @@ def readable_examples(out: Path) -> Path:
     return target.resolve()
 
 
-def load(folder: Path, side: str) -> ModuleType:
-    """Import `folder/side.py` with its sibling modules, leaving none of them behind for the next example."""
-    siblings = {path.stem for path in folder.glob("*.py")}
-    hidden = {name: sys.modules.pop(name) for name in siblings & set(sys.modules)}
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location(f"example_{folder.name}_{side}", folder / f"{side}.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(folder))
-        for name in siblings:
-            sys.modules.pop(name, None)
-        sys.modules.update(hidden)
-
-
 def diagnose_script(path: Path, *, steps: int = 2) -> dict[str, Any]:
     """What `leanstep diagnose PATH --json` gives, with the script's own output kept away from the screen."""
     from leanstep.diagnose import Limits, screen
@@ -131,116 +109,56 @@ def _siblings_forgotten(folder: Path) -> Iterator[None]:
             sys.modules.pop(path.stem, None)
 
 
-def prove(name: str, before: ModuleType, after: ModuleType) -> list[dict[str, Any]]:
-    """Loss and gradients of one step: `after` may be no further from fp64 than twice what `before` is."""
-    from leanstep.measure import parity
-
-    truth, plain = _loss_and_gradients(before, torch.float64), _loss_and_gradients(before, torch.float32)
-    candidate = _loss_and_gradients(after, torch.float32)
-    rows = []
-    for tensor, expected in truth.items():
-        error = parity.relative_error(candidate[tensor], expected)
-        plain_error = parity.relative_error(plain[tensor], expected)
-        bound = parity.FACTOR[torch.float32] * plain_error + parity.FLOOR[torch.float32]
-        rows.append(
-            {
-                "case": name,
-                "impl": "after",
-                "dtype": "fp32",
-                "tensor": tensor,
-                "error": error,
-                "reference_error": plain_error,
-                "bound": bound,
-                "ok": bool(error <= bound),
-            }
-        )
-    return rows
-
-
-def _loss_and_gradients(module: ModuleType, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    model, _ = module.setup(dtype)
-    loss = module.loss_fn(model, module.make_batch(0, dtype))
-    loss.backward()
-    found = {"loss": loss.detach()}
-    for name, parameter in model.named_parameters():
-        found[f"grad:{name}"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return found
-
-
-def losses(module: ModuleType, steps: int) -> list[float]:
-    """The loss of the first steps of a fresh training run."""
-    model, optimizer = module.setup()
-    run = [module.train_step(model, optimizer, module.make_batch(step)) for step in range(steps)]
-    return torch.stack(run).tolist()
-
-
-def measure(modules: dict[str, ModuleType], *, budget_s: float, report: Report) -> dict[str, dict[str, Any]]:
-    """Time (interleaved) and memory (apart) of one training step of each side."""
-    from leanstep.measure.peaks import memory_timeline
-    from leanstep.measure.timing import interleave
-
-    steps = {side: _step(module) for side, module in modules.items()}
-    report("time")
-    timings = interleave(
-        steps, budget_s=budget_s, on_round=lambda done, planned: report(f"time, round {done} of {planned}")
-    )
-    report("memory")
-    found = {}
-    for side, step in steps.items():
-        _, timeline = memory_timeline(step)
-        timing = timings[side]
-        found[side] = {
-            "median_s": timing.median_s,
-            "p20_s": timing.p20_s,
-            "p80_s": timing.p80_s,
-            "peak_bytes": max((int(level) for _, level in timeline), default=0),
-            "timeline": [[t, level] for t, level in timeline],
-        }
-    return found
-
-
-def _step(module: ModuleType) -> Callable[[], dict[str, torch.Tensor]]:
-    model, optimizer = module.setup()
-    batch = module.make_batch(0)
-    # The step is timed many times on one batch: with a rate of zero it does the same work each time.
-    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
-        for group in one.param_groups:
-            group["lr"] = 0.0
-
-    def step() -> dict[str, torch.Tensor]:
-        return {"loss": module.train_step(model, optimizer, batch)}
-
-    return step
-
-
 def compare(
     example: Example, examples: Path, *, steps: int, budget_s: float, report: Report
 ) -> dict[str, Any]:
     """Everything about one of the `examples`, as the page's `demo` section holds it."""
+    from leanstep.prove.compare import prove_scripts
+    from leanstep.prove.script_jobs import Job, call_in_child
+    from leanstep.prove.stopwatch import bench_scripts
     from leanstep.report.excerpts import difference
 
     folder = examples / example.name
-    texts = {side: (folder / f"{side}.py").read_text(encoding="utf-8") for side in SIDES}
+    before, after = (folder / f"{side}.py" for side in SIDES)
     found: dict[str, Any] = {side: {} for side in SIDES}
-    for side in SIDES:
+    for side, path in zip(SIDES, (before, after), strict=True):
         report(f"diagnose {side}.py")
-        found[side]["diagnose"] = diagnose_script(folder / f"{side}.py")
-    modules = {side: load(folder, side) for side in SIDES}
-    report("prove loss and gradients")
-    proof = prove(example.name, modules["before"], modules["after"])
-    for side in SIDES:
-        report(f"train {steps} steps, {side}")
-        found[side]["losses"] = losses(modules[side], steps)
-    for side, figures in measure(modules, budget_s=budget_s, report=report).items():
-        found[side] |= figures
-    before, after = found["before"], found["after"]
+        # In a process of its own, as the others are: this one must not have run anything when it forks.
+        found[side]["diagnose"] = call_in_child(diagnose_script, path, fork=True)
+    jobs = [Job(str(path), steps=steps) for path in (before, after)]
+    report("prove the update")
+    proof = prove_scripts(*jobs, fork=True, report=lambda what: report(f"prove: {what}"))
+    if proof.problem is not None:
+        raise FellShort(f"demo: {proof.problem}")
+    figures = bench_scripts(*jobs, budget_s=budget_s, fork=True, report=lambda what, share: report(what))
+    for side, row in zip(SIDES, (figures.before, figures.after), strict=True):
+        found[side] |= {
+            "losses": proof.losses[side],
+            "median_s": row.median_s,
+            "p20_s": row.p20_s,
+            "p80_s": row.p80_s,
+            "peak_bytes": row.peak_bytes or 0,
+            "timeline": [list(point) for point in row.timeline],
+        }
     return {
         "name": example.name,
         "title": example.title,
         "summary": example.summary,
-        "diff": difference(texts["before"], texts["after"]),
+        "diff": difference(before.read_text(encoding="utf-8"), after.read_text(encoding="utf-8")),
         **found,
-        "time_ratio": before["median_s"] / after["median_s"],
-        "memory_ratio": before["peak_bytes"] / max(after["peak_bytes"], 1),
-        "proof": proof,
+        "time_ratio": found["before"]["median_s"] / found["after"]["median_s"],
+        "memory_ratio": found["before"]["peak_bytes"] / max(found["after"]["peak_bytes"], 1),
+        "proof": [
+            {
+                "case": example.name,
+                "impl": "after",
+                "dtype": "fp32",
+                "tensor": f"step {row.step} {row.what} {row.parameter}".strip(),
+                "error": row.error,
+                "reference_error": row.reference_error,
+                "bound": row.bound,
+                "ok": row.ok,
+            }
+            for row in proof.rows
+        ],
     }

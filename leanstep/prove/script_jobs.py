@@ -76,8 +76,7 @@ def run_job(job: Job, *, fork: bool = False) -> list[Captured]:
         try:
             wait_all(processes)
         except KeyboardInterrupt:
-            # The children got the same signal and write what they have.
-            wait_all(processes, GRACE_S)
+            interrupt_all(processes)
             _raise_with(KeyboardInterrupt(), [_read(Path(folder), job, rank) for rank in range(count)])
         return [_read(Path(folder), job, rank) for rank in range(count)]
 
@@ -233,6 +232,43 @@ def wait_all(children: Sequence[Child], limit_s: float | None = None) -> None:
                 child.kill()
             return
         time.sleep(0.01)
+
+
+def interrupt_all(children: Sequence[Child]) -> None:
+    """After Ctrl-C: children of a terminal got it themselves and write what they have; others are told."""
+    wait_quietly = time.monotonic() + 0.5
+    while time.monotonic() < wait_quietly and any(child.poll() is None for child in children):
+        time.sleep(0.01)
+    for child in children:
+        if child.poll() is None:
+            os.kill(child.pid, signal.SIGINT)
+    wait_all(children, GRACE_S)
+
+
+def call_in_child(function: Callable[..., Any], *args: Any, fork: bool = False) -> Any:
+    """What `function(*args)` returns or raises, from a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
+        target = Path(folder) / "result"
+        child = start(_answer, (function, args, str(target)), fork=fork)
+        try:
+            wait_all([child])
+        except KeyboardInterrupt:
+            interrupt_all([child])
+            raise
+        if not target.exists():
+            raise RuntimeError(f"{function.__name__}: its process ended with code {child.poll()}")
+        returned, value = pickle.loads(target.read_bytes())
+    if returned:
+        return value
+    raise value
+
+
+def _answer(function: Callable[..., Any], args: tuple[Any, ...], target: str) -> None:
+    try:
+        answer = (True, function(*args))
+    except BaseException as error:
+        answer = (False, error)
+    Path(target).write_bytes(pickle.dumps(answer))
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ def test_a_disk_that_fills_up_at_the_end_keeps_the_old_page(tmp_path: Path, monk
     assert page.read_bytes() == old and [p.name for p in tmp_path.iterdir()] == ["index.html"]
 
 
-@pytest.mark.parametrize("wait_for", ["diagnose before.py", "train 5 steps, before"])
+@pytest.mark.parametrize("wait_for", ["diagnose before.py", "prove the update"])
 def test_interrupt_leaves_no_page(tmp_path: Path, wait_for: str):
     process = subprocess.Popen(
         [*COMMAND, "--out", str(tmp_path)],
