@@ -146,13 +146,13 @@ def prove(
 
 
 def _prove_pair(scripts: list[str], args: list[str], steps: int, drift_runs: int, outputs: Outputs) -> None:
-    from leanstep.prove.compare import prove_drift, prove_scripts
+    from leanstep.prove.compare import PairProof, prove_drift, prove_scripts
     from leanstep.prove.script_jobs import Job
     from leanstep.report.updates import pair_lines, pair_markdown
 
     before, after = (Job(script, tuple(args), steps) for script in scripts)
     out = console(outputs.json)
-    interrupted = False
+    proof, interrupted = PairProof(before.label, after.label), False
     with progress_bar(out, "prove") as report:
         done = iter(range(9))
         try:
@@ -163,7 +163,7 @@ def _prove_pair(scripts: list[str], args: list[str], steps: int, drift_runs: int
                 report(f"{drift_runs} pairs of runs", 0.5)
                 proof.drift = prove_drift(before, after, runs=drift_runs, fork=True)
         except KeyboardInterrupt as error:
-            proof, interrupted = error.proof, True  # type: ignore[attr-defined]
+            proof, interrupted = getattr(error, "proof", proof), True
     result = proof.to_json()
     out.print(pair_lines(result))
     outputs.write(f"prove {before.label} {after.label}", result, pair_markdown(result))

@@ -170,11 +170,11 @@ def _interleaved(
 
 def _turn(line: Connection, job: Job, rounds: int) -> float | None:
     """Let one script make one step; its seconds, or None when it has ended and enough was seen."""
-    try:
+    answer: tuple[str, Any] = ("end", "was killed")
+    with contextlib.suppress(EOFError, OSError):
         line.send("go")
-        kind, value = line.recv()
-    except (EOFError, OSError):
-        kind, value = "end", "was killed"
+        answer = line.recv()
+    kind, value = answer
     if kind == "step":
         return value
     if rounds >= MIN_ROUNDS and value is None:

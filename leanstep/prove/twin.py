@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, _utils, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -41,7 +41,7 @@ _AS_WRITTEN = {
     torch.can_cast,
     torch.result_type,
     # What Module.to hands its arguments to.
-    torch._C._nn._parse_to,
+    torch._C._nn._parse_to,  # type: ignore[attr-defined]
 }
 # Random factories whose result is a float when no dtype is given.
 _FLOAT_FACTORIES = ("aten::rand", "aten::randn", "aten::normal")
@@ -79,7 +79,7 @@ class Twin:
         self._swap(torch, "get_default_dtype", lambda: torch.float64)
         self._swap(torch, "compile", _not_compiled)
         self._swap(nn.Module, "compile", lambda module, *args, **kwargs: None)
-        self._swap(torch._utils, "_rebuild_tensor", self._around(torch._utils._rebuild_tensor))
+        self._swap(_utils, "_rebuild_tensor", self._around(_utils._rebuild_tensor))
         self._swap(nn.Parameter, "__new__", staticmethod(self._parameter(nn.Parameter.__new__)))
         self._swap(nn.Module, "_apply", self._applied(nn.Module._apply))
         if not self.dropout:
