@@ -23,7 +23,7 @@ from leanstep.commands.terminal import check_writable, console, write_json
 # The page with plotly inlined takes 5 MB, and is written beside its older self.
 PAGE_BYTES = 8 * 2**20
 # Updates that are proven; the scripts make five.
-STEPS = 3
+STEPS = 2
 # Peers whose import or compilation alone takes longer than the whole demo may; `leanstep bench` runs them.
 HEAVY_PEERS = ("cut-cross-entropy", "verl-fused", "verl-fused-rows", "liger-chunked", "trl-chunked")
 # What the page compares with peers and the limit: case, size, parameters that keep it short, rows left out.
