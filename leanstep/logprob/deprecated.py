@@ -74,7 +74,7 @@ def accepts_old_names(*names: str) -> Callable[[Callable[P, R]], Callable[P, R]]
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if kwargs.keys().isdisjoint(names):
+            if not any(name in kwargs for name in names):
                 return function(*args, **kwargs)
             given: dict[str, Any] = {**dict(zip(parameters, args, strict=False)), **kwargs}
             old = {name: given.pop(name) for name in names if name in given}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob.deprecated import accepts_old_names
+from leanstep.logprob.engine.compiled import REMEMBERED, traced_linear
 from leanstep.logprob.engine.frozen import frozen_forward
 from leanstep.logprob.engine.kl_topk import divergences
 from leanstep.logprob.engine.lm_head import Head, RowSource
@@ -115,6 +116,10 @@ def linear_logprobs(
     check_entropy(entropy)
     wants, top_k = _checked_outputs(outputs)
     tuning = Tuning() if tuning is None else tuning
+    if torch.compiler.is_compiling() and tuning.main_grad is None:
+        if reference is None and allowed is None and shards is None:
+            asked = (entropy, wants, top_k)
+            return traced_linear(hidden, weight, targets, rows, temperature, transform, asked, tuning)
     smoothing = 0.0 if transform is None else transform.label_smoothing
     group, reduce_grad = None, "none"
     rows_given, total_rows = rows, hidden.shape[0]
@@ -154,7 +159,7 @@ def linear_logprobs(
         many_passes = bool(top_k or "argmax" in wants) or ids is not None or reference_head is not None
         frozen = torch.is_grad_enabled() and hidden.requires_grad and not trained
         frozen = frozen and low_hidden is None and ids is None and reference_head is None
-        frozen = frozen and not smoothing and targets.dim() == 1
+        frozen = frozen and not smoothing and targets.dim() == 1 and REMEMBERED.get() is None
         if on_gpu(hidden.device):
             # With an entropy gradient the Jacobians take 3 GEMMs as well, and more passes.
             frozen = frozen and entropy != "grad" and not wants and group is None
@@ -211,8 +216,12 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: Call):  # type: ignore[override, no-untyped-def]
         ctx.set_materialize_grads(False)
-        saved = _saved_logits(call)
-        stats, best = forward_tiles(call, saved)
+        saved, memory, best = _saved_logits(call), REMEMBERED.get(), None
+        stats = None if memory is None else memory.statistics()
+        if stats is None:
+            stats, best = forward_tiles(call, saved)
+            if memory is not None:
+                memory.keep(stats)
         if call.group is not None:
             stats = combine_statistics(stats, call.group)
             best = None if best is None else best.over_ranks(call.group)

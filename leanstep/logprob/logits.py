@@ -17,6 +17,7 @@ from torch import Tensor
 
 from leanstep.cpu import num_threads, run_on_cores
 from leanstep.logprob.deprecated import accepts_old_names
+from leanstep.logprob.engine.compiled import REMEMBERED, traced_token
 from leanstep.logprob.engine.passes import (
     Finish,
     NativePasses,
@@ -105,6 +106,8 @@ def token_logprobs(
     wants = {outputs} if isinstance(outputs, str) else set(outputs)
     if wants - {"lse", "z_loss"}:
         raise ValueError(f"outputs: expected lse or z_loss from logits, got {outputs!r}")
+    if torch.compiler.is_compiling() and allowed is None and shards is None and not reuse_buffer:
+        return traced_token(logits, targets, rows, entropy, temperature, wants, tuning or Tuning())
     num_rows, width = logits.shape
     dtype = accumulation_dtype(logits.dtype)
     group, shard, vocabulary = None, VocabShard(0, width, width), width
@@ -195,7 +198,7 @@ class _Chunks:
             return buffer
         return buffer.div_(t[part].unsqueeze(-1) if isinstance(t, Tensor) else t)
 
-    def finishing(self, part: slice) -> dict[str, Finish]:
+    def finishing(self, part: slice) -> dict[str, Any]:
         """What is left to the kernel: the temperature."""
         t = self.temperature
         if not self.in_kernel or (isinstance(t, float) and t == 1.0):
@@ -238,7 +241,14 @@ class _TokenLogProbs(torch.autograd.Function):
                 work = scratch.tiles(needed, *shape)
                 rows.update_(source, work, *where, kernels=call.kernels, **call.finishing(part))
 
-        call.over_chunks(logits, add_chunk)
+        memory = REMEMBERED.get()
+        known = None if memory is None else memory.statistics()
+        if known is not None:
+            stats = known
+        else:
+            call.over_chunks(logits, add_chunk)
+            if memory is not None:
+                memory.keep(stats)
         stats = combine_statistics(stats, call.group)
         final, allowed_final = stats.final(), stats.allowed_final()
         ctx.call = call

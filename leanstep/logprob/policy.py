@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob.deprecated import accepts_old_names
+from leanstep.logprob.engine.compiled import traced_policy
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import RowGradients, first_order_only
@@ -119,6 +120,10 @@ def linear_policy_loss(
         raise ValueError("shards: expected sequence_parallel=False here, got True")
     if tuning is not None and (tuning.tile is not None or tuning.main_grad is not None):
         raise ValueError("tuning: expected no tile and no main_grad here, only a budget")
+    budget = None if tuning is None else tuning.budget
+    if torch.compiler.is_compiling() and shards is None:
+        options = (objective, normalizer, rows, entropy, temperature, transform, budget)
+        return traced_policy(hidden, weight, targets, batch, *options)
     head, tensors = build_head(hidden, weight, transform, shards)
     check_rows(rows, hidden.device)
     num_rows, dtype = hidden.shape[0], head.dtype
@@ -141,7 +146,6 @@ def linear_policy_loss(
         raise ValueError("ref_logp: expected reference log-probs because kl_coef is not 0, got None")
     group = None if shards is None else resolve_group(shards.group)
     source, low = RowSource(hidden.detach(), rows), tensors[3]
-    budget = None if tuning is None else tuning.budget
     chunks = _chunks(objective, lengths, source, head, budget, group)
     tiles, cores, kernels = _arranged(source, head, chunks)
     call = Call(
@@ -319,7 +323,8 @@ def _chunks(
             )
         columns = -(-head.vocabulary // group.size())
     if on_gpu(head.weight.device):
-        most = gpu_chunk_rows(columns, head.dtype.itemsize, budget)
+        shape = (columns, head.weight.shape[1])
+        most = gpu_chunk_rows(shape, head.weight, head.dtype.itemsize, budget)
         multiple = GPU_ALIGNMENT
     else:
         # A tile's width follows the local shard; ranks must not count with it.

@@ -93,8 +93,8 @@ def frozen_forward(
 def _frozen_on_gpu(call: Call) -> tuple[RowStatistics, None, RowJacobians]:
     """Statistics and d logp / dh alone, 2 GEMMs: per chunk of rows logits, then their gradient for ones."""
     head, hidden = call.head, call.source.hidden
-    most = min(gpu_chunk_rows(head.columns, head.dtype.itemsize), max(call.num_rows, 1))
     shape = (call.num_rows, head.columns, hidden.shape[1])
+    most = min(gpu_chunk_rows(shape[1:], hidden, head.dtype.itemsize), max(call.num_rows, 1))
     tiles = arrange(*shape, hidden.device, call.kernels, chunk_rows=most).tiles
     call = replace(call, tiles=replace(tiles, order="rows"))
     rows_like = RowSource(hidden.new_empty(()).expand(call.num_rows, hidden.shape[1]), None)

@@ -42,8 +42,8 @@ CPU_MAX_ROWS = 1024
 # not depend on it.
 GPU_ELEMENT_BYTES = 6
 GPU_TILE_BYTES = 512 << 20
-# Logits of whole rows that wait for their gradient: 2,048 rows of 76,032, 1,024 of 151,936.
-GPU_CHUNK_BYTES = 640 << 20
+# Logits of whole rows that wait for their gradient.
+GPU_CHUNK_BYTES = 1 << 30
 # Sides of tiles are multiples of this, as the blocks of matrix products are; a row of logits begins at a
 # multiple of `ROW_ELEMENTS`, so that every operand is aligned to 16 bytes.
 GPU_ALIGNMENT = 128
@@ -106,10 +106,26 @@ def default_budget(device: torch.device | str) -> int:
     return GPU_TILE_BYTES if on_gpu(device) else CPU_TILE_BYTES
 
 
-def gpu_chunk_rows(columns: int, itemsize: int, budget: int | None = None) -> int:
-    """Rows whose logits wait for their gradient together on a GPU."""
-    rows = (GPU_CHUNK_BYTES if budget is None else budget) // max(columns * itemsize, 1)
-    return max(_round_down(rows, GPU_ALIGNMENT), 1)
+def gpu_chunk_rows(
+    head_shape: tuple[int, int], like: Tensor, itemsize: int, budget: int | None = None
+) -> int:
+    """Rows whose logits [c, V] wait for their gradient together on a GPU; `head_shape` is (V, D).
+
+    At most as many as the budget has room for and at least half of them: as many as fill the waves of the
+    hidden gradient's product [c, D] best.
+    """
+    columns, width = head_shape
+    most = (GPU_CHUNK_BYTES if budget is None else budget) // max(columns * itemsize, 1)
+    if most < 2 * GPU_ALIGNMENT:
+        return max(most, 1)
+    units = _units(like.device)
+
+    def filled(rows: int) -> float:
+        blocks = -(-rows // BLOCK_ROWS) * -(-width // BLOCK_COLUMNS)
+        return blocks / (-(-blocks // units) * units)
+
+    most = _round_down(most, GPU_ALIGNMENT)
+    return max(range(most, most // 2, -GPU_ALIGNMENT), key=filled)
 
 
 def choose_cores(num_rows: int, vocab: int, width: int, device: torch.device | str = "cpu") -> int:
