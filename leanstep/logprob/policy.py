@@ -210,6 +210,10 @@ class _PolicyLoss(torch.autograd.Function):
         for chunk in policy.chunks:
             part = chunk.rows
             some = call.rows(part)
+            if on_gpu(hidden.device):
+                # Gathered once for both directions; on a CPU a chunk is read where it lies.
+                every_row = slice(0, some.num_rows)
+                some = replace(some, source=RowSource(some.chunks(every_row)[0], None))
             saved = SavedLogits(weight, dtype, None if chunk.recompute else memory)
             stats = combine_statistics(forward_tiles(some, saved)[0], call.group)
             final = stats.final()

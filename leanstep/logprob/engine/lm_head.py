@@ -396,7 +396,9 @@ class _WeightGradient:
             return
         if tiles.order == "rows" and weight.dtype != dtype and early is None:
             # The result itself is made at the end.
-            self.sums, self.rounded = weight.new_zeros(weight.shape, dtype=dtype), weight.dtype
+            make = weight.new_empty if num_rows and head.columns else weight.new_zeros
+            self.sums, self.rounded = make(weight.shape, dtype=dtype), weight.dtype
+            self.sums[head.columns :] = 0.0
             return
         if early is None:
             make = torch.empty_like if num_rows and head.columns else torch.zeros_like
