@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob.deprecated import accepts_old_names
-from leanstep.logprob.engine.compiled import REMEMBERED, traced_linear
 from leanstep.logprob.engine.frozen import frozen_forward
 from leanstep.logprob.engine.kl_topk import divergences
 from leanstep.logprob.engine.lm_head import Head, RowSource
@@ -24,6 +23,7 @@ from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import FinalStatistics, RowGradients, first_order_only
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.tiles import CPU_MAX_ROWS, LogitsInGradient, SavedLogits, arrange, on_gpu
+from leanstep.logprob.engine.torch_ops import REMEMBERED, traced_linear
 from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, sparse_logprobs
 from leanstep.logprob.inputs import (
     Allowed,

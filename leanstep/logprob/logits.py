@@ -17,7 +17,6 @@ from torch import Tensor
 
 from leanstep.cpu import num_threads, run_on_cores
 from leanstep.logprob.deprecated import accepts_old_names
-from leanstep.logprob.engine.compiled import REMEMBERED, traced_token
 from leanstep.logprob.engine.passes import (
     Finish,
     NativePasses,
@@ -35,6 +34,7 @@ from leanstep.logprob.engine.softmax import (
     logit_gradient,
 )
 from leanstep.logprob.engine.tiles import Scratch, checked_tile, default_budget, even_slices
+from leanstep.logprob.engine.torch_ops import REMEMBERED, traced_token
 from leanstep.logprob.engine.vocab_subset import AllowedIds
 from leanstep.logprob.inputs import (
     Allowed,

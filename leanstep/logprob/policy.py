@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob.deprecated import accepts_old_names
-from leanstep.logprob.engine.compiled import traced_policy
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import RowGradients, first_order_only
@@ -35,6 +34,7 @@ from leanstep.logprob.engine.tiles import (
     gpu_chunk_rows,
     on_gpu,
 )
+from leanstep.logprob.engine.torch_ops import traced_policy
 from leanstep.logprob.inputs import (
     Entropy,
     Transform,

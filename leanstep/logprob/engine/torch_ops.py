@@ -156,7 +156,7 @@ def _call_linear(
 
 
 @torch.library.custom_op("leanstep::linear_logprobs", mutates_args=())
-def linear_op(
+def _linear_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
     targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, numbers: list[float],
     counts: list[int], entropy: str, autocast: torch.dtype | None,
@@ -171,7 +171,7 @@ def linear_op(
     )
 
 
-@linear_op.register_fake
+@_linear_op.register_fake
 def _(hidden, weight, bias, down, up, targets, rows, temperatures, numbers, counts, entropy, autocast):
     dtype, num_rows = _sum_dtype(hidden, weight), len(hidden) if rows is None else len(rows)
     lse, k, *_ = counts
@@ -184,7 +184,7 @@ def _(hidden, weight, bias, down, up, targets, rows, temperatures, numbers, coun
 
 
 @torch.library.custom_op("leanstep::linear_logprobs_backward", mutates_args=())
-def linear_backward_op(
+def _linear_backward_op(
     upstream: list[Tensor], statistics: list[Tensor], needed: list[bool],
     hidden: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
     targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, numbers: list[float],
@@ -198,7 +198,7 @@ def linear_backward_op(
         return _gradients([out.logp, out.entropy if entropy == "grad" else None, out.lse], upstream, leaves)
 
 
-@linear_backward_op.register_fake
+@_linear_backward_op.register_fake
 def _(upstream, statistics, needed, hidden, weight, bias, down, up, *_constants):
     return _fake_gradients((hidden, weight, bias, down, up), needed, upstream[0])
 
@@ -211,11 +211,11 @@ def _save_linear(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _linear_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
     saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:5])
-    grads = linear_backward_op(list(upstream[:3]), list(saved[8:]), needed, *saved[:8], *ctx.constants)
+    grads = _linear_backward_op(list(upstream[:3]), list(saved[8:]), needed, *saved[:8], *ctx.constants)
     return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * 7
 
 
-linear_op.register_autograd(_linear_backward, setup_context=_save_linear)
+_linear_op.register_autograd(_linear_backward, setup_context=_save_linear)
 
 
 def traced_linear(
@@ -242,7 +242,7 @@ def traced_linear(
     )
     wants_lse, k = int(bool({"lse", "z_loss"} & names)), max(top_k, int("argmax" in names))
     counts = [wants_lse, k, tuning.budget or 0, *sides]
-    out = linear_op(hidden, *head, targets, rows, temperatures, numbers, counts, entropy, autocast)
+    out = _linear_op(hidden, *head, targets, rows, temperatures, numbers, counts, entropy, autocast)
     return LogProbs(
         logp=out[0],
         entropy=out[1] if entropy != "none" else None,
@@ -274,7 +274,7 @@ def _call_token(
 
 
 @torch.library.custom_op("leanstep::token_logprobs", mutates_args=())
-def token_op(
+def _token_op(
     logits: Tensor, targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, temperature: float,
     counts: list[int], entropy: str,
 ) -> list[Tensor]:  # fmt: skip
@@ -285,7 +285,7 @@ def token_op(
     return _or_empty([out.logp, out.entropy, out.lse, *memory.vectors], out.logp)
 
 
-@token_op.register_fake
+@_token_op.register_fake
 def _(logits, targets, rows, temperatures, temperature, counts, entropy):
     num_rows, moment = len(logits) if rows is None else len(rows), entropy != "none"
     wanted = (True, moment, bool(counts[0]), True, True, moment, True, False)
@@ -293,7 +293,7 @@ def _(logits, targets, rows, temperatures, temperature, counts, entropy):
 
 
 @torch.library.custom_op("leanstep::token_logprobs_backward", mutates_args=())
-def token_backward_op(
+def _token_backward_op(
     upstream: list[Tensor], statistics: list[Tensor], logits: Tensor, targets: Tensor, rows: Tensor | None,
     temperatures: Tensor | None, temperature: float, counts: list[int], entropy: str,
 ) -> Tensor:  # fmt: skip
@@ -305,7 +305,7 @@ def token_backward_op(
         return _gradients(some, upstream, [leaf])[0]
 
 
-@token_backward_op.register_fake
+@_token_backward_op.register_fake
 def _(upstream, statistics, logits, *_constants):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
@@ -318,10 +318,10 @@ def _save_token(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _token_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
     saved = ctx.saved_tensors
-    return token_backward_op(list(upstream[:3]), list(saved[4:]), *saved[:4], *ctx.constants), *(None,) * 6
+    return _token_backward_op(list(upstream[:3]), list(saved[4:]), *saved[:4], *ctx.constants), *(None,) * 6
 
 
-token_op.register_autograd(_token_backward, setup_context=_save_token)
+_token_op.register_autograd(_token_backward, setup_context=_save_token)
 
 
 def traced_token(
@@ -338,7 +338,7 @@ def traced_token(
     number = 1.0 if isinstance(temperature, Tensor) else float(temperature)
     tile_rows = tuning.tile[0] if isinstance(tuning.tile, tuple) else None
     counts = [int(bool(names)), tuning.budget or 0, tile_rows or 0]
-    out = token_op(logits, targets, rows, per_row, number, counts, entropy)
+    out = _token_op(logits, targets, rows, per_row, number, counts, entropy)
     lse, z_loss = out[2] if "lse" in names else None, out[2].square() if "z_loss" in names else None
     return LogProbs(out[0], out[1] if entropy != "none" else None, lse, z_loss)
 
@@ -348,7 +348,7 @@ def traced_token(
 
 
 @torch.library.custom_op("leanstep::linear_policy_loss", mutates_args=())
-def policy_op(
+def _policy_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
     targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, old_logp: Tensor, advantages: Tensor,
     mask: Tensor | None, ref_logp: Tensor | None, normalizer: Tensor | None, lengths: list[int] | None,
@@ -381,7 +381,7 @@ def policy_op(
     return [*_or_empty([out.loss.detach(), out.logp, out.entropy, metrics], hidden), *gradients]
 
 
-@policy_op.register_fake
+@_policy_op.register_fake
 def _(
     hidden, weight, bias, down, up, targets, rows, temperatures, old_logp, advantages, mask, ref_logp,
     normalizer, lengths, names, numbers, budget, autocast, needed,
@@ -407,7 +407,7 @@ def _policy_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
     return *found, *(None,) * (ctx.num_inputs - len(found))
 
 
-policy_op.register_autograd(_policy_backward, setup_context=_save_policy)
+_policy_op.register_autograd(_policy_backward, setup_context=_save_policy)
 
 
 def traced_policy(
@@ -437,7 +437,7 @@ def traced_policy(
     names = f"{objective.kind} {objective.kl} {named} {entropy}"
     divisor = None if isinstance(normalizer, str) else normalizer
     constants = (lengths, names, numbers, budget or 0, autocast, needed)
-    out = policy_op(hidden, *head, targets, rows, temperatures, *given, divisor, *constants)
+    out = _policy_op(hidden, *head, targets, rows, temperatures, *given, divisor, *constants)
     keys = ["clip_fraction", "mean_ratio", "approx_kl"]
     keys += ["entropy"] if entropy != "none" or objective.entropy_coef else []
     metrics = dict(zip(keys, out[3].unbind(), strict=True))
