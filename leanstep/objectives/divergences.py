@@ -159,3 +159,15 @@ def log_probs_(z: Tensor, shift: Tensor, log_sum: Tensor, out: Tensor, prob: Ten
     """log p = (z - m) - log s in `out` and p in `prob`, for a tile of logits; `out` may be `z`."""
     log_p = torch.sub(z, shift.unsqueeze(-1), out=out).sub_(log_sum.unsqueeze(-1))
     return log_p, exponentials(log_p, prob)
+
+
+def log_one_minus_exp(x: Tensor) -> Tensor:
+    """log(1 - e^x) for x <= 0, elementwise; -inf at 0, without gradient there."""
+    below = x < 0
+    safe = torch.where(below, x, -1.0)
+    # expm1 near 0, log1p far from it, where the other would lose its digits.
+    near = safe > -0.6931471805599453
+    near_value = torch.where(near, safe, -0.5)
+    far_value = torch.where(near, -1.0, safe)
+    value = torch.where(near, (-torch.expm1(near_value)).log(), torch.log1p(-far_value.exp()))
+    return torch.where(below, value, -torch.inf)

@@ -13,6 +13,7 @@ from torch import Tensor
 from leanstep.logprob import Transform, VocabShards
 from leanstep.logprob.engine.lm_head import Head, RowSource
 from leanstep.logprob.inputs import build_head, check_float, select_per_row
+from leanstep.objectives.divergences import log_one_minus_exp
 
 
 @dataclass(frozen=True)
@@ -195,12 +196,4 @@ def open_teacher(
 
 def tail_log_mass(log_probs: Tensor) -> Tensor:
     """log(1 - sum of the given probabilities), [N]; -inf where nothing is left, without gradient there."""
-    mass = torch.logsumexp(log_probs, -1).clamp(max=0.0)
-    left = mass < 0
-    safe = torch.where(left, mass, -1.0)
-    # log(1 - e^x): expm1 near 0, log1p far from it, where the other would lose its digits.
-    near = safe > -0.6931471805599453
-    near_value = torch.where(near, safe, -0.5)
-    far_value = torch.where(near, -1.0, safe)
-    value = torch.where(near, (-torch.expm1(near_value)).log(), torch.log1p(-far_value.exp()))
-    return torch.where(left, value, -torch.inf)
+    return log_one_minus_exp(torch.logsumexp(log_probs, -1).clamp(max=0.0))

@@ -1,0 +1,253 @@
+"""Preference optimisation on hidden states: log-probs of completions from selected rows, in one pass.
+
+Prompt and padding rows never enter the head. Chosen and rejected completions lie in one batch, as trainers
+collate them, and their log-probs come from one call of `linear_logprobs`; the reference's come from a frozen
+head without a graph, or are given.
+"""
+
+# S sequences, the first half chosen · P = S / 2 pairs · T positions · R scored rows · D model · V vocabulary
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leanstep.logprob import LMHead, ReferenceHead, Transform, Tuning, VocabShards, linear_logprobs
+from leanstep.objectives.cross_entropy import align_labels, counting_rows
+from leanstep.objectives.pairwise import (
+    PreferenceObjective,
+    checked_preference,
+    kto_losses,
+    pair_losses,
+    preference_metrics,
+)
+
+
+class PreferenceLoss(NamedTuple):
+    """`loss` is differentiable; the rest is detached.
+
+    logps: [S] sums of the completions' log-probs. ref_logps: [S] or None. metrics: 0-dimensional tensors.
+    """
+
+    loss: Tensor
+    logps: Tensor
+    ref_logps: Tensor | None
+    metrics: dict[str, Tensor]
+
+
+class SequenceLogProbs(NamedTuple):
+    """sums: [S], differentiable. lengths: [S] scored tokens. rows: [R]. tokens: [R] log-probs of the rows."""
+
+    sums: Tensor
+    lengths: Tensor
+    rows: Tensor
+    tokens: Tensor
+
+
+def linear_sequence_logprobs(
+    hidden: Tensor,
+    weight: Any,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    rows: Tensor | None = None,
+    temperature: float = 1.0,
+    transform: Transform | None = None,
+    shards: VocabShards | None = None,
+    tuning: Tuning | None = None,
+) -> SequenceLogProbs:
+    """Sum of token log-probs per sequence, from the rows whose label counts.
+
+    Equivalent to:
+        log_p = torch.log_softmax(hidden[:, :-1] @ weight.T, -1)
+        picked = log_p.gather(2, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+        sums = torch.where(labels[:, 1:] != -100, picked, 0.0).sum(1)
+
+    Args:
+        hidden: [S, T, D].
+        weight: [V, D], or any head that `linear_logprobs` takes.
+        labels: [S, T] ids as they come (row t scores labels[t + 1]), `ignore_index` on prompts and padding.
+            On the host: no host read of their number.
+        rows: [R] int64, rows of the flattened hidden that count, where the caller knows them.
+        temperature, transform, shards, tuning: as in `linear_logprobs`.
+
+    Collectives: 2 forward, 1 backward with a group; else none.
+    """
+    targets = _checked_targets(hidden, labels, ignore_index)
+    where = counting_rows(targets, ignore_index, hidden.device) if rows is None else rows
+    targets = targets.to(hidden.device, non_blocking=True).index_select(0, where)
+    out = linear_logprobs(
+        hidden.flatten(0, 1),
+        weight,
+        targets,
+        rows=where,
+        temperature=temperature,
+        transform=transform,
+        shards=shards,
+        tuning=tuning,
+    )
+    sums, lengths = _per_sequence(out.logp, where, hidden.shape)
+    return SequenceLogProbs(sums, lengths, where, out.logp)
+
+
+def linear_preference_loss(
+    hidden: Tensor,
+    weight: Any,
+    labels: Tensor,
+    *,
+    objective: PreferenceObjective | str = "dpo",
+    reference: ReferenceHead | Tensor | None = None,
+    desirable: Tensor | None = None,
+    kl: Tensor | float = 0.0,
+    nll_labels: Tensor | None = None,
+    ignore_index: int = -100,
+    transform: Transform | None = None,
+    shards: VocabShards | None = None,
+    tuning: Tuning | None = None,
+) -> PreferenceLoss:
+    """A whole preference objective from hidden states: the mean over pairs (kto: over sequences).
+
+    Equivalent to, for "dpo" with given reference sums:
+        found = linear_sequence_logprobs(hidden, weight, labels)
+        chosen, rejected = (found.sums - reference).chunk(2)
+        loss = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    Args:
+        hidden: [S, T, D]; pairs: chosen completions first, then the rejected ones in the same order.
+        weight: [V, D], or any head that `linear_logprobs` takes.
+        labels: [S, T] ids as they come, `ignore_index` on prompts and padding.
+        objective: a `PreferenceObjective`, or dpo, robust, hinge, ipo, kto, cpo, simpo, orpo.
+        reference: [S] given sums of log-probs; `ReferenceHead(weight, hidden)` with hidden [S, T, D'],
+            evaluated without a graph on the same rows; None: reference-free (not for kto).
+        desirable: [S] bool, for kto alone. kl: kto's constant KL estimate.
+        nll_labels: [P, T], what the chosen completions' nll runs over where it is not `labels`: ORPO's takes
+            the prompt as well. Rows of both are projected once.
+        ignore_index, transform, shards, tuning: as in `linear_cross_entropy`.
+
+    Returns:
+        PreferenceLoss; metrics are named as TRL's trainers log them. A pair without tokens has log-prob 0.
+
+    GEMMs (2 R D V FLOPs each): those of `linear_logprobs`, and 1 for a reference head.
+    Collectives: 2 forward, 1 backward with a group, 2 more for a reference head; else none.
+    """
+    objective = checked_preference(objective)
+    is_pairs = objective.kind != "kto"
+    targets = _checked_targets(hidden, labels, ignore_index)
+    if is_pairs == (desirable is not None):
+        raise ValueError(f"desirable: expected bool [{len(hidden)}] for kto and None for the others")
+    if is_pairs and len(hidden) % 2:
+        raise ValueError(f"hidden: expected chosen then rejected sequences, got an odd number: {len(hidden)}")
+    if not is_pairs and reference is None:
+        raise ValueError("reference: expected log-probs or a ReferenceHead for kto, got None")
+    if not is_pairs and objective.nll_coef:
+        raise ValueError(f"nll_coef: expected 0 for kto, got {objective.nll_coef}")
+    targets, scored, in_nll = _with_nll(targets, nll_labels, hidden.shape, ignore_index, objective)
+    where = counting_rows(targets, ignore_index, hidden.device)
+    picked = [x.to(hidden.device, non_blocking=True).index_select(0, where) for x in (targets, scored)]
+    options: dict[str, Any] = {"rows": where, "transform": transform, "shards": shards}
+    flat = hidden.flatten(0, 1)
+    logp = linear_logprobs(flat, weight, picked[0], tuning=tuning, **options).logp
+    counted = picked[1]
+    sums, lengths = _per_sequence(logp, where, hidden.shape, counted)
+    ref_sums = None
+    if isinstance(reference, Tensor):
+        if reference.shape != sums.shape:
+            raise ValueError(f"reference: expected [{len(hidden)}] sums, got {tuple(reference.shape)}")
+        ref_sums = reference.detach().to(sums)
+    elif reference is not None:
+        ref_sums = _reference_sums(reference, flat, weight, picked[0], options, hidden.shape, counted)
+    if not is_pairs:
+        assert desirable is not None and ref_sums is not None
+        return _kto(objective, sums, ref_sums, desirable.to(sums.device), kl)
+    chosen, rejected = sums.chunk(2)
+    given: dict[str, Any] = {}
+    if ref_sums is not None:
+        given["ref_chosen"], given["ref_rejected"] = ref_sums.chunk(2)
+    given["chosen_lengths"], given["rejected_lengths"] = lengths.chunk(2)
+    pairs = pair_losses(objective, chosen, rejected, **given)
+    loss, metrics = pairs.losses.mean(), preference_metrics(pairs, chosen, rejected)
+    if objective.nll_coef:
+        of_nll = in_nll.to(hidden.device, non_blocking=True).index_select(0, where)
+        nll = -torch.where(of_nll, logp, 0.0).sum() / of_nll.sum().clamp(min=1)
+        loss, metrics["nll_loss"] = loss + objective.nll_coef * nll, nll.detach()
+    return PreferenceLoss(loss, sums.detach(), ref_sums, metrics)
+
+
+def _checked_targets(hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        got = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise ValueError(f"hidden: expected [S, T, D], got {got}")
+    if labels.shape != hidden.shape[:2] or labels.is_floating_point():
+        expected = f"ids {tuple(hidden.shape[:2])}"
+        raise ValueError(f"labels: expected {expected}, got {labels.dtype} {tuple(labels.shape)}")
+    return align_labels(labels, 1, ignore_index)
+
+
+def _with_nll(
+    targets: Tensor,
+    nll_labels: Tensor | None,
+    shape: torch.Size,
+    ignore_index: int,
+    objective: PreferenceObjective,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What all rows score, which of them count for the completions, and which for the chosen ones' nll."""
+    scored = targets != ignore_index
+    half = shape[0] // 2 * shape[1]
+    in_nll = torch.arange(len(targets), device=targets.device) < half
+    if nll_labels is None or not objective.nll_coef:
+        return targets, scored, in_nll & scored
+    if nll_labels.shape != (shape[0] // 2, shape[1]):
+        expected = (shape[0] // 2, shape[1])
+        raise ValueError(f"nll_labels: expected {expected}, got {tuple(nll_labels.shape)}")
+    more = align_labels(nll_labels, 1, ignore_index)
+    more = torch.nn.functional.pad(more, (0, len(targets) - half), value=ignore_index)
+    return torch.where(scored, targets, more), scored, more != ignore_index
+
+
+def _per_sequence(
+    logp: Tensor, rows: Tensor, shape: torch.Size, counted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sums [S] over each sequence's rows, and how many rows counted."""
+    sequence_of = rows.div(max(shape[1], 1), rounding_mode="floor")
+    ones = torch.ones_like(logp) if counted is None else counted.to(logp.dtype)
+    values = logp if counted is None else torch.where(counted, logp, 0.0)
+    sums = logp.new_zeros(shape[0]).index_add(0, sequence_of, values)
+    return sums, logp.new_zeros(shape[0]).index_add(0, sequence_of, ones)
+
+
+def _reference_sums(
+    reference: ReferenceHead,
+    flat: Tensor,
+    weight: Any,
+    targets: Tensor,
+    options: dict[str, Any],
+    shape: torch.Size,
+    counted: Tensor,
+) -> Tensor:
+    if reference.weight is None and reference.hidden is None:
+        raise ValueError("reference: expected a ReferenceHead with weight or hidden, got neither")
+    head = weight if reference.weight is None else LMHead(reference.weight, reference.bias)
+    hidden = flat if reference.hidden is None else reference.hidden.flatten(0, -2)
+    if len(hidden) != len(flat):
+        raise ValueError(f"reference.hidden: expected {len(flat)} rows, got {len(hidden)}")
+    with torch.no_grad():
+        logp = linear_logprobs(hidden, head, targets, **options).logp
+        return _per_sequence(logp, options["rows"], shape, counted)[0]
+
+
+def _kto(
+    objective: PreferenceObjective, sums: Tensor, ref_sums: Tensor, desirable: Tensor, kl: Tensor | float
+) -> PreferenceLoss:
+    losses, rewards = kto_losses(objective, sums, ref_sums, desirable, kl)
+
+    def mean(values: Tensor, which: Tensor) -> Tensor:
+        return torch.where(which, values, 0.0).sum() / which.sum()
+
+    metrics = {"kl": torch.as_tensor(kl, dtype=sums.dtype, device=sums.device).clamp(min=0.0)}
+    for name, which in (("chosen", desirable), ("rejected", ~desirable)):
+        metrics[f"rewards/{name}"] = mean(rewards, which)
+        metrics[f"logps/{name}"] = mean(sums.detach(), which)
+    metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+    return PreferenceLoss(losses.mean(), sums.detach(), ref_sums, metrics)
