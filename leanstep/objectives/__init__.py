@@ -16,6 +16,8 @@ from leanstep.objectives.pairwise import (
     kto_losses,
     pair_losses,
 )
+from leanstep.objectives.rollout import RolloutCorrection, correct_rollout
+from leanstep.objectives.sampling_masks import MaskedLogProbs, MaskPath, linear_masked_logprobs
 from leanstep.objectives.teachers import SoftLabels, TeacherHead, TeacherLogProbs, TeacherTopK
 
 __all__ = [
@@ -23,19 +25,24 @@ __all__ = [
     "DistillLoss",
     "Divergence",
     "HardLabels",
+    "MaskPath",
+    "MaskedLogProbs",
     "PairLosses",
     "PreferenceLoss",
     "PreferenceObjective",
+    "RolloutCorrection",
     "SequenceLogProbs",
     "SoftLabels",
     "TeacherHead",
     "TeacherLogProbs",
     "TeacherTopK",
+    "correct_rollout",
     "divergence",
     "kto_losses",
     "linear_ahead_cross_entropy",
     "linear_cross_entropy",
     "linear_distill_loss",
+    "linear_masked_logprobs",
     "linear_preference_loss",
     "linear_sequence_logprobs",
     "pair_losses",

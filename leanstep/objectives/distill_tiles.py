@@ -99,11 +99,11 @@ class Chunk:
                     stats[number].update_(z, [work])
                     number += 1
         maxima = torch.stack([s.max for s in stats])
-        _all_reduce(maxima, problem.group, dist.ReduceOp.MAX)
+        all_reduce_(maxima, problem.group, dist.ReduceOp.MAX)
         hard_sum, target = self._hard_statistics(maxima[0])
         packed = [s.sums_under(maxima[i : i + 1])[0] for i, s in enumerate(stats)]
         packed = torch.stack([*packed, *(x for x in (hard_sum, target) if x is not None)])
-        _all_reduce(packed, problem.group, dist.ReduceOp.SUM)
+        all_reduce_(packed, problem.group, dist.ReduceOp.SUM)
         finals = [RowStatistics(maxima[i], packed[i], None, packed[i]).final() for i in range(len(stats))]
         hard = None
         if hard_sum is not None:
@@ -181,7 +181,7 @@ class Chunk:
                     total.mul_(cap)
                     z.mul_(cap)
         packed = torch.cat([found, slope_sum.unsqueeze(0)])
-        _all_reduce(packed, problem.group, dist.ReduceOp.SUM)
+        all_reduce_(packed, problem.group, dist.ReduceOp.SUM)
         if hard is not None:
             # Everything at temperature 1: t (z - m) - log s1.
             packed[1] = hard[0].log() - (hard[1] - shifts[0]) * head.temperature
@@ -210,6 +210,7 @@ class Chunk:
             sums.add(du, self.h, self.low_h, head.weight_tile(columns), self.part, columns)
 
 
-def _all_reduce(values: Tensor, group: Any, op: Any) -> None:
+def all_reduce_(values: Tensor, group: Any, op: Any) -> None:
+    """Combine over ranks in place; nothing to do without a group."""
     if group is not None:
         dist.all_reduce(values, op, group=group)

@@ -49,21 +49,16 @@ def reference_top_k(log_p: Tensor, ids: Tensor, log_q: Tensor, kind: str | tuple
 
 
 def reference_masked(
-    hidden: Tensor, weight: Tensor, targets: Tensor, kept: list[list[int]], ref_logits: Tensor | None = None
+    logits: Tensor, targets: Tensor, kept: list[list[int]], ref_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-prob, entropy and KL to a reference, [N] each, of softmaxes over kept ids and the target."""
-    logits = torch.nn.functional.linear(hidden, weight)
     mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, targets.unsqueeze(-1), True)
     for row, ids in enumerate(kept):
         mask[row, ids] = True
     log_p = torch.log_softmax(logits.masked_fill(~mask, -torch.inf), -1)
     logp = log_p.gather(1, targets.unsqueeze(-1)).squeeze(-1)
-    entropy = -torch.where(mask, log_p.exp() * log_p.masked_fill(~mask, 0.0), 0.0).sum(-1)
+    p, finite = log_p.exp(), log_p.masked_fill(~mask, 0.0)
     if ref_logits is None:
-        return logp, entropy, None
+        return logp, -(p * finite).sum(-1), None
     log_q = torch.log_softmax(ref_logits.masked_fill(~mask, -torch.inf), -1).masked_fill(~mask, 0.0)
-    return (
-        logp,
-        entropy,
-        torch.where(mask, log_p.exp() * (log_p.masked_fill(~mask, 0.0) - log_q), 0.0).sum(-1),
-    )
+    return logp, -(p * finite).sum(-1), (p * (finite - log_q)).sum(-1)
