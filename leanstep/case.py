@@ -30,6 +30,7 @@ CASE_MODULES = (
     "leanstep.preference.cases",
     "leanstep.preference.ragged.cases",
     "leanstep.logprob.cases",
+    "leanstep.objectives.cases",
     "leanstep.muon.cases",
     "leanstep.gpt.cases",
     "leanstep.integrations.cases",

@@ -31,6 +31,7 @@ require_version("trl", ("1",))
 
 from trl import GRPOTrainer  # noqa: E402 - after the check, so that a stub fails with our line
 
+from leanstep.integrations.trl_distill import is_distillation, replace_divergence  # noqa: E402
 from leanstep.integrations.trl_reward import (  # noqa: E402
     TESTED,
     GroupCollator,
@@ -45,7 +46,7 @@ def apply_leanstep(trainer: Any, *, allow_untested: bool = False, check: bool = 
     """Replace the head of `trainer`'s models by leanstep's; returns the trainer.
 
     Args:
-        trainer: a `trl.GRPOTrainer`, before `train()`.
+        trainer: a `trl.GRPOTrainer` or a `trl.DistillationTrainer`, before `train()`.
         allow_untested: try a TRL version this was not tested with.
         check: compare our logits with each model's own on three tokens.
 
@@ -53,6 +54,8 @@ def apply_leanstep(trainer: Any, *, allow_untested: bool = False, check: bool = 
         UnknownVersion, ValueError: what is not supported is refused here, before the first step.
     """
     require_version("trl", TESTED, allow_untested=allow_untested)
+    if is_distillation(trainer):
+        return replace_divergence(trainer)
     if getattr(trainer, "aux_loss_enabled", False):
         raise ValueError("trainer: router_aux_loss_coef needs TRL's own head; expected 0 with leanstep")
     if not hasattr(trainer, "_get_per_token_logps_and_entropies"):

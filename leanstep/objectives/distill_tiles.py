@@ -119,7 +119,7 @@ class Chunk:
         total, target = torch.zeros_like(maximum), torch.zeros_like(maximum)
         for columns in problem.columns:
             z = self.buffers[0][:, columns]
-            work = self.scratch.tile(0, *z.shape)
+            work = self.scratch.tile(0, len(z), z.shape[1])
             x = torch.sub(z, shift, out=work).mul_(head.temperature)
             total += exponentials(x, x).sum(-1)
             local, held = tile_ids(problem.targets[self.part], head.shard.start + columns.start, z.shape[1])
@@ -141,7 +141,7 @@ class Chunk:
         hard_factor = problem.weights[part] * problem.hard_weight * head.scale
         for columns in problem.columns:
             z = self.buffers[0][:, columns]
-            tiles = self.scratch.tiles(5, *z.shape)
+            tiles = self.scratch.tiles(5, len(z), z.shape[1])
             cap = None
             if head.softcap is not None and slopes:
                 cap = head.cap_slope(z, part)
@@ -206,7 +206,7 @@ class Chunk:
             total.addcmul_(p, slope_sum.unsqueeze(-1), value=-1.0)
             du = total.masked_fill_(infinite, 0.0)
             if head.operand_dtype != head.dtype:
-                du = self.scratch.tile(0, *total.shape, head.operand_dtype).copy_(total)
+                du = self.scratch.tile(0, len(du), du.shape[1], head.operand_dtype).copy_(total)
             sums.add(du, self.h, self.low_h, head.weight_tile(columns), self.part, columns)
 
 

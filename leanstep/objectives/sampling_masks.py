@@ -195,7 +195,7 @@ def _plan(allowed: AllowedIds, targets: Tensor, head: Head, device: torch.device
     sparse_rows = len(targets) - singletons - (0 if whole is None else len(whole))
     moved = [x.to(device, non_blocking=True) for x in (targets, row_of, ids, is_target, touched, slot, alone)]
     whole = None if whole is None else whole.to(device)
-    return _Plan(*moved, whole, num_pairs, sparse_rows, singletons)
+    return _Plan(*moved, whole=whole, num_pairs=num_pairs, sparse_rows=sparse_rows, singletons=singletons)
 
 
 @dataclass
