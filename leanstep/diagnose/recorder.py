@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from leanstep.diagnose import source
+from leanstep.diagnose.lineage import moves_to_device
 from leanstep.diagnose.ops import OpInfo, matmul_shape
 from leanstep.diagnose.source import (
     IN_CHECKPOINT,
@@ -36,7 +37,6 @@ from leanstep.diagnose.step_records import (
     Limits,
     Parameter,
     RunRecord,
-    tally,
 )
 from leanstep.diagnose.torch_hooks import CallMode, OpMode, hide_from_compiler
 from leanstep.host_reads import (
@@ -81,6 +81,7 @@ class Recorder(RunRecord):
         """Begin to listen; autograd nodes made before are nobody's."""
         if source.sequence_number is not None:
             self._last_number = source.sequence_number()
+        self.state.families.model_seen = False
         self.active = True
 
     def failed(self, error: Exception) -> None:
@@ -108,6 +109,11 @@ class Recorder(RunRecord):
             # Saving a tensor for the backward detaches it: the most frequent op of all, and no work.
             if self._copies and args:
                 self._copies.follow((args[0],), out)
+            if info.name == "lift_fresh":
+                # torch.tensor(...) made it a moment ago; its storage may be where a value of the model was.
+                storage = out.untyped_storage()._cdata
+                self.state.tainted.discard(storage)
+                self.state.families.made(storage)
             return
         grad = torch.is_grad_enabled()
         current_node = source.current_node
@@ -138,7 +144,7 @@ class Recorder(RunRecord):
             if created:
                 if self.on_first_node is not None:
                     self.on_first_node()
-                self.node_seen = True
+                self.node_seen = self.state.families.model_seen = True
             if self.stepping and not flags & IN_OPTIM and not self.stack.inside(frame, IN_OPTIM):
                 # A step() that raised never reported its end.
                 self.stepping.clear()
@@ -170,6 +176,8 @@ class Recorder(RunRecord):
         plain = info.plain
         max_bytes = total_bytes = 0
         tainted = False
+        widths, width = state.products.widths, 0
+        own: list[tuple[int, Tensor]] = []
         if built_in:
             # The engine's own ops work on gradients: only their sizes are of interest.
             for tensor in tensors:
@@ -193,6 +201,8 @@ class Recorder(RunRecord):
                 total_bytes += num_bytes
                 if num_bytes > max_bytes:
                     max_bytes = num_bytes
+                if widths and storage in widths:
+                    width = widths[storage]
                 if learn and tensor.requires_grad and tensor.is_leaf:
                     # A leaf cut out of the graph (detach().requires_grad_()) is an activation.
                     if (
@@ -210,6 +220,8 @@ class Recorder(RunRecord):
                     state.frozen.add(storage)
                 elif storage in state.tainted or tensor.requires_grad:
                     tainted = True
+                else:
+                    own.append((storage, tensor))
 
         if info.view:
             if self._copies:
@@ -226,6 +238,7 @@ class Recorder(RunRecord):
         else:
             outs = ()
         written = 0
+        out_storages: list[int] = []
         for tensor in outs:
             try:
                 num_bytes = tensor.nbytes
@@ -241,6 +254,15 @@ class Recorder(RunRecord):
                 state.tainted.add(storage)
             else:
                 state.tainted.discard(storage)
+                out_storages.append(storage)
+            if widths and storage in widths:
+                del widths[storage]
+        if not built_in and not tainted:
+            state.families.join(own, out_storages)
+        elif own:
+            state.families.meet_model(own)
+        if width:
+            state.products.follow(info.name, args, width, outs)
 
         if info.maybe_read:
             kind = op_read(info.schema_name, args, kwargs)
@@ -341,6 +363,8 @@ class Recorder(RunRecord):
         with torch._C.DisableTorchFunction():
             kind = call_read(func, args, kwargs)
         if kind is None:
+            if func is Tensor.to and moves_to_device(args, kwargs):
+                self.state.families.leave_host(args[0].untyped_storage()._cdata)
             return func(*args, **kwargs)
         return run_read_call(func, args, kwargs, kind, self._copies, self._num_reads, self._count_call)
 
@@ -370,12 +394,14 @@ class Recorder(RunRecord):
             return
         if self.accelerator and target is not None and target.device.type == "cpu" and kind != "cpu":
             return
-        self.state.num_reads += 1
+        state = self.state
+        state.num_reads += 1
         self.total_reads += 1
-        tally(self.state.reads, site, 0, 1, kind)
-        entry = self.state.reads[site]
-        entry.detail[f"phase {phase}"] += 1
-        entry.detail["of the model" if tainted else "of data"] += 1
+        if tainted or self.accelerator or target is None:
+            state.count_read(site, kind, phase, "of the model" if tainted else "of data")
+        else:
+            family = state.families.of(target.untyped_storage()._cdata)
+            state.reads_of_data.append((site, kind, phase, family))
 
     # Saved tensors
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from leanstep.diagnose.lineage import HEAD_RATIO, Families, Family, Products
 from leanstep.diagnose.ops import OpInfo, different_order, out_of_order, widens
 from leanstep.diagnose.source import Line, Site
 from leanstep.diagnose.step_records import (
@@ -67,7 +68,9 @@ class StepState:
         # Parameters in the order they are read; slices of a bank are told apart by their offset.
         self.read_log: list[int] = []
         self.head_nodes: dict[int, tuple[Site, tuple[int, ...], int, int]] = {}
-        self.head_width = self.head_inner = 0
+        self.products, self.families = Products(), Families()
+        # Reads of what depends on no parameter: whose they are is known when the step is over.
+        self.reads_of_data: list[tuple[Site, str, str, Family]] = []
         self.pending_heads: list[tuple[HeadRecord, Tensor]] = []
         self.derived: dict[int, StorageWeakRef] = {}
         self.casts: dict[tuple[Any, ...], StorageWeakRef] = {}
@@ -80,6 +83,14 @@ class StepState:
         self.backward_runs = self.num_ops = self.written_bytes = 0
         if len(self.tainted) > 100_000:
             self.tainted.clear()
+
+    # Reads
+
+    def count_read(self, site: Site, kind: str, phase: str, of: str) -> None:
+        tally(self.reads, site, 0, 1, kind)
+        detail = self.reads[site].detail
+        detail[f"phase {phase}"] += 1
+        detail[of] += 1
 
     # Matmuls and the head
 
@@ -95,14 +106,13 @@ class StepState:
         weight = self.is_parameter(second) or second.untyped_storage()._cdata in self.frozen
         if weight:
             self.weight_matmuls += 1
-        if phase in (FORWARD, RECOMPUTE) and width >= 2 * inner and weight:
-            if width > self.head_width:
-                self.head_width, self.head_inner = width, inner
+        if phase in (FORWARD, RECOMPUTE) and width >= HEAD_RATIO * inner and weight:
+            self.products.made(outs[0].untyped_storage()._cdata, inner, width)
             if torch.is_grad_enabled():
                 self.head_nodes[number - 1] = (site, tuple(outs[0].shape), inner, width)
         elif node is not None and self.head_nodes:
             head = self.head_nodes.get(node._sequence_nr())
-            if head is not None and head[3] == self.head_width:
+            if head is not None and head[3] == self.products.head_width:
                 for operand in (first, second):
                     if self._count_dead_rows(operand, head):
                         del self.head_nodes[node._sequence_nr()]
@@ -278,6 +288,10 @@ class StepState:
         self._close_window()
         for record, dead in self.pending_heads:
             record.dead += int(dead)
+        for site, kind, phase, family in self.reads_of_data:
+            if not family.is_hosts_own:
+                self.count_read(site, kind, phase, "of data")
+        head_width = self.products.head_width
         writers = self.run.writers
         ops: dict[OpKey, OpRecord] = {}
         flops = 0
@@ -319,7 +333,7 @@ class StepState:
             ops=ops,
             matmuls=matmuls,
             reads=self.reads,
-            heads={site: head for site, head in self.heads.items() if head.width == self.head_width},
+            heads={site: head for site, head in self.heads.items() if head.width == head_width},
             zero_fills=self.zero_fills,
             state_copies=self.state_copies,
             other_copies=self.other_copies,
@@ -329,8 +343,8 @@ class StepState:
             churn=self._churn(),
             unused_grads=unused,
             compiled=self.compiled,
-            head_width=self.head_width,
-            head_inner=self.head_inner,
+            head_width=head_width,
+            head_inner=self.products.head_inner,
             backward_runs=self.backward_runs,
             num_ops=self.num_ops,
             written_bytes=self.written_bytes,

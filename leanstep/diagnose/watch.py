@@ -73,6 +73,7 @@ class Watch:
         self._stack = ExitStack()
         self._modes_on = False
         self._hooks = SavedHooks()
+        self._eager = torch_hooks.CompiledCode()
         self._dropped: StepRecord | None = None
         self._cycle: StepRecord | None = None
         self._cycle_optimizers: set[int] = set()
@@ -125,6 +126,7 @@ class Watch:
         if self._modes_on or self.finished:
             return
         ops, calls, hooks = self.recorder.modes()
+        self._eager.enter()
         self._hooks.enter(hooks)
         ops.__enter__()
         calls.__enter__()
@@ -141,6 +143,7 @@ class Watch:
         leave_mode(calls)
         leave_mode(ops)
         self._hooks.leave()
+        self._eager.leave()
 
     def _watch_for_optimizers(self) -> None:
         """The first optimizer that is made tells that steps will end: until then everything is recorded."""

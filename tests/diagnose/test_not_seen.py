@@ -49,6 +49,19 @@ def test_compiled_regions_are_named_and_rank_last(write_script, watched) -> None
     assert not others
 
 
+def test_a_step_that_must_be_one_graph_is_recorded(write_script, watched) -> None:
+    """torch raises where fullgraph=True finds a dispatch mode on; the compiled code is back afterwards."""
+    setup = (
+        "import torch._dynamo.eval_frame as dynamo\n"
+        "@torch.compile(backend='eager', fullgraph=True)\ndef total(h):\n    return (h * 2).mean()\n"
+    )
+    body = "loss = total(model(x)); loss.item(); print(dynamo._stance.stance)"
+    watch = watched(write_script(TRAIN.format(setup=setup, body=body)))
+    assert kinds(watch) == {"compiled"}
+    assert [(f.rule, f.count) for f in watch.findings()] == [("host-sync", 1)]
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
 def test_function_transforms_run_and_are_named(write_script, watched) -> None:
     body = (
         "loss = torch.func.vmap(lambda r: (r * r).sum())(model(x)).mean()\n"

@@ -311,11 +311,11 @@ def test_recording_adds_no_op_to_thousands_of_tiny_ones() -> None:
 def test_recording_adds_few_ops_where_matmuls_dominate() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)), torch.nn.Linear(64, 256))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    x = torch.randn(64, 64)
+    x, y = torch.randn(64, 64), torch.randint(0, 256, (64,))
 
     def step() -> None:
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
 
     plain, recorded, calls = _recorded(step)

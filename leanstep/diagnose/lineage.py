@@ -1,0 +1,140 @@
+"""Where the tensors of a step come from, by storage: which products the loss reads, and what is the host's own.
+
+A head is a product with a weight whose output the loss reads over its columns: a softmax, a look-up of the
+target's column. The width alone says nothing: the widest layer of a small model is its MLP.
+
+Tensors that meet in one op are on one device, except for scalars. So host data is what never meets the model,
+neither itself nor anything computed from it or with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Ops that read a row over its classes -> position of the dimension among the arguments; None: see `_reads`.
+CLASS_READS: dict[str, int | None] = {
+    "_log_softmax": 1,
+    "_softmax": 1,
+    "logsumexp": 1,
+    "gather": 1,
+    "nll_loss_forward": None,
+    "nll_loss2d_forward": None,
+    "index": None,
+}
+# A product narrower than this many times its inner side is a router or a classifier of a few classes: the
+# rows of such a head cost less than what is in front of it.
+HEAD_RATIO = 2
+
+
+class Products:
+    """Outputs of products with a weight, followed through ops that keep their width, and what reads them."""
+
+    def __init__(self) -> None:
+        # storage -> columns of the product that the tensor comes from
+        self.widths: dict[int, int] = {}
+        self._inner: dict[int, int] = {}
+        self.head_width = self.head_inner = 0
+
+    def made(self, storage: int, inner: int, width: int) -> None:
+        """A product of `inner` with a weight wrote this storage."""
+        if width >= HEAD_RATIO * inner:
+            self.widths[storage] = width
+            self._inner[width] = inner
+
+    def follow(self, name: str, args: Sequence[Any], width: int, outs: Iterable[Tensor]) -> None:
+        """An op took a tensor that comes from a product of `width` columns."""
+        if width > self.head_width and name in CLASS_READS and self._reads(name, args, width):
+            self.head_width, self.head_inner = width, self._inner[width]
+        for out in outs:
+            if out.ndim and out.shape[-1] == width:
+                self.widths[out.untyped_storage()._cdata] = width
+
+    @staticmethod
+    def _reads(name: str, args: Sequence[Any], width: int) -> bool:
+        logits = args[0]
+        position = CLASS_READS[name]
+        if name == "index":
+            # logits[rows, targets]: an index for the last dimension as well.
+            indices = args[1]
+            return len(indices) == logits.ndim and indices[-1] is not None and logits.shape[-1] == width
+        if position is None:
+            return logits.shape[1 if logits.ndim > 1 else 0] == width
+        dims = args[position] if isinstance(args[position], (list, tuple)) else (args[position],)
+        return any(logits.ndim and logits.shape[dim] == width for dim in dims)
+
+
+class Family:
+    """Tensors that are on one device because they met in an op; `met`: and so did the model."""
+
+    __slots__ = ("met", "on_host", "parent")
+
+    def __init__(self) -> None:
+        self.parent: Family | None = None
+        self.met = self.on_host = False
+
+    def root(self) -> Family:
+        found = self
+        while found.parent is not None:
+            found = found.parent
+        return found
+
+    @property
+    def is_hosts_own(self) -> bool:
+        return self.on_host or not self.root().met
+
+
+class Families:
+    """The families of tensors that depend on no parameter, by storage."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Family] = {}
+        # Before the first op of the model is seen, what was there already may be its loss.
+        self.model_seen = True
+
+    def of(self, storage: int) -> Family:
+        family = self._known.get(storage)
+        if family is None:
+            family = self._known[storage] = Family()
+            family.met = not self.model_seen
+        return family
+
+    def made(self, storage: int) -> None:
+        """The storage has been made out of nothing: whatever was there before is gone."""
+        self._known[storage] = Family()
+
+    def meet_model(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
+        """An op took these together with a value of the model. A scalar may come from the host."""
+        for storage, tensor in tensors:
+            if tensor.ndim:
+                self.of(storage).root().met = True
+
+    def join(self, tensors: Sequence[tuple[int, Tensor]], outs: Iterable[int]) -> None:
+        """An op took these, and no value of the model, and wrote `outs`."""
+        if not tensors:
+            for storage in outs:
+                self.made(storage)
+            return
+        joined = [s for s, tensor in tensors if tensor.ndim] or [s for s, _ in tensors]
+        first = self.of(joined[0]).root()
+        for storage in joined[1:]:
+            other = self.of(storage).root()
+            if other is not first:
+                other.parent = first
+                first.met |= other.met
+        for storage in outs:
+            self._known[storage] = first
+
+    def leave_host(self, storage: int) -> None:
+        """`.to(device)`: what was read of it so far was on the host."""
+        family = self._known.pop(storage, None)
+        if family is not None:
+            family.on_host = True
+
+
+def moves_to_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `Tensor.to` names a device: how a script that runs anywhere leaves the host."""
+    return any(isinstance(arg, (str, torch.device)) for arg in (*args[1:], kwargs.get("device")))
