@@ -11,7 +11,8 @@ import typer
 
 from leanstep.commands import BadInput
 from leanstep.commands.terminal import check_writable, console, write_json
-from leanstep.diagnose import run_script, screen
+from leanstep.diagnose import run_script
+from leanstep.diagnose.outputs import screen
 from leanstep.diagnose.run_script import Outcome, Stop
 from leanstep.diagnose.step_records import Finding, Limits
 from leanstep.diagnose.watch import Watch
@@ -160,8 +161,8 @@ def _run(path: Path, args: list[str], watch: Watch, json: str | None) -> Outcome
 
 
 def _run_fake(path: Path, args: list[str], json: str | None) -> int:
+    from leanstep.diagnose.recording.source import short_path
     from leanstep.diagnose.run_script import run_fake
-    from leanstep.diagnose.source import short_path
 
     with redirect_stdout(sys.stderr):
         verdict, outcome = run_fake(path, args)

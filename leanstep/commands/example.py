@@ -78,8 +78,9 @@ def readable_examples(out: Path) -> Path:
 
 def diagnose_script(path: Path, *, steps: int = 2) -> dict[str, Any]:
     """What `leanstep diagnose PATH --json` gives, with the script's own output kept away from the screen."""
-    from leanstep.diagnose import Limits, screen
+    from leanstep.diagnose import Limits
     from leanstep.diagnose.cost import is_small
+    from leanstep.diagnose.outputs import screen
     from leanstep.diagnose.run_script import Stop, run_script
     from leanstep.diagnose.watch import Watch
 

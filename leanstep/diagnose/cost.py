@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from leanstep.diagnose.ops import HALF
+from leanstep.diagnose.recording.ops import HALF
 from leanstep.diagnose.step_records import Finding, MatmulKey, StepRecord
 
 # A read on a GPU waits for the queue: the latency of a synchronisation plus the gap until work arrives again.

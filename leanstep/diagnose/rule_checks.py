@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from leanstep.diagnose.ops import HALF
-from leanstep.diagnose.source import UNKNOWN_LINE, Line
+from leanstep.diagnose.recording.ops import HALF
+from leanstep.diagnose.recording.source import UNKNOWN_LINE, Line
 from leanstep.diagnose.step_records import (
     OPTIMIZER,
     HeadRecord,
@@ -196,9 +196,9 @@ def dead_rows(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
         callers = Counter({site.caller: head.dead for site, head in mine if site.caller is not None})
         per_row = first.element_bytes + _saved_bytes_per_element(step)
         evidence = {"rows": total.rows, "dead": total.dead, "width": first.width, "inner": first.inner}
-        work = Work(
-            flops=6 * total.dead * first.inner * first.width, held_bytes=total.dead * first.width * per_row
-        )
+        # Tiles are multiplied once more in the backward, and dropped again.
+        products, held = (8, 0.0) if total.in_tiles else (6, total.dead * first.width * per_row)
+        work = Work(flops=products * total.dead * first.inner * first.width, held_bytes=held)
         hits.append(Hit(line, total.dead, callers, "forward", evidence, work))
     return hits
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from leanstep.diagnose import rule_checks
-from leanstep.diagnose.source import Line
+from leanstep.diagnose.recording.source import Line
 from leanstep.diagnose.step_records import Finding, Hit, Limits, StepRecord
 from leanstep.units import size
 

@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from leanstep.diagnose.source import IN_OPTIM, LIBRARY, USER, Line, judge_code
+from leanstep.diagnose.recording.source import IN_OPTIM, LIBRARY, USER, Line, judge_code
 from leanstep.diagnose.step_records import RULE_IDS, Finding
 
 _LEANSTEP = str(Path(__file__).parents[1]) + os.sep

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from leanstep.diagnose.source import Line, Site, short_path
+from leanstep.diagnose.recording.source import Line, Site, short_path
 
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
 
@@ -66,15 +66,17 @@ class Tally:
 
 @dataclass
 class HeadRecord:
-    """Backward of the widest matmul with a parameter: rows seen, rows of exactly zero gradient."""
+    """Backward of the head: rows seen, rows of exactly zero gradient. `in_tiles`: no [N, V] is ever held."""
 
     rows: int = 0
     dead: int = 0
     inner: int = 0
     width: int = 0
     element_bytes: int = 4
+    in_tiles: bool = False
 
     def add(self, other: HeadRecord) -> None:
+        self.in_tiles |= other.in_tiles
         self.rows += other.rows
         self.dead += other.dead
 

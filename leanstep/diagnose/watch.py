@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from leanstep.diagnose import cost, rules, source, torch_hooks
-from leanstep.diagnose.recorder import Recorder
+from leanstep.diagnose import cost, rules
+from leanstep.diagnose.recording import source, torch_hooks
+from leanstep.diagnose.recording.recorder import Recorder
+from leanstep.diagnose.recording.torch_hooks import SavedHooks, leave_mode
 from leanstep.diagnose.step_records import Finding, Limits, StepRecord
-from leanstep.diagnose.torch_hooks import SavedHooks, leave_mode
 
 # Steps whose counters are kept whole; of earlier ones only what the rules said.
 FULL_STEPS = 8

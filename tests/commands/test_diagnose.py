@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from leanstep import cli
-from leanstep.diagnose.screen import SCHEMA_FILE
+from leanstep.diagnose.outputs.screen import SCHEMA_FILE
 
 STEPS = Path(__file__).parents[1] / "diagnose" / "steps"
 READS = """\

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import leanstep
-from leanstep.diagnose import run_script, source, torch_hooks
+from leanstep.diagnose import run_script
+from leanstep.diagnose.recording import source, torch_hooks
 from leanstep.diagnose.watch import Watch
 
 TRAIN = """\

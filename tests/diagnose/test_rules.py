@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from leanstep.diagnose import rules
-from leanstep.diagnose.source import UNKNOWN, Line, Site
+from leanstep.diagnose.recording.source import UNKNOWN, Line, Site
 from leanstep.diagnose.step_records import (
     DEFAULTS,
     RULE_IDS,

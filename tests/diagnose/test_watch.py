@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import leanstep
 from leanstep import diagnose
-from leanstep.diagnose import source
-from leanstep.diagnose.step import StepState, count_distinct
+from leanstep.diagnose.recording import source
+from leanstep.diagnose.recording.lineage import count_distinct
+from leanstep.diagnose.recording.step import StepState
 from leanstep.diagnose.watch import Watch
 
 STEPS = Path(__file__).parent / "steps"
@@ -224,7 +225,7 @@ def test_a_mode_of_the_user_survives_ours() -> None:
 
 def test_private_names_missing(monkeypatch, watched) -> None:
     """Without them forward findings are right, backward ops have no line, and the header says so."""
-    from leanstep.diagnose import screen
+    from leanstep.diagnose.outputs import screen
 
     monkeypatch.setattr(source, "current_node", None)
     monkeypatch.setattr(source, "sequence_number", None)

@@ -1,4 +1,4 @@
-"""Where the tensors of a step come from, by storage: which products the loss reads, and what is the host's own.
+"""Where the tensors of a step come from, by storage: which product the loss reads, what is the host's own.
 
 A head is a product with a weight whose output the loss reads over its columns: a softmax, a look-up of the
 target's column. The width alone says nothing: the widest layer of a small model is its MLP.
@@ -9,11 +9,15 @@ neither itself nor anything computed from it or with it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from leanstep.diagnose.recording.source import Site
 
 # Ops that read a row over its classes -> position of the dimension among the arguments; None: see `_reads`.
 CLASS_READS: dict[str, int | None] = {
@@ -30,28 +34,36 @@ CLASS_READS: dict[str, int | None] = {
 HEAD_RATIO = 2
 
 
+@dataclass(frozen=True)
+class Product:
+    """Rows of `inner` columns times a weight, or a slice of one: `width` columns."""
+
+    inner: int
+    width: int
+    weight: int
+    site: Site
+
+
 class Products:
     """Outputs of products with a weight, followed through ops that keep their width, and what reads them."""
 
     def __init__(self) -> None:
-        # storage -> columns of the product that the tensor comes from
-        self.widths: dict[int, int] = {}
-        self._inner: dict[int, int] = {}
+        # storage of a tensor -> the product it comes from
+        self.of: dict[int, Product] = {}
         self.head_width = self.head_inner = 0
+        # storage of a weight -> a product that the loss reads
+        self.heads: dict[int, Product] = {}
 
-    def made(self, storage: int, inner: int, width: int) -> None:
-        """A product of `inner` with a weight wrote this storage."""
-        if width >= HEAD_RATIO * inner:
-            self.widths[storage] = width
-            self._inner[width] = inner
-
-    def follow(self, name: str, args: Sequence[Any], width: int, outs: Iterable[Tensor]) -> None:
-        """An op took a tensor that comes from a product of `width` columns."""
-        if width > self.head_width and name in CLASS_READS and self._reads(name, args, width):
-            self.head_width, self.head_inner = width, self._inner[width]
+    def follow(self, name: str, args: Sequence[Any], product: Product, outs: Iterable[Tensor]) -> None:
+        """An op took a tensor that comes from `product`."""
+        width = product.width
+        if name in CLASS_READS and self._reads(name, args, width):
+            self.heads.setdefault(product.weight, product)
+            if width > self.head_width:
+                self.head_width, self.head_inner = width, product.inner
         for out in outs:
             if out.ndim and out.shape[-1] == width:
-                self.widths[out.untyped_storage()._cdata] = width
+                self.of[out.untyped_storage()._cdata] = product
 
     @staticmethod
     def _reads(name: str, args: Sequence[Any], width: int) -> bool:
@@ -138,3 +150,32 @@ class Families:
 def moves_to_device(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call of `Tensor.to` names a device: how a script that runs anywhere leaves the host."""
     return any(isinstance(arg, (str, torch.device)) for arg in (*args[1:], kwargs.get("device")))
+
+
+def count_distinct(values: Sequence[int], spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """len(set(values[start:stop])) of every span, in about len(values) + len(spans) * sqrt(len(values)).
+
+    A script of many lines has as many spans, each nearly as long as the step: counting them one by one
+    would be quadratic.
+    """
+    result: dict[tuple[int, int], int] = {}
+    # 1 where a value occurs for the last time so far; how many of them lie in each block.
+    is_last = bytearray(len(values))
+    block = max(1, math.isqrt(len(values)))
+    in_block = [0] * (len(values) // block + 1)
+    last: dict[int, int] = {}
+    done = 0
+    for start, stop in sorted(spans, key=lambda span: span[1]):
+        for index in range(done, stop):
+            earlier = last.get(values[index])
+            if earlier is not None:
+                is_last[earlier] = 0
+                in_block[earlier // block] -= 1
+            last[values[index]] = index
+            is_last[index] = 1
+            in_block[index // block] += 1
+        done = max(done, stop)
+        first = -(-start // block)
+        whole = sum(in_block[first:]) if first * block < stop else 0
+        result[start, stop] = whole + is_last.count(1, start, min(first * block, len(values)))
+    return result

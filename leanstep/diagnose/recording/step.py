@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from leanstep.diagnose.lineage import HEAD_RATIO, Families, Family, Products
-from leanstep.diagnose.ops import OpInfo, different_order, out_of_order, widens
-from leanstep.diagnose.source import Line, Site
+from leanstep.diagnose.recording.lineage import (
+    HEAD_RATIO,
+    Families,
+    Family,
+    Product,
+    Products,
+    count_distinct,
+)
+from leanstep.diagnose.recording.ops import OpInfo, different_order, out_of_order, widens
+from leanstep.diagnose.recording.source import Line, Site
 from leanstep.diagnose.step_records import (
     FORWARD,
     OPTIMIZER,
@@ -57,7 +62,8 @@ class StepState:
         self.round_trips: dict[Site, Tally] = {}
         self.saved: dict[tuple[Site, int], SavedRecord] = {}
         self.fresh: list[tuple[Site, StorageWeakRef, int, int]] = []
-        self.frozen: set[int] = set()
+        # Weights that need no gradient here, with their sizes.
+        self.frozen: dict[int, int] = {}
         self.weight_matmuls = 0
         self.compiled: set[Line] = set()
         self.first_uses: dict[int, Site] = {}
@@ -72,7 +78,8 @@ class StepState:
         # Reads of what depends on no parameter: whose they are is known when the step is over.
         self.reads_of_data: list[tuple[Site, str, str, Family]] = []
         self.pending_heads: list[tuple[HeadRecord, Tensor]] = []
-        self.derived: dict[int, StorageWeakRef] = {}
+        # Casts of weights -> storage and offset of the weight.
+        self.derived: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self.casts: dict[tuple[Any, ...], StorageWeakRef] = {}
         self.cast_results: dict[int, tuple[torch.dtype, int, StorageWeakRef]] = {}
         self.zero_storages: set[int] = set()
@@ -103,11 +110,12 @@ class StepState:
         key = (site, phase, direct, chain, first.dtype, shape)
         self.matmuls[key] = self.matmuls.get(key, 0) + 1
         width, inner = shape[3], shape[2]
-        weight = self.is_parameter(second) or second.untyped_storage()._cdata in self.frozen
-        if weight:
+        weight = self.weight_of(second)
+        if weight is not None:
             self.weight_matmuls += 1
-        if phase in (FORWARD, RECOMPUTE) and width >= HEAD_RATIO * inner and weight:
-            self.products.made(outs[0].untyped_storage()._cdata, inner, width)
+        if phase in (FORWARD, RECOMPUTE) and width >= HEAD_RATIO * inner and weight is not None:
+            product = Product(inner, width, weight[0], site)
+            self.products.of[outs[0].untyped_storage()._cdata] = product
             if torch.is_grad_enabled():
                 self.head_nodes[number - 1] = (site, tuple(outs[0].shape), inner, width)
         elif node is not None and self.head_nodes:
@@ -121,6 +129,37 @@ class StepState:
     def is_parameter(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()._cdata
         return storage in self.run.parameters or storage in self.derived
+
+    def weight_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Storage and offset of the weight that `tensor` is, is a piece of or was cast from."""
+        storage = tensor.untyped_storage()._cdata
+        if storage in self.run.parameters or storage in self.frozen:
+            return storage, tensor.storage_offset()
+        return self.derived[storage][1:] if storage in self.derived else None
+
+    def on_backward_product(self, info: OpInfo, args: Any) -> None:
+        """A backward written by hand multiplies the gradient of a tile of logits with a slice of the head.
+
+        A row that is dead in one tile is dead in all of them: the first slice of the weight is counted.
+        """
+        assert info.matmul is not None
+        gradient, second = args[info.matmul[0]], args[info.matmul[1]]
+        weight = self.weight_of(second)
+        head = self.products.heads.get(weight[0]) if weight is not None else None
+        if weight is None or head is None or weight[1] or gradient.ndim != 2 or self.is_parameter(gradient):
+            return
+        if second.shape[-1] != head.inner or gradient.shape[-1] != second.shape[0]:
+            return
+        parameter = self.run.parameters.get(weight[0])
+        tensor = parameter.tensor() if parameter is not None else None
+        size = tensor.numel() if tensor is not None else self.frozen.get(weight[0], 0)
+        width = max(size // head.inner, head.width)
+        products = self.products
+        if width >= products.head_width:
+            products.head_width, products.head_inner = width, head.inner
+        shape = tuple(gradient.shape)
+        if self._count_dead_rows(gradient, (head.site, shape, head.inner, width)):
+            self.heads[head.site].in_tiles = True
 
     def _count_dead_rows(self, operand: Tensor, head: tuple[Site, tuple[int, ...], int, int]) -> bool:
         site, shape, inner, width = head
@@ -176,8 +215,9 @@ class StepState:
         ):
             tally(self.round_trips, site, out.nbytes, 1, f"{_name(out)} to {_name(tensor)} and back")
         self.cast_results[out_storage._cdata] = (tensor.dtype, out._version, StorageWeakRef(out_storage))
-        if phase in (FORWARD, RECOMPUTE) and self.is_parameter(tensor):
-            self.derived[out_storage._cdata] = StorageWeakRef(out_storage)
+        weight = self.weight_of(tensor) if phase != OPTIMIZER else None
+        if weight is not None:
+            self.derived[out_storage._cdata] = (StorageWeakRef(out_storage), *weight)
 
     # Backward ops that fill whole buffers
 
@@ -388,35 +428,6 @@ class StepState:
                 entry.bytes -= entry.bytes * kept // entry.count
                 entry.count -= kept
         self._earlier = ({}, [])
-
-
-def count_distinct(values: Sequence[int], spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """len(set(values[start:stop])) of every span, in about len(values) + len(spans) * sqrt(len(values)).
-
-    A script of many lines has as many spans, each nearly as long as the step: counting them one by one
-    would be quadratic.
-    """
-    result: dict[tuple[int, int], int] = {}
-    # 1 where a value occurs for the last time so far; how many of them lie in each block.
-    is_last = bytearray(len(values))
-    block = max(1, math.isqrt(len(values)))
-    in_block = [0] * (len(values) // block + 1)
-    last: dict[int, int] = {}
-    done = 0
-    for start, stop in sorted(spans, key=lambda span: span[1]):
-        for index in range(done, stop):
-            earlier = last.get(values[index])
-            if earlier is not None:
-                is_last[earlier] = 0
-                in_block[earlier // block] -= 1
-            last[values[index]] = index
-            is_last[index] = 1
-            in_block[index // block] += 1
-        done = max(done, stop)
-        first = -(-start // block)
-        whole = sum(in_block[first:]) if first * block < stop else 0
-        result[start, stop] = whole + is_last.count(1, start, min(first * block, len(values)))
-    return result
 
 
 def _name(tensor: Tensor) -> str:

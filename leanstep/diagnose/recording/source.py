@@ -35,8 +35,8 @@ DEEP_GRAPH = 4_000
 
 _TORCH = os.path.join(os.path.dirname(str(torch.__file__)), "")  # noqa: PTH118, PTH120  (a prefix for str.startswith)
 # As they were imported, not resolved: a frame's file name keeps the links on the way to it.
-_LEANSTEP = str(Path(__file__).parents[1]) + os.sep
-_OWN = str(Path(__file__).parent) + os.sep
+_LEANSTEP = str(Path(__file__).parents[2]) + os.sep
+_OWN = str(Path(__file__).parents[1]) + os.sep
 _STDLIB = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TRANSFORMS = (

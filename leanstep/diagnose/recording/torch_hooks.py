@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.diagnose import source
+from leanstep.diagnose.recording import source
 from leanstep.host_reads import RUNS_USER_CODE, call_kind, run_under
 
 _num_function_modes = torch._C._len_torch_function_stack
@@ -73,7 +73,7 @@ class CallMode(TorchFunctionMode):
         if func in RUNS_USER_CODE:
             return run_under(self, func, args, kwargs)
         if self.recorder.active and call_kind(func) is not None:
-            return self.recorder.on_call(func, args, kwargs)
+            return self.recorder.reads.on_call(func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -219,7 +219,7 @@ def sync_debug(recorder: Any) -> Iterator[None]:
         finally:
             warnings.showwarning = show
             torch.cuda.set_sync_debug_mode(before)
-            text = disagreement(recorder.total_reads, seen)
+            text = disagreement(recorder.reads.total, seen)
             if text is not None:
                 recorder.note("dropped", "", text)
 

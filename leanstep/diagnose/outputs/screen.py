@@ -14,10 +14,10 @@ import torch
 
 import leanstep
 from leanstep import units
-from leanstep.diagnose import source
 from leanstep.diagnose.cost import is_small
+from leanstep.diagnose.recording import source
+from leanstep.diagnose.recording.source import Line, short_path
 from leanstep.diagnose.rules import RULES
-from leanstep.diagnose.source import Line, short_path
 from leanstep.diagnose.step_records import Finding
 
 SCHEMA = 1

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.diagnose import source
-from leanstep.diagnose.lineage import moves_to_device
-from leanstep.diagnose.ops import OpInfo, matmul_shape
-from leanstep.diagnose.source import (
+from leanstep.diagnose.recording import source
+from leanstep.diagnose.recording.ops import OpInfo, matmul_shape
+from leanstep.diagnose.recording.read_counts import ReadCounter
+from leanstep.diagnose.recording.source import (
     IN_CHECKPOINT,
     IN_COMPILED,
-    IN_DATA,
     IN_ENGINE,
     IN_LEANSTEP,
     IN_OPTIM,
@@ -28,7 +27,8 @@ from leanstep.diagnose.source import (
     Site,
     Stack,
 )
-from leanstep.diagnose.step import StepState
+from leanstep.diagnose.recording.step import StepState
+from leanstep.diagnose.recording.torch_hooks import CallMode, OpMode, hide_from_compiler
 from leanstep.diagnose.step_records import (
     BACKWARD,
     FORWARD,
@@ -38,14 +38,7 @@ from leanstep.diagnose.step_records import (
     Parameter,
     RunRecord,
 )
-from leanstep.diagnose.torch_hooks import CallMode, OpMode, hide_from_compiler
-from leanstep.host_reads import (
-    HostCopies,
-    call_read,
-    op_read,
-    read_target,
-    run_read_call,
-)
+from leanstep.host_reads import op_read, read_target
 
 _NO_CHAIN: tuple[int, ...] = ()
 
@@ -63,10 +56,10 @@ class Recorder(RunRecord):
         self.on_first_node: Any = None
         self.node_seen = False
         self.accelerator = False
-        self.total_reads = 0
         self.errors: list[str] = []
         self._infos: dict[int, OpInfo] = {}
-        self._copies = HostCopies()
+        self.reads = ReadCounter(self)
+        self._copies = self.reads.copies
         self._last_number = -1
         self._in_backward = False
         self.lines = AutogradLines()
@@ -176,7 +169,7 @@ class Recorder(RunRecord):
         plain = info.plain
         max_bytes = total_bytes = 0
         tainted = False
-        widths, width = state.products.widths, 0
+        products, product = state.products.of, None
         own: list[tuple[int, Tensor]] = []
         if built_in:
             # The engine's own ops work on gradients: only their sizes are of interest.
@@ -201,8 +194,8 @@ class Recorder(RunRecord):
                 total_bytes += num_bytes
                 if num_bytes > max_bytes:
                     max_bytes = num_bytes
-                if widths and storage in widths:
-                    width = widths[storage]
+                if products and storage in products:
+                    product = products[storage]
                 if learn and tensor.requires_grad and tensor.is_leaf:
                     # A leaf cut out of the graph (detach().requires_grad_()) is an activation.
                     if (
@@ -217,7 +210,7 @@ class Recorder(RunRecord):
                         state.read_log.append(storage + tensor.storage_offset())
                 elif type(tensor) is torch.nn.Parameter:
                     state.read_log.append(storage)
-                    state.frozen.add(storage)
+                    state.frozen[storage] = tensor.numel()
                 elif storage in state.tainted or tensor.requires_grad:
                     tainted = True
                 else:
@@ -255,19 +248,19 @@ class Recorder(RunRecord):
             else:
                 state.tainted.discard(storage)
                 out_storages.append(storage)
-            if widths and storage in widths:
-                del widths[storage]
+            if products and storage in products:
+                del products[storage]
         if not built_in and not tainted:
             state.families.join(own, out_storages)
         elif own:
             state.families.meet_model(own)
-        if width:
-            state.products.follow(info.name, args, width, outs)
+        if product is not None:
+            state.products.follow(info.name, args, product, outs)
 
         if info.maybe_read:
             kind = op_read(info.schema_name, args, kwargs)
             if kind is not None:
-                self._count_read(kind, tensors[0] if tensors else None, site, phase, flags, tainted)
+                self.reads.count(kind, tensors[0] if tensors else None, site, phase, flags, tainted)
         if self._copies:
             self._copies.follow(tensors, out)
         if not info.counted:
@@ -283,6 +276,8 @@ class Recorder(RunRecord):
                 state.on_matmul(
                     info, args, outs, shape, site, phase, direct, chain, number, node if built_in else None
                 )
+                if phase == BACKWARD and not built_in and not flags & IN_LEANSTEP:
+                    state.on_backward_product(info, args)
             elif info.cast:
                 state.on_cast(tensors[0], outs[0], site, phase)
             elif built_in or phase == BACKWARD:
@@ -356,52 +351,6 @@ class Recorder(RunRecord):
             self.note(
                 "transform", where, "runs inside torch.func or torch.jit: one op there may hide several"
             )
-
-    # Reads
-
-    def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C.DisableTorchFunction():
-            kind = call_read(func, args, kwargs)
-        if kind is None:
-            if func is Tensor.to and moves_to_device(args, kwargs):
-                self.state.families.leave_host(args[0].untyped_storage()._cdata)
-            return func(*args, **kwargs)
-        return run_read_call(func, args, kwargs, kind, self._copies, self._num_reads, self._count_call)
-
-    def _num_reads(self) -> int:
-        return self.state.num_reads
-
-    def _count_call(self, kind: str, target: Tensor | None) -> None:
-        with torch._C.DisableTorchFunction():
-            in_engine = source.current_node is not None and source.current_node() is not None
-            site, flags = self.stack.locate(sys._getframe(3), in_engine)
-            if site is None:
-                return
-            tainted = False
-            if target is not None:
-                storage = target.untyped_storage()._cdata
-                tainted = target.requires_grad or storage in self.parameters or storage in self.state.tainted
-            phase = BACKWARD if in_engine else OPTIMIZER if self.stepping else FORWARD
-            self._count_read(kind, target, site, phase, flags, tainted)
-
-    def _count_read(
-        self, kind: str, target: Tensor | None, site: Site, phase: str, flags: int, tainted: bool
-    ) -> None:
-        # torch's optimizers keep their step counters on the host; a sampler's permutation is there as well.
-        if flags & (IN_OPTIM | IN_DATA | IN_LEANSTEP):
-            return
-        if target is not None and self._copies.holds(target):
-            return
-        if self.accelerator and target is not None and target.device.type == "cpu" and kind != "cpu":
-            return
-        state = self.state
-        state.num_reads += 1
-        self.total_reads += 1
-        if tainted or self.accelerator or target is None:
-            state.count_read(site, kind, phase, "of the model" if tainted else "of data")
-        else:
-            family = state.families.of(target.untyped_storage()._cdata)
-            state.reads_of_data.append((site, kind, phase, family))
 
     # Saved tensors
 

@@ -1,0 +1,1 @@
+"""What findings are turned into: the terminal, JSON, gates for a CI."""
