@@ -41,6 +41,8 @@ COMMANDS = {
     "kernels": ("leanstep.commands.kernels", "kernels"),
 }
 
+HELP = {"help_option_names": ["-h", "--help"]}
+
 # typer >= 0.20 carries its own click: reach the exceptions through typer, so that either arrangement works.
 _CommandLineError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
@@ -63,11 +65,15 @@ class _LazyCommands(TyperGroup):
         if isinstance(target, typer.Typer):
             command = typer.main.get_command(target)
         else:
-            settings = getattr(target, "context_settings", None)
+            settings = {**HELP, **(getattr(target, "context_settings", None) or {})}
             single = typer.Typer(add_completion=False)
             single.command(context_settings=settings)(target)
             command = typer.main.get_command(single)
         command.name = cmd_name
+        for param in (*command.params, command.get_help_option(ctx)):
+            # A switch takes no value: without this typer shows one.
+            if getattr(param, "is_flag", False):
+                param.metavar = " "
         return command
 
     def invoke(self, ctx: Any) -> Any:
@@ -81,6 +87,7 @@ app = typer.Typer(
     cls=_LazyCommands,
     no_args_is_help=True,
     add_completion=False,
+    context_settings=HELP,
 )
 
 

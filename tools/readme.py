@@ -99,7 +99,7 @@ def measure(cases: Collection[str], budget_s: float) -> None:
         command = f"leanstep bench {name} --size {size}"
         rooflines = {impl: found for impl in impls if (found := roofline(case, size, impl, shown["rows"]))}
         write_result(ROOT, f"bench-{name}-{size}", command, shown, roofline_s=rooflines)
-    command = f"leanstep diagnose {SCREEN_SCRIPT} --stop"
+    command = f"leanstep diagnose {SCREEN_SCRIPT}"
     write_result(ROOT, "diagnose-rl-before", command, diagnose_screen(ROOT))
 
 
@@ -126,7 +126,7 @@ def write_result(root: Path, name: str, command: str, result: Data, **more: Any)
 
 def diagnose_screen(root: Path) -> Data:
     """What `leanstep diagnose` prints for the example, as it prints it to a file."""
-    command = [sys.executable, "-m", "leanstep", "diagnose", SCREEN_SCRIPT, "--stop"]
+    command = [sys.executable, "-m", "leanstep", "diagnose", SCREEN_SCRIPT]
     ran = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
     if ran.returncode:
         raise BadInput(f"{' '.join(command[2:])} failed: {ran.stderr.strip()[-200:]}")

@@ -12,14 +12,17 @@ import typer
 from leanstep.commands import BadInput
 from leanstep.commands.terminal import check_writable, console, write_json
 from leanstep.diagnose import run_script
-from leanstep.diagnose.outputs import screen
-from leanstep.diagnose.run_script import Outcome, Stop
-from leanstep.diagnose.step_records import Finding, Limits
+from leanstep.diagnose.outputs import gate, screen
+from leanstep.diagnose.run_script import Outcome, Program, Stop
+from leanstep.diagnose.step_records import RULE_IDS, Finding, Limits
 from leanstep.diagnose.watch import Watch
 from leanstep.files import write_text
 
 _SCRIPT = Annotated[
-    str, typer.Argument(help="The training script, or a folder with a train.py.", show_default=False)
+    str | None, typer.Argument(help="The training script, or a folder with a train.py.", show_default=False)
+]
+_MODULE = Annotated[
+    str | None, typer.Option("-m", metavar="MODULE", help="Run package.module as python -m does.")
 ]
 _ARGS = Annotated[
     list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)
@@ -41,7 +44,11 @@ _ALL = Annotated[bool, typer.Option("--all", help="Show small findings as well."
 _LIMIT = Annotated[
     list[str] | None, typer.Option("--threshold", help="id.name=value, such as op-storm.repeats=64.")
 ]
-_STOP = Annotated[bool, typer.Option("--stop", help="End the script when the steps are recorded.")]
+_RUN_ON = Annotated[bool, typer.Option("--run-on", help="Let the script run to its end after the recording.")]
+_SELECT = Annotated[
+    str | None, typer.Option("--select", metavar="RULES", help=f"Only these: {', '.join(RULE_IDS)}.")
+]
+_IGNORE = Annotated[str | None, typer.Option("--ignore", metavar="RULES", help="Not these.")]
 _FAKE = Annotated[
     bool, typer.Option("--fake", help="Run the first step without data: does the host look at values?")
 ]
@@ -52,8 +59,9 @@ _RANKS = Annotated[str, typer.Option("--ranks", help="0: rank 0 reports itself; 
 
 
 def diagnose(
-    script: _SCRIPT,
+    script: _SCRIPT = None,
     args: _ARGS = None,
+    module: _MODULE = None,
     steps: _STEPS = 3,
     warmup: _WARMUP = 1,
     json: _JSON = None,
@@ -65,19 +73,23 @@ def diagnose(
     explain: _EXPLAIN = None,
     show_all: _ALL = False,
     threshold: _LIMIT = None,
-    stop: _STOP = False,
+    run_on: _RUN_ON = False,
+    select: _SELECT = None,
+    ignore: _IGNORE = None,
     fake: _FAKE = False,
     ranks_shown: _RANKS = "0",
     on: _ON = None,
 ) -> None:
-    """Name the lines that waste a training step: run SCRIPT, record a few steps, rank what they cost.
+    """Name the lines that waste a training step: run SCRIPT, record a few steps, rank what they cost, stop.
 
     Exit code: the script's own; 1 when a rule of --fail-on fires; 2 for bad input.
 
     Example: leanstep diagnose train.py --steps 3 -- --batch-size 8
     """
-    path = _script_path(script)
-    rules = _checked("--fail-on", run_script.parse_rules, fail_on) if fail_on is not None else ()
+    program, arguments = _program(script, args or [], module)
+    rules = _checked("--fail-on", gate.parse_rules, fail_on) if fail_on is not None else ()
+    wanted = _checked("--select", gate.parse_rules, select) if select is not None else ()
+    unwanted = _checked("--ignore", gate.parse_rules, ignore) if ignore is not None else ()
     limits = _checked("--threshold", Limits.parse, threshold or [])
     if ranks_shown not in ("0", "all"):
         raise BadInput(f"--ranks: expected 0 or all, got {ranks_shown!r}")
@@ -92,34 +104,45 @@ def diagnose(
     ):
         check_writable(target, option)
     device = _device(on)
+    if device is not None and program.module:
+        raise BadInput("--on: expected a script; a rehearsal takes no -m")
     if fake:
-        raise typer.Exit(_run_fake(path, args or [], json))
+        raise typer.Exit(_run_fake(program, arguments, json))
 
-    watch = Watch(steps, warmup, limits, timed_warmup=True, on_done=_raise_stop if stop else None)
-    outcome = _run(path, args or [], watch, json)
+    watch = Watch(steps, warmup, limits, timed_warmup=True, on_done=None if run_on else _raise_stop)
+    outcome = _run(program, arguments, watch, json)
     if not run_script.is_first_rank() and ranks_shown == "0":
         raise typer.Exit(outcome.code)
-    findings, silenced = run_script.without_allowed(watch.findings())
+    findings, silenced = gate.without_allowed(gate.selected(watch.findings(), wanted, unwanted))
     if write_baseline and baseline is not None:
         _write_baseline(findings, baseline)
     elif baseline is not None:
-        _checked("--baseline", lambda file: run_script.mark_baselined(findings, file), baseline)
-    report = screen.as_json(watch, findings, str(path), args or [], outcome.code, outcome.exception)
+        _checked("--baseline", lambda file: gate.mark_baselined(findings, file), baseline)
+    report = screen.as_json(watch, findings, str(program), arguments, outcome.code, outcome.exception)
     if ranks_shown == "all":
         merged = run_script.gather_ranks(report)
         if merged is None:
             raise typer.Exit(outcome.code)
         report = merged
-    _show(watch, findings, str(path), silenced, show_all, explain, annotations, json)
+    _show(watch, findings, program, outcome, silenced, show_all, explain, annotations, json)
     if device is not None:
         from leanstep.commands.on_device import add_gains
 
-        lines = add_gains(report, [f.line.file for f in findings], str(path), args or [], device)
+        lines = add_gains(report, [f.line.file for f in findings], program.name, arguments, device)
         console(json).print("\n" + lines, markup=False, highlight=False, soft_wrap=True)
     write_json(report, json)
     if html is not None:
         _write_html(html, report, findings)
     raise typer.Exit(_exit_code(outcome, watch, findings, rules))
+
+
+def _program(script: str | None, args: list[str], module: str | None) -> tuple[Program, list[str]]:
+    if module is not None:
+        # What stands where the script would be is an argument of the module.
+        return Program(module, module=True), [*([script] if script is not None else []), *args]
+    if script is None:
+        raise BadInput("SCRIPT: expected a training script, a folder with a train.py, or -m package.module")
+    return Program(str(_script_path(script))), args
 
 
 def _script_path(script: str) -> Path:
@@ -152,22 +175,22 @@ def _raise_stop() -> None:
     raise Stop
 
 
-def _run(path: Path, args: list[str], watch: Watch, json: str | None) -> Outcome:
+def _run(program: Program, args: list[str], watch: Watch, json: str | None) -> Outcome:
     if json != "-":
-        return run_script.run_script(path, args, watch)
+        return run_script.run_script(program, args, watch)
     # Standard output belongs to the JSON object: what the script prints goes to standard error.
     with redirect_stdout(sys.stderr):
-        return run_script.run_script(path, args, watch)
+        return run_script.run_script(program, args, watch)
 
 
-def _run_fake(path: Path, args: list[str], json: str | None) -> int:
+def _run_fake(program: Program, args: list[str], json: str | None) -> int:
     from leanstep.diagnose.recording.source import short_path
     from leanstep.diagnose.run_script import run_fake
 
     with redirect_stdout(sys.stderr):
-        verdict, outcome = run_fake(path, args)
+        verdict, outcome = run_fake(program, args)
     out = console(json)
-    report: dict[str, Any] = {"script": str(path), "steps": verdict.steps, "read": None}
+    report: dict[str, Any] = {"script": str(program), "steps": verdict.steps, "read": None}
     if verdict.line is not None:
         place = f"{short_path(verdict.line.file)}:{verdict.line.number}"
         report["read"] = {
@@ -179,7 +202,7 @@ def _run_fake(path: Path, args: list[str], json: str | None) -> int:
         out.print(f"host-sync  {place}  {verdict.op}\n    {verdict.line.code}", markup=False, soft_wrap=True)
         out.print("The host looks at a value here; later reads were not reached.", markup=False)
     elif outcome.exception is None:
-        ran = "The first step" if verdict.steps else "The script"
+        ran = "The first step, and what follows it," if verdict.steps else "The script"
         out.print(f"{ran} ran without data: nothing forced the host to look.", markup=False)
     write_json(report, json)
     if outcome.code:
@@ -191,19 +214,22 @@ def _write_baseline(findings: list[Finding], path: str) -> None:
     import json
 
     write_text(
-        path, json.dumps(run_script.baseline_of(findings), indent=1, ensure_ascii=False) + "\n", "--baseline"
+        path, json.dumps(gate.baseline_of(findings), indent=1, ensure_ascii=False) + "\n", "--baseline"
     )
     for finding in findings:
         finding.baselined = True
 
 
 def _show(
-    watch: Watch, findings: list[Finding], script: str, silenced: int, show_all: bool, explain: int | None,
-    annotate: bool, json: str | None,
+    watch: Watch, findings: list[Finding], program: Program, outcome: Outcome, silenced: int, show_all: bool,
+    explain: int | None, annotate: bool, json: str | None,
 ) -> None:  # fmt: skip
     target = console(json)
     width = max(target.width, 60) if target.is_terminal else screen.WIDTH
-    text = screen.screen(watch, findings, script, silenced=silenced, show_all=show_all, width=width)
+    text = screen.screen(
+        watch, findings, str(program), silenced=silenced, show_all=show_all, width=width,
+        exception=outcome.exception,
+    )  # fmt: skip
     target.print(text, markup=False, highlight=False, soft_wrap=True)
     if explain is not None:
         entries = screen.entries_of([f for f in findings if not f.baselined])
@@ -240,7 +266,7 @@ def _exit_code(outcome: Outcome, watch: Watch, findings: list[Finding], rules: t
             f"--fail-on: no step was recorded after {watch.num_warmup} of warm-up; nothing can be said"
         )
     trained = watch.boundary != "none" or any(step.backward_runs for step in watch.steps)
-    failed = run_script.failures(findings, rules)
+    failed = gate.failures(findings, rules)
     if failed:
         names = ", ".join(sorted({finding.rule for finding in failed}))
         print(

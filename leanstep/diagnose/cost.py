@@ -18,15 +18,26 @@ from leanstep.diagnose.step_records import Finding, MatmulKey, StepRecord
 
 # A read on a GPU waits for the queue: the latency of a synchronisation plus the gap until work arrives again.
 SYNC_SECONDS = (10e-6, 50e-6)
+# The step on a GPU that reads are weighed against, from what was counted: a launch per op, products at a
+# tenth of a recent card's peak and the bytes at half of its bandwidth.
+GPU_OP_SECONDS, GPU_FLOPS_PER_S, GPU_BYTES_PER_S = 5e-6, 100e12, 1.5e12
 # Below this share of the step a finding is folded into "smaller ones".
 SMALL_SHARE = 0.005
 
 
+# What torch's AdamW dispatches per parameter without foreach or fused.
+ADAMW_OPS = 9
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """Rates of this machine: seconds per tiny op, bytes/s (contiguous and strided), FLOP/s."""
+    """Rates of this machine: seconds per tiny op, bytes/s (contiguous and strided), FLOP/s.
+
+    `loop_op_s`: seconds per op of an optimizer that walks over its parameters, Python around it included.
+    """
 
     op_s: float
+    loop_op_s: float
     bytes_per_s: float
     strided_bytes_per_s: float
     flops_per_s: float
@@ -52,8 +63,22 @@ def calibrate() -> Calibration:
         copy_s = _median_seconds(lambda: target.copy_(wide), 4)
         strided_s = _median_seconds(lambda: target.copy_(wide.t()), 2)
         matmul_s = _median_seconds(lambda: square @ square, 4)
+        loop_op_s = max(op_s, _seconds_per_loop_op())
     moved = 2 * wide.nbytes
-    return Calibration(op_s, moved / copy_s, moved / strided_s, 2 * 384**3 / matmul_s)
+    return Calibration(op_s, loop_op_s, moved / copy_s, moved / strided_s, 2 * 384**3 / matmul_s)
+
+
+def _seconds_per_loop_op() -> float:
+    """AdamW over tiny parameters one by one against one fused call, per op."""
+    seconds = []
+    for fused in (False, True):
+        weights = [torch.zeros(8, requires_grad=True) for _ in range(16)]
+        for weight in weights:
+            weight.grad = torch.zeros(8)
+        optimizer = torch.optim.AdamW(weights, foreach=False, fused=fused)
+        optimizer.step()
+        seconds.append(_median_seconds(optimizer.step, 1))
+    return (seconds[0] - seconds[1]) / (16 * ADAMW_OPS)
 
 
 @cache
@@ -128,11 +153,13 @@ def price(
     calibration: Calibration,
 ) -> list[Finding]:
     """Fill in what each finding costs per step, and rank: the most expensive first, compiled regions last."""
-    peak_saved = max((step.peak_saved_bytes for step in steps), default=0)
+    peak_saved = max((max(step.peak_saved_bytes, step.peak_wide_bytes) for step in steps), default=0)
+    on_gpu = gpu_step_seconds(steps)
     for finding in findings:
         work = finding.work
         seconds = (
             work.ops * calibration.op_s
+            + work.loop_ops * calibration.loop_op_s
             + work.moved_bytes / calibration.bytes_per_s
             + work.strided_bytes / calibration.strided_bytes_per_s
             + work.flops / calibration.flops_per_s
@@ -144,6 +171,9 @@ def price(
             low, high = SYNC_SECONDS
             finding.seconds_range = (work.reads * low, work.reads * high)
             seconds, finding.basis = work.reads * (low + high) / 2, "assumed"
+            # A read waits on a GPU only: it is no part of the time of this machine's step.
+            finding.seconds, finding.share = None, seconds / (seconds + on_gpu)
+            continue
         finding.seconds = seconds
         held = work.held_bytes or work.moved_bytes or work.strided_bytes
         finding.bytes = int(held) or None
@@ -153,15 +183,37 @@ def price(
         memory_share = work.held_bytes / peak_saved if peak_saved else 0.0
         known = step_seconds or (memory_share and work.held_bytes)
         finding.share = max(time_share, memory_share) if known else None
-    ranked = sorted(findings, key=lambda f: (f.compiled, -(f.share or 0.0), -(f.seconds or 0.0), -f.count))
+    # Among reads a line of the user's own goes first: a library's is often not theirs to change.
+    ranked = sorted(
+        findings,
+        key=lambda f: (
+            f.compiled, f.rule == "host-sync" and f.line.library, -(f.share or 0.0), -(f.seconds or 0.0),
+            -f.count,
+        ),
+    )  # fmt: skip
     for number, finding in enumerate(ranked, 1):
         finding.rank = number
     return ranked
 
 
+def gpu_step_seconds(steps: Sequence[StepRecord]) -> float:
+    """About how long the recorded work takes on a GPU, the median over the steps: assumed, not predicted."""
+    return (
+        statistics.median(
+            max(
+                step.num_ops * GPU_OP_SECONDS,
+                step.flops / GPU_FLOPS_PER_S + 3 * step.written_bytes / GPU_BYTES_PER_S,
+            )
+            for step in steps
+        )
+        if steps
+        else 0.0
+    )
+
+
 def is_small(finding: Finding) -> bool:
     """Folded away in the terminal. A share that is not known is shown.
 
-    Reads are priced for a GPU, whose step is shorter than the one timed here: in a loop they are never small.
+    Reads in a loop are never small: what they wait for on a GPU is assumed.
     """
     return finding.share is not None and finding.share < SMALL_SHARE and not finding.in_loop

@@ -124,7 +124,12 @@ def unbatched_optimizer(step: StepRecord, limits: Mapping[str, float]) -> list[H
             "groups": groups,
             "written_bytes": sum(record.written_bytes for _, record in entries),
         }
-        hits.append(Hit(line, count, callers, OPTIMIZER, evidence, Work(ops=max(count - groups, 0))))
+        # One pass would read and write what two of the kinds of ops do.
+        passes = [(key.op, record.total_bytes) for key, record in entries if not record.flops]
+        kinds = len({op for op, _ in passes})
+        moved = sum(num_bytes for _, num_bytes in passes) * max(0.0, 1 - 2 / max(kinds, 1))
+        work = Work(loop_ops=max(count - groups, 0), moved_bytes=moved)
+        hits.append(Hit(line, count, callers, OPTIMIZER, evidence, work))
     return hits
 
 
@@ -172,14 +177,20 @@ def alloc_churn(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 def unused_grad(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     """Leaves get gradients that no optimizer uses."""
     hits = []
+    all_bytes = sum(total.bytes for total in step.unused_grads.values())
     for line, (total, callers) in by_line(step.unused_grads, Tally).items():
         if total.count >= limits["leaves"]:
             flops = sum(
                 record.flops for key, record in step.ops.items() if key.site.line == line and not key.direct
             )
             evidence = {"leaves": total.count, "gradient_bytes": total.bytes}
-            # Of the two matmuls in a backward one is the weight's gradient.
-            work = Work(flops=flops / 2, held_bytes=total.bytes)
+            # Of the two matmuls in a backward one is the weight's gradient. Where no trained parameter leads
+            # to the line (a teacher without no_grad), its whole backward is idle: see `idle_flops`.
+            part = total.bytes / max(all_bytes, 1)
+            work = Work(
+                flops=max(flops / 2, step.idle_flops * part), moved_bytes=step.idle_bytes * part,
+                held_bytes=total.bytes,
+            )  # fmt: skip
             hits.append(Hit(line, total.count, callers, "forward", evidence, work))
     return hits
 
@@ -304,8 +315,11 @@ def full_vocab(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     """Vocabulary-wide tensors are saved for the backward."""
     rows = limits["rows"]
     wide = {line: found for line, found in _wide(step).items() if found[0].kept_rows >= rows * found[0].kept}
-    if sum(total.kept_bytes for total, _ in wide.values()) < limits["bytes"]:
+    kept = sum(total.kept_bytes for total, _ in wide.values())
+    if kept < limits["bytes"]:
         return []
+    # Logits and gradients that live beside the saved tensors go away with them.
+    peak = max(step.peak_wide_bytes, kept)
     # A line that `retained-chunks` names is not named twice: see `rules.judge`.
     hits = []
     for line, (total, callers) in wide.items():
@@ -313,6 +327,8 @@ def full_vocab(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
             "shapes": dict(total.shapes.most_common(3)),
             "bytes": total.kept_bytes,
             "all_saved_bytes": step.peak_saved_bytes,
+            "peak_bytes": peak,
         }
-        hits.append(Hit(line, total.count, callers, "forward", evidence, Work(held_bytes=total.kept_bytes)))
+        work = Work(held_bytes=peak * total.kept_bytes / kept)
+        hits.append(Hit(line, total.count, callers, "forward", evidence, work))
     return hits

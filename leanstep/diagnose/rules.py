@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leanstep.diagnose import rule_checks
+from leanstep.diagnose import advice, rule_checks
 from leanstep.diagnose.recording.source import Line
 from leanstep.diagnose.step_records import Finding, Hit, Limits, StepRecord
 from leanstep.units import size
@@ -301,4 +301,5 @@ def _finding(rule: Rule, hits: list[Hit]) -> Finding:
         in_loop=rule.id == "host-sync" and count >= 2,
     )  # fmt: skip
     finding.what, finding.amount = rule.what(finding), rule.amount(finding)
+    advice.fit(finding)
     return finding

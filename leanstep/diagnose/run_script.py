@@ -1,10 +1,9 @@
-"""Run a user's script, for real or without data, and turn what was found into a verdict.
+"""Run a user's script or module, for real or without data.
 
 The script runs the way Python would run it: its errors, its exit code and its arguments stay its own. The
-fake run stops where the host wants to look at a value. The verdict knows comments that allow a rule, a
-baseline file, and rules that must not fire. Under `torchrun` each rank records itself and rank 0 reports, for
-itself or for all; the reports meet in torch's own TCPStore at MASTER_ADDR:MASTER_PORT, because the process
-group may be gone by the time the script has ended.
+fake run stops where the host wants to look at a value. Under `torchrun` each rank records itself and rank 0
+reports, for itself or for all; the reports meet in torch's own TCPStore at MASTER_ADDR:MASTER_PORT, because
+the process group may be gone by the time the script has ended.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import datetime
 import json
 import linecache
 import os
-import re
 import runpy
 import statistics
 import sys
@@ -33,10 +31,9 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from leanstep.diagnose.recording.source import IN_OPTIM, LIBRARY, USER, Line, judge_code
-from leanstep.diagnose.step_records import RULE_IDS, Finding
 
 _LEANSTEP = str(Path(__file__).parents[1]) + os.sep
 _TORCH = Path(str(torch.__file__)).parent
@@ -57,10 +54,33 @@ class Outcome:
     stopped: bool = False
 
 
-def run_script(path: Path, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
-    """Run `path` as `__main__` inside `context`, which is left before anything is printed."""
+@dataclass(frozen=True)
+class Program:
+    """What is run as `__main__`: a file, or with `module` what `python -m` takes."""
+
+    name: str
+    module: bool = False
+
+    def run(self) -> None:
+        if self.module:
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            # Python gives the main script's absolute path to tracebacks and `__file__`.
+            runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")
+
+    @property
+    def folder(self) -> str:
+        """What Python puts first on the path."""
+        return str(Path.cwd() if self.module else Path(self.name).resolve().parent)
+
+    def __str__(self) -> str:
+        return f"-m {self.name}" if self.module else self.name
+
+
+def run_script(program: Program, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
+    """Run `program` as `__main__` inside `context`, which is left before anything is printed."""
     with _streams_survive():
-        return _run(path, argv, context)
+        return _run(program, argv, context)
 
 
 @contextlib.contextmanager
@@ -110,15 +130,14 @@ def _is_open(stream: Any) -> bool:
     return True
 
 
-def _run(path: Path, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
+def _run(program: Program, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
     linecache.checkcache()
     old_argv, old_path = sys.argv, list(sys.path)
-    sys.argv = [str(path), *argv]
-    sys.path[:1] = [str(path.resolve().parent)]
+    sys.argv = [program.name, *argv]
+    sys.path[:1] = [program.folder]
     try:
         with context:
-            # Python gives the main script's absolute path to tracebacks and `__file__`.
-            runpy.run_path(str(path.absolute()), run_name="__main__")
+            program.run()
     except Stop:
         return Outcome(stopped=True)
     except SystemExit as error:
@@ -201,15 +220,22 @@ class _FakeRun:
     def __init__(self) -> None:
         self.verdict = FakeVerdict()
         self._stack = ExitStack()
+        self._stepped: set[int] = set()
 
     def __enter__(self) -> _FakeRun:
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         return self
 
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """An optimizer comes round again: what stands after its step() has run as well."""
+        if id(optimizer) in self._stepped:
+            raise Stop
+
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.verdict.steps += 1
-        raise Stop
+        self._stepped.add(id(optimizer))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
@@ -237,73 +263,11 @@ def _wants_a_value(error: BaseException | None) -> str | None:
     return None
 
 
-def run_fake(path: Path, argv: Sequence[str]) -> tuple[FakeVerdict, Outcome]:
-    """Run the script's first step under fake tensors."""
+def run_fake(program: Program, argv: Sequence[str]) -> tuple[FakeVerdict, Outcome]:
+    """Run the script under fake tensors, until an optimizer comes round for the second time."""
     run = _FakeRun()
-    outcome = run_script(path, argv, run)
+    outcome = run_script(program, argv, run)
     return run.verdict, outcome
-
-
-# A count this much above the baseline's is new again.
-TOLERANCE = 1.10
-_ALLOW = re.compile(r"#\s*leanstep:\s*allow\s+([\w\-, ]+)")
-
-
-def parse_rules(text: str) -> tuple[str, ...]:
-    """`any`, or rule ids separated by commas."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if names == ("any",):
-        return RULE_IDS
-    for name in names:
-        if name not in RULE_IDS:
-            raise ValueError(f"unknown rule {name!r}; expected any, or some of {', '.join(RULE_IDS)}")
-    if not names:
-        raise ValueError(f"expected any, or some of {', '.join(RULE_IDS)}; got nothing")
-    return names
-
-
-def without_allowed(findings: Sequence[Finding]) -> tuple[list[Finding], int]:
-    """Drop findings whose line says `# leanstep: allow <rule>`; also how many were dropped."""
-    kept = [finding for finding in findings if not _is_allowed(finding)]
-    return kept, len(findings) - len(kept)
-
-
-def _is_allowed(finding: Finding) -> bool:
-    for line in (finding.line, *finding.callers):
-        match = _ALLOW.search(linecache.getline(line.file, line.number))
-        if match and finding.rule in re.split(r"[,\s]+", match[1]):
-            return True
-    return False
-
-
-def mark_baselined(findings: Sequence[Finding], path: str | Path) -> None:
-    """Mark what the baseline file knows; raises ValueError when the file is none."""
-    try:
-        held = json.loads(Path(path).read_text(encoding="utf-8"))
-        known: dict[tuple[str, str, str], int] = {}
-        for entry in held["findings"]:
-            key = (str(entry["rule"]), str(entry["file"]), str(entry["code"]))
-            known[key] = max(known.get(key, 0), int(entry["count"]))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} is no baseline file (--write-baseline makes one)") from None
-    for finding in findings:
-        finding.baselined = finding.key in known and finding.count <= TOLERANCE * known[finding.key]
-
-
-def baseline_of(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The content of a baseline file: rule, file, code and count of every finding."""
-    entries = [
-        {"rule": f.key[0], "file": f.key[1], "code": f.key[2], "count": f.count}
-        for f in sorted(findings, key=lambda f: f.key)
-    ]
-    return {"schema": 1, "findings": entries}
-
-
-def failures(findings: Sequence[Finding], rules: Sequence[str]) -> list[Finding]:
-    """The findings that close the gate."""
-    return [finding for finding in findings if finding.rule in rules and not finding.baselined]
 
 
 def rank() -> int:

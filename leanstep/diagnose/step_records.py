@@ -142,6 +142,11 @@ class StepRecord:
     compiled: set[Line] = field(default_factory=set)
     head_width: int = 0
     head_inner: int = 0
+    # Most bytes of tensors of the head's width that were alive at once, saved or not.
+    peak_wide_bytes: int = 0
+    # Backward of sites that no trained parameter leads to: matmul FLOPs, and bytes that the rest moves.
+    idle_flops: int = 0
+    idle_bytes: int = 0
     backward_runs: int = 0
     num_ops: int = 0
     written_bytes: int = 0
@@ -168,7 +173,8 @@ class StepRecord:
         if later.head_width > self.head_width:
             self.head_width, self.head_inner = later.head_width, later.head_inner
         self.peak_saved_bytes = max(self.peak_saved_bytes, later.peak_saved_bytes)
-        for name in ("backward_runs", "num_ops", "written_bytes", "saved_bytes", "flops"):
+        self.peak_wide_bytes = max(self.peak_wide_bytes, later.peak_wide_bytes)
+        for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(later, name))
 
     def forget_counters(self, hits: Any) -> None:
@@ -181,6 +187,11 @@ class StepRecord:
 _MERGED = (
     "ops", "reads", "heads", "zero_fills", "state_copies", "other_copies", "duplicate_casts", "round_trips",
     "saved", "churn", "unused_grads",
+)  # fmt: skip
+
+
+_SUMMED = (
+    "backward_runs", "num_ops", "written_bytes", "saved_bytes", "flops", "idle_flops", "idle_bytes",
 )  # fmt: skip
 
 
@@ -297,9 +308,10 @@ class Limits:
 
 @dataclass
 class Work:
-    """What a price is made of, per step: tiny ops, bytes moved, FLOPs, bytes held, host reads."""
+    """What a price is made of, per step: tiny ops, ops of an optimizer's loop, bytes, FLOPs, host reads."""
 
     ops: float = 0
+    loop_ops: float = 0
     moved_bytes: float = 0
     strided_bytes: float = 0
     flops: float = 0
@@ -360,4 +372,12 @@ class Finding:
         return ":".join(self.key)
 
     def __str__(self) -> str:
-        return f"{self.rule} {short_path(self.line.file)}:{self.line.number} {self.amount}"
+        place = f"{short_path(self.line.file)}:{self.line.number}"
+        return f"{place}: {self.rule}: {self.amount} → {self.short_fix}"
+
+
+class Findings(list[Finding]):
+    """A list of findings that prints as one line each."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self)) or "no findings"

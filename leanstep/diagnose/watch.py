@@ -23,8 +23,11 @@ from leanstep.diagnose import cost, rules
 from leanstep.diagnose.recording import source, torch_hooks
 from leanstep.diagnose.recording.recorder import Recorder
 from leanstep.diagnose.recording.torch_hooks import SavedHooks, leave_mode
-from leanstep.diagnose.step_records import Finding, Limits, StepRecord
+from leanstep.diagnose.step_clock import StepClock
+from leanstep.diagnose.step_records import Findings, Limits, StepRecord
 
+# A step that takes longer than this is not run once more only to be timed.
+MAX_TIMED_S = 10.0
 # Steps whose counters are kept whole; of earlier ones only what the rules said.
 FULL_STEPS = 8
 _current: Watch | None = None
@@ -75,10 +78,10 @@ class Watch:
         self._modes_on = False
         self._hooks = SavedHooks()
         self._eager = torch_hooks.CompiledCode()
+        self.clock = StepClock()
         self._dropped: StepRecord | None = None
         self._cycle: StepRecord | None = None
         self._cycle_optimizers: set[int] = set()
-        self._held: set[int] = set()
         self._scanned = False
         self._started = self._last_end = 0.0
         self._closed_at = 0.0
@@ -88,7 +91,7 @@ class Watch:
         self._calibration: cost.Calibration | None = None
         self._threads: set[str] = set()
         self._jit_entries = 0
-        self._findings: list[Finding] | None = None
+        self._findings: Findings | None = None
 
     # Entering and leaving
 
@@ -117,6 +120,7 @@ class Watch:
         self.exception = error
         try:
             self._leave_modes()
+            self.clock.stop()
             self._hooks.leave()
         finally:
             self._stack.close()
@@ -178,7 +182,7 @@ class Watch:
             self._light_step(now)
             return
         if self.finished:
-            self._time_later_step(now)
+            self._end_later_step(now)
         elif self._modes_on:
             parts = [*earlier, self.recorder.state.close()]
             for part in parts[1:]:
@@ -191,9 +195,13 @@ class Watch:
             # Its last step() raised: the hook after it never ran.
             del stepping[stepping.index(key) :]
         stepping.append(key)
+        if self.clock.running:
+            self.clock.optimizer_begins()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         now = time.perf_counter()
+        if self.clock.running:
+            self.clock.optimizer_ends()
         stepping, key = self.recorder.stepping, id(optimizer)
         if key in stepping:
             del stepping[stepping.index(key) :]
@@ -212,7 +220,7 @@ class Watch:
                 self._cycle_optimizers.add(key)
         elif self.finished:
             if key in self._cycle_optimizers:
-                self._time_later_step(now)
+                self._end_later_step(now)
         elif self._modes_on:
             self._end_body(key)
 
@@ -255,12 +263,15 @@ class Watch:
 
     def _done(self) -> None:
         self.finished = True
-        self.recorder.state.settle_churn(last=True)
+        self.recorder.state.churn.settle(last=True)
         self.recorder.active = False
         self._cycle = None
         self._leave_modes()
         self._last_end = time.perf_counter()
-        if self._on_done is not None:
+        if (self._measured_seconds or 0.0) <= MAX_TIMED_S:
+            self.clock.start()
+            self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self.clock.first_op, _as_it_is))
+        elif self._on_done is not None:
             self._on_done()
 
     # The unrecorded warm-up and its time
@@ -270,7 +281,7 @@ class Watch:
         self.recorder.state.reset()
         self.recorder.node_seen = False
         self._light = True
-        self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self._note_start, lambda packed: packed))
+        self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self._note_start, _as_it_is))
 
     def _note_start(self, tensor: Any) -> Any:
         if not self._started:
@@ -292,17 +303,24 @@ class Watch:
         elif self.boundary != "explicit":
             self.warmup_done += 1
 
-    def _time_later_step(self, now: float) -> None:
-        if self._last_end:
+    def _end_later_step(self, now: float) -> None:
+        """A step after the recorded ones: the first one's time is the step's time."""
+        if self.clock.running:
+            self.clock.end()
+            self._hooks.leave()
+            self._last_end, self._measured_seconds, self._longest_possible = now, self.clock.seconds, None
+            if self._on_done is not None:
+                self._on_done()
+        elif self._last_end:
             elapsed = now - self._last_end
             self._measured_seconds = min(self._measured_seconds or elapsed, elapsed)
-        self._last_end = now
+            self._last_end = now
 
     # Gradients nobody uses
 
     def _hold(self, optimizer: torch.optim.Optimizer) -> None:
         self.recorder.optimizers[id(optimizer)] = weakref.ref(optimizer)
-        self._held.update(torch_hooks.storages_of(optimizer))
+        self.recorder.held.update(torch_hooks.storages_of(optimizer))
 
     def _judge_gradients(self) -> None:
         if not self._scanned:
@@ -311,17 +329,17 @@ class Watch:
         for storage, site in state.first_uses.items():
             parameter = self.recorder.parameters.get(storage)
             tensor = parameter.tensor() if parameter is not None else None
-            if tensor is not None and tensor.grad is not None and storage not in self._held:
+            if tensor is not None and tensor.grad is not None and storage not in self.recorder.held:
                 state.unused[storage] = site
         for storage in list(state.unused):
-            if storage in self._held:
+            if storage in self.recorder.held:
                 del state.unused[storage]
 
     def _scan_objects(self) -> None:
         """Optimizers that step only now and then hold their parameters all the same; loaders have workers."""
         self._scanned = True
         held, has_workers = torch_hooks.scan_objects()
-        self._held |= held
+        self.recorder.held |= held
         if has_workers:
             self.recorder.note("worker", "", "a DataLoader runs workers: what they compute is not seen")
 
@@ -331,18 +349,8 @@ class Watch:
         self.recorder.note("cuda-graph", where, "a CUDA graph was replayed: its kernels have no Python lines")
 
     def _note_others(self) -> None:
-        names = {t.name for t in threading.enumerate() if t.is_alive()} - self._threads
-        # A progress bar's clock and a queue's feeder dispatch nothing.
-        names = {n for n in names if not n.startswith(("tqdm", "QueueFeeder", "TMonitor", "pymp"))}
-        if names:
-            self.recorder.note("thread", "", "other threads ran during the step: their ops are not seen")
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            world = torch.distributed.get_world_size()
-            if world > 1:
-                rank = torch.distributed.get_rank()
-                self.recorder.note(
-                    "rank", f"rank {rank}", f"each of {world} ranks records itself; this is rank {rank}"
-                )
+        for note in torch_hooks.others_at_work(self._threads):
+            self.recorder.note(*note)
         if (
             multiprocessing.active_children()
             and "torch.utils.data.dataloader" in sys.modules
@@ -373,7 +381,7 @@ class Watch:
                 self.steps.append(partial)
         if torch_hooks.triton_entries() > self._jit_entries:
             self.recorder.note("triton", "", "Triton kernels were launched directly: they are not seen")
-        state.settle_churn(last=True)
+        state.churn.settle(last=True)
         state.reset()
         for record in self.steps:
             for line in record.compiled:
@@ -383,13 +391,13 @@ class Watch:
             self.recorder.note("dropped", "", f"the recorder could not read some ops ({error})")
         cost.measure_half_rates([record for record in self.steps if record.hits is None])
 
-    def findings(self) -> list[Finding]:
-        """The findings so far, the most expensive first. A string of each one is one line."""
+    def findings(self) -> Findings:
+        """The findings so far, the most expensive first; printed, one line each."""
         if self._findings is not None and self._stackless:
             return self._findings
         findings = rules.find(self.steps, self.limits)
         calibration = self._calibration or cost.calibrate()
-        self._findings = cost.price(findings, self.steps, self.step_seconds, calibration)
+        self._findings = Findings(cost.price(findings, self.steps, self.step_seconds, calibration))
         return self._findings
 
     @property
@@ -430,6 +438,10 @@ def watch(steps: int = 3, warmup: int = 1, limits: Limits | None = None) -> Watc
     changes no number.
     """
     return Watch(steps, warmup, limits)
+
+
+def _as_it_is(packed: Any) -> Any:
+    return packed
 
 
 def _in_engine() -> bool:

@@ -92,7 +92,7 @@ def test_every_output_validates(name: str) -> None:
 
 
 def test_dash_puts_nothing_but_json_on_standard_output(reads: str, capsys) -> None:
-    assert run(reads, "--json", "-") == 0
+    assert run(reads, "--json", "-", "--run-on") == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["findings"]
     assert "done" in captured.err
@@ -184,7 +184,7 @@ def test_the_report_survives_what_a_script_does_to_its_streams(closing: str) -> 
         READS.replace("import sys\n", "import os, sys\n").replace('print("done", sys.argv[1:])', closing),
         encoding="utf-8",
     )
-    done = _leanstep("diagnose", "train.py")
+    done = _leanstep("diagnose", "train.py", "--run-on")
     assert done.returncode == 0
     assert "4 reads" in done.stdout
     assert "Traceback" not in done.stderr
@@ -200,7 +200,7 @@ def test_own_frames_are_known_through_a_link(tmp_path) -> None:
     """A package that is imported by way of a link is no part of the user's code."""
     (tmp_path / "link").symlink_to(Path(cli.__file__).parents[1])
     (tmp_path / "train.py").write_text(READS.replace('print("done"', 'loss @ loss, print("done"'))
-    done = _leanstep("diagnose", "train.py", "--json", "out.json", root=tmp_path / "link")
+    done = _leanstep("diagnose", "train.py", "--json", "out.json", "--run-on", root=tmp_path / "link")
     plain = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, plain.stderr)
     assert [f["file"] for f in validated("out.json")["findings"]] == ["train.py"]
@@ -316,7 +316,7 @@ def test_ctrl_c_from_outside() -> None:
     )
     root = str(Path(cli.__file__).parents[1])
     process = subprocess.Popen(
-        [sys.executable, "-m", "leanstep", "diagnose", "slow.py"],
+        [sys.executable, "-m", "leanstep", "diagnose", "slow.py", "--run-on"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root},
         # A background shell ignores Ctrl-C and its children inherit that: start from the default.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -332,10 +332,49 @@ def test_ctrl_c_from_outside() -> None:
     assert "4 reads" in out
 
 
-def test_stop_ends_the_script_early(reads: str, capsys) -> None:
+def test_the_script_is_stopped_after_the_recorded_steps_and_one_that_is_timed(reads: str, capsys) -> None:
     Path(reads).write_text(READS.replace("range(5)", "range(10**9)"), encoding="utf-8")
-    assert run(reads, "--stop", "--steps", "2") == 0
+    assert run(reads, "--steps", "2", "--json", "out.json") == 0
     assert "2 steps recorded after 1" in capsys.readouterr().out
+    parts = validated("out.json")["steps"]["parts"]
+    assert set(parts) == {"before the model", "forward", "backward", "optimizer", "other"}
+    assert sum(parts.values()) == pytest.approx(validated("out.json")["steps"]["step_seconds"])
+
+
+def test_a_module_runs_as_python_m_does(capsys) -> None:
+    Path("pack").mkdir()
+    Path("pack/__init__.py").write_text("")
+    Path("pack/train.py").write_text(
+        READS.replace("import sys\n", "import sys\nfrom . import __name__ as n\n")
+    )
+    assert run("-m", "pack.train", "--run-on", "--json", "out.json", "--", "--lr", "3") == 0
+    assert "done ['--lr', '3']" in capsys.readouterr().out
+    report = validated("out.json")
+    assert [(f["file"], f["count"]) for f in report["findings"]] == [("pack/train.py", 4)]
+    assert (report["script"], report["argv"]) == ("-m pack.train", ["--lr", "3"])
+    assert run("--steps", "2") == 2
+    assert "-m package.module" in capsys.readouterr().err
+
+
+def test_a_crash_before_the_first_step_is_said(capsys) -> None:
+    Path("crash.py").write_text("import torch\nimport nothing_of_that_name\n")
+    assert run("crash.py") == 1
+    assert "the script raised ModuleNotFoundError before its first step" in capsys.readouterr().out
+
+
+def test_rules_are_selected_and_ignored(reads: str) -> None:
+    assert run(reads, "--json", "a.json", "--select", "dead-rows,op-storm") == 0
+    assert validated("a.json")["findings"] == []
+    assert run(reads, "--json", "a.json", "--ignore", "host-sync", "--fail-on", "any") == 0
+    assert run(reads, "--select", "host-sync", "--fail-on", "any") == 1
+    assert run(reads, "--select", "host-synk") == 2
+
+
+def test_help_names_the_rules(capsys) -> None:
+    assert run("-h") == 0
+    text = capsys.readouterr().out
+    assert all(rule in text for rule in ("dead-rows", "unused-grad"))
+    assert "<bool>" not in text
 
 
 def test_a_folder_runs_its_train_py(capsys) -> None:
@@ -354,3 +393,13 @@ def test_fake_run_stops_at_the_first_read(reads: str, capsys) -> None:
     assert json.loads(Path("fake.json").read_text(encoding="utf-8"))["read"]["line"] == 9
     assert run(STEPS / "clean_lm.py", "--fake") == 0
     assert "nothing forced the host to look" in capsys.readouterr().out
+
+
+def test_fake_run_reaches_what_follows_the_optimizer(capsys) -> None:
+    Path("after.py").write_text(
+        READS.replace("    total = sum(model.weight.detach()[i, 0].item() for i in range(4))\n", "").replace(
+            "optimizer.zero_grad()", "optimizer.zero_grad(); loss.item()"
+        )
+    )
+    assert run("after.py", "--fake") == 1
+    assert "after.py:10" in capsys.readouterr().out

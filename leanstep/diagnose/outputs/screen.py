@@ -24,6 +24,8 @@ SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
 # Entries shown without `--all`; five of them fill one screen of 24 lines.
 MAX_ENTRIES = 10
+# From this share of the step on, waiting for a batch is said before any finding.
+MUCH_WAITING = 0.3
 WIDTH = 80
 
 
@@ -53,6 +55,7 @@ def as_json(
             "boundary": watch.boundary,
             "ops": ops[len(ops) // 2] if ops else 0,
             "step_seconds": watch.step_seconds,
+            "parts": watch.clock.parts,
         },
         "findings": [_finding(finding) for finding in findings],
         "not_seen": watch.not_seen,
@@ -118,22 +121,26 @@ class Entry:
 
     @property
     def where(self) -> str:
-        numbers = sorted(f.line.number for f in self.findings)
-        name = Path(self.first.line.file).name
-        if len(numbers) == 1:
-            return f"{name}:{numbers[0]}"
-        return f"{name}:{numbers[0]}–{numbers[-1]} in {self.first.line.function} ({len(numbers)} lines)"
-
-    @property
-    def called_from(self) -> str:
+        """`path:line`, which terminals open; of a library's line, the user's line that led there."""
         callers: Counter[Line] = Counter()
         for finding in self.findings:
             callers.update(finding.callers)
-        if not callers:
+        line = callers.most_common(1)[0][0] if callers else None
+        if line is not None:
+            more = f" and {len(callers) - 1} more" if len(callers) > 1 else ""
+            return f"{short_path(line.file)}:{line.number}{more}"
+        numbers = sorted(f.line.number for f in self.findings)
+        place = f"{short_path(self.first.line.file)}:{numbers[0]}"
+        if len(numbers) == 1:
+            return place
+        return f"{place}–{numbers[-1]} in {self.first.line.function} ({len(numbers)} lines)"
+
+    @property
+    def inside(self) -> str:
+        """The library's own line, where the user's leads."""
+        if not any(finding.callers for finding in self.findings):
             return ""
-        line = callers.most_common(1)[0][0]
-        more = f" and {len(callers) - 1} more" if len(callers) > 1 else ""
-        return f"called from {Path(line.file).name}:{line.number}{more}"
+        return f"in {short_path(self.first.line.file)}:{self.first.line.number}: "
 
     @property
     def amount(self) -> str:
@@ -201,7 +208,18 @@ def header(watch: Any, script: str) -> str:
     if watch.step_seconds:
         bound = "at most " if watch.step_is_bound else ""
         parts.append(f"step {bound}{duration(watch.step_seconds)} unrecorded")
-    return f"leanstep diagnose {script}\n  " + " · ".join(parts)
+    text = f"leanstep diagnose {script}\n  " + " · ".join(parts)
+    shares = shares_of(watch)
+    if shares:
+        text += "\n  of it " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
+    return text
+
+
+def shares_of(watch: Any) -> dict[str, float]:
+    """Share of the step by part, without what is below one percent; empty when no whole step was timed."""
+    parts = watch.clock.parts or {}
+    total = sum(parts.values())
+    return {name: seconds / total for name, seconds in parts.items() if total and seconds >= 0.01 * total}
 
 
 def screen(
@@ -212,8 +230,9 @@ def screen(
     silenced: int = 0,
     show_all: bool = False,
     width: int = WIDTH,
+    exception: str | None = None,
 ) -> str:
-    """The terminal's text: header, entries, what was not seen."""
+    """The terminal's text: header, entries, what was not seen. `exception`: what the script ended with."""
     lines = [header(watch, script)]
     shown = [f for f in findings if not f.baselined]
     if watch.steps and watch.boundary == "none":
@@ -221,14 +240,22 @@ def screen(
     missing = source.missing_private_names()
     if missing:
         lines.append(f"  This torch has no {' and no '.join(missing)}: backward ops have no line.")
-    if not watch.steps:
+    if not watch.steps and exception is not None:
+        lines.append(f"  No step was recorded: the script raised {exception} before its first step was over.")
+    elif not watch.steps:
         lines.append("  No step was recorded: the script ended within the warm-up (--warmup 0 records it).")
     entries = entries_of(shown)
     visible = [e for e in entries if show_all or not all(is_small(f) for f in e.findings)]
     if not show_all:
         visible = visible[:MAX_ENTRIES]
     lines.append("")
-    if watch.steps and not entries:
+    waiting = shares_of(watch).get("before the model", 0.0)
+    if waiting >= MUCH_WAITING:
+        lines.append(
+            f"  {waiting:.0%} of the step passes before the model's first op: making the batch, logging.\n"
+            "  More workers, prefetching or cheaper preparation come first."
+        )
+    elif watch.steps and not entries:
         lines.append("  Nothing to complain about.")
     for number, entry in enumerate(visible, 1):
         lines.extend(_entry_lines(number, entry, width))
@@ -254,14 +281,11 @@ def screen(
 def _entry_lines(number: int, entry: Entry, width: int) -> list[str]:
     first = entry.first
     compiled = "  compiled" if first.compiled else ""
-    called = entry.called_from
     amount = entry.amount + compiled
-    where = _clip(entry.where, max(width - 27 - len(amount), 12))
-    head = f"{number:3}  {first.rule:<19} {where:<26} {amount}"
-    code = _clip(first.line.statement, width - 5 - (len(called) + 3 if called else 0))
     return [
-        _clip(head, width),
-        f"     {code}{'   ' + called if called else ''}",
+        # Never cut: a path that is whole can be opened from the terminal.
+        f"{number:3}  {first.rule:<19} {entry.where:<26} {amount}",
+        _clip(f"     {entry.inside}{first.line.statement}", width),
         _clip(f"     costs about {entry.cost} → {first.short_fix}", width),
     ]
 

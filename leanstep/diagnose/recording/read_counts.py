@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,13 +29,15 @@ class ReadCounter:
         with torch._C.DisableTorchFunction():
             kind = call_read(func, args, kwargs)
             if kind is None and func is Tensor.to and moves_to_device(args, kwargs):
-                self._leave_host(args[0])
+                self._leave_host(args[0], sys._getframe(1))
         if kind is None:
             return func(*args, **kwargs)
         return run_read_call(func, args, kwargs, kind, self.copies, self._num_reads, self._count_call)
 
-    def _leave_host(self, tensor: Tensor) -> None:
-        if tensor.layout is torch.strided:
+    def _leave_host(self, tensor: Tensor, frame: FrameType) -> None:
+        # A library's `.to(x.device)` says nothing: most of them move nothing.
+        site, _ = self.recorder.stack.locate(frame, False)
+        if site is not None and not site.line.library and tensor.layout is torch.strided:
             self.recorder.state.families.leave_host(tensor.untyped_storage()._cdata)
 
     def _num_reads(self) -> int:

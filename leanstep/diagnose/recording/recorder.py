@@ -40,6 +40,7 @@ from leanstep.diagnose.step_records import (
 )
 from leanstep.host_reads import op_read, read_target
 
+LARGE_BYTES = 1024 * 1024
 _NO_CHAIN: tuple[int, ...] = ()
 
 
@@ -56,6 +57,8 @@ class Recorder(RunRecord):
         self.on_first_node: Any = None
         self.node_seen = False
         self.accelerator = False
+        # Storages of parameters that some optimizer holds.
+        self.held: set[int] = set()
         self.errors: list[str] = []
         self._infos: dict[int, OpInfo] = {}
         self.reads = ReadCounter(self)
@@ -170,6 +173,7 @@ class Recorder(RunRecord):
         max_bytes = total_bytes = 0
         tainted = False
         products, product = state.products.of, None
+        held, trained = self.held, False
         own: list[tuple[int, Tensor]] = []
         if built_in:
             # The engine's own ops work on gradients: only their sizes are of interest.
@@ -196,6 +200,8 @@ class Recorder(RunRecord):
                     max_bytes = num_bytes
                 if products and storage in products:
                     product = products[storage]
+                if held and (storage in held or storage in state.trained):
+                    trained = True
                 if learn and tensor.requires_grad and tensor.is_leaf:
                     # A leaf cut out of the graph (detach().requires_grad_()) is an activation.
                     if (
@@ -243,6 +249,10 @@ class Recorder(RunRecord):
                 max_bytes = num_bytes
             if built_in:
                 continue
+            if trained:
+                state.trained.add(storage)
+            elif held:
+                state.trained.discard(storage)
             if tainted:
                 state.tainted.add(storage)
             else:
@@ -254,6 +264,8 @@ class Recorder(RunRecord):
             state.families.join(own, out_storages)
         elif own:
             state.families.meet_model(own)
+        if held and grad and tainted and phase == FORWARD:
+            (state.trained_sites if trained else state.idle_sites).add(site)
         if product is not None:
             state.products.follow(info.name, args, product, outs)
 
@@ -284,6 +296,8 @@ class Recorder(RunRecord):
                 state.on_backward_write(info, args, outs, site)
             if direct and written >= self.layout_bytes and not info.matmul:
                 state.on_layout(info, args, kwargs, outs, site)
+        if written >= LARGE_BYTES and state.wide:
+            state.on_large(outs)
         if (
             not grad
             and not in_engine
@@ -292,7 +306,7 @@ class Recorder(RunRecord):
             and not info.cast
             and not info.matmul
         ):
-            state.on_fresh(outs, site, self.churn_bytes)
+            state.churn.made(outs, site, self.churn_bytes, state.weight_matmuls)
 
         key = (site, info, phase, direct, chain)
         entry = state.ops.get(key)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from leanstep.diagnose.recording.buffers import Churn, LiveBytes
 from leanstep.diagnose.recording.lineage import (
     HEAD_RATIO,
     Families,
@@ -44,9 +45,7 @@ class StepState:
     def __init__(self, run: RunRecord) -> None:
         self.run = run
         self.tainted: set[int] = set()
-        # Buffers of the step before, until it is known which of them outlive this one.
-        self._earlier: tuple[dict[Site, Tally], list[tuple[Site, StorageWeakRef, int, int]]] = ({}, [])
-        self._outlived: dict[Site, int] = {}
+        self.churn = Churn()
         self.reset()
 
     def reset(self) -> None:
@@ -61,7 +60,7 @@ class StepState:
         self.duplicate_casts: dict[Site, Tally] = {}
         self.round_trips: dict[Site, Tally] = {}
         self.saved: dict[tuple[Site, int], SavedRecord] = {}
-        self.fresh: list[tuple[Site, StorageWeakRef, int, int]] = []
+        self.churn.new_step()
         # Weights that need no gradient here, with their sizes.
         self.frozen: dict[int, int] = {}
         self.weight_matmuls = 0
@@ -75,6 +74,11 @@ class StepState:
         self.read_log: list[int] = []
         self.head_nodes: dict[int, tuple[Site, tuple[int, ...], int, int]] = {}
         self.products, self.families = Products(), Families()
+        self.wide: dict[int, LiveBytes] = {}
+        # Sites whose ops a trained parameter leads to, and sites of ops that only others lead to.
+        self.trained: set[int] = set()
+        self.trained_sites: set[Site] = set()
+        self.idle_sites: set[Site] = set()
         # Reads of what depends on no parameter: whose they are is known when the step is over.
         self.reads_of_data: list[tuple[Site, str, str, Family]] = []
         self.pending_heads: list[tuple[HeadRecord, Tensor]] = []
@@ -116,6 +120,7 @@ class StepState:
         if phase in (FORWARD, RECOMPUTE) and width >= HEAD_RATIO * inner and weight is not None:
             product = Product(inner, width, weight[0], site)
             self.products.of[outs[0].untyped_storage()._cdata] = product
+            self.wide.setdefault(width, LiveBytes())
             if torch.is_grad_enabled():
                 self.head_nodes[number - 1] = (site, tuple(outs[0].shape), inner, width)
         elif node is not None and self.head_nodes:
@@ -125,6 +130,13 @@ class StepState:
                     if self._count_dead_rows(operand, head):
                         del self.head_nodes[node._sequence_nr()]
                         break
+
+    def on_large(self, outs: Any) -> None:
+        """Large outputs: those of a product's width may be what the step holds most of."""
+        for out in outs:
+            live = self.wide.get(out.shape[-1]) if out.ndim else None
+            if live is not None:
+                live.add(out)
 
     def is_parameter(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()._cdata
@@ -278,15 +290,6 @@ class StepState:
             self.gradients = (stamp, storages)
         return self.gradients[1]
 
-    # Buffers made under no_grad
-
-    def on_fresh(self, outs: Any, site: Site, least: int) -> None:
-        for out in outs:
-            if out.nbytes >= least:
-                self.fresh.append(
-                    (site, StorageWeakRef(out.untyped_storage()), out.nbytes, self.weight_matmuls)
-                )
-
     # Ends
 
     def end_backward(self) -> None:
@@ -332,9 +335,10 @@ class StepState:
             if not family.is_hosts_own:
                 self.count_read(site, kind, phase, "of data")
         head_width = self.products.head_width
+        idle = self.idle_sites - self.trained_sites
         writers = self.run.writers
         ops: dict[OpKey, OpRecord] = {}
-        flops = 0
+        flops = idle_flops = idle_bytes = 0
         spans = {
             (entry[7], entry[8])
             for (_, _, _, direct, chain), entry in self.ops.items()
@@ -352,6 +356,9 @@ class StepState:
                 parameters = span[1] - span[0] if chain else distinct[span]
             found = OpRecord(*entry[:7], parameters=parameters)
             flops += found.flops
+            if not direct and site in idle:
+                idle_flops += found.flops
+                idle_bytes += found.total_bytes if not found.flops else 0
             key = OpKey(site, info.name, phase, direct)
             if key in ops:
                 ops[key].add(found)
@@ -380,11 +387,14 @@ class StepState:
             duplicate_casts=self.duplicate_casts,
             round_trips=self.round_trips,
             saved=self.saved,
-            churn=self._churn(),
+            churn=self.churn.close(),
             unused_grads=unused,
             compiled=self.compiled,
             head_width=head_width,
             head_inner=self.products.head_inner,
+            peak_wide_bytes=self.wide[head_width].peak if head_width in self.wide else 0,
+            idle_flops=idle_flops,
+            idle_bytes=idle_bytes,
             backward_runs=self.backward_runs,
             num_ops=self.num_ops,
             written_bytes=self.written_bytes,
@@ -394,40 +404,6 @@ class StepState:
         )
         self.reset()
         return record
-
-    def _churn(self) -> dict[Site, Tally]:
-        """Buffers made under no_grad. Those that outlive the next step as well are taken off when it ends."""
-        self.settle_churn()
-        made: dict[Site, Tally] = {}
-        spans: dict[Site, tuple[int, int]] = {}
-        for site, _, num_bytes, weight_matmuls in self.fresh:
-            spans[site] = (spans.get(site, (weight_matmuls, 0))[0], weight_matmuls)
-            tally(made, site, num_bytes)
-        # The activations of a frozen model are no churn: layers stand between one buffer and the next.
-        made = {s: t for s, t in made.items() if spans[s][1] - spans[s][0] < t.count / 2}
-        self._earlier = (made, self.fresh)
-        return made
-
-    def settle_churn(self, last: bool = False) -> None:
-        """Take off the buffers of the step before that are still alive: they are kept, not dropped.
-
-        A variable that is bound anew in every step holds its value until then and does not count. So what is
-        alive at the end of its own step (`last`: no later step will tell) counts as kept only if earlier
-        steps showed it, or if it is more than one value of the line.
-        """
-        made, fresh = self._earlier
-        alive: dict[Site, int] = {}
-        for site, storage, _, _ in fresh:
-            if not storage.expired():
-                alive[site] = alive.get(site, 0) + 1
-        for site, entry in made.items():
-            kept = self._outlived.get(site, max(alive.get(site, 0) - 1, 0)) if last else alive.get(site, 0)
-            if not last:
-                self._outlived[site] = kept
-            if kept:
-                entry.bytes -= entry.bytes * kept // entry.count
-                entry.count -= kept
-        self._earlier = ({}, [])
 
 
 def _name(tensor: Tensor) -> str:

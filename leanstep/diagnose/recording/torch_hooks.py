@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -251,6 +252,18 @@ def watch_graphs(on_replay: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         graph.replay = original
+
+
+def others_at_work(known_threads: set[str]) -> Iterator[tuple[str, str, str]]:
+    """Notes (kind, where, text) on threads and ranks that work beside this one."""
+    names = {t.name for t in threading.enumerate() if t.is_alive()} - known_threads
+    # A progress bar's clock and a queue's feeder dispatch nothing.
+    if any(not name.startswith(("tqdm", "QueueFeeder", "TMonitor", "pymp")) for name in names):
+        yield "thread", "", "other threads ran during the step: their ops are not seen"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        if world > 1:
+            yield "rank", f"rank {rank}", f"each of {world} ranks records itself; this is rank {rank}"
 
 
 def scan_objects() -> tuple[set[int], bool]:

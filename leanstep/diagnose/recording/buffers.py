@@ -1,0 +1,79 @@
+"""Memory of the running step: how much of one width is alive at once, and what is made only to be dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from leanstep.diagnose.recording.source import Site
+from leanstep.diagnose.step_records import Tally, tally
+
+
+class LiveBytes:
+    """The most bytes that tensors of one width held at once."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        for key in [key for key, (held, _) in self._held.items() if held.expired()]:
+            del self._held[key]
+        self._held[storage._cdata] = (StorageWeakRef(storage), tensor.nbytes)
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._held.values()))
+
+
+class Churn:
+    """Large buffers made under no_grad, by line, and which of them outlive the step after."""
+
+    def __init__(self) -> None:
+        # Of the step before, until it is known which of them outlive this one.
+        self._earlier: tuple[dict[Site, Tally], list[tuple[Site, StorageWeakRef, int, int]]] = ({}, [])
+        self._outlived: dict[Site, int] = {}
+        self.new_step()
+
+    def new_step(self) -> None:
+        self.fresh: list[tuple[Site, StorageWeakRef, int, int]] = []
+
+    def made(self, outs: Any, site: Site, least: int, weight_matmuls: int) -> None:
+        """`weight_matmuls`: products with a weight so far, which tell a model's layers from a loop."""
+        for out in outs:
+            if out.nbytes >= least:
+                self.fresh.append((site, StorageWeakRef(out.untyped_storage()), out.nbytes, weight_matmuls))
+
+    def close(self) -> dict[Site, Tally]:
+        """Buffers of this step. Those that outlive the next step as well are taken off when it ends."""
+        self.settle()
+        made: dict[Site, Tally] = {}
+        spans: dict[Site, tuple[int, int]] = {}
+        for site, _, num_bytes, weight_matmuls in self.fresh:
+            spans[site] = (spans.get(site, (weight_matmuls, 0))[0], weight_matmuls)
+            tally(made, site, num_bytes)
+        # The activations of a frozen model are no churn: layers stand between one buffer and the next.
+        made = {s: t for s, t in made.items() if spans[s][1] - spans[s][0] < t.count / 2}
+        self._earlier = (made, self.fresh)
+        return made
+
+    def settle(self, last: bool = False) -> None:
+        """Take off the buffers of the step before that are still alive: they are kept, not dropped.
+
+        A variable that is bound anew in every step holds its value until then and does not count. So what is
+        alive at the end of its own step (`last`: no later step will tell) counts as kept only if earlier
+        steps showed it, or if it is more than one value of the line.
+        """
+        made, fresh = self._earlier
+        alive: dict[Site, int] = {}
+        for site, storage, _, _ in fresh:
+            if not storage.expired():
+                alive[site] = alive.get(site, 0) + 1
+        for site, entry in made.items():
+            kept = self._outlived.get(site, max(alive.get(site, 0) - 1, 0)) if last else alive.get(site, 0)
+            if not last:
+                self._outlived[site] = kept
+            if kept:
+                entry.bytes -= entry.bytes * kept // entry.count
+                entry.count -= kept
+        self._earlier = ({}, [])

@@ -1,0 +1,91 @@
+"""Where the time of one unrecorded step goes: until the model's first op, forward, backward, optimizer.
+
+Only the ends of a few calls are noted: the step runs at its own speed. On a GPU these are the host's times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PARTS = ("before the model", "forward", "backward", "optimizer", "other")
+
+
+class StepClock:
+    """Times one step, from the end of the one before to its own.
+
+    Args:
+        now: the clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self.running = False
+        self.seconds: float | None = None
+        # Part -> seconds; None until a whole step has been timed.
+        self.parts: dict[str, float] | None = None
+        self._engine: Any = None
+
+    def start(self) -> None:
+        """The step before has just ended."""
+        self.running = True
+        self._started = self._now()
+        self._first_op: float | None = None
+        self._spent = dict.fromkeys(PARTS, 0.0)
+        self._optimizer_began = 0.0
+        # End of the last backward, or the first op: forward is what lies before the next backward.
+        self._forward_began: float | None = None
+        engine = self._engine = torch.autograd._engine_run_backward
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.backward_begins()
+            try:
+                return engine(*args, **kwargs)
+            finally:
+                self.backward_ends()
+
+        torch.autograd._engine_run_backward = timed
+
+    def first_op(self, tensor: Any = None) -> Any:
+        """A tensor is saved for the backward: the model runs. Passes the tensor on."""
+        if self._first_op is None:
+            self._first_op = self._forward_began = self._now()
+            self._spent["before the model"] = self._first_op - self._started
+        return tensor
+
+    def backward_begins(self) -> None:
+        now = self._now()
+        if self._forward_began is not None:
+            self._spent["forward"] += now - self._forward_began
+        self._backward_began, self._forward_began = now, None
+
+    def backward_ends(self) -> None:
+        now = self._now()
+        self._spent["backward"] += now - self._backward_began
+        self._forward_began = now
+
+    def optimizer_begins(self) -> None:
+        self._optimizer_began = self._now()
+        # What lies between the backward and the optimizer (clipping, logging) is no forward.
+        self._forward_began = None
+
+    def optimizer_ends(self) -> None:
+        if self._optimizer_began:
+            self._spent["optimizer"] += self._now() - self._optimizer_began
+        self._optimizer_began = 0.0
+
+    def end(self) -> None:
+        """The step is over."""
+        self.seconds = self._now() - self._started
+        self._spent["other"] = max(0.0, self.seconds - sum(self._spent.values()))
+        self.parts = self._spent
+        self.stop()
+
+    def stop(self) -> None:
+        """Let go of torch, whether a step has been timed or not."""
+        if self.running:
+            torch.autograd._engine_run_backward = self._engine
+        self.running = False
