@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leanstep.diagnose import advice, rule_checks
+from leanstep.diagnose import advice, habit_checks, rule_checks
 from leanstep.diagnose.recording.source import Line
 from leanstep.diagnose.step_records import Finding, Hit, Limits, StepRecord
 from leanstep.units import size
@@ -248,6 +248,69 @@ RULES: dict[str, Rule] = {
             "The backward computes and keeps a gradient that nobody reads.",
             "requires_grad_(False) or torch.no_grad() around it, or add the parameters to an optimizer.",
             "requires_grad_(False), or optimise it",
+        ),
+        Rule(
+            "attention-matrix",
+            habit_checks.attention_matrix,
+            lambda f: _plural(f.count, "matrix", "matrices"),
+            lambda f: (
+                f"Attention by hand: a softmax over queries × keys ({_listed(f.evidence['shapes'])}), "
+                f"{size(f.evidence['bytes'])} kept for the backward."
+            ),
+            "Scores, softmax and their gradients are written and read in full; a fused kernel keeps a tile.",
+            "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...), or a flex_attention "
+            'mask; attn_implementation="sdpa" in transformers, need_weights=False in nn.MultiheadAttention.',
+            "F.scaled_dot_product_attention",
+        ),
+        Rule(
+            "gelu-by-hand",
+            habit_checks.gelu_by_hand,
+            lambda f: f"{f.count:,} ops",
+            lambda f: (
+                f"An activation out of {f.count // f.evidence['calls']} elementwise ops "
+                f"({_listed(f.evidence['ops'])}), {size(f.evidence['bytes'])} moved in the forward alone."
+            ),
+            "Each op reads and writes the whole activation, and saves some of it for the backward.",
+            'torch.nn.functional.gelu(x, approximate="tanh") (or "none" for erf): one op, one saved tensor.',
+            'F.gelu(x, approximate="tanh")',
+        ),
+        Rule(
+            "float64",
+            habit_checks.float64,
+            lambda f: _plural(f.count, "op"),
+            lambda f: (
+                f"{_plural(f.count, 'op')} in float64 ({_listed(f.evidence['ops'])}), "
+                f"{size(f.evidence['bytes'])} written, while parameters are narrower."
+            ),
+            "NumPy's default dtype comes in with the data, and every op that it meets is widened; GPUs "
+            "compute it at a fraction of their float32 rate.",
+            "Cast once where it comes in: torch.from_numpy(x.astype(numpy.float32)), or .float(). Where "
+            "float64 is wanted, say so: # leanstep: allow float64.",
+            "cast to float32 where it comes in",
+        ),
+        Rule(
+            "weight-clone",
+            habit_checks.weight_clone,
+            lambda f: _plural(f.count, "copy", "copies"),
+            lambda f: f"{_plural(f.count, 'parameter')} copied, {size(f.evidence['bytes'])} per step.",
+            "A copy of the weights is written in every step.",
+            "Copy into buffers made once (torch._foreach_copy_), keep the difference instead of two copies, "
+            "or copy every k-th step; a reference policy needs one copy for the whole run.",
+            "one buffer, _foreach_copy_",
+        ),
+        Rule(
+            "retain-graph",
+            habit_checks.retain_graph,
+            lambda f: _plural(f.count, "call"),
+            lambda f: (
+                "backward(retain_graph=True) and no later backward in the step: everything saved stays "
+                "until the loss is dropped."
+                if f.evidence["needless"]
+                else "backward(retain_graph=True): the shared part of the graph is kept and walked again."
+            ),
+            "Saved tensors outlive the backward, and each further backward repeats the shared part.",
+            "Leave retain_graph out; several losses: add them and go backward once.",
+            "drop it; add losses, one backward",
         ),
     )
 }

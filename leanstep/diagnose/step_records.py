@@ -139,6 +139,11 @@ class StepRecord:
     saved: dict[tuple[Site, int], SavedRecord] = field(default_factory=dict)
     churn: dict[Site, Tally] = field(default_factory=dict)
     unused_grads: dict[Site, Tally] = field(default_factory=dict)
+    # Habits: softmaxes over products of activations, float64 results, copies of weights, kept graphs.
+    attention: dict[Site, Tally] = field(default_factory=dict)
+    doubles: dict[Site, Tally] = field(default_factory=dict)
+    clones: dict[Site, Tally] = field(default_factory=dict)
+    retained: dict[Site, Tally] = field(default_factory=dict)
     compiled: set[Line] = field(default_factory=set)
     head_width: int = 0
     head_inner: int = 0
@@ -186,7 +191,7 @@ class StepRecord:
 
 _MERGED = (
     "ops", "reads", "heads", "zero_fills", "state_copies", "other_copies", "duplicate_casts", "round_trips",
-    "saved", "churn", "unused_grads",
+    "saved", "churn", "unused_grads", "attention", "doubles", "clones", "retained",
 )  # fmt: skip
 
 
@@ -264,6 +269,11 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "slow-dtype": {"rate": 0.5, "share": 0.01},
     "alloc-churn": {"buffers": 16, "bytes": 1024 * 1024},
     "unused-grad": {"leaves": 1},
+    "attention-matrix": {"bytes": 4 * 1024 * 1024},
+    "gelu-by-hand": {"ops": 5, "op_bytes": 64 * 1024, "bytes": 1024 * 1024},
+    "float64": {"bytes": 256 * 1024},
+    "weight-clone": {"bytes": 256 * 1024},
+    "retain-graph": {"calls": 1},
 }
 RULE_IDS = tuple(DEFAULTS)
 

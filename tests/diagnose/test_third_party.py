@@ -48,6 +48,7 @@ def test_transformers_trainer_scores_the_prompt(watched) -> None:
     # and the last row of all predicts nothing: 32 dead rows either way.
     assert findings["dead-rows", "logits = self.lm_head(hidden_states)"] == 8 * 32
     assert watch.findings()[0].rule == "dead-rows"
+    assert "skip_ignored_rows" in watch.findings()[0].fix
     assert {rule for rule, _ in findings} == {"dead-rows", "host-sync"}
     assert sum(count for (rule, _), count in findings.items() if rule == "host-sync") == 5
     assert all(f.callers for f in watch.findings())
@@ -57,7 +58,12 @@ def test_transformers_trainer_scores_the_prompt(watched) -> None:
 def test_trl_grpo_reads_the_device_all_over(watched) -> None:
     watch = run(watched, "grpo")
     findings = found(watch)
-    assert {rule for rule, _ in findings} == {"host-sync"}
+    assert {rule for rule, _ in findings} == {"host-sync", "dead-rows"}
+    # Off Triton devices every position is scored, the prompts' as well.
+    first = watch.findings()[0]
+    assert first.rule == "dead-rows" and first.line.file.endswith("chunked_logprob.py")
+    assert first.evidence["width"] == 512 and first.count >= 8 * 11
+    assert first.short_fix.startswith("LeanGRPOTrainer")
     # One look per generated token, to see whether all sequences have ended.
     assert findings["host-sync", "return bool(unfinished_sequences.max() == 0)"] == 16
     # Ids and mask are copied to the host; the lists are made from the copies.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import resource
@@ -23,6 +24,7 @@ from leanstep import diagnose
 from leanstep.diagnose.recording import source
 from leanstep.diagnose.recording.lineage import count_distinct
 from leanstep.diagnose.recording.step import StepState
+from leanstep.diagnose.step_clock import StepClock
 from leanstep.diagnose.watch import Watch
 
 STEPS = Path(__file__).parent / "steps"
@@ -71,6 +73,54 @@ def test_recording_changes_no_number() -> None:
             watch.step()
     assert len(watch.steps) == 5
     assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+
+
+def test_recording_changes_no_number_of_leansteps_own_paths() -> None:
+    """Watched, their jobs run on one thread in a row: same bits."""
+    from leanstep.logprob import linear_logprobs
+    from leanstep.muon import NorMuon
+
+    def train(record: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        hidden, weight = torch.nn.Parameter(torch.randn(70, 24)), torch.nn.Parameter(torch.randn(901, 24) / 5)
+        optimizer = NorMuon([hidden, weight], lr=0.02)
+        targets = torch.randint(0, 901, (70,))
+        with diagnose.watch(steps=9, warmup=0) if record else contextlib.nullcontext():
+            for _ in range(3):
+                out = linear_logprobs(hidden, weight, targets, entropy="grad")
+                (-out.logp.mean() - 0.1 * out.entropy.mean()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [hidden.detach(), weight.detach()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
+
+
+def test_the_clock_divides_a_step() -> None:
+    times = iter([0.0, 3.0, 4.0, 6.0, 6.5, 7.0, 7.25])
+    clock = StepClock(now=lambda: next(times))
+    clock.start()
+    clock.first_op()
+    clock.backward_begins()
+    clock.backward_ends()
+    clock.optimizer_begins()
+    clock.optimizer_ends()
+    clock.end()
+    assert clock.seconds == 7.25
+    assert clock.parts == {
+        "before the model": 3.0, "forward": 1.0, "backward": 2.0, "optimizer": 0.5, "other": 0.75,
+    }  # fmt: skip
+
+
+def test_findings_print_as_lines() -> None:
+    step = training()
+    with diagnose.watch(steps=2, warmup=0) as watch:
+        for _ in range(2):
+            float(step())
+            watch.step()
+    (line,) = str(watch.findings()).splitlines()
+    assert "host-sync: 1 read → keep on the device" in line
+    assert str(diagnose.watch().findings()) == "no findings"
 
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])

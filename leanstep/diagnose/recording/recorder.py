@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from leanstep.diagnose.recording import source
+from leanstep.diagnose.recording.habits import MIN_BYTES
 from leanstep.diagnose.recording.ops import OpInfo, matmul_shape
 from leanstep.diagnose.recording.read_counts import ReadCounter
 from leanstep.diagnose.recording.source import (
@@ -298,6 +299,12 @@ class Recorder(RunRecord):
                 state.on_layout(info, args, kwargs, outs, site)
         if written >= LARGE_BYTES and state.wide:
             state.on_large(outs)
+        if direct and written >= MIN_BYTES and outs and not flags & IN_LEANSTEP:
+            state.habits.on_op(info, args, outs, site, phase)
+            if info.clone and not in_engine:
+                storage = tensors[0].untyped_storage()._cdata
+                if storage in self.parameters or storage in self.held:
+                    state.habits.on_clone(tensors[0], outs[0], site)
         if (
             not grad
             and not in_engine

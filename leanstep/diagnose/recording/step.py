@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from leanstep.diagnose.recording.buffers import Churn, LiveBytes
+from leanstep.diagnose.recording.habits import Habits
 from leanstep.diagnose.recording.lineage import (
     HEAD_RATIO,
     Families,
@@ -75,6 +76,7 @@ class StepState:
         self.head_nodes: dict[int, tuple[Site, tuple[int, ...], int, int]] = {}
         self.products, self.families = Products(), Families()
         self.wide: dict[int, LiveBytes] = {}
+        self.habits = Habits()
         # Sites whose ops a trained parameter leads to, and sites of ops that only others lead to.
         self.trained: set[int] = set()
         self.trained_sites: set[Site] = set()
@@ -117,6 +119,8 @@ class StepState:
         weight = self.weight_of(second)
         if weight is not None:
             self.weight_matmuls += 1
+        elif shape[0] > 1 and phase == FORWARD:
+            self.habits.on_scores(outs[0], width)
         if phase in (FORWARD, RECOMPUTE) and width >= HEAD_RATIO * inner and weight is not None:
             product = Product(inner, width, weight[0], site)
             self.products.of[outs[0].untyped_storage()._cdata] = product
@@ -141,6 +145,11 @@ class StepState:
     def is_parameter(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()._cdata
         return storage in self.run.parameters or storage in self.derived
+
+    def _is_narrower(self) -> bool:
+        """Whether some parameter is no float64: a model in float64 is so on purpose."""
+        tensors = [parameter.tensor() for parameter in self.run.parameters.values()]
+        return any(tensor is not None and tensor.dtype is not torch.float64 for tensor in tensors)
 
     def weight_of(self, tensor: Tensor) -> tuple[int, int] | None:
         """Storage and offset of the weight that `tensor` is, is a piece of or was cast from."""
@@ -389,6 +398,10 @@ class StepState:
             saved=self.saved,
             churn=self.churn.close(),
             unused_grads=unused,
+            attention=self.habits.attention,
+            doubles=self.habits.doubles if self._is_narrower() else {},
+            clones=self.habits.clones,
+            retained=self.habits.retained,
             compiled=self.compiled,
             head_width=head_width,
             head_inner=self.products.head_inner,

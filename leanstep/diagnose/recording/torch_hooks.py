@@ -22,6 +22,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.diagnose.recording import source
+from leanstep.diagnose.recording.habits import BACKWARD_CALLS
 from leanstep.host_reads import RUNS_USER_CODE, call_kind, run_under
 
 _num_function_modes = torch._C._len_torch_function_stack
@@ -72,6 +73,9 @@ class CallMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in RUNS_USER_CODE:
+            if self.recorder.active and func in BACKWARD_CALLS and kwargs.get("retain_graph"):
+                site, _ = self.recorder.stack.locate(sys._getframe(1), False)
+                self.recorder.state.habits.on_backward_call(kwargs, site)
             return run_under(self, func, args, kwargs)
         if self.recorder.active and call_kind(func) is not None:
             return self.recorder.reads.on_call(func, args, kwargs)

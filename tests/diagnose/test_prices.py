@@ -1,0 +1,94 @@
+"""What a finding costs: shares that add up to a step, and waste counted whole."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from leanstep import diagnose
+from leanstep.diagnose import cost
+from leanstep.diagnose.recording.source import Line, Site
+from leanstep.diagnose.rules import find
+from leanstep.diagnose.step_records import StepRecord, Tally
+
+MIB = 1024 * 1024
+RATES = cost.Calibration(1e-6, 5e-6, 1e10, 2e9, 1e11)
+
+
+def record(step, num: int = 2):
+    with diagnose.watch(steps=num, warmup=1) as watch:
+        for _ in range(num + 1):
+            step()
+            watch.step()
+    return watch
+
+
+def test_reads_are_a_share_of_a_gpus_step() -> None:
+    """Ten thousand reads take longer on a GPU than this step takes here, and still are less than all of it."""
+    line = Line("train.py", 7)
+    step = StepRecord(reads={Site(line): Tally(10_000)}, num_ops=100)
+    (finding,) = cost.price(find([step]), [step], 0.1, RATES)
+    assert finding.seconds is None and finding.seconds_range == (0.1, 0.5)
+    assert 0.99 < finding.share < 1
+
+
+def test_a_users_read_goes_before_a_librarys() -> None:
+    mine, theirs = Line("train.py", 7), Line("site-packages/net.py", 3, "forward", True)
+    step = StepRecord(reads={Site(theirs, mine): Tally(9), Site(mine): Tally(1)}, num_ops=100)
+    assert [f.line for f in cost.price(find([step]), [step], 0.1, RATES)] == [mine, theirs]
+
+
+def test_a_teachers_whole_backward_is_idle() -> None:
+    teacher, student = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    x = torch.randn(128, 64)
+
+    def step() -> None:
+        hidden = teacher(torch.tanh(teacher(x)))
+        F.mse_loss(student(x), hidden).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        teacher.zero_grad()
+
+    watch = record(step)
+    (finding,) = [f for f in watch.findings() if f.rule == "unused-grad"]
+    # Two layers: both weights' gradients, and one gradient of an input.
+    assert finding.work.flops == 3 * 2 * 128 * 64 * 64
+    assert finding.work.moved_bytes > 0
+
+
+def test_a_head_is_priced_by_all_that_lives_at_once() -> None:
+    hidden, weight = torch.nn.Parameter(torch.randn(512, 8)), torch.nn.Parameter(torch.randn(8192, 8))
+    optimizer = torch.optim.SGD([hidden, weight], lr=0.1)
+    targets = torch.randint(0, 8192, (512,))
+
+    def step() -> None:
+        logp = F.log_softmax(hidden @ weight.t(), -1)
+        p = logp.exp()
+        (-(logp.gather(1, targets[:, None])).mean() + (p * logp).sum(-1).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    watch = record(step)
+    found = [f for f in watch.findings() if f.rule == "full-vocab"]
+    saved = sum(f.evidence["bytes"] for f in found)
+    peak = found[0].evidence["peak_bytes"]
+    assert saved == 2 * 16 * MIB
+    # logp, p, and gradients of both at least.
+    assert peak >= 4 * 16 * MIB
+    assert abs(sum(f.work.held_bytes for f in found) - peak) < 1
+
+
+def test_an_optimizers_loop_is_priced_with_its_python() -> None:
+    weights = [torch.nn.Parameter(torch.randn(64)) for _ in range(24)]
+    optimizer = torch.optim.AdamW(weights, foreach=False)
+
+    def step() -> None:
+        sum(w.square().sum() for w in weights).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    (finding,) = [f for f in record(step).findings() if f.rule == "unbatched-optimizer"]
+    assert finding.work.loop_ops >= 200 and finding.work.moved_bytes > 0
+    rates = cost.calibrate()
+    assert rates.loop_op_s >= rates.op_s
