@@ -24,7 +24,7 @@ def record(step, num: int = 2):
 
 
 def test_reads_are_a_share_of_a_gpus_step() -> None:
-    """Ten thousand reads take longer on a GPU than this step takes here, and still are less than all of it."""
+    """Ten thousand reads wait longer on a GPU than this step takes here; their share stays below one."""
     line = Line("train.py", 7)
     step = StepRecord(reads={Site(line): Tally(10_000)}, num_ops=100)
     (finding,) = cost.price(find([step]), [step], 0.1, RATES)
