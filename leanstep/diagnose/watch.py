@@ -268,6 +268,9 @@ class Watch:
         self._cycle = None
         self._leave_modes()
         self._last_end = time.perf_counter()
+        if self._stackless:
+            # The script is over: there is nothing to time and nobody to stop.
+            return
         if (self._measured_seconds or 0.0) <= MAX_TIMED_S:
             self.clock.start()
             self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self.clock.first_op, _as_it_is))
@@ -293,14 +296,14 @@ class Watch:
         if start:
             self._measured_seconds = now - start
         self._last_end = now
-        last = self.num_warmup - (0 if self.boundary == "explicit" else 1)
-        if self.boundary == "explicit":
-            self.warmup_done += 1
+        explicit = self.boundary == "explicit"
+        last = self.num_warmup - (not explicit)
+        self.warmup_done += explicit
         if self.warmup_done >= last:
             self._light = False
             self._hooks.leave()
             self._enter_modes()
-        elif self.boundary != "explicit":
+        elif not explicit:
             self.warmup_done += 1
 
     def _end_later_step(self, now: float) -> None:
