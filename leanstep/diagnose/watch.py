@@ -269,8 +269,7 @@ class Watch:
         self._leave_modes()
         self._last_end = time.perf_counter()
         if self._stackless:
-            # The script is over: there is nothing to time and nobody to stop.
-            return
+            return  # The script is over: nothing to time, nobody to stop.
         if (self._measured_seconds or 0.0) <= MAX_TIMED_S:
             self.clock.start()
             self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self.clock.first_op, _as_it_is))
