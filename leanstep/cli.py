@@ -72,7 +72,7 @@ class _LazyCommands(TyperGroup):
         command.name = cmd_name
         for param in (*command.params, command.get_help_option(ctx)):
             # A switch takes no value: without this typer shows one.
-            if getattr(param, "is_flag", False):
+            if param is not None and getattr(param, "is_flag", False):
                 param.metavar = " "
         return command
 

@@ -34,7 +34,7 @@ class StepClock:
         self.running = True
         self._started = self._now()
         self._first_op: float | None = None
-        self._spent = dict.fromkeys(PARTS, 0.0)
+        self._spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._optimizer_began = 0.0
         # End of the last backward, or the first op: forward is what lies before the next backward.
         self._forward_began: float | None = None

@@ -58,7 +58,8 @@ class Products:
         """An op took a tensor that comes from `product`."""
         width = product.width
         if name in CLASS_READS and self._reads(name, args, width):
-            self.heads.setdefault(product.weight, product)
+            # The latest one: a model that generates and is trained in one step reads its head twice.
+            self.heads[product.weight] = product
             if width > self.head_width:
                 self.head_width, self.head_inner = width, product.inner
         for out in outs:

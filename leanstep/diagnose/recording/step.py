@@ -155,7 +155,7 @@ class StepState:
         """Storage and offset of the weight that `tensor` is, is a piece of or was cast from."""
         storage = tensor.untyped_storage()._cdata
         if storage in self.run.parameters or storage in self.frozen:
-            return storage, tensor.storage_offset()
+            return storage, int(tensor.storage_offset())
         return self.derived[storage][1:] if storage in self.derived else None
 
     def on_backward_product(self, info: OpInfo, args: Any) -> None:
