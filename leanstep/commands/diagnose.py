@@ -33,6 +33,12 @@ _JSON = Annotated[
     str | None, typer.Option("--json", help="Write the findings as JSON; - for standard output.")
 ]
 _HTML = Annotated[str | None, typer.Option("--html", help="Write or extend a report page.")]
+_SARIF = Annotated[
+    str | None, typer.Option("--sarif", metavar="FILE", help="Write SARIF 2.1.0, for code scanning.")
+]
+_MARKDOWN = Annotated[
+    str | None, typer.Option("--markdown", metavar="FILE", help="Append a table, as to $GITHUB_STEP_SUMMARY.")
+]
 _FAIL = Annotated[
     str | None, typer.Option("--fail-on", help="Exit 1 when one of these rules fires: ids, or any.")
 ]
@@ -66,6 +72,8 @@ def diagnose(
     warmup: _WARMUP = 1,
     json: _JSON = None,
     html: _HTML = None,
+    sarif: _SARIF = None,
+    markdown: _MARKDOWN = None,
     fail_on: _FAIL = None,
     baseline: _BASELINE = None,
     write_baseline: _WRITE = False,
@@ -84,8 +92,12 @@ def diagnose(
 
     Exit code: the script's own; 1 when a rule of --fail-on fires; 2 for bad input.
 
-    Example: leanstep diagnose train.py --steps 3 -- --batch-size 8
+    Examples: leanstep diagnose train.py --steps 3 -- --batch-size 8
+
+    leanstep diagnose diff before.json after.json --threshold 0.1 (exit 1: a finding is new or has grown)
     """
+    if script == "diff" and not Path(script).exists():
+        raise typer.Exit(_diff(args or [], threshold or [], json))
     program, arguments = _program(script, args or [], module)
     rules = _checked("--fail-on", gate.parse_rules, fail_on) if fail_on is not None else ()
     wanted = _checked("--select", gate.parse_rules, select) if select is not None else ()
@@ -100,6 +112,8 @@ def diagnose(
     for option, target in (
         ("--json", json),
         ("--html", html),
+        ("--sarif", sarif),
+        ("--markdown", markdown),
         ("--baseline", baseline if write_baseline else None),
     ):
         check_writable(target, option)
@@ -133,6 +147,7 @@ def diagnose(
     write_json(report, json)
     if html is not None:
         _write_html(html, report, findings)
+    _write_for_tools(findings, str(program), sarif, markdown)
     raise typer.Exit(_exit_code(outcome, watch, findings, rules))
 
 
@@ -245,6 +260,37 @@ def _show(
     if annotate:
         for command in screen.annotation_lines(findings):
             target.print(command, markup=False, highlight=False, soft_wrap=True)
+
+
+def _write_for_tools(findings: list[Finding], title: str, sarif: str | None, markdown: str | None) -> None:
+    from leanstep.diagnose.outputs.sarif import as_markdown, as_sarif
+
+    if sarif is not None:
+        write_json(as_sarif(findings), sarif)
+    if markdown is not None:
+        with Path(markdown).open("a", encoding="utf-8") as file:
+            file.write(as_markdown(findings, title))
+
+
+def _diff(paths: list[str], threshold: list[str], json: str | None) -> int:
+    from leanstep.diagnose.outputs import report_diff
+
+    if len(paths) != 2:
+        raise BadInput(f"diff: expected two reports of --json, got {len(paths)}")
+    try:
+        allowed = float(threshold[-1]) if threshold else report_diff.THRESHOLD
+    except ValueError:
+        allowed = -1.0
+    if not allowed >= 0:
+        raise BadInput(f"--threshold: expected a share such as 0.1, got {threshold[-1]!r}")
+    before, after = (_checked("diff", report_diff.read_report, path) for path in paths)
+    changes = report_diff.compare(before, after, allowed)
+    for change in changes:
+        console(json).print(str(change), markup=False, highlight=False, soft_wrap=True)
+    if not changes:
+        console(json).print("No finding is new, gone, grown or shrunk.", markup=False)
+    write_json({"threshold": allowed, "changes": [change.as_dict() for change in changes]}, json)
+    return 1 if report_diff.is_worse(changes) else 0
 
 
 def _write_html(path: str, report: dict[str, Any], findings: list[Finding]) -> None:

@@ -1,0 +1,83 @@
+"""Two `--json` reports side by side: what is new, gone, grown or shrunk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+# How far a count may move before it is called grown or shrunk.
+THRESHOLD = 0.10
+KINDS = ("new", "grown", "shrunk", "gone")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One finding in two reports; a count is 0 where the report does not have it."""
+
+    kind: str
+    rule: str
+    file: str
+    line: int
+    code: str
+    before: int
+    after: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.kind:<7} {self.rule:<19} {self.file}:{self.line}  {self.before:,} → {self.after:,}"
+
+
+def read_report(path: str) -> dict[str, Any]:
+    """A report of `leanstep diagnose --json`; raises ValueError when the file is none."""
+    try:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        _by_key(report["findings"])
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is no report of leanstep diagnose --json") from None
+    return report
+
+
+def _key(finding: dict[str, Any]) -> tuple[str, str, str]:
+    # As the baseline: lines may move.
+    return finding["rule"], finding["file"], finding["code"]
+
+
+def compare(before: dict[str, Any], after: dict[str, Any], threshold: float = THRESHOLD) -> list[Change]:
+    """The changes from one report to another, the worst kinds first; a count may move by `threshold`."""
+    old, new = _by_key(before["findings"]), _by_key(after["findings"])
+    changes = []
+    for key in old.keys() | new.keys():
+        was, now = old.get(key, (0, 0)), new.get(key, (0, 0))
+        kind = _kind(was[0], now[0], threshold)
+        if kind is not None:
+            rule, file, code = key
+            changes.append(Change(kind, rule, file, now[1] or was[1], code, was[0], now[0]))
+    return sorted(changes, key=lambda c: (KINDS.index(c.kind), c.file, c.line, c.rule))
+
+
+def _by_key(findings: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str], tuple[int, int]]:
+    """Counts of equal lines are added up, as two loops may hold the same code."""
+    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for finding in findings:
+        count, line = found.get(_key(finding), (0, finding["line"]))
+        found[_key(finding)] = (count + finding["count"], line)
+    return found
+
+
+def _kind(before: int, after: int, threshold: float) -> str | None:
+    if not before or not after:
+        return "new" if after else "gone"
+    if after > before * (1 + threshold):
+        return "grown"
+    return "shrunk" if after < before * (1 - threshold) else None
+
+
+def is_worse(changes: Iterable[Change]) -> bool:
+    return any(change.kind in ("new", "grown") for change in changes)

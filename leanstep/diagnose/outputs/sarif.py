@@ -1,0 +1,94 @@
+"""Findings for other people's tools: SARIF 2.1.0 for code scanning, Markdown for a summary page."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+import leanstep
+from leanstep.diagnose.outputs.screen import cost_text
+from leanstep.diagnose.recording.source import Line, short_path
+from leanstep.diagnose.rules import RULES
+from leanstep.diagnose.step_records import Finding
+
+SCHEMA_URI = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+
+
+def users_line(finding: Finding) -> Line:
+    """The line to annotate: a library's is not in the user's repository, the one that called it is."""
+    if finding.line.library and finding.callers:
+        return finding.callers.most_common(1)[0][0]
+    return finding.line
+
+
+def as_sarif(findings: Sequence[Finding]) -> dict[str, Any]:
+    """One run with the rules that fired and a result per finding; baselined ones are marked as unchanged."""
+    names = sorted({finding.rule for finding in findings}, key=list(RULES).index)
+    return {
+        "$schema": SCHEMA_URI,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {
+                    "driver": {
+                        "name": "leanstep",
+                        "semanticVersion": leanstep.__version__,
+                        "rules": [_rule(name) for name in names],
+                    }
+                },
+                "results": [_result(finding, names.index(finding.rule)) for finding in findings],
+            }
+        ],
+    }
+
+
+def _rule(name: str) -> dict[str, Any]:
+    rule = RULES[name]
+    return {
+        "id": name,
+        "shortDescription": {"text": rule.short_fix},
+        "fullDescription": {"text": rule.why},
+        "help": {"text": rule.fix},
+        "defaultConfiguration": {"level": "warning"},
+    }
+
+
+def _result(finding: Finding, index: int) -> dict[str, Any]:
+    line = users_line(finding)
+    text = f"{finding.what} Costs about {cost_text([finding])} per step. {finding.fix}"
+    return {
+        "ruleId": finding.rule,
+        "ruleIndex": index,
+        "level": "warning",
+        "message": {"text": text},
+        "locations": [
+            {
+                "physicalLocation": {
+                    "artifactLocation": {"uri": PurePath(short_path(line.file)).as_posix()},
+                    "region": {"startLine": max(line.number, 1), "snippet": {"text": line.code}},
+                }
+            }
+        ],
+        # Survives moved lines, as the baseline does.
+        "partialFingerprints": {"leanstepFinding/v1": hashlib.sha256(finding.id.encode()).hexdigest()},
+        "baselineState": "unchanged" if finding.baselined else "new",
+    }
+
+
+def as_markdown(findings: Sequence[Finding], title: str) -> str:
+    """A table, one row a finding, for a job's summary or a comment of your own."""
+    lines = [f"### leanstep diagnose {title}", ""]
+    shown = [finding for finding in findings if not finding.baselined]
+    if not shown:
+        return "\n".join([*lines, "Nothing to complain about.", ""])
+    lines += ["| | rule | where | per step | costs about | do |", "|---|---|---|---|---|---|"]
+    for finding in shown:
+        line = users_line(finding)
+        cells = (
+            str(finding.rank), f"`{finding.rule}`", f"`{short_path(line.file)}:{line.number}`",
+            finding.amount, cost_text([finding]), finding.short_fix,
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,165 @@
+"""What other tools read: SARIF, Markdown, two reports side by side, the hook and the action."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from leanstep import cli
+from leanstep.diagnose.outputs import report_diff, sarif
+from leanstep.diagnose.recording.source import Line
+from leanstep.diagnose.rules import find
+from leanstep.diagnose.step_records import RULE_IDS, Site, StepRecord, Tally
+
+ROOT = Path(__file__).parents[2]
+MINE = Line("train.py", 7, "step")
+THEIRS = Line("/x/site-packages/net.py", 3, "forward", True)
+READS = """\
+import torch
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def findings():
+    reads = {Site(MINE): Tally(2, 0, Counter(scalar=2)), Site(THEIRS, MINE): Tally(1, 0, Counter(scalar=1))}
+    copies = {Site(MINE): Tally(3, 2**20, Counter(copy=3))}
+    return find([StepRecord(reads=reads, state_copies=copies)])
+
+
+def report(*counts: tuple[str, int]) -> dict:
+    return {
+        "findings": [
+            {"rule": "host-sync", "file": "a.py", "code": c, "count": n, "line": 4} for c, n in counts
+        ]
+    }
+
+
+def test_sarif_says_what_code_scanning_needs() -> None:
+    log = sarif.as_sarif(findings())
+    (run,) = log["runs"]
+    rules = run["tool"]["driver"]["rules"]
+    assert (log["version"], [rule["id"] for rule in rules]) == ("2.1.0", ["host-sync", "transposed-copy"])
+    assert len(run["results"]) == 3
+    for result in run["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+        (place,) = result["locations"]
+        place = place["physicalLocation"]
+        # A library's line is not in the repository: the caller's is.
+        assert (place["artifactLocation"]["uri"], place["region"]["startLine"]) == ("train.py", 7)
+        assert re.fullmatch(r"[0-9a-f]{64}", result["partialFingerprints"]["leanstepFinding/v1"])
+    assert len({r["partialFingerprints"]["leanstepFinding/v1"] for r in run["results"]}) == 3
+
+
+@pytest.mark.skipif("SARIF_SCHEMA" not in os.environ, reason="SARIF_SCHEMA names no schema file")
+def test_sarif_validates() -> None:
+    import jsonschema
+
+    schema = json.loads(Path(os.environ["SARIF_SCHEMA"]).read_text(encoding="utf-8"))
+    jsonschema.validate(sarif.as_sarif(findings()), schema)
+    jsonschema.validate(sarif.as_sarif([]), schema)
+
+
+def test_markdown_is_a_table() -> None:
+    text = sarif.as_markdown(findings(), "train.py")
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 5
+    assert all(row.count("|") == rows[0].count("|") for row in rows)
+    assert "Nothing to complain about." in sarif.as_markdown([], "train.py")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind"),
+    [(10, 11, None), (10, 12, "grown"), (10, 9, None), (10, 8, "shrunk"), (0, 1, "new"), (1, 0, "gone")],
+)
+def test_counts_may_move_by_the_threshold(before: int, after: int, kind: str | None) -> None:
+    old, new = (report(("x", n)) if n else report() for n in (before, after))
+    changes = report_diff.compare(old, new, 0.1)
+    assert [change.kind for change in changes] == ([kind] if kind else [])
+    assert report_diff.is_worse(changes) == (kind in ("new", "grown"))
+
+
+def test_diff_on_the_command_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text(json.dumps(report(("x", 10), ("y", 4))))
+    Path("b.json").write_text(json.dumps(report(("x", 15))))
+
+    def run(*arguments: str) -> int:
+        return cli.run(["diagnose", "diff", *arguments])
+
+    assert run("a.json", "b.json", "--json", "changes.json") == 1
+    assert "grown   host-sync           a.py:4  10 → 15" in capsys.readouterr().out
+    held = json.loads(Path("changes.json").read_text())
+    assert [c["kind"] for c in held["changes"]] == ["grown", "gone"]
+    assert run("a.json", "b.json", "--threshold", "0.5") == 0
+    assert run("a.json", "a.json") == 0
+    assert run("a.json") == 2
+    assert run("a.json", "b.json", "--threshold", "lots") == 2
+    Path("b.json").write_text("[]")
+    assert run("a.json", "b.json") == 2
+
+
+def test_files_are_written_beside_the_screen(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(READS)
+    assert cli.run(["diagnose", "train.py", "--sarif", "out.sarif", "--markdown", "out.md"]) == 0
+    (result,) = json.loads(Path("out.sarif").read_text())["runs"][0]["results"]
+    assert result["ruleId"] == "host-sync"
+    assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 7
+    assert "`train.py:7`" in Path("out.md").read_text()
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None or shutil.which("git") is None, reason="no bash or no git")
+def test_hook_and_action_run_in_a_fresh_repository(tmp_path: Path) -> None:
+    """The steps of the files are run as they are: neither pre-commit nor a runner is needed."""
+    yaml = pytest.importorskip("yaml")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    (tmp_path / "train.py").write_text(READS)
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    program, *rest = hook["entry"].split()
+    command = [sys.executable, "-m", program, *rest, *hook["args"]]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=_environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "host-sync" in done.stdout) == (1, True), done.stderr
+
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    (step,) = action["runs"]["steps"]
+    given = {"script": "train.py", "fail-on": "dead-rows", "python": sys.executable}
+    values = {name: given.get(name, entry.get("default", "")) for name, entry in action["inputs"].items()}
+    environment = _environment()
+    for name, text in step["env"].items():
+        match = re.fullmatch(r"\$\{\{ inputs\.([\w-]+) \}\}", text)
+        environment[name] = values[match[1]] if match else str(ROOT)
+    environment["GITHUB_STEP_SUMMARY"] = str(tmp_path / "summary.md")
+    done = subprocess.run(
+        ["bash", "-e", "-c", step["run"]], cwd=tmp_path, env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "::warning file=train.py,line=7" in done.stdout
+    assert "`host-sync`" in (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert (tmp_path / "leanstep.sarif").is_file()
+
+
+def test_every_rule_has_a_row_in_the_docs() -> None:
+    page = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    assert [rule for rule in RULE_IDS if f"| `{rule}` |" not in page] == []
