@@ -77,8 +77,12 @@ class Program:
         return f"-m {self.name}" if self.module else self.name
 
 
-def run_script(program: Program, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
-    """Run `program` as `__main__` inside `context`, which is left before anything is printed."""
+def run_script(
+    program: Program | Path, argv: Sequence[str], context: AbstractContextManager[object]
+) -> Outcome:
+    """Run a program or the file at a path as `__main__` inside `context`, left before anything is printed."""
+    if isinstance(program, Path):
+        program = Program(str(program))
     with _streams_survive():
         return _run(program, argv, context)
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from leanstep.diagnose.recording.source import Line, Stack, short_path
 from leanstep.diagnose.run_script import Stop, run_script
-from leanstep.diagnose.source import Line, Stack, short_path
 from leanstep.measure.parity import same_bits
 from leanstep.prove.script_jobs import Job, log_to, seeded, start, wait_all
 from leanstep.prove.sketches import outside_modes
