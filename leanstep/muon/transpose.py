@@ -115,7 +115,9 @@ def _ran_compiled(function: Callable[[Tensor, Tensor], None], dst: Tensor, src: 
         return False
     try:
         _compiled(function)(dst, src)
-    except torch._dynamo.exc.TorchDynamoException:
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("torch._dynamo"):
+            raise
         # Its C++ is for the processor that torch was told of, and the compiler builds for the real one.
         _refused.add(function)
     return function not in _refused
