@@ -3,7 +3,7 @@
 All rates are dense (no sparsity). `sustained` is the share of the matrix units' peak that the best shape of a
 long-running product reaches: power limits hold it below 1. It comes from the public table of "maximum
 achievable matmul FLOPS" in stas00/ml-engineering (compute/accelerator/README.md, bf16); where a device is not
-in that table the entry says which neighbour's figure stands in.
+in that table the entry names another publication, or the neighbour whose figure stands in.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ _ALL = (
         hbm=0.9e12,
         l2_bytes=6e6,
         peak=_peaks(125, 15.7, 15.7, 7.8),
-        sustained=0.869,
+        sustained=0.664,
         link=150e9,
         pcie=12e9,
-        source="V100 data sheet (SXM2: 125 TFLOP/s half, 900 GB/s); sustained: that of the A100",
+        source="V100 data sheet (SXM2: 125 TFLOP/s half, 900 GB/s); sustained: 83 of 125 (Markidis 2018)",
     ),
     Device(
         key="t4",

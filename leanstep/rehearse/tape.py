@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -45,6 +46,7 @@ QUESTIONS = frozenset(
     {"device", "sym_size", "sym_stride", "sym_numel", "is_contiguous", "dim", "layout", "sym_storage_offset"}
 )
 FACTORIES = frozenset({"randn", "rand", "empty", "zeros", "ones", "full"})
+Tensors = Sequence[Tensor]
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
 
 
@@ -63,6 +65,7 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self.recording, self.clock, self.workspace_bytes = recording, clock, workspace_bytes
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.lock = threading.RLock()  # it serves one thread at a time; loaders of the program have theirs
         self.shadows = Shadows(self.fake_mode)
         self.lines = Lines()
         self.notes: Counter[str] = Counter()
@@ -124,12 +127,7 @@ class Tape(TorchDispatchMode):
         self.custom(f"triton::{name}", made, tensors, tensors)
 
     def _launch(
-        self,
-        name: str,
-        made: tuple[Kernel, ...],
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        place: Place,
+        self, name: str, made: tuple[Kernel, ...], reads: Tensors, writes: Tensors, place: Place
     ) -> None:
         self._taped(
             *(name, made, tuple(self.hold(t, place) for t in reads)),
@@ -250,7 +248,10 @@ class Tape(TorchDispatchMode):
     # Calls -------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        with self.lock:
+            return self._call(func, args, dict(kwargs or {}))
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = self._names.get(func)
         if name is None:
             name = func.__name__.partition(".")[0] if hasattr(func, "_schema") else str(func)
@@ -331,7 +332,7 @@ class Tape(TorchDispatchMode):
                 self.wait("boolean index", place)
             for row in device_tensors(rows):
                 self.hold(row, place)
-            return self.__torch_dispatch__(func, (), (args[0], rows, *args[2:]), kwargs)
+            return self._call(func, (args[0], rows, *args[2:]), kwargs)
         if name in DYNAMIC and device_tensors(args):
             if kwargs.get("output_size") is None:
                 self.wait(name, place)

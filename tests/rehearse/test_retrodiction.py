@@ -41,3 +41,25 @@ def test_precisions_are_what_the_products_used(depths: Rehearsed):
         launches = [e for e in recording.events[step.first : step.last] if isinstance(e, Launch)]
         dtypes = {k.dtype for e in launches for k in e.kernels if k.kind == "gemm"}
         assert dtypes == {expected}
+
+
+HEAD = """
+import torch
+sizes = (205280, 76032, 2560, torch.float32), (9216, 124160, 2048, torch.bfloat16)
+for rows, columns, width, dtype in sizes:
+    hidden = torch.empty(rows, width, device="cuda", dtype=dtype)
+    weight = torch.empty(columns, width, device="cuda", dtype=dtype)
+    logits = hidden @ weight.t()
+    del hidden, weight, logits
+"""
+
+
+def test_published_sizes_of_full_logits(tmp_path):
+    """slime issue 1951: an allocation of 58.14 GiB fails. verl pull 7826: 1,024 + 8,192 rows of a vocabulary
+    of 248,320 over two ranks; the peak falls by 2.09 GiB (8 H20, measured) when they are not made."""
+    script = tmp_path / "head.py"
+    script.write_text(HEAD)
+    made = run_script(script).recording.storages.values()
+    sizes = {s.shape: s.nbytes / 2**30 for s in made if s.line.number == 7}
+    assert sizes[205280, 76032] == pytest.approx(58.14, abs=0.005)
+    assert sizes[9216, 124160] == pytest.approx(2.09, rel=0.025)

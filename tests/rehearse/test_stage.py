@@ -19,6 +19,17 @@ REFUSED = {
         7,
         "data_ptr() of a device tensor needs a real device",
     ),
+    "extension": (
+        "import torch\nfrom torch.utils.cpp_extension import load_inline\n\n"
+        "load_inline('mine', cpp_sources='', cuda_sources='__global__ void f() {}')\n",
+        4,
+        "a CUDA extension needs a real device",
+    ),
+    "binary": (
+        "import torch\nx = torch.ones(3, device='cuda')\nimport some_cuda_package\n",
+        3,
+        "an import failed: No module named 'some_cuda_package'",
+    ),
     "host": (
         "import torch\nw = torch.nn.Linear(3, 3)\nopt = torch.optim.SGD(w.parameters(), 0.1)\n"
         "for _ in range(3):\n    w(torch.ones(1, 3)).sum().backward()\n    opt.step()\n",

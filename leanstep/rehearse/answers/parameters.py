@@ -22,7 +22,7 @@ def install(tape: Tape) -> None:
     def fake_twin(data: Any) -> Any:
         if type(data) not in (torch.Tensor, torch.nn.Parameter):
             return data
-        with tape.fake_mode:
+        with tape.lock, tape.fake_mode:
             twin = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="cpu")
         if data.numel() <= KNOWN_PARAMETER_ELEMENTS and data.device.type == "cpu":
             tape.shadows.put(twin, data.detach().clone())
