@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from leanstep.files import write_text
 from leanstep.rehearse.devices import device_named
-from leanstep.rehearse.events import HostWait, Request
+from leanstep.rehearse.events import Alloc, Event, Free, HostWait, Launch, Request
 from leanstep.rehearse.stage import rehearse
 from leanstep.rehearse.time_model import HostCosts, time_steps
 
@@ -26,6 +27,15 @@ DEVICE, HOST_US = "h100", 4.0
 # script -> {index of a step: name of its row}
 ROWS = {
     "normuon": {2: "normuon-124m-fp32", 4: "normuon-124m-bf16", 6: "normuon-124m-banks"},
+    "head": dict(
+        zip(
+            range(2, 100, 2),
+            "bare-76k bare-three-76k head-76k finish-76k rounded-76k frozen-76k frozen-entropy-76k "
+            "frozen-entropy-rounded-76k policy-76k policy-rounded-76k bare-152k head-152k autocast-152k "
+            "bare-1024-152k head-1024-152k logits-152k verl-76k trl-76k liger-76k verl-152k".split(),
+            strict=False,
+        )
+    ),
 }
 
 
@@ -48,8 +58,29 @@ def figures(script: str) -> dict[str, dict[str, Any]]:
             "device_ms": round(time.device_s * 1e3, 3),
             "host_ms": round(time.host_s * 1e3, 3),
             "products_ms": round(time.classes.get("gemm", 0.0) * 1e3, 3),
+            **_shape_of(recording.events, step.first, step.last),
         }
     return found
+
+
+def _shape_of(events: Sequence[Event], first: int, last: int) -> dict[str, int]:
+    """Products that are slow by their operands, and the peak beyond what is alive at the end of the step."""
+    sizes: dict[int, int] = {}
+    now = peak = 0
+    for index, event in enumerate(events[:last]):
+        if isinstance(event, Alloc):
+            sizes[event.storage] = event.nbytes
+            now += event.nbytes
+        elif isinstance(event, Free):
+            now -= sizes.pop(event.storage, 0)
+        peak = max(peak, now) if index >= first else now
+    launches = [e for e in events[first:last] if isinstance(e, Launch)]
+    products = [k for launch in launches for k in launch.kernels if k.kind == "gemm"]
+    return {
+        "misaligned_products": sum(k.alignment < 16 for k in products),
+        "fp32_products": sum(k.dtype in ("float32", "tf32") for k in products),
+        "extra_mib": round((peak - now) / 2**20),
+    }
 
 
 def main() -> int:

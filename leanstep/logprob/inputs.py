@@ -160,12 +160,15 @@ class Tuning:
             the weight's gradient, which the forward then allocates; "none"; a number: tensors up to so many
             bytes; ("grad", bytes): both.
         main_grad: [V, D]; the weight's gradient is added to it and not returned.
+        round_logits: on a GPU, with 16-bit products, logits are rounded to 16 bits as nn.Linear rounds them:
+            half the bytes of a tile; log-probs then have the error of a 16-bit head.
     """
 
     budget: int | None = None
     tile: tuple[int | None, int | None] | Tiles | None = None
     save_logits: str | int | tuple[str, int] = "grad"
     main_grad: Tensor | None = None
+    round_logits: bool = False
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.budget <= 0:

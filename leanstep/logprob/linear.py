@@ -195,6 +195,7 @@ def linear_logprobs(
             main_grad=tuning.main_grad,
             in_gradient=in_gradient,
             save_bytes=save_bytes if needs_grad else 0,  # type: ignore[arg-type]
+            round_logits=tuning.round_logits,
         )
         function = _FrozenLinearLogProbs if frozen else _LinearLogProbs
         logp, entropy_values, lse, kl, reverse_kl, values, best = function.apply(*tensors, call)  # type: ignore[misc]
@@ -262,7 +263,7 @@ class _LinearLogProbs(torch.autograd.Function):
             ctx.saved_tensors
         )
         saved_kl, early = others[:4], ctx.early
-        saved = SavedLogits(weight, call.head.dtype, early)
+        saved = SavedLogits(weight, call.logit_dtype, early)
         saved.restore(ctx.places, others[4:])
         if ctx.needs_input_grad[1]:
             # The gradient overwrites its logits and goes to the caller: another backward recomputes.
@@ -333,7 +334,7 @@ def _tallest_tile(head: Head, in_gradient: bool) -> int:
 
 def _saved_logits(call: Call) -> SavedLogits:
     """Where the call's logits may wait: dW, where its tiles have room for them, then saved tensors."""
-    weight, dtype, early = call.head.weight, call.head.dtype, None
+    weight, dtype, early = call.head.weight, call.logit_dtype, None
     if call.in_gradient and call.tiles.order == "vocab" and call.num_rows and call.head.columns:
         if min(call.num_rows, call.tiles.rows) <= LogitsInGradient.rows_that_fit(weight, dtype):
             early = LogitsInGradient(weight, dtype)

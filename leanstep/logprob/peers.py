@@ -84,7 +84,8 @@ def liger_triton(t: Tensors, constants: Constants) -> Tensors:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     hidden, targets = selected(t)
-    return {"loss": liger_fused_linear_cross_entropy(hidden, t["weight"], targets, reduction="sum")}
+    loss: Any = liger_fused_linear_cross_entropy(hidden, t["weight"], targets, reduction="sum")
+    return {"loss": loss}
 
 
 def torch_linear_cross_entropy(t: Tensors, constants: Constants) -> Tensors:

@@ -122,7 +122,7 @@ def linear_policy_loss(
         raise ValueError("tuning: expected no tile and no main_grad here, only a budget")
     budget = None if tuning is None else tuning.budget
     if torch.compiler.is_compiling() and shards is None:
-        options = (objective, normalizer, rows, entropy, temperature, transform, budget)
+        options = (objective, normalizer, rows, entropy, temperature, transform, tuning or Tuning())
         return traced_policy(hidden, weight, targets, batch, *options)
     head, tensors = build_head(hidden, weight, transform, shards)
     check_rows(rows, hidden.device)
@@ -146,7 +146,8 @@ def linear_policy_loss(
         raise ValueError("ref_logp: expected reference log-probs because kl_coef is not 0, got None")
     group = None if shards is None else resolve_group(shards.group)
     source, low = RowSource(hidden.detach(), rows), tensors[3]
-    chunks = _chunks(objective, lengths, source, head, budget, group)
+    rounds = tuning is not None and tuning.round_logits
+    chunks = _chunks(objective, lengths, source, head, budget, group, 2 if rounds else head.dtype.itemsize)
     tiles, cores, kernels = _arranged(source, head, chunks)
     call = Call(
         head=head,
@@ -160,6 +161,7 @@ def linear_policy_loss(
         group=group,
         reduce_grad="none" if shards is None else shards.reduce_grad,
         gradient_scale=_gradient_scale(head, selected),
+        round_logits=rounds,
     )
     wants_grad = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False):
@@ -206,7 +208,8 @@ class _PolicyLoss(torch.autograd.Function):
         clipped = torch.zeros_like(logp, dtype=torch.bool)
         memory = early
         if memory is None and sums is not None:
-            memory = ChunkBuffer(weight, dtype, _most_saved_rows(policy.chunks), call.head.columns)
+            most = _most_saved_rows(policy.chunks)
+            memory = ChunkBuffer(weight, call.logit_dtype, most, call.head.columns)
         for chunk in policy.chunks:
             part = chunk.rows
             some = call.rows(part)
@@ -214,7 +217,7 @@ class _PolicyLoss(torch.autograd.Function):
                 # Gathered once for both directions; on a CPU a chunk is read where it lies.
                 every_row = slice(0, some.num_rows)
                 some = replace(some, source=RowSource(some.chunks(every_row)[0], None))
-            saved = SavedLogits(weight, dtype, None if chunk.recompute else memory)
+            saved = SavedLogits(weight, call.logit_dtype, None if chunk.recompute else memory)
             stats = combine_statistics(forward_tiles(some, saved)[0], call.group)
             final = stats.final()
             logp[part] = final.log_prob(stats.target)
@@ -278,10 +281,10 @@ def _gradient_scale(head: Head, num_rows: int) -> float:
 def _early_gradient(call: Call, chunks: list[_Chunk], wanted: bool) -> LogitsInGradient | None:
     """The memory of dW for the logits, where one chunk of rows is all there is and fits."""
     head = call.head
-    fits = LogitsInGradient.rows_that_fit(head.weight, head.dtype)
+    fits = LogitsInGradient.rows_that_fit(head.weight, call.logit_dtype)
     if not wanted or len(chunks) != 1 or not head.columns:
         return None
-    return LogitsInGradient(head.weight, head.dtype) if 0 < _most_saved_rows(chunks) <= fits else None
+    return LogitsInGradient(head.weight, call.logit_dtype) if 0 < _most_saved_rows(chunks) <= fits else None
 
 
 def _most_saved_rows(chunks: list[_Chunk]) -> int:
@@ -316,6 +319,7 @@ def _chunks(
     head: Head,
     budget: int | None,
     group: Any,
+    logit_bytes: int,
 ) -> list[_Chunk]:
     """Row chunks whose logits fit the budget; with gspo whole sequences, the too long ones by themselves."""
     num_rows, columns = source.num_rows, head.columns
@@ -328,7 +332,7 @@ def _chunks(
         columns = -(-head.vocabulary // group.size())
     if on_gpu(head.weight.device):
         shape = (columns, head.weight.shape[1])
-        most = gpu_chunk_rows(shape, head.weight, head.dtype.itemsize, budget)
+        most = gpu_chunk_rows(shape, head.weight, logit_bytes, budget)
         multiple = GPU_ALIGNMENT
     else:
         # A tile's width follows the local shard; ranks must not count with it.

@@ -24,6 +24,43 @@ def test_a_normuon_step_of_124m_is_what_was_promised(row):
     assert figures["device_ms"] + figures["host_ms"] <= 5.0
 
 
+@pytest.mark.parametrize(
+    ("row", "bare", "ratio", "extra_gib"),
+    [
+        ("head-76k", "bare-76k", 1.2, 0.6),
+        ("head-152k", "bare-152k", 1.2, 1.2),
+        ("head-1024-152k", "bare-1024-152k", 1.35, 1.2),
+        ("frozen-76k", "bare-three-76k", 1.2, 0.6),
+        ("frozen-entropy-rounded-76k", "bare-three-76k", 1.2, 0.6),
+        # fp32 logits that wait, or are read twice, cost what they cost.
+        ("frozen-entropy-76k", "bare-three-76k", 1.23, 0.6),
+        ("policy-76k", "bare-three-76k", 1.27, 1.8),
+        ("policy-rounded-76k", "bare-three-76k", 1.205, 1.8),
+    ],
+)
+def test_the_head_takes_little_more_than_its_products(row, bare, ratio, extra_gib):
+    figures = kept(row)
+    assert figures["device_ms"] <= ratio * kept(bare)["device_ms"]
+    assert figures["host_ms"] < figures["device_ms"] and figures["extra_mib"] <= 1024 * extra_gib
+
+
+@pytest.mark.parametrize("row", sorted(load_tool("rehearsed").ROWS["head"].values()))
+def test_no_host_waits_no_slow_products(row):
+    figures = kept(row)
+    assert figures["host_waits"] == figures["misaligned_products"] == 0
+    assert not figures["fp32_products"] or row == "liger-76k"
+
+
+def test_finishing_logits_autocast_and_peers():
+    head = kept("head-76k")["device_ms"]
+    # Bias, softcap and temperatures together: less than a hundredth, and no pass over a tile takes that.
+    assert kept("finish-76k")["device_ms"] <= 1.01 * head
+    assert kept("autocast-152k")["device_ms"] <= 1.25 * kept("head-152k")["device_ms"]
+    assert kept("verl-76k")["device_ms"] > head < kept("liger-76k")["device_ms"]
+    # TRL rounds its logits to 16 bits.
+    assert kept("rounded-76k")["device_ms"] < kept("trl-76k")["device_ms"]
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("script", sorted(load_tool("rehearsed").ROWS))
 def test_predicted_figures_do_not_grow(script):

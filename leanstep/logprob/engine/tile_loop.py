@@ -63,6 +63,7 @@ class Call:
         tiles, cores, kernels: as `arrange` chose them.
         in_gradient, save_bytes: where logits may wait for the backward.
         gradient_scale: gradients of logits are multiplied by it, and the sums made of them divided.
+        round_logits: tiles of logits in the dtype of 16-bit products, where only kernels look at them.
     """
 
     head: Head
@@ -86,6 +87,7 @@ class Call:
     in_gradient: bool = False
     save_bytes: int = 0
     gradient_scale: float = 1.0
+    round_logits: bool = False
 
     def __post_init__(self) -> None:
         self.num_rows = self.source.num_rows
@@ -96,6 +98,8 @@ class Call:
         others = (self.allowed, self.reference, self.smoothing or None, self.top_k or None)
         self.fused = finishes_logits(self.kernels) and type(self.head) is Head
         self.fused = self.fused and self.targets.dim() == 1 and all(other is None for other in others)
+        rounds = self.fused and self.round_logits
+        self.logit_dtype = self.head.operand_dtype if rounds else self.head.dtype
         multiple = GPU_ALIGNMENT if on_gpu(self.source.hidden.device) else 1
         self.row_slices = even_slices(self.num_rows, self.tiles.rows, multiple)
         columns = even_slices(self.head.columns, self.tiles.columns, multiple)
@@ -182,7 +186,7 @@ def _forward_part(
         for columns in column_slices:
             width, first = columns.stop - columns.start, head.shard.start + columns.start
             z = saved.tile(rows, columns)
-            z = scratch.tile(0, size, width) if z is None else z
+            z = scratch.tile(0, size, width, call.logit_dtype) if z is None else z
             work = scratch.tiles(needed, size, width)
             if call.fused:
                 head.product_tile(h, low_h, head.weight_tile(columns), columns, z)
@@ -264,7 +268,8 @@ def _backward_part(
         z, shape = saved.tile(rows, columns), (rows.stop - rows.start, columns.stop - columns.start)
         if call.fused:
             if z is None:
-                z = head.product_tile(h, low_h, weight_tile, columns, scratch.tile(0, *shape))
+                tile = scratch.tile(0, *shape, call.logit_dtype)
+                z = head.product_tile(h, low_h, weight_tile, columns, tile)
             du = gradient.product_tile(z, scratch.tile(0, *shape, head.operand_dtype), rows, columns)
         else:
             tiles = scratch.tiles(gradient.scratch_tiles, *shape)

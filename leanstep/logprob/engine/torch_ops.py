@@ -130,7 +130,7 @@ def _sum_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 # linear_logprobs. numbers: temperature, LoRA's scaling, scale, softcap, smoothing; counts: lse, top_k,
-# budget, rows and columns of a tile.
+# budget, rows and columns of a tile, round_logits.
 
 
 def _call_linear(
@@ -140,7 +140,7 @@ def _call_linear(
     from leanstep.logprob.linear import linear_logprobs
 
     hidden, *head = tensors
-    lse, top_k, budget, *tile = counts
+    lse, top_k, budget, tile_rows, tile_columns, rounds = counts
     with _under(autocast, hidden):
         return linear_logprobs(
             hidden,
@@ -151,7 +151,12 @@ def _call_linear(
             temperature=numbers[0] if temperatures is None else temperatures,
             transform=Transform(numbers[2], numbers[3] or None, numbers[4]),
             outputs=[*(["lse"] if lse else []), *([("top_k", top_k)] if top_k else [])],
-            tuning=Tuning(budget or None, (tile[0], tile[1]) if tile[0] else None, "none"),
+            tuning=Tuning(
+                budget or None,
+                (tile_rows, tile_columns) if tile_rows else None,
+                "none",
+                round_logits=bool(rounds),
+            ),
         )
 
 
@@ -241,7 +246,7 @@ def traced_linear(
         else [tile.rows, tile.columns]
     )
     wants_lse, k = int(bool({"lse", "z_loss"} & names)), max(top_k, int("argmax" in names))
-    counts = [wants_lse, k, tuning.budget or 0, *sides]
+    counts = [wants_lse, k, tuning.budget or 0, *sides, int(tuning.round_logits)]
     out = _linear_op(hidden, *head, targets, rows, temperatures, numbers, counts, entropy, autocast)
     return LogProbs(
         logp=out[0],
@@ -357,7 +362,7 @@ def _policy_op(
     """Loss, logp, entropy, metrics, and the gradients of hidden, weight, bias, down and up."""
     from leanstep.logprob.policy import linear_policy_loss
 
-    kind, kl, norm, entropy = names.split()
+    kind, kl, norm, entropy, logits = names.split()
     low, high, kl_coef, entropy_coef, dual = numbers[4:]
     leaves: list[Any] = _leaves((hidden, weight, bias, down, up), needed)
     with _recording(any(needed)), _under(autocast, hidden):
@@ -372,7 +377,7 @@ def _policy_op(
             entropy=entropy,  # type: ignore[arg-type]
             temperature=numbers[0] if temperatures is None else temperatures,
             transform=Transform(numbers[2], numbers[3] or None),
-            tuning=Tuning(budget or None),
+            tuning=Tuning(budget or None, round_logits=logits == "rounded"),
         )
         gradients = _or_empty([None] * 5, hidden)
         if any(needed):
@@ -388,7 +393,7 @@ def _(
 ):  # fmt: skip
     num_rows, moment = (
         len(hidden) if rows is None else len(rows),
-        not names.endswith(" none") or numbers[7] != 0,
+        names.split()[3] != "none" or numbers[7] != 0,
     )
     shapes = [(), num_rows, num_rows if moment else 0, 3 + moment]
     made = [hidden.new_empty(shape, dtype=_sum_dtype(hidden, weight)) for shape in shapes]
@@ -421,7 +426,7 @@ def traced_policy(
     entropy: str,
     temperature: float | Tensor,
     transform: Transform | None,
-    budget: int | None,
+    tuning: Tuning,
 ) -> PolicyLoss:
     """`linear_policy_loss` inside a compiled region."""
     transform = transform or Transform()
@@ -434,9 +439,10 @@ def traced_policy(
     named = normalizer if isinstance(normalizer, str) else "-"
     if isinstance(normalizer, (int, float)):
         normalizer = torch.full((), float(normalizer), device=hidden.device)
-    names = f"{objective.kind} {objective.kl} {named} {entropy}"
+    logits = "rounded" if tuning.round_logits else "exact"
+    names = f"{objective.kind} {objective.kl} {named} {entropy} {logits}"
     divisor = None if isinstance(normalizer, str) else normalizer
-    constants = (lengths, names, numbers, budget or 0, autocast, needed)
+    constants = (lengths, names, numbers, tuning.budget or 0, autocast, needed)
     out = _policy_op(hidden, *head, targets, rows, temperatures, *given, divisor, *constants)
     keys = ["clip_fraction", "mean_ratio", "approx_kl"]
     keys += ["entropy"] if entropy != "none" or objective.entropy_coef else []

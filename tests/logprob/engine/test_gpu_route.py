@@ -11,7 +11,8 @@ from logprob.flat import linear_logprobs, linear_policy_loss, token_logprobs
 
 pytest.importorskip("triton")
 
-from leanstep.logprob import PolicyObjective, policy_loss
+from leanstep.logprob import LMHead, PolicyObjective, Transform, Tuning, policy_loss
+from leanstep.logprob import linear_logprobs as unflattened
 from leanstep.logprob.engine import frozen, kernel, lm_head, passes, tile_loop, tiles
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles, even_slices, row_stride
 
@@ -107,6 +108,34 @@ def test_linear_logprobs(name, dtype, gpu_route):
     truth = with_gradients(slow, [None if t is None else t.double() for t in leaves], upstream)
     found, plainly = with_gradients(fast, leaves, upstream), with_gradients(slow, leaves, upstream)
     assert_as_good_as_plain(found, plainly, truth, 1e-3 if dtype == torch.bfloat16 else 2e-6)
+
+
+@pytest.mark.parametrize("name", ["all", "few rows, logits in dW"])
+def test_rounded_logits_are_as_good_as_a_16_bit_head(name, gpu_route):
+    tile, with_bias, options = OPTIONS[name]
+    hidden, weight, bias, targets, upstream = inputs(torch.bfloat16)
+    rows = options.get("rows")
+    targets = targets if rows is None else targets[: len(rows)]
+    upstream = upstream if rows is None else upstream[:, : len(rows)]
+    leaves = (hidden, weight, bias if with_bias else None)
+
+    def fast(h, w, b, round_logits=True):
+        tuning = Tuning(tile=tile, round_logits=round_logits)
+        transform = Transform(softcap=options.get("softcap"))
+        more = {k: v for k, v in options.items() if k in ("rows", "temperature")}
+        out = unflattened(
+            h, LMHead(w, b), targets, entropy="grad", transform=transform, tuning=tuning, **more
+        )
+        return out.logp, out.entropy
+
+    def slow(h, w, b):
+        return plain(h, w, b, targets, **options)
+
+    truth = with_gradients(slow, [None if t is None else t.double() for t in leaves], upstream)
+    found, plainly = with_gradients(fast, leaves, upstream), with_gradients(slow, leaves, upstream)
+    assert_as_good_as_plain(found, plainly, truth, 4e-3)
+    exact = fast(*leaves, round_logits=False)[0].double()
+    assert (exact - truth[0]).abs().max() < (found[0].double() - truth[0]).abs().max()
 
 
 @pytest.mark.parametrize("entropy", ["none", "metric", "grad"])

@@ -1,0 +1,125 @@
+"""The LM head at the sizes of docs/logprob.md, one step a row, and the bare products of the same shapes.
+
+The pace is set by an optimizer that has nothing to do: its step ends a row. Inputs and gradients are alive
+until then, so that a row's peak beyond what is left at its end is what the head itself needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import leanstep.logprob as lp
+
+SMALL, LARGE = (205_280, 76_032, 2_560), (205_280, 151_936, 4_096)
+pace = torch.optim.SGD([torch.zeros(1, device="cuda", requires_grad=True)], lr=0.0)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cuda", requires_grad=True)
+
+
+def selected(tokens: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """A quarter of the rows, their targets, and two vectors."""
+    rows = torch.arange(tokens // 4, device="cuda") * 4
+    vectors = [torch.ones(len(rows), device="cuda") for _ in range(2)]
+    return rows, torch.randint(0, vocab, rows.shape, device="cuda"), vectors
+
+
+def bare(tokens: int, vocab: int, width: int, projections: int = 2) -> None:
+    with torch.no_grad():
+        hidden, weight = empty(tokens // 4, width), empty(vocab, width)
+        for _ in range(projections):
+            logits = hidden @ weight.t()
+        kept = logits @ weight, logits.t() @ hidden
+    pace.step()
+    del kept
+
+
+def head(tokens: int, vocab: int, width: int, *, entropy: Any = "grad", **how: Any) -> None:
+    """how: frozen, biased, autocast, rounded; the rest goes to `linear_logprobs`."""
+    frozen, biased, autocast, rounded = (
+        how.pop(n, False) for n in ("frozen", "biased", "autocast", "rounded")
+    )
+    hidden, weight = (
+        empty(tokens, width),
+        empty(vocab, width, dtype=torch.float32 if autocast else torch.bfloat16),
+    )
+    weight.requires_grad_(not frozen)
+    rows, targets, vectors = selected(tokens, vocab)
+    if how.pop("per_row", False):
+        how["temperature"] = vectors[0]
+    lm_head = lp.LMHead(weight, empty(vocab) if biased else None)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        tuning = lp.Tuning(round_logits=rounded)
+        out = lp.linear_logprobs(hidden, lm_head, targets, rows=rows, entropy=entropy, tuning=tuning, **how)
+    values = [v for v in (out.logp, out.entropy) if v is not None]
+    torch.autograd.backward(values, vectors[: len(values)])
+    pace.step()
+
+
+def policy(tokens: int, vocab: int, width: int, rounded: bool = False) -> None:
+    hidden, weight = empty(tokens, width), empty(vocab, width)
+    rows, targets, vectors = selected(tokens, vocab)
+    batch = lp.PolicyBatch(*vectors, mask=vectors[0], ref_logp=vectors[1])
+    objective = lp.PolicyObjective(clip_high=0.28, kl_coef=0.04, entropy_coef=0.01)
+    tuning = lp.Tuning(round_logits=rounded)
+    given = (hidden, weight, targets, batch)
+    lp.linear_policy_loss(*given, rows=rows, objective=objective, tuning=tuning).loss.backward()
+    pace.step()
+
+
+def logits(num_rows: int, vocab: int) -> None:
+    given = empty(num_rows, vocab)
+    targets, vectors = torch.randint(0, vocab, (num_rows,), device="cuda"), selected(4 * num_rows, vocab)[2]
+    out = lp.token_logprobs(given, targets, entropy="grad")
+    torch.autograd.backward([out.logp, out.entropy], vectors)  # type: ignore[list-item]
+    pace.step()
+
+
+def peer(name: str, tokens: int, vocab: int, width: int) -> None:
+    """A peer on the same rows; nothing where it is not installed."""
+    from leanstep.logprob import peers
+
+    rows, _, vectors = selected(tokens, vocab)
+    tensors = {"hidden": empty(tokens, width), "weight": empty(vocab, width), "rows": rows}
+    tensors["targets"] = torch.randint(0, vocab, (tokens,), device="cuda")
+    try:
+        found = getattr(peers, name)(tensors, {})
+        torch.autograd.backward(list(found.values()), vectors[: len(found)])
+    except ImportError:
+        pass
+    pace.step()
+
+
+Case = Callable[[], None]
+CASES: list[Case] = [
+    lambda: head(4_096, 1_024, 256),
+    lambda: bare(*SMALL),
+    lambda: bare(*SMALL, projections=1),
+    lambda: head(*SMALL),
+    lambda: head(*SMALL, per_row=True, biased=True, transform=lp.Transform(softcap=30.0)),
+    lambda: head(*SMALL, rounded=True),
+    lambda: head(*SMALL, frozen=True, entropy="none"),
+    lambda: head(*SMALL, frozen=True),
+    lambda: head(*SMALL, frozen=True, rounded=True),
+    lambda: policy(*SMALL),
+    lambda: policy(*SMALL, rounded=True),
+    lambda: bare(*LARGE),
+    lambda: head(*LARGE),
+    lambda: head(*LARGE, autocast=True),
+    lambda: bare(4_096, *LARGE[1:]),
+    lambda: head(4_096, *LARGE[1:]),
+    lambda: logits(8_192, LARGE[1]),
+    lambda: peer("verl_same_rows", *SMALL),
+    lambda: peer("trl_same_rows", *SMALL),
+    lambda: peer("liger_logprob", *SMALL),
+    lambda: peer("verl_same_rows", *LARGE),
+]
+
+for case in CASES:
+    case()
+    # What the row left behind is gone before the next begins.
+    pace.step()
