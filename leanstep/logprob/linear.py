@@ -100,7 +100,7 @@ def linear_logprobs(
         reference: `ReferenceHead(weight, hidden, bias)`, the constant head of the exact KL.
         allowed: `Allowed(ids, offsets, has_set)`: log-probs over these ids and the target only.
         shards: `VocabShards(group, start, total, ...)`, where each rank holds some columns.
-        tuning: `Tuning(budget, tile, save_logits, main_grad)`.
+        tuning: `Tuning(budget, tile, save_logits, main_grad, round_logits)`.
 
     Returns:
         LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
@@ -280,6 +280,10 @@ class _LinearLogProbs(torch.autograd.Function):
                 call = replace(call, source=sums.hold_rows(call.source))
             backward_tiles(call, final, allowed_final, gradients, sums, saved, divergences=saved_kl)
             grads = sums.result()
+        if call.main_grad is not None and hasattr(weight, "grad_added_to_main_grad"):
+            # Megatron's reducers wait for a gradient to arrive; this mark tells them not to read it.
+            weight.grad_added_to_main_grad = True
+            grads = grads._replace(weight=torch.empty_like(weight))
         return *grads, None
 
 

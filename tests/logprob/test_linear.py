@@ -328,3 +328,22 @@ def test_per_row_values_are_selected_on_their_own_device():
             check_temperature(temperature, rows, 6, torch.float32),
         ):
             assert found.shape == (2,) and found.device.type == "cuda"
+
+
+def test_a_reducer_that_waits_for_the_weight_hears_of_main_grad():
+    """Megatron's hook: it fires when a gradient arrives, and adds it unless the mark is set."""
+    weight = torch.nn.Parameter(torch.randn(23, 5))
+    weight.grad_added_to_main_grad = False
+    main_grad, ready = torch.zeros(23, 5), []
+
+    def hook(parameter):
+        ready.append(parameter.grad_added_to_main_grad)
+        parameter.grad = None
+
+    weight.register_post_accumulate_grad_hook(hook)
+    hidden, targets = torch.randn(4, 5), torch.randint(0, 23, (4,))
+    linear_logprobs(hidden, weight, targets, main_grad=main_grad).logp.sum().backward()
+    assert ready == [True] and weight.grad is None
+    plain = weight.detach().clone().requires_grad_()
+    linear_logprobs(hidden, plain, targets).logp.sum().backward()
+    torch.testing.assert_close(main_grad, plain.grad)
