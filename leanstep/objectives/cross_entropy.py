@@ -84,7 +84,7 @@ def linear_cross_entropy(
         raise ValueError(f"labels: expected {tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}")
     targets = align_labels(labels, hidden.dim() - 2 if shift is None else shift, ignore_index)
     where = _selected(targets, ignore_index, rows, hidden.device)
-    targets = targets.to(hidden.device, non_blocking=True)
+    targets = to_device(targets, hidden.device)
     if where is not None:
         targets = targets.index_select(0, where)
     counts = targets != ignore_index
@@ -171,10 +171,14 @@ def align_labels(labels: Tensor, shift: int, ignore_index: int) -> Tensor:
 
 def counting_rows(targets: Tensor, ignore_index: int, device: torch.device) -> Tensor:
     """[R] int64 on `device`: rows whose target counts. One host read if `targets` are on a GPU."""
-    found = (targets != ignore_index).nonzero().flatten()
-    if found.device != device and found.device.type == "cpu" and device.type == "cuda":
-        found = found.pin_memory()
-    return found.to(device, non_blocking=True)
+    return to_device((targets != ignore_index).nonzero().flatten(), device)
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """`values` on `device`; the host does not wait: pageable memory would make it."""
+    if values.device.type == "cpu" and device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def _selected(

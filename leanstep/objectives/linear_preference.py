@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob import LMHead, ReferenceHead, Transform, Tuning, VocabShards, linear_logprobs
-from leanstep.objectives.cross_entropy import align_labels, counting_rows
+from leanstep.objectives.cross_entropy import align_labels, counting_rows, to_device
 from leanstep.objectives.pairwise import (
     PreferenceObjective,
     checked_preference,
@@ -77,7 +77,7 @@ def linear_sequence_logprobs(
     """
     targets = _checked_targets(hidden, labels, ignore_index)
     where = counting_rows(targets, ignore_index, hidden.device) if rows is None else rows
-    targets = targets.to(hidden.device, non_blocking=True).index_select(0, where)
+    targets = to_device(targets, hidden.device).index_select(0, where)
     out = linear_logprobs(
         hidden.flatten(0, 1),
         weight,
@@ -145,7 +145,7 @@ def linear_preference_loss(
         raise ValueError(f"nll_coef: expected 0 for kto, got {objective.nll_coef}")
     targets, scored, in_nll = _with_nll(targets, nll_labels, hidden.shape, ignore_index, objective)
     where = counting_rows(targets, ignore_index, hidden.device)
-    picked = [x.to(hidden.device, non_blocking=True).index_select(0, where) for x in (targets, scored)]
+    picked = [to_device(x, hidden.device).index_select(0, where) for x in (targets, scored)]
     options: dict[str, Any] = {"rows": where, "transform": transform, "shards": shards}
     flat = hidden.flatten(0, 1)
     logp = linear_logprobs(flat, weight, picked[0], tuning=tuning, **options).logp
@@ -169,7 +169,7 @@ def linear_preference_loss(
     pairs = pair_losses(objective, chosen, rejected, **given)
     loss, metrics = pairs.losses.mean(), preference_metrics(pairs, chosen, rejected)
     if objective.nll_coef:
-        of_nll = in_nll.to(hidden.device, non_blocking=True).index_select(0, where)
+        of_nll = to_device(in_nll, hidden.device).index_select(0, where)
         nll = -torch.where(of_nll, logp, 0.0).sum() / of_nll.sum().clamp(min=1)
         loss, metrics["nll_loss"] = loss + objective.nll_coef * nll, nll.detach()
     return PreferenceLoss(loss, sums.detach(), ref_sums, metrics)

@@ -39,6 +39,7 @@ from leanstep.logprob.inputs import (
     checked_allowed,
 )
 from leanstep.logprob.parallel import reduce_hidden_grad, resolve_group
+from leanstep.objectives.cross_entropy import to_device
 from leanstep.objectives.distill_tiles import all_reduce_
 
 
@@ -193,8 +194,8 @@ def _plan(allowed: AllowedIds, targets: Tensor, head: Head, device: torch.device
     whole = None if whole is None or not len(whole) else whole
     singletons = int(alone.sum())
     sparse_rows = len(targets) - singletons - (0 if whole is None else len(whole))
-    moved = [x.to(device, non_blocking=True) for x in (targets, row_of, ids, is_target, touched, slot, alone)]
-    whole = None if whole is None else whole.to(device)
+    moved = [to_device(x, device) for x in (targets, row_of, ids, is_target, touched, slot, alone)]
+    whole = None if whole is None else to_device(whole, device)
     return _Plan(*moved, whole=whole, num_pairs=num_pairs, sparse_rows=sparse_rows, singletons=singletons)
 
 

@@ -21,6 +21,10 @@ PATHS = {
         *("linear_logprobs, kl, top_k", "linear_logprobs, frozen head"),
         *("linear_logprobs, autocast, fp32 weight", "linear_policy_loss", "token_logprobs"),
     ),
+    "objectives": (
+        *("linear_cross_entropy", "linear_cross_entropy, all rows", "linear_distill_loss"),
+        *("linear_preference_loss", "linear_masked_logprobs"),
+    ),
     "muon": ("NorMuon, fp32", "NorMuon, bf16", "NorMuon, banks", "polar", "transpose_copy, transpose_add"),
     "gpt": ("GPT",),
     "preference": (

@@ -118,6 +118,51 @@ def logprob(size: str) -> None:
     path("token_logprobs", size, tokens, existing)
 
 
+def objectives(size: str) -> None:
+    from leanstep.logprob import Allowed, ReferenceHead
+    from leanstep.objectives import (
+        TeacherHead,
+        linear_cross_entropy,
+        linear_distill_loss,
+        linear_masked_logprobs,
+        linear_preference_loss,
+    )
+
+    tokens, width, vocab = HEADS[size]
+    hidden, weight = normal(4, tokens // 4, width, grad=True), normal(vocab, width, grad=True)
+    far, wide = normal(tokens, 2 * width), normal(vocab, 2 * width)
+    # As a data loader gives them: on the host, half of each sequence padding.
+    labels = torch.randint(vocab, (4, tokens // 4))
+    labels[:, : tokens // 8] = -100
+    rows = torch.arange(tokens // 4, tokens, device="cuda")
+    kept = Allowed(torch.randint(vocab, (8 * tokens,)), torch.arange(0, 8 * tokens + 1, 8))
+
+    def fresh(loss: Callable[[Tensor], Tensor]) -> Callable[[int], None]:
+        def call(_: int) -> None:
+            hidden.grad = weight.grad = None
+            backward(loss(hidden))
+
+        return call
+
+    reference = ReferenceHead(weight.detach(), hidden.detach())
+    for name, loss in {
+        "linear_cross_entropy": lambda h: linear_cross_entropy(h, weight, labels),
+        "linear_cross_entropy, all rows": lambda h: linear_cross_entropy(h, weight, labels, rows="all"),
+        "linear_distill_loss": lambda h: (
+            linear_distill_loss(
+                h.flatten(0, 1), weight, TeacherHead(far, wide), divergence=("jsd", 0.5), rows=rows
+            ).loss
+        ),
+        "linear_preference_loss": lambda h: (
+            linear_preference_loss(h, weight, labels, reference=reference).loss
+        ),
+        "linear_masked_logprobs": lambda h: (
+            linear_masked_logprobs(h.flatten(0, 1), weight, labels.flatten().clamp(min=0), kept).logp
+        ),
+    }.items():
+        path(name, size, tokens, fresh(loss))
+
+
 # matrices: model dimension, layers
 MATRICES = {"small": (128, 2), "gpt-124M": (768, 12), "large": (2_048, 4)}
 
@@ -207,6 +252,7 @@ def preference(size: str) -> None:
 
 ROOMS = {
     "logprob": (logprob, HEADS),
+    "objectives": (objectives, HEADS),
     "muon": (muon, MATRICES),
     "gpt": (gpt, MODELS),
     "preference": (preference, LENSES),
