@@ -145,10 +145,14 @@ class Recorder:
 
     def _take_counts(self) -> dict[str, float]:
         seen, self._seen = self._seen, []
-        found: dict[str, float] = {}
+        values: dict[str, list[float]] = {}
         with outside_modes():
             for what, value in seen:
-                found[what] = found.get(what, 0.0) + float(value)
+                values.setdefault(what, []).append(float(value))
+        # Together, and one by one: a program that counts for its metrics, too, divides by one of them.
+        found = {what: sum(each) for what, each in values.items()}
+        for what, each in values.items():
+            found |= {f"{what} no. {k}": value for k, value in enumerate(each, 1) if 1 < len(each) <= 64}
         return found
 
     def _new_group(self, original: Any, optimizer: Optimizer, group: Any) -> Any:

@@ -77,6 +77,19 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capfd, after: str, 
     assert len(json.loads(kept.read_text())["losses"]["before"]) == 3
 
 
+def test_ctrl_c_keeps_what_was_seen(tmp_path: Path, capfd):
+    before = script(tmp_path, "before.py", STEP, LOOP)
+    # The script presses Ctrl-C on us in its second step.
+    press = "o.step()\n    if i == 1:\n        import os, time; os.kill(os.getppid(), 2); time.sleep(60)"
+    after = script(tmp_path, "after.py", STEP, LOOP.replace("o.step()", press))
+    kept = tmp_path / "kept.json"
+    assert run(["prove", before, after, "--steps", "3", "--json", str(kept)]) == 130
+    assert lines(capfd) == ["leanstep: interrupted"]
+    result = json.loads(kept.read_text())
+    assert result["problem"] == "interrupted" and not result["ok"]
+    assert (len(result["losses"]["before"]), len(result["losses"]["after"])) == (3, 2)
+
+
 def test_cuts_from_the_command_line(tmp_path: Path, capfd):
     base = ["prove", CUTS, "--same", "--micro 1", "--same", "--micro 2", "--markdown", str(tmp_path / "s.md")]
     assert run(base) == 0

@@ -66,6 +66,21 @@ def test_mistakes_over_ranks(bug: str):
     assert found[""].same, found[""].sentence
 
 
+def test_one_of_several_counts_explains_the_weights():
+    def step(cut: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x, mask = torch.randn(4, 5, 6), torch.arange(5) < torch.tensor([[5], [2], [3], [1]])
+        for part, kept in zip(x.chunk(cut), mask.chunk(cut), strict=True):
+            shown = (kept | True).sum() + kept[:, 0].sum()
+            ((model(part)[..., 0] * kept).sum() / kept.sum() + 0.0 * shown).backward()
+        optimizer.step()
+
+    (row,) = same_update(step, [1, 4]).rows
+    assert row.kind == "token-weights" and "(5, 2, 3, 1)" in row.sentence, row.sentence
+
+
 def test_dropout_is_off_where_masks_cannot_be_equal():
     row = compared("", ("--dropout", "0.5"), ("--micro", "4", "--dropout", "0.5"))
     assert row.same

@@ -49,6 +49,17 @@ def test_a_function_of_tensors():
         row_invariance(lambda: None)
 
 
+def test_a_variant_that_the_model_does_not_take_is_left_out():
+    def short(tokens):
+        if tokens.shape[1] > 9:
+            raise IndexError("no such position")
+        return tokens.float().sin()
+
+    proof = row_invariance(short, torch.arange(36).view(4, 9))
+    assert proof.ok and proof.variants == 5
+    assert proof.notes == ["with padding behind it: left out, the model raised IndexError: no such position"]
+
+
 def test_from_the_command_line(tmp_path: Path, capfd):
     script = str(SCRIPTS / "rows.py")
     assert run(["prove", script, "--invariant", "--", "--fault", "statistic"]) == 1
