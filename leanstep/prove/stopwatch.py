@@ -170,11 +170,11 @@ def _interleaved(
 
 def _turn(line: Connection, job: Job, rounds: int) -> float | None:
     """Let one script make one step; its seconds, or None when it has ended and enough was seen."""
-    answer: tuple[str, Any] = ("end", "was killed")
+    kind: str = "end"
+    value: Any = "was killed"
     with contextlib.suppress(EOFError, OSError):
         line.send("go")
-        answer = line.recv()
-    kind, value = answer
+        kind, value = line.recv()
     if kind == "step":
         return value
     if rounds >= MIN_ROUNDS and value is None:
