@@ -11,7 +11,6 @@ changes blames it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import pickle
 import sys
@@ -208,7 +207,6 @@ def row_invariance(
         if found is not None:
             found.model = type(function).__name__ if owner is not None else proof.script
             proof.rows.append(found)
-    # The earliest place first: that is the one to mend.
     proof.rows.sort(key=lambda row: row.op_number)
     return proof
 
@@ -429,13 +427,12 @@ class _ModelCalls:
         try:
             if id(module) not in self._seen and _has_batch(args, kwargs):
                 self._seen.add(id(module))
-                kept = copy.copy(kwargs)
                 found = row_invariance(
                     lambda *a, **k: call(module, *a, **k),
                     *args,
                     module=module,
                     name=type(module).__name__,
-                    **kept,
+                    **kwargs,
                 )
                 for row in found.rows:
                     row.model = type(module).__name__
