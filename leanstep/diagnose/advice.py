@@ -29,7 +29,9 @@ class Advice:
         lines = [line, *finding.callers]
         if self.package and not (line.library and short_path(line.file).startswith(self.package)):
             return False
-        return finding.rule in self.rules and any(word in near.code for near in lines for word in self.code)
+        return finding.rule in self.rules and any(
+            word in near.statement for near in lines for word in self.code
+        )
 
 
 ADVICE = (

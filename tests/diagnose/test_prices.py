@@ -92,3 +92,15 @@ def test_an_optimizers_loop_is_priced_with_its_python() -> None:
     assert finding.work.loop_ops >= 200 and finding.work.moved_bytes > 0
     rates = cost.calibrate()
     assert rates.loop_op_s >= rates.op_s
+
+
+def test_advice_fits_the_place(tmp_path) -> None:
+    """A condition over several lines of transformers is known by what stands on any of them."""
+    folder = tmp_path / "site-packages" / "transformers"
+    folder.mkdir(parents=True)
+    (folder / "trainer.py").write_text(
+        "if (flag and (\n    torch.isnan(x) or torch.isinf(x))\n):\n    pass\n"
+    )
+    line = Line(str(folder / "trainer.py"), 1, "train", True)
+    step = StepRecord(reads={Site(line, Line("train.py", 7)): Tally(2)})
+    assert find([step])[0].short_fix == "logging_nan_inf_filter=False"
