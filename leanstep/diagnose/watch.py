@@ -270,7 +270,7 @@ class Watch:
         self._last_end = time.perf_counter()
         if self._stackless:
             return  # The script is over: nothing to time, nobody to stop.
-        if (self._measured_seconds or 0.0) <= MAX_TIMED_S:
+        if (self.step_seconds or 0.0) <= MAX_TIMED_S:
             self.clock.start()
             self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self.clock.first_op, _as_it_is))
         elif self._on_done is not None:
