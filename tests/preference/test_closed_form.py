@@ -342,3 +342,31 @@ def test_no_host_reads_between_scores_and_gradient(backend):
     step()
     assert host_syncs(step) == 0
     assert host_syncs(lambda: lens_loss_reference(x, batch, config).loss.backward()) > 100
+
+
+@pytest.mark.timeout(300)
+# Inductor's own imports.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_full_graph_by_inductor_is_as_close_to_float64_as_eager():
+    from leanstep.cpu import find_compiler
+
+    if find_compiler() is None:
+        pytest.skip("Inductor needs a C++ compiler")
+    batch, config = random_batch(seed=4, tokens=32, num_samples=2), LensConfig(block_size=4)
+    start = torch.randn(batch.pos.shape)
+
+    def loss_of(start):
+        return lens_loss(start.tanh(), batch, config).loss
+
+    def both(function, values):
+        values = values.clone().requires_grad_()
+        loss = function(values)
+        loss.backward()
+        return loss.detach().double(), values.grad.double()
+
+    truth, eager = both(loss_of, start.double()), both(loss_of, start)
+    torch._dynamo.reset()
+    for got, plain, want in zip(
+        both(torch.compile(loss_of, fullgraph=True), start), eager, truth, strict=True
+    ):
+        assert (got - want).abs().max() <= 2 * (plain - want).abs().max() + 1e-7
