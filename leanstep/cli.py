@@ -1,4 +1,4 @@
-"""`leanstep`: demo · diagnose · bench · prove · rehearse · plan · train · kernels.
+"""`leanstep`: demo · diagnose · bench · prove · rehearse · plan · train · kernels · gpu-report.
 
 Exit codes: 0 fine; 1 the thing asked about fell short; 2 bad input, with one line and no traceback.
 The commands' bodies live in `leanstep/commands/`, one module each.
@@ -39,6 +39,7 @@ COMMANDS = {
     "train": ("leanstep.commands.train", "train"),
     "rehearse": ("leanstep.commands.rehearse", "rehearse"),
     "kernels": ("leanstep.commands.kernels", "kernels"),
+    "gpu-report": ("leanstep.commands.kernels", "gpu_report"),
 }
 
 HELP = {"help_option_names": ["-h", "--help"]}

@@ -1,9 +1,10 @@
-"""`leanstep kernels`: every Triton kernel, compiled ahead of time for GPUs that are not here."""
+"""`leanstep kernels` compiles for GPUs that are not here, `leanstep gpu-report` runs on one that is."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,10 @@ from leanstep.commands.terminal import (
     JsonOption,
     check_writable,
     console,
+    parse_device,
     progress_bar,
+    say_above,
+    select_cases,
     split_list,
     write_json,
 )
@@ -91,3 +95,69 @@ def _cell(row: dict[str, Any] | None) -> str:
     spills = f" ({row['spill_bytes']} spilled)" if row["spill_bytes"] else ""
     missed = f" ({row['shortfall']})" if row["shortfall"] else ""
     return f"{row['registers']} / {row['shared_bytes']}{spills}{missed}"
+
+
+def gpu_report(
+    cases: Annotated[
+        list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases to run; all by default.")
+    ] = None,
+    out: Annotated[
+        str, typer.Option(metavar="DIR", help="Where to write report.json and index.html.")
+    ] = "leanstep-gpu-report",
+    device: Annotated[str, typer.Option(help="cuda[:N].")] = "cuda",
+    size: Annotated[str | None, typer.Option(help="Another size than each case's own for GPUs.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds of timing per case.")] = 10.0,
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Only rehearse, on a CPU build of torch, and write the predictions."
+        ),
+    ] = None,
+) -> None:
+    """Prove, measure and watch every case on a GPU, each figure beside its prediction: attach it to an issue.
+
+    Exit code: 1 when a proof failed, a fast path made the host wait, or a case did not run.
+
+    Example: leanstep gpu-report --out leanstep-gpu-report
+    """
+    from leanstep.report import gpu_report as report
+
+    chosen = select_cases(cases)
+    for case in chosen:
+        if size is not None and size not in case.sizes:
+            raise BadInput(f"--size: {case.name} has no {size!r}; it has {', '.join(case.sizes)}")
+    if budget <= 0:
+        raise BadInput(f"--budget: expected seconds above 0, got {budget}")
+    console_out = console(None)
+
+    def say(line: str) -> None:
+        say_above(console_out, line)
+
+    if predict is not None:
+        from leanstep.rehearse.stage import RehearsalError
+
+        check_writable(predict, "--predict")
+        try:
+            write_json(report.predict(chosen, size, say), predict)
+        except RehearsalError as error:
+            raise BadInput(f"--predict: {error}") from None
+        return
+    where = parse_device(device)
+    if where.type != "cuda":
+        raise BadInput(
+            f"--device: expected cuda[:N], got {device!r}; `leanstep bench` and `prove` run on a CPU"
+        )
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out: cannot make {out}: {error.strerror}") from None
+    check_writable(str(folder / "report.json"), "--out")
+    found = report.run_report(chosen, where, size=size, budget_s=budget, say=say)
+    report.write_report(found, folder)
+    say(f"wrote {folder / 'report.json'} and {folder / 'index.html'}")
+    wrong = report.shortfalls(found)
+    if wrong:
+        raise FellShort(
+            f"gpu-report: {wrong[0]}" + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")
+        )

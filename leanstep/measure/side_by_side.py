@@ -56,6 +56,7 @@ class BenchResult:
     environment: dict[str, Any]
     rows: list[BenchRow] = field(default_factory=list)
     failed: list[parity.ParityRow] = field(default_factory=list)
+    input_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         rows = [dict(vars(row)) for row in self.rows]
@@ -176,6 +177,7 @@ def run_bench(
                     result.failed += [row for row in found if not row.ok]
 
     workload = case.workload(params, dtype, device)
+    result.input_bytes = workload.num_bytes
     steps, first_calls = _first_calls(case, workload, size, runnable, rows, result, device, dtype)
 
     report("time", 0.2)

@@ -1,0 +1,272 @@
+"""What a machine with a GPU reports: proofs, bench and syncs of every case, figures beside predictions.
+
+Predictions come from rehearsals (`leanstep.rehearse`), which need a CPU build of torch, so they are made
+beforehand: `leanstep gpu-report --predict FILE` writes them, and the package carries the file of its release.
+A rehearsal is played on every known device; the report takes the one nearest to the device at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import leanstep
+from leanstep.case import Case, Implementation, Step
+from leanstep.files import finite, write_text
+from leanstep.measure.parity import dtype_name, prove_case
+from leanstep.measure.side_by_side import BenchResult, run_bench
+from leanstep.measure.timing import current_device, environment
+
+Data = dict[str, Any]
+Say = Callable[[str], None]
+PREDICTIONS = Path(__file__).with_name("gpu_predictions.json")
+# Of torch's warning under set_sync_debug_mode.
+_SYNC = "synchronizing CUDA operation"
+
+
+def predict(cases: Sequence[Case], size: str | None = None, say: Say = lambda line: None) -> Data:
+    """Rehearse every fast path and limit of the cases; times on every known device.
+
+    Args:
+        cases: with a size for GPUs.
+        size: another size than the GPU's.
+        say: gets a line for each rehearsal.
+
+    Returns:
+        {"leanstep", "torch", "predicted": True, "rows": [{"case", "size", "dtype", "impl", "launches",
+        "host_waits", "above_bytes", "step_s": {device: seconds}}, ...]}; above_bytes: peak above the inputs.
+    """
+    from leanstep.rehearse import Request, rehearse
+
+    rows: list[Data] = []
+    for case in cases:
+        chosen = size or case.size_on("cuda")
+        dtype = dtype_name(case.dtype_on("cuda"))
+        for implementation in case.implementations:
+            # A reference may read every value in a loop: it would be rehearsed for minutes.
+            wanted = implementation.kind in ("fast", "limit")
+            if not wanted or implementation.missing(case.params(chosen), "cuda") is not None:
+                continue
+            say(f"{case.name}, {implementation.name}, {chosen}, {dtype}")
+            request = Request(
+                case.name,
+                case=True,
+                steps=2,
+                settings={"size": chosen, "dtype": dtype},
+                implementation=implementation.name,
+            )
+            found = _predicted(rehearse(request, quiet=True))
+            if found is not None:
+                head = {"case": case.name, "size": chosen, "dtype": dtype, "impl": implementation.name}
+                rows.append({**head, **found})
+    versions = {"leanstep": leanstep.__version__, "torch": torch.__version__}
+    return {**versions, "predicted": True, "rows": rows}
+
+
+def _predicted(recording: Any) -> Data | None:
+    """Counts of the last step of a rehearsal, and its seconds from an idle device; None without a step."""
+    from leanstep.rehearse.devices import DEVICES
+    from leanstep.rehearse.events import Alloc, Free, HostWait, Launch
+    from leanstep.rehearse.what_if import last_step
+
+    if recording.refused is not None or not recording.steps:
+        return None
+    last = recording.steps[-1]
+    launches = waits = peak = 0
+    # What the call before left behind may die in this one: only storages that are born here count.
+    live: dict[int, int] = {}
+    for event in recording.events[last.first : last.last]:
+        if isinstance(event, Launch):
+            launches += sum(kernel.launches for kernel in event.kernels)
+        elif isinstance(event, HostWait):
+            waits += 1
+        elif isinstance(event, Alloc):
+            live[event.storage] = event.nbytes
+            peak = max(peak, sum(live.values()))
+        elif isinstance(event, Free):
+            live.pop(event.storage, None)
+    # `bench` measures one call from an idle device: nothing is queued before it.
+    alone = replace(recording, steps=[last])
+    timings = {key: last_step(alone, device) for key, device in DEVICES.items()}
+    seconds = {key: timing.step_s for key, timing in timings.items() if timing is not None}
+    return {"launches": launches, "host_waits": waits, "above_bytes": peak, "step_s": seconds}
+
+
+def load_predictions(path: Path | None = None) -> Data:
+    """The predictions of this release, or those of a file that `--predict` wrote."""
+    path = path or PREDICTIONS
+    if not path.exists():
+        return {"leanstep": leanstep.__version__, "torch": "", "predicted": True, "rows": []}
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def nearest_device(properties: Any) -> str:
+    """Key of the known device that is most like this one: by name, else by generation, units and memory."""
+    from leanstep.rehearse.devices import DEVICES
+
+    name = properties.name.lower()
+    same = [device for device in DEVICES.values() if device.name.lower() == name]
+    named = same or [d for d in DEVICES.values() if d.key.partition("-")[0] in name.replace("-", " ").split()]
+    vendor = "amd" if getattr(properties, "gcnArchName", "") else "nvidia"
+
+    def distance(device: Any) -> float:
+        apart = abs(math.log(properties.multi_processor_count / device.units))
+        apart += abs(math.log(properties.total_memory / device.memory_bytes))
+        apart += 2.0 * ((properties.major, properties.minor) != device.capability)
+        return apart + 10.0 * (vendor != device.vendor)
+
+    return min(named or DEVICES.values(), key=distance).key
+
+
+def count_syncs(step: Step, device: torch.device) -> tuple[int, str]:
+    """Times that one call makes the host wait, by torch's own sync debugging, and where first."""
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize(device)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = [warning for warning in caught if _SYNC in str(warning.message)]
+    first = f"{Path(found[0].filename).name}:{found[0].lineno}" if found else ""
+    return len(found), first
+
+
+def run_report(
+    cases: Sequence[Case],
+    device: torch.device,
+    *,
+    size: str | None = None,
+    budget_s: float = 10.0,
+    predictions: Data | None = None,
+    say: Say = lambda line: None,
+) -> Data:
+    """Prove, measure and watch every case on the device; the object that `gpu-report` writes.
+
+    Args:
+        cases: what to run; a case that fails is a row in "problems", the others go on.
+        device: a CUDA device.
+        size: of every case; None: its size for GPUs.
+        budget_s: seconds of timing per case.
+        predictions: None: those of this release.
+        say: gets a line for each part.
+    """
+    predictions = load_predictions() if predictions is None else predictions
+    near = nearest_device(torch.cuda.get_device_properties(device))
+    report: Data = {**environment(device), "nearest": near}
+    made = {key: predictions[key] for key in ("leanstep", "torch")}
+    report |= {"predicted_with": made, "figures": [], "syncs": [], "prove": [], "bench": [], "problems": []}
+    parts: dict[str, Callable[[Case], None]] = {
+        "prove": lambda case: report["prove"].extend(r.to_json() for r in prove_case(case, device=device)),
+        "bench": lambda case: _bench(case, report, device, size, budget_s, predictions),
+        "syncs": lambda case: report["syncs"].extend(_syncs(case, device, size)),
+    }
+    with current_device(device):
+        for case in cases:
+            for part, run in parts.items():
+                say(f"{case.name}: {part}")
+                try:
+                    run(case)
+                except Exception as problem:
+                    # Somebody's first run on a device that nobody tried: the rest is worth having.
+                    said = next(iter(str(problem).strip().splitlines()), "")
+                    trouble = f"{type(problem).__name__}: {said[:200]}"
+                    report["problems"].append({"case": case.name, "part": part, "trouble": trouble})
+                    torch.cuda.empty_cache()
+    return report
+
+
+def _bench(
+    case: Case, report: Data, device: torch.device, size: str | None, budget_s: float, predictions: Data
+) -> None:
+    chosen = size or case.size_on(device)
+    result = run_bench(case, chosen, device=device, budget_s=budget_s)
+    report["bench"].append(result.to_json())
+    report["figures"] += compare(result, predictions, report["nearest"])
+
+
+def compare(result: BenchResult, predictions: Data, device: str) -> list[Data]:
+    """Figures of a bench beside their predictions for `device`: measured, predicted, measured / predicted."""
+    known = {(row["case"], row["size"], row["dtype"], row["impl"]): row for row in predictions["rows"]}
+    figures: list[Data] = []
+    for row in result.rows:
+        expected = known.get((result.case, result.size, result.environment.get("dtype"), row.impl))
+        if row.median_s is None or row.kind not in ("fast", "limit"):
+            continue
+        above = None if row.peak_bytes is None else row.peak_bytes - result.input_bytes
+        for figure, measured, predicted in (
+            ("time_s", row.median_s, expected and expected["step_s"].get(device)),
+            ("peak above inputs_bytes", above, expected and expected["above_bytes"]),
+            ("host waits", row.host_syncs, expected and expected["host_waits"]),
+        ):
+            ratio = measured / predicted if measured and predicted else None
+            head = {"case": result.case, "impl": row.impl, "figure": figure}
+            figures.append({**head, "measured": measured, "predicted": predicted, "ratio": ratio})
+    return figures
+
+
+def _syncs(case: Case, device: torch.device, size: str | None) -> list[Data]:
+    params = case.params(size or case.size_on(device))
+    workload = case.workload(params, case.dtype_on(device), device)
+    found = []
+    for implementation in case.implementations:
+        if implementation.kind == "fast" and implementation.missing(params, device) is None:
+            found.append(_syncs_of(case, implementation, implementation.build(workload), device))
+    return found
+
+
+def _syncs_of(case: Case, implementation: Implementation, step: Step, device: torch.device) -> Data:
+    count, first = count_syncs(step, device)
+    return {"case": case.name, "impl": implementation.name, "syncs": count, "first_at": first}
+
+
+def shortfalls(report: Data) -> list[str]:
+    """What fell short, one sentence each: proofs, waits of a fast path, parts that did not run."""
+    wrong = [row for row in report["prove"] if not row["ok"]]
+    waits = [row for row in report["syncs"] if row["syncs"]]
+    said = [f"{len(wrong)} proofs failed, first {wrong[0]['case']}/{wrong[0]['impl']}"] if wrong else []
+    if waits:
+        first = waits[0]
+        said.append(
+            f"{len(waits)} fast paths wait, first {first['case']}/{first['impl']} at {first['first_at']}"
+        )
+    said += [f"{p['case']}: {p['part']} did not run: {p['trouble']}" for p in report["problems"]]
+    return said
+
+
+def write_report(report: Data, folder: Path) -> None:
+    """`report.json` and one page, `index.html`, in `folder`."""
+    from leanstep.report import page
+
+    text = json.dumps(finite(report), indent=1, ensure_ascii=False, allow_nan=False)
+    write_text(folder / "report.json", text + "\n", "--out")
+    head = {key: report[key] for key in ("leanstep", "torch", "device", "threads")}
+    first = {**head, "nearest known device": report["nearest"], "accelerator": report["accelerator"]}
+    first |= {"figures": [_shown(row) for row in report["figures"]]}
+    first |= {"syncs by torch's own debugging": report["syncs"], "problems": report["problems"]}
+    payloads: dict[str, Data] = {"gpu-report: measured beside predicted": first}
+    if report["bench"]:
+        payloads["bench"] = {"results": report["bench"]}
+    if report["prove"]:
+        payloads["prove"] = {**head, "rows": report["prove"]}
+    (folder / "index.html").unlink(missing_ok=True)
+    page.add_sections(folder / "index.html", payloads)
+
+
+def _shown(row: Data) -> Data:
+    """A figure with its unit, as the page shows it."""
+    from leanstep.report.sections import cell
+
+    texts = {key: cell(row["figure"], row[key]) for key in ("measured", "predicted")}
+    figure = row["figure"].removesuffix("_s").removesuffix("_bytes")
+    return {**row, **texts, "figure": figure}
