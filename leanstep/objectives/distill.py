@@ -123,6 +123,9 @@ def linear_distill_loss(
         raise ValueError("shards: expected sequence_parallel=False here, got True")
     if transform is not None and transform.label_smoothing:
         raise ValueError(f"transform: expected label_smoothing 0 here, got {transform.label_smoothing}")
+    if tuning is not None and (tuning.tile is not None or tuning.main_grad is not None):
+        # Gradients are formed before the factor that backward brings is known.
+        raise ValueError("tuning: expected no tile and no main_grad here, only a budget")
     head, tensors = build_head(hidden, weight, transform, shards)
     check_rows(rows, hidden.device)
     head.temperature = check_temperature(temperature, None, len(hidden), head.dtype)
@@ -159,7 +162,6 @@ def linear_distill_loss(
         chunk_rows=_chunk_rows(head, source.num_rows, 1 + len(opened), budget, group),
         group=group,
         reduce_grad="none" if shards is None else shards.reduce_grad,
-        main_grad=None if tuning is None else tuning.main_grad,
         wants_grad=torch.is_grad_enabled(),
     )
     with torch.autocast(hidden.device.type, enabled=False):
@@ -186,7 +188,6 @@ class _DistillLoss(torch.autograd.Function):
                 tiles,
                 wanted,
                 reduce=(problem.group, problem.reduce_grad),
-                main_grad=problem.main_grad,
             )
         rows = torch.zeros((3, num_rows), dtype=head.dtype, device=hidden.device)
         tallest = max((c.stop - c.start for c in problem.chunks), default=0)

@@ -44,7 +44,6 @@ class Problem:
     chunk_rows: int
     group: Any
     reduce_grad: Any
-    main_grad: Tensor | None
     wants_grad: bool
 
     def __post_init__(self) -> None:
