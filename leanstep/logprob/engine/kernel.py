@@ -88,7 +88,7 @@ def update_statistics_kernel(
         held = (token >= 0) & (token < num_columns)
         # Names of their own: a compiled loop may not give those below another shape.
         read = tl.load(z_ptr + token, mask=held, other=0.0).to(tl.float32)
-        logit, bent = _finished(read, bias_ptr, token, held, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
+        logit, _bent = _finished(read, bias_ptr, token, held, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
         tl.store(target_ptr + row, logit, mask=held)
     m = tl.load(max_ptr + row)
     s = tl.load(sum_ptr + row)
