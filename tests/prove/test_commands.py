@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,12 @@ def test_ctrl_c_keeps_what_was_seen(tmp_path: Path, capfd):
     press = "o.step()\n    if i == 1:\n        import os, time; os.kill(os.getppid(), 2); time.sleep(60)"
     after = script(tmp_path, "after.py", STEP, LOOP.replace("o.step()", press))
     kept = tmp_path / "kept.json"
-    assert run(["prove", before, after, "--steps", "3", "--json", str(kept)]) == 130
+    # A background shell ignores Ctrl-C and its children inherit that: start from the default.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert run(["prove", before, after, "--steps", "3", "--json", str(kept)]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert lines(capfd) == ["leanstep: interrupted"]
     result = json.loads(kept.read_text())
     assert result["problem"] == "interrupted" and not result["ok"]

@@ -160,6 +160,13 @@ def widened(tile: Tensor, columns: int) -> Tensor:
     return tile if tile.shape[1] == columns else tile.as_strided((len(tile), columns), tile.stride())
 
 
+def cast_tile(tile: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
+    """A tile [R, W] in `dtype`, its rows padded to `columns`: a plain cast would put them side by side."""
+    if tile.dtype == dtype:
+        return tile
+    return tile.new_empty((len(tile), columns), dtype=dtype)[:, : tile.shape[1]].copy_(tile)
+
+
 def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> Tensor:
     """out = factor a @ b (+ out), summed in the dtype of `out`."""
     if a.dtype == out.dtype:
@@ -233,7 +240,7 @@ class HeadSums:
         head = self.head
         if self.bias is not None and not self.bias_is_added:
             self.bias[columns].add_(du.sum(0))
-        du = du.to(head.operand_dtype)
+        du = cast_tile(du, head.operand_dtype, len(weight_tile))
         whole = widened(du, len(weight_tile))
         if whole is not du:
             whole[:, du.shape[1] :] = 0.0
