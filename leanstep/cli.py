@@ -70,18 +70,26 @@ class _LazyCommands(TyperGroup):
             single = typer.Typer(add_completion=False)
             single.command(context_settings=settings)(target)
             command = typer.main.get_command(single)
+        _hide_values_of_switches(command, ctx)
         command.name = cmd_name
-        for param in (*command.params, command.get_help_option(ctx)):
-            # A switch takes no value: without this typer shows one.
-            if param is not None and getattr(param, "is_flag", False):
-                param.metavar = " "
         return command
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _hide_values_of_switches(self, ctx)
+        super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise _Interrupted from None
+
+
+def _hide_values_of_switches(command: Any, ctx: Any) -> None:
+    """A switch takes no value: without this the help shows one."""
+    for param in (*command.params, command.get_help_option(ctx)):
+        if param is not None and getattr(param, "is_flag", False):
+            param.metavar = " "
 
 
 app = typer.Typer(
