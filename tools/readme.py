@@ -125,12 +125,13 @@ def write_result(root: Path, name: str, command: str, result: Data, **more: Any)
 
 
 def diagnose_screen(root: Path) -> Data:
-    """What `leanstep diagnose` prints for the example, as it prints it to a file."""
+    """What `leanstep diagnose` prints for the example, without the script's own lines."""
     command = [sys.executable, "-m", "leanstep", "diagnose", SCREEN_SCRIPT]
     ran = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
     if ran.returncode:
         raise BadInput(f"{' '.join(command[2:])} failed: {ran.stderr.strip()[-200:]}")
-    return {"screen": ran.stdout.rstrip() + "\n"}
+    screen = ran.stdout[ran.stdout.index("leanstep diagnose ") :]
+    return {"screen": screen.rstrip() + "\n"}
 
 
 def rewrite(root: Path) -> None:
