@@ -63,12 +63,17 @@ def _distill_gemms(workload: Workload) -> Step:
     """Both heads' logits, then d hidden and d weight of the student's, on the selected rows."""
     t = workload.tensors
     hidden, far = (t[name].index_select(0, t["rows"]) for name in ("hidden", "teacher_hidden"))
-    logits = hidden.new_empty(len(hidden), len(t["weight"]))
+    return _four_products(far, t["teacher_weight"], hidden, t["weight"])
+
+
+def _four_products(far: Tensor, far_weight: Tensor, hidden: Tensor, weight: Tensor) -> Step:
+    """The other head's logits, this head's, then d hidden and d weight of this one: nothing else."""
+    logits = hidden.new_empty(len(hidden), len(weight))
 
     def step() -> Tensors:
-        torch.mm(far, t["teacher_weight"].t(), out=logits)
-        torch.mm(hidden, t["weight"].t(), out=logits)
-        torch.mm(logits, t["weight"])
+        torch.mm(far, far_weight.t(), out=logits)
+        torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(logits, weight)
         torch.mm(logits.t(), hidden)
         return {}
 
@@ -122,16 +127,7 @@ def _dpo_gemms(workload: Workload) -> Step:
     t = workload.tensors
     rows = (t["labels"][:, 1:] != -100).sum()
     hidden, far = (t[name].flatten(0, 1)[: int(rows)] for name in ("hidden", "ref_hidden"))
-    logits = hidden.new_empty(len(hidden), len(t["weight"]))
-
-    def step() -> Tensors:
-        torch.mm(far, t["ref_weight"].t(), out=logits)
-        torch.mm(hidden, t["weight"].t(), out=logits)
-        torch.mm(logits, t["weight"])
-        torch.mm(logits.t(), hidden)
-        return {}
-
-    return step
+    return _four_products(far, t["ref_weight"], hidden, t["weight"])
 
 
 def kept_sizes(num_rows: int, most: int, generator: torch.Generator) -> Tensor:

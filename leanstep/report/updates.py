@@ -16,9 +16,28 @@ SHOWN = 12
 ON_PAGE = 200
 
 
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, header_style="bold")
+
+
+def _notes(result: Data) -> list[Text]:
+    return [Text(f"  {note}", style="dim") for note in result["notes"]]
+
+
+def _judged(title: str, table: Table, result: Data) -> Group:
+    """A title, the rows, the notes and the verdict in its colour."""
+    verdict = Text(result["verdict"], style="green" if result["ok"] else "bold red")
+    return Group(Text(title, style="bold"), table, *_notes(result), verdict)
+
+
+def _with_notes(lines: list[str], result: Data) -> str:
+    """Lines of Markdown and the notes as a list below them."""
+    return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])
+
+
 def pair_lines(result: Data) -> Group:
     """`prove before.py after.py` for the terminal."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = _table()
     table.add_column("step")
     for name in ("loss before", "loss after", "loss in fp64", "checks", "closest to its bound", "", "error"):
         table.add_column(name, justify="left" if name in ("closest to its bound", "") else "right")
@@ -39,12 +58,7 @@ def pair_lines(result: Data) -> Group:
             units.small(worst["bound"]),
             style=None if passed == len(rows) else "red",
         )
-    return Group(
-        Text(f"{result['before']}  →  {result['after']}", style="bold"),
-        table,
-        *[Text(f"  {note}", style="dim") for note in result["notes"]],
-        Text(result["verdict"], style="green" if result["ok"] else "bold red"),
-    )
+    return _judged(f"{result['before']}  →  {result['after']}", table, result)
 
 
 def _by_step(rows: list[Data]) -> dict[int, list[Data]]:
@@ -74,7 +88,7 @@ def pair_markdown(result: Data) -> str:
         passed = f"{sum(row['ok'] for row in rows)}/{len(rows)}"
         cells = [*shown, passed, f"`{what}`", units.small(worst["error"]), units.small(worst["bound"])]
         lines.append(f"| {step} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])
+    return _with_notes(lines, result)
 
 
 def page_section(result: Data) -> Data:
@@ -103,7 +117,7 @@ def page_section(result: Data) -> Data:
 
 def cuts_lines(result: Data) -> Group:
     """`prove train.py --same ... --same ...` for the terminal."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = _table()
     for name in ("cut", "ranks", "backward calls", "distance", "what it is"):
         table.add_column(name, justify="right" if name in ("ranks", "backward calls", "distance") else "left")
     for row in result["rows"]:
@@ -116,12 +130,7 @@ def cuts_lines(result: Data) -> Group:
             style=None if row["same"] else "red",
         )
     against = f"  against {result['rows'][0]['against']}, in fp64" if result["rows"] else ""
-    return Group(
-        Text(f"{result['script']}{against}", style="bold"),
-        table,
-        *[Text(f"  {note}", style="dim") for note in result["notes"]],
-        Text(result["verdict"], style="green" if result["ok"] else "bold red"),
-    )
+    return _judged(f"{result['script']}{against}", table, result)
 
 
 def cuts_markdown(result: Data) -> str:
@@ -132,7 +141,7 @@ def cuts_markdown(result: Data) -> str:
     for row in result["rows"]:
         cells = (f"`{row['cut']}`", str(row["ranks"]), units.small(row["distance"]), row["sentence"])
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])
+    return _with_notes(lines, result)
 
 
 _COLUMNS = ("script", "median", "p20–p80", "steps", "peak", "host reads", "ops")
@@ -155,14 +164,13 @@ def _gain(result: Data) -> str:
 
 def bench_lines(result: Data) -> Group:
     """`bench before.py after.py` for the terminal."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = _table()
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "script" else "right")
     for row in result["rows"]:
         table.add_row(*_cells(row))
     style = "green" if result["proven"] else "bold red" if result["proven"] is False else "yellow"
-    notes = [Text(f"  {note}", style="dim") for note in result["notes"]]
-    return Group(table, *notes, Text(_gain(result), style=style))
+    return Group(table, *_notes(result), Text(_gain(result), style=style))
 
 
 def bench_markdown(result: Data) -> str:
@@ -170,12 +178,12 @@ def bench_markdown(result: Data) -> str:
     lines = [f"### `leanstep bench {result['before']} {result['after']}`", "", _gain(result), ""]
     lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in result["rows"]]
-    return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])
+    return _with_notes(lines, result)
 
 
 def invariance_lines(result: Data) -> Group:
     """`prove train.py --invariant` for the terminal: one line per variant that changes bits."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = _table()
     for name in ("the row is", "first line that changes it", "op", "shapes", "difference", ""):
         table.add_column(name)
     for row in result["rows"]:
@@ -183,12 +191,7 @@ def invariance_lines(result: Data) -> Group:
         place = f"{row['file']}:{row['line']}" + (f" from {row['called_from']}" if row["called_from"] else "")
         table.add_row(row["variant"], place, row["op"], shapes, units.small(row["difference"]), row["kind"])
         table.add_row("", Text(f"    {row['code']}", style="dim"))
-    return Group(
-        Text(f"{result['script']}: {result['ops']} ops, {result['variants']} variants", style="bold"),
-        table,
-        *[Text(f"  {note}", style="dim") for note in result["notes"]],
-        Text(result["verdict"], style="green" if result["ok"] else "bold red"),
-    )
+    return _judged(f"{result['script']}: {result['ops']} ops, {result['variants']} variants", table, result)
 
 
 def invariance_markdown(result: Data) -> str:
@@ -200,4 +203,4 @@ def invariance_markdown(result: Data) -> str:
         place = f"`{row['file']}:{row['line']}` `{row['code']}`"
         cells = (row["variant"], place, row["op"], units.small(row["difference"]))
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])
+    return _with_notes(lines, result)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 
 import pytest
 import torch
+from docstring_code import code_blocks
 
 import leanstep.logprob as package
 
@@ -42,12 +42,6 @@ MEANS = {
     + " and "
     + CLOSE("entropy", "token_logprobs(logits, targets, entropy='metric').entropy"),
 }
-
-
-def code_blocks(doc: str) -> list[str]:
-    """The indented blocks behind lines that begin with Equivalent."""
-    pattern = r"^Equivalent[^\n]*:\n((?:    [^\n]*\n|\n(?=    ))+)"
-    return [textwrap.dedent(block) for block in re.findall(pattern, doc + "\n", re.M)]
 
 
 def world(name: str) -> dict[str, object]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import re
-import textwrap
 
 import pytest
 import torch
+from docstring_code import code_blocks
 from torch import nn
 
 import leanstep.muon as package
@@ -29,12 +28,6 @@ MEANS = {
     "transpose_add": "torch.allclose(dst, before + src.T)",
     "transpose_copy": "dst.equal(transpose_copy(src))",
 }
-
-
-def code_blocks(doc: str) -> list[str]:
-    """The indented blocks behind lines that begin with Equivalent or Example."""
-    pattern = r"^(?:Equivalent|Example)[^\n]*:\n((?:    [^\n]*\n|\n(?=    ))+)"
-    return [textwrap.dedent(block) for block in re.findall(pattern, doc + "\n", re.M)]
 
 
 def world() -> dict[str, object]:

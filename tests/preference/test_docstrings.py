@@ -5,11 +5,11 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
-import textwrap
 from dataclasses import replace
 
 import pytest
 import torch
+from docstring_code import code_blocks
 
 import leanstep.preference as package
 from leanstep.preference import ragged, reference
@@ -55,16 +55,6 @@ MEANS = {
     "plackett_luce": "torch.allclose(loss, plackett_luce(scores, labels, [0, len(scores)], reduction='sum'))",
     "top_pairs": "best[0] // n == top_pairs(scores, labels, [0, n], k).i[0]",
 }
-
-
-def code_blocks(doc: str) -> list[str]:
-    """The indented blocks behind lines that begin with Equivalent or Example."""
-    return [
-        textwrap.dedent(block)
-        for block in re.findall(
-            r"^(?:Equivalent|Example)[^\n]*:\n((?:    [^\n]*\n|\n(?=    ))+)", doc + "\n", re.M
-        )
-    ]
 
 
 def world() -> dict[str, object]:
