@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from leanstep.commands import BadInput
-from leanstep.commands.terminal import check_writable, console, write_json
+from leanstep.commands.terminal import MarkdownOption, add_markdown, check_writable, console, write_json
 from leanstep.diagnose import run_script
 from leanstep.diagnose.outputs import gate, screen
 from leanstep.diagnose.run_script import Outcome, Program, Stop
@@ -35,9 +35,6 @@ _JSON = Annotated[
 _HTML = Annotated[str | None, typer.Option("--html", help="Write or extend a report page.")]
 _SARIF = Annotated[
     str | None, typer.Option("--sarif", metavar="FILE", help="Write SARIF 2.1.0, for code scanning.")
-]
-_MARKDOWN = Annotated[
-    str | None, typer.Option("--markdown", metavar="FILE", help="Append a table, as to $GITHUB_STEP_SUMMARY.")
 ]
 _FAIL = Annotated[
     str | None, typer.Option("--fail-on", help="Exit 1 when one of these rules fires: ids, or any.")
@@ -73,7 +70,7 @@ def diagnose(
     json: _JSON = None,
     html: _HTML = None,
     sarif: _SARIF = None,
-    markdown: _MARKDOWN = None,
+    markdown: MarkdownOption = None,
     fail_on: _FAIL = None,
     baseline: _BASELINE = None,
     write_baseline: _WRITE = False,
@@ -267,9 +264,7 @@ def _write_for_tools(findings: list[Finding], title: str, sarif: str | None, mar
 
     if sarif is not None:
         write_json(as_sarif(findings), sarif)
-    if markdown is not None:
-        with Path(markdown).open("a", encoding="utf-8") as file:
-            file.write(as_markdown(findings, title))
+    add_markdown(as_markdown(findings, title), markdown)
 
 
 def _diff(paths: list[str], threshold: list[str], json: str | None) -> int:
