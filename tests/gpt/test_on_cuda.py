@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from rehearse.rehearsed import stub_or_skip
 
-from leanstep.rehearse.answers.fake_device import RehearsalError, library
 from leanstep.rehearse.events import HostWait, Launch, Request
 from leanstep.rehearse.stage import rehearse
 
@@ -28,10 +28,7 @@ for step in range(3):
 
 @pytest.mark.timeout(240)
 def test_a_step_waits_for_nothing_and_reaches_the_gpu_paths(tmp_path):
-    try:
-        library()
-    except RehearsalError as reason:
-        pytest.skip(f"no fake device: {reason}")
+    stub_or_skip()
     script = tmp_path / "step.py"
     script.write_text(SCRIPT)
     recording = rehearse(Request(str(script), device="h100"), quiet=True)

@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rehearse.rehearsed import SCRIPTS, Rehearsed, run_script
-
-from leanstep.rehearse.answers.fake_device import RehearsalError, library
+from rehearse.rehearsed import SCRIPTS, Rehearsed, run_script, stub_or_skip
 
 
 @pytest.fixture(scope="session", autouse=True)
 def stub() -> Path:
-    try:
-        return library()
-    except RehearsalError as reason:
-        pytest.skip(f"no fake device: {reason}")
+    return stub_or_skip()
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,21 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
+from leanstep.rehearse.answers.fake_device import RehearsalError, library
 from leanstep.rehearse.events import Line, Recording, Request
 from leanstep.rehearse.stage import rehearse
 
 SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def stub_or_skip() -> Path:
+    """The library that the fake device needs; without a compiler the test is skipped and says so."""
+    try:
+        return library()
+    except RehearsalError as reason:
+        pytest.skip(f"no fake device: {reason}")
 
 
 class Rehearsed(NamedTuple):

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rehearse.rehearsed import SCRIPTS, run_script
+from rehearse.rehearsed import SCRIPTS, run_script, stub_or_skip
 from toy_case import implementation, toy_case, wrong_gradient
 
 from leanstep.case import get_case, register, unregister
 from leanstep.cli import run
 from leanstep.measure.side_by_side import BenchResult, BenchRow
-from leanstep.rehearse.answers.fake_device import RehearsalError, library
 from leanstep.report import gpu_report
 
 HERE = {"leanstep": "0.2.0", "torch": "2.13.0", "device": "cuda", "threads": 1, "dtype": "bf16"}
@@ -124,10 +123,7 @@ def test_bad_input_is_one_line(capsys, arguments, message):
 def written(tmp_path_factory):
     """Predictions of one case, then the report on the device that they were made for, rehearsed as well."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    try:
-        library()
-    except RehearsalError as reason:
-        pytest.skip(f"no fake device: {reason}")
+    stub_or_skip()
     folder = tmp_path_factory.mktemp("gpu_report")
     predicted = gpu_report.predict([get_case("transpose-add")], "tiny")
     (folder / "predictions.json").write_text(json.dumps(predicted))

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from rehearse.rehearsed import stub_or_skip
 from tool_loader import load_tool
-
-from leanstep.rehearse.answers.fake_device import RehearsalError, library
 
 KEPT = Path(__file__).parents[2] / "results" / "rehearsed"
 
@@ -73,10 +72,7 @@ def test_the_record_fits_and_waits_for_nothing_inside_a_step(ranks, part):
 @pytest.mark.parametrize("script", sorted(set(load_tool("rehearsed").ROWS) - load_tool("rehearsed").SLOW))
 def test_predicted_figures_do_not_grow(script):
     pytest.importorskip("triton", reason="Triton is not installed")
-    try:
-        library()
-    except RehearsalError as reason:
-        pytest.skip(f"no fake device: {reason}")
+    stub_or_skip()
     for name, now in load_tool("rehearsed").figures(script).items():
         for key, value in kept(name).items():
             assert now[key] <= value * 1.02, f"{name}: {key} was {value}, is {now[key]}"
