@@ -81,7 +81,8 @@ def _rank_main(rank, world_size, store, path, name, args, results, timeout) -> N
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            # Longer than the caller waits: a rank left alone in a collective must not be the first to give up.
+            timeout=timedelta(seconds=timeout + 120),
         )
         module = _load(path)
         value = getattr(module, name)(rank, world_size, *args)
