@@ -81,7 +81,7 @@ def _rank_main(rank, world_size, store, path, name, args, results, timeout) -> N
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            # Longer than the caller waits: a rank left alone in a collective must not be the first to give up.
+            # Longer than the caller waits: a rank left alone in a collective must not give up first.
             timeout=timedelta(seconds=timeout + 120),
         )
         module = _load(path)

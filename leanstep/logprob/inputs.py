@@ -139,7 +139,8 @@ class VocabShards:
         start: global id of the first local column; None: all ranks hold equally many.
         total: the real vocabulary; columns from there on are padding and take no part.
         sequence_parallel: hidden is [T / ranks, D]; `rows` are global and on the host.
-        reduce_grad: "all_reduce" the hidden gradient over `group`, or "none" if the caller's layer does.
+        reduce_grad: "all_reduce" the hidden gradient over `group`, "reduce_scatter" its rows, or "none" if
+            the caller's layer does it.
     """
 
     group: Any = None
@@ -147,6 +148,12 @@ class VocabShards:
     total: int | None = None
     sequence_parallel: bool = False
     reduce_grad: str = "all_reduce"
+
+    def __post_init__(self) -> None:
+        # Here and not where it is used: one rank never gets there, and a typo would wait for the second.
+        if self.reduce_grad not in ("all_reduce", "reduce_scatter", "none"):
+            expected = "all_reduce, reduce_scatter or none"
+            raise ValueError(f"reduce_grad: got {self.reduce_grad!r}, expected {expected}")
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ What each function costs in collectives is part of its contract, and no count de
 alone (its rows, its values): ranks with nothing to do issue the same collectives in the same order.
 
     vocabulary parallel   2 in the forward pass (MAX, packed SUM), 1 in the backward pass (hidden gradient)
-    sequence parallel     1 gather of selected rows forward, 1 reduce-scatter backward (instead of the one
-    above) context parallel      0; 1 all-reduce each way to hand allgather results back in the zigzag split
+    sequence parallel     1 gather of selected rows forward, 1 reduce-scatter backward (not the one above)
+    context parallel      0; 1 all-reduce each way to hand allgather results back in the zigzag split
 """
 
 # N selected rows · D model · K ranks

@@ -7,7 +7,7 @@ import torch
 from logprob.flat import linear_logprobs
 from torch import nn
 
-from leanstep.logprob import LoRA
+from leanstep.logprob import LoRA, VocabShards
 
 T, D, V, RANK = 8, 6, 31, 2
 
@@ -139,3 +139,8 @@ def test_a_dtensor_weight_gets_the_averaged_gradient_with_its_placement(run_rank
             torch.testing.assert_close(logp, alone[rank][0])
             torch.testing.assert_close(h_grad, alone[rank][1])
             torch.testing.assert_close(w_grad, total)
+
+
+def test_an_unknown_way_to_reduce_is_refused_on_one_rank_too():
+    with pytest.raises(ValueError, match="reduce_grad: got 'mean', expected all_reduce"):
+        VocabShards(reduce_grad="mean")
