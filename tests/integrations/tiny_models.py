@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from transformers import (
+
+# The extra `integrations` brings all of them; without it every test module that imports this one is skipped.
+for name in ("transformers", "trl", "datasets"):
+    pytest.importorskip(name)
+
+from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
