@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from leanstep.integrations.causal_lm import check_head, score_labels
+from leanstep.integrations.causal_lm import check_head, check_router, router_loss, score_labels
 from leanstep.integrations.versions import require_version
 from leanstep.muon import NorMuon, split_params
 
@@ -28,7 +28,7 @@ TESTED = ("5.22",)
 require_version("transformers", ("5",))
 
 from transformers import Trainer  # noqa: E402 - after the check, so that a stub fails with our line
-from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: E402
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast  # noqa: E402
 
 _MARK = "_leanstep_skips_ignored_rows"
 
@@ -38,7 +38,8 @@ def apply_leanstep(model: nn.Module, *, allow_untested: bool = False, check: boo
 
     The result has `loss` and no logits. Without labels, or in evaluation mode, the model is untouched.
     The loss is the one transformers computes: the mean over labelled tokens, or their sum divided by
-    `num_items_in_batch` when the Trainer passes it.
+    `num_items_in_batch` when the Trainer passes it; with `output_router_logits` plus the router's auxiliary
+    loss times its coefficient.
 
     Raises:
         UnknownVersion, ValueError: for a head that leanstep cannot express, before the first step.
@@ -49,13 +50,11 @@ def apply_leanstep(model: nn.Module, *, allow_untested: bool = False, check: boo
         return model
     if not hasattr(causal, "get_output_embeddings") or not hasattr(causal, "base_model"):
         raise ValueError(f"model: expected a transformers causal LM, got {type(causal).__name__}")
-    if getattr(causal.config, "output_router_logits", False):
-        raise ValueError(
-            "model: the router's auxiliary loss needs the stock forward; set output_router_logits=False"
-        )
     if check:
         check_head(causal)
+        check_router(causal)
     stock = causal.forward
+    config = causal.config.get_text_config()
 
     @functools.wraps(type(causal).forward)
     def forward(
@@ -70,9 +69,16 @@ def apply_leanstep(model: nn.Module, *, allow_untested: bool = False, check: boo
             given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
             return stock(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         kwargs.pop("logits_to_keep", None)
-        hidden = self.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state
-        loss = label_loss(self, hidden, labels, shift_labels, num_items_in_batch)
-        return CausalLMOutputWithPast(loss=loss, logits=None)  # type: ignore[arg-type]
+        if getattr(config, "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        outputs = self.base_model(*args, **{**kwargs, "use_cache": False})
+        loss = label_loss(self, outputs.last_hidden_state, labels, shift_labels, num_items_in_batch)
+        aux_loss = None
+        if kwargs.get("output_router_logits"):
+            mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+            aux_loss = router_loss(self, outputs, mask)
+            loss = loss + self.router_aux_loss_coef * aux_loss.to(loss.device)
+        return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, logits=None)  # type: ignore[arg-type]
 
     causal.forward = types.MethodType(forward, causal)
     setattr(causal, _MARK, True)

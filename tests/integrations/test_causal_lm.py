@@ -45,6 +45,37 @@ def test_values_and_gradients_equal_the_models_own_logits(family):
         torch.testing.assert_close(a.grad, b.grad, rtol=2e-3, atol=2e-4, msg=name)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "lora"])
+def test_what_trainers_log_equals_the_models_own_logits(family):
+    from peft import LoraConfig, get_peft_model
+
+    ids, labels = labelled()
+    model = causal_lm("llama" if family == "lora" else family)
+    if family == "lora":
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"])).get_base_model()
+        with torch.no_grad():
+            model.lm_head.lora_B["default"].weight.normal_(std=0.3)
+    logits = model(input_ids=ids).logits[:, :-1] / 0.7
+    # Half of the labels are the likeliest token.
+    labels[0, 1::2] = torch.where(labels[0, 1::2] == -100, -100, logits.argmax(-1)[0, ::2])
+    mask = labels[:, 1:] != -100
+    hidden = model.base_model(input_ids=ids).last_hidden_state
+    outputs = ("mean_logits", "is_top1", "log_sum_sq_probs")
+    scores = score_labels(model, hidden, labels, outputs=outputs, temperature=0.7)
+    expected = {
+        "mean_logits": logits.mean(-1),
+        "is_top1": logits.argmax(-1) == labels[:, 1:],
+        "log_sum_sq_probs": (2 * logits.log_softmax(-1)).logsumexp(-1),
+    }
+    assert 0 < scores.is_top1.sum() < mask.sum()
+    for name, values in expected.items():
+        found = getattr(scores, name)
+        assert not found.requires_grad
+        torch.testing.assert_close(
+            found, values.masked_fill(~mask, 0).detach(), rtol=1e-4, atol=1e-5, msg=name
+        )
+
+
 def test_an_all_masked_batch_gives_zero_with_a_graph():
     model = causal_lm("qwen2")
     ids, labels = labelled()

@@ -79,6 +79,40 @@ def test_num_items_in_batch_is_honoured():
     assert b.item() == pytest.approx(a.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("asked", ["config", "call"])
+def test_the_routers_auxiliary_loss_is_added(asked):
+    models = [causal_lm("qwen3_moe").train() for _ in range(2)]
+    for model in models:
+        model.config.output_router_logits = asked == "config"
+    stock, lean = models[0], apply_leanstep(models[1])
+    batch = torch.utils.data.default_collate([Rows()[i] for i in range(5)])
+    batch |= {"output_router_logits": True} if asked == "call" else {}
+    a, b = stock(**batch), lean(**batch)
+    assert b.aux_loss.item() == pytest.approx(a.aux_loss.item(), rel=1e-6) and a.aux_loss > 0
+    assert b.loss.item() == pytest.approx(a.loss.item(), rel=1e-5)
+    a.loss.backward(), b.loss.backward()
+    for (name, p), (_, q) in zip(stock.named_parameters(), lean.named_parameters(), strict=True):
+        scale = p.grad.abs().max().item()
+        torch.testing.assert_close(q.grad, p.grad, rtol=2e-3, atol=1e-5 * scale + 1e-8, msg=name)
+
+
+def test_a_router_that_is_weighted_in_another_way_is_refused():
+    model = causal_lm("qwen3_moe")
+    model.config.output_router_logits = True
+    stock = type(model).forward
+
+    def doubled(self, *args, **kwargs):
+        outputs = stock(self, *args, **kwargs)
+        outputs.loss = (
+            None if outputs.loss is None else outputs.loss + self.router_aux_loss_coef * outputs.aux_loss
+        )
+        return outputs
+
+    model.forward = doubled.__get__(model)
+    with pytest.raises(ValueError, match="auxiliary loss of Qwen3MoeForCausalLM's router is not one"):
+        apply_leanstep(model)
+
+
 def test_evaluation_and_generation_are_untouched():
     model = apply_leanstep(causal_lm("qwen2")).eval()
     batch = torch.utils.data.default_collate([Rows()[i] for i in range(2)])

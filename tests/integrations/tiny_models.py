@@ -17,6 +17,7 @@ from transformers import (  # noqa: E402
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 211
@@ -60,6 +61,11 @@ def config(family: str, vocab: int = VOCAB, width: int = 32, layers: int = 2):
         return Gemma2Config(
             **shared, head_dim=width // 2, final_logit_softcapping=3.0, query_pre_attn_scalar=16
         )
+    if family == "qwen3_moe":
+        return Qwen3MoeConfig(
+            **shared, head_dim=width // 2, moe_intermediate_size=width, num_experts=4, num_experts_per_tok=2,
+            router_aux_loss_coef=0.1, tie_word_embeddings=False,
+        )  # fmt: skip
     assert family == "gpt2"
     return GPT2Config(
         vocab_size=vocab, n_embd=width, n_layer=layers, n_head=2, n_positions=512, resid_pdrop=0.0,
@@ -72,7 +78,9 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gpt2")
 
 def causal_lm(family: str, seed: int = 0, **options):
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(family, **options), attn_implementation="eager")
+    # Eager experts: the grouped products of a mixture of experts take no doubles.
+    settings = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_config(config(family, **options), **settings)
     # Larger weights than the initialisation's: softcap, temperature and entropy then do something visible.
     with torch.no_grad():
         for parameter in model.parameters():
