@@ -1,4 +1,5 @@
 """Thin adapters: leanstep inside the trainers people already use. Nothing else in leanstep imports them.
 
-`trl`, `transformers`, `megatron`, `slime`: each needs its package (`pip install leanstep[integrations]`).
+`trl`, `transformers`, `verl`, `megatron`, `slime`: each needs its package; the first two come with
+`pip install leanstep[integrations]`.
 """

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import dataclasses
 import functools
-import importlib.util
-import math
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Optional
 
 import pytest
 import torch
+from verl_source import masked_functions, verl_functions
 
 from leanstep.logprob import PolicyBatch, linear_policy_loss, policy_loss
 from leanstep.objectives import RolloutCorrection, correct_rollout
@@ -21,30 +15,9 @@ from leanstep.objectives import RolloutCorrection, correct_rollout
 
 @functools.cache
 def verl():
-    """verl's own functions, from its source: the package itself imports a cluster's worth of dependencies."""
-    found = importlib.util.find_spec("verl")
-    if found is None or found.origin is None:
-        pytest.skip("verl is not installed")
-    root = Path(found.origin).parent
-
-    def functions(path, names, given):
-        tree = ast.parse((root / path).read_text(encoding="utf-8"))
-        body = [
-            node
-            for node in tree.body
-            if (isinstance(node, ast.FunctionDef) and node.name in names)
-            or isinstance(node, (ast.Assign, ast.AnnAssign))
-        ]
-        space = {"torch": torch, "math": math, "Optional": Optional, "Any": Any, **given}
-        for node in body:
-            with contextlib.suppress(NameError, ImportError):
-                exec(compile(ast.Module([node], []), str(root / path), "exec"), space)
-        return SimpleNamespace(**{name: space[name] for name in names})
-
-    masked = functions("utils/torch_functional.py", ["masked_sum", "masked_mean"], {})
     names = ["_parse_rollout_is_threshold", "_parse_rollout_rs_thresholds", "compute_rollout_rejection_mask"]
     names += ["compute_rs_metrics", "compute_rollout_correction_weights", "compute_is_metrics"]
-    return functions("trainer/ppo/rollout_corr_helper.py", names, {"verl_F": masked})
+    return verl_functions("trainer/ppo/rollout_corr_helper.py", names, verl_F=masked_functions())
 
 
 LENGTHS = [4, 1, 0, 5, 3]

@@ -1,0 +1,44 @@
+"""verl's own functions, from its source: the package itself imports a cluster's worth of dependencies."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.util
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Optional
+
+import pytest
+import torch
+
+
+def verl_functions(path: str, names: list[str], **given: Any) -> SimpleNamespace:
+    """The functions `names` of a file of verl, without their decorators; `given` is what they find there.
+
+    Skips the test where verl is not installed.
+    """
+    found = importlib.util.find_spec("verl")
+    if found is None or found.origin is None:
+        pytest.skip("verl is not installed")
+    file = Path(found.origin).parent / path
+    space = {"torch": torch, "math": math, "Optional": Optional, "Any": Any, **given}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            node.decorator_list = []
+        elif not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            continue
+        with contextlib.suppress(NameError, ImportError):
+            exec(compile(ast.Module([node], []), str(file), "exec"), space)
+    return SimpleNamespace(**{name: space[name] for name in names})
+
+
+def masked_functions() -> SimpleNamespace:
+    """`masked_sum` and `masked_mean`, which its losses call as `verl_F`."""
+    return verl_functions("utils/torch_functional.py", ["masked_sum", "masked_mean"])
+
+
+def agg_loss() -> Any:
+    """Its aggregation of a matrix of token losses."""
+    return verl_functions("trainer/ppo/core_algos.py", ["agg_loss"], verl_F=masked_functions()).agg_loss
