@@ -14,7 +14,14 @@ from leanstep.logprob.inputs import (
 )
 from leanstep.logprob.linear import linear_logprobs
 from leanstep.logprob.logits import token_logprobs
-from leanstep.logprob.objective import OBJECTIVES, PolicyBatch, PolicyLoss, PolicyObjective, policy_loss
+from leanstep.logprob.objective import (
+    OBJECTIVES,
+    CovarianceChoice,
+    PolicyBatch,
+    PolicyLoss,
+    PolicyObjective,
+    policy_loss,
+)
 from leanstep.logprob.parallel import gather_response, gather_vocab_starts, return_parts
 from leanstep.logprob.policy import linear_policy_loss
 from leanstep.logprob.rows import (
@@ -31,6 +38,7 @@ from leanstep.logprob.rows import (
 __all__ = [
     "OBJECTIVES",
     "Allowed",
+    "CovarianceChoice",
     "LMHead",
     "LoRA",
     "LogProbs",

@@ -4,9 +4,16 @@
 on each row chunk, so that fused and unfused losses cannot drift apart.
 
     ratio r = exp(logp - old), advantage A, clip to [1 - low, 1 + high]
-    clip    max(-r A, -clip(r) A); with dual clip k, at most -k A where A < 0
-    cispo   -stop_gradient(clip(r)) A logp
-    gspo    clip, with r = exp(mean over the sequence of (logp - old))
+    clip      max(-r A, -clip(r) A); with dual clip k, at most -k A where A < 0
+    cispo     -sg(clip(r)) A logp, sg = no gradient
+    gspo      clip, with r = exp(mean over the sequence of (logp - old)); LUSPO is gspo under "sequence_sum"
+    gpg       -A logp                                                     (Chu et al. 2025, arXiv 2504.02546)
+    sapo      -A (4 / tau) sigma(tau (r - 1)), tau by the sign of A       (Gao et al. 2025, arXiv 2511.20347)
+    dppo_tv   -sg(r) A logp; 0 where A pushes p further than the bound    (arXiv 2602.04879, binary TV and KL
+    dppo_kl   from the old p: by p - p_old, by KL of (p, 1 - p)            of the sampled token)
+    clip_cov  clip; 0 on some rows whose (A - mean A)(logp - mean logp)   (Cui et al. 2025, arXiv 2505.22617,
+              lies in a band                                               as verl 0.9 has them)
+    kl_cov    -r A; plus coef |logp - old| on the rows where it is largest
 
 At an exact clip boundary the gradient flows.
 """
@@ -22,7 +29,30 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Normalizer = Literal["token_mean", "sequence_mean", "sum"]
+Normalizer = Literal["token_mean", "sequence_mean", "sequence_sum", "sum"]
+KINDS = ("clip", "cispo", "gspo", "gpg", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
+# Their rows look at all others: the fused path forms them in one chunk.
+WHOLE_BATCH = ("clip_cov", "kl_cov")
+# exp of more is no ratio; verl's bound, where a ratio is not clipped.
+LOG_RATIO_BOUND = 20.0
+
+
+class CovarianceChoice(NamedTuple):
+    """Which rows clip_cov and kl_cov single out, by c = (A - mean A)(logp - mean logp) over rows that count.
+
+    Args:
+        share: of the rows that count, rounded down, at least one row.
+        low, high: clip_cov chooses among rows with low < c < high that are not clipped anyway.
+        coef: kl_cov's weight of |logp - old|.
+    """
+
+    share: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+    coef: float = 1.0
+
+
+COVARIANCE = CovarianceChoice()
 
 
 @dataclass(frozen=True)
@@ -30,24 +60,33 @@ class PolicyObjective:
     """What is minimised per row.
 
     Args:
-        kind: "clip" (PPO, GRPO, DAPO), "cispo" or "gspo".
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: k > 1 bounds the loss of negative advantages at -k A.
+        kind: one of `KINDS`; "clip" is that of PPO, GRPO and DAPO.
+        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; dppo: bounds of the
+            divergence for advantages <= 0 and > 0.
+        dual_clip: k > 1 bounds the loss of negative advantages at -k A; dppo: the ratio is cut off at k.
         kl: estimator of the KL to a reference: "k1" = -d, "k2" = d^2 / 2, "k3" = e^d - 1 - d, d = ref - logp.
         kl_coef, entropy_coef: weights of the KL and of the entropy bonus.
+        temperatures: sapo's tau for advantages > 0, and for the others.
+        covariance: of clip_cov and kl_cov.
     """
 
-    kind: Literal["clip", "cispo", "gspo"] = "clip"
+    kind: str = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
     kl: Literal["k1", "k2", "k3"] = "k3"
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    temperatures: tuple[float, float] = (1.0, 1.05)
+    covariance: CovarianceChoice = COVARIANCE
 
     def __post_init__(self) -> None:
-        if self.kind not in ("clip", "cispo", "gspo"):
-            raise ValueError(f"kind: expected clip, cispo or gspo, got {self.kind!r}")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
+        if len(self.temperatures) != 2 or not min(self.temperatures) > 0:
+            raise ValueError(f"temperatures: expected two values > 0, got {self.temperatures}")
+        if not 0 < self.covariance.share <= 1:
+            raise ValueError(f"covariance.share: expected 0 < value <= 1, got {self.covariance.share}")
         if self.kl not in ("k1", "k2", "k3"):
             raise ValueError(f"kl: expected k1, k2 or k3, got {self.kl!r}")
         if self.clip_low < 0 or self.clip_high < 0:
@@ -58,13 +97,20 @@ class PolicyObjective:
             raise ValueError(f"dual_clip: expected a value > 1 or None, got {self.dual_clip}")
 
 
-# The papers' own settings; the normaliser is chosen apart (DAPO: token_mean, GRPO: sequence_mean).
+# The papers' own settings; the normaliser is chosen apart (DAPO: token_mean, GRPO, SAPO: sequence_mean,
+# LUSPO: sequence_sum). DPPO: the bounds of verl's example, the cut-off of its function.
 OBJECTIVES = {
     "ppo": PolicyObjective(),
     "grpo": PolicyObjective(),
     "dapo": PolicyObjective(clip_high=0.28),
     "cispo": PolicyObjective(kind="cispo", clip_low=1.0, clip_high=0.28),
     "gspo": PolicyObjective(kind="gspo", clip_low=3e-4, clip_high=4e-4),
+    "gpg": PolicyObjective(kind="gpg"),
+    "sapo": PolicyObjective(kind="sapo"),
+    "dppo_tv": PolicyObjective(kind="dppo_tv", clip_low=0.15, clip_high=0.15, dual_clip=20.0),
+    "dppo_kl": PolicyObjective(kind="dppo_kl", clip_low=0.05, clip_high=0.05, dual_clip=20.0),
+    "clip_cov": PolicyObjective(kind="clip_cov"),
+    "kl_cov": PolicyObjective(kind="kl_cov"),
 }
 
 
@@ -77,7 +123,7 @@ class PolicyBatch:
         advantages: one per row.
         mask: 0 (or False) takes a row out: whatever it holds, it adds nothing.
         ref_logp: log-probs under the reference policy; for `kl_coef`.
-        sequence_lengths: rows per sequence, in order; for gspo and "sequence_mean".
+        sequence_lengths: rows per sequence, in order; for gspo, "sequence_mean" and "sequence_sum".
     """
 
     old_logp: Tensor
@@ -126,19 +172,10 @@ def policy_losses(
     difference = logp - old_logp
     if objective.kind == "gspo":
         difference = _sequence_mean(difference, mask, checked_sequences(sequence_lengths, len(logp)))
+    if objective.kind not in ("clip", "cispo", "gspo"):
+        difference = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = difference.exp()
-    low, high = 1.0 - objective.clip_low, 1.0 + objective.clip_high
-    bounded = ratio.detach().clamp(low, high)
-    if objective.kind == "cispo":
-        clipped = bounded != ratio.detach()
-        losses = -bounded * advantages * logp
-    else:
-        clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
-        losses = torch.where(clipped, -bounded * advantages, -ratio * advantages)
-        if objective.dual_clip is not None:
-            floored = (advantages < 0) & (ratio > objective.dual_clip)
-            losses = torch.where(floored, -objective.dual_clip * advantages, losses)
-            clipped = clipped | floored
+    losses, clipped = _policy_term(objective, logp, old_logp, ratio, advantages, mask)
     if objective.kl_coef:
         if ref_logp is None:
             raise ValueError("ref_logp: expected reference log-probs because kl_coef is not 0, got None")
@@ -152,6 +189,89 @@ def policy_losses(
             raise ValueError("entropy: expected a tensor because entropy_coef is not 0, got None")
         losses = losses - objective.entropy_coef * entropy
     return RowLosses(losses, ratio.detach(), clipped.detach())
+
+
+def _policy_term(
+    objective: PolicyObjective,
+    logp: Tensor,
+    old_logp: Tensor,
+    ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The rows' losses before KL and entropy, and which rows get no gradient, or less than their ratio's."""
+    kind, fixed = objective.kind, ratio.detach()
+    if kind == "gpg":
+        return -advantages * logp, torch.zeros_like(fixed, dtype=torch.bool)
+    if kind == "sapo":
+        tau = _by_sign(advantages, *objective.temperatures)
+        return -advantages * torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau), fixed != fixed
+    if kind in ("dppo_tv", "dppo_kl"):
+        outside = _outside_trust_region(objective, logp.detach(), old_logp, advantages)
+        weight = fixed if objective.dual_clip is None else fixed.clamp(max=objective.dual_clip)
+        return torch.where(outside, 0.0, -advantages * weight * logp), outside
+    if kind == "kl_cov":
+        covariance, counts = _covariance(logp, advantages, mask)
+        chosen = _highest(covariance, counts, objective.covariance.share)
+        penalty = objective.covariance.coef * (logp - old_logp).abs()
+        return torch.where(chosen, penalty, 0.0) - advantages * ratio, chosen
+    low, high = 1.0 - objective.clip_low, 1.0 + objective.clip_high
+    bounded = fixed.clamp(low, high)
+    if kind == "cispo":
+        return -bounded * advantages * logp, bounded != fixed
+    clipped = ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    losses = torch.where(clipped, -bounded * advantages, -ratio * advantages)
+    if kind == "clip_cov":
+        covariance, counts = _covariance(logp, advantages, mask)
+        choice = objective.covariance
+        in_band = counts & ~clipped & (covariance > choice.low) & (covariance < choice.high)
+        # The paper draws from the band. A hash of row and value does so too, and ranks and runs agree on it.
+        place = torch.arange(len(covariance), device=covariance.device, dtype=torch.float64)
+        draw = ((place * 12.9898 + covariance.double() * 78.233).sin() * 43758.5453).frac().abs()
+        chosen = _highest(torch.where(in_band, draw, -1.0), counts, choice.share) & in_band
+        return torch.where(chosen, 0.0, losses), clipped | chosen
+    if objective.dual_clip is not None:
+        floored = (advantages < 0) & (ratio > objective.dual_clip)
+        losses = torch.where(floored, -objective.dual_clip * advantages, losses)
+        clipped = clipped | floored
+    return losses, clipped
+
+
+def _by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
+    """[N]: one number where the advantage is > 0, the other elsewhere, in the advantages' own precision."""
+    return torch.full_like(advantages, other).masked_fill(advantages > 0, positive)
+
+
+def _outside_trust_region(
+    objective: PolicyObjective, logp: Tensor, old_logp: Tensor, advantages: Tensor
+) -> Tensor:
+    """DPPO: the token's probability has moved beyond the bound, in the direction the advantage pushes."""
+    p, old_p = logp.exp(), old_logp.exp()
+    bound = _by_sign(advantages, objective.clip_high, objective.clip_low)
+    moved = torch.where(advantages > 0, p - old_p, old_p - p)
+    if objective.kind == "dppo_tv":
+        return moved > bound
+    rest = torch.log((1.0 - old_p + 1e-8) / (1.0 - p + 1e-8))
+    return (old_p * (old_logp - logp) + (1.0 - old_p) * rest > bound) & (moved > 0)
+
+
+def _covariance(logp: Tensor, advantages: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(A - mean A)(logp - mean logp) per row, without gradient, and which rows count."""
+    counts = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask != 0
+    total = counts.sum().clamp(min=1)
+
+    def centred(values: Tensor) -> Tensor:
+        return values - torch.where(counts, values, 0.0).sum() / total
+
+    return centred(advantages) * centred(logp.detach()), counts
+
+
+def _highest(values: Tensor, counts: Tensor, share: float) -> Tensor:
+    """[N] bool: the rows with the largest values, `share` of those that count, at least one. No host read."""
+    wanted = (counts.sum().double() * share).floor().clamp(min=1)
+    order = torch.where(counts, values, -torch.inf).argsort(descending=True, stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return (place < wanted) & counts
 
 
 def policy_loss(
@@ -174,10 +294,11 @@ def policy_loss(
 
     Args:
         logp, old_logp, advantages: [N]. `entropy`, `ref_logp`, `mask` likewise.
-        objective: a `PolicyObjective` or a name: ppo, grpo, dapo, cispo, gspo.
-        normalizer: "token_mean", "sequence_mean" (mean over sequences of their token means), "sum", or a
-            number (or tensor without gradient) to divide by. Nothing that depends on the log-probs.
-        sequence_lengths: rows per sequence, in order; for gspo and "sequence_mean".
+        objective: a `PolicyObjective` or a name of `OBJECTIVES`: ppo, grpo, dapo, cispo, gspo, gpg, sapo, ...
+        normalizer: "token_mean", "sequence_mean" (mean over sequences of their token means), "sequence_sum"
+            (mean over sequences of their token sums), "sum", or a number (or tensor without gradient) to
+            divide by. Nothing that depends on the log-probs.
+        sequence_lengths: rows per sequence, in order; for gspo, "sequence_mean" and "sequence_sum".
     """
     objective = checked_objective(objective)
     weights = row_weights(mask, len(logp), normalizer, sequence_lengths, logp.dtype, logp.device)
@@ -222,11 +343,14 @@ def row_weights(
         return mask
     if normalizer == "token_mean":
         return mask / mask.sum().clamp(min=1.0)
+    if normalizer == "sequence_sum":
+        return mask / max(len(checked_sequences(sequence_lengths, num_rows)), 1)
     if normalizer == "sequence_mean":
         lengths = checked_sequences(sequence_lengths, num_rows)
         totals, sequence_of = _sequence_sums(mask, lengths)
         return mask / (totals.clamp(min=1.0)[sequence_of] * max(len(lengths), 1))
-    raise ValueError(f"normalizer: expected token_mean, sequence_mean, sum or a number, got {normalizer!r}")
+    expected = "token_mean, sequence_mean, sequence_sum, sum or a number"
+    raise ValueError(f"normalizer: expected {expected}, got {normalizer!r}")
 
 
 def policy_metrics(

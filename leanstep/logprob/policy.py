@@ -48,6 +48,7 @@ from leanstep.logprob.inputs import (
     select_per_row,
 )
 from leanstep.logprob.objective import (
+    WHOLE_BATCH,
     Normalizer,
     PolicyBatch,
     PolicyLoss,
@@ -99,7 +100,8 @@ def linear_policy_loss(
         batch: `PolicyBatch(old_logp, advantages, mask, ref_logp, sequence_lengths)`, tensors [T'] (or [T],
             then selected by `rows`).
         objective, normalizer: as in `policy_loss`. With "gspo" chunks follow sequences; one that does not fit
-            a chunk is recomputed (4 GEMMs) by itself.
+            a chunk is recomputed (4 GEMMs) by itself, and so are all rows of "clip_cov" and "kl_cov", which
+            look at each other.
         entropy: "metric" returns the entropy although no bonus asks for it; with a bonus it is always there.
         tuning: `Tuning(budget=)` bytes for the logits of one chunk and the work tiles.
 
@@ -343,6 +345,8 @@ def _chunks(
         row_bytes = head.dtype.itemsize * (columns + 2 * work_columns)
         most = max((CPU_CHUNK_BYTES if budget is None else budget) // max(row_bytes, 1), 1)
         multiple = 1
+    if objective.kind in WHOLE_BATCH:
+        return [_Chunk(slice(0, num_rows), None, num_rows > most)]
     if objective.kind != "gspo":
         if most < min(FEWEST_ROWS, num_rows):
             return [_Chunk(slice(0, num_rows), None, True)]

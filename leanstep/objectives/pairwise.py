@@ -168,7 +168,9 @@ def kto_losses(
     ratio = logps - ref_logps
     point = kl.detach().clamp(min=0.0) if isinstance(kl, Tensor) else max(kl, 0.0)
     sign = torch.where(desirable, 1.0, -1.0).to(ratio.dtype)
-    weight = torch.where(desirable, objective.desirable, objective.undesirable).to(ratio.dtype)
+    weight = torch.full_like(ratio.detach(), objective.undesirable).masked_fill(
+        desirable, objective.desirable
+    )
     losses = weight * (1.0 - torch.sigmoid(objective.beta * sign * (ratio - point)))
     return losses, objective.beta * ratio.detach()
 

@@ -120,16 +120,61 @@ def test_softcap_and_tied_heads(tmp_path, family):
     assert losses[1] == pytest.approx(losses[0], rel=2e-4, abs=1e-5)
 
 
+NEWER = [
+    ("sapo", "sapo", "sequence_mean", {}),
+    (
+        "luspo",
+        "gspo",
+        "sequence_sum",
+        {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "objective", "normalizer", "options"), NEWER, ids=["sapo", "luspo"])
+def test_trls_newer_losses_equal_policy_loss(tmp_path, loss_type, objective, normalizer, options):
+    from leanstep.logprob import policy_loss
+
+    trainer = make(LeanGRPOTrainer, tmp_path, loss_type=loss_type, **options)
+    trainer.current_gradient_accumulation_steps = 1
+    inputs, seen = batch(masked_sample=True), []
+    answer = trainer._get_per_token_logps_and_entropies
+
+    def remembered(*args, **kwargs):
+        seen.append(answer(*args, **kwargs))
+        return seen[-1]
+
+    trainer._get_per_token_logps_and_entropies = remembered
+    theirs = trainer._compute_loss(trainer.model, inputs)
+    logp = seen[0][0]
+    flat = [
+        x.reshape(-1)
+        for x in (logp, inputs["old_per_token_logps"], inputs["advantages"][:, None].expand(4, 7))
+    ]
+    ours = policy_loss(
+        *flat, objective=objective, mask=inputs["completion_mask"].reshape(-1), normalizer=normalizer,
+        sequence_lengths=[7] * 4,
+    )  # fmt: skip
+    assert ours.loss.item() == pytest.approx(theirs.item(), rel=1e-5)
+    expected, found = (torch.autograd.grad(x, logp, retain_graph=True)[0] for x in (theirs, ours.loss))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-8)
+
+
 def test_training_steps_give_the_stock_losses(tmp_path):
     logs = []
     for trainer_class in (GRPOTrainer, LeanGRPOTrainer):
         torch.manual_seed(0)
         trainer = make(
-            trainer_class, tmp_path / trainer_class.__name__, max_steps=3, entropy_coef=0.01, beta=0.05
+            trainer_class,
+            tmp_path / trainer_class.__name__,
+            max_steps=5,
+            entropy_coef=0.01,
+            beta=0.05,
+            gradient_accumulation_steps=2,
         )
         trainer.train()
         logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert len(logs[0]) == 3
+    assert len(logs[0]) == 5
     assert logs[1] == pytest.approx(logs[0], rel=2e-3, abs=2e-4)
 
 
@@ -188,7 +233,7 @@ def test_an_unknown_trl_version_is_refused(tmp_path, monkeypatch):
 
 
 def test_something_else_than_a_grpo_trainer_is_refused():
-    with pytest.raises(ValueError, match=r"expected a trl.GRPOTrainer, got object"):
+    with pytest.raises(ValueError, match=r"expected TRL's GRPO, RLOO, .*, got object"):
         apply_leanstep(object())
 
 

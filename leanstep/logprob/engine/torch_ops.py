@@ -24,7 +24,7 @@ from torch import Tensor
 
 from leanstep.logprob.engine.softmax import RowStatistics
 from leanstep.logprob.inputs import LMHead, LogProbs, LoRA, Transform, Tuning, unpack_head
-from leanstep.logprob.objective import PolicyBatch, PolicyLoss, PolicyObjective
+from leanstep.logprob.objective import CovarianceChoice, PolicyBatch, PolicyLoss, PolicyObjective
 
 Tensors = Sequence[Tensor | None]
 # Statistics that an op hands on: max, sum, moment, target, total.
@@ -348,8 +348,8 @@ def traced_token(
     return LogProbs(out[0], out[1] if entropy != "none" else None, lse, z_loss)
 
 
-# linear_policy_loss: the forward makes the gradients, the backward multiplies them. numbers: temperature,
-# LoRA's scaling, scale, softcap, clip_low, clip_high, kl_coef, entropy_coef, dual_clip.
+# linear_policy_loss: the forward makes the gradients, backward multiplies them. numbers: temperature, LoRA's
+# scaling, scale, softcap, clip_low, clip_high, kl_coef, entropy_coef, dual_clip, temperatures, covariance.
 
 
 @torch.library.custom_op("leanstep::linear_policy_loss", mutates_args=())
@@ -363,7 +363,8 @@ def _policy_op(
     from leanstep.logprob.policy import linear_policy_loss
 
     kind, kl, norm, entropy, logits = names.split()
-    low, high, kl_coef, entropy_coef, dual = numbers[4:]
+    low, high, kl_coef, entropy_coef, dual, *more = numbers[4:]
+    choice = (tuple(more[:2]), CovarianceChoice(*more[2:]))
     leaves: list[Any] = _leaves((hidden, weight, bias, down, up), needed)
     with _recording(any(needed)), _under(autocast, hidden):
         out = linear_policy_loss(
@@ -371,7 +372,7 @@ def _policy_op(
             _own_head(leaves[1], leaves[2], leaves[3], leaves[4], numbers[1]),
             targets,
             PolicyBatch(old_logp, advantages, mask, ref_logp, lengths),
-            objective=PolicyObjective(kind, low, high, dual or None, kl, kl_coef, entropy_coef),  # type: ignore[arg-type]
+            objective=PolicyObjective(kind, low, high, dual or None, kl, kl_coef, entropy_coef, *choice),  # type: ignore[arg-type]
             normalizer=norm if normalizer is None else normalizer,  # type: ignore[arg-type]
             rows=rows,
             entropy=entropy,  # type: ignore[arg-type]
@@ -391,10 +392,8 @@ def _(
     hidden, weight, bias, down, up, targets, rows, temperatures, old_logp, advantages, mask, ref_logp,
     normalizer, lengths, names, numbers, budget, autocast, needed,
 ):  # fmt: skip
-    num_rows, moment = (
-        len(hidden) if rows is None else len(rows),
-        names.split()[3] != "none" or numbers[7] != 0,
-    )
+    num_rows = len(hidden) if rows is None else len(rows)
+    moment = names.split()[3] != "none" or numbers[7] != 0
     shapes = [(), num_rows, num_rows if moment else 0, 3 + moment]
     made = [hidden.new_empty(shape, dtype=_sum_dtype(hidden, weight)) for shape in shapes]
     return [*made, *_fake_gradients((hidden, weight, bias, down, up), needed, hidden)]
@@ -433,6 +432,7 @@ def traced_policy(
     head, temperatures, numbers, autocast = _traced_head(weight, temperature, hidden)
     numbers += [transform.scale, transform.softcap or 0.0, objective.clip_low, objective.clip_high]
     numbers += [objective.kl_coef, objective.entropy_coef, objective.dual_clip or 0.0]
+    numbers += [*objective.temperatures, *objective.covariance]
     needed = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, *head)]
     given = (batch.old_logp, batch.advantages, batch.mask, batch.ref_logp)
     lengths = None if batch.sequence_lengths is None else list(batch.sequence_lengths)
