@@ -252,15 +252,13 @@ def unpack_head(head: Any) -> tuple[Tensor, Tensor | None, LoRA | None]:
         if own_lora is not None and head.lora is not None:
             raise ValueError("lora: expected None, because the head has its own adapter")
         return tensor, own_bias if head.bias is None else head.bias, head.lora or own_lora
+    name = type(head).__name__
     if not isinstance(head, nn.Module):
-        expected = "a tensor, an LMHead or a module"
-        raise ValueError(f"weight: expected {expected}, got {type(head).__name__}")
+        raise ValueError(f"weight: expected a tensor, an LMHead or a module, got {name}")
     inner = getattr(head, "base_layer", None)
     if inner is None:
         if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
-            raise ValueError(
-                f"weight: expected nn.Linear or a LoRA layer around one, got {type(head).__name__}"
-            )
+            raise ValueError(f"weight: expected nn.Linear or a LoRA layer around one, got {name}")
         _refuse_hooks(head)
         return head.weight, head.bias, None
     if not isinstance(inner, nn.Linear) or type(inner).forward is not nn.Linear.forward:
@@ -288,9 +286,8 @@ def _lora_of(layer: Any) -> LoRA | None:
             f"weight: {len(active)} active adapters on {name}; expected one, or merge them first"
         )
     adapter = active[0]
-    variants = [
-        v for v in ("lora_magnitude_vector", "lora_variant") if adapter in (getattr(layer, v, None) or {})
-    ]
+    beyond = ("lora_magnitude_vector", "lora_variant")
+    variants = [v for v in beyond if adapter in (getattr(layer, v, None) or {})]
     if variants or getattr(layer, "use_dora", {}).get(adapter):
         raise ValueError(f"weight: adapter {adapter!r} on {name} is more than plain LoRA; merge it first")
     if any(getattr(part[adapter], "bias", None) is not None for part in (layer.lora_A, layer.lora_B)):
@@ -303,9 +300,8 @@ def _lora_of(layer: Any) -> LoRA | None:
 
 def _refuse_hooks(module: nn.Module) -> None:
     if module._forward_hooks or module._forward_pre_hooks:
-        raise ValueError(
-            f"weight: {type(module).__name__} has forward hooks, which would not run; pass its weight"
-        )
+        name = type(module).__name__
+        raise ValueError(f"weight: {name} has forward hooks, which would not run; pass its weight")
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -357,10 +353,8 @@ def check_targets(
     """Targets of the selected rows; ids outside the vocabulary are an error, on a GPU an asynchronous one."""
     integers = isinstance(targets, Tensor) and targets.dtype in (torch.int64, torch.int32)
     if not integers or targets.dim() not in dims:
-        wanted = " or ".join(map(str, dims))
-        raise ValueError(
-            f"targets: expected an int64 tensor with {wanted} dimensions, got {_describe(targets)}"
-        )
+        wanted, got = " or ".join(map(str, dims)), _describe(targets)
+        raise ValueError(f"targets: expected an int64 tensor with {wanted} dimensions, got {got}")
     targets = select_per_row("targets", targets.long(), rows, num_rows).contiguous()
     if targets.numel() and vocabulary is not None:
         check_range("targets", targets, vocabulary)
@@ -394,10 +388,8 @@ def check_temperature(
         if temperature.dim() == 0:
             temperature = temperature.expand(num_rows if rows is None else rows.shape[0])
         if temperature.dim() != 1 or not temperature.is_floating_point():
-            raise ValueError(
-                "temperature: expected a float or a one-dimensional float tensor, "
-                f"got {temperature.dtype} {tuple(temperature.shape)}"
-            )
+            expected, got = "a float or a one-dimensional float tensor", _describe(temperature)
+            raise ValueError(f"temperature: expected {expected}, got {got}")
         temperature = select_per_row("temperature", temperature, rows, num_rows).to(dtype)
         if temperature.numel() and not _is_fake(temperature):
             _assert_all(temperature > 0, "temperature: expected values > 0", temperature)
