@@ -26,7 +26,8 @@ ALLOWED = {
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
     "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files", "logprob", "objectives", "muon"},
-    "integrations": {"preference", "logprob", "objectives", "muon", "gpt", "case"},
+    # A callback records the steps of a trainer and holds them against the table of devices.
+    "integrations": {"preference", "logprob", "objectives", "muon", "gpt", "case", "diagnose", "rehearse"},
 }
 
 

@@ -127,6 +127,8 @@ class StepRecord:
 
     ops: dict[OpKey, OpRecord] = field(default_factory=dict)
     matmuls: dict[MatmulKey, int] = field(default_factory=dict)
+    # FLOPs of all products, attention and convolutions included, by phase and type of the factors.
+    products: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
     reads: dict[Site, Tally] = field(default_factory=dict)
     heads: dict[Site, HeadRecord] = field(default_factory=dict)
     zero_fills: dict[Site, Tally] = field(default_factory=dict)
@@ -174,6 +176,7 @@ class StepRecord:
                     mine[key] = value
         for key, count in later.matmuls.items():
             self.matmuls[key] = self.matmuls.get(key, 0) + count
+        self.products.update(later.products)
         self.compiled |= later.compiled
         if later.head_width > self.head_width:
             self.head_width, self.head_inner = later.head_width, later.head_inner

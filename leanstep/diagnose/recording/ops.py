@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leanstep.diagnose.recording.fused_products import FusedProducts
 from leanstep.host_reads import is_candidate
 
 # Ops that launch nothing: they rename, allocate without writing, or ask a question about shapes.
@@ -53,7 +54,7 @@ class OpInfo:
 
     __slots__ = (
         "adds", "cast", "clone", "counted", "foreach_adds", "fresh", "into_zeros", "matmul", "maybe_read",
-        "name", "plain", "renames", "schema_name", "view", "whole_buffer", "writes", "zeros",
+        "name", "plain", "products", "renames", "schema_name", "view", "whole_buffer", "writes", "zeros",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -63,6 +64,7 @@ class OpInfo:
         self.view = bool(getattr(func, "is_view", False))
         self.counted = not (self.view or self.name in NO_KERNEL or namespace in ("profiler", "prim"))
         self.matmul = MATMULS.get(self.name) if namespace == "aten" else None
+        self.products = FusedProducts.of(schema) if namespace == "aten" else None
         self.cast = self.name == "_to_copy"
         self.clone = self.name == "clone"
         self.adds = self.name in ADDS
@@ -81,7 +83,7 @@ class OpInfo:
         self.fresh = self.counted and all(r.alias_info is None for r in schema.returns)
         self.plain = not (
             self.matmul or self.cast or self.clone or self.adds or self.foreach_adds or self.whole_buffer
-            or self.into_zeros is not None or self.zeros
+            or self.into_zeros is not None or self.zeros or self.products
         )  # fmt: skip
 
 

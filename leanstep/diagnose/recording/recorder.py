@@ -291,6 +291,8 @@ class Recorder(RunRecord):
                 )
                 if phase == BACKWARD and not built_in and not flags & IN_LEANSTEP:
                     state.on_backward_product(info, args)
+            elif info.products is not None:
+                flops = state.on_fused(info.products.count(args, kwargs, outs), phase, chain)
             elif info.cast:
                 state.on_cast(tensors[0], outs[0], site, phase)
             elif built_in or phase == BACKWARD:

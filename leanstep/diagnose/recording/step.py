@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from leanstep.diagnose.recording.buffers import Churn, LiveBytes
+from leanstep.diagnose.recording.fused_products import Counted
 from leanstep.diagnose.recording.habits import Habits
 from leanstep.diagnose.recording.lineage import (
     HEAD_RATIO,
@@ -52,6 +55,8 @@ class StepState:
     def reset(self) -> None:
         self.ops: dict[tuple[Any, ...], list[int]] = {}
         self.matmuls: dict[tuple[Any, ...], int] = {}
+        # FLOPs of attention, grouped products and convolutions: phase, chain, dtype.
+        self.fused: dict[tuple[str, tuple[int, ...], torch.dtype], int] = {}
         self.reads: dict[Site, Tally] = {}
         self.num_reads = 0
         self.heads: dict[Site, HeadRecord] = {}
@@ -134,6 +139,17 @@ class StepState:
                     if self._count_dead_rows(operand, head):
                         del self.head_nodes[node._sequence_nr()]
                         break
+
+    def on_fused(self, counted: Counted | None, phase: str, chain: tuple[int, ...]) -> int:
+        """Products inside another op; their FLOPs."""
+        if counted is None:
+            text = "attention over packed sequences: only the device knows how many products it makes"
+            self.run.note("dropped", "", text)
+            return 0
+        for name, flops in ((phase, counted.flops), (RECOMPUTE, counted.repeated)):
+            key = (name, chain, counted.dtype)
+            self.fused[key] = self.fused.get(key, 0) + flops
+        return counted.flops + counted.repeated
 
     def on_large(self, outs: Any) -> None:
         """Large outputs: those of a product's width may be what the step holds most of."""
@@ -374,11 +390,15 @@ class StepState:
             else:
                 ops[key] = found
         matmuls: dict[MatmulKey, int] = {}
+        products: Counter[tuple[str, torch.dtype]] = Counter()
+        for (phase, chain, dtype), count in self.fused.items():
+            products[OPTIMIZER if chain and not writers.isdisjoint(chain) else phase, dtype] += count
         for (site, phase, direct, chain, dtype, shape), count in self.matmuls.items():
             if chain and not writers.isdisjoint(chain):
                 phase = OPTIMIZER
             key = MatmulKey(site, phase, direct, dtype, shape)
             matmuls[key] = matmuls.get(key, 0) + count
+            products[phase, dtype] += 2 * count * math.prod(shape[:4])
         unused: dict[Site, Tally] = {}
         for storage, site in self.unused.items():
             if storage not in self.written:
@@ -388,6 +408,7 @@ class StepState:
         record = StepRecord(
             ops=ops,
             matmuls=matmuls,
+            products=products,
             reads=self.reads,
             heads={site: head for site, head in self.heads.items() if head.width == head_width},
             zero_fills=self.zero_fills,
