@@ -157,7 +157,9 @@ class StepReport:
         if self.step_seconds is None or (device is None and self._peak_flops is None):
             return ""
         flops = step_flops(self.watch.steps)
-        name = device.name if device is not None and self._peak_flops is None else "the given peak"
+        name = (
+            f"a device of {self._peak_flops:.3g} FLOP/s" if self._peak_flops else getattr(device, "name", "")
+        )
         try:
             share = utilisation(flops, self.step_seconds, self._peak_flops or _peaks(device), name)
         except ValueError as error:

@@ -203,7 +203,7 @@ class StepState:
         # A square gradient says nothing about its orientation by shape: its strides do.
         turned = (*shape[:-2], shape[-1], shape[-2]) if len(shape) > 1 else shape
         actual = tuple(operand.shape)
-        if actual not in (shape, turned) or self.is_parameter(operand):
+        if actual not in (shape, turned) or operand.is_meta or self.is_parameter(operand):
             return False
         gradient = operand
         if actual != shape or (
