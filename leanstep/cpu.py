@@ -79,6 +79,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_one_thread_each.forget)
 
 
+def one_thread_each() -> contextlib.AbstractContextManager[None]:
+    """torch works with one thread per operation inside this block."""
+    return _one_thread_each.block()
+
+
 def num_threads() -> int:
     """torch's thread count as the user set it, also while `run_on_cores` is at work in another thread."""
     with _one_thread_each.lock:

@@ -18,6 +18,7 @@ from leanstep.commands.terminal import (
     kept_for_json,
     parse_device,
     parse_dtypes,
+    parse_ranks,
     parse_sweep,
     progress_bar,
     select_cases,
@@ -51,6 +52,10 @@ def bench(
     proof: Annotated[
         bool, typer.Option("--proof/--no-proof", help="Of two scripts: prove them first; a ratio needs it.")
     ] = True,
+    ranks: Annotated[
+        str | None,
+        typer.Option("--ranks", metavar="N", help="Of two scripts: processes, as torchrun starts them."),
+    ] = None,
     json: JsonOption = None,
     html: HtmlOption = None,
     markdown: MarkdownOption = None,
@@ -68,8 +73,13 @@ def bench(
     if scripts:
         if len(scripts) != 2:
             raise BadInput(f"bench: one script, {scripts[0]}; expected a second one to compare it with")
-        _bench_pair(scripts, script_args, budget, proof, Outputs(json, html, markdown))
+        counts = parse_ranks(ranks)
+        if len(counts) > 1:
+            raise BadInput(f"--ranks: expected one number of processes, got {ranks!r}")
+        _bench_pair(scripts, script_args, counts[0], budget, proof, Outputs(json, html, markdown))
         return
+    if ranks is not None:
+        raise BadInput("--ranks: expected two scripts beside it")
 
     from leanstep.measure.side_by_side import run_bench
     from leanstep.report.tables import bench_table
@@ -116,7 +126,12 @@ def bench(
 
 
 def _bench_pair(
-    scripts: list[str], args: list[str], budget: float, with_proof: bool, outputs: Outputs
+    scripts: list[str],
+    args: list[str],
+    ranks: int | None,
+    budget: float,
+    with_proof: bool,
+    outputs: Outputs,
 ) -> None:
     """Prove, then measure: a pair that does not make the same update gets its figures and no ratio."""
     from leanstep.prove.compare import prove_scripts
@@ -124,7 +139,7 @@ def _bench_pair(
     from leanstep.prove.stopwatch import bench_scripts
     from leanstep.report.updates import bench_lines, bench_markdown
 
-    before, after = (Job(script, tuple(args)) for script in scripts)
+    before, after = (Job(script, tuple(args), ranks=ranks) for script in scripts)
     out = console(outputs.json)
     proof = None
     with progress_bar(out, "bench") as report:

@@ -9,6 +9,7 @@ leanstep prove train.py --invariant           does a row keep its bits in other 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +25,7 @@ from leanstep.commands.terminal import (
     kept_for_json,
     parse_device,
     parse_dtypes,
+    parse_ranks,
     progress_bar,
     select_cases,
     split_list,
@@ -64,7 +66,10 @@ def prove(
         bool, typer.Option("--invariant", help="Name the first line that gives a row other bits.")
     ] = False,
     ranks: Annotated[
-        str | None, typer.Option("--ranks", metavar="N,N", help="With --same: also over so many processes.")
+        str | None,
+        typer.Option(
+            "--ranks", metavar="N,N", help="Processes, as torchrun starts them; several with --same."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda[:N].")] = "cpu",
     json: JsonOption = None,
@@ -82,11 +87,15 @@ def prove(
     if invariant:
         _prove_invariant(scripts, script_args, outputs)
         return
-    if same or ranks:
-        _prove_cuts(scripts, script_args, same or [""], ranks, outputs)
+    counts = parse_ranks(ranks)
+    if len(scripts) == 2 and not same:
+        if len(counts) > 1:
+            raise BadInput(f"--ranks: expected one number of processes with two scripts, got {ranks!r}")
+        sizes = (steps or SCRIPT_STEPS, counts[0], runs if drift else 0)
+        _prove_pair(scripts, script_args, sizes, outputs)
         return
-    if len(scripts) == 2:
-        _prove_pair(scripts, script_args, steps or SCRIPT_STEPS, runs if drift else 0, outputs)
+    if same or ranks:
+        _prove_cuts(scripts, script_args, same or [""], counts, outputs)
         return
     if scripts:
         raise BadInput(
@@ -145,12 +154,15 @@ def prove(
         raise FellShort(f"prove: {len(bad)} checks failed, first {first['case']}/{first['impl']} {what}")
 
 
-def _prove_pair(scripts: list[str], args: list[str], steps: int, drift_runs: int, outputs: Outputs) -> None:
+def _prove_pair(
+    scripts: list[str], args: list[str], sizes: tuple[int, int | None, int], outputs: Outputs
+) -> None:
     from leanstep.prove.compare import PairProof, prove_drift, prove_scripts
     from leanstep.prove.script_jobs import Job
     from leanstep.report.updates import pair_lines, pair_markdown
 
-    before, after = (Job(script, tuple(args), steps) for script in scripts)
+    steps, ranks, drift_runs = sizes
+    before, after = (Job(script, tuple(args), steps, ranks=ranks) for script in scripts)
     out = console(outputs.json)
     proof, interrupted = PairProof(before.label, after.label), False
     with progress_bar(out, "prove") as report:
@@ -178,7 +190,7 @@ def _prove_pair(scripts: list[str], args: list[str], steps: int, drift_runs: int
 
 
 def _prove_cuts(
-    scripts: list[str], args: list[str], same: list[str], ranks: str | None, outputs: Outputs
+    scripts: list[str], args: list[str], same: list[str], counts: Sequence[int | None], outputs: Outputs
 ) -> None:
     from leanstep.prove.cuts import prove_cuts
     from leanstep.prove.script_jobs import Job
@@ -186,12 +198,6 @@ def _prove_cuts(
 
     if len(scripts) != 1:
         raise BadInput(f"--same, --ranks: expected one script, got {len(scripts)}")
-    counts: list[int | None] = [None]
-    if ranks is not None:
-        words = split_list(ranks, "--ranks") or ()
-        if not all(word.isdigit() and int(word) > 0 for word in words):
-            raise BadInput(f"--ranks: expected numbers of processes such as 1,2,4, got {ranks!r}")
-        counts = [int(word) for word in words]
     jobs = [
         Job(
             scripts[0],

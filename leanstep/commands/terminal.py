@@ -172,6 +172,16 @@ def split_list(text: str | None, argument: str) -> tuple[str, ...] | None:
     return items
 
 
+def parse_ranks(text: str | None) -> list[int | None]:
+    """`1,2` -> [1, 2]; [None], one process without torchrun's environment, where nothing is given."""
+    words = split_list(text, "--ranks")
+    if words is None:
+        return [None]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise BadInput(f"--ranks: expected numbers of processes such as 1,2,4, got {text!r}")
+    return [int(word) for word in words]
+
+
 def check_implementations(cases: list[Case], names: tuple[str, ...] | None) -> None:
     """Every name must exist in at least one of the cases."""
     known = {i.name for case in cases for i in case.implementations}

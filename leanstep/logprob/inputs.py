@@ -169,6 +169,8 @@ class Tuning:
         main_grad: [V, D]; the weight's gradient is added to it and not returned.
         round_logits: on a GPU, with 16-bit products, logits are rounded to 16 bits as nn.Linear rounds them:
             half the bytes of a tile; log-probs then have the error of a 16-bit head.
+        invariant: a row's log-prob, entropy and lse have the same bits whatever rows are beside it, whatever
+            the tile, the threads and, with whole sixteenths of the vocabulary, the ranks (docs/logprob.md).
     """
 
     budget: int | None = None
@@ -176,6 +178,7 @@ class Tuning:
     save_logits: str | int | tuple[str, int] = "grad"
     main_grad: Tensor | None = None
     round_logits: bool = False
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.budget <= 0:
@@ -210,9 +213,8 @@ def build_head(
     check_float("hidden", hidden, 2)
     check_float("weight", tensor, 2)
     if tensor.shape[1] != hidden.shape[1]:
-        raise ValueError(
-            f"weight: expected [V, {hidden.shape[1]}] to match hidden, got {tuple(tensor.shape)}"
-        )
+        expected = f"[V, {hidden.shape[1]}] to match hidden"
+        raise ValueError(f"weight: expected {expected}, got {tuple(tensor.shape)}")
     if tensor.device != hidden.device:
         raise ValueError(f"weight: expected device {hidden.device} to match hidden, got {tensor.device}")
     if bias is not None and bias.shape != tensor.shape[:1]:
@@ -262,9 +264,8 @@ def unpack_head(head: Any) -> tuple[Tensor, Tensor | None, LoRA | None]:
         _refuse_hooks(head)
         return head.weight, head.bias, None
     if not isinstance(inner, nn.Linear) or type(inner).forward is not nn.Linear.forward:
-        raise ValueError(
-            f"weight: expected an adapter around nn.Linear, got one around {type(inner).__name__}"
-        )
+        got = type(inner).__name__
+        raise ValueError(f"weight: expected an adapter around nn.Linear, got one around {got}")
     _refuse_hooks(head)
     _refuse_hooks(inner)
     return inner.weight, inner.bias, _lora_of(head)
@@ -282,9 +283,8 @@ def _lora_of(layer: Any) -> LoRA | None:
     if not active:
         return None
     if len(active) > 1:
-        raise ValueError(
-            f"weight: {len(active)} active adapters on {name}; expected one, or merge them first"
-        )
+        count = len(active)
+        raise ValueError(f"weight: {count} active adapters on {name}; expected one, or merge them first")
     adapter = active[0]
     beyond = ("lora_magnitude_vector", "lora_variant")
     variants = [v for v in beyond if adapter in (getattr(layer, v, None) or {})]
@@ -414,9 +414,8 @@ def checked_allowed(
             got = f"{value.dtype} {tuple(value.shape)}"
             raise ValueError(f"allowed: expected one-dimensional int {name}, got {got}")
     if offsets.shape[0] != num_rows + 1:
-        raise ValueError(
-            f"allowed: expected {num_rows + 1} offsets for {num_rows} rows, got {offsets.shape[0]}"
-        )
+        expected = f"{num_rows + 1} offsets for {num_rows} rows"
+        raise ValueError(f"allowed: expected {expected}, got {offsets.shape[0]}")
     starts = offsets.tolist()
     rising = all(a <= b for a, b in pairwise(starts))
     if not rising or starts[0] != 0 or starts[-1] != ids.shape[0]:

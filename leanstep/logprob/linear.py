@@ -17,6 +17,7 @@ from torch import Tensor
 
 from leanstep.logprob.deprecated import accepts_old_names
 from leanstep.logprob.engine.frozen import frozen_forward
+from leanstep.logprob.engine.invariant import arrange_blocks
 from leanstep.logprob.engine.kl_topk import divergences
 from leanstep.logprob.engine.lm_head import Head, RowSource
 from leanstep.logprob.engine.passes import kernels_for
@@ -100,7 +101,7 @@ def linear_logprobs(
         reference: `ReferenceHead(weight, hidden, bias)`, the constant head of the exact KL.
         allowed: `Allowed(ids, offsets, has_set)`: log-probs over these ids and the target only.
         shards: `VocabShards(group, start, total, ...)`, where each rank holds some columns.
-        tuning: `Tuning(budget, tile, save_logits, main_grad, round_logits)`.
+        tuning: `Tuning(budget, tile, save_logits, main_grad, round_logits, invariant)`.
 
     Returns:
         LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
@@ -116,7 +117,7 @@ def linear_logprobs(
     check_entropy(entropy)
     wants, top_k = _checked_outputs(outputs)
     tuning = Tuning() if tuning is None else tuning
-    if torch.compiler.is_compiling() and tuning.main_grad is None:
+    if torch.compiler.is_compiling() and tuning.main_grad is None and not tuning.invariant:
         if reference is None and allowed is None and shards is None:
             asked = (entropy, wants, top_k)
             return traced_linear(hidden, weight, targets, rows, temperature, transform, asked, tuning)
@@ -142,6 +143,8 @@ def linear_logprobs(
     if ids is not None and (wants or smoothing or targets.dim() == 2):
         raise ValueError("allowed: expected no outputs, label_smoothing or several targets per row beside it")
     tensor, bias, low_hidden = tensors[1:4]
+    if tuning.invariant:
+        _check_invariant(wants, allowed, low_hidden, shards)
     with torch.autocast(hidden.device.type, enabled=False):
         if ids is not None and ids.everywhere and low_hidden is None and group is None and entropy == "none":
             if ids.mean_size < SPARSE_FRACTION * head.columns:
@@ -163,17 +166,31 @@ def linear_logprobs(
         if on_gpu(hidden.device):
             # With an entropy gradient the Jacobians take 3 GEMMs as well, and more passes.
             frozen = frozen and entropy != "grad" and not wants and group is None
-        tiles, cores, kernels = arrange(
-            num_rows,
-            columns,
-            hidden.shape[1],
-            hidden.device,
-            kernels_for(hidden, head.dtype, num_rows * columns),
-            budget=tuning.budget,
-            tile=tuning.tile,
-            max_rows=_tallest_tile(head, in_gradient),
-            cores=0 if many_passes or frozen else None if num_rows <= columns else 1,
-        )
+        sizes = {
+            "budget": tuning.budget,
+            "tile": tuning.tile,
+            "max_rows": _tallest_tile(head, in_gradient),
+        }
+        blocks = None
+        if tuning.invariant:
+            frozen, ranks = False, 1 if group is None else group.size()
+            blocks, arrangement = arrange_blocks(head, hidden, num_rows, ranks=ranks, **sizes)
+            places = blocks.places(hidden.device)
+            source = RowSource(source.hidden, places if rows is None else rows[places])
+            targets = targets[places]
+            if isinstance(head.temperature, Tensor):
+                head.temperature = head.temperature[places]
+        else:
+            arrangement = arrange(
+                num_rows,
+                columns,
+                hidden.shape[1],
+                hidden.device,
+                kernels_for(hidden, head.dtype, num_rows * columns),
+                cores=0 if many_passes or frozen else None if num_rows <= columns else 1,
+                **sizes,
+            )
+        tiles, cores, kernels = arrangement
         call = Call(
             head=head,
             source=source,
@@ -196,9 +213,14 @@ def linear_logprobs(
             in_gradient=in_gradient,
             save_bytes=save_bytes if needs_grad else 0,  # type: ignore[arg-type]
             round_logits=tuning.round_logits,
+            blocks=blocks,
         )
         function = _FrozenLinearLogProbs if frozen else _LinearLogProbs
-        logp, entropy_values, lse, kl, reverse_kl, values, best = function.apply(*tensors, call)  # type: ignore[misc]
+        with call.one_thread():
+            found: Any = function.apply(*tensors, call)
+        if blocks is not None:
+            found = [None if values is None else blocks.picked(values) for values in found]
+        logp, entropy_values, lse, kl, reverse_kl, values, best = found
     return LogProbs(
         logp=logp,
         entropy=entropy_values,
@@ -223,7 +245,7 @@ class _LinearLogProbs(torch.autograd.Function):
             stats, best = forward_tiles(call, saved)
             if memory is not None:
                 memory.keep(stats)
-        if call.group is not None:
+        if call.group is not None and call.blocks is None:
             stats = combine_statistics(stats, call.group)
             best = None if best is None else best.over_ranks(call.group)
         final, allowed_final = stats.final(), stats.allowed_final()
@@ -274,7 +296,7 @@ class _LinearLogProbs(torch.autograd.Function):
             allowed_final = FinalStatistics.restored(allowed_max, allowed_log_sum, None)
         incoming = (g_logp, g_entropy, g_lse, g_kl, g_reverse)
         gradients = RowGradients(*[None if g is None else g.to(call.head.dtype) for g in incoming])
-        with torch.autocast(call.targets.device.type, enabled=False):
+        with torch.autocast(call.targets.device.type, enabled=False), call.one_thread():
             sums = call.head_sums(ctx.needs_input_grad[:5], early)
             if len(call.row_slices) > 1:
                 call = replace(call, source=sums.hold_rows(call.source))
@@ -343,6 +365,18 @@ def _saved_logits(call: Call) -> SavedLogits:
         if min(call.num_rows, call.tiles.rows) <= LogitsInGradient.rows_that_fit(weight, dtype):
             early = LogitsInGradient(weight, dtype)
     return SavedLogits(weight, dtype, early, call.save_bytes)
+
+
+def _check_invariant(wants: set[str], allowed: Any, low_hidden: Any, shards: VocabShards | None) -> None:
+    """Refuse what makes no promise about bits."""
+    if wants - {"lse", "z_loss"}:
+        raise ValueError(f"outputs: expected lse or z_loss with tuning.invariant, got {sorted(wants)}")
+    if allowed is not None:
+        raise ValueError("allowed: expected None with tuning.invariant")
+    if low_hidden is not None:
+        raise ValueError("weight: expected a head without LoRA with tuning.invariant; merge it first")
+    if shards is not None and shards.group is not None and shards.start is not None:
+        raise ValueError("shards.start: expected None (equal shards) with tuning.invariant")
 
 
 def _checked_outputs(outputs: Sequence[str | tuple[str, int]]) -> tuple[set[str], int]:

@@ -106,6 +106,8 @@ def token_logprobs(
     wants = {outputs} if isinstance(outputs, str) else set(outputs)
     if wants - {"lse", "z_loss"}:
         raise ValueError(f"outputs: expected lse or z_loss from logits, got {outputs!r}")
+    if tuning is not None and tuning.invariant:
+        raise ValueError("tuning: expected invariant=False here: the logits were made elsewhere")
     if torch.compiler.is_compiling() and allowed is None and shards is None and not reuse_buffer:
         return traced_token(logits, targets, rows, entropy, temperature, wants, tuning or Tuning())
     num_rows, width = logits.shape

@@ -120,8 +120,8 @@ def linear_policy_loss(
         raise ValueError(f"transform: expected label_smoothing 0 here, got {transform.label_smoothing}")
     if shards is not None and shards.sequence_parallel:
         raise ValueError("shards: expected sequence_parallel=False here, got True")
-    if tuning is not None and (tuning.tile is not None or tuning.main_grad is not None):
-        raise ValueError("tuning: expected no tile and no main_grad here, only a budget")
+    if tuning is not None and (tuning.tile or tuning.main_grad is not None or tuning.invariant):
+        raise ValueError("tuning: expected no tile, no main_grad and not invariant here, only a budget")
     budget = None if tuning is None else tuning.budget
     if torch.compiler.is_compiling() and shards is None:
         options = (objective, normalizer, rows, entropy, temperature, transform, tuning or Tuning())

@@ -123,9 +123,9 @@ def linear_distill_loss(
         raise ValueError("shards: expected sequence_parallel=False here, got True")
     if transform is not None and transform.label_smoothing:
         raise ValueError(f"transform: expected label_smoothing 0 here, got {transform.label_smoothing}")
-    if tuning is not None and (tuning.tile is not None or tuning.main_grad is not None):
+    if tuning is not None and (tuning.tile or tuning.main_grad is not None or tuning.invariant):
         # Gradients are formed before the factor that backward brings is known.
-        raise ValueError("tuning: expected no tile and no main_grad here, only a budget")
+        raise ValueError("tuning: expected no tile, no main_grad and not invariant here, only a budget")
     head, tensors = build_head(hidden, weight, transform, shards)
     check_rows(rows, hidden.device)
     head.temperature = check_temperature(temperature, None, len(hidden), head.dtype)

@@ -110,6 +110,8 @@ def linear_masked_logprobs(
     if shards is not None and shards.sequence_parallel:
         raise ValueError("shards: expected sequence_parallel=False here, got True")
     tuning = Tuning() if tuning is None else tuning
+    if tuning.invariant:
+        raise ValueError("tuning: expected invariant=False here, got True")
     head, tensors = build_head(hidden, weight, transform, shards)
     if tensors[3] is not None:
         raise ValueError("weight: expected a head without LoRA here; merge it first")

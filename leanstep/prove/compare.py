@@ -133,16 +133,21 @@ def prove_scripts(before: Job, after: Job, *, fork: bool = False, report: Any = 
     try:
         for name, job in (("before", before), ("after", after), ("truth", twin)):
             say(f"{job.label}{' in fp64' if name == 'truth' else ''}")
-            (runs[name],) = run_job(job, fork=fork)
+            runs[name] = _of_ranks(run_job(job, fork=fork))
     except KeyboardInterrupt as error:
         error.proof = proof  # type: ignore[attr-defined]
-        for captured in getattr(error, "captured", []):
+        for captured in getattr(error, "captured", [])[:1]:
             runs[name] = captured
         proof.problem = "interrupted"
         _keep_losses(proof, runs)
         raise
     judge(proof, runs["before"], runs["after"], runs["truth"])
     return proof
+
+
+def _of_ranks(captured: list[Captured]) -> Captured:
+    """Rank 0 has the whole gradients, gathered or averaged; a rank that failed says why."""
+    return next((run for run in captured if run.error is not None), captured[0])
 
 
 def _keep_losses(proof: PairProof, runs: dict[str, Captured]) -> None:
@@ -325,7 +330,7 @@ def prove_drift(before: Job, after: Job, *, runs: int, fork: bool = False) -> di
     for seed in range(1, runs + 1):
         losses = []
         for job in (before, after):
-            (captured,) = run_job(replace(job, seed=1000 * seed), fork=fork)
+            captured = _of_ranks(run_job(replace(job, seed=1000 * seed), fork=fork))
             losses.append([update.loss for update in captured.updates])
         pairs.append((losses[0], losses[1]))
     finals = [[curves[side][-1] for curves in pairs if all(curves)] for side in (0, 1)]

@@ -11,7 +11,6 @@ changes blames it.
 from __future__ import annotations
 
 import contextlib
-import math
 import pickle
 import sys
 import tempfile
@@ -25,35 +24,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from leanstep.diagnose.recording.source import Line, Stack, short_path
+from leanstep.diagnose.recording.source import Stack
 from leanstep.diagnose.run_script import Stop, run_script
-from leanstep.measure.parity import same_bits
+from leanstep.prove.first_change import InvarianceRow, TapedOp, Variant, first_change
 from leanstep.prove.script_jobs import Job, log_to, seeded, start, wait_all
 from leanstep.prove.sketches import outside_modes
 
 # Positions that the padded variant adds.
 PADDING = 7
-# A relative difference up to this is rounding; above it the value itself depends on the company.
-ROUNDING = 1e-3
-
-
-@dataclass
-class InvarianceRow:
-    """The first place where one variant gives a row other bits."""
-
-    variant: str
-    row: int
-    op: str
-    file: str
-    line: int
-    code: str
-    called_from: str
-    shape: list[int]
-    variant_shape: list[int]
-    difference: float
-    kind: str
-    model: str
-    op_number: int
 
 
 @dataclass
@@ -95,21 +73,12 @@ class InvarianceProof:
         }
 
 
-@dataclass
-class _Op:
-    name: str
-    line: Line | None
-    caller: Line | None
-    inputs: tuple[int, ...]
-    outputs: list[Tensor]
-
-
 class _Tape(TorchDispatchMode):
     """Every op with what it returned and the line that called it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops: list[_Op] = []
+        self.ops: list[TapedOp] = []
         self._stack = Stack()
         self._produced: dict[int, int] = {}
         self._held: list[Any] = []
@@ -132,29 +101,20 @@ class _Tape(TorchDispatchMode):
             self._produced[id(output)] = len(self.ops)
             self._held.append(output)
         line, caller = (site.line, site.caller) if site is not None else (None, None)
-        self.ops.append(_Op(func._schema.name.removeprefix("aten::"), line, caller, sources, kept))
+        self.ops.append(TapedOp(func._schema.name.removeprefix("aten::"), line, caller, sources, kept))
         return result
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """How the batch is changed: `rows[i]` is the row of the batch at place i; `added` positions behind it."""
-
-    name: str
-    rows: tuple[int, ...]
-    added: int = 0
-
-
-def _variants(batch: int, length: int | None) -> list[_Variant]:
+def _variants(batch: int, length: int | None) -> list[Variant]:
     whole = tuple(range(batch))
-    found = [_Variant("alone", (0,)), _Variant("alone", (batch - 1,))] if batch > 1 else []
-    found.append(_Variant("in a batch of twice the size", whole + whole))
+    found = [Variant("alone", (0,)), Variant("alone", (batch - 1,))] if batch > 1 else []
+    found.append(Variant("in a batch of twice the size", whole + whole))
     if batch > 2:
-        found.append(_Variant("in a smaller batch", whole[: (batch + 1) // 2]))
+        found.append(Variant("in a smaller batch", whole[: (batch + 1) // 2]))
     if batch > 1:
-        found.append(_Variant("in another order", whole[::-1]))
+        found.append(Variant("in another order", whole[::-1]))
     if length is not None:
-        found.append(_Variant("with padding behind it", whole, PADDING))
+        found.append(Variant("with padding behind it", whole, PADDING))
     return found
 
 
@@ -185,7 +145,7 @@ def row_invariance(
     length = None if ids is None else ids.shape[1]
     owner = module if module is not None else function if isinstance(function, nn.Module) else None
 
-    def run(variant: _Variant | None) -> list[_Op]:
+    def run(variant: Variant | None) -> list[TapedOp]:
         given = (args, kwargs) if variant is None else _changed(args, kwargs, variant, batch, length)
         tape = _Tape()
         with _undisturbed(owner), tape:
@@ -203,7 +163,9 @@ def row_invariance(
             proof.notes.append(f"{variant.name}: left out, the model raised {type(error).__name__}: {error}")
             continue
         proof.variants += 1
-        found = _first_change(plain, other, variant, batch, length, learned, proof)
+        found = first_change(plain, other, variant, batch, length, learned)
+        if found is None and len(plain) != len(other):
+            proof.notes.append(f"{variant.name}: {len(plain)} and {len(other)} ops, those of both compared")
         if found is not None:
             found.model = type(function).__name__ if owner is not None else proof.script
             proof.rows.append(found)
@@ -228,7 +190,7 @@ def _undisturbed(module: nn.Module | None) -> Iterator[None]:
                 module.get_buffer(name).copy_(buffer)  # type: ignore[union-attr]
 
 
-def _changed(args: Any, kwargs: Any, variant: _Variant, batch: int, length: int | None) -> tuple[Any, Any]:
+def _changed(args: Any, kwargs: Any, variant: Variant, batch: int, length: int | None) -> tuple[Any, Any]:
     rows = torch.tensor(variant.rows)
 
     def change(tensor: Tensor, name: str = "") -> Tensor:
@@ -249,119 +211,6 @@ def _changed(args: Any, kwargs: Any, variant: _Variant, batch: int, length: int 
         for k, v in kwargs.items()
     }
     return changed, named
-
-
-def _first_change(
-    plain: list[_Op],
-    other: list[_Op],
-    variant: _Variant,
-    batch: int,
-    length: int | None,
-    learned: dict[int, list[tuple[int, int] | None]],
-    proof: InvarianceProof,
-) -> InvarianceRow | None:
-    suspects: set[int] = set()
-    for index, (a, b) in enumerate(zip(plain, other, strict=False)):
-        if a.name != b.name or len(a.outputs) != len(b.outputs):
-            # Another op for another shape: the branch itself is the place.
-            return _row_of(b, variant, 0, [], [], math.nan, "another op", index)
-        for number, (x, y) in enumerate(zip(a.outputs, b.outputs, strict=True)):
-            dims = learned.setdefault(index, [])
-            while len(dims) <= number:
-                dims.append(None)
-            if len(variant.rows) != batch:
-                dims[number] = _batch_dim(x.shape, y.shape, batch, len(variant.rows))
-            dim = dims[number]
-            if dim is None:
-                if not (x.shape == y.shape and same_bits(x, y)) and not variant.added:
-                    suspects.add(index)
-                continue
-            for place, row in enumerate(variant.rows):
-                pairs = list(_rows_of(x, y, dim, row, place, variant, length))
-                if pairs and not any(same_bits(p, q) for p, q in pairs):
-                    return _blame(other, index, suspects, variant, row, x, y, pairs[0])
-    if len(plain) != len(other):
-        proof.notes.append(f"{variant.name}: {len(plain)} and {len(other)} ops, compared as far as both go")
-    return None
-
-
-def _batch_dim(shape: torch.Size, other: torch.Size, batch: int, rows: int) -> tuple[int, int] | None:
-    """(dimension, elements per row) that went from `batch` rows to `rows`; None where there is none."""
-    if len(shape) != len(other):
-        return None
-    differing = [d for d in range(len(shape)) if shape[d] != other[d]]
-    if len(differing) != 1:
-        return None
-    (d,) = differing
-    if shape[d] % batch or other[d] % rows or shape[d] // batch != other[d] // rows:
-        return None
-    return d, shape[d] // batch
-
-
-def _rows_of(
-    x: Tensor, y: Tensor, dim: tuple[int, int], row: int, place: int, variant: _Variant, length: int | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The row in both; several readings where a flattened dimension can be read in several ways."""
-    d, per_row = dim
-    if not variant.added:
-        yield x.narrow(d, row * per_row, per_row), y.narrow(d, place * per_row, per_row)
-        return
-    assert length is not None
-    longer = length + variant.added
-    for outer in (True, False):
-        a, b = x, y
-        for axis in range(x.dim()):
-            if a.shape[axis] == b.shape[axis]:
-                continue
-            parts = a.shape[axis] // length
-            if a.shape[axis] != parts * length or b.shape[axis] != parts * longer:
-                return
-            sizes = (parts, longer) if outer else (longer, parts)
-            b = b.unflatten(axis, sizes).narrow(axis + int(outer), 0, length).flatten(axis, axis + 1)
-        if a.shape != b.shape:
-            return
-        # In a flattened dimension the rows of one sample are no longer one block: compare all of them.
-        yield a, b
-
-
-def _blame(
-    ops: list[_Op],
-    index: int,
-    suspects: set[int],
-    variant: _Variant,
-    row: int,
-    x: Tensor,
-    y: Tensor,
-    pair: tuple[Tensor, Tensor],
-) -> InvarianceRow:
-    a, b = (t.double() for t in pair)
-    difference = float((a - b).abs().max() / a.abs().max().clamp(min=1e-300))
-    kind = "rounding" if difference <= ROUNDING else "the value itself"
-    op = ops[index]
-    for source in op.inputs:
-        if source in suspects:
-            op = ops[source]
-            kind += ", through a value over the whole batch"
-            break
-    return _row_of(op, variant, row, list(x.shape), list(y.shape), difference, kind, index)
-
-
-def _row_of(
-    op: _Op,
-    variant: _Variant,
-    row: int,
-    shape: list[int],
-    other: list[int],
-    difference: float,
-    kind: str,
-    number: int,
-) -> InvarianceRow:
-    line = op.line or Line("<unknown>", 0)
-    caller = f"{short_path(op.caller.file)}:{op.caller.number}" if op.caller else ""
-    return InvarianceRow(
-        variant.name, row, op.name, short_path(line.file), line.number, line.code, caller, shape, other,
-        difference, kind, "", number,
-    )  # fmt: skip
 
 
 def prove_invariance(job: Job, *, fork: bool = False) -> InvarianceProof:

@@ -27,7 +27,7 @@ from leanstep.diagnose.run_script import Stop, run_script
 from leanstep.files import BadInput
 from leanstep.host_reads import count_host_reads
 from leanstep.measure.peaks import recorded_allocations
-from leanstep.prove.script_jobs import Child, Job, log_to, seeded, start
+from leanstep.prove.script_jobs import Child, Job, free_port, log_to, rank_environment, seeded, start
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 40
 # Timed steps that are dropped; the one before them, with imports and first allocations, is not timed at all.
@@ -126,7 +126,12 @@ def _talking(job: Job, folder: Path, fork: bool, kind: str) -> Iterator[tuple[Co
     address = str(folder / f"{kind}-{time.monotonic_ns()}")
     key = os.urandom(16)
     with Listener(address, "AF_UNIX", authkey=key) as listener:
-        child = start(_measured_child, (job, address, key, kind), fork=fork)
+        port = free_port() if job.ranks else 0
+        child = start(_measured_child, (job, address, key, kind, port), fork=fork)
+        # Rank 0 is measured; the others wait for it in their collectives.
+        others = [
+            start(_other_rank, (job, n, port, str(folder)), fork=fork) for n in range(1, job.ranks or 1)
+        ]
         try:
             # A child that dies before it says hello must not leave us waiting.
             listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
@@ -140,7 +145,8 @@ def _talking(job: Job, folder: Path, fork: bool, kind: str) -> Iterator[tuple[Co
             with connection:
                 yield connection, child
         finally:
-            child.kill()
+            for process in (child, *others):
+                process.kill()
 
 
 def _interleaved(
@@ -198,7 +204,17 @@ def _counted(job: Job, folder: Path, fork: bool) -> tuple[int, int, int, list[tu
 # The child's side.
 
 
-def _measured_child(job: Job, address: str, key: bytes, kind: str) -> None:
+def _other_rank(job: Job, rank: int, port: int, folder: str) -> None:
+    with log_to(Path(folder) / f"{port}-{rank}.log"):
+        os.environ.update(rank_environment(rank, job.ranks or 1, port))
+        with seeded(job.seed):
+            run_script(Path(job.script), job.argv, contextlib.nullcontext())
+    os._exit(0)
+
+
+def _measured_child(job: Job, address: str, key: bytes, kind: str, port: int) -> None:
+    if job.ranks:
+        os.environ.update(rank_environment(0, job.ranks, port))
     # The log lies in the parent's folder: a child that is stopped in the middle leaves nothing behind.
     with log_to(Path(f"{address}.log")):
         with Client(address, "AF_UNIX", authkey=key) as line:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.passes import Finish, mixed_product
+from leanstep.logprob.engine.passes import Finish, aligned, mixed_product
 from leanstep.logprob.engine.tiles import LogitsInGradient, Tiles, on_gpu, row_stride
 from leanstep.logprob.parallel import VocabShard, reduce_hidden_grad
 
@@ -54,6 +54,7 @@ class Head:
 
     `vocabulary` is the real size over all shards, where known; `dtype` is that of sums, `operand_dtype` that
     of GEMM inputs; `columns` are the real local ones. `autocast` is the dtype that autocast asks for.
+    `block_rows` are those of one product, 0 all of a tile; None: rows need not keep their bits.
     """
 
     weight: Tensor
@@ -66,6 +67,7 @@ class Head:
     vocabulary: int | None
     dtype: torch.dtype
     autocast: torch.dtype | None = None
+    block_rows: int | None = None
     operand_dtype: torch.dtype = field(init=False)
     columns: int = field(init=False)
 
@@ -81,7 +83,8 @@ class Head:
     def weight_tile(self, columns: slice) -> Tensor:
         """Rows of the weight, [W, D]; on a GPU rows of zeros fill an odd number of columns up."""
         if not self.is_on_gpu:
-            return self.weight[columns].to(self.operand_dtype)
+            tile = self.weight[columns].to(self.operand_dtype)
+            return tile if self.block_rows is None else aligned(tile)
         width = columns.stop - columns.start
         padded = row_stride(width, self.weight.device)
         if padded == width:
@@ -115,7 +118,7 @@ class Head:
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, columns: slice, out: Tensor
     ) -> Tensor:
         """factor (h W^T + low_h low_W^T) into `out` [R, W]; `weight` is `weight_tile(columns)`."""
-        product(h, weight.t(), widened(out, len(weight)), factor=self.factor)
+        product(h, weight.t(), widened(out, len(weight)), factor=self.factor, high=self.block_rows)
         if low_h is not None and self.low_weight is not None:
             low = self.low_weight[columns].to(low_h.dtype)
             product(low_h, low.t(), out, factor=self.factor, accumulate=True)
@@ -125,10 +128,9 @@ class Head:
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
     ) -> Tensor:
         """z [R, W] into `out`; `weight` is `weight_tile(columns)`, `h` the chunk of hidden rows."""
-        factor = self.factor
         self.product_tile(h, low_h, weight, columns, out)
         if self.bias is not None:
-            out.add_(self.bias[columns].to(self.dtype) * factor)
+            out.add_(self.bias[columns].to(self.dtype) * self.factor)
         if self.softcap is not None:
             out.tanh_()
             if not isinstance(self.temperature, Tensor):
@@ -167,16 +169,21 @@ def cast_tile(tile: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
     return tile.new_empty((len(tile), columns), dtype=dtype)[:, : tile.shape[1]].copy_(tile)
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False) -> Tensor:
-    """out = factor a @ b (+ out), summed in the dtype of `out`."""
+def product(
+    a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False, high: int | None = 0
+) -> Tensor:
+    """out = factor a @ b (+ out), summed in the dtype of `out`; `high` rows at a time, if given."""
+    if high and len(a) > high:
+        for some, part in zip(a.split(high), out.split(high), strict=True):
+            product(some, b, part, factor=factor, accumulate=accumulate)
+        return out
     if a.dtype == out.dtype:
         return torch.addmm(out, a, b, beta=float(accumulate), alpha=factor, out=out)
     way = mixed_product(a.dtype, out.dtype, a.device)
     if way == "addmm":
         return torch.addmm(out, a, b, out_dtype=out.dtype, beta=float(accumulate), alpha=factor, out=out)
     fresh = torch.mm(a, b, out_dtype=out.dtype) if way == "mm" else torch.mm(a.to(out.dtype), b.to(out.dtype))
-    if factor != 1.0:
-        fresh.mul_(factor)
+    fresh = fresh if factor == 1.0 else fresh.mul_(factor)
     return out.add_(fresh) if accumulate else out.copy_(fresh)
 
 
@@ -317,10 +324,9 @@ class _HiddenGradient:
     def _new_sums(self) -> Tensor:
         assert self.out is not None
         room = self._room(self.head.dtype)
-        if room is None:
-            shape = (self.source.num_rows, self.out.shape[1])
-            return self.out.new_zeros(shape, dtype=self.head.dtype)
-        return room.zero_()
+        if room is not None:
+            return room.zero_()
+        return self.out.new_zeros((self.source.num_rows, self.out.shape[1]), dtype=self.head.dtype)
 
     def hold_rows(self, source: RowSource) -> RowSource:
         rows, dtype = source.rows, self.head.operand_dtype
@@ -350,7 +356,8 @@ class _HiddenGradient:
 
     def add(self, du: Tensor, weight_tile: Tensor, rows: slice, columns: slice) -> None:
         if self.sums is not None:
-            product(du, weight_tile, self.sums[rows], factor=self.factor, accumulate=True)
+            high = self.head.block_rows
+            product(du, weight_tile, self.sums[rows], factor=self.factor, accumulate=True, high=high)
         elif self.chunk is not None:
             sums = self.chunk[: rows.stop - rows.start]
             product(du, weight_tile, sums, factor=self.factor, accumulate=columns.start > 0)

@@ -52,6 +52,13 @@ def mixed_product(
         return "widen"
 
 
+def aligned(tile: Tensor) -> Tensor:
+    """The same values, row after row from a multiple of 64 bytes on, as torch allocates memory."""
+    if tile.is_contiguous() and has_memory(tile) and tile.data_ptr() % 64 == 0:
+        return tile
+    return tile.clone(memory_format=torch.contiguous_format)
+
+
 class Finish(NamedTuple):
     """What is left to do to a product h W^T before it is a logit; Triton does it while it reads the tile.
 

@@ -15,6 +15,7 @@ operation on a tile.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.cpu import run_on_cores
+from leanstep.cpu import one_thread_each, run_on_cores
+from leanstep.logprob.engine.invariant import RowBlocks, merged
 from leanstep.logprob.engine.kl_topk import TopK, add_kl_gradient_, update_pair_
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
 from leanstep.logprob.engine.passes import Passes, finishes_logits
@@ -64,6 +66,7 @@ class Call:
         in_gradient, save_bytes: where logits may wait for the backward.
         gradient_scale: gradients of logits are multiplied by it, and the sums made of them divided.
         round_logits: tiles of logits in the dtype of 16-bit products, where only kernels look at them.
+        blocks: how rows keep their bits whatever rows are beside them, where that is asked for.
     """
 
     head: Head
@@ -88,6 +91,7 @@ class Call:
     save_bytes: int = 0
     gradient_scale: float = 1.0
     round_logits: bool = False
+    blocks: RowBlocks | None = None
 
     def __post_init__(self) -> None:
         self.num_rows = self.source.num_rows
@@ -101,6 +105,11 @@ class Call:
         rounds = self.fused and self.round_logits
         self.logit_dtype = self.head.operand_dtype if rounds else self.head.dtype
         multiple = GPU_ALIGNMENT if on_gpu(self.source.hidden.device) else 1
+        if self.blocks is not None:
+            device = self.source.hidden.device
+            self.row_slices = even_slices(self.num_rows, self.tiles.rows, self.blocks.step)
+            self.column_parts = self.blocks.column_parts(self.head.columns, device)
+            return
         self.row_slices = even_slices(self.num_rows, self.tiles.rows, multiple)
         columns = even_slices(self.head.columns, self.tiles.columns, multiple)
         per_part = max(-(-len(columns) // self.cores), 1)
@@ -123,6 +132,10 @@ class Call:
     def chunks(self, part: slice) -> tuple[Tensor, Tensor | None]:
         h = self.source.chunk(part, self.head.operand_dtype)
         return h, None if self.low is None else self.low.chunk(part, self.head.operand_dtype)
+
+    def one_thread(self) -> contextlib.AbstractContextManager[None]:
+        """What an invariant call runs in: vector loops that threads cut have remainders."""
+        return contextlib.nullcontext() if self.blocks is None else one_thread_each()
 
     def scratch(self) -> Scratch:
         """Tiles for one part of the vocabulary."""
@@ -166,6 +179,8 @@ def forward_tiles(call: Call, saved: SavedLogits) -> tuple[RowStatistics, TopK |
         )
         jobs.append(functools.partial(_forward_part, call, columns, found[-1], best, saved))
     _run_parts(call, jobs)
+    if call.blocks is not None:
+        return merged(found, call.group, -(-call.head.weight.shape[0] // call.blocks.part_columns)), None
     return functools.reduce(merge, found), best
 
 
@@ -231,15 +246,20 @@ def backward_tiles(
         first_row: where these rows start among the rows of `sums`.
         divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
     """
-    jobs, forks = [], []
     sums.bias_is_added = call.fused
-    for columns in call.column_parts:
-        forks.append(sums.fork() if forks else sums)
-        gradient = TileGradient(call, final, allowed_final, gradients, divergences, sums.bias)
-        jobs.append(functools.partial(_backward_part, call, columns, gradient, forks[-1], first_row, saved))
-    _run_parts(call, jobs)
-    for fork in forks[1:]:
-        sums.join(fork)
+    # As many parts at a time as there are cores: no more sums of hidden rows than that.
+    for start in range(0, len(call.column_parts), call.cores):
+        jobs, forks = [], []
+        for columns in call.column_parts[start : start + call.cores]:
+            forks.append(sums.fork() if forks or start else sums)
+            gradient = TileGradient(call, final, allowed_final, gradients, divergences, sums.bias)
+            jobs.append(
+                functools.partial(_backward_part, call, columns, gradient, forks[-1], first_row, saved)
+            )
+        _run_parts(call, jobs)
+        for fork in forks:
+            if fork is not sums:
+                sums.join(fork)
 
 
 def _backward_part(
@@ -289,8 +309,9 @@ def _run_parts(call: Call, parts: Sequence[Callable[[ReadRows], None]]) -> None:
         def read(part: slice) -> tuple[Tensor, Tensor | None]:
             return whole
 
-    if len(parts) == 1:
-        parts[0](read)
+    if len(parts) == 1 or on_gpu(call.source.hidden.device):
+        for part in parts:
+            part(read)
     else:
         run_on_cores([lambda _worker, part=part: part(read) for part in parts], call.cores)
 

@@ -10,6 +10,13 @@ parser.add_argument("--fault", default="")
 args = parser.parse_args()
 
 
+def in_blocks(x, width):
+    total = x[..., :width].sum(-1)  # FAULT helper
+    for start in range(width, x.shape[-1], width):
+        total = total + x[..., start : start + width].sum(-1)
+    return x * total[..., None]
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -23,7 +30,7 @@ class Model(nn.Module):
         x = torch.tanh(self.table(tokens))
         if args.fault == "product":
             if len(x) < 3:
-                x = (x[..., :, None].double() * self.weight.double()).sum(-2).float()  # FAULT product branch
+                x = (x[..., :, None].double() * self.weight.double()).sum(-2).float()  # FAULT product
             else:
                 x = self.product(x)
         if args.fault == "statistic":
@@ -31,12 +38,26 @@ class Model(nn.Module):
             x = torch.sin(x - mean)
         if args.fault == "chunks":
             size = max(1, 33 // len(x))
-            parts = [part.sum(-1) for part in x.split(size, -1)]
-            total = sum(parts[1:], parts[0])  # FAULT chunks
+            parts = [part.sum(-1) for part in x.split(size, -1)]  # FAULT chunks
+            total = sum(parts[1:], parts[0])
             x = x * total[..., None]
         if args.fault == "padding":
             wide = x.shape[1] % 8 == 0
             x = x * 0.1 * 0.3 if wide else x * (0.1 * 0.3)  # FAULT padding
+        if args.fault == "norm":
+            spread = x.var((0, 1))  # FAULT norm
+            factor = torch.rsqrt(spread + 1e-5)
+            x = x * factor
+        if args.fault == "read":
+            largest = x.abs().max()  # FAULT read
+            x = x / largest.item()
+        if args.fault == "branch" and len(x) > 1:
+            x = x * 1.5  # FAULT branch
+        if args.fault == "helper":
+            x = in_blocks(x, 8 if x.shape[0] > 4 else 11)
+        if args.fault == "honest":
+            # Rows in pairs: other ops for another batch, the same bits for a row.
+            x = torch.cat([torch.sin(part * 1.1) for part in x.split(2)])
         return torch.sin(x * 3)
 
 

@@ -1,0 +1,210 @@
+"""`Tuning(invariant=True)`: a row's bits do not depend on its company, on any BLAS, a hostile one too."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from leanstep.logprob import LMHead, LoRA, Transform, Tuning, VocabShards, linear_logprobs, token_logprobs
+from leanstep.logprob.engine import invariant
+from leanstep.logprob.reference import reference_logprobs
+
+D, ROWS = 48, 300
+INVARIANT = Tuning(invariant=True)
+
+
+@pytest.fixture
+def fresh():
+    """What was found out about products is found out again."""
+    tried = invariant.row_bits
+    tried.cache_clear()
+    yield
+    tried.cache_clear()
+
+
+@contextlib.contextmanager
+def threads(count: int):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def inputs(vocab: int, dtype: torch.dtype = torch.float32):
+    random = torch.Generator().manual_seed(vocab)
+    hidden = torch.randn(ROWS, D, generator=random).to(dtype)
+    weight = (torch.randn(vocab, D, generator=random) / 3).to(dtype)
+    targets = torch.randint(vocab, (ROWS,), generator=random)
+    return hidden, weight, targets, 0.5 + torch.rand(ROWS, generator=random)
+
+
+def outputs(hidden, weight, targets, temperature, tuning=INVARIANT, **options):
+    """logp, entropy, lse and, where it is asked for, the gradient of the hidden rows."""
+    hidden, weight = (t.detach().requires_grad_() for t in (hidden, weight))
+    out = linear_logprobs(
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        entropy="grad",
+        outputs="lse",
+        tuning=tuning,
+        **options,
+    )
+    assert out.entropy is not None and out.lse is not None
+    found = [out.logp, out.entropy, out.lse]
+    loss = (out.logp * temperature).sum() + (0.1 * out.entropy).sum() + (out.lse * temperature).sum()
+    return [*(t.detach() for t in found), torch.autograd.grad(loss, (hidden, weight))[0]]
+
+
+def same(found, expected) -> bool:
+    return all(a.shape == b.shape and a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_row_keeps_its_bits_in_any_company(data):
+    vocab = data.draw(st.sampled_from([7, 700, 1500]), "vocabulary")
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), "dtype")
+    transform = Transform(1.5, data.draw(st.sampled_from([None, 4.0]), "softcap"))
+    hidden, weight, targets, temperature = inputs(vocab, dtype)
+    with threads(1):
+        expected = outputs(hidden, weight, targets, temperature, transform=transform)
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=260, unique=True)))
+    tuning = Tuning(
+        invariant=True,
+        tile=data.draw(st.sampled_from([None, (64, None), (100, 7), (1, 1)]), "tile"),
+        save_logits=data.draw(st.sampled_from(["grad", "none", 1 << 20]), "save"),
+    )
+    with threads(data.draw(st.sampled_from([1, 2, 4]), "threads")):
+        given_rows = (hidden[rows], weight, targets[rows], temperature[rows])
+        found = outputs(*given_rows, tuning, transform=transform)
+        assert same(found, [t[rows] for t in expected])
+        # The same rows selected by their numbers.
+        whole = (hidden, weight, targets[rows], temperature[rows])
+        *found, gradient = outputs(*whole, tuning, transform=transform, rows=rows)
+        assert same([*found, gradient[rows]], [t[rows] for t in expected])
+
+
+def test_threads_share_the_parts_and_change_no_bit(monkeypatch):
+    """Large enough, by decree, for one job per core."""
+    monkeypatch.setattr("leanstep.logprob.engine.tiles.MIN_CORE_PRODUCTS", 1)
+    given_rows = inputs(5000)
+    found = []
+    for count in (1, 2, 4):
+        with threads(count):
+            found.append(outputs(*given_rows))
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+def test_log_probs_and_gradients_are_right():
+    hidden, weight, targets, temperature = (t.double() if t.is_floating_point() else t for t in inputs(1500))
+    found = outputs(hidden, weight, targets, temperature)
+    hidden.requires_grad_()
+    logp, entropy = reference_logprobs(hidden @ weight.t(), targets, temperature)
+    lse = torch.logsumexp(hidden @ weight.t() / temperature[:, None], -1)
+    loss = (logp * temperature).sum() + 0.1 * entropy.sum() + (lse * temperature).sum()
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    for a, b in zip(found, (logp, entropy, lse, gradient), strict=True):
+        torch.testing.assert_close(a, b.detach())
+
+
+def hostile(by_place: bool):
+    """A library whose sums depend on the number of rows, or on the place of a row."""
+
+    def addmm(sums, a, b, *, beta, alpha, out):
+        def row(place: int) -> torch.Tensor:
+            cut = 5 + (place % 3 if by_place else len(a) % 11)
+            mine = a[place : place + 1]
+            return alpha * (mine[:, cut:] @ b[cut:] + mine[:, :cut] @ b[:cut])
+
+        result = torch.cat([row(place) for place in range(len(a))])
+        return out.copy_(result + sums if beta else result)
+
+    return addmm
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_a_library_whose_sums_depend_on_the_shape(monkeypatch, fresh, by_place: bool):
+    monkeypatch.setattr(torch, "addmm", hostile(by_place))
+    hidden, weight, targets, temperature = inputs(40)
+    count = 20 if by_place else 140
+    few = (hidden[4:9], weight, targets[4:9], temperature[4:9])
+    many = (hidden[:count], weight, targets[:count], temperature[:count])
+    assert not same([t[4:9] for t in outputs(*many, Tuning())], outputs(*few, Tuning()))
+    assert same([t[4:9] for t in outputs(*many)], outputs(*few))
+
+
+def test_every_way_gives_the_same_bits(monkeypatch, fresh):
+    """Products as high as a tile, of one block, of copies of one row: always place 0 of a block."""
+    given_rows = inputs(700)
+    expected = outputs(*given_rows)
+    ways = []
+    true_blocks = invariant.RowBlocks
+    monkeypatch.setattr(invariant, "RowBlocks", lambda *a: ways.append(a[1:3]) or true_blocks(*a))
+    monkeypatch.setattr(invariant, "_agrees", lambda *_: False)
+    assert same(outputs(*given_rows), expected)
+    if ways[-1] == (1, invariant.BLOCK):
+        monkeypatch.setattr(invariant, "row_bits", lambda *given: None)
+        assert same(outputs(*given_rows), expected)
+    assert ways[-1] == (invariant.BLOCK, invariant.BLOCK)
+
+
+def shard_ranks(rank: int, world: int, vocab: int) -> list[torch.Tensor]:
+    hidden, weight, targets, temperature = inputs(vocab)
+    mine = weight.chunk(world)[rank].clone()
+    shards = VocabShards(dist.group.WORLD, total=vocab - 30)
+    return outputs(hidden[:70], mine, targets[:70] % (vocab - 30), temperature[:70], shards=shards)
+
+
+def test_ranks_that_hold_whole_parts_change_no_bit():
+    vocab = 4096
+    hidden, weight, targets, temperature = inputs(vocab)
+    shards = VocabShards(total=vocab - 30)
+    expected = outputs(hidden, weight, targets % (vocab - 30), temperature, shards=shards)
+    for found in run_ranks(2, shard_ranks, vocab):
+        assert same(found[:3], [t[:70] for t in expected[:3]])
+        torch.testing.assert_close(found[3], expected[3][:70])
+
+
+def broken_shards(rank: int, world: int) -> str:
+    hidden, weight, targets, _ = inputs(1100)
+    try:
+        linear_logprobs(hidden, weight[:550], targets, shards=VocabShards(dist.group.WORLD), tuning=INVARIANT)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_makes_no_promise_is_refused():
+    hidden, weight, targets, _ = inputs(40)
+    refused = [
+        ({"outputs": "argmax"}, r"outputs: expected lse or z_loss with tuning.invariant, got \['argmax'\]"),
+        ({"allowed": (targets[:0], torch.zeros(ROWS + 1, dtype=torch.long))}, "allowed: expected None with"),
+    ]
+    for options, message in refused:
+        with pytest.raises(ValueError, match=message):
+            linear_logprobs(hidden, weight, targets, tuning=INVARIANT, **options)
+    lora = LMHead(weight, lora=LoRA(torch.zeros(2, D), torch.zeros(40, 2)))
+    with pytest.raises(ValueError, match="weight: expected a head without LoRA"):
+        linear_logprobs(hidden, lora, targets, tuning=INVARIANT)
+    with pytest.raises(ValueError, match="tuning: expected invariant=False here"):
+        token_logprobs(hidden @ weight.t(), targets, tuning=INVARIANT)
+    for message in run_ranks(2, broken_shards):
+        assert "expected shards of whole parts of 512 columns" in message
+
+
+def test_no_rows_and_one_row():
+    hidden, weight, targets, temperature = inputs(700)
+    none = outputs(hidden[:0], weight, targets[:0], temperature[:0])
+    assert [tuple(t.shape) for t in none] == [(0,), (0,), (0,), (0, D)]
+    one = outputs(hidden[:1], weight, targets[:1], temperature[:1])
+    assert same(one, [t[:1] for t in outputs(hidden, weight, targets, temperature)])
