@@ -26,6 +26,9 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        # A script keeps its x bit.
+        with contextlib.suppress(OSError):
+            temporary.chmod(path.stat().st_mode)
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -13,7 +13,9 @@ from leanstep.files import BadInput, write_text
 def test_write_replaces_and_leaves_nothing_beside_it(tmp_path: Path):
     target = tmp_path / "page.html"
     write_text(target, "old")
+    target.chmod(0o750)
     write_text(target, "new ×")
+    assert target.stat().st_mode & 0o777 == 0o750
     assert target.read_text(encoding="utf-8") == "new ×"
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 

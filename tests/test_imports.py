@@ -21,6 +21,7 @@ ALLOWED = {
     "measure": {"case", "host_reads"},
     "diagnose": {"host_reads", "files", "units"},
     "prove": {"measure", "diagnose", "host_reads", "files"},
+    "fix": {"diagnose", "prove", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"preference", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as

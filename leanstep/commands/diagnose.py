@@ -154,10 +154,10 @@ def _program(script: str | None, args: list[str], module: str | None) -> tuple[P
         return Program(module, module=True), [*([script] if script is not None else []), *args]
     if script is None:
         raise BadInput("SCRIPT: expected a training script, a folder with a train.py, or -m package.module")
-    return Program(str(_script_path(script))), args
+    return Program(str(script_path(script))), args
 
 
-def _script_path(script: str) -> Path:
+def script_path(script: str) -> Path:
     path = Path(script)
     if path.is_dir():
         path = path / "train.py"

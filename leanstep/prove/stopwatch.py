@@ -92,6 +92,7 @@ def bench_scripts(
     after: Job,
     *,
     budget_s: float = 20.0,
+    min_rounds: int = MIN_ROUNDS,
     fork: bool = False,
     report: Callable[[str, float], None] | None = None,
 ) -> PairBench:
@@ -101,7 +102,7 @@ def bench_scripts(
     rows = {0: result.before, 1: result.after}
     with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
         say("time", 0.0)
-        samples = _interleaved([before, after], Path(folder), budget_s, fork, say)
+        samples = _interleaved([before, after], Path(folder), (budget_s, min_rounds), fork, say)
         for side, values in samples.items():
             ordered, last = sorted(values), len(values) - 1
             rows[side].median_s = statistics.median(ordered)
@@ -150,31 +151,36 @@ def _talking(job: Job, folder: Path, fork: bool, kind: str) -> Iterator[tuple[Co
 
 
 def _interleaved(
-    jobs: list[Job], folder: Path, budget_s: float, fork: bool, say: Callable[[str, float], None]
+    jobs: list[Job],
+    folder: Path,
+    limits: tuple[float, int],
+    fork: bool,
+    say: Callable[[str, float], None],
 ) -> dict[int, list[float]]:
+    budget_s, min_rounds = limits
     samples: dict[int, list[float]] = {side: [] for side in range(len(jobs))}
     with contextlib.ExitStack() as stack:
         lines = [stack.enter_context(_talking(job, folder, fork, "time"))[0] for job in jobs]
         for side, job in enumerate(jobs):
             for _ in range(WARMUP):
-                _turn(lines[side], job, 0)
+                _turn(lines[side], job, 0, min_rounds)
         started = time.monotonic()
         order = list(range(len(jobs)))
         for number in range(MAX_ROUNDS):
             for side in order:
-                elapsed = _turn(lines[side], jobs[side], number)
+                elapsed = _turn(lines[side], jobs[side], number, min_rounds)
                 if elapsed is None:
                     return samples
                 samples[side].append(elapsed)
             order.reverse()
             spent = time.monotonic() - started
             say("time", min(0.8, 0.8 * spent / budget_s))
-            if spent > budget_s and number + 1 >= MIN_ROUNDS:
+            if spent > budget_s and number + 1 >= min_rounds:
                 break
     return samples
 
 
-def _turn(line: Connection, job: Job, rounds: int) -> float | None:
+def _turn(line: Connection, job: Job, rounds: int, min_rounds: int) -> float | None:
     """Let one script make one step; its seconds, or None when it has ended and enough was seen."""
     kind: str = "end"
     value: Any = "was killed"
@@ -183,12 +189,12 @@ def _turn(line: Connection, job: Job, rounds: int) -> float | None:
         kind, value = line.recv()
     if kind == "step":
         return value
-    if rounds >= MIN_ROUNDS and value is None:
+    if rounds >= min_rounds and value is None:
         return None
     why = f"ended with {value}" if value else "ended"
     raise BadInput(
         f"bench: {job.label} {why} after {rounds} measured steps; "
-        f"expected at least {WARMUP + MIN_ROUNDS + 1} updates from it"
+        f"expected at least {WARMUP + min_rounds + 1} updates from it"
     )
 
 

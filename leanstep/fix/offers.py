@@ -1,0 +1,351 @@
+"""`leanstep fix`: repairs that were applied to a copy, proven and measured; what holds is offered.
+
+1. The script is diagnosed. 2. `repairs.py` names edits that may remove a finding. 3. Each is applied to a
+copy (a folder of links with the changed files in it), which must no longer have the finding, must make the
+same update as the script (`leanstep.prove`) and must not be slower (`stopwatch`). 4. What held alone must
+hold together. Every run is a process of its own; the user's files are only read until `write`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from leanstep.diagnose.outputs import gate
+from leanstep.diagnose.recording.source import USER, judge_code, short_path
+from leanstep.diagnose.run_script import Stop, run_script
+from leanstep.diagnose.step_records import Finding
+from leanstep.diagnose.watch import Watch
+from leanstep.files import BadInput, write_atomically
+from leanstep.fix import repairs
+from leanstep.fix.source_edits import Edit, NotUnderstood, apply
+from leanstep.prove.captured import Captured
+from leanstep.prove.compare import PairProof, judge
+from leanstep.prove.script_jobs import Job, call_in_child, log_to, run_job
+from leanstep.prove.stopwatch import MIN_ROUNDS, PairBench, bench_scripts
+
+# What depends on this machine's speed, or comes and goes with it, is not held against a repair.
+_UNSTABLE = ("slow-dtype",)
+# A script with few updates is timed in several runs.
+SHORT_RUNS = 3
+# Medians this close are one time; beyond it the spread of the samples decides.
+SAME_TIME = 1.03
+
+
+@dataclass
+class Diagnosis:
+    """What a run of the script left behind, as a child process sends it."""
+
+    findings: list[Finding]
+    files: list[Path]
+    steps: int
+    ended: str | None = None
+
+    def counts(self) -> Counter[str]:
+        return Counter(f.rule for f in self.findings if f.rule not in _UNSTABLE)
+
+
+@dataclass
+class Offer:
+    """One repair that held: what it does, and what the copy showed."""
+
+    findings: list[Finding]
+    title: str
+    edits: tuple[Edit, ...]
+    proof: PairProof
+    bench: PairBench
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "findings": [_place(f) for f in self.findings],
+            "repair": self.title,
+            "proof": self.proof.sentence(),
+            "measured": self.bench.to_json(),
+        }
+
+
+@dataclass
+class Fixes:
+    """The result: offers, refusals (finding, reason) and the changed files."""
+
+    script: str
+    offers: list[Offer] = field(default_factory=list)
+    refused: list[tuple[Finding, str]] = field(default_factory=list)
+    together: Offer | None = None
+    changed: dict[Path, tuple[bytes, bytes]] = field(default_factory=dict)
+
+    def diff(self) -> str:
+        """A unified diff that `patch -p1` and `git apply` take, from the working directory on."""
+        text = ""
+        for path, (old, new) in self.changed.items():
+            name = short_path(str(path)).lstrip("/")
+            lines = (data.decode().splitlines(keepends=True) for data in (old, new))
+            for line in difflib.unified_diff(*lines, f"a/{name}", f"b/{name}"):
+                text += line if line.endswith("\n") else line + "\n\\ No newline at end of file\n"
+        return text
+
+    def write(self) -> list[Path]:
+        """Apply the offers. A file that changed since it was read is left alone, and so are all others."""
+        for path, (old, _) in self.changed.items():
+            if path.read_bytes() != old:
+                raise BadInput(f"--write: {path} has changed meanwhile; run it again")
+        for path, (_, new) in self.changed.items():
+            write_atomically(path.resolve(), new)
+        return list(self.changed)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "script": self.script,
+            "offers": [offer.as_dict() for offer in self.offers],
+            "together": self.together.as_dict() if self.together is not None else None,
+            "refused": [{**_place(finding), "why": why} for finding, why in self.refused],
+            "diff": self.diff(),
+        }
+
+
+def _place(finding: Finding) -> dict[str, Any]:
+    line = finding.line
+    return {"rule": finding.rule, "file": short_path(line.file), "line": line.number, "code": line.code}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`updates` are compared, `budget_s` seconds timed per repair; children are forked or started afresh."""
+
+    rules: tuple[str, ...] = ()
+    updates: int = 2
+    budget_s: float = 5.0
+    fork: bool = False
+    measure: Callable[[Job, Job, Settings], PairBench] | None = None
+
+
+def find_fixes(
+    script: Path,
+    argv: Sequence[str] = (),
+    settings: Settings | None = None,
+    report: Callable[[str], None] | None = None,
+) -> Fixes:
+    """Diagnose the script and try every mechanical repair. Nothing of the user's is changed."""
+    settings, say = settings or Settings(), report or (lambda what: None)
+    bench = _Workbench(script.absolute(), tuple(argv), settings, say)
+    fixes = Fixes(str(script))
+    say(f"diagnose {script.name}")
+    bench.diagnosis = bench.diagnose(bench.script)
+    if not bench.diagnosis.steps:
+        ended = bench.diagnosis.ended or "without a training step"
+        raise BadInput(f"fix: {script.name} ended {ended}; nothing can be repaired")
+    found = gate.selected(bench.diagnosis.findings, settings.rules, ())
+    project = repairs.Project(bench.diagnosis.files)
+    tried: dict[frozenset[Edit], Offer | str] = {}
+    for finding in gate.without_allowed(found)[0]:
+        try:
+            variants = repairs.variants(project, finding)
+        except NotUnderstood as error:
+            fixes.refused.append((finding, str(error)))
+            continue
+        outcome: Offer | str = "nothing to try"
+        for variant in variants:
+            key = frozenset(variant.edits)
+            if key not in tried:
+                say(f"{finding.rule}: {variant.title}")
+                tried[key] = bench.attempt(finding, variant.title, variant.edits)
+            outcome = tried[key]
+            if isinstance(outcome, Offer):
+                break
+        if isinstance(outcome, str):
+            fixes.refused.append((finding, outcome))
+        elif outcome not in fixes.offers:
+            fixes.offers.append(outcome)
+        else:
+            outcome.findings.append(finding)
+    _join(fixes, bench)
+    return fixes
+
+
+def _join(fixes: Fixes, bench: _Workbench) -> None:
+    """Repairs that hold alone are tried together; one that does not hold with those before it is dropped."""
+    if len(fixes.offers) > 1:
+        bench.say("all repairs together")
+        joined = bench.attempt_all(fixes.offers)
+        if isinstance(joined, str):
+            kept = [fixes.offers[0]]
+            for offer in fixes.offers[1:]:
+                tried = bench.attempt_all([*kept, offer])
+                if isinstance(tried, Offer):
+                    kept, joined = [*kept, offer], tried
+                else:
+                    why = f"does not hold together with the others: {tried}"
+                    fixes.refused += [(finding, why) for finding in offer.findings]
+            fixes.offers = kept
+        fixes.together = joined if isinstance(joined, Offer) else None
+    edits = [edit for offer in fixes.offers for edit in offer.edits]
+    fixes.changed = {path: (path.read_bytes(), data) for path, data in changed_files(edits).items()}
+
+
+def changed_files(edits: Sequence[Edit]) -> dict[Path, bytes]:
+    paths = sorted({edit.path for edit in edits})
+    return {path: apply(path.read_bytes(), [edit for edit in edits if edit.path == path]) for path in paths}
+
+
+class _Workbench:
+    """One script, and what is known of it: its findings, its captured updates and their fp64 twin."""
+
+    def __init__(
+        self, script: Path, argv: tuple[str, ...], settings: Settings, say: Callable[[str], None]
+    ) -> None:
+        self.script, self.argv, self.settings, self.say = script, argv, settings, say
+        self.diagnosis = Diagnosis([], [], 0)
+        self._runs: tuple[Captured, Captured] | None = None
+
+    def job(self, script: Path, twin: bool = False) -> Job:
+        return Job(str(script), self.argv, self.settings.updates, twin=twin)
+
+    def diagnose(self, script: Path) -> Diagnosis:
+        return call_in_child(_diagnosed, str(script), self.argv, fork=self.settings.fork)
+
+    def attempt_all(self, offers: list[Offer]) -> Offer | str:
+        findings = [finding for offer in offers for finding in offer.findings]
+        edits = tuple(edit for offer in offers for edit in offer.edits)
+        return self.attempt(findings[0], f"{len(offers)} repairs", edits, findings)
+
+    def attempt(
+        self, finding: Finding, title: str, edits: tuple[Edit, ...], findings: list[Finding] | None = None
+    ) -> Offer | str:
+        """The offer, or in words why there is none."""
+        findings = findings or [finding]
+        try:
+            changed = changed_files(edits)
+        except NotUnderstood as error:
+            return str(error)
+        with overlaid(self.script, changed) as copy:
+            after = self.diagnose(copy)
+            if after.ended is not None:
+                return f"{title}: the copy ended {after.ended}"
+            wrong = _not_gone(self.diagnosis, after, findings)
+            if wrong is not None:
+                return f"{title}: {wrong}"
+            proof = self._proven(copy)
+            if not proof.ok:
+                return f"{title}: {proof.sentence()}"
+            measure = self.settings.measure or measured
+            bench = measure(self.job(self.script), self.job(copy), self.settings)
+        bench.proven, bench.verdict = True, proof.sentence()
+        if is_slower(bench):
+            assert bench.time_ratio is not None
+            return f"{title}: the copy is slower ({1 / bench.time_ratio:.2f}× the time)"
+        return Offer(list(findings), title, edits, proof, bench)
+
+    def _proven(self, copy: Path) -> PairProof:
+        fork = self.settings.fork
+        if self._runs is None:
+            (plain,), (truth,) = (run_job(self.job(self.script, twin), fork=fork) for twin in (False, True))
+            self._runs = plain, truth
+        proof = PairProof(self.script.name, "the copy")
+        (own,) = run_job(self.job(copy), fork=fork)
+        return judge(proof, self._runs[0], own, self._runs[1])
+
+
+def _not_gone(before: Diagnosis, after: Diagnosis, findings: list[Finding]) -> str | None:
+    old, new = before.counts(), after.counts()
+    for rule, wanted in Counter(finding.rule for finding in findings).items():
+        if new[rule] > old[rule] - wanted:
+            return "the finding stays"
+    came = [rule for rule in new if new[rule] > old[rule]]
+    return f"it brings a finding of {came[0]}" if came else None
+
+
+def _diagnosed(script: str, argv: tuple[str, ...]) -> Diagnosis:
+    """In a child: the findings of a few steps, and the user's files that were run."""
+
+    def stop() -> None:
+        raise Stop
+
+    watch = Watch(timed_warmup=True, on_done=stop)
+    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
+        log = Path(folder) / "log"
+        with log_to(log):
+            outcome = run_script(Path(script), argv, watch)
+        said = [
+            line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
+        ]
+    ended = None
+    if outcome.exception is not None or outcome.code:
+        ended = f"with {outcome.exception or f'exit code {outcome.code}'}: {said[-1].strip() if said else ''}"
+    paths = {Path(script)}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        # Built-in packages of torch have made-up names that no file has.
+        if isinstance(file, str) and Path(file).is_file() and judge_code(file, "") & USER:
+            paths.add(Path(file).absolute())
+    findings = [finding for finding in watch.findings() if not finding.line.library]
+    return Diagnosis(findings, sorted(paths), len(watch.steps), ended)
+
+
+def measured(before: Job, after: Job, settings: Settings) -> PairBench:
+    """Steps of both in turns; scripts of a few updates several times over."""
+    options = {"budget_s": settings.budget_s, "fork": settings.fork, "min_rounds": 1}
+    runs = [bench_scripts(before, after, **options)]
+    while runs[0].before.samples < MIN_ROUNDS and len(runs) < SHORT_RUNS:
+        runs.append(bench_scripts(before, after, **options))
+    return sorted(runs, key=lambda run: run.time_ratio or 0.0)[len(runs) // 2]
+
+
+def is_slower(bench: PairBench) -> bool:
+    """Slower beyond the noise: by the medians, and by samples that do not overlap."""
+    before, after = bench.before, bench.after
+    if not before.median_s or not after.median_s:
+        return False
+    apart = (after.p20_s or 0.0) > (before.p80_s or 0.0)
+    return after.median_s > SAME_TIME * before.median_s and apart
+
+
+# The copy.
+
+
+@contextlib.contextmanager
+def overlaid(script: Path, changed: dict[Path, bytes]) -> Iterator[Path]:
+    """The script's folder as links, with the changed files in place of theirs; the same for other roots.
+
+    Files that the script opens by a path of its own are found as before: the working directory stays, and
+    everything beside the script is linked.
+    """
+    folder = script.parent
+    roots = {folder: {path for path in changed if path.is_relative_to(folder)} | {script}}
+    for path in changed:
+        if not path.is_relative_to(folder):
+            places = [Path(place) for place in sys.path if place and path.is_relative_to(Path(place))]
+            if places:
+                roots.setdefault(max(places, key=lambda place: len(place.parts)), set()).add(path)
+    old = list(sys.path)
+    with tempfile.TemporaryDirectory(prefix="leanstep-fix-") as temporary:
+        try:
+            for number, (root, paths) in enumerate(roots.items()):
+                copy = Path(temporary) / str(number)
+                files = {path.relative_to(root): changed.get(path, path.read_bytes()) for path in paths}
+                _link(root, copy, files)
+                sys.path[:] = [str(copy) if place and Path(place) == root else place for place in sys.path]
+            yield Path(temporary) / "0" / script.name
+        finally:
+            sys.path[:] = old
+
+
+def _link(root: Path, copy: Path, files: dict[Path, bytes]) -> None:
+    copy.mkdir()
+    tops = {path.parts[0] for path in files}
+    for entry in root.iterdir():
+        # Compiled files belong to the source beside them.
+        if entry.name not in tops and entry.name != "__pycache__":
+            (copy / entry.name).symlink_to(entry)
+    for top in tops:
+        if Path(top) in files:
+            (copy / top).write_bytes(files[Path(top)])
+        else:
+            inner = {path.relative_to(top): data for path, data in files.items() if path.parts[0] == top}
+            _link(root / top, copy / top, inner)

@@ -1,0 +1,338 @@
+"""What can be repaired without a thought: per rule, the edits that would remove a finding.
+
+A repair reads the place and what stands around it. Where it meets anything else than the pattern it knows, it
+says why in a `NotUnderstood` and nothing is edited. Several variants are tried in their order; whether one of
+them is right is not decided here but by the proof (`offers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import libcst as cst
+
+from leanstep.diagnose.step_records import Finding
+from leanstep.fix.head_repair import rows_before_the_head
+from leanstep.fix.read_repairs import keep_on_the_device
+from leanstep.fix.source_edits import (
+    LOOPS,
+    Edit,
+    NotUnderstood,
+    Source,
+    Statement,
+    is_name,
+    is_plain,
+    keyword,
+    method_call,
+)
+
+# torch's optimizers that update all parameters in one kernel, and those that only take lists of tensors.
+FUSED = {"Adagrad", "Adam", "AdamW", "SGD"}
+FOREACH = {"ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"}
+CASTS = {"float", "half", "bfloat16", "double", "to", "type"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to repair a finding."""
+
+    title: str
+    edits: tuple[Edit, ...]
+
+
+class Project:
+    """The user's files that the script ran, each read once."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self._sources: dict[Path, Source | NotUnderstood] = {}
+
+    def source(self, path: Path) -> Source:
+        if path not in self._sources:
+            try:
+                self._sources[path] = Source(path)
+            except NotUnderstood as error:
+                self._sources[path] = error
+        found = self._sources[path]
+        if isinstance(found, NotUnderstood):
+            raise found
+        return found
+
+    def sources(self) -> list[Source]:
+        readable = []
+        for path in self.files:
+            try:
+                readable.append(self.source(path))
+            except NotUnderstood:
+                continue
+        return readable
+
+
+def variants(project: Project, finding: Finding) -> list[Variant]:
+    """Ways to repair a finding, the best first; raises NotUnderstood where there is none."""
+    repair = REPAIRS.get(finding.rule)
+    if repair is None:
+        raise NotUnderstood("no mechanical repair")
+    path = Path(finding.line.file)
+    if path not in project.files:
+        raise NotUnderstood("not in a file of the script's own")
+    source = project.source(path)
+    return repair(project, source, source.statement_at(finding.line.number))
+
+
+# Optimizers.
+
+
+def _optimizer(project: Project, source: Source, statement: Statement) -> list[Variant]:
+    calls = source.all(cst.Call, statement) if isinstance(statement, cst.SimpleStatementLine) else []
+    for call in calls:
+        if method_call(call, ("zero_grad",)):
+            return [_zero_grad(source, call)]
+        if any(name.endswith(("clip_grad_norm_", "clip_grad_value_")) for name in source.qualified(call)):
+            return [Variant("foreach=True", (_set_keyword(source, call, "foreach"),))]
+    for call in calls:
+        stepped = method_call(call, ("step",))
+        if stepped is not None and isinstance(stepped.func, cst.Attribute):
+            return _batched(project, source.text(stepped.func.value))
+    raise NotUnderstood("an update by hand, not optimizer.step()")
+
+
+def _zero_grad(source: Source, call: cst.Call) -> Variant:
+    given = keyword(call, "set_to_none") or (call.args[0] if call.args else None)
+    if given is None or not is_name(given.value, "False"):
+        raise NotUnderstood("zero_grad() sets to None already")
+    return Variant("zero_grad(set_to_none=True)", (source.replace(given.value, "True"),))
+
+
+def _batched(project: Project, receiver: str) -> list[Variant]:
+    """The constructors of torch's optimizers; those assigned to the stepping name, where there are some."""
+    made: list[tuple[Source, cst.Call, str, bool]] = []
+    for source in project.sources():
+        for call in source.all(cst.Call):
+            names = {
+                name.split(".")[-1] for name in source.qualified(call) if name.startswith("torch.optim.")
+            }
+            done = [keyword(call, option) for option in ("fused", "foreach")]
+            if any(given is not None and is_name(given.value, "True") for given in done):
+                continue
+            for name in names & (FUSED | FOREACH):
+                assigned = source.enclosing(call, cst.Assign)
+                own = assigned is not None and any(
+                    source.text(target.target).split(".")[-1] == receiver.split(".")[-1]
+                    for target in assigned.targets
+                )
+                made.append((source, call, name, own))
+    if any(own for *_, own in made):
+        made = [entry for entry in made if entry[-1]]
+    if not made:
+        raise NotUnderstood("the optimizer is not made by a torch.optim call in these files")
+    found = []
+    for option in ("fused", "foreach"):
+        taking = [(source, call) for source, call, name, _ in made if option == "foreach" or name in FUSED]
+        if taking:
+            edits = tuple(_set_keyword(source, call, option) for source, call in taking)
+            found.append(Variant(f"{option}=True", edits))
+    return found
+
+
+def _set_keyword(source: Source, call: cst.Call, name: str) -> Edit:
+    if not call.args or any(arg.star for arg in call.args):
+        raise NotUnderstood("arguments are unpacked with *")
+    others = ("fused", "foreach", "differentiable")
+    if any(
+        (other := keyword(call, option)) is not None and not _is_off(other.value)
+        for option in others
+        if option != name
+    ):
+        raise NotUnderstood(f"another of {', '.join(others)} is set")
+    given = keyword(call, name)
+    if given is None:
+        return source.insert_after(call.args[-1], f", {name}=True")
+    if not _is_off(given.value):
+        raise NotUnderstood(f"{name} is set to something else")
+    return source.replace(given.value, "True")
+
+
+def _is_off(node: cst.CSTNode) -> bool:
+    return is_name(node, "False") or is_name(node, "None")
+
+
+# Pieces of a tensor in a loop.
+
+
+def _one_unbind(project: Project, source: Source, statement: Statement) -> list[Variant]:
+    """`bank[i]` in a loop over i: one unbind before the loop, whose backward writes every piece once."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        raise NotUnderstood("not a simple statement")
+    found: list[tuple[str, tuple[Edit, ...]]] = []
+    for piece in source.all(cst.Subscript, statement):
+        taken = _piece(piece)
+        if taken is None or not is_plain(piece.value):
+            continue
+        index, dim = taken
+        loop = next(
+            (
+                outer
+                for outer in source.around(piece)
+                if isinstance(outer, cst.For) and _counts(source, outer, index)
+            ),
+            None,
+        )
+        name = source.text(piece.value)
+        root = name.split(".")[0]
+        if loop is None or source.is_changed(root, loop.body) or source.is_changed(index, loop.body):
+            continue
+        if any(isinstance(outer, (cst.FunctionDef, cst.Lambda)) for outer in _between(source, piece, loop)):
+            continue
+        same = [
+            other
+            for other in source.all(cst.Subscript, loop.body)
+            if source.text(other) == source.text(piece) and _piece(other) == taken
+        ]
+        pieces = source.fresh(f"{name.split('.')[-1].strip('_')}_pieces")
+        edits = (
+            source.insert_line_before(loop, f"{pieces} = {name}.unbind({dim})"),
+            *(source.replace(other, f"{pieces}[{index}]") for other in same),
+        )
+        if all(title != name for title, _ in found):
+            found.append((name, edits))
+    if not found:
+        raise NotUnderstood("no piece x[i] of one tensor in a loop over i")
+    single = [Variant(f"one {name}.unbind before the loop", edits) for name, edits in found]
+    if len(found) > 1:
+        title = " and ".join(name for name, _ in found)
+        together = tuple(edit for _, edits in found for edit in edits)
+        single.append(Variant(f"one unbind of {title} before the loop", together))
+    return single
+
+
+def _piece(piece: cst.Subscript) -> tuple[str, int] | None:
+    """(index, dim) of x[i], x[:, i], x[:, :, i]."""
+    *before, last = piece.slice
+    if not all(
+        isinstance(part.slice, cst.Slice)
+        and (part.slice.lower, part.slice.upper, part.slice.step) == (None, None, None)
+        for part in before
+    ):
+        return None
+    if isinstance(last.slice, cst.Index) and isinstance(last.slice.value, cst.Name):
+        return last.slice.value.value, len(before)
+    return None
+
+
+def _counts(source: Source, loop: cst.For, index: str) -> bool:
+    """A loop over numbers: `for i in range(...)`, `for i, x in enumerate(...)`."""
+    if not isinstance(loop.iter, cst.Call):
+        return False
+    name = source.text(loop.iter.func)
+    target: cst.CSTNode = loop.target
+    if name == "enumerate" and isinstance(target, cst.Tuple):
+        target = target.elements[0].value
+    elif name != "range":
+        return False
+    return is_name(target, index)
+
+
+def _between(source: Source, node: cst.CSTNode, outer: cst.CSTNode) -> list[cst.CSTNode]:
+    inside = []
+    for parent in source.around(node):
+        if parent is outer:
+            break
+        inside.append(parent)
+    return inside
+
+
+# Casts.
+
+
+def _one_cast(project: Project, source: Source, statement: Statement) -> list[Variant]:
+    """The same cast of an unchanged tensor, several times in a block: once, before the first."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        raise NotUnderstood("not a simple statement")
+    found = []
+    for cast in source.all(cst.Call, statement):
+        if method_call(cast, CASTS) is None or not isinstance(cast.func, cst.Attribute):
+            continue
+        if not isinstance(cast.func.value, cst.Name) or not all(is_plain(arg.value) for arg in cast.args):
+            continue
+        try:
+            found.append(_hoisted(source, cast, cast.func.value.value))
+        except NotUnderstood:
+            continue
+    if not found:
+        raise NotUnderstood("no cast of a name that stands in one block with its twin")
+    return found
+
+
+def _hoisted(source: Source, cast: cst.Call, name: str) -> Variant:
+    text = source.text(cast)
+    scope = source.enclosing(cast, (cst.FunctionDef, cst.Module))
+    same = [
+        other
+        for other in source.all(cst.Call, scope.body if isinstance(scope, cst.FunctionDef) else scope)
+        if source.text(other) == text and source.enclosing(other, (cst.FunctionDef, cst.Module)) is scope
+    ]
+    block, index = _common_block(source, same)
+    last = max(i for i, part in enumerate(block) for other in same if source.holds(part, other))
+    for part in block[index : last + 1]:
+        if source.is_changed(name, part):
+            raise NotUnderstood(f"{name} changes between the casts")
+    if any(isinstance(outer, cst.Lambda) for other in same for outer in source.around(other)):
+        raise NotUnderstood("a cast in a lambda")
+    assert isinstance(cast.func, cst.Attribute)
+    kind = cast.func.attr.value
+    if kind in ("to", "type"):
+        kind = source.text(cast.args[0].value).split(".")[-1] if cast.args else "cast"
+    fresh = source.fresh(f"{name}_{kind}")
+    return Variant(
+        f"{text} once",
+        (
+            source.insert_line_before(block[index], f"{fresh} = {text}"),
+            *(source.replace(other, fresh) for other in same),
+        ),
+    )
+
+
+def _common_block(source: Source, nodes: list[cst.Call]) -> tuple[list[Statement], int]:
+    """The innermost block that holds all nodes with the statement that holds the first; at least a loop's."""
+    first = nodes[0]
+    for outer in source.around(first):
+        if not isinstance(outer, (cst.IndentedBlock, cst.Module)):
+            continue
+        if all(source.holds(outer, node) for node in nodes):
+            body: list[Statement] = list(outer.body)  # type: ignore[arg-type]
+            index = next(i for i, part in enumerate(body) if source.holds(part, first))
+            if len(nodes) > 1:
+                return body, index
+            # One cast that runs several times: it stands in a loop and goes before it.
+            if isinstance(body[index], LOOPS):
+                return body, index
+    raise NotUnderstood("no block holds the casts")
+
+
+# Graphs that are kept.
+
+
+def _no_retain(project: Project, source: Source, statement: Statement) -> list[Variant]:
+    for call in source.all(cst.Call, statement):
+        given = keyword(call, "retain_graph")
+        if method_call(call, ("backward",)) and given is not None and is_name(given.value, "True"):
+            return [Variant("retain_graph=False", (source.replace(given.value, "False"),))]
+    raise NotUnderstood("no backward(retain_graph=True)")
+
+
+REPAIRS: dict[str, Callable[[Project, Source, Statement], list[Variant]]] = {
+    "unbatched-optimizer": _optimizer,
+    "alloc-churn": _optimizer,
+    "host-sync": lambda project, source, statement: [
+        Variant(*found) for found in keep_on_the_device(source, statement)
+    ],
+    "zero-fill": _one_unbind,
+    "duplicate-cast": _one_cast,
+    "dead-rows": lambda project, source, statement: [
+        Variant(*found) for found in rows_before_the_head(source, statement)
+    ],
+    "retain-graph": _no_retain,
+}

@@ -1,0 +1,135 @@
+"""Whole repairs: diagnosed, applied to a copy, proven; only what holds is offered."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libcst", reason="libcst is not installed")
+
+from leanstep.files import BadInput
+from leanstep.fix import Settings, find_fixes
+from leanstep.fix.offers import changed_files, is_slower, overlaid
+from leanstep.fix.source_edits import Edit
+from leanstep.prove.stopwatch import PairBench, SideRow
+
+STEPS = Path(__file__).parent.parent / "diagnose" / "steps"
+
+
+def not_timed(before, after, settings) -> PairBench:
+    """How long a step takes is the machine's affair: `bench` measures it, not the tests."""
+    return PairBench(SideRow(before.label), SideRow(after.label))
+
+
+def fixes_of(script: Path, *rules: str):
+    return find_fixes(script, (), Settings(rules, fork=True, measure=not_timed))
+
+
+def test_a_project_is_repaired_in_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The optimizer is made in a module, a cast is repeated in the script: two offers that hold together."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("")
+    (tmp_path / "parts" / "optim.py").write_text(
+        "import torch\n\n\ndef make(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-3)\n"
+    )
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom parts.optim import make\n\ntorch.manual_seed(0)\n"
+        "bank = torch.nn.Parameter(torch.randn(12, 64, 64) / 8)\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))\n"
+        "optimizer = make(model)\nbanks = torch.optim.SGD([bank], lr=0.1, fused=True)\n"
+        "for _ in range(4):\n    optimizer.zero_grad()\n    banks.zero_grad()\n"
+        "    h = model(torch.ones(32, 64))\n"
+        "    for i in range(12):\n        h = h + torch.tanh(h @ bank[i])\n"
+        "    h.square().mean().backward()\n    optimizer.step()\n    banks.step()\n"
+    )
+    old = {path: path.read_bytes() for path in tmp_path.rglob("*.py")}
+    monkeypatch.chdir(tmp_path)
+    fixes = fixes_of(script)
+    assert sorted(offer.title for offer in fixes.offers) == ["fused=True", "one bank.unbind before the loop"]
+    assert fixes.together is not None and fixes.together.proof.ok
+    assert fixes.refused == []
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.py")} == old
+    # The diff is one that others' tools take.
+    subprocess.run(["git", "apply", "--check", "-"], input=fixes.diff(), text=True, check=True, cwd=tmp_path)
+    assert sorted(path.name for path in fixes.write()) == ["optim.py", "train.py"]
+    assert "lr=1e-3, fused=True)" in (tmp_path / "parts" / "optim.py").read_text()
+    assert "torch.tanh(h @ bank_pieces[i])" in script.read_text()
+    again = fixes_of(script)
+    assert again.offers == [] and again.refused == []
+
+
+def test_a_repair_that_changes_the_update_is_not_offered(tmp_path: Path):
+    """A parameter without a gradient decays where gradients are zeroed, and stays where they are None."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n\ntorch.manual_seed(0)\n"
+        "model = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(80))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)\n"
+        "for p in model.parameters():\n    p.grad = torch.zeros_like(p)\n"
+        "for step in range(4):\n    optimizer.zero_grad(set_to_none=False)\n"
+        "    model[step](torch.ones(4, 16)).square().sum().backward()\n    optimizer.step()\n"
+    )
+    fixes = fixes_of(script, "unbatched-optimizer")
+    assert [offer.title for offer in fixes.offers] == ["fused=True"]
+    ((finding, why),) = fixes.refused
+    assert "zero_grad" in finding.line.code and "not the same update" in why
+    before = script.read_text()
+    fixes.write()
+    assert script.read_text() == before.replace("weight_decay=0.1)", "weight_decay=0.1, fused=True)")
+
+
+def test_a_script_that_fails_is_one_line(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(3)\n")
+    with pytest.raises(BadInput, match=r"train.py ended with exit code 3"):
+        fixes_of(script)
+
+
+def test_a_file_that_changed_meanwhile_is_not_written(tmp_path: Path):
+    from leanstep.fix import Fixes
+
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_bytes(b"a\n")
+    other.write_bytes(b"edited\n")
+    fixes = Fixes("one.py", changed={one: (b"a\n", b"b\n"), other: (b"a\n", b"b\n")})
+    with pytest.raises(BadInput, match="has changed meanwhile"):
+        fixes.write()
+    assert one.read_bytes() == b"a\n" and other.read_bytes() == b"edited\n"
+
+
+def test_the_copy_differs_in_the_changed_file_only(tmp_path: Path):
+    project = tmp_path / "project"
+    (project / "pkg" / "deep").mkdir(parents=True)
+    files = ["train.py", "other.py", "pkg/__init__.py", "pkg/deep/mod.py", "data.txt"]
+    for name in files:
+        (project / name).write_text(f"# {name}\n")
+    (project / "pkg" / "__pycache__").mkdir()
+    changed = changed_files([Edit(project / "pkg/deep/mod.py", 0, 1, "##")])
+    with overlaid(project / "train.py", changed) as copy:
+        assert {name: (copy.parent / name).read_text() for name in files} == {
+            **{name: f"# {name}\n" for name in files},
+            "pkg/deep/mod.py": "## pkg/deep/mod.py\n",
+        }
+        # The script's folder is where Python looks for modules: no link may lead it back.
+        assert copy.resolve().parent == copy.parent.resolve()
+        assert not (copy.parent / "pkg" / "__pycache__").exists()
+        folder = copy.parent
+    assert not folder.exists()
+    assert (project / "pkg/deep/mod.py").read_text() == "# pkg/deep/mod.py\n"
+
+
+@pytest.mark.parametrize(
+    ("after", "slower"),
+    [
+        ((1.0, 0.9, 1.1), False),
+        ((1.02, 1.01, 1.03), False),
+        ((1.2, 0.9, 1.4), False),
+        ((1.2, 1.15, 1.3), True),
+    ],
+)
+def test_slower_means_beyond_the_noise(after: tuple[float, float, float], slower: bool):
+    bench = PairBench(SideRow("a", 1.0, 0.95, 1.05), SideRow("b", *after))
+    assert is_slower(bench) is slower
