@@ -40,8 +40,7 @@ def _move_into_if(source: Source, statement: Statement) -> Found:
     name = target.value
     names = _plain_names(source, assign.value)
     body, index = source.block_of(statement)
-    _refuse_shared(source, name)
-    loads = [use for use in source.uses(name) if use is not target]
+    loads = [use for use in _own_uses(source, statement, name) if use is not target]
     if not loads or any(source.is_stored(use) for use in loads):
         raise NotUnderstood(f"{name} is assigned elsewhere, or never used")
     for later in body[index + 1 :]:
@@ -69,10 +68,9 @@ def _sum_on_the_device(source: Source, statement: Statement) -> Found:
     loop = source.enclosing(statement, LOOPS)
     if loop is None:
         raise NotUnderstood("no loop around the sum")
-    _refuse_shared(source, total)
     edits = [source.replace(reads[0], f"{source.text(reads[0].func.value)}.detach()")]
     looks = 0
-    for use in source.uses(total):
+    for use in _own_uses(source, statement, total):
         if use is added.target:
             continue
         if source.is_stored(use):
@@ -107,12 +105,15 @@ def _refuse_unless_number(source: Source, use: cst.Name) -> None:
         raise NotUnderstood(f"{use.value} is set to something else than a number")
 
 
-def _refuse_shared(source: Source, name: str) -> None:
-    """A name that functions share would be used where nobody looked."""
-    uses = source.uses(name)
-    scopes = {source.enclosing(use, (cst.FunctionDef, cst.ClassDef, cst.Lambda)) for use in uses}
-    if len(scopes) > 1 or any(isinstance(source.parent(use), cst.NameItem) for use in uses):
+def _own_uses(source: Source, statement: Statement, name: str) -> list[cst.Name]:
+    """Mentions of a name in the statement's function; another function's name of that spelling is another."""
+    kinds = (cst.FunctionDef, cst.ClassDef, cst.Lambda)
+    scope = source.enclosing(statement, kinds)
+    uses = source.uses(name, scope)
+    inner = {source.enclosing(use, kinds) for use in uses}
+    if len(inner) > 1 or any(isinstance(source.parent(use), cst.NameItem) for use in uses):
         raise NotUnderstood(f"{name} is shared between functions")
+    return uses
 
 
 def _reads(source: Source, value: cst.BaseExpression) -> list[cst.Call]:

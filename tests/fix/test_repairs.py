@@ -118,6 +118,10 @@ for step in range(100):
     "a sum stays on the device": (
         "host-sync",
         """
+def evaluate():
+    total_loss = evaluate_all()
+    return total_loss
+
 def train():
     total_loss = 0.
     for i, batch in enumerate(data):
@@ -130,6 +134,10 @@ def train():
     return total_loss
 """,
         """
+def evaluate():
+    total_loss = evaluate_all()
+    return total_loss
+
 def train():
     total_loss = 0.
     for i, batch in enumerate(data):
