@@ -1,7 +1,10 @@
-"""Machine tuning for CPUs, all of it: one job per core, and C++ libraries built once per machine.
+"""Machine tuning for CPUs, all of it: one job per core, zeros that cost nothing, C++ built once per machine.
 
 Jobs. Two threads on one matrix product synchronise after every call; two jobs on one thread each synchronise
 once, at the end. torch releases the interpreter lock inside its operations, so Python threads are enough.
+
+Zeros. torch.zeros writes every page; memory straight from the system is zero already, and takes up no more
+pages than are written.
 
 C++. A source file is compiled on first use, in a second or two. The library stays in the user's cache, named
 after source, compiler, flags and processor, beside its sha256: a file that is damaged, or that somebody else
@@ -15,6 +18,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import mmap
 import os
 import platform
 import shutil
@@ -158,6 +162,29 @@ def cache_folder() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "leanstep"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanstep"
+
+
+# Below this torch's allocator has the pages at hand.
+LAZY_BYTES = 4 << 20
+
+
+def sparse_zeros(like: Tensor) -> Tensor:
+    """Contiguous zeros of the same shape, of which few will be written.
+
+    Equivalent to:
+        zeros = torch.zeros_like(like, memory_format=torch.contiguous_format)
+
+    Large ones on a CPU come as pages that the system fills in at their first touch: a [V, D] gradient with a
+    hundredth of its rows written costs about a hundredth. While a profiler or dispatch mode watches, torch
+    makes them, so that their bytes are counted.
+    """
+    num_bytes = like.numel() * like.element_size()
+    plain = like.device.type != "cpu" or not has_memory(like) or is_watched()
+    if plain or num_bytes < LAZY_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return torch.zeros_like(like, memory_format=torch.contiguous_format)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # The tensor keeps the mapping alive, and its end unmaps it.
+    return torch.frombuffer(pages, dtype=like.dtype).view(like.shape)
 
 
 BASE_FLAGS = (

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leanstep import cpu
-from leanstep.cpu import cache_folder, is_watched, num_threads, run_on_cores
+from leanstep.cpu import cache_folder, is_watched, num_threads, run_on_cores, sparse_zeros
 from leanstep.measure.peaks import measure_peak
 
 needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler")
@@ -228,3 +228,20 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.delenv("LEANSTEP_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "leanstep"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_that_will_hardly_be_written(dtype):
+    """A gradient like any other: zero, contiguous, written in place, added to, counted by a profiler."""
+    like = torch.ones(1031, 2053, dtype=dtype).t().requires_grad_()
+    zeros = sparse_zeros(like)
+    assert zeros.shape == like.shape and zeros.dtype == dtype and zeros.is_contiguous() and not zeros.any()
+    zeros.index_add_(0, torch.tensor([7, 7]), torch.ones(2, 1031, dtype=dtype))
+    like.grad = zeros
+    del zeros
+    like.sum().backward()
+    assert (like.grad[7] == 3).all() and (like.grad.double().sum() == 1031 * (2053 + 2))
+    small = sparse_zeros(like[:2, :3])
+    assert small.is_contiguous() and not small.any()
+    seen = measure_peak(lambda: {"zeros": sparse_zeros(like)}, {})
+    assert seen.returned_bytes == like.numel() * dtype.itemsize <= seen.peak_bytes

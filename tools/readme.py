@@ -76,11 +76,18 @@ MORE_LINES = (
     Line("transpose-copy", "cpu", "copy a 768 × 50,304 matrix transposed"),
     Line("gpt-step", "tiny", "training step of the small GPT"),
 )
-LINES = (*README_LINES, *MORE_LINES)
-PAGES = ("README.md", "docs/measuring.md")
+# The table of docs/objectives.md.
+OBJECTIVE_LINES = (
+    Line("distill", "cpu", "JSD to a wider teacher's head, V = 32,000, a quarter of 2,048 rows"),
+    Line("distill", "all", "the same, all of 1,024 rows"),
+    Line("dpo", "cpu", "DPO with a reference head, a quarter of 2,048 positions are completions"),
+    Line("masked-head", "cpu", "replayed sampling masks, V = 151,936, mean 8 ids a row"),
+)
+LINES = (*README_LINES, *MORE_LINES, *OBJECTIVE_LINES)
+PAGES = ("README.md", "docs/measuring.md", "docs/objectives.md")
 # The script whose diagnosis the README shows.
 SCREEN_SCRIPT = "examples/rl/before.py"
-_BLOCK = re.compile(r"(<!-- (figures|more-figures|screen):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- ((?:\w+-)?figures|screen):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL)
 
 Data = dict[str, Any]
 
@@ -153,6 +160,7 @@ def rendered(text: str, results: dict[str, Data]) -> str:
     blocks = {
         "figures": figures_table(results, README_LINES, "results"),
         "more-figures": figures_table(results, MORE_LINES, "../results"),
+        "objective-figures": figures_table(results, OBJECTIVE_LINES, "../results"),
         "screen": screen_block(results),
     }
     return _BLOCK.sub(lambda m: m.group(1) + blocks[m.group(2)] + m.group(4), text)
@@ -263,7 +271,7 @@ def known_figures(results: dict[str, Data]) -> set[str]:
     for held in results.values():
         walk(held)
     # The tables hold quotients of what the files hold.
-    for lines in (README_LINES, MORE_LINES):
+    for lines in (README_LINES, MORE_LINES, OBJECTIVE_LINES):
         known.update(figures_in(figures_table(results, lines, "results")))
     return known
 

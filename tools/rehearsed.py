@@ -37,6 +37,14 @@ ROWS = {
             strict=False,
         )
     ),
+    "objectives": dict(
+        zip(
+            range(2, 100, 2),
+            "bare-distill-76k distill-jsd-76k distill-kl-76k distill-labels-76k bare-preference-76k dpo-76k "
+            "kto-76k bare-labels-76k cross-entropy-76k masked-76k".split(),
+            strict=False,
+        )
+    ),
     "record_74": {1: "stage-1", 3: "stage-2", 5: "stage-3", 7: "extension", 8: "evaluation"},
 }
 # script -> numbers of ranks, part of the names of its rows.

@@ -19,10 +19,20 @@ from torch import Tensor
 
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
-from leanstep.logprob.engine.softmax import (
-    first_order_only,
+from leanstep.logprob.engine.passes import kernels_for
+from leanstep.logprob.engine.softmax import first_order_only
+from leanstep.logprob.engine.tiles import (
+    GPU_ALIGNMENT,
+    Arrangement,
+    ChunkBuffer,
+    LogitsInGradient,
+    TileMemory,
+    Tiles,
+    arrange,
+    even_slices,
+    gpu_chunk_rows,
+    on_gpu,
 )
-from leanstep.logprob.engine.tiles import GPU_ALIGNMENT, Scratch, Tiles, on_gpu, row_stride
 from leanstep.logprob.inputs import build_head, check_rows, check_targets, check_temperature, select_per_row
 from leanstep.logprob.parallel import resolve_group
 from leanstep.objectives.distill_tiles import Chunk, Problem
@@ -38,8 +48,10 @@ from leanstep.objectives.teachers import (
 )
 
 # Logits of one chunk, all heads together. Fewer rows at a time spend more on rewriting dW than they save.
-CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 64 << 20, 1 << 30
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 64 << 20, 2 << 30
 FEWEST_ROWS = 64
+# Columns of a tile where its passes are torch's: the tile and five like it stay in a cache.
+PLAIN_COLUMNS = 1024
 
 
 class DistillLoss(NamedTuple):
@@ -150,6 +162,10 @@ def linear_distill_loss(
             raise ValueError('divergence: expected "cross_entropy" with SoftLabels')
     group = None if shards is None else resolve_group(shards.group)
     budget = None if tuning is None else tuning.budget
+    wants_grad = torch.is_grad_enabled()
+    in_gradient = wants_grad and tensors[1].requires_grad
+    chunks = _chunks(head, source.num_rows, len(opened), in_gradient, budget, group)
+    tiles, cores, kernels = _arranged(head, source, chunks, len(opened))
     problem = Problem(
         head=head,
         source=source,
@@ -159,10 +175,13 @@ def linear_distill_loss(
         weights=weights,
         targets=hard_targets,
         hard_weight=0.0 if hard is None else hard.weight,
-        chunk_rows=_chunk_rows(head, source.num_rows, 1 + len(opened), budget, group),
+        chunks=chunks,
+        tiles=tiles,
+        cores=cores,
+        kernels=kernels,
         group=group,
         reduce_grad="none" if shards is None else shards.reduce_grad,
-        wants_grad=torch.is_grad_enabled(),
+        wants_grad=wants_grad,
     )
     with torch.autocast(hidden.device.type, enabled=False):
         found = _DistillLoss.apply(*tensors, problem)
@@ -177,29 +196,25 @@ class _DistillLoss(torch.autograd.Function):
         head, num_rows = problem.head, problem.source.num_rows
         given = (hidden, weight, bias, low_hidden, low_weight)
         wanted = [problem.wants_grad and t is not None and t.requires_grad for t in given]
-        width = max((c.stop - c.start for c in problem.columns), default=1)
-        sums = None
+        early = _early_gradient(problem, wanted[1])
+        sums: list[HeadSums] = []
         if any(wanted):
-            tiles = Tiles(max(problem.chunk_rows, 1), width, "rows" if len(problem.chunks) > 1 else "vocab")
-            sums = HeadSums(
-                head,
-                problem.source,
-                problem.low,
-                tiles,
-                wanted,
-                reduce=(problem.group, problem.reduce_grad),
-            )
+            options: dict[str, Any] = {"reduce": (problem.group, problem.reduce_grad), "early": early}
+            sums = [HeadSums(head, problem.source, problem.low, problem.tiles, wanted, **options)]
+            sums += [sums[0].fork() for _ in problem.column_parts[1:]]
         rows = torch.zeros((3, num_rows), dtype=head.dtype, device=hidden.device)
-        tallest = max((c.stop - c.start for c in problem.chunks), default=0)
-        scratch = Scratch(hidden, head.dtype, tallest, width)
-        stride = row_stride(head.columns, hidden.device)
-        buffers = [
-            torch.empty((tallest, stride), dtype=head.dtype, device=hidden.device)
-            for _ in range(1 + len(problem.teachers))
+        memories: list[TileMemory] = [
+            ChunkBuffer(hidden, head.dtype, problem.tallest, head.columns)
+            for _ in range(len(problem.teachers) + (early is None))
         ]
+        if early is not None:
+            memories.insert(0, early)
+        scratches = problem.scratches()
         for part in problem.chunks:
-            rows[:, part] = Chunk(problem, part, buffers, scratch).run(sums)
-        ctx.gradients = None if sums is None else sums.result()
+            rows[:, part] = Chunk(problem, part, memories, scratches).run(sums)
+        for fork in sums[1:]:
+            sums[0].join(fork)
+        ctx.gradients = sums[0].result() if sums else None
         soft, hard, entropy = rows
         mixed = soft if problem.targets is None else torch.lerp(soft, hard, problem.hard_weight)
         loss = torch.where(problem.weights == 0, 0.0, mixed * problem.weights).sum()
@@ -264,8 +279,13 @@ def _row_weights(
     return weights / normalizer
 
 
-def _chunk_rows(head: Head, num_rows: int, heads: int, budget: int | None, group: Any) -> int:
-    """Rows per chunk; ranks must agree, whatever the width of their shards."""
+def _chunks(
+    head: Head, num_rows: int, teachers: int, in_gradient: bool, budget: int | None, group: Any
+) -> list[slice]:
+    """Row chunks whose logits fit the budget; ranks must agree, whatever the width of their shards.
+
+    A single chunk needs room for the teachers' alone where the student's lie in its weight's gradient.
+    """
     columns = head.columns
     if group is not None:
         if head.vocabulary is None:
@@ -273,10 +293,50 @@ def _chunk_rows(head: Head, num_rows: int, heads: int, budget: int | None, group
                 "shards.total: expected the whole vocabulary's size with unequal shards, got None"
             )
         columns = -(-head.vocabulary // group.size())
-    gpu = on_gpu(head.weight.device)
-    fewest = FEWEST_ROWS if budget is None else 1
-    budget = budget or (GPU_CHUNK_BYTES if gpu else CPU_CHUNK_BYTES)
-    most = max(budget // max(heads * columns * head.dtype.itemsize, 1), fewest)
-    if gpu:
-        most = most // GPU_ALIGNMENT * GPU_ALIGNMENT or GPU_ALIGNMENT
-    return max(min(most, num_rows), 1)
+    fewest, row_bytes = FEWEST_ROWS if budget is None else 1, (1 + teachers) * head.dtype.itemsize
+    if on_gpu(head.weight.device):
+        shape = (columns, head.weight.shape[1])
+        most = gpu_chunk_rows(shape, head.weight, row_bytes, budget or GPU_CHUNK_BYTES)
+        return even_slices(num_rows, max(most, fewest), GPU_ALIGNMENT)
+    budget = budget or CPU_CHUNK_BYTES
+    if in_gradient and num_rows <= LogitsInGradient.rows_that_fit(head.weight, head.dtype):
+        if num_rows * columns * teachers * head.dtype.itemsize <= budget:
+            return even_slices(num_rows, max(num_rows, 1))
+    return even_slices(num_rows, max(budget // max(row_bytes * columns, 1), fewest))
+
+
+def _arranged(head: Head, source: RowSource, chunks: list[slice], teachers: int) -> Arrangement:
+    """Tiles as tall as a chunk, and a part of the vocabulary for each core where kernels do the passes."""
+    hidden, num_rows, columns = source.hidden, source.num_rows, head.columns
+    tallest = max((c.stop - c.start for c in chunks), default=1)
+    kernels = kernels_for(hidden, head.dtype, num_rows * columns) if teachers == 1 else None
+    # Several chunks: dW is summed where it lies, but 16-bit weights need fp32 sums, which "rows" order has.
+    one_core = kernels is None or (len(chunks) > 1 and head.weight.dtype != head.dtype)
+    tiles, cores, kernels = arrange(
+        num_rows,
+        columns,
+        hidden.shape[1],
+        hidden.device,
+        kernels,
+        max_rows=tallest,
+        chunk_rows=tallest,
+        cores=1 if one_core else None,
+    )
+    width = tiles.columns
+    if kernels is None and not on_gpu(hidden.device):
+        width = min(width, PLAIN_COLUMNS)
+    return Arrangement(
+        Tiles(tallest, width, "vocab" if len(chunks) <= 1 or cores > 1 else "rows"), cores, kernels
+    )
+
+
+def _early_gradient(problem: Problem, wanted: bool) -> LogitsInGradient | None:
+    """The memory of dW for the student's logits, where one chunk of rows is all there is and fits."""
+    head, columns = problem.head, [c for part in problem.column_parts for c in part]
+    if not wanted or len(problem.chunks) != 1 or not columns:
+        return None
+    if problem.tallest > LogitsInGradient.rows_that_fit(head.weight, head.dtype):
+        return None
+    early = LogitsInGradient(head.weight, head.dtype)
+    fits = all(early.reserve(slice(0, problem.tallest), c) for c in columns)
+    return early if fits else None

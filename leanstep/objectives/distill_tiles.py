@@ -1,17 +1,21 @@
 """The walks of a distillation over one chunk of rows: statistics, terms, gradients.
 
     1  logits of every head, their running maximum and sum
-    2  log-probs; this tile's part of D, and S (divergences.py), which overwrites the teacher's logits
+    2  this tile's part of D and of the sum of S (divergences.py)
     3  du = S - p sum(S), pushed into the gradients of hidden and weight
 
-Over vocabulary shards each walk ends in one exchange: maxima, then sums, after the first; the sums of D and S
-after the second.
+One teacher and the kernels of logprob/engine/passes.py: the walks 2 and 3 read the logits of both heads, and
+du takes the place of the teacher's. Otherwise in torch: walk 2 leaves p and S in the place of the logits. On
+a CPU with several threads each core walks a part of the vocabulary. Over vocabulary shards each walk ends in
+one exchange: maxima, then sums, after the first; the sums of D and S after the second.
 """
 
 # R rows of a chunk · D model · V local vocabulary · W columns of a tile
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +23,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from leanstep.cpu import run_on_cores
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
-from leanstep.logprob.engine.softmax import EXPONENT_FLOOR, RowStatistics, exponentials, tile_ids
-from leanstep.logprob.engine.tiles import GPU_ALIGNMENT, Scratch, even_slices, on_gpu
+from leanstep.logprob.engine.passes import Compared, LabelGradient
+from leanstep.logprob.engine.softmax import (
+    EXPONENT_FLOOR,
+    FinalStatistics,
+    RowStatistics,
+    exponentials,
+    merge,
+    tile_ids,
+)
+from leanstep.logprob.engine.tiles import GPU_ALIGNMENT, Scratch, TileMemory, Tiles, even_slices, on_gpu
 from leanstep.objectives.divergences import Divergence, log_probs_, tile_terms_
 from leanstep.objectives.teachers import GivenTiles, HeadTiles
 
-# A tile and its work area stay in a cache; on a GPU they fill it.
-CPU_COLUMNS, GPU_COLUMNS = 1024, 8192
+Hard = tuple[Tensor, Tensor]
 
 
 @dataclass
 class Problem:
-    """Everything constant about one call."""
+    """Everything constant about one call; `tiles`, `cores` and `kernels` as `arrange` chose them."""
 
     head: Head
     source: RowSource
@@ -41,172 +53,278 @@ class Problem:
     weights: Tensor
     targets: Tensor | None
     hard_weight: float
-    chunk_rows: int
+    chunks: list[slice]
+    tiles: Tiles
+    cores: int
+    kernels: Any
     group: Any
     reduce_grad: Any
     wants_grad: bool
 
     def __post_init__(self) -> None:
-        gpu = on_gpu(self.source.hidden.device)
-        self.multiple = GPU_ALIGNMENT if gpu else 1
-        self.columns = even_slices(self.head.columns, GPU_COLUMNS if gpu else CPU_COLUMNS, self.multiple)
-        self.chunks = even_slices(self.source.num_rows, self.chunk_rows)
+        multiple = GPU_ALIGNMENT if on_gpu(self.source.hidden.device) else 1
+        columns = even_slices(self.head.columns, self.tiles.columns, multiple)
+        per_part = max(-(-len(columns) // self.cores), 1)
+        # Column slices, one list per part of the vocabulary.
+        self.column_parts = [columns[part] for part in even_slices(len(columns), per_part)] or [[]]
+        self.tallest = max((c.stop - c.start for c in self.chunks), default=0)
+        self.fused = self.kernels is not None and len(self.teachers) == 1
+
+    def scratches(self) -> list[Scratch]:
+        """Work tiles, one set for each part of the vocabulary."""
+        like, columns = self.source.hidden, self.tiles.columns
+        return [Scratch(like, self.head.dtype, self.tallest, columns) for _ in self.column_parts]
+
+    def run_parts(self, job: Callable[[int, list[slice]], None]) -> None:
+        """`job(number, columns)` for every part of the vocabulary, side by side if there are several."""
+        if len(self.column_parts) == 1:
+            job(0, self.column_parts[0])
+            return
+        jobs = [
+            lambda _worker, number=number, columns=columns: job(number, columns)
+            for number, columns in enumerate(self.column_parts)
+        ]
+        run_on_cores(jobs, self.cores)
 
 
 class Chunk:
-    """One chunk of rows: the three walks."""
+    """One chunk of rows: the three walks.
 
-    def __init__(self, problem: Problem, part: slice, buffers: list[Tensor], scratch: Scratch) -> None:
-        self.problem, self.part, self.scratch = problem, part, scratch
-        size = part.stop - part.start
-        self.buffers = [b[:size] for b in buffers]
+    Args:
+        memories: where the logits of the student and of every teacher lie.
+        scratches: from `Problem.scratches`.
+    """
+
+    def __init__(
+        self, problem: Problem, part: slice, memories: Sequence[TileMemory], scratches: list[Scratch]
+    ) -> None:
+        self.problem, self.part, self.memories, self.scratches = problem, part, memories, scratches
+        self.size = part.stop - part.start
         dtype = problem.head.operand_dtype
         self.h = problem.source.chunk(part, dtype)
         self.low_h = None if problem.low is None else problem.low.chunk(part, dtype)
 
-    def run(self, sums: HeadSums | None) -> Tensor:
-        """Divergence, cross-entropy of the labels and entropy of the rows, [3, R]; gradients go to `sums`."""
-        shifts, log_sums, hard = self._statistics()
-        found, slope_sum = self._terms(shifts, log_sums, hard, sums is not None)
-        if sums is not None:
-            self._push(slope_sum, found[0], sums)
+    def tile(self, head: int, columns: slice) -> Tensor:
+        """Logits of the student (0) or of a teacher, [R, W]."""
+        found = self.memories[head].tile(slice(0, self.size), columns)
+        assert found is not None
         return found
 
-    def _statistics(self) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, Tensor] | None]:
+    def run(self, sums: list[HeadSums]) -> Tensor:
+        """Divergence, cross-entropy of the labels and entropy of the rows, [3, R].
+
+        Gradients go to `sums`, one for each part of the vocabulary; none: they are not wanted.
+        """
+        finals, hard = self._statistics()
+        terms, hard_values = self._terms(finals, hard, bool(sums))
+        if sums:
+            self._push(finals, hard, terms, sums)
+        return torch.stack([terms[0], hard_values, terms[2]])
+
+    def _statistics(self) -> tuple[list[FinalStatistics], Hard | None]:
         """Walk 1: logits of every head; max and log-sum of the student and of each teacher that has logits.
 
-        The student's softmax at temperature 1, for hard labels, has its own sum: its maximum is known.
+        With hard labels also the log-sum of the student at temperature 1, and the target's logit.
         """
-        problem, head, part = self.problem, self.problem.head, self.part
-        heads = [None, *(tiles for tiles, _ in problem.teachers)]
-        size = part.stop - part.start
-        stats = [
-            RowStatistics.empty(size, dtype=head.dtype, device=self.h.device)
-            for one in heads
-            if one is None or one.has_logits
+        problem, head = self.problem, self.problem.head
+        teachers = [tiles for tiles, _ in problem.teachers]
+        has_logits = [True, *(one.has_logits for one in teachers)]
+        # Gathered once, and not needed after this walk.
+        far = [one.read(self.part) for one in teachers]
+        targets = None if problem.targets is None else problem.targets[self.part]
+        parts = [
+            [RowStatistics.empty(self.size, dtype=head.dtype, device=self.h.device) for _ in has_logits]
+            for _ in problem.column_parts
         ]
-        for columns in problem.columns:
-            number = 0
-            for one, buffer in zip(heads, self.buffers, strict=True):
-                z = buffer[:, columns]
-                if one is None:
-                    head.logits(self.h, self.low_h, head.weight_tile(columns), part, columns, z)
-                else:
-                    one.tile(part, columns, z)
-                if one is None or one.has_logits:
-                    work = self.scratch.tile(0, size, columns.stop - columns.start)
-                    stats[number].update_(z, [work])
-                    number += 1
+
+        def walk(number: int, column_slices: list[slice]) -> None:
+            scratch, stats = self.scratches[number], parts[number]
+            for columns in column_slices:
+                for place, logits in enumerate(has_logits):
+                    z = self.tile(place, columns)
+                    if place == 0:
+                        weight = head.weight_tile(columns)
+                        head.logits(self.h, self.low_h, weight, self.part, columns, z)
+                    else:
+                        teachers[place - 1].tile(far[place - 1], self.part, columns, z)
+                    if logits:
+                        work = [] if problem.kernels is not None else [scratch.tile(0, *z.shape)]
+                        first = head.shard.start + columns.start
+                        given = targets if place == 0 else None
+                        stats[place].update_(z, work, given, first, kernels=problem.kernels)
+
+        problem.run_parts(walk)
+        stats = [functools.reduce(merge, of_head) for of_head in zip(*parts, strict=True)]
         maxima = torch.stack([s.max for s in stats])
         all_reduce_(maxima, problem.group, dist.ReduceOp.MAX)
-        hard_sum, target = self._hard_statistics(maxima[0])
-        packed = [s.sums_under(maxima[i : i + 1])[0] for i, s in enumerate(stats)]
-        packed = torch.stack([*packed, *(x for x in (hard_sum, target) if x is not None)])
+        packed = [s.sums_under(maxima[i : i + 1]) for i, s in enumerate(stats)]
+        own_sum = problem.targets is not None and head.temperature != 1.0
+        if own_sum:
+            packed.append(self._sum_at_one(maxima[0]).unsqueeze(0))
+        packed = torch.cat(packed)
         all_reduce_(packed, problem.group, dist.ReduceOp.SUM)
-        finals = [RowStatistics(maxima[i], packed[i], None, packed[i]).final() for i in range(len(stats))]
+        finals = [
+            s.replaced(maxima[i : i + 1], packed[2 * i : 2 * i + 2]).final()
+            if has_logits[i]
+            # Given log-probs are what they are.
+            else FinalStatistics(*(torch.zeros_like(maxima[0]) for _ in range(2)), None, maxima[0] == 0)
+            for i, s in enumerate(stats)
+        ]
         hard = None
-        if hard_sum is not None:
-            hard = (packed[-2], packed[-1])
-        return [f.max for f in finals], [f.log_sum for f in finals], hard
+        if problem.targets is not None:
+            hard = (packed[-1].log() if own_sum else finals[0].log_sum, packed[1])
+        return finals, hard
 
-    def _hard_statistics(self, maximum: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """sum e^(t (z - m)) with temperature t, and the target's z: [R] each, of this shard."""
-        problem, head = self.problem, self.problem.head
-        if problem.targets is None:
-            return None, None
+    def _sum_at_one(self, maximum: Tensor) -> Tensor:
+        """sum e^(t (z - m)) with temperature t: [R], of this shard."""
+        head = self.problem.head
         shift = torch.where(maximum == -torch.inf, 0.0, maximum).unsqueeze(-1)
-        total, target = torch.zeros_like(maximum), torch.zeros_like(maximum)
-        for columns in problem.columns:
-            z = self.buffers[0][:, columns]
-            work = self.scratch.tile(0, len(z), z.shape[1])
+        total = torch.zeros_like(maximum)
+        for columns in (c for part in self.problem.column_parts for c in part):
+            z = self.tile(0, columns)
+            work = self.scratches[0].tile(0, *z.shape)
             x = torch.sub(z, shift, out=work).mul_(head.temperature)
             total += exponentials(x, x).sum(-1)
-            local, held = tile_ids(problem.targets[self.part], head.shard.start + columns.start, z.shape[1])
-            target = torch.where(held, z.gather(1, local.unsqueeze(-1)).squeeze(-1), target)
-        return total, target
+        return total
 
-    def _terms(
-        self, shifts: list[Tensor], log_sums: list[Tensor], hard: tuple[Tensor, Tensor] | None, slopes: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Walk 2: D, label cross-entropy and entropy [3, R], and the row sums of S.
+    def _compared(self, finals: list[FinalStatistics]) -> Compared:
+        kind, (tiles, factor) = self.problem.kind, self.problem.teachers[0]
+        student, teacher = finals
+        statistics = (student.max, student.log_sum, teacher.max, teacher.log_sum)
+        is_probability = isinstance(tiles, GivenTiles) and tiles.is_probability
+        weights = (factor * kind.teacher, factor * kind.student, kind.mix)
+        return Compared(statistics, kind.mode(is_probability), *weights)
+
+    def _terms(self, finals: list[FinalStatistics], hard: Hard | None, slopes: bool) -> tuple[Tensor, Tensor]:
+        """Walk 2: D, the sum of S and the entropy, [3, R]; the labels' cross-entropy, [R]."""
+        problem, dtype, device = self.problem, self.problem.head.dtype, self.h.device
+        parts = torch.zeros((len(problem.column_parts), 3, self.size), dtype=dtype, device=device)
+        compared = self._compared(finals) if problem.fused else None
+
+        def walk(number: int, column_slices: list[slice]) -> None:
+            for columns in column_slices:
+                if compared is not None:
+                    z, y = self.tile(0, columns), self.tile(1, columns)
+                    problem.kernels.divergence_sums(z, y, compared, parts[number])
+                else:
+                    self._plain_terms(columns, finals, hard, slopes, self.scratches[number], parts[number])
+
+        problem.run_parts(walk)
+        terms = parts[0] if len(parts) == 1 else parts.sum(0)
+        all_reduce_(terms, problem.group, dist.ReduceOp.SUM)
+        hard_values = torch.zeros_like(terms[0])
+        if hard is not None:
+            # Everything at temperature 1: t (z - m) - log s1.
+            hard_values = hard[0] - (hard[1] - finals[0].max) * problem.head.temperature
+        return terms, hard_values
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """What the gradients of D and of the labels' cross-entropy are multiplied by, [R] each."""
+        problem, head = self.problem, self.problem.head
+        weights = problem.weights[self.part]
+        return (
+            weights * (1.0 - problem.hard_weight) * head.row_slope(self.part),
+            weights * problem.hard_weight * head.scale,
+        )
+
+    def _plain_terms(
+        self,
+        columns: slice,
+        finals: list[FinalStatistics],
+        hard: Hard | None,
+        slopes: bool,
+        scratch: Scratch,
+        sums: Tensor,
+    ) -> None:
+        """A tile of walk 2 in torch: it adds to `sums`, [3, R].
 
         The first teacher's logits become S, those of the student p, both times what du needs of the head.
         """
         problem, head, part = self.problem, self.problem.head, self.part
-        size = part.stop - part.start
-        found = torch.zeros((3, size), dtype=head.dtype, device=self.h.device)
-        slope_sum = torch.zeros_like(found[0])
-        soft_factor = problem.weights[part] * (1.0 - problem.hard_weight) * head.row_slope(part)
-        hard_factor = problem.weights[part] * problem.hard_weight * head.scale
-        for columns in problem.columns:
-            z = self.buffers[0][:, columns]
-            tiles = self.scratch.tiles(5, len(z), z.shape[1])
-            cap = None
-            if head.softcap is not None and slopes:
-                cap = head.cap_slope(z, part)
-            extra = None
-            if hard is not None and slopes:
-                extra = self._hard_slope(z, shifts[0], hard[0], columns)
-            log_p, p = log_probs_(z, shifts[0], log_sums[0], tiles[0], tiles[1])
-            finite = torch.clamp(log_p, min=EXPONENT_FLOOR[p.dtype], out=tiles[2])
-            found[2] -= torch.linalg.vecdot(finite, p)
-            total: Tensor | None = None
-            number = 1
-            for (one, factor), buffer in zip(problem.teachers, self.buffers[1:], strict=True):
-                y = buffer[:, columns]
-                log_q: Tensor | None = y
-                if one.has_logits:
-                    log_q, q = log_probs_(y, shifts[number], log_sums[number], y, z)
-                    number += 1
-                elif getattr(one, "is_probability", False):
-                    log_q, q = None, y
+        z = self.tile(0, columns)
+        soft_factor, hard_factor = self._factors()
+        tiles = scratch.tiles(5, len(z), z.shape[1])
+        cap = None
+        if head.softcap is not None and slopes:
+            cap = head.cap_slope(z, part)
+        extra = None
+        if hard is not None and slopes:
+            extra = self._hard_slope(z, finals[0].max, hard[0], columns)
+        log_p, p = log_probs_(z, finals[0].max, finals[0].log_sum, tiles[0], tiles[1])
+        finite = torch.clamp(log_p, min=EXPONENT_FLOOR[p.dtype], out=tiles[2])
+        sums[2] -= torch.linalg.vecdot(finite, p)
+        total: Tensor | None = None
+        for number, (one, factor) in enumerate(problem.teachers, 1):
+            y = self.tile(number, columns)
+            log_q: Tensor | None = y
+            if one.has_logits:
+                log_q, q = log_probs_(y, finals[number].max, finals[number].log_sum, y, z)
+            elif getattr(one, "is_probability", False):
+                log_q, q = None, y
+            else:
+                q = torch.exp(y, out=z)
+            value, slope = tile_terms_(problem.kind, log_p, p, log_q, q, tiles[2:])
+            sums[0].add_(value, alpha=factor)
+            if slopes:
+                if total is None:
+                    # The first teacher's logits are not needed again.
+                    total = torch.mul(slope, factor, out=self.tile(1, columns))
                 else:
-                    q = torch.exp(y, out=z)
-                value, slope = tile_terms_(problem.kind, log_p, p, log_q, q, tiles[2:])
-                found[0].add_(value, alpha=factor)
-                if slopes:
-                    if total is None:
-                        # The first teacher's logits are not needed again.
-                        total = torch.mul(slope, factor, out=self.buffers[1][:, columns])
-                    else:
-                        total.add_(slope, alpha=factor)
-            if total is not None:
-                slope_sum += total.sum(-1)
-                total.mul_(soft_factor.unsqueeze(-1))
-                torch.mul(p, soft_factor.unsqueeze(-1), out=z)
-                if extra is not None:
-                    total.addcmul_(extra, hard_factor.unsqueeze(-1))
-                if cap is not None:
-                    total.mul_(cap)
-                    z.mul_(cap)
-        packed = torch.cat([found, slope_sum.unsqueeze(0)])
-        all_reduce_(packed, problem.group, dist.ReduceOp.SUM)
-        if hard is not None:
-            # Everything at temperature 1: t (z - m) - log s1.
-            packed[1] = hard[0].log() - (hard[1] - shifts[0]) * head.temperature
-        return packed[:3], packed[3]
+                    total.add_(slope, alpha=factor)
+        if total is not None:
+            sums[1] += total.sum(-1)
+            total.mul_(soft_factor.unsqueeze(-1))
+            torch.mul(p, soft_factor.unsqueeze(-1), out=z)
+            if extra is not None:
+                total.addcmul_(extra, hard_factor.unsqueeze(-1))
+            if cap is not None:
+                total.mul_(cap)
+                z.mul_(cap)
 
-    def _hard_slope(self, z: Tensor, shift: Tensor, total: Tensor, columns: slice) -> Tensor:
+    def _hard_slope(self, z: Tensor, shift: Tensor, log_sum: Tensor, columns: slice) -> Tensor:
         """p - 1[target] at temperature 1."""
         problem, head = self.problem, self.problem.head
-        x = torch.sub(z, shift.unsqueeze(-1)).mul_(head.temperature)
-        p = exponentials(x, x).div_(total.unsqueeze(-1))
+        x = torch.sub(z, shift.unsqueeze(-1)).mul_(head.temperature).sub_(log_sum.unsqueeze(-1))
+        p = exponentials(x, x)
         assert problem.targets is not None
         local, held = tile_ids(problem.targets[self.part], head.shard.start + columns.start, z.shape[1])
         return p.scatter_add_(1, local.unsqueeze(-1), -held.to(p.dtype).unsqueeze(-1))
 
-    def _push(self, slope_sum: Tensor, values: Tensor, sums: HeadSums) -> None:
+    def _push(
+        self, finals: list[FinalStatistics], hard: Hard | None, terms: Tensor, sums: list[HeadSums]
+    ) -> None:
         """Walk 3: du = S - p sum(S), tile by tile into the gradients."""
         problem, head = self.problem, self.problem.head
         # Infinite divergences have no gradient.
-        infinite = values.isfinite().logical_not_().unsqueeze(-1)
-        for columns in problem.columns:
-            p, total = self.buffers[0][:, columns], self.buffers[1][:, columns]
-            total.addcmul_(p, slope_sum.unsqueeze(-1), value=-1.0)
-            du = total.masked_fill_(infinite, 0.0)
-            if head.operand_dtype != head.dtype:
-                du = self.scratch.tile(0, len(du), du.shape[1], head.operand_dtype).copy_(total)
-            sums.add(du, self.h, self.low_h, head.weight_tile(columns), self.part, columns)
+        finite = terms[0].isfinite()
+        slope, factors = terms[1], [torch.where(finite, f, 0.0) for f in self._factors()]
+        compared = self._compared(finals) if problem.fused else None
+        cap, labels = 0.0, None
+        if head.softcap is not None:
+            assert not isinstance(head.temperature, Tensor)
+            cap = head.temperature / head.softcap
+        if hard is not None and problem.targets is not None:
+            assert not isinstance(head.temperature, Tensor)
+            labels = LabelGradient(problem.targets[self.part], factors[1], hard[0], head.temperature)
+        infinite = finite.logical_not().unsqueeze(-1)
+
+        def walk(number: int, column_slices: list[slice]) -> None:
+            scratch = self.scratches[number]
+            for columns in column_slices:
+                z, y = self.tile(0, columns), self.tile(1, columns)
+                du = y
+                if head.operand_dtype != head.dtype:
+                    du = scratch.tile(0, *y.shape, head.operand_dtype)
+                if compared is not None:
+                    first = head.shard.start + columns.start
+                    row_terms = (slope, factors[0], cap, labels)
+                    problem.kernels.divergence_gradient(z, y, du, compared, *row_terms, first)
+                else:
+                    y.addcmul_(z, slope.unsqueeze(-1), value=-1.0).masked_fill_(infinite, 0.0)
+                    du = du if du is y else du.copy_(y)
+                sums[number].add(du, self.h, self.low_h, head.weight_tile(columns), self.part, columns)
+
+        problem.run_parts(walk)
 
 
 def all_reduce_(values: Tensor, group: Any, op: Any) -> None:

@@ -52,6 +52,12 @@ class Divergence:
         if self.cross_entropy and (self.teacher, self.student, self.mix) != (1.0, 0.0, 0.0):
             raise ValueError(f"divergence: expected cross_entropy with a = 1, b = 0, mix = 0, got {self}")
 
+    def mode(self, is_probability: bool) -> int:
+        """Which of the formulas of `logprob.engine.passes.Compared` this is."""
+        if self.cross_entropy:
+            return 4 if is_probability else 3
+        return {0.0: 0, 1.0: 1}.get(self.mix, 2)
+
 
 def checked_divergence(kind: Divergence | str | tuple[str, float]) -> Divergence:
     """The record for a name ("forward_kl"), or for a name and its parameter: ("jsd", 0.5)."""
@@ -91,7 +97,10 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: Divergence | str | tuple[str,
         log_m = log_q
     else:
         weights = log_p.new_tensor([1.0 - kind.mix, kind.mix]).log()
-        log_m = torch.logaddexp(log_p + weights[0], log_q + weights[1])
+        # Where neither side has mass logaddexp's gradient would be NaN.
+        nowhere = (log_p == -torch.inf) & (log_q == -torch.inf)
+        ends = (torch.where(nowhere, 0.0, x) + w for x, w in zip((log_p, log_q), weights, strict=True))
+        log_m = torch.where(nowhere, -torch.inf, torch.logaddexp(*ends))
     total = log_p.new_zeros(log_p.shape[:-1])
     if kind.cross_entropy:
         return total - _expected(log_q, log_p)

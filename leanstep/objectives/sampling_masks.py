@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from leanstep.cpu import sparse_zeros
 from leanstep.logprob import Allowed, LMHead, ReferenceHead, Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.engine.lm_head import Head
 from leanstep.logprob.engine.softmax import EXPONENT_FLOOR, finite_shift, first_order_only
@@ -89,7 +90,8 @@ def linear_masked_logprobs(
         weight: [V, D], or a head that `linear_logprobs` takes, without LoRA.
         targets: [T'] ids aligned with `rows`.
         kept: `Allowed(ids, offsets, has_set)`; a row with has_set False runs over the whole vocabulary. On
-            the host together with `targets`: the pairs are found without a host read of the device.
+            the host together with `targets` the pairs are found without a host read of the device; from a
+            device they are read in one.
         rows: [T'] int64, rows to score.
         entropy: "none", "metric" or "grad".
         temperature: > 0, a float or one per row.
@@ -119,10 +121,9 @@ def linear_masked_logprobs(
         raise ValueError("shards.total: expected the whole vocabulary's size with unequal shards, got None")
     check_rows(rows, hidden.device)
     head.temperature = check_temperature(temperature, rows, len(hidden), head.dtype)
-    place = kept[0].device
-    host_rows = None if rows is None else rows.to(targets.device)
-    targets = check_targets(targets, host_rows, len(hidden), head.vocabulary).to(place)
-    allowed = checked_allowed(kept, len(targets), head.vocabulary, place)
+    *kept, targets = _on_host([*kept, targets])
+    targets = check_targets(targets, rows, len(hidden), head.vocabulary)
+    allowed = checked_allowed(kept, len(targets), head.vocabulary, targets.device)
     assert allowed is not None
     group = None if shards is None else resolve_group(shards.group)
     plan = _plan(allowed, targets, head, hidden.device)
@@ -177,8 +178,21 @@ class _Plan:
     singletons: int
 
 
+def _on_host(given: list[Any]) -> list[Any]:
+    """Tensors on the host; those of a device come in one copy, which is one host read."""
+    away = [x for x in given if isinstance(x, Tensor) and x.device.type != "cpu"]
+    if not away:
+        return given
+    packed = torch.cat([x.flatten().long() for x in away]).cpu()
+    arrived = iter(packed.split([x.numel() for x in away]))
+    return [
+        next(arrived).view(x.shape).to(x.dtype) if isinstance(x, Tensor) and x.device.type != "cpu" else x
+        for x in given
+    ]
+
+
 def _plan(allowed: AllowedIds, targets: Tensor, head: Head, device: torch.device) -> _Plan:
-    """Where kept ids and targets lie; all of it on the device of the ids."""
+    """Where kept ids and targets lie: worked out on the host, then moved to `device`."""
     assert head.vocabulary is not None
     row_of, ids = allowed.unique_pairs(targets, head.vocabulary)
     counts = torch.bincount(row_of, minlength=len(targets))
@@ -315,7 +329,7 @@ class _SparseMask(torch.autograd.Function):
         if sums is not None and call.main_grad is not None:
             call.main_grad.index_add_(0, plan.touched, sums.to(call.main_grad.dtype))
         elif sums is not None:
-            d_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            d_weight = sparse_zeros(weight)
             d_weight.index_copy_(0, plan.touched, sums.to(weight.dtype))
         if bias is not None and needs[2]:
             d_bias = torch.zeros_like(bias, dtype=head.dtype).index_add_(0, plan.ids, du).to(bias.dtype)

@@ -96,17 +96,15 @@ class HeadTiles:
         self.head, rows = head, _own_rows("teacher.hidden", len(teacher.hidden), source)
         self.source = RowSource(teacher.hidden.detach(), rows)
         self.low = None if tensors[3] is None else RowSource(tensors[3].detach(), rows)
-        self._rows: slice | None = None
 
-    def tile(self, rows: slice, columns: slice, out: Tensor) -> Tensor:
-        """Logits [R, W] of some rows and columns, in `out`."""
-        if rows is not self._rows:
-            # One gather per chunk of rows, not one per tile.
-            dtype = self.head.operand_dtype
-            self._rows, self._h = rows, self.source.chunk(rows, dtype)
-            self._low = None if self.low is None else self.low.chunk(rows, dtype)
-        weight = self.head.weight_tile(columns)
-        return self.head.logits(self._h, self._low, weight, rows, columns, out)
+    def read(self, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of some rows, and the LoRA branch's: one gather per chunk, not one per tile."""
+        dtype = self.head.operand_dtype
+        return self.source.chunk(rows, dtype), None if self.low is None else self.low.chunk(rows, dtype)
+
+    def tile(self, read: Any, rows: slice, columns: slice, out: Tensor) -> Tensor:
+        """Logits [R, W] of some rows and columns, in `out`; `read` is `read(rows)`."""
+        return self.head.logits(*read, self.head.weight_tile(columns), rows, columns, out)
 
 
 class GivenTiles:
@@ -143,7 +141,10 @@ class GivenTiles:
                 student.weight.device, student.dtype
             )
 
-    def tile(self, rows: slice, columns: slice, out: Tensor) -> Tensor:
+    def read(self, rows: slice) -> None:
+        """Nothing is gathered beforehand."""
+
+    def tile(self, read: None, rows: slice, columns: slice, out: Tensor) -> Tensor:
         """Values [R, W] of some rows and columns, in `out`."""
         picked = (
             self.values[rows, columns]

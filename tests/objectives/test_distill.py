@@ -1,15 +1,16 @@
-"""linear_distill_loss against plain code in fp64, numerical derivatives, TRL's GKD, and ranks against one."""
+"""linear_distill_loss against plain code in fp64, numerical derivatives, TRL's GKD."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from leanstep.logprob import LMHead, LoRA, Transform, Tuning, VocabShards
+from leanstep.logprob import LMHead, LoRA, Transform, Tuning
+from leanstep.logprob.engine.passes import NativePasses
 from leanstep.objectives import (
     Divergence,
     HardLabels,
+    SoftLabels,
     TeacherHead,
     TeacherLogProbs,
     TeacherTopK,
@@ -31,6 +32,24 @@ def tensors(dtype=torch.float64, t=T, v=V, seed=0):
     shapes = ((t, D), (v, D), (v,), (t, WIDE), (v, WIDE), (v,))
     made = [torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
     return [x.requires_grad_(i < 3) for i, x in enumerate(made)]
+
+
+@pytest.fixture(params=["torch", "C++", "two cores"])
+def passes(request, monkeypatch):
+    """Which passes run over a tile; the last two are for fp32."""
+    if request.param == "torch":
+        monkeypatch.setenv("LEANSTEP_NATIVE", "0")
+        yield request.param
+        return
+    if not NativePasses.is_built():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr("leanstep.logprob.engine.passes.NATIVE_LOGITS", 1)
+    monkeypatch.setattr("leanstep.logprob.engine.tiles.KERNEL_TILE_BYTES", 4096)
+    monkeypatch.setattr("leanstep.logprob.engine.tiles.MIN_CORE_PRODUCTS", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2 if request.param == "two cores" else 1)
+    yield request.param
+    torch.set_num_threads(threads)
 
 
 def compare(ours, theirs, inputs):
@@ -58,7 +77,22 @@ def test_equals_plain_code(kind):
     compare(out.loss, (values * weights).sum() / 3.0, (hidden, weight, bias))
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5)], ids=str)
+def assert_derivatives(loss, inputs):
+    """Gradients are handed out once, so gradcheck's second look fails: every coordinate, by hand."""
+    grads = torch.autograd.grad(loss(*inputs), inputs)
+    for number, grad in enumerate(grads):
+        for place in range(grad.numel()):
+            sides = []
+            for step in (1e-6, -1e-6):
+                moved = [x.detach().clone() for x in inputs]
+                moved[number].view(-1)[place] += step
+                sides.append(loss(*moved))
+            torch.testing.assert_close(
+                grad.view(-1)[place], (sides[0] - sides[1]) / 2e-6, rtol=1e-6, atol=1e-8
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_gradcheck(kind):
     hidden, weight, bias, far, wide, _ = tensors(t=3, v=7)
     down, up = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((2, D), (7, 2)))
@@ -71,19 +105,35 @@ def test_gradcheck(kind):
             transform=Transform(softcap=3.0),
         ).loss  # fmt: skip
 
-    # Gradients are handed out once, so gradcheck's second look is not possible: every coordinate, by hand.
-    inputs = (hidden, weight, bias, down, up)
-    grads = torch.autograd.grad(loss(*inputs), inputs)
-    for number, grad in enumerate(grads):
-        for place in range(grad.numel()):
-            sides = []
-            for step in (1e-6, -1e-6):
-                moved = [x.detach().clone() for x in inputs]
-                moved[number].view(-1)[place] += step
-                sides.append(loss(*moved))
-            torch.testing.assert_close(
-                grad.view(-1)[place], (sides[0] - sides[1]) / 2e-6, rtol=1e-6, atol=1e-8
-            )
+    assert_derivatives(loss, (hidden, weight, bias, down, up))
+
+
+@pytest.mark.parametrize("who", ["given", "top k", "top k without tail", "several", "soft labels"])
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.4)], ids=str)
+def test_gradcheck_of_other_teachers(who, kind):
+    """One row has no weight, one id cannot occur on either side."""
+    hidden, weight, _, far, wide, _ = tensors(t=3, v=7)
+    bias = torch.zeros(7, dtype=torch.float64)
+    bias[2] = -torch.inf
+    log_q = torch.log_softmax(torch.randn(3, 7, dtype=torch.float64) + bias, -1)
+    ids = torch.tensor([[0, 1], [3, 5], [6, 4]])
+    top = log_q.gather(1, ids)
+    teacher = {
+        "given": TeacherLogProbs(log_q),
+        "top k": TeacherTopK(ids, top),
+        "top k without tail": TeacherTopK(ids, top, tail=False),
+        "several": [(TeacherHead(far, LMHead(wide, bias)), 0.3), (TeacherLogProbs(log_q), 0.6)],
+        "soft labels": SoftLabels(log_q.exp()),
+    }[who]
+    kind = "cross_entropy" if who == "soft labels" else kind
+    weights = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
+
+    def loss(h, w):
+        return linear_distill_loss(
+            h, LMHead(w, bias), teacher, divergence=kind, row_weights=weights, normalizer=2.0
+        ).loss
+
+    assert_derivatives(loss, (hidden, weight))
 
 
 def test_several_teachers_and_labels():
@@ -175,19 +225,35 @@ def test_no_rows_and_rows_without_weight():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5)], ids=str)
-def test_as_near_to_the_truth_as_plain_code(kind, dtype):
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5), "cross_entropy"], ids=str)
+@pytest.mark.parametrize("way", ["bare", "several chunks", "labels, softcap, bias", "given"])
+def test_as_near_to_the_truth_as_plain_code(kind, dtype, way, passes):
+    """`bare`: 3 of 41 rows, whose logits wait in the gradient of the weight."""
+    rows = torch.tensor([3, 40, 17]) if way == "bare" else None
+    targets = torch.randint(0, 401, (41,))
+    more = way.startswith("labels")
     found = {}
     for name, cast in (("truth", torch.float64), ("plain", dtype), ("ours", dtype)):
-        hidden, weight, _, far, wide, _ = (x.detach().to(dtype).to(cast) for x in tensors(t=41, v=401))
+        hidden, weight, bias, far, wide, _ = (x.detach().to(dtype).to(cast) for x in tensors(t=41, v=401))
         hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+        logits = reference_logits(hidden, weight, bias if more else None, softcap=4.0 if more else None)
+        teacher = far @ wide.T
+        if cast == torch.bfloat16:
+            logits, teacher = logits.float(), teacher.float()
         if name == "ours":
-            loss = linear_distill_loss(hidden, weight, TeacherHead(far, wide), divergence=kind).loss
+            options = {"tuning": Tuning(budget=2 * 16 * 401 * 4)} if way == "several chunks" else {}
+            if more:
+                options = {"hard": HardLabels(targets, 0.3), "transform": Transform(softcap=4.0)}
+                options["temperature"] = 1.3
+            given = TeacherLogProbs(torch.log_softmax(teacher, -1)) if way == "given" else None
+            loss = linear_distill_loss(
+                hidden, LMHead(weight, bias) if more else weight, given or TeacherHead(far, wide),
+                divergence=kind, rows=rows, **options,
+            ).loss  # fmt: skip
         else:
-            logits, teacher = (hidden @ weight.T), (far @ wide.T)
-            if cast == torch.bfloat16:
-                logits, teacher = logits.float(), teacher.float()
-            loss = reference_distill(logits, teacher, kind).mean()
+            labelled = {"temperature": 1.3, "targets": targets, "hard_weight": 0.3} if more else {}
+            values = reference_distill(logits, teacher, kind, **labelled)
+            loss = (values if rows is None else values[rows]).mean()
         found[name] = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
     factor = 2 if dtype == torch.float32 else 3
     for truth, plain, ours in zip(found["truth"], found["plain"], found["ours"], strict=True):
@@ -234,55 +300,3 @@ def test_refusals(change, complaint):
     options = {"teacher": TeacherHead(far, wide), **change}
     with pytest.raises(ValueError, match=complaint):
         linear_distill_loss(hidden, weight, **options)
-
-
-def sharded(rank, world, kind, top_k):
-    import torch.distributed as dist
-
-    hidden, weight, bias, far, wide, _ = tensors()
-    cut = {1: [0, V], 2: [0, 11, V], 3: [0, 11, 13, V]}[world]
-    mine = slice(cut[rank], cut[rank + 1])
-    local, own_bias = (x.detach()[mine].clone().requires_grad_() for x in (weight, bias))
-    shards = VocabShards(dist.group.WORLD, mine.start, V) if world > 1 else None
-    teacher, hard = TeacherHead(far, wide[mine]), HardLabels(torch.arange(T), 0.3)
-    if top_k:
-        log_q, ids = torch.log_softmax(far @ wide.T, -1).topk(3, -1)
-        teacher, hard = TeacherTopK(ids, log_q), None
-    calls = []
-    original = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
-    try:
-        out = linear_distill_loss(
-            hidden, LMHead(local, own_bias), teacher,
-            divergence=kind, rows=ROWS, hard=hard, shards=shards,
-            tuning=Tuning(budget=2 * 2 * -(-V // world) * 8),
-        )  # fmt: skip
-        out.loss.backward()
-    finally:
-        dist.all_reduce = original
-    found = (out.loss.detach(), out.divergence, hidden.grad, local.grad, own_bias.grad)
-    return *(x.numpy() for x in found), len(calls)
-
-
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5)], ids=str)
-def test_ranks_equal_one(run_ranks, kind):
-    ((loss, values, d_hidden, d_weight, d_bias, none),) = run_ranks(1, sharded, kind, False)
-    assert none == 0
-    found = run_ranks(2, sharded, kind, False)
-    for other in found:
-        for mine, theirs in zip(other[:3], (loss, values, d_hidden), strict=True):
-            np.testing.assert_allclose(mine, theirs, atol=1e-12)
-        # 5 rows, 2 per chunk: 3 chunks, 3 collectives each, and one for the hidden gradient.
-        assert other[5] == 3 * 3 + 1
-    np.testing.assert_allclose(np.concatenate([f[3] for f in found]), d_weight, atol=1e-12)
-    np.testing.assert_allclose(np.concatenate([f[4] for f in found]), d_bias, atol=1e-12)
-
-
-def test_three_ranks_and_top_k(run_ranks):
-    for top_k, world in ((True, 2), (False, 3)):
-        ((loss, _, d_hidden, d_weight, _, _),) = run_ranks(1, sharded, "forward_kl", top_k)
-        found = run_ranks(world, sharded, "forward_kl", top_k)
-        for other in found:
-            np.testing.assert_allclose(other[0], loss, atol=1e-12)
-            np.testing.assert_allclose(other[2], d_hidden, atol=1e-12)
-        np.testing.assert_allclose(np.concatenate([f[3] for f in found]), d_weight, atol=1e-12)

@@ -1,15 +1,14 @@
-"""Preference objectives from hidden states against TRL's own losses and metrics, plain code, and ranks."""
+"""Preference objectives from hidden states against TRL's own losses and metrics, and plain code."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
-from leanstep.logprob import LMHead, ReferenceHead, VocabShards
+from leanstep.logprob import LMHead, ReferenceHead
 from leanstep.objectives import (
     PREFERENCES,
     PreferenceObjective,
@@ -162,15 +161,31 @@ def test_equals_trl_orpo():
     compare(ours.loss, nll - losses.mean(), (hidden, weight))
 
 
-@pytest.mark.parametrize("name", [n for n in PREFERENCES if n not in ("kto",)])
-def test_gradcheck(name):
+SMOOTHED = [PreferenceObjective(kind, label_smoothing=0.2) for kind in ("dpo", "robust", "cpo", "simpo")]
+
+
+@pytest.mark.parametrize("objective", [*PREFERENCES, *SMOOTHED], ids=str)
+def test_gradcheck(objective):
+    """Ragged completions, one of them empty; an id that cannot occur."""
     hidden, weight, _, _, labels = batch()
-    reference = None if name in ("cpo", "simpo", "orpo") else -torch.rand(S, dtype=torch.float64) * 5
+    kind = objective if isinstance(objective, str) else objective.kind
+    options = {"objective": objective}
+    if kind not in ("cpo", "simpo", "orpo"):
+        options["reference"] = -torch.rand(S, dtype=torch.float64) * 5
+    if kind == "kto":
+        options |= {"desirable": torch.arange(S) % 2 == 0, "kl": 0.3}
+    labels[labels == 4] = 5
+    bias = torch.zeros(V, dtype=torch.float64)
+    bias[4] = -torch.inf
 
     def loss(h, w):
-        return linear_preference_loss(h, w, labels, objective=name, reference=reference).loss
+        return linear_preference_loss(h, LMHead(w, bias), labels, **options).loss
 
     assert torch.autograd.gradcheck(loss, (hidden, weight))
+    allowed = [v for v in range(V) if v != 4]
+    less = torch.where(labels > 4, labels - 1, labels)
+    rest = linear_preference_loss(hidden, weight[allowed], less, **options).loss
+    compare(loss(hidden, weight), rest, (hidden, weight))
 
 
 def test_reference_head_equals_given_sums_and_has_no_graph():
@@ -224,35 +239,3 @@ def test_refusals(call, complaint):
     hidden, weight, _, _, labels = batch()
     with pytest.raises(ValueError, match=complaint):
         call(hidden, weight, labels)
-
-
-def sharded(rank, world):
-    import torch.distributed as dist
-
-    hidden, weight, _, _, labels = batch()
-    other, head, *_ = batch(seed=3)
-    cut = [0, 8, V] if world == 2 else [0, V]
-    mine = slice(cut[rank], cut[rank + 1])
-    local = weight.detach()[mine].clone().requires_grad_()
-    shards = VocabShards(dist.group.WORLD, mine.start, V) if world > 1 else None
-    calls = []
-    original = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
-    try:
-        reference = ReferenceHead(head.detach()[mine], other)
-        out = linear_preference_loss(hidden, local, labels, reference=reference, shards=shards)
-        out.loss.backward()
-    finally:
-        dist.all_reduce = original
-    return *(x.numpy() for x in (out.loss.detach(), hidden.grad, local.grad)), len(calls)
-
-
-def test_two_ranks_equal_one(run_ranks):
-    ((loss, d_hidden, d_weight, none),) = run_ranks(1, sharded)
-    found = run_ranks(2, sharded)
-    for other in found:
-        np.testing.assert_allclose(other[0], loss, atol=1e-12)
-        np.testing.assert_allclose(other[1], d_hidden, atol=1e-12)
-        # 2 and 1 for the head, 2 for the reference's.
-        assert other[3] == 5 and none == 0
-    np.testing.assert_allclose(np.concatenate([f[2] for f in found]), d_weight, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Replayed sampling masks against plain masked code in fp64, numerical derivatives, and ranks."""
+"""Replayed sampling masks against plain masked code in fp64, numerical derivatives."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from leanstep.logprob import Allowed, LMHead, LoRA, ReferenceHead, Transform, Tuning, VocabShards
+from leanstep.logprob import Allowed, LMHead, LoRA, ReferenceHead, Transform, Tuning
 from leanstep.objectives import linear_masked_logprobs
 from leanstep.objectives.reference import reference_logits, reference_masked
 
@@ -165,37 +165,3 @@ def test_refusals(change, complaint):
     options = {"weight": weight, "targets": TARGETS, "kept": allowed(), "rows": ROWS, **change}
     with pytest.raises(ValueError, match=complaint):
         linear_masked_logprobs(hidden, **options)
-
-
-def sharded(rank, world):
-    import torch.distributed as dist
-
-    hidden, weight, bias, far, wide = tensors()
-    cut = [0, 41, V] if world == 2 else [0, V]
-    mine = slice(cut[rank], cut[rank + 1])
-    local, own_bias = (x.detach()[mine].clone().requires_grad_() for x in (weight, bias))
-    shards = VocabShards(dist.group.WORLD, mine.start, V) if world > 1 else None
-    calls = []
-    original = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (calls.append(1), original(*args, **kwargs))[1]
-    try:
-        out = linear_masked_logprobs(
-            hidden, LMHead(local, own_bias), TARGETS, allowed(), rows=ROWS, entropy="grad", shards=shards,
-            reference=ReferenceHead(wide[mine], far),
-        )  # fmt: skip
-        torch.stack(out[:3]).square().sum().backward()
-    finally:
-        dist.all_reduce = original
-    found = (*(x.detach() for x in out[:3]), hidden.grad, local.grad, own_bias.grad)
-    return *(x.numpy() for x in found), len(calls)
-
-
-def test_two_ranks_equal_one(run_ranks):
-    (alone,) = run_ranks(1, sharded)
-    found = run_ranks(2, sharded)
-    for other in found:
-        for mine, theirs in zip(other[:4], alone[:4], strict=True):
-            np.testing.assert_allclose(mine, theirs, atol=1e-12)
-        assert other[6] == 3 and alone[6] == 0
-    for number in (4, 5):
-        np.testing.assert_allclose(np.concatenate([f[number] for f in found]), alone[number], atol=1e-12)

@@ -23,7 +23,8 @@ PATHS = {
     ),
     "objectives": (
         *("linear_cross_entropy", "linear_cross_entropy, all rows", "linear_distill_loss"),
-        *("linear_preference_loss", "linear_masked_logprobs"),
+        *("linear_distill_loss, labels, softcap", "linear_preference_loss", "linear_preference_loss, kto"),
+        "linear_masked_logprobs",
     ),
     "muon": ("NorMuon, fp32", "NorMuon, bf16", "NorMuon, banks", "polar", "transpose_copy, transpose_add"),
     "gpt": ("GPT",),

@@ -43,11 +43,34 @@ def test_the_head_takes_little_more_than_its_products(row, bare, ratio, extra_gi
     assert figures["host_ms"] < figures["device_ms"] and figures["extra_mib"] <= 1024 * extra_gib
 
 
-@pytest.mark.parametrize("row", sorted(load_tool("rehearsed").ROWS["head"].values()))
+@pytest.mark.parametrize(
+    "row",
+    sorted(
+        name for script in ("head", "objectives") for name in load_tool("rehearsed").ROWS[script].values()
+    ),
+)
 def test_no_host_waits_no_slow_products(row):
     figures = kept(row)
     assert figures["host_waits"] == figures["misaligned_products"] == 0
     assert not figures["fp32_products"] or row == "liger-76k"
+
+
+@pytest.mark.parametrize(
+    ("row", "bare", "ratio", "extra_gib"),
+    [
+        *((f"distill-{kind}-76k", "bare-distill-76k", 1.25, 4.0) for kind in ("jsd", "kl", "labels")),
+        *((f"{kind}-76k", "bare-preference-76k", 1.25, 1.0) for kind in ("dpo", "kto")),
+        ("cross-entropy-76k", "bare-labels-76k", 1.25, 1.0),
+    ],
+)
+def test_an_objective_takes_little_more_than_its_products(row, bare, ratio, extra_gib):
+    figures = kept(row)
+    assert figures["device_ms"] <= ratio * kept(bare)["device_ms"]
+    assert figures["host_ms"] < figures["device_ms"] and figures["extra_mib"] <= 1024 * extra_gib
+
+
+def test_replayed_masks_take_a_tenth_of_one_projection():
+    assert kept("masked-76k")["device_ms"] <= 0.1 * kept("bare-labels-76k")["device_ms"] / 4
 
 
 def test_finishing_logits_autocast_and_peers():

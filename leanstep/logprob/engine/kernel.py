@@ -1,7 +1,9 @@
-"""Triton kernels for the two passes over a tile of logits; sums in fp32, tiles in fp32 or 16 bits.
+"""Triton kernels for the passes over a tile of logits; sums in fp32, tiles in fp32 or 16 bits.
 
-    update_statistics   (m, s, t) of every row over the tile's columns, one read
-    scale_exponentials  out <- e^(z-m) (constant + slope (z-m)), one read and one write
+    update_statistics    (m, s, t) of every row over the tile's columns, one read
+    scale_exponentials   out <- e^(z-m) (constant + slope (z-m)), one read and one write
+    divergence_sums      D, sum S and entropy of two heads' rows, one read of both
+    divergence_gradient  out <- factor (S - p sum S), one read of both and one write
 
 Bias, softcap and a temperature per row (`Finish`) are applied to what was read: they cost no pass of their
 own. One program per row (or row and block of columns), no atomics: the same bits every time. A GPU tile that
@@ -18,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leanstep.logprob.engine.passes import Finish
+from leanstep.logprob.engine.passes import Compared, Finish, LabelGradient
 
 # exp of this is exactly 0 in fp32: a finite stand-in for -inf in products (see softmax.py).
 _FLOOR = tl.constexpr(-110.0)
@@ -175,6 +177,89 @@ def scale_exponentials_kernel(
         tl.store(sums_ptr + offsets, total, mask=offsets < num_columns)
 
 
+@triton.jit
+def _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE: tl.constexpr):
+    """One outcome's part of D, its S, p and log p (objectives/divergences.py has the formulas)."""
+    log_p = (z - z_max) - z_log_sum
+    p = tl.exp(log_p)
+    log_q = y
+    q = y
+    if MODE != 4:
+        log_q = (y - y_max) - y_log_sum
+        q = tl.exp(log_q)
+    if MODE == 1:
+        value = tl.where(p == 0, 0.0, b * (p * (log_p - log_q)))
+        slope = value
+    elif MODE == 2:
+        m = tl.maximum(mix * q + (1.0 - mix) * p, 1.1754944e-38)
+        log_m = tl.log(m)
+        share = (1.0 - mix) * (p / m)
+        of_p = tl.maximum(log_p, _FLOOR) - log_m
+        of_q = tl.maximum(log_q, _FLOOR) - log_m
+        value = a * (q * of_q) + b * (p * of_p)
+        slope = b * (p * (of_p - share)) - a * (q * share)
+    else:
+        gap = -log_p
+        if MODE == 0:
+            gap = log_q - log_p
+        value = tl.where(q == 0, 0.0, a * (q * gap))
+        slope = -a * q
+    return value, slope, p, log_p
+
+
+@triton.jit
+def divergence_sums_kernel(
+    z_ptr, y_ptr, z_max_ptr, z_log_sum_ptr, y_max_ptr, y_log_sum_ptr, value_ptr, slope_ptr, entropy_ptr,
+    num_columns, z_stride, y_stride, a, b, mix, MODE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    z_max, z_log_sum = tl.load(z_max_ptr + row), tl.load(z_log_sum_ptr + row)
+    y_max, y_log_sum = tl.load(y_max_ptr + row), tl.load(y_log_sum_ptr + row)
+    columns = tl.arange(0, BLOCK)
+    d, s, h = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        inside = start + columns < num_columns
+        z = tl.load(z_ptr + row * z_stride + start + columns, mask=inside, other=float("-inf"))
+        # Outside q is 0, whichever way it comes.
+        other: tl.constexpr = 0.0 if MODE == 4 else float("-inf")
+        y = tl.load(y_ptr + row * y_stride + start + columns, mask=inside, other=other)
+        value, slope, p, log_p = _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE)
+        d += value
+        s += slope
+        h -= p * tl.maximum(log_p, _FLOOR)
+    tl.store(value_ptr + row, tl.load(value_ptr + row) + tl.sum(d, 0))
+    tl.store(slope_ptr + row, tl.load(slope_ptr + row) + tl.sum(s, 0))
+    tl.store(entropy_ptr + row, tl.load(entropy_ptr + row) + tl.sum(h, 0))
+
+
+@triton.jit
+def divergence_gradient_kernel(
+    z_ptr, y_ptr, out_ptr, z_max_ptr, z_log_sum_ptr, y_max_ptr, y_log_sum_ptr, slope_ptr, factor_ptr,
+    tokens_ptr, hard_factor_ptr, hard_log_sum_ptr,
+    first_column, num_columns, z_stride, y_stride, out_stride, a, b, mix, cap, temperature,
+    MODE: tl.constexpr, IS_CAPPED: tl.constexpr, HAS_LABELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < num_columns
+    z_max, z_log_sum = tl.load(z_max_ptr + row), tl.load(z_log_sum_ptr + row)
+    y_max, y_log_sum = tl.load(y_max_ptr + row), tl.load(y_log_sum_ptr + row)
+    z = tl.load(z_ptr + row * z_stride + columns, mask=inside, other=0.0)
+    y = tl.load(y_ptr + row * y_stride + columns, mask=inside, other=0.0)
+    _, slope, p, _ = _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE)
+    factor = tl.load(factor_ptr + row)
+    # A row without weight, or with an infinite divergence: 0, whatever stands beside the factor.
+    du = tl.where(factor == 0, 0.0, factor * (slope - p * tl.load(slope_ptr + row)))
+    if HAS_LABELS:
+        hard_factor = tl.load(hard_factor_ptr + row)
+        one = tl.exp((z - z_max) * temperature - tl.load(hard_log_sum_ptr + row))
+        one -= tl.where(columns == tl.load(tokens_ptr + row) - first_column, 1.0, 0.0)
+        du += tl.where(hard_factor == 0, 0.0, hard_factor * one)
+    if IS_CAPPED:
+        du *= 1.0 - (z * cap) * (z * cap)
+    tl.store(out_ptr + row * out_stride + columns, du.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def update_statistics(
     z: Tensor,
     maximum: Tensor,
@@ -238,6 +323,45 @@ def scale_exponentials(
             )  # fmt: skip
         if column_sums is not None and sums is not None:
             column_sums.add_(sums.sum(0))
+    return out
+
+
+def divergence_sums(z: Tensor, y: Tensor, compared: Compared, sums: Tensor) -> None:
+    """Add the columns of a student's tile `z` and a teacher's `y` to `sums` [3, R]: D, sum S, entropy."""
+    rows, columns = z.shape
+    if rows and columns:
+        block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
+        with _on_device_of(z):
+            divergence_sums_kernel[(rows,)](
+                z, y, *compared.statistics, *sums, columns, z.stride(0), y.stride(0),
+                compared.a, compared.b, compared.mix, MODE=compared.mode, BLOCK=block, num_warps=8,
+            )  # fmt: skip
+
+
+def divergence_gradient(
+    z: Tensor,
+    y: Tensor,
+    out: Tensor,
+    compared: Compared,
+    slope: Tensor,
+    factor: Tensor,
+    cap: float = 0.0,
+    labels: LabelGradient | None = None,
+    first: int = 0,
+) -> Tensor:
+    """out <- factor (S - p slope), as `NativePasses.divergence_gradient` has it; `out` may have 16 bits."""
+    rows, columns = z.shape
+    if rows and columns:
+        block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
+        given = labels or LabelGradient(slope, slope, slope, 1.0)
+        flags: dict[str, Any] = {"IS_CAPPED": cap != 0, "HAS_LABELS": labels is not None, "BLOCK": block}
+        with _on_device_of(z):
+            divergence_gradient_kernel[(rows, triton.cdiv(columns, block))](
+                z, y, out, *compared.statistics, slope, factor, *given[:3],
+                first, columns, z.stride(0), y.stride(0), out.stride(0),
+                compared.a, compared.b, compared.mix, cap, given.temperature,
+                MODE=compared.mode, **flags, num_warps=4,
+            )  # fmt: skip
     return out
 
 
@@ -309,4 +433,18 @@ def _entries() -> list[dict]:
     return entries
 
 
-AOT_KERNELS: list[dict] = _entries()
+def _divergence_entries() -> list[dict]:
+    """Forward KL, reverse KL and what lies between, gradients in 16 bits."""
+    entries, flags = [], {"IS_CAPPED": False, "HAS_LABELS": False}
+    for mode, name in enumerate(("forward", "reverse", "between")):
+        for fn, more, warps in ((divergence_sums_kernel, {}, 8), (divergence_gradient_kernel, flags, 4)):
+            constants = {"MODE": mode, **more, "BLOCK": GRADIENT_BLOCK}
+            types = {"out_ptr": "*bf16", "tokens_ptr": "*i64", **dict.fromkeys(constants, "constexpr")}
+            rest = {"ptr": "*fp32", "stride": "i64", "column": "i32", "columns": "i32"}
+            signature = {n: types.get(n) or rest.get(n.rpartition("_")[2], "fp32") for n in fn.arg_names}
+            entry = {"name": f"{fn.__name__[:-7]}_{name}", "fn": fn, "signature": signature}
+            entries.append(entry | {"constexprs": constants, "num_warps": warps, "num_stages": 3})
+    return entries
+
+
+AOT_KERNELS: list[dict] = _entries() + _divergence_entries()

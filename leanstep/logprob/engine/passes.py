@@ -1,9 +1,10 @@
-"""The two elementwise passes over a tile of logits: Triton on a GPU, C++ on a CPU, else plain torch.
+"""The elementwise passes over a tile of logits: Triton on a GPU, C++ on a CPU, else plain torch.
 
 `update_statistics` reads a tile once and adds its columns to the running softmax statistics;
 `scale_exponentials` reads it once and writes its gradient. kernel.py has both for Triton, native.cpp for one
-CPU core, softmax.py as a handful of torch operations with a second tile of scratch memory. `mixed_product`
-says how a torch multiplies 16-bit operands.
+CPU core, softmax.py as a handful of torch operations with a second tile of scratch memory. A divergence
+between two heads has two more, `divergence_sums` and `divergence_gradient`, which read a tile of each; those
+of torch are in leanstep/objectives. `mixed_product` says how a torch multiplies 16-bit operands.
 """
 
 # R rows · W columns of a tile
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import c_int64, c_void_p
+from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -77,6 +78,30 @@ class Finish(NamedTuple):
     scale: Tensor | None
 
 
+class Compared(NamedTuple):
+    """Two softmaxes and their divergence D = a KL(q || m) + b KL(p || m), m = mix q + (1 - mix) p.
+
+    Args:
+        statistics: max and log-sum of the student's rows, then of the teacher's, [R] fp32 each.
+        mode: 0: m is p, 1: m is q, 2: between, 3: 0 without q log q, 4: 3 with q itself in the tile.
+    """
+
+    statistics: tuple[Tensor, Tensor, Tensor, Tensor]
+    mode: int
+    a: float
+    b: float
+    mix: float
+
+
+class LabelGradient(NamedTuple):
+    """Cross-entropy at temperature 1 mixed into a divergence; targets, factor and log_sum are [R]."""
+
+    targets: Tensor
+    factor: Tensor
+    log_sum: Tensor
+    temperature: float
+
+
 class Passes(Protocol):
     """What kernel.py, `NativePasses` and `PlannedPasses` have in common."""
 
@@ -85,6 +110,12 @@ class Passes(Protocol):
 
     @property
     def scale_exponentials(self) -> Any: ...
+
+    @property
+    def divergence_sums(self) -> Any: ...
+
+    @property
+    def divergence_gradient(self) -> Any: ...
 
 
 def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> Any:
@@ -135,6 +166,14 @@ class PlannedPasses:
 
     @staticmethod
     def scale_exponentials(z: Tensor, out: Tensor, *_given: Any) -> Tensor:
+        return out
+
+    @staticmethod
+    def divergence_sums(*_given: Any) -> None:
+        pass
+
+    @staticmethod
+    def divergence_gradient(z: Tensor, y: Tensor, out: Tensor, *_given: Any) -> Tensor:
         return out
 
 
@@ -193,12 +232,60 @@ class NativePasses:
         )
         return out
 
+    @staticmethod
+    def divergence_sums(z: Tensor, y: Tensor, compared: Compared, sums: Tensor) -> None:
+        """Add the columns of a student's tile `z` and a teacher's `y`, [R, W] each, to `sums` [3, R].
+
+        Its rows are D, the sum of S = p dD/dp, and the student's entropy.
+        """
+        pointers, kind = _pointers(compared)
+        _library().divergence_sums(
+            *map(_address, (z, y)), *z.shape, z.stride(0), y.stride(0), pointers, *kind, *map(_address, sums)
+        )
+
+    @staticmethod
+    def divergence_gradient(
+        z: Tensor,
+        y: Tensor,
+        out: Tensor,
+        compared: Compared,
+        slope: Tensor,
+        factor: Tensor,
+        cap: float = 0.0,
+        labels: LabelGradient | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """out <- factor (S - p slope), `slope` being the row's sum of S; `out` may be `z` or `y`.
+
+        A row whose factors are 0 gets zeros. `cap`: temperature over softcap. With `labels` the gradient of
+        their cross-entropy is added; the tile begins at id `first`.
+        """
+        pointers, kind = _pointers(compared)
+        strides = (z.stride(0), y.stride(0), out.stride(0))
+        given = (None, None, None, 1.0) if labels is None else labels
+        _library().divergence_gradient(
+            *map(_address, (z, y, out)), *z.shape, *strides, pointers, *kind, *map(_address, (slope, factor)),
+            cap, _address(given[0]), first, _address(given[1]), _address(given[2]), given[3],
+        )  # fmt: skip
+        return out
+
+
+def _pointers(compared: Compared) -> tuple[Any, tuple[int, float, float, float]]:
+    return (c_void_p * 4)(*(t.data_ptr() for t in compared.statistics)), compared[1:]
+
 
 def _declare(library: ctypes.CDLL) -> None:
     tail = [c_void_p, c_int64, *[c_void_p] * 4]
     library.update_statistics.argtypes = [c_void_p, *[c_int64] * 3, *tail]
     library.scale_exponentials.argtypes = [c_void_p, c_void_p, *[c_int64] * 4, *tail]
-    library.update_statistics.restype = library.scale_exponentials.restype = None
+    kind = [c_void_p, c_int64, *[c_float] * 3]
+    library.divergence_sums.argtypes = [*[c_void_p] * 2, *[c_int64] * 4, *kind, *[c_void_p] * 3]
+    library.divergence_gradient.argtypes = [
+        *[c_void_p] * 3, *[c_int64] * 5, *kind, *[c_void_p] * 2,
+        c_float, c_void_p, c_int64, *[c_void_p] * 2, c_float,
+    ]  # fmt: skip
+    for name in ("update_statistics", "scale_exponentials", "divergence_sums", "divergence_gradient"):
+        getattr(library, name).restype = None
 
 
 def _library() -> ctypes.CDLL:

@@ -13,18 +13,28 @@ pytest.importorskip("triton")
 
 from leanstep.logprob import PolicyObjective, Tiles
 from leanstep.logprob.engine import kernel
+from leanstep.logprob.engine.passes import Compared, LabelGradient, kernels_for, suited
 from leanstep.logprob.engine.passes import NativePasses as native
 from leanstep.logprob.engine.passes import PlannedPasses as planned
-from leanstep.logprob.engine.passes import kernels_for, suited
 from leanstep.logprob.engine.softmax import RowStatistics
+from leanstep.objectives.divergences import checked_divergence, divergence
 
-# Opposite ends of fp32 overflow when subtracted, on purpose; the interpreter is numpy and says so.
-pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore:overflow encountered")]
+# Opposite ends of fp32 overflow when subtracted, on purpose, and -inf - -inf is not taken; the interpreter is
+# numpy and says so.
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered"),
+]
 
 NAMES = {
     f"{name}{variant}"
     for name in ("update_statistics", "scale_exponentials")
     for variant in ("", "_entropy", "_finish", "_bf16")
+} | {
+    f"divergence_{name}_{variant}"
+    for name in ("sums", "gradient")
+    for variant in ("forward", "reverse", "between")
 }
 
 
@@ -94,6 +104,65 @@ def test_gradient(rows, columns, has_slope, has_target, kernels):
     assert torch.equal(found, apart)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     assert found.isfinite().all() and torch.equal(wide[:, columns:], torch.full((rows, 3), 7.0))
+
+
+KINDS = [
+    "forward_kl",
+    "reverse_kl",
+    ("jsd", 0.3),
+    ("skew_kl", 0.1),
+    ("skew_reverse_kl", 0.2),
+    "cross_entropy",
+]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 41), (3, 4100), (1, 1)])
+@pytest.mark.parametrize("kind", [*KINDS, "labels"], ids=str)
+@pytest.mark.parametrize("more", [False, True], ids=["alone", "labels and softcap"])
+def test_divergence(kind, rows, columns, more, kernels):
+    """Values, entropy and gradient of two tiles against autograd in fp64, with ids that neither side has."""
+    z, y = torch.randn(2, rows, columns) * 3
+    if columns > 8:
+        z[:, 3:5] = y[:, 3:5] = -torch.inf
+    exact = z.double().requires_grad_()
+    log_p, log_q = exact.log_softmax(-1), y.double().log_softmax(-1)
+    record = checked_divergence("cross_entropy" if kind == "labels" else kind)
+    values = divergence(log_p, log_q, record)
+    of_p, of_q = ((x.amax(-1), (x - x.amax(-1, keepdim=True)).exp().sum(-1).log()) for x in (z, y))
+    if kind == "labels":
+        y = log_q.exp().float()
+    weights = (record.teacher, record.student, record.mix)
+    compared = Compared((*of_p, *of_q), record.mode(kind == "labels"), *weights)
+    sums = torch.zeros(3, rows)
+    parts = [slice(0, columns // 2), slice(columns // 2, columns)]
+    for part in parts:
+        kernels.divergence_sums(z[:, part], y[:, part], compared, sums)
+    entropy = -torch.where(log_p.isfinite(), log_p.exp() * log_p, 0.0).sum(-1).detach()
+    torch.testing.assert_close(sums[0].double(), values.detach(), rtol=2e-5, atol=2e-6)
+    torch.testing.assert_close(sums[2].double(), entropy, rtol=2e-5, atol=2e-6)
+    factor, hard_factor = torch.randn(2, rows)
+    factor[0] = hard_factor[0] = 0.0
+    (expected,) = torch.autograd.grad((values * factor).sum(), exact)
+    cap, labels = 0.0, None
+    if more:
+        # z has temperature 0.7, the labels' cross-entropy has 1.
+        tokens, cap = torch.randint(0, columns, (rows,)), 0.05
+        hot = torch.nn.functional.one_hot(tokens, columns)
+        log_sum = ((z - of_p[0].unsqueeze(-1)) * 0.7).exp().sum(-1).log()
+        expected += hard_factor.unsqueeze(-1) * ((0.7 * z.double()).softmax(-1) - hot)
+        expected *= 1 - torch.where(z.isfinite(), z.double() * cap, 0.0) ** 2
+        labels = LabelGradient(tokens, hard_factor, log_sum, 0.7)
+        z[:, 3:5] = z[:, 3:5].clamp(min=-1e4)
+    found = torch.full((rows, columns), 7.0)
+    for part in parts:
+        given = (sums[1], factor, cap, labels, part.start)
+        kernels.divergence_gradient(z[:, part], y[:, part], found[:, part], compared, *given)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-6)
+    assert not found[0].any()
+    for part in parts:
+        kernels.divergence_gradient(z[:, part], y[:, part], y[:, part], compared, sums[1], factor)
+    if not more:
+        assert torch.equal(y, found)
 
 
 def choose(monkeypatch, kernels):

@@ -119,8 +119,9 @@ def logprob(size: str) -> None:
 
 
 def objectives(size: str) -> None:
-    from leanstep.logprob import Allowed, ReferenceHead
+    from leanstep.logprob import Allowed, ReferenceHead, Transform
     from leanstep.objectives import (
+        HardLabels,
         TeacherHead,
         linear_cross_entropy,
         linear_distill_loss,
@@ -135,6 +136,7 @@ def objectives(size: str) -> None:
     labels = torch.randint(vocab, (4, tokens // 4))
     labels[:, : tokens // 8] = -100
     rows = torch.arange(tokens // 4, tokens, device="cuda")
+    hard, desirable = torch.randint(vocab, rows.shape, device="cuda"), torch.arange(4, device="cuda") % 2 == 0
     kept = Allowed(torch.randint(vocab, (8 * tokens,)), torch.arange(0, 8 * tokens + 1, 8))
 
     def fresh(loss: Callable[[Tensor], Tensor]) -> Callable[[int], None]:
@@ -153,8 +155,24 @@ def objectives(size: str) -> None:
                 h.flatten(0, 1), weight, TeacherHead(far, wide), divergence=("jsd", 0.5), rows=rows
             ).loss
         ),
+        "linear_distill_loss, labels, softcap": lambda h: (
+            linear_distill_loss(
+                h.flatten(0, 1),
+                weight,
+                TeacherHead(far, wide),
+                rows=rows,
+                hard=HardLabels(hard, 0.5),
+                temperature=2.0,
+                transform=Transform(softcap=30.0),
+            ).loss
+        ),
         "linear_preference_loss": lambda h: (
             linear_preference_loss(h, weight, labels, reference=reference).loss
+        ),
+        "linear_preference_loss, kto": lambda h: (
+            linear_preference_loss(
+                h, weight, labels, objective="kto", reference=reference, desirable=desirable
+            ).loss
         ),
         "linear_masked_logprobs": lambda h: (
             linear_masked_logprobs(h.flatten(0, 1), weight, labels.flatten().clamp(min=0), kept).logp

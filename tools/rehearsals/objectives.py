@@ -1,0 +1,99 @@
+"""The objectives at 76,032 ids and width 2,560, one step a row, and the bare products of the same shapes.
+
+Rows are cut as in head.py: the step of an optimizer that has nothing to do ends one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import leanstep.objectives as ob
+from leanstep.logprob import Allowed, ReferenceHead, Transform
+
+SEQUENCES, TOKENS, VOCAB, WIDTH, WIDE = 8, 4_096, 76_032, 2_560, 4_096
+pace = torch.optim.SGD([torch.zeros(1, device="cuda", requires_grad=True)], lr=0.0)
+
+
+def empty(*shape: int, grad: bool = True) -> torch.Tensor:
+    return torch.empty(*shape, dtype=torch.bfloat16, device="cuda", requires_grad=grad)
+
+
+def labels(vocab: int = VOCAB) -> torch.Tensor:
+    """As a data loader gives them, on the host: the last quarter of every sequence counts."""
+    ids = torch.randint(vocab, (SEQUENCES, TOKENS))
+    ids[:, : TOKENS * 3 // 4] = -100
+    return ids
+
+
+NUM_ROWS = SEQUENCES * TOKENS // 4
+
+
+def bare(projections: tuple[int, ...]) -> None:
+    """Logits of heads of these widths, then the gradients of the last one's inputs."""
+    with torch.no_grad():
+        for width in projections:
+            hidden, weight = empty(NUM_ROWS, width), empty(VOCAB, width)
+            logits = hidden @ weight.t()
+        kept = logits @ weight, logits.t() @ hidden
+    pace.step()
+    del kept
+
+
+def distill(kind: Any, *, tokens: int = SEQUENCES * TOKENS, labelled: bool = False, **options: Any) -> None:
+    hidden, weight = empty(tokens, WIDTH), empty(VOCAB, WIDTH)
+    teacher = ob.TeacherHead(empty(tokens, WIDE, grad=False), empty(VOCAB, WIDE, grad=False))
+    rows = torch.arange(tokens // 4, device="cuda") * 4
+    if labelled:
+        options["hard"] = ob.HardLabels(torch.randint(VOCAB, rows.shape, device="cuda"), 0.5)
+    ob.linear_distill_loss(hidden, weight, teacher, divergence=kind, rows=rows, **options).loss.backward()
+    pace.step()
+
+
+def preference(kind: str) -> None:
+    hidden, weight = empty(SEQUENCES, TOKENS, WIDTH), empty(VOCAB, WIDTH)
+    reference = ReferenceHead(empty(VOCAB, WIDTH, grad=False), empty(SEQUENCES, TOKENS, WIDTH, grad=False))
+    options: dict[str, Any] = {"objective": kind, "reference": reference}
+    if kind == "kto":
+        options["desirable"] = torch.arange(SEQUENCES, device="cuda") % 2 == 0
+    ob.linear_preference_loss(hidden, weight, labels(), **options).loss.backward()
+    pace.step()
+
+
+def cross_entropy() -> None:
+    hidden, weight = empty(SEQUENCES, TOKENS, WIDTH), empty(VOCAB, WIDTH)
+    ob.linear_cross_entropy(hidden, weight, labels()).backward()
+    pace.step()
+
+
+def masked(device: str = "cpu") -> None:
+    """`device`: where the sampler left its ids."""
+    hidden, weight = empty(NUM_ROWS, WIDTH), empty(VOCAB, WIDTH)
+    ids, offsets = torch.randint(VOCAB, (8 * NUM_ROWS,)), torch.arange(0, 8 * NUM_ROWS + 1, 8)
+    kept, targets = Allowed(ids.to(device), offsets), torch.randint(VOCAB, (NUM_ROWS,))
+    out = ob.linear_masked_logprobs(hidden, weight, targets, kept, entropy="grad")
+    torch.autograd.backward([out.logp, out.entropy], [torch.ones_like(out.logp)] * 2)  # type: ignore[list-item]
+    pace.step()
+
+
+CASES: list[Callable[[], None]] = [
+    lambda: distill("forward_kl", tokens=4_096),
+    lambda: bare((WIDE, WIDTH)),
+    lambda: distill(("jsd", 0.5)),
+    lambda: distill("forward_kl"),
+    lambda: distill("reverse_kl", labelled=True, transform=Transform(softcap=30.0)),
+    # A head alone computes its logits twice on a GPU.
+    lambda: bare((WIDTH, WIDTH, WIDTH)),
+    lambda: preference("dpo"),
+    lambda: preference("kto"),
+    lambda: bare((WIDTH, WIDTH)),
+    cross_entropy,
+    masked,
+]
+
+for case in CASES:
+    case()
+    # What the row left behind is gone before the next begins.
+    pace.step()
