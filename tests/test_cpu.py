@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leanstep import cpu
-from leanstep.cpu import cache_folder, is_watched, num_threads, run_on_cores, sparse_zeros
+from leanstep.cpu import cache_folder, is_one, is_watched, num_threads, run_on_cores, sparse_zeros
 from leanstep.measure.peaks import measure_peak
 
 needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler")
@@ -233,7 +233,9 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, t
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_that_will_hardly_be_written(dtype):
     """A gradient like any other: zero, contiguous, written in place, added to, counted by a profiler."""
-    like = torch.ones(1031, 2053, dtype=dtype).t().requires_grad_()
+    like = torch.ones(2053, 1031, dtype=dtype).requires_grad_()
+    turned = sparse_zeros(like.t())
+    assert turned.shape == (1031, 2053) and turned.is_contiguous() and not turned.any()
     zeros = sparse_zeros(like)
     assert zeros.shape == like.shape and zeros.dtype == dtype and zeros.is_contiguous() and not zeros.any()
     zeros.index_add_(0, torch.tensor([7, 7]), torch.ones(2, 1031, dtype=dtype))
@@ -245,3 +247,10 @@ def test_zeros_that_will_hardly_be_written(dtype):
     assert small.is_contiguous() and not small.any()
     seen = measure_peak(lambda: {"zeros": sparse_zeros(like)}, {})
     assert seen.returned_bytes == like.numel() * dtype.itemsize <= seen.peak_bytes
+
+
+def test_a_factor_of_one_is_known_without_a_read():
+    assert is_one(torch.tensor(1.0)) and is_one(torch.ones(3, dtype=torch.float64)[1])
+    assert not is_one(torch.tensor(1.5)) and not is_one(torch.tensor(float("nan")))
+    assert not is_one(torch.tensor(1.0, dtype=torch.bfloat16)) and not is_one(torch.ones(2))
+    assert not is_one(torch.empty((), device="meta"))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leanstep.cpu import is_one
 from leanstep.logprob.deprecated import accepts_old_names
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
 from leanstep.logprob.engine.passes import kernels_for
@@ -242,8 +243,8 @@ class _PolicyLoss(torch.autograd.Function):
             raise RuntimeError("linear_policy_loss: its gradients were handed out by an earlier backward")
         # The caller owns them now; a second backward would hand out memory that somebody accumulates into.
         ctx.gradients = None
-        # Always multiplied: to see that it is 1, the host would have to read it.
-        for grad in gradients:
+        # From a device the host would have to read it: multiply whatever it is.
+        for grad in () if is_one(g) else gradients:
             if grad is not None:
                 grad.mul_(g)
         return *gradients, None, None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leanstep.cpu import is_one
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
 from leanstep.logprob.engine.passes import kernels_for
@@ -228,7 +229,8 @@ class _DistillLoss(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("linear_distill_loss: its gradients were handed out by an earlier backward")
         gradients, ctx.gradients = ctx.gradients, None
-        for grad in gradients:
+        # From a device the host would have to read it: multiply whatever it is.
+        for grad in () if is_one(g) else gradients:
             if grad is not None:
                 grad.mul_(g)
         return *gradients, None

