@@ -148,7 +148,7 @@ class Chunk:
                     else:
                         teachers[place - 1].tile(far[place - 1], self.part, columns, z)
                     if logits:
-                        work = [] if problem.kernels is not None else [scratch.tile(0, *z.shape)]
+                        work = [] if problem.kernels is not None else [scratch.tile(0, len(z), z.shape[1])]
                         first = head.shard.start + columns.start
                         given = targets if place == 0 else None
                         stats[place].update_(z, work, given, first, kernels=problem.kernels)
@@ -163,11 +163,12 @@ class Chunk:
             packed.append(self._sum_at_one(maxima[0]).unsqueeze(0))
         packed = torch.cat(packed)
         all_reduce_(packed, problem.group, dist.ReduceOp.SUM)
+        nothing = torch.zeros_like(maxima[0])
         finals = [
             s.replaced(maxima[i : i + 1], packed[2 * i : 2 * i + 2]).final()
             if has_logits[i]
             # Given log-probs are what they are.
-            else FinalStatistics(*(torch.zeros_like(maxima[0]) for _ in range(2)), None, maxima[0] == 0)
+            else FinalStatistics(nothing, nothing, None, nothing == 0)
             for i, s in enumerate(stats)
         ]
         hard = None
@@ -182,7 +183,7 @@ class Chunk:
         total = torch.zeros_like(maximum)
         for columns in (c for part in self.problem.column_parts for c in part):
             z = self.tile(0, columns)
-            work = self.scratches[0].tile(0, *z.shape)
+            work = self.scratches[0].tile(0, len(z), z.shape[1])
             x = torch.sub(z, shift, out=work).mul_(head.temperature)
             total += exponentials(x, x).sum(-1)
         return total
@@ -314,7 +315,7 @@ class Chunk:
                 z, y = self.tile(0, columns), self.tile(1, columns)
                 du = y
                 if head.operand_dtype != head.dtype:
-                    du = scratch.tile(0, *y.shape, head.operand_dtype)
+                    du = scratch.tile(0, len(y), y.shape[1], head.operand_dtype)
                 if compared is not None:
                     first = head.shard.start + columns.start
                     row_terms = (slope, factors[0], cap, labels)

@@ -121,9 +121,9 @@ def linear_masked_logprobs(
         raise ValueError("shards.total: expected the whole vocabulary's size with unequal shards, got None")
     check_rows(rows, hidden.device)
     head.temperature = check_temperature(temperature, rows, len(hidden), head.dtype)
-    *kept, targets = _on_host([*kept, targets])
+    *sets, targets = _on_host([*kept, targets])
     targets = check_targets(targets, rows, len(hidden), head.vocabulary)
-    allowed = checked_allowed(kept, len(targets), head.vocabulary, targets.device)
+    allowed = checked_allowed(sets, len(targets), head.vocabulary, targets.device)
     assert allowed is not None
     group = None if shards is None else resolve_group(shards.group)
     plan = _plan(allowed, targets, head, hidden.device)

@@ -104,7 +104,8 @@ class HeadTiles:
 
     def tile(self, read: Any, rows: slice, columns: slice, out: Tensor) -> Tensor:
         """Logits [R, W] of some rows and columns, in `out`; `read` is `read(rows)`."""
-        return self.head.logits(*read, self.head.weight_tile(columns), rows, columns, out)
+        h, low_h = read
+        return self.head.logits(h, low_h, self.head.weight_tile(columns), rows, columns, out)
 
 
 class GivenTiles:
@@ -144,7 +145,7 @@ class GivenTiles:
     def read(self, rows: slice) -> None:
         """Nothing is gathered beforehand."""
 
-    def tile(self, read: None, rows: slice, columns: slice, out: Tensor) -> Tensor:
+    def tile(self, read: Any, rows: slice, columns: slice, out: Tensor) -> Tensor:
         """Values [R, W] of some rows and columns, in `out`."""
         picked = (
             self.values[rows, columns]
