@@ -58,6 +58,10 @@ _FAKE = Annotated[
 _ON = Annotated[
     str | None, typer.Option("--on", help="Predict each finding's gain on this device, such as h100.")
 ]
+_TRACE = Annotated[
+    str | None,
+    typer.Option("--trace", metavar="FILE", help="Judge this torch.profiler trace; a second one: compare."),
+]
 _RANKS = Annotated[str, typer.Option("--ranks", help="0: rank 0 reports itself; all: merged by line.")]
 
 
@@ -84,6 +88,7 @@ def diagnose(
     fake: _FAKE = False,
     ranks_shown: _RANKS = "0",
     on: _ON = None,
+    trace: _TRACE = None,
 ) -> None:
     """Name the lines that waste a training step: run SCRIPT, record a few steps, rank what they cost, stop.
 
@@ -92,10 +97,26 @@ def diagnose(
     Examples: leanstep diagnose train.py --steps 3 -- --batch-size 8
 
     leanstep diagnose diff before.json after.json --threshold 0.1 (exit 1: a finding is new or has grown)
+
+    leanstep diagnose --trace trace.json.gz; leanstep diagnose --trace before.json after.json (exit 1: slower)
     """
     if script == "diff" and not Path(script).exists():
         raise typer.Exit(_diff(args or [], threshold or [], json))
-    program, arguments = _program(script, args or [], module)
+    if trace is not None:
+        running = {
+            "-m": module, "--fake": fake, "--on": on, "--run-on": run_on, "--steps": steps != 3,
+            "--warmup": warmup != 1, "--ranks": ranks_shown != "0",
+        }  # fmt: skip
+        judging = {
+            "--html": html, "--sarif": sarif, "--markdown": markdown, "--fail-on": fail_on,
+            "--baseline": baseline, "--annotations": annotations, "--explain": explain, "--select": select,
+            "--ignore": ignore,
+        }  # fmt: skip
+        traces = [trace, *([script] if script is not None else []), *(args or [])]
+        _check_trace_options(running, judging, traces)
+        if script is not None:
+            raise typer.Exit(_compare_traces(trace, script, threshold or [], show_all, json))
+    program, arguments = (Program(trace), []) if trace else _program(script, args or [], module)
     rules = _checked("--fail-on", gate.parse_rules, fail_on) if fail_on is not None else ()
     wanted = _checked("--select", gate.parse_rules, select) if select is not None else ()
     unwanted = _checked("--ignore", gate.parse_rules, ignore) if ignore is not None else ()
@@ -120,8 +141,14 @@ def diagnose(
     if fake:
         raise typer.Exit(_run_fake(program, arguments, json))
 
-    watch = Watch(steps, warmup, limits, timed_warmup=True, on_done=None if run_on else _raise_stop)
-    outcome = _run(program, arguments, watch, json)
+    watch: Any
+    if trace is not None:
+        from leanstep.diagnose.traces.trace_report import TraceRun
+
+        watch, outcome = _checked("--trace", lambda path: TraceRun(path, limits), trace), Outcome()
+    else:
+        watch = Watch(steps, warmup, limits, timed_warmup=True, on_done=None if run_on else _raise_stop)
+        outcome = _run(program, arguments, watch, json)
     if not run_script.is_first_rank() and ranks_shown == "0":
         raise typer.Exit(outcome.code)
     findings, silenced = gate.without_allowed(gate.selected(watch.findings(), wanted, unwanted))
@@ -166,6 +193,33 @@ def script_path(script: str) -> Path:
     if not path.is_file():
         raise BadInput(f"SCRIPT: no such file: {script}")
     return path
+
+
+def _check_trace_options(running: dict[str, Any], judging: dict[str, Any], traces: list[str]) -> None:
+    """A trace is a run that is over, and a comparison has no findings: refuse what would do nothing."""
+    if len(traces) > 2:
+        raise BadInput(f"--trace: expected one trace, or two to compare, got {len(traces)}")
+    for option, given in running.items():
+        if given:
+            raise BadInput(f"{option}: does not fit --trace, which runs no script")
+    for path in traces:
+        if path.endswith(".py"):
+            raise BadInput(f"--trace: expected trace.json or trace.json.gz of torch.profiler, got {path}")
+    for option, given in judging.items():
+        if given and len(traces) == 2:
+            raise BadInput(f"{option}: does not fit two traces; --json, --threshold and --all do")
+
+
+def _compare_traces(before: str, after: str, threshold: list[str], show_all: bool, json: str | None) -> int:
+    from leanstep.diagnose.traces import trace_compare
+
+    check_writable(json, "--json")
+    allowed = _share(threshold, trace_compare.THRESHOLD)
+    tables = [_checked("--trace", trace_compare.read_table, path) for path in (before, after)]
+    comparison = _checked("--trace", lambda pair: trace_compare.compare(*pair, allowed), tables)
+    console(json).print(comparison.text(show_all), markup=False, highlight=False, soft_wrap=True)
+    write_json(comparison.as_dict(), json)
+    return 1 if comparison.is_worse else 0
 
 
 def _device(name: str | None) -> Any:
@@ -233,7 +287,7 @@ def _write_baseline(findings: list[Finding], path: str) -> None:
 
 
 def _show(
-    watch: Watch, findings: list[Finding], program: Program, outcome: Outcome, silenced: int, show_all: bool,
+    watch: Any, findings: list[Finding], program: Program, outcome: Outcome, silenced: int, show_all: bool,
     explain: int | None, annotate: bool, json: str | None,
 ) -> None:  # fmt: skip
     target = console(json)
@@ -272,12 +326,7 @@ def _diff(paths: list[str], threshold: list[str], json: str | None) -> int:
 
     if len(paths) != 2:
         raise BadInput(f"diff: expected two reports of --json, got {len(paths)}")
-    try:
-        allowed = float(threshold[-1]) if threshold else report_diff.THRESHOLD
-    except ValueError:
-        allowed = -1.0
-    if not allowed >= 0:
-        raise BadInput(f"--threshold: expected a share such as 0.1, got {threshold[-1]!r}")
+    allowed = _share(threshold, report_diff.THRESHOLD)
     before, after = (_checked("diff", report_diff.read_report, path) for path in paths)
     changes = report_diff.compare(before, after, allowed)
     for change in changes:
@@ -286,6 +335,17 @@ def _diff(paths: list[str], threshold: list[str], json: str | None) -> int:
         console(json).print("No finding is new, gone, grown or shrunk.", markup=False)
     write_json({"threshold": allowed, "changes": [change.as_dict() for change in changes]}, json)
     return 1 if report_diff.is_worse(changes) else 0
+
+
+def _share(threshold: list[str], default: float) -> float:
+    """The last --threshold of a comparison."""
+    try:
+        allowed = float(threshold[-1]) if threshold else default
+    except ValueError:
+        allowed = -1.0
+    if not allowed >= 0:
+        raise BadInput(f"--threshold: expected a share such as 0.1, got {threshold[-1]!r}")
+    return allowed
 
 
 def _write_html(path: str, report: dict[str, Any], findings: list[Finding]) -> None:
@@ -299,7 +359,7 @@ def _write_html(path: str, report: dict[str, Any], findings: list[Finding]) -> N
     page.add_section(path, "diagnose", {**report, "findings": shown})
 
 
-def _exit_code(outcome: Outcome, watch: Watch, findings: list[Finding], rules: tuple[str, ...]) -> int:
+def _exit_code(outcome: Outcome, watch: Any, findings: list[Finding], rules: tuple[str, ...]) -> int:
     if outcome.code:
         return outcome.code
     if rules and not watch.steps:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from leanstep.diagnose.recording.ops import HALF
-from leanstep.diagnose.recording.source import UNKNOWN_LINE, Line
+from leanstep.diagnose.recording.source import UNKNOWN_LINE, Line, Site
 from leanstep.diagnose.step_records import (
     OPTIMIZER,
     HeadRecord,
@@ -331,4 +331,48 @@ def full_vocab(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
         }
         work = Work(held_bytes=peak * total.kept_bytes / kept)
         hits.append(Hit(line, total.count, callers, "forward", evidence, work))
+    return hits
+
+
+def launch_bound(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
+    """The device runs dry because the host launches small kernels one by one."""
+    return [
+        hit
+        for hit in _idle(step, step.slow_launches, "launches")
+        if hit.evidence["share"] >= limits["share"] and hit.count >= limits["launches"]
+    ]
+
+
+def step_gap(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
+    """The device waits for the next batch."""
+    return [hit for hit in _idle(step, step.pauses, "gaps") if hit.evidence["share"] >= limits["share"]]
+
+
+def _idle(step: StepRecord, table: dict[Site, Tally], word: str) -> list[Hit]:
+    hits = []
+    for line, (total, callers) in by_line(table, Tally).items():
+        seconds = total.bytes / 1e9
+        share = seconds / step.trace_seconds if step.trace_seconds else 0.0
+        evidence = {
+            word: total.count,
+            "idle_seconds": seconds,
+            "share": share,
+            "by": dict(total.detail.most_common(3)),
+        }
+        phase = "backward" if total.detail["backward"] else "forward"
+        hits.append(Hit(line, total.count, callers, phase, evidence, Work(seconds=seconds)))
+    return hits
+
+
+def blocking_copy(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
+    """The host copies to the device and waits until it is done."""
+    hits = []
+    for line, (total, callers) in by_line(step.blocking, Tally).items():
+        if total.count >= limits["copies"]:
+            evidence = {
+                "copies": total.count,
+                "bytes": total.bytes,
+                "calls": dict(total.detail.most_common(3)),
+            }
+            hits.append(Hit(line, total.count, callers, "forward", evidence))
     return hits

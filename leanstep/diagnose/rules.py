@@ -312,6 +312,45 @@ RULES: dict[str, Rule] = {
             "Leave retain_graph out; several losses: add them and go backward once.",
             "drop it; add losses, one backward",
         ),
+        Rule(
+            "launch-bound",
+            rule_checks.launch_bound,
+            lambda f: f"{f.count:,} launches",
+            lambda f: (
+                f"The device is idle for {f.evidence['share']:.0%} of the step between {f.count:,} launches "
+                f"of the {f.phase} ({_listed(f.evidence['by'])})."
+            ),
+            "The device finishes each kernel before the host has launched the next one.",
+            'torch.compile, CUDA graphs (mode="reduce-overhead"), larger batches, fused=True optimizers: '
+            "fewer launches, each with more to do.",
+            "torch.compile, CUDA graphs, more per launch",
+        ),
+        Rule(
+            "blocking-copy",
+            rule_checks.blocking_copy,
+            lambda f: _plural(f.count, "copy", "copies"),
+            lambda f: (
+                f"The host copies {size(f.evidence['bytes'])} to the device and waits until it is there "
+                f"({_listed(f.evidence['calls'])})."
+            ),
+            "Nothing is launched meanwhile, and the device runs dry.",
+            "pin_memory=True in the DataLoader and .to(device, non_blocking=True); make constants on the "
+            "device.",
+            "pin_memory, non_blocking=True",
+        ),
+        Rule(
+            "step-gap",
+            rule_checks.step_gap,
+            lambda f: _plural(f.count, "gap"),
+            lambda f: (
+                f"The device is idle for {f.evidence['share']:.0%} of the step while the next batch is made "
+                f"({_listed(f.evidence['by'])})."
+            ),
+            "The loader is slower than the step, or works only when it is asked.",
+            "num_workers, prefetch_factor and persistent_workers of the DataLoader, cheaper preparation, "
+            "pin_memory.",
+            "more workers, prefetching",
+        ),
     )
 }
 

@@ -146,6 +146,13 @@ class StepRecord:
     doubles: dict[Site, Tally] = field(default_factory=dict)
     clones: dict[Site, Tally] = field(default_factory=dict)
     retained: dict[Site, Tally] = field(default_factory=dict)
+    # Only a trace knows these: copies to the device that the host waits for, stretches and pauses in which
+    # the device is idle. Bytes of the last two are nanoseconds of it.
+    blocking: dict[Site, Tally] = field(default_factory=dict)
+    slow_launches: dict[Site, Tally] = field(default_factory=dict)
+    pauses: dict[Site, Tally] = field(default_factory=dict)
+    # How long the step of a trace took.
+    trace_seconds: float = 0.0
     compiled: set[Line] = field(default_factory=set)
     head_width: int = 0
     head_inner: int = 0
@@ -194,7 +201,8 @@ class StepRecord:
 
 _MERGED = (
     "ops", "reads", "heads", "zero_fills", "state_copies", "other_copies", "duplicate_casts", "round_trips",
-    "saved", "churn", "unused_grads", "attention", "doubles", "clones", "retained",
+    "saved", "churn", "unused_grads", "attention", "doubles", "clones", "retained", "blocking",
+    "slow_launches", "pauses",
 )  # fmt: skip
 
 
@@ -277,8 +285,13 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "float64": {"bytes": 256 * 1024},
     "weight-clone": {"bytes": 256 * 1024},
     "retain-graph": {"calls": 1},
+    "launch-bound": {"share": 0.10, "launches": 16},
+    "blocking-copy": {"copies": 1},
+    "step-gap": {"share": 0.05},
 }
 RULE_IDS = tuple(DEFAULTS)
+# What only a trace of a GPU can show.
+TRACE_RULES = ("launch-bound", "blocking-copy", "step-gap")
 
 
 class Limits:
@@ -385,8 +398,7 @@ class Finding:
         return ":".join(self.key)
 
     def __str__(self) -> str:
-        place = f"{short_path(self.line.file)}:{self.line.number}"
-        return f"{place}: {self.rule}: {self.amount} → {self.short_fix}"
+        return f"{self.line.place}: {self.rule}: {self.amount} → {self.short_fix}"
 
 
 class Findings(list[Finding]):

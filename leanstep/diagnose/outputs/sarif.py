@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
+from urllib.parse import quote
 
 import leanstep
 from leanstep.diagnose.outputs.screen import cost_text
@@ -66,7 +67,8 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
         "locations": [
             {
                 "physicalLocation": {
-                    "artifactLocation": {"uri": PurePath(short_path(line.file)).as_posix()},
+                    # A trace without stacks has call paths of ops in place of files.
+                    "artifactLocation": {"uri": quote(PurePath(short_path(line.file)).as_posix())},
                     "region": {"startLine": max(line.number, 1), "snippet": {"text": line.code}},
                 }
             }
@@ -87,7 +89,7 @@ def as_markdown(findings: Sequence[Finding], title: str) -> str:
     for finding in shown:
         line = users_line(finding)
         cells = (
-            str(finding.rank), f"`{finding.rule}`", f"`{short_path(line.file)}:{line.number}`",
+            str(finding.rank), f"`{finding.rule}`", f"`{line.place}`",
             finding.amount, cost_text([finding]), finding.short_fix,
         )  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -128,19 +128,19 @@ class Entry:
         line = callers.most_common(1)[0][0] if callers else None
         if line is not None:
             more = f" and {len(callers) - 1} more" if len(callers) > 1 else ""
-            return f"{short_path(line.file)}:{line.number}{more}"
+            return f"{line.place}{more}"
         numbers = sorted(f.line.number for f in self.findings)
-        place = f"{short_path(self.first.line.file)}:{numbers[0]}"
-        if len(numbers) == 1:
-            return place
-        return f"{place}–{numbers[-1]} in {self.first.line.function} ({len(numbers)} lines)"
+        if len(numbers) == 1 or not numbers[0]:
+            return self.first.line.place
+        place = f"{short_path(self.first.line.file)}:{numbers[0]}–{numbers[-1]}"
+        return f"{place} in {self.first.line.function} ({len(numbers)} lines)"
 
     @property
     def inside(self) -> str:
         """The library's own line, where the user's leads."""
         if not any(finding.callers for finding in self.findings):
             return ""
-        return f"in {short_path(self.first.line.file)}:{self.first.line.number}: "
+        return f"in {self.first.line.place}: "
 
     @property
     def amount(self) -> str:
@@ -197,6 +197,10 @@ def entries_of(findings: Sequence[Finding]) -> list[Entry]:
 
 
 def header(watch: Any, script: str) -> str:
+    facts = getattr(watch, "facts", None)
+    if facts is not None:
+        # A trace was made elsewhere: it says itself what it is of.
+        return f"leanstep diagnose --trace {script}\n  " + " · ".join(facts)
     device = "cuda" if watch.recorder.accelerator else "cpu"
     parts = [
         f"torch {torch.__version__}",
@@ -285,7 +289,7 @@ def _entry_lines(number: int, entry: Entry, width: int) -> list[str]:
     return [
         # Never cut: a path that is whole can be opened from the terminal.
         f"{number:3}  {first.rule:<19} {entry.where:<26} {amount}",
-        _clip(f"     {entry.inside}{first.line.statement}", width),
+        _clip(f"     {entry.inside}{first.line.statement or first.what}", width),
         _clip(f"     costs about {entry.cost} → {first.short_fix}", width),
     ]
 
@@ -313,12 +317,9 @@ def explain(entry: Entry) -> str:
         steps = f"{len(f.counts)} step{'s' * (len(f.counts) != 1)}"
         cost = cost_text([f])
         parts += [
-            f"{f.rule}  {short_path(f.line.file)}:{f.line.number} in {f.line.function}",
+            f"{f.rule}  {f.line.place} in {f.line.function}",
             *_excerpt(f.line),
-            *(
-                f"  called from {short_path(line.file)}:{line.number}: {count}"
-                for line, count in f.callers.most_common(8)
-            ),
+            *(f"  called from {line.place}: {count}" for line, count in f.callers.most_common(8)),
             f"  what   {f.what}",
             f"  often  {f.amount} per step (on {steps}: {', '.join(map(str, f.counts[:8]))}); phase "
             f"{f.phase}",
@@ -346,10 +347,13 @@ def annotation_lines(findings: Sequence[Finding]) -> list[str]:
         if f.baselined:
             continue
         line = f.callers.most_common(1)[0][0] if f.line.library and f.callers else f.line
-        file = _escape(short_path(line.file), property=True)
         title = _escape(f"leanstep {f.rule}", property=True)
         message = _escape(f"{f.what} {f.fix}")
-        commands.append(f"::warning file={file},line={line.number},title={title}::{message}")
+        # A trace without stacks knows no file.
+        where = f"file={_escape(short_path(line.file), property=True)},line={line.number}," * bool(
+            line.number
+        )
+        commands.append(f"::warning {where}title={title}::{message}")
     return commands
 
 

@@ -68,8 +68,13 @@ class Line:
     library: bool = False
 
     @property
+    def place(self) -> str:
+        """`path:line`, which terminals open; what has no line (a call path, an unknown one) by its name."""
+        return f"{short_path(self.file)}:{self.number}" if self.number else self.file
+
+    @property
     def code(self) -> str:
-        return linecache.getline(self.file, self.number).strip()
+        return linecache.getline(self.file, self.number).strip() if self.number else ""
 
     @property
     def statement(self) -> str:

@@ -1,0 +1,1 @@
+"""Findings from a profiler's trace of a run that happened elsewhere."""

@@ -1,0 +1,405 @@
+"""Who called what, when: host events as a tree, kernels by their launches, steps, waits and idle gaps.
+
+Times are microseconds as in the trace. A gap is a time in which no stream of the device ran anything; each
+has one cause, so that what findings cost can be added up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from leanstep.diagnose.recording.ops import OpInfo
+from leanstep.diagnose.traces.trace_file import COPY, FRAME, NOTE, ON_DEVICE, OP, RUNTIME, Trace
+
+BACKWARD_FLAG, OPTIMIZER_FLAG, DATA_FLAG = 1, 2, 4
+_WAIT = re.compile(
+    r"(cuda|hip)(Stream|Device|Event)Synchronize|cu(Stream|Ctx|Event)Synchronize"
+    r"|(cuda|hip)Memcpy(2D|3D|DtoH|HtoD|WithStream)?$|cuMemcpy(DtoH|HtoD)"
+)
+_COPY_CALL = re.compile(r"(cuda|hip|cu)Memcpy")
+_LAUNCH = re.compile(r"Launch")
+# The profiler's own end waits for the device as well; it is no part of the program.
+_NODE = "autograd::engine::evaluate_function: "
+_ACCUMULATE = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+_NO_CAUSE_US = 1.0
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """What a name in a trace stands for. `inner`: look at the ops inside instead (a composite, a node)."""
+
+    inner: bool
+    info: OpInfo | None
+
+
+@cache
+def op_facts(name: str) -> OpFacts:
+    """As a recording would see it: ops that torch takes apart before they reach a kernel are not seen."""
+    namespace, separator, short = name.partition("::")
+    if not separator or namespace in ("autograd", "torch"):
+        return OpFacts(True, None)
+    packet = getattr(getattr(torch.ops, namespace, None), short, None) if namespace == "aten" else None
+    if packet is None:
+        return OpFacts(False, None)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    # Some overloads are TorchScript's own and never dispatched.
+    known = [o for o in overloads if torch._C._dispatch_has_kernel(o.name())]
+    plain = [o for o in known if "out" not in o._overloadname] or known
+    if not plain:
+        return OpFacts(False, None)
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    composite = all(has(o.name(), "CompositeImplicitAutograd") for o in plain)
+    return OpFacts(composite, OpInfo(plain[0]))
+
+
+@dataclass
+class Wait:
+    """The host waits, from the first waiting call in an op to the last. `owner`: the op, or the call."""
+
+    owner: int
+    start: float
+    end: float
+    calls: list[str] = field(default_factory=list)
+    to_device: bool = False
+    copied_bytes: int = 0
+    idle: float = 0.0
+
+
+@dataclass
+class Gap:
+    """The device ran nothing from `start` to `end`; `launch` is the call that ended it (-1: not known)."""
+
+    start: float
+    end: float
+    launch: int
+    cause: str = ""
+    wait: Wait | None = None
+    data_us: float = 0.0
+
+    @property
+    def length(self) -> float:
+        return self.end - self.start
+
+
+class Timeline:
+    """The index of one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.kind = np.frombuffer(trace.kind, np.int8)
+        self.name = np.frombuffer(trace.name, np.int32)
+        self.thread = np.frombuffer(trace.thread, np.int32)
+        self.start = np.frombuffer(trace.start, np.float64)
+        self.end = self.start + np.frombuffer(trace.duration, np.float64)
+        self.link = np.frombuffer(trace.link, np.int64)
+        self._build_tree()
+        self._find_steps()
+        self._find_device()
+        self._find_waits()
+        self._find_gaps()
+
+    def text(self, index: int) -> str:
+        return self.trace.names.texts[self.name[index]]
+
+    # The tree
+
+    def _build_tree(self) -> None:
+        count = len(self.kind)
+        self.parent = np.full(count, -1, np.int32)
+        # The nearest op that a recording would see, the nearest Python frame, the nearest autograd node.
+        self.shown, self.frame, self.node = (np.full(count, -1, np.int32) for _ in range(3))
+        self.flags = np.zeros(count, np.int8)
+        marks = np.array([text.startswith("ProfilerStep") for text in self.trace.names.texts], bool)
+        host = np.flatnonzero(np.isin(self.kind, (OP, NOTE, FRAME, RUNTIME)) & ~marks[self.name])
+        # Times since 1970 in microseconds leave a double a quarter of one to be wrong by.
+        slack = max(0.01, 4 * float(np.spacing(np.abs(self.start).max())))
+        rank = np.array([2, 1, 0, 3], np.int8)[self.kind[host]]
+        keys = (rank, -(self.end[host] - self.start[host]), self.start[host], self.thread[host])
+        self.order = host[np.lexsort(keys)].astype(np.int32)
+        texts = self.trace.names.texts
+        facts = [_note_flags(text) for text in texts]
+        stack: list[int] = []
+        self._has_inner: set[int] = set()
+        thread = -1
+        start, end, kinds, names = self.start, self.end, self.kind, self.name
+        parent, shown, frame, node, flags = self.parent, self.shown, self.frame, self.node, self.flags
+        for index in self.order.tolist():
+            if self.thread[index] != thread:
+                self._close(stack, 0)
+                thread = int(self.thread[index])
+            # A mark that a `with` sets begins inside `__enter__` and outlives it: what ends first is left.
+            # A mark that was open when the profiler stopped may end after everything.
+            last = min(end[index], end[stack[0]]) if kinds[index] == NOTE and stack else end[index]
+            until = max(last - slack, start[index])
+            depth = len(stack)
+            while depth and end[stack[depth - 1]] < until:
+                depth -= 1
+            if depth != len(stack):
+                self._close(stack, depth)
+            above = stack[-1] if stack else -1
+            if above >= 0:
+                parent[index] = above
+                shown[index], frame[index], node[index] = shown[above], frame[above], node[above]
+                flags[index] = flags[above]
+            kind, name = kinds[index], names[index]
+            flags[index] |= facts[name]
+            if kind == FRAME:
+                frame[index] = index
+            elif kind == OP:
+                text = texts[name]
+                if text.startswith(_NODE):
+                    node[index] = index
+                    # What a node runs belongs to it, whatever op (a hook, a checkpoint) stands around it.
+                    shown[index] = -1
+                elif shown[index] < 0 and not op_facts(text).inner:
+                    shown[index] = index
+            if kind != RUNTIME:
+                stack.append(index)
+        self._close(stack, 0)
+
+    def _close(self, stack: list[int], depth: int) -> None:
+        """Leave events; a composite op in which no other was seen is the op itself."""
+        while len(stack) > depth:
+            index = stack.pop()
+            if self.kind[index] == OP and self.shown[index] == index and stack:
+                self._has_inner.add(stack[-1])
+            elif self.kind[index] == OP and self.shown[index] < 0 and "aten::" in self.text(index):
+                if index not in self._has_inner:
+                    self.shown[index] = index
+                if stack:
+                    self._has_inner.add(stack[-1])
+            self._has_inner.discard(index)
+
+    def ancestors(self, index: int) -> list[int]:
+        """The event's own chain, innermost first, itself left out."""
+        found = []
+        above = int(self.parent[index])
+        while above >= 0:
+            found.append(above)
+            above = int(self.parent[above])
+        return found
+
+    # Steps
+
+    def _find_steps(self) -> None:
+        """Windows of whole steps: the profiler's own marks, or from one optimizer step's end to the next."""
+        notes = np.flatnonzero(self.kind == NOTE).tolist()
+        marks = sorted((self.start[i], self.end[i]) for i in notes if self.text(i).startswith("ProfilerStep"))
+        ops = np.sort(self.start[(self.kind == OP) | (self.kind == RUNTIME)])
+        windows = [w for w in marks if np.searchsorted(ops, w[1]) - np.searchsorted(ops, w[0]) > 1]
+        self.boundary = "explicit" if windows else "none"
+        if not windows:
+            names = [self.text(i) for i in notes if self.text(i).startswith("Optimizer.step#")]
+            last = names[-1] if names else ""
+            ends = sorted(self.end[i] for i in notes if last and self.text(i) == last)
+            if len(ends) > 1:
+                windows, self.boundary = list(itertools.pairwise(ends)), "optimizer"
+        if not windows:
+            host = self.order if len(self.order) else np.arange(len(self.kind))
+            windows = [(float(self.start[host].min()), float(self.end[host].max()))]
+            if not len(self.order):
+                self.boundary = "none"
+        self.windows = [(float(a), float(b)) for a, b in windows]
+        self._starts = [a for a, _ in self.windows]
+
+    def step_at(self, time: float) -> int:
+        """The number of the step at a host time, -1 outside of all."""
+        number = bisect_right(self._starts, time) - 1
+        return number if number >= 0 and time <= self.windows[number][1] else -1
+
+    @property
+    def step_us(self) -> float:
+        """The median step."""
+        return float(np.median([b - a for a, b in self.windows]))
+
+    # The device
+
+    def _find_device(self) -> None:
+        active = np.flatnonzero(np.isin(self.kind, ON_DEVICE))
+        places = [place[0] if isinstance(place[0], int) else -1 for place in self.trace.threads.texts]
+        device = np.array(places, np.int64)[self.thread[active]] if len(active) else active
+        self.num_devices = len(set(device.tolist()))
+        if self.num_devices > 1:
+            busiest = max(
+                set(device.tolist()),
+                key=lambda d: float((self.end[active[device == d]] - self.start[active[device == d]]).sum()),
+            )
+            active = active[device == busiest]
+        self.active = active[np.argsort(self.start[active], kind="stable")]
+        calls = np.flatnonzero(self.kind == RUNTIME)
+        # A call that launches several graph nodes has one correlation for all of them.
+        self._call_of = dict(zip(self.link[calls].tolist(), calls.tolist(), strict=True))
+        self._call_of.pop(-1, None)
+
+    def call_of(self, activity: int) -> int:
+        """The runtime call that launched a kernel or copy, -1 where the trace does not say."""
+        return self._call_of.get(int(self.link[activity]), -1)
+
+    @property
+    def has_device(self) -> bool:
+        return len(self.active) > 0
+
+    def step_of_activity(self, activity: int) -> int:
+        call = self.call_of(activity)
+        return self.step_at(float(self.start[call] if call >= 0 else self.start[activity]))
+
+    # Waits
+
+    def _find_waits(self) -> None:
+        self.waits: list[Wait] = []
+        if not self.has_device:
+            return
+        copies = {int(self.link[i]): int(i) for i in self.active.tolist() if self.kind[i] == COPY}
+        launches = self.start[[c for c in map(self.call_of, self.active.tolist()) if c >= 0]]
+        last_launch = float(launches.max()) if len(launches) else float("inf")
+        by_owner: dict[int, Wait] = {}
+        for index in self.order.tolist():
+            if self.kind[index] != RUNTIME:
+                continue
+            name = self.text(index)
+            copy = copies.get(int(self.link[index]), -1)
+            kind = _direction(self.text(copy)) if copy >= 0 else ""
+            waits = _WAIT.match(name) is not None and kind != "on device"
+            if not waits and copy >= 0 and _COPY_CALL.match(name) and kind in ("to host", "to device"):
+                # An asynchronous copy from or to memory that is not pinned returns when it is done.
+                waits = bool(self.end[index] >= self.end[copy])
+            if not waits and not (kind == "to host" and self.shown[index] in by_owner):
+                if kind != "to device":
+                    continue
+            owner = int(self.shown[index]) if self.shown[index] >= 0 else index
+            if not waits:
+                # The copy that a later wait in the same op waits for.
+                self._copy_before(by_owner, owner, index, copy)
+                continue
+            if self.start[index] > last_launch and owner == index:
+                continue
+            wait = by_owner.get(owner)
+            if wait is None or wait.owner != owner:
+                wait = by_owner[owner] = Wait(owner, float(self.start[index]), float(self.end[index]))
+            wait.start = min(wait.start, float(self.start[index]))
+            wait.end = max(wait.end, float(self.end[index]))
+            wait.calls.append(name)
+            if kind:
+                wait.to_device |= kind == "to device"
+                wait.copied_bytes += self.trace.bytes_of.get(copy, 0)
+        self._wait_in = by_owner
+        self.waits = sorted((w for w in by_owner.values() if w.calls), key=lambda w: w.end)
+
+    def _copy_before(self, by_owner: dict[int, Wait], owner: int, index: int, copy: int) -> None:
+        if owner == index:
+            return
+        wait = by_owner.setdefault(owner, Wait(owner, float(self.start[index]), float(self.end[index])))
+        wait.to_device = True
+        wait.copied_bytes += self.trace.bytes_of.get(copy, 0)
+
+    # Gaps
+
+    def _find_gaps(self) -> None:
+        self.gaps: list[Gap] = []
+        self.busy_us = 0.0
+        if not self.has_device:
+            return
+        start, end = self.start[self.active], self.end[self.active]
+        reached = np.maximum.accumulate(end)
+        # Where everything before has ended when the next one starts.
+        holes = np.flatnonzero(start[1:] > reached[:-1] + _NO_CAUSE_US)
+        self.busy_us = float(reached[-1] - start[0] - (start[1:] - reached[:-1]).clip(0).sum())
+        data = [
+            (float(self.start[i]), float(self.end[i]))
+            for i in np.flatnonzero(self.kind == NOTE).tolist()
+            if _note_flags(self.text(i)) & DATA_FLAG
+        ]
+        ends = [wait.end for wait in self.waits]
+        for hole in holes.tolist():
+            gap = Gap(float(reached[hole]), float(start[hole + 1]), self.call_of(int(self.active[hole + 1])))
+            self._explain(gap, ends, sorted(data), int(self.active[hole + 1]))
+            self.gaps.append(gap)
+
+    def _explain(self, gap: Gap, wait_ends: list[float], data: list[tuple[float, float]], after: int) -> None:
+        if gap.launch < 0:
+            gap.cause = "unknown"
+            return
+        launched = float(self.start[gap.launch])
+        if float(self.end[gap.launch]) <= gap.start:
+            # The work was in the queue: the device waited for another stream, or between two kernels.
+            gap.cause = "queued"
+            return
+        until = min(launched, gap.end)
+        for begin, finish in data:
+            gap.data_us += max(0.0, min(finish, until) - max(begin, gap.start))
+        number = bisect_right(wait_ends, launched) - 1
+        owner = int(self.shown[gap.launch])
+        inside = self._wait_in.get(owner) if self.kind[after] == COPY and owner >= 0 else None
+        if inside is not None:
+            gap.wait = inside
+        elif number >= 0 and wait_ends[number] >= gap.start:
+            # The last wait that ended while the device was idle; an earlier one let go before.
+            first = bisect_left(wait_ends, gap.start)
+            gap.wait = max(self.waits[first : number + 1], key=lambda w: w.end - max(w.start, gap.start))
+        if gap.wait is not None:
+            gap.cause = "wait"
+            gap.wait.idle += gap.length - gap.data_us
+        elif gap.data_us >= 0.5 * gap.length or self._between_steps(gap, until):
+            gap.cause, gap.data_us = "between steps", gap.length
+        elif self.flags[gap.launch] & OPTIMIZER_FLAG:
+            gap.cause = "optimizer"
+        else:
+            gap.cause = "launch"
+
+    def _between_steps(self, gap: Gap, until: float) -> bool:
+        """Whether most of the gap lies outside of all steps, or the host ran no op across a step's end."""
+        if self.boundary != "explicit":
+            return False
+        before, behind = self.step_at(gap.start), self.step_at(until)
+        if before == behind:
+            return False
+        # The ops of the next step that ran before the launch are work, not waiting.
+        border = self.windows[behind][0] if behind >= 0 else until
+        return max(0.0, border - gap.start) >= 0.5 * gap.length
+
+
+@cache
+def _note_flags(text: str) -> int:
+    if text.startswith("Optimizer.step#") or (text.startswith("torch/optim/") and "zero_grad" not in text):
+        return OPTIMIZER_FLAG
+    if text.startswith(_NODE):
+        return BACKWARD_FLAG
+    # The loader's own mark, and the frame of a loader that fetches in this process.
+    if text.startswith("enumerate(DataLoader)"):
+        return DATA_FLAG
+    return 0
+
+
+def _direction(name: str) -> str:
+    """Where a copy goes, from the names that CUDA and ROCm give it."""
+    lower = name.lower()
+    if "dtoh" in lower or "devicetohost" in lower:
+        return "to host"
+    if "htod" in lower or "hosttodevice" in lower:
+        return "to device"
+    return "on device" if "dtod" in lower or "devicetodevice" in lower else "unknown"
+
+
+def is_launch(name: str) -> bool:
+    return _LAUNCH.search(name) is not None
+
+
+def is_accumulate(name: str) -> bool:
+    return name == _ACCUMULATE
+
+
+def node_name(text: str) -> str:
+    return text.removeprefix(_NODE)
+
+
+def shape_of(trace: Trace, index: int) -> Any:
+    """(dims, dtypes, strides) of an op's arguments, None where the trace has none."""
+    return trace.shapes.texts[trace.detail[index]]

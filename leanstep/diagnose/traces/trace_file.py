@@ -1,0 +1,322 @@
+"""Read a torch.profiler (Kineto, Chrome) trace piece by piece and keep columns of what the rules need.
+
+A trace is one JSON object whose `traceEvents` holds millions of small objects. Only one chunk of text and one
+event exist at a time; of an event stay a few numbers in arrays, and its names, shapes and stacks once each.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import re
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+CHUNK = 1 << 20
+# No event of a real trace is longer; text that does not close within it is no JSON.
+MAX_VALUE = 1 << 25
+_SPACE = re.compile(r"[\s,]*")
+_DELIMITERS = tuple(" \t\r\n,]}")
+_DECODER = json.JSONDecoder(strict=False)
+
+OP, NOTE, FRAME, RUNTIME, KERNEL, COPY, FILL = range(7)
+# Older traces write the categories with capitals and other words.
+_CATEGORIES = {
+    "cpu_op": OP, "operator": OP, "user_annotation": NOTE, "python_function": FRAME,
+    "cuda_runtime": RUNTIME, "cuda_driver": RUNTIME, "runtime": RUNTIME, "hip_runtime": RUNTIME,
+    "kernel": KERNEL, "gpu_memcpy": COPY, "memcpy": COPY, "gpu_memset": FILL, "memset": FILL,
+}  # fmt: skip
+ON_DEVICE = (KERNEL, COPY, FILL)
+_ADDRESS = re.compile(r" object at 0x([0-9a-f]+)")
+# Dims, dtypes and strides of an op's arguments, as the trace writes them.
+Shape = tuple[Any, Any, Any]
+DTYPES = {
+    "float": torch.float32, "double": torch.float64, "c10::BFloat16": torch.bfloat16,
+    "c10::Half": torch.float16, "long int": torch.int64, "long": torch.int64, "int": torch.int32,
+    "bool": torch.bool, "short": torch.int16, "unsigned char": torch.uint8, "signed char": torch.int8,
+    "c10::complex<float>": torch.complex64, "c10::Float8_e4m3fn": torch.float8_e4m3fn,
+    "c10::Float8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+class Truncated(ValueError):
+    """The file ends in the middle."""
+
+
+class Names:
+    """Each text (or shape) once, known by its number."""
+
+    def __init__(self) -> None:
+        self.texts: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+
+    def number(self, text: Any) -> int:
+        found = self._numbers.get(text)
+        if found is None:
+            found = self._numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return found
+
+
+class Trace:
+    """Columns of all complete events, in the order of the file. Times are microseconds."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = {}
+        self.names, self.shapes, self.stacks = Names(), Names(), Names()
+        self.threads = Names()
+        self.kind, self.name, self.thread = array("b"), array("i"), array("i")
+        self.start, self.duration = array("d"), array("d")
+        # Of an op its shapes, of a frame the address of the object that it is a method of.
+        self.detail = array("q")
+        # Of an op its sequence number, of a launch and a kernel their correlation.
+        self.link = array("q")
+        # Ops with a `Call stack`, and the thread that autograd says the forward ran on.
+        self.stack_of: dict[int, int] = {}
+        self.forward_thread: dict[int, int] = {}
+        # Bytes of copies between host and device, where the trace has them.
+        self.bytes_of: dict[int, int] = {}
+        self.shapes.number(None)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def add(self, event: dict[str, Any]) -> None:
+        kind = _CATEGORIES.get(str(event.get("cat", "")).lower())
+        if kind is None or event.get("ph") != "X" or "name" not in event:
+            return
+        try:
+            start, duration = float(event["ts"]), float(event.get("dur", 0.0))
+        except (KeyError, TypeError, ValueError):
+            return
+        args = event.get("args")
+        args = args if isinstance(args, dict) else {}
+        name, detail, link = str(event["name"]), 0, -1
+        index = len(self.kind)
+        if kind == OP:
+            detail = self._shape(args)
+            link = _integer(args.get("Sequence number", args.get("seq")))
+            forward = _integer(args.get("Fwd thread id"))
+            if forward > 0:
+                self.forward_thread[index] = forward
+            stack = args.get("Call stack")
+            if stack:
+                self.stack_of[index] = self.stacks.number(str(stack))
+        elif kind == FRAME:
+            # An address in a name would make every object's method a name of its own.
+            found = _ADDRESS.search(name)
+            if found:
+                detail = int(found[1], 16) & 0x7FFFFFFFFFFFFFFF
+                name = name[: found.start()] + name[found.end() :]
+        elif kind != NOTE:
+            link = _integer(args.get("correlation", args.get("External id")))
+            if kind == COPY:
+                self.bytes_of[index] = max(_integer(args.get("bytes", args.get("size"))), 0)
+        thread = (
+            (_integer(args.get("device")), _integer(args.get("stream")))
+            if kind in ON_DEVICE
+            else (str(event.get("pid")), str(event.get("tid")))
+        )
+        self.kind.append(kind)
+        self.name.append(self.names.number(name))
+        self.thread.append(self.threads.number(thread))
+        self.start.append(start)
+        self.duration.append(max(duration, 0.0))
+        self.detail.append(detail)
+        self.link.append(link)
+
+    def _shape(self, args: dict[str, Any]) -> int:
+        dims = args.get("Input Dims", args.get("Input dims"))
+        if dims is None:
+            return 0
+        types, strides = args.get("Input type", ()), args.get("Input Strides", ())
+        return self.shapes.number((_frozen(dims), _frozen(types), _frozen(strides)))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _integer(value: Any) -> int:
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        return -1
+    # Sequence numbers are unsigned in C++; what does not fit is "none".
+    return number if -(2**63) <= number < 2**63 else -1
+
+
+class Tensors:
+    """An op's tensor arguments as a trace writes them: dims, dtypes, strides."""
+
+    __slots__ = ("bytes", "dims", "strides", "types")
+
+    def __init__(self, shape: Any) -> None:
+        dims, types, strides = shape
+        self.dims, self.types, self.strides = [], [], []
+        self.bytes: list[int] = []
+        strides = strides if len(strides) == len(dims) else ((),) * len(dims)
+        types = types if len(types) == len(dims) else ("",) * len(dims)
+        for dim, kind, stride in zip(dims, types, strides, strict=True):
+            if isinstance(dim, tuple) and dim and isinstance(dim[0], tuple):
+                # A list of tensors: their dtype is not written; take the most common.
+                for inner in dim:
+                    self._add(inner, "float", ())
+            elif kind in DTYPES:
+                self._add(dim, kind, stride)
+            elif not kind and isinstance(dim, tuple) and dim:
+                self._add(dim, "float", stride)
+
+    def _add(self, dim: Any, kind: str, stride: Any) -> None:
+        if not isinstance(dim, tuple) or not all(isinstance(size, int) for size in dim):
+            return
+        self.dims.append(dim)
+        self.types.append(kind)
+        self.strides.append(stride)
+        self.bytes.append(int(np.prod(dim, dtype=np.int64)) * DTYPES[kind].itemsize)
+
+
+def different_order(dims: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two tensors of one shape walk through memory in another order of their dimensions."""
+    if len(one) != len(dims) or len(other) != len(dims):
+        return False
+    used = [d for d, size in enumerate(dims) if size > 1 and one[d] and other[d]]
+    return sorted(used, key=lambda d: -one[d]) != sorted(used, key=lambda d: -other[d])
+
+
+class _Text:
+    """The text of a file, a buffer of it at a time."""
+
+    def __init__(self, source: BinaryIO) -> None:
+        self._source = source
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self.buffer, self.at, self.read, self.ended = "", 0, 0, False
+
+    def more(self) -> bool:
+        """Drop what was used, read on; False at the end."""
+        if self.ended:
+            return False
+        try:
+            data = self._source.read(CHUNK)
+        except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
+            raise Truncated(str(error)) from None
+        self.ended = not data
+        self.read += len(data)
+        self.buffer = self.buffer[self.at :] + self._decode(data, final=self.ended)
+        self.at = 0
+        return not self.ended
+
+    def peek(self) -> str:
+        """The next character that is no space and no comma; empty at the end."""
+        while True:
+            found = _SPACE.match(self.buffer, self.at)
+            self.at = found.end() if found else self.at
+            if self.at < len(self.buffer):
+                return self.buffer[self.at]
+            if not self.more():
+                return ""
+
+    def value(self) -> Any:
+        """One JSON value. A number at the end of the buffer may go on in the next one."""
+        while True:
+            character = self.peek()
+            if not character:
+                raise Truncated("the text ends where a value is expected")
+            try:
+                value, end = _DECODER.raw_decode(self.buffer, self.at)
+                if character in '{["' or self.ended or self.buffer[end : end + 1] in _DELIMITERS:
+                    self.at = end
+                    return value
+            except (json.JSONDecodeError, RecursionError) as error:
+                if self.ended:
+                    raise Truncated(str(error)) from None
+                if len(self.buffer) - self.at > MAX_VALUE:
+                    raise ValueError(
+                        f"not JSON near byte {self.read - len(self.buffer) + self.at:,}"
+                    ) from None
+            self.more()
+
+    def take(self, expected: str) -> None:
+        found = self.peek()
+        if not found:
+            raise Truncated("the text ends early")
+        if found != expected:
+            raise ValueError(f"not JSON: expected {expected!r}, got {found!r}")
+        self.at += 1
+
+
+def _events(text: _Text, facts: dict[str, Any]) -> Iterator[Any]:
+    """The events one by one; the other keys of the object go into `facts`."""
+    first = text.peek()
+    if first == "[":
+        # Chrome's other form: a bare list, which may lack its end.
+        yield from _items(text)
+        return
+    text.take("{")
+    found = False
+    while text.peek() != "}":
+        key = text.value()
+        text.take(":")
+        if key == "traceEvents" and text.peek() == "[":
+            found = True
+            yield from _items(text)
+        else:
+            facts[str(key)] = text.value()
+    if not found:
+        raise ValueError("it has no traceEvents")
+
+
+def _items(text: _Text) -> Iterator[Any]:
+    text.take("[")
+    while text.peek() != "]":
+        yield text.value()
+    text.take("]")
+
+
+def read_trace(path: str) -> Trace:
+    """The columns of a trace, `.gz` or not; raises ValueError with one line that says what is wrong."""
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"{path} is a folder; expected a trace.json or trace.json.gz of torch.profiler")
+    try:
+        with file.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            with gzip.open(raw) if packed else raw as source:
+                return _read(path, source)  # pyright: ignore[reportArgumentType]
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _read(path: str, source: BinaryIO) -> Trace:
+    trace, text, count = Trace(path), _Text(source), 0
+    try:
+        if not text.peek():
+            raise ValueError(f"{path} is empty; expected a trace of torch.profiler (export_chrome_trace)")
+        for event in _events(text, trace.facts):
+            count += 1
+            if isinstance(event, dict):
+                trace.add(event)
+    except Truncated:
+        whole = f"{count:,} events" if count else "no event"
+        raise ValueError(
+            f"{path} ends in the middle: {whole} and {text.read:,} bytes of text read; expected a whole file "
+            "(the profiler was stopped while it wrote, or the copy was)"
+        ) from None
+    except ValueError as error:
+        if str(error).startswith(path):
+            raise
+        raise ValueError(f"{path} is no trace of torch.profiler: {error}") from None
+    if not len(trace):
+        raise ValueError(
+            f"{path} is no trace of torch.profiler: none of its {count:,} events is an op or a kernel"
+        )
+    return trace

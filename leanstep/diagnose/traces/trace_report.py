@@ -1,0 +1,248 @@
+"""From a trace to findings: the rules' verdicts, priced by the device and idle time that the trace shows.
+
+`TraceRun` stands where a `Watch` stands in a live diagnosis: the same screen, JSON, SARIF and gates read it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from leanstep.diagnose import rule_checks, rules
+from leanstep.diagnose.cost import SYNC_SECONDS, gpu_step_seconds
+from leanstep.diagnose.recording.source import UNKNOWN_LINE, Line, Site
+from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, Finding, Limits, StepRecord, Tally
+from leanstep.diagnose.traces.timeline import Gap, Timeline, is_launch
+from leanstep.diagnose.traces.trace_file import KERNEL, NOTE, OP, read_trace
+from leanstep.diagnose.traces.trace_lines import Places
+from leanstep.diagnose.traces.trace_steps import StepBuilder
+from leanstep.units import seconds as in_words
+
+# The innermost line with this share of a stretch's idle time is its place.
+MOSTLY = 0.7
+BACKWARD_CALL = "torch/_tensor.py"
+
+
+class TraceRun:
+    """One trace, judged."""
+
+    def __init__(self, path: str, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        trace = read_trace(path)
+        if not any(kind == OP for kind in trace.kind):
+            raise ValueError(
+                f"{path} has no host ops, so nothing can be attributed: profile with activities="
+                "[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
+            )
+        self.timeline = Timeline(trace)
+        self.places = Places(self.timeline, (Path(path).resolve().parent,))
+        self.builder = StepBuilder(self.timeline, self.places, self.limits)
+        self.steps: list[StepRecord] = self.builder.steps
+        for step, (low, high) in zip(self.steps, self.timeline.windows, strict=True):
+            step.trace_seconds = (high - low) / 1e6
+        self._add_idle()
+        # What the screen and the JSON ask a Watch for.
+        self.warmup_done, self.num_warmup = 0, 0
+        self.boundary = self.timeline.boundary
+        self.step_seconds, self.step_is_bound = self.timeline.step_us / 1e6, False
+        self.recorder = SimpleNamespace(accelerator=self.timeline.has_device)
+        self.clock = SimpleNamespace(parts=None)
+
+    @property
+    def device(self) -> str:
+        devices = self.timeline.trace.facts.get("deviceProperties")
+        names = [d.get("name") for d in devices if isinstance(d, dict)] if isinstance(devices, list) else []
+        return str(names[0]) if names and names[0] else "a GPU" if self.timeline.has_device else "CPU only"
+
+    @property
+    def facts(self) -> list[str]:
+        """The header: what was read."""
+        line = self.timeline
+        count = len(self.steps)
+        parts = [self.device, f"{len(line.trace):,} events"]
+        parts.append(f"{count} step{'s' * (count != 1)} of {in_words(self.step_seconds)}")
+        if line.has_device:
+            low, high = line.windows[0][0], line.windows[-1][1]
+            idle = sum(g.length for g in line.gaps if low <= g.start and g.end <= high)
+            parts.append(f"device idle {min(idle / max(high - low, 1e-9), 1.0):.0%}")
+        return parts
+
+    @property
+    def not_seen(self) -> list[dict[str, str]]:
+        line, notes = self.timeline, []
+        texts = line.trace.names.texts
+        if not line.has_device:
+            notes.append(("dropped", "device events: reads are counted, what they cost on a GPU is assumed"))
+        if not self.builder.has_shapes:
+            notes.append(
+                ("dropped", "shapes (record_shapes=True): layouts and vocabulary-wide tensors need them")
+            )
+        if not self.places.has_lines and not line.trace.stack_of:
+            notes.append(
+                ("dropped", "stacks (with_stack=True): places are call paths of ops, not source lines")
+            )
+        if line.num_devices > 1:
+            notes.append(("rank", f"{line.num_devices - 1} other devices: the busiest one is judged"))
+        if any("GraphLaunch" in text for text in texts):
+            notes.append(("cuda-graph", "what a CUDA graph runs is one launch here"))
+        if any(text.startswith(("Torch-Compiled Region", "CompiledFunction")) for text in texts):
+            notes.append(("compiled", "compiled regions: their kernels have the region's line"))
+        return [{"kind": kind, "where": "", "note": note} for kind, note in notes]
+
+    # Idle time
+
+    def _add_idle(self) -> None:
+        """Hand every gap of the device to one line: waits have theirs already."""
+        line = self.timeline
+        storms = [
+            {hit.line for hit in rule_checks.op_storm(step, self.limits["op-storm"])} for step in self.steps
+        ]
+        loops = [
+            {hit.line for hit in rule_checks.unbatched_optimizer(step, self.limits["unbatched-optimizer"])}
+            for step in self.steps
+        ]
+        stretches: list[dict[str, list[Gap]]] = [defaultdict(list) for _ in self.steps]
+        for gap in line.gaps:
+            number = line.step_at(float(line.start[gap.launch])) if gap.launch >= 0 else -1
+            if number < 0:
+                continue
+            if gap.data_us > 0:
+                self._pause(number, gap)
+            if gap.cause in ("launch", "optimizer"):
+                site, direct = self.places.site(gap.launch)
+                if site.line in storms[number] or site.line in loops[number]:
+                    self.builder.busy[number]["op", site.line] += gap.length
+                else:
+                    phase = (
+                        OPTIMIZER if gap.cause == "optimizer" else self.builder.phase_of(gap.launch, direct)
+                    )
+                    stretches[number][phase if phase in (FORWARD, OPTIMIZER) else BACKWARD].append(gap)
+        launches = self._launches()
+        for number, phases in enumerate(stretches):
+            for phase, gaps in phases.items():
+                where = self._common_place(gaps, phase)
+                total = Tally(launches[number][phase], round(1e3 * sum(gap.length for gap in gaps)))
+                total.detail.update(self._launched_by(gaps))
+                if phase == BACKWARD:
+                    total.detail["backward"] += 0
+                self.steps[number].slow_launches[Site(where)] = total
+        first, later = self.steps[0], self.steps[1:]
+        if later and not first.pauses:
+            # What came before the first step is not in the trace.
+            first.pauses = {site: Tally(t.count, t.bytes, t.detail) for site, t in later[0].pauses.items()}
+
+    def _launches(self) -> list[Counter[str]]:
+        line = self.timeline
+        found: list[Counter[str]] = [Counter() for _ in self.steps]
+        for activity in line.active[line.kind[line.active] == KERNEL].tolist():
+            call = line.call_of(activity)
+            number = line.step_at(float(line.start[call])) if call >= 0 else -1
+            if number >= 0 and is_launch(line.text(call)):
+                phase = self.builder.phase_of(call)
+                found[number][phase if phase in (FORWARD, OPTIMIZER) else BACKWARD] += 1
+        return found
+
+    def _pause(self, number: int, gap: Gap) -> None:
+        line = self.timeline
+        notes = np.flatnonzero((line.kind == NOTE) & (line.end > gap.start) & (line.start < gap.end))
+        loaders = [i for i in notes.tolist() if line.text(i).startswith("enumerate(DataLoader)")]
+        site = self.places.site(loaders[0])[0] if loaders else Site(Line("between steps", 0))
+        pauses = self.steps[number].pauses
+        same = next((s for s in pauses if s.line == site.line), site)
+        entry = pauses.setdefault(same, Tally())
+        entry.count += 1
+        entry.bytes += round(1e3 * gap.data_us)
+        entry.detail["DataLoader" if loaders else "no op ran"] += 1
+
+    def _common_place(self, gaps: list[Gap], phase: str) -> Line:
+        """The innermost of the lines that lead to most of the idle time; the phase where there is none."""
+        total = sum(gap.length for gap in gaps)
+        idle: dict[tuple[Line, ...], float] = defaultdict(float)
+        for gap in gaps:
+            path = tuple(self.places.path_of(gap.launch))
+            for depth in range(1, len(path) + 1):
+                idle[path[:depth]] += gap.length
+        found = [path for path, us in idle.items() if us >= MOSTLY * total]
+        if found:
+            return max(found, key=len)[-1]
+        return self._backward_line(gaps) or Line(phase, 0, phase)
+
+    def _backward_line(self, gaps: list[Gap]) -> Line | None:
+        """The line that called backward(): on a GPU the nodes run on a thread without frames."""
+        line = self.timeline
+        middle = gaps[len(gaps) // 2].start
+        calls = [
+            number
+            for number, text in enumerate(line.trace.names.texts)
+            if text.startswith(BACKWARD_CALL) and text.endswith(": backward")
+        ]
+        around = np.flatnonzero(np.isin(line.name, calls) & (line.start <= middle) & (line.end >= middle))
+        return self.places.site(int(around[0]))[0].line if len(around) else None
+
+    def _launched_by(self, gaps: list[Gap]) -> Counter[str]:
+        """How many of the gaps end with a launch of each op."""
+        line = self.timeline
+        found: Counter[str] = Counter()
+        for gap in gaps:
+            owner = int(line.shown[gap.launch])
+            found[line.text(owner if owner >= 0 else gap.launch).removeprefix("aten::")] += 1
+        return Counter(dict(found.most_common(3)))
+
+    # Verdict
+
+    def findings(self) -> list[Finding]:
+        """Findings that hold on every step, by what they cost, the most expensive first."""
+        found = [f for f in rules.find(self.steps, self.limits) if f.line is not UNKNOWN_LINE]
+        on_gpu = gpu_step_seconds(self.steps)
+        for finding in found:
+            self._price(finding, on_gpu)
+        found.sort(key=lambda f: (-(f.share or 0.0), -(f.seconds or 0.0), -f.count))
+        for number, finding in enumerate(found, 1):
+            finding.rank = number
+        return found
+
+    def _price(self, finding: Finding, on_gpu: float) -> None:
+        kinds = {
+            "host-sync": "wait", "blocking-copy": "blocking", "transposed-copy": "layout",
+            "full-vocab": "wide", "retained-chunks": "wide",
+        }  # fmt: skip
+        held = finding.work.held_bytes or finding.work.strided_bytes / 2
+        finding.bytes = int(held) or finding.evidence.get("bytes")
+        finding.basis = "measured"
+        if finding.rule == "host-sync" and not self.timeline.has_device:
+            low, high = SYNC_SECONDS
+            middle = finding.count * (low + high) / 2
+            finding.seconds_range = (finding.count * low, finding.count * high)
+            finding.basis, finding.share = "assumed", middle / (middle + on_gpu)
+            return
+        if finding.work.seconds is None:
+            key = (kinds.get(finding.rule, "op"), finding.line)
+            finding.work.seconds = statistics.median(busy.get(key, 0.0) for busy in self.builder.busy) / 1e6
+        finding.seconds = finding.work.seconds
+        # Time is what a trace knows: a memory figure would hide it on the screen.
+        finding.work.held_bytes = 0
+        finding.share = finding.seconds / self.step_seconds if self.step_seconds else None
+        finding.what = self._what(finding)
+
+    def _what(self, finding: Finding) -> str:
+        spent = in_words(finding.seconds)
+        if finding.rule == "host-sync":
+            waited = statistics.median(b.get(("held", finding.line), 0.0) for b in self.builder.busy) / 1e6
+            return f"{finding.what} The host waits {in_words(waited)}, the device idles {spent}."
+        if finding.rule in ("full-vocab", "retained-chunks"):
+            shapes = ", ".join(f"{n} × {shape}" for shape, n in finding.evidence["shapes"].items())
+            return f"Vocabulary-wide tensors are written here: {shapes}; ops on them take {spent}."
+        if finding.rule in ("launch-bound", "step-gap"):
+            return finding.what
+        place = "device, idle gaps between its launches included" if self.timeline.has_device else "host"
+        return f"{finding.what} In the trace: {spent} of the {place}."
+
+
+def read(path: str, limits: Limits | None = None) -> Any:
+    """A `TraceRun`; raises ValueError with one line when the file is no trace that can be judged."""
+    return TraceRun(path, limits)

@@ -1,0 +1,440 @@
+"""Findings from traces: hand-made ones of a GPU, every microsecond known, and what a reader refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from trace_maker import GpuTrace
+
+from leanstep import cli
+from leanstep.diagnose.outputs import sarif, screen
+from leanstep.diagnose.traces import trace_compare, trace_file
+from leanstep.diagnose.traces.evaluation_order import slots_of
+from leanstep.diagnose.traces.trace_file import read_trace
+from leanstep.diagnose.traces.trace_report import TraceRun
+
+PAGEABLE = "Memcpy HtoD (Pageable -> Device)"
+TO_HOST = "Memcpy DtoH (Device -> Pageable)"
+
+
+def found(path: Path, rule: str) -> list:
+    return [finding for finding in TraceRun(str(path)).findings() if finding.rule == rule]
+
+
+def waiting(vendor: str, sync: str, copy: str) -> GpuTrace:
+    """Two steps of a millisecond with one `.item()` each; the device is idle from 122 to 165."""
+    trace = GpuTrace(vendor)
+    for number in range(2):
+        at = 1000.0 * number
+        trace.step(number, at, at + 1000)
+        trace.op("aten::mm", at + 10, at + 20)
+        trace.launch(at + 12, at + 20, at + 120)
+        trace.op("aten::item", at + 30, at + 135)
+        trace.op("aten::_local_scalar_dense", at + 31, at + 134)
+        trace.copy("MemcpyAsync", at + 32, at + 35, copy, at + 120, at + 122)
+        trace.call(sync, at + 36, at + 130)
+        trace.op("aten::mm", at + 150, at + 160)
+        trace.launch(at + 155, at + 165, at + 1018)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("vendor", "sync", "copy"),
+    [("cuda", "StreamSynchronize", TO_HOST), ("hip", "StreamSynchronize", "CopyDeviceToHost")],
+)
+def test_a_wait_costs_what_the_device_idles(tmp_path: Path, vendor: str, sync: str, copy: str) -> None:
+    path = waiting(vendor, sync, copy).write(tmp_path / "t.json")
+    (finding,) = TraceRun(str(path)).findings()
+    assert (finding.rule, finding.count, finding.counts) == ("host-sync", 1, [1, 1])
+    assert finding.line.place == "aten::item > aten::_local_scalar_dense"
+    assert finding.seconds == pytest.approx(43e-6)
+    assert finding.share == pytest.approx(0.043)
+    assert (finding.basis, finding.confidence) == ("measured", "high")
+    assert "waits 94 µs" in finding.what
+
+
+def test_a_copy_that_blocks_in_one_call_is_a_wait(tmp_path: Path) -> None:
+    """ROCm's `hipMemcpyWithStream` copies and waits at once."""
+    trace = GpuTrace("hip")
+    for number in range(2):
+        at = 1000.0 * number
+        trace.step(number, at, at + 1000)
+        trace.launch(at + 12, at + 20, at + 120)
+        trace.op("aten::_local_scalar_dense", at + 31, at + 134)
+        trace.copy("MemcpyWithStream", at + 32, at + 130, "CopyDeviceToHost", at + 120, at + 122)
+        trace.launch(at + 155, at + 165, at + 1018)
+    (finding,) = found(trace.write(tmp_path / "t.json"), "host-sync")
+    assert (finding.count, finding.seconds) == (1, pytest.approx(43e-6))
+
+
+def test_copies_from_pageable_memory_block(tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for number in range(2):
+        at = 1000.0 * number
+        trace.step(number, at, at + 1000)
+        trace.launch(at + 2, at + 19, at + 25)
+        for name in ("aten::to", "aten::_to_copy", "aten::copy_"):
+            trace.op(name, at + 28, at + 75)
+        trace.copy("MemcpyAsync", at + 30, at + 60, PAGEABLE, at + 40, at + 55, size=4096)
+        trace.call("StreamSynchronize", at + 61, at + 70)
+        trace.launch(at + 80, at + 90, at + 1018)
+    (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
+    assert (finding.rule, finding.count, finding.bytes) == ("blocking-copy", 1, 4096)
+    # 15 µs before the copy, 35 after it.
+    assert finding.seconds == pytest.approx(50e-6)
+
+
+def test_pinned_copies_and_queued_kernels_are_nobodys_fault(tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for number in range(2):
+        at = 1000.0 * number
+        trace.step(number, at, at + 1000)
+        for name in ("aten::to", "aten::_to_copy", "aten::copy_"):
+            trace.op(name, at + 2, at + 8)
+        trace.copy("MemcpyAsync", at + 3, at + 6, "Memcpy HtoD (Pinned -> Device)", at + 30, at + 60)
+        # Launched long before the device ran dry: it waited for something else.
+        trace.op("aten::mm", at + 10, at + 20)
+        trace.launch(at + 12, at + 400, at + 1029)
+    assert TraceRun(str(trace.write(tmp_path / "t.json"))).findings() == []
+
+
+def test_slow_launches_are_one_stretch(tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for number in range(2):
+        at = 1000.0 * number
+        trace.step(number, at, at + 1000)
+        for i in range(40):
+            trace.op("aten::add", at + 9 + 20 * i, at + 13 + 20 * i)
+            trace.launch(at + 10 + 20 * i, at + 14 + 20 * i, at + 16 + 20 * i)
+        trace.op("aten::mm", at + 799, at + 803)
+        trace.launch(at + 800, at + 805, at + 1012)
+    (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
+    assert (finding.rule, finding.count, finding.line.place) == ("launch-bound", 41, "forward")
+    assert finding.seconds == pytest.approx((39 * 18 + 9) * 1e-6)
+    assert finding.evidence["by"] == {"add": 39, "mm": 1}
+
+
+@pytest.mark.parametrize(
+    ("note", "rule"), [("", "op-storm"), ("Optimizer.step#SGD.step", "unbatched-optimizer")]
+)
+def test_idle_time_goes_to_the_loop_that_makes_it(tmp_path: Path, note: str, rule: str) -> None:
+    trace = GpuTrace()
+    for number in range(2):
+        at = 4000.0 * number
+        trace.step(number, at, at + 4000)
+        if note:
+            trace.note(note, at + 5, at + 3990)
+        for i in range(120):
+            trace.op("aten::add_", at + 9 + 20 * i, at + 13 + 20 * i, dims=[[64], [64]])
+            trace.launch(at + 10 + 20 * i, at + 14 + 20 * i, at + 16 + 20 * i)
+        trace.launch(at + 2385, at + 2396, at + 4012)
+    (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
+    assert (finding.rule, finding.count) == (rule, 120)
+    # 120 kernels of 2 µs and 119 gaps of 18; the last gap ends with a launch of no op of the loop's.
+    assert finding.seconds == pytest.approx((240 + 119 * 18) * 1e-6)
+    assert finding.line.place == (f"{note} > aten::add_" if note else "aten::add_")
+
+
+def test_a_gap_between_steps_is_the_loaders(tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for number in range(3):
+        at = 1000.0 * number
+        trace.step(number, at, at + 1000)
+        trace.note("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at + 5, at + 305)
+        trace.op("aten::mm", at + 308, at + 315)
+        trace.launch(at + 310, at + 320, at + 998)
+    (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
+    assert (finding.rule, finding.seconds) == ("step-gap", pytest.approx(322e-6))
+    assert finding.evidence["by"] == {"DataLoader": 1}
+
+
+def test_shapes_tell_the_vocabulary_and_the_layout(tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for number in range(2):
+        at = 1000.0 * number
+        trace.step(number, at, at + 1000)
+        trace.op("aten::mm", at + 10, at + 20, dims=[[1024, 64], [64, 8192]])
+        trace.launch(at + 12, at + 15, at + 115)
+        trace.op(
+            "aten::_log_softmax",
+            at + 30,
+            at + 40,
+            dims=[[1024, 8192], [], []],
+            types=["float", "Scalar", "Scalar"],
+        )
+        trace.launch(at + 32, at + 115, at + 215)
+        trace.op("aten::clone", at + 50, at + 60, dims=[[4096, 1024], []], types=["float", "Scalar"])
+        strides = [[1024, 1], [1, 4096]]
+        trace.op("aten::copy_", at + 52, at + 59, dims=[[4096, 1024]] * 2, **{"Input Strides": strides})
+        trace.launch(at + 54, at + 215, at + 1014)
+    findings = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
+    assert [(f.rule, f.count, f.line.place) for f in findings] == [
+        ("transposed-copy", 1, "aten::clone"),
+        ("full-vocab", 1, "aten::_log_softmax"),
+    ]
+    assert [f.seconds for f in findings] == [pytest.approx(799e-6), pytest.approx(100e-6)]
+    assert findings[1].bytes == 1024 * 8192 * 4
+
+
+def test_frames_give_the_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(
+        "def step(x):\n    y = x @ x\n    z = y.sum()\n    return z.item()\n\n\nstep(1)\n"
+    )
+    trace = waiting("cuda", "StreamSynchronize", TO_HOST)
+    for number in range(2):
+        at = 1000.0 * number
+        trace.frame("train.py(1): step", at + 5, at + 980)
+        trace.frame("<built-in method item of Tensor object at 0x7f00>", at + 29, at + 136)
+    (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
+    assert (finding.line.place, finding.line.code) == ("train.py:4", "return z.item()")
+
+
+def test_the_backward_has_the_line_of_its_forward(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("def step(x, w):\n    y = x @ w\n    return y.sum()\n")
+    trace = GpuTrace()
+    for number in range(2):
+        at = 9000.0 * number
+        trace.step(number, at, at + 9000)
+        trace.frame("train.py(1): step", at + 5, at + 4980)
+        for i in range(60):
+            start = at + 10 + 20 * i
+            trace.op(
+                "aten::mm", start, start + 4, dims=[[8, 8], [8, 8]], **{"Sequence number": 100 * number + i}
+            )
+            trace.launch(start + 1, start + 5, start + 6)
+            start += 2000
+            node = {"Sequence number": 100 * number + i, "Fwd thread id": 1}
+            for name in ("autograd::engine::evaluate_function: MmBackward0", "MmBackward0"):
+                trace.events.append({**trace.events[-1], "cat": "cpu_op", "tid": 2, "name": name, "ts": start,
+                                     "dur": 8.0, "args": node})  # fmt: skip
+            trace.add("cpu_op", "aten::mm", start + 1, start + 7, tid=2, **{"Input Dims": [[8, 8], [8, 8]],
+                      "Input type": ["float", "float"]})  # fmt: skip
+        trace.launch(at + 3990, at + 3995, at + 9011)
+    storms = found(trace.write(tmp_path / "t.json"), "op-storm")
+    assert [(f.line.place, f.count, f.evidence["backward_ops"]) for f in storms] == [("train.py:2", 60, 60)]
+
+
+SOURCE = """\
+def f(x, rows):
+    a = x + 1
+    b = x + 2
+    total = 0
+    for i in range(len(rows)):
+        total = total + x[i].item()
+    if total > 3:
+        c = x.sum()
+    d = x[0] + 1
+    return d.tolist()
+"""
+
+
+@pytest.mark.parametrize(
+    ("events", "lines"),
+    [
+        (["add", "add", "tolist"], [2, 3, 10]),
+        (["add", "add", "len", "range", *["select", "item"] * 3, "sum", "select", "add", "tolist"],
+         [2, 3, 5, 5, *[6] * 6, 8, 9, 9, 10]),
+        (["add", "add", "len", "range", *["select", "item", "add"] * 2, "select", "add", "tolist"],
+         [2, 3, 5, 5, *[6] * 6, 9, 9, 10]),
+    ],
+)  # fmt: skip
+def test_lines_follow_the_order_of_evaluation(tmp_path: Path, events: list[str], lines: list[int]) -> None:
+    path = tmp_path / "source.py"
+    path.write_text(SOURCE)
+    slots = slots_of(str(path), 1, "f")
+    assert slots is not None
+    assert slots[0].align(events, anywhere=False) == lines
+
+
+# Reading
+
+
+def columns(path: Path) -> list:
+    trace = read_trace(str(path))
+    names = [trace.names.texts[i] for i in trace.name]
+    return [names, list(trace.kind), list(trace.start), list(trace.duration), list(trace.link)]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 4096])
+def test_pieces_of_any_size_read_the_same(tmp_path: Path, monkeypatch, chunk: int) -> None:
+    trace = waiting("cuda", "StreamSynchronize", TO_HOST)
+    trace.events[0]["name"] = 'ü \\" { [ ] } , é\n'
+    path = trace.write(tmp_path / "t.json", deviceProperties=[{"name": "A, {B}"}], number=-1.5e3)
+    whole = columns(path)
+    packed, bare = tmp_path / "t.json.gz", tmp_path / "bare.json"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    bare.write_text(json.dumps(trace.events))
+    monkeypatch.setattr(trace_file, "CHUNK", chunk)
+    assert columns(path) == columns(packed) == columns(bare) == whole
+    assert read_trace(str(packed)).facts["deviceProperties"] == [{"name": "A, {B}"}]
+
+
+def test_reading_keeps_a_small_part_of_the_file(tmp_path: Path) -> None:
+    trace = GpuTrace()
+    for i in range(20_000):
+        dims = [[64, 128], [128, 256], []]
+        trace.op("aten::addmm", 10.0 * i, 10.0 * i + 5, dims=dims, **{"External id": i, "Ev Idx": i})
+        trace.launch(10.0 * i + 1, 10.0 * i + 4, 10.0 * i + 6)
+    path = trace.write(tmp_path / "t.json")
+    size = path.stat().st_size
+    del trace
+    tracemalloc.start()
+    held = read_trace(str(path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(held) == 60_000
+    # One chunk of text in two forms, and forty bytes an event.
+    assert peak < 5 * trace_file.CHUNK + 0.35 * size
+
+
+BAD = [
+    (b"", "is empty"),
+    (b"hello", "is no trace of torch.profiler"),
+    (b'{"a": 1}', "it has no traceEvents"),
+    (b'{"traceEvents": []}', "none of its 0 events"),
+    (b'{"traceEvents": [{"ph": "M", "name": "x"}]}', "none of its 1 events"),
+    (
+        b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur"',
+        "ends in the middle: no event",
+    ),
+    (
+        b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 2}',
+        "1 events and 77 bytes",
+    ),
+    (gzip.compress(b'{"traceEvents": [' + b'{"ph": "X"}, ' * 999)[:-30], "ends in the middle"),
+    (gzip.compress(b"{}")[:8], "ends in the middle"),
+    (
+        b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2, "args": {}}]}',
+        "has no host ops",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD)
+def test_bad_files_are_one_line(tmp_path: Path, capsys, content: bytes, message: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    assert cli.run(["diagnose", "--trace", str(path), "--json", str(tmp_path / "out.json")]) == 2
+    out, error = capsys.readouterr()
+    assert error.startswith("leanstep: --trace: ") and error.count("\n") == 1 and message in error
+    assert out == "" and not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["t.json", "--fake"], "--fake: does not fit --trace"),
+        (["t.json", "-m", "x"], "-m: does not fit --trace"),
+        (["t.json", "--steps", "5"], "--steps: does not fit --trace"),
+        (["t.json", "--on", "h100"], "--on: does not fit --trace"),
+        (["train.py"], "expected trace.json"),
+        (["t.json", "train.py"], "expected trace.json"),
+        (["t.json", "t.json", "t.json"], "got 3"),
+        (["t.json", "t.json", "--fail-on", "any"], "--fail-on: does not fit two traces"),
+        (["t.json", "t.json", "--threshold", "op-storm.repeats=3"], "--threshold: expected a share"),
+        (["nowhere.json"], "cannot read nowhere.json"),
+        (["."], "is a folder"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    tmp_path: Path, monkeypatch, capsys, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    waiting("cuda", "StreamSynchronize", TO_HOST).write(Path("t.json"))
+    assert cli.run(["diagnose", "--trace", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+# Outputs
+
+
+def test_outputs_are_those_of_a_recording(tmp_path: Path, monkeypatch, capsys) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    monkeypatch.chdir(tmp_path)
+    waiting("cuda", "StreamSynchronize", TO_HOST).write(
+        Path("t.json"), deviceProperties=[{"name": "Some GPU"}]
+    )
+    files = ["--json", "out.json", "--sarif", "out.sarif", "--markdown", "out.md", "--html", "out.html"]
+    assert cli.run(["diagnose", "--trace", "t.json", *files, "--annotations", "--explain", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "Some GPU · 24 events · 2 steps of 1 ms · device idle 4%" in shown
+    assert "1  host-sync           aten::item > aten::_local_scalar_dense 1 read" in shown
+    assert "costs about 43 µs (4% of the step) → keep on the device" in shown
+    assert "::warning title=leanstep host-sync::" in shown
+    report = json.loads(Path("out.json").read_text())
+    jsonschema.validate(report, json.loads(screen.SCHEMA_FILE.read_text()))
+    (finding,) = report["findings"]
+    assert (finding["line"], finding["cost"]["seconds"]) == (0, pytest.approx(43e-6))
+    assert "`aten::item > aten::_local_scalar_dense`" in Path("out.md").read_text()
+    (result,) = json.loads(Path("out.sarif").read_text())["runs"][0]["results"]
+    uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert uri == "aten%3A%3Aitem%20%3E%20aten%3A%3A_local_scalar_dense"
+    assert "aten::item" in Path("out.html").read_text()
+
+
+def test_gates_work_on_a_trace(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    waiting("cuda", "StreamSynchronize", TO_HOST).write(Path("t.json"))
+    run = ["diagnose", "--trace", "t.json", "--fail-on", "host-sync"]
+    assert cli.run(run) == 1
+    assert cli.run([*run, "--ignore", "host-sync"]) == 0
+    assert cli.run([*run, "--baseline", "known.json", "--write-baseline"]) == 0
+    assert cli.run([*run, "--baseline", "known.json"]) == 0
+    assert sarif.as_sarif(TraceRun("t.json").findings())["version"] == "2.1.0"
+
+
+# Two traces
+
+
+def work(path: Path, kernels: dict[str, float]) -> Path:
+    trace = GpuTrace()
+    for number in range(2):
+        at = 1000.0 * number
+        trace.step(number, at, at + 1000)
+        now = at + 30
+        for i, (name, us) in enumerate(kernels.items()):
+            trace.op(name, at + 1 + 4 * i, at + 4 + 4 * i, dims=[[64, 32], [32, 16]])
+            trace.launch(at + 2 + 4 * i, now, now + us, took=1)
+            now += us
+    return trace.write(path)
+
+
+@pytest.mark.parametrize(
+    ("after", "kinds", "code"),
+    [
+        ({"aten::mm": 200, "aten::relu": 100}, [], 0),
+        ({"aten::mm": 205, "aten::relu": 95}, [], 0),
+        ({"aten::mm": 300, "aten::relu": 100}, ["slower"], 1),
+        ({"aten::mm": 100, "aten::relu": 100}, ["faster"], 0),
+        ({"aten::mm": 200, "aten::relu": 100, "aten::add": 90}, ["new"], 1),
+        ({"aten::mm": 200}, ["gone"], 0),
+        # One op pays for the other: nothing got slower as a whole.
+        ({"aten::mm": 120, "aten::relu": 180}, ["faster", "slower"], 0),
+    ],
+)
+def test_two_traces_are_compared_by_op_and_shape(
+    tmp_path: Path, monkeypatch, capsys, after: dict[str, float], kinds: list[str], code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    work(Path("a.json"), {"aten::mm": 200, "aten::relu": 100})
+    work(Path("b.json"), after)
+    assert cli.run(["diagnose", "--trace", "a.json", "b.json", "--json", "-"]) == code
+    held = json.loads(capsys.readouterr().out)
+    assert sorted(change["kind"] for change in held["changes"]) == kinds
+    assert held["worse"] == bool(code)
+    assert all(change["shapes"] == "[64, 32] float, [32, 16] float" for change in held["changes"])
+    assert cli.run(["diagnose", "--trace", "a.json", "b.json", "--threshold", "9"]) == 0
+
+
+def test_the_verdict_counts_the_step(tmp_path: Path) -> None:
+    tables = [trace_compare.read_table(str(work(tmp_path / "a.json", {"aten::mm": 200}))) for _ in range(2)]
+    tables[1].step_s *= 2
+    comparison = trace_compare.compare(*tables)
+    assert comparison.is_worse and comparison.verdict.startswith("slower: a step takes 2.00× as long")

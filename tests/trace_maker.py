@@ -1,0 +1,119 @@
+"""Small traces: of scripts run here under torch.profiler, and of a GPU, made by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity, profile, schedule
+
+
+def profiled(script: Path, out: Path, num_steps: int = 3) -> Path:
+    """Run a script; profile `num_steps` steps after its first optimizer step, as a user's loop would."""
+    optimizers: list[int] = []
+    state: dict[str, Any] = {}
+
+    def on_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        optimizers.append(id(optimizer))
+        if id(optimizer) != optimizers[0] or state.get("done"):
+            return
+        if "profiler" in state:
+            state["profiler"].step()
+            return
+        state["profiler"] = profile(
+            activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True,
+            schedule=schedule(wait=0, warmup=0, active=num_steps, repeat=1), on_trace_ready=save,
+        )  # fmt: skip
+        state["profiler"].start()
+
+    def save(profiler: Any) -> None:
+        profiler.export_chrome_trace(str(out))
+        state["done"] = True
+
+    hook = register_optimizer_step_post_hook(on_step)
+    before, path = set(sys.modules), list(sys.path)
+    sys.path.insert(0, str(script.parent))
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        hook.remove()
+        sys.path[:] = path
+        for name in set(sys.modules) - before:
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(script.parent) + os.sep):
+                del sys.modules[name]
+        if "profiler" in state and not state.get("done"):
+            state["profiler"].stop()
+    assert out.is_file(), "the script took too few optimizer steps"
+    return out
+
+
+class GpuTrace:
+    """Events of a host thread and of a device's stream; times in microseconds."""
+
+    def __init__(self, vendor: str = "cuda") -> None:
+        self.vendor, self.events, self.links = vendor, [], 0
+
+    def add(self, cat: str, name: str, start: float, end: float, tid: Any = 1, **args: Any) -> None:
+        self.events.append(
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": name,
+                "pid": 1,
+                "tid": tid,
+                "ts": start,
+                "dur": end - start,
+                "args": args,
+            }
+        )
+
+    def step(self, number: int, start: float, end: float) -> None:
+        self.add("user_annotation", f"ProfilerStep#{number}", start, end)
+
+    def note(self, name: str, start: float, end: float) -> None:
+        self.add("user_annotation", name, start, end)
+
+    def frame(self, name: str, start: float, end: float) -> None:
+        self.add("python_function", name, start, end)
+
+    def op(
+        self, name: str, start: float, end: float, dims: Any = None, types: Any = None, **args: Any
+    ) -> None:
+        if dims is not None:
+            args |= {"Input Dims": dims, "Input type": types or ["float"] * len(dims)}
+        self.add("cpu_op", name, start, end, **args)
+
+    def launch(self, at: float, start: float, end: float, name: str = "kernel", took: float = 2.0) -> None:
+        """A launch on the host and its kernel."""
+        self.links += 1
+        self.add("cuda_runtime", f"{self.vendor}LaunchKernel", at, at + took, correlation=self.links)
+        self.add("kernel", name, start, end, tid=7, device=0, stream=7, correlation=self.links)
+
+    def copy(
+        self, call: str, at: float, until: float, kind: str, start: float, end: float, size: int = 4
+    ) -> None:
+        self.links += 1
+        self.add("cuda_runtime", self.vendor + call, at, until, correlation=self.links)
+        self.add(
+            "gpu_memcpy", kind, start, end, tid=7, device=0, stream=7, correlation=self.links, bytes=size
+        )
+
+    def call(self, name: str, start: float, end: float) -> None:
+        self.links += 1
+        self.add("cuda_runtime", self.vendor + name, start, end, correlation=self.links)
+
+    def write(self, path: Path, **facts: Any) -> Path:
+        path.write_text(
+            json.dumps({"schemaVersion": 1, **facts, "traceEvents": self.events}), encoding="utf-8"
+        )
+        return path
