@@ -93,11 +93,11 @@ class GpuTrace:
             args |= {"Input Dims": dims, "Input type": types or ["float"] * len(dims)}
         self.add("cpu_op", name, start, end, **args)
 
-    def launch(self, at: float, start: float, end: float, name: str = "kernel", took: float = 2.0) -> None:
+    def launch(self, at: float, start: float, end: float, took: float = 2.0, tid: int = 1) -> None:
         """A launch on the host and its kernel."""
         self.links += 1
-        self.add("cuda_runtime", f"{self.vendor}LaunchKernel", at, at + took, correlation=self.links)
-        self.add("kernel", name, start, end, tid=7, device=0, stream=7, correlation=self.links)
+        self.add("cuda_runtime", f"{self.vendor}LaunchKernel", at, at + took, tid=tid, correlation=self.links)
+        self.add("kernel", "kernel", start, end, tid=7, device=0, stream=7, correlation=self.links)
 
     def copy(
         self, call: str, at: float, until: float, kind: str, start: float, end: float, size: int = 4

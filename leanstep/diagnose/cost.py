@@ -214,6 +214,7 @@ def gpu_step_seconds(steps: Sequence[StepRecord]) -> float:
 def is_small(finding: Finding) -> bool:
     """Folded away in the terminal. A share that is not known is shown.
 
-    Reads in a loop are never small: what they wait for on a GPU is assumed.
+    Reads in a loop are never small where what they wait for on a GPU is assumed.
     """
-    return finding.share is not None and finding.share < SMALL_SHARE and not finding.in_loop
+    assumed = finding.in_loop and finding.basis == "assumed"
+    return finding.share is not None and finding.share < SMALL_SHARE and not assumed

@@ -353,13 +353,9 @@ def _idle(step: StepRecord, table: dict[Site, Tally], word: str) -> list[Hit]:
     for line, (total, callers) in by_line(table, Tally).items():
         seconds = total.bytes / 1e9
         share = seconds / step.trace_seconds if step.trace_seconds else 0.0
-        evidence = {
-            word: total.count,
-            "idle_seconds": seconds,
-            "share": share,
-            "by": dict(total.detail.most_common(3)),
-        }
-        phase = "backward" if total.detail["backward"] else "forward"
+        phase = next((key[6:] for key in total.detail if key.startswith("phase ")), "forward")
+        by = {key: n for key, n in total.detail.most_common() if not key.startswith("phase ")}
+        evidence = {word: total.count, "idle_seconds": seconds, "share": share, "by": by}
         hits.append(Hit(line, total.count, callers, phase, evidence, Work(seconds=seconds)))
     return hits
 

@@ -323,7 +323,7 @@ RULES: dict[str, Rule] = {
             "The device finishes each kernel before the host has launched the next one.",
             'torch.compile, CUDA graphs (mode="reduce-overhead"), larger batches, fused=True optimizers: '
             "fewer launches, each with more to do.",
-            "torch.compile, CUDA graphs, more per launch",
+            "torch.compile, CUDA graphs",
         ),
         Rule(
             "blocking-copy",

@@ -203,18 +203,16 @@ def test_the_backward_has_the_line_of_its_forward(tmp_path: Path, monkeypatch) -
         trace.step(number, at, at + 9000)
         trace.frame("train.py(1): step", at + 5, at + 4980)
         for i in range(60):
+            number_of_node = 100 * number + i
             start = at + 10 + 20 * i
-            trace.op(
-                "aten::mm", start, start + 4, dims=[[8, 8], [8, 8]], **{"Sequence number": 100 * number + i}
-            )
+            trace.op("aten::mm", start, start + 4, dims=[[8, 8]] * 2, **{"Sequence number": number_of_node})
             trace.launch(start + 1, start + 5, start + 6)
             start += 2000
-            node = {"Sequence number": 100 * number + i, "Fwd thread id": 1}
+            node = {"Sequence number": number_of_node, "Fwd thread id": 1}
             for name in ("autograd::engine::evaluate_function: MmBackward0", "MmBackward0"):
-                trace.events.append({**trace.events[-1], "cat": "cpu_op", "tid": 2, "name": name, "ts": start,
-                                     "dur": 8.0, "args": node})  # fmt: skip
-            trace.add("cpu_op", "aten::mm", start + 1, start + 7, tid=2, **{"Input Dims": [[8, 8], [8, 8]],
-                      "Input type": ["float", "float"]})  # fmt: skip
+                trace.add("cpu_op", name, start, start + 8, tid=2, **node)
+            trace.op("aten::mm", start + 1, start + 7, dims=[[8, 8]] * 2, tid=2)
+            trace.launch(start + 2, start + 5, start + 6, tid=2)
         trace.launch(at + 3990, at + 3995, at + 9011)
     storms = found(trace.write(tmp_path / "t.json"), "op-storm")
     assert [(f.line.place, f.count, f.evidence["backward_ops"]) for f in storms] == [("train.py:2", 60, 60)]
@@ -364,7 +362,7 @@ def test_outputs_are_those_of_a_recording(tmp_path: Path, monkeypatch, capsys) -
     files = ["--json", "out.json", "--sarif", "out.sarif", "--markdown", "out.md", "--html", "out.html"]
     assert cli.run(["diagnose", "--trace", "t.json", *files, "--annotations", "--explain", "1"]) == 0
     shown = capsys.readouterr().out
-    assert "Some GPU · 24 events · 2 steps of 1 ms · device idle 4%" in shown
+    assert "Some GPU · 24 events · 2 steps of 1 ms · device idle 4% (4% host waits)" in shown
     assert "1  host-sync           aten::item > aten::_local_scalar_dense 1 read" in shown
     assert "costs about 43 µs (4% of the step) → keep on the device" in shown
     assert "::warning title=leanstep host-sync::" in shown

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -30,6 +32,7 @@ _LAUNCH = re.compile(r"Launch")
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 _NO_CAUSE_US = 1.0
+WORDS = {"wait": "host waits", "launch": "slow launches", "optimizer": "slow launches in the optimizer"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,12 @@ class Gap:
         return self.end - self.start
 
 
+def each(indices: np.ndarray) -> Iterator[int]:
+    """Plain numbers one by one; a list of millions of them would be larger than their column."""
+    for first in range(0, len(indices), 65_536):
+        yield from indices[first : first + 65_536].tolist()
+
+
 class Timeline:
     """The index of one trace."""
 
@@ -131,7 +140,7 @@ class Timeline:
         thread = -1
         start, end, kinds, names = self.start, self.end, self.kind, self.name
         parent, shown, frame, node, flags = self.parent, self.shown, self.frame, self.node, self.flags
-        for index in self.order.tolist():
+        for index in each(self.order):
             if self.thread[index] != thread:
                 self._close(stack, 0)
                 thread = int(self.thread[index])
@@ -140,7 +149,9 @@ class Timeline:
             last = min(end[index], end[stack[0]]) if kinds[index] == NOTE and stack else end[index]
             until = max(last - slack, start[index])
             depth = len(stack)
-            while depth and end[stack[depth - 1]] < until:
+            while depth and (
+                end[stack[depth - 1]] < until or end[stack[depth - 1]] <= start[index] < end[index]
+            ):
                 depth -= 1
             if depth != len(stack):
                 self._close(stack, depth)
@@ -257,11 +268,11 @@ class Timeline:
         self.waits: list[Wait] = []
         if not self.has_device:
             return
-        copies = {int(self.link[i]): int(i) for i in self.active.tolist() if self.kind[i] == COPY}
-        launches = self.start[[c for c in map(self.call_of, self.active.tolist()) if c >= 0]]
+        copies = {int(self.link[i]): int(i) for i in each(self.active) if self.kind[i] == COPY}
+        launches = self.start[[c for c in map(self.call_of, each(self.active)) if c >= 0]]
         last_launch = float(launches.max()) if len(launches) else float("inf")
         by_owner: dict[int, Wait] = {}
-        for index in self.order.tolist():
+        for index in each(self.order):
             if self.kind[index] != RUNTIME:
                 continue
             name = self.text(index)
@@ -322,6 +333,19 @@ class Timeline:
             gap = Gap(float(reached[hole]), float(start[hole + 1]), self.call_of(int(self.active[hole + 1])))
             self._explain(gap, ends, sorted(data), int(self.active[hole + 1]))
             self.gaps.append(gap)
+
+    def idle(self) -> tuple[Counter[str], float]:
+        """Idle microseconds by cause, and the time from the first to the last thing the steps launched."""
+        mine = [i for i in each(self.active) if self.step_of_activity(i) >= 0]
+        if not mine:
+            return Counter(), 1.0
+        low, high = float(self.start[mine].min()), float(self.end[mine].max())
+        found: Counter[str] = Counter()
+        for gap in self.gaps:
+            if low <= gap.start and gap.end <= high:
+                found["between steps"] += gap.data_us
+                found[WORDS.get(gap.cause, gap.cause)] += gap.length - gap.data_us
+        return Counter({cause: us for cause, us in found.items() if us > 0}), max(high - low, 1e-9)
 
     def _explain(self, gap: Gap, wait_ends: list[float], data: list[tuple[float, float]], after: int) -> None:
         if gap.launch < 0:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from leanstep.diagnose.traces.timeline import Timeline
+from leanstep.diagnose.traces.timeline import Timeline, each
 from leanstep.diagnose.traces.trace_file import OP, read_trace
 from leanstep.units import ratio, seconds
 
@@ -46,7 +46,7 @@ def read_table(path: str) -> Table:
     rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     runs: dict[tuple[str, str], set[int]] = defaultdict(set)
     if timeline.has_device:
-        for activity in timeline.active.tolist():
+        for activity in each(timeline.active):
             if timeline.step_of_activity(activity) < 0:
                 continue
             call = timeline.call_of(activity)
@@ -54,11 +54,9 @@ def read_table(path: str) -> Table:
             key = _key(timeline, op if op >= 0 else activity)
             rows[key][0] += float(timeline.end[activity] - timeline.start[activity])
             runs[key].add(op if op >= 0 else activity)
-        low, high = timeline.windows[0][0], timeline.windows[-1][1]
-        idle = sum(gap.length for gap in timeline.gaps if low <= gap.start and gap.end <= high)
-        table.idle_s = idle / 1e6 / table.num_steps
+        table.idle_s = sum(timeline.idle()[0].values()) / 1e6 / table.num_steps
     else:
-        for op in np.flatnonzero(timeline.kind == OP).tolist():
+        for op in each(np.flatnonzero(timeline.kind == OP)):
             if timeline.shown[op] == op and timeline.step_at(float(timeline.start[op])) >= 0:
                 key = _key(timeline, op)
                 rows[key][0] += float(timeline.end[op] - timeline.start[op])

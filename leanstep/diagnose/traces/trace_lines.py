@@ -208,13 +208,19 @@ class Places:
         # The profiler cuts what is on Python's path off the front.
         for root in self._roots:
             if (root / file).is_file():
-                return USER, str((root / file).resolve()), number, function
+                return (
+                    USER,
+                    _same_source(str((root / file).resolve()), file, number, function),
+                    number,
+                    function,
+                )
         package = parts[0].removesuffix(".py")
         if package in sys.stdlib_module_names:
             return None
         found = _installed(package) if len(parts) > 1 else None
         if found is not None:
-            return LIBRARY, str(Path(found) / "/".join(parts[1:])), number, function
+            here = str(Path(found) / "/".join(parts[1:]))
+            return LIBRARY, _same_source(here, file, number, function), number, function
         return (LIBRARY if package in _KNOWN else USER), file, number, function
 
     def _site_of_stack(self, stack: str) -> Site | None:
@@ -238,6 +244,11 @@ class Places:
         parts = [*notes[-1:], *(ops[-1:] if ops else []), *(ops[:1] if len(set(ops)) > 1 else [])]
         key = tuple(dict.fromkeys(parts)) or (line.text(index),)
         return self._paths.setdefault(key, Line(" > ".join(key), 0, key[-1]))
+
+
+def _same_source(here: str, file: str, number: int, function: str) -> str:
+    """The file on this machine if the function stands where the trace says, else the trace's own name."""
+    return here if slots_of(here, number, function) is not None else file
 
 
 @cache

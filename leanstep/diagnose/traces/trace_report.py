@@ -9,7 +9,6 @@ import statistics
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from leanstep.diagnose import rule_checks, rules
 from leanstep.diagnose.cost import SYNC_SECONDS, gpu_step_seconds
 from leanstep.diagnose.recording.source import UNKNOWN_LINE, Line, Site
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, Finding, Limits, StepRecord, Tally
-from leanstep.diagnose.traces.timeline import Gap, Timeline, is_launch
+from leanstep.diagnose.traces.timeline import Gap, Timeline, each, is_launch
 from leanstep.diagnose.traces.trace_file import KERNEL, NOTE, OP, read_trace
 from leanstep.diagnose.traces.trace_lines import Places
 from leanstep.diagnose.traces.trace_steps import StepBuilder
@@ -25,7 +24,6 @@ from leanstep.units import seconds as in_words
 
 # The innermost line with this share of a stretch's idle time is its place.
 MOSTLY = 0.7
-BACKWARD_CALL = "torch/_tensor.py"
 
 
 class TraceRun:
@@ -67,9 +65,11 @@ class TraceRun:
         parts = [self.device, f"{len(line.trace):,} events"]
         parts.append(f"{count} step{'s' * (count != 1)} of {in_words(self.step_seconds)}")
         if line.has_device:
-            low, high = line.windows[0][0], line.windows[-1][1]
-            idle = sum(g.length for g in line.gaps if low <= g.start and g.end <= high)
-            parts.append(f"device idle {min(idle / max(high - low, 1e-9), 1.0):.0%}")
+            idle, span = line.idle()
+            causes = [f"{us / span:.0%} {cause}" for cause, us in idle.most_common() if us >= 0.01 * span]
+            parts.append(
+                f"device idle {sum(idle.values()) / span:.0%}" + f" ({', '.join(causes)})" * bool(causes)
+            )
         return parts
 
     @property
@@ -128,8 +128,7 @@ class TraceRun:
                 where = self._common_place(gaps, phase)
                 total = Tally(launches[number][phase], round(1e3 * sum(gap.length for gap in gaps)))
                 total.detail.update(self._launched_by(gaps))
-                if phase == BACKWARD:
-                    total.detail["backward"] += 0
+                total.detail[f"phase {phase}"] = 1
                 self.steps[number].slow_launches[Site(where)] = total
         first, later = self.steps[0], self.steps[1:]
         if later and not first.pauses:
@@ -139,7 +138,7 @@ class TraceRun:
     def _launches(self) -> list[Counter[str]]:
         line = self.timeline
         found: list[Counter[str]] = [Counter() for _ in self.steps]
-        for activity in line.active[line.kind[line.active] == KERNEL].tolist():
+        for activity in each(line.active[line.kind[line.active] == KERNEL]):
             call = line.call_of(activity)
             number = line.step_at(float(line.start[call])) if call >= 0 else -1
             if number >= 0 and is_launch(line.text(call)):
@@ -179,7 +178,7 @@ class TraceRun:
         calls = [
             number
             for number, text in enumerate(line.trace.names.texts)
-            if text.startswith(BACKWARD_CALL) and text.endswith(": backward")
+            if text.startswith("torch/_tensor.py(") and text.endswith(": backward")
         ]
         around = np.flatnonzero(np.isin(line.name, calls) & (line.start <= middle) & (line.end >= middle))
         return self.places.site(int(around[0]))[0].line if len(around) else None
@@ -241,8 +240,3 @@ class TraceRun:
             return finding.what
         place = "device, idle gaps between its launches included" if self.timeline.has_device else "host"
         return f"{finding.what} In the trace: {spent} of the {place}."
-
-
-def read(path: str, limits: Limits | None = None) -> Any:
-    """A `TraceRun`; raises ValueError with one line when the file is no trace that can be judged."""
-    return TraceRun(path, limits)

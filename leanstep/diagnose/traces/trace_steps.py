@@ -31,6 +31,7 @@ from leanstep.diagnose.traces.timeline import (
     OPTIMIZER_FLAG,
     Timeline,
     Wait,
+    each,
     is_accumulate,
     op_facts,
     shape_of,
@@ -86,7 +87,7 @@ class StepBuilder:
         """Microseconds on the device by the op that launched."""
         line = self.timeline
         found: dict[int, float] = defaultdict(float)
-        for activity in line.active.tolist():
+        for activity in each(line.active):
             call = line.call_of(activity)
             if call >= 0:
                 found[int(line.shown[call])] += float(line.end[activity] - line.start[activity])
@@ -126,7 +127,7 @@ class StepBuilder:
     def _walk(self) -> None:
         line = self.timeline
         inner_reads, inner_copies = self._inner()
-        for index in line.order.tolist():
+        for index in each(line.order):
             if line.kind[index] == FRAME:
                 if not line.has_device:
                     self._look_at_call(index)
@@ -152,6 +153,9 @@ class StepBuilder:
                 if kind and not self._is_counted_call(index):
                     self._count_read(number, site, kind, phase, "of the data")
             if facts.info is not None and not facts.info.counted:
+                continue
+            if line.has_device and index not in self._device_us:
+                # It launched nothing: a tensor of the host's own.
                 continue
             self._count_op(number, index, name, site, phase, direct)
             self._look_at_layout(number, index, name, site, phase, direct, inner_copies)
