@@ -84,8 +84,8 @@ def test_copies_from_pageable_memory_block(tmp_path: Path) -> None:
         trace.launch(at + 80, at + 90, at + 1018)
     (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
     assert (finding.rule, finding.count, finding.bytes) == ("blocking-copy", 1, 4096)
-    # 15 µs before the copy, 35 after it.
-    assert finding.seconds == pytest.approx(50e-6)
+    # The device ran dry before the copy because the host was late, and after it because the host waited.
+    assert finding.seconds == pytest.approx(35e-6)
 
 
 def test_pinned_copies_and_queued_kernels_are_nobodys_fault(tmp_path: Path) -> None:

@@ -301,7 +301,6 @@ class Timeline:
             if kind:
                 wait.to_device |= kind == "to device"
                 wait.copied_bytes += self.trace.bytes_of.get(copy, 0)
-        self._wait_in = by_owner
         self.waits = sorted((w for w in by_owner.values() if w.calls), key=lambda w: w.end)
 
     def _copy_before(self, by_owner: dict[int, Wait], owner: int, index: int, copy: int) -> None:
@@ -331,7 +330,7 @@ class Timeline:
         ends = [wait.end for wait in self.waits]
         for hole in holes.tolist():
             gap = Gap(float(reached[hole]), float(start[hole + 1]), self.call_of(int(self.active[hole + 1])))
-            self._explain(gap, ends, sorted(data), int(self.active[hole + 1]))
+            self._explain(gap, ends, data)
             self.gaps.append(gap)
 
     def idle(self) -> tuple[Counter[str], float]:
@@ -347,7 +346,7 @@ class Timeline:
                 found[WORDS.get(gap.cause, gap.cause)] += gap.length - gap.data_us
         return Counter({cause: us for cause, us in found.items() if us > 0}), max(high - low, 1e-9)
 
-    def _explain(self, gap: Gap, wait_ends: list[float], data: list[tuple[float, float]], after: int) -> None:
+    def _explain(self, gap: Gap, wait_ends: list[float], data: list[tuple[float, float]]) -> None:
         if gap.launch < 0:
             gap.cause = "unknown"
             return
@@ -359,15 +358,10 @@ class Timeline:
         until = min(launched, gap.end)
         for begin, finish in data:
             gap.data_us += max(0.0, min(finish, until) - max(begin, gap.start))
-        number = bisect_right(wait_ends, launched) - 1
-        owner = int(self.shown[gap.launch])
-        inside = self._wait_in.get(owner) if self.kind[after] == COPY and owner >= 0 else None
-        if inside is not None:
-            gap.wait = inside
-        elif number >= 0 and wait_ends[number] >= gap.start:
-            # The last wait that ended while the device was idle; an earlier one let go before.
-            first = bisect_left(wait_ends, gap.start)
-            gap.wait = max(self.waits[first : number + 1], key=lambda w: w.end - max(w.start, gap.start))
+        # A wait that was on when the device ran dry; one that began later waited for nothing.
+        first, last = bisect_left(wait_ends, gap.start), bisect_right(wait_ends, launched)
+        held = [w for w in self.waits[first:last] if w.start <= gap.start]
+        gap.wait = max(held, key=lambda w: w.end) if held else None
         if gap.wait is not None:
             gap.cause = "wait"
             gap.wait.idle += gap.length - gap.data_us

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from leanstep.units import seconds as in_words
 
 # The innermost line with this share of a stretch's idle time is its place.
 MOSTLY = 0.7
+_COLLECTIVE = re.compile(r"nccl|all_?reduce|reduce_?scatter|all_?gather", re.IGNORECASE)
 
 
 class TraceRun:
@@ -70,6 +72,13 @@ class TraceRun:
             parts.append(
                 f"device idle {sum(idle.values()) / span:.0%}" + f" ({', '.join(causes)})" * bool(causes)
             )
+            names = line.trace.names.texts
+            shared = np.array([bool(_COLLECTIVE.search(name)) for name in names], bool)[
+                line.name[line.active]
+            ]
+            together = float((line.end - line.start)[line.active][shared].sum())
+            if together >= 0.1 * span:
+                parts.append(f"collectives {together / span:.0%}")
         return parts
 
     @property
