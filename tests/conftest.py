@@ -95,3 +95,18 @@ def device() -> torch.device:
 def run_ranks():
     """run_ranks(world_size, function, *args, timeout=60): gloo ranks; a hang fails instead of hanging."""
     return _run_ranks
+
+
+@pytest.fixture
+def available_case():
+    """available_case(name): the registered case; a test whose case needs an absent package is skipped."""
+    from leanstep.case import get_case
+
+    def find(name):
+        case = get_case(name)
+        missing = case.reference.missing(case.params("tiny"))
+        if missing is not None:
+            pytest.skip(f"{name}: {missing}")
+        return case
+
+    return find

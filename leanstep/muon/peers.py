@@ -91,8 +91,17 @@ def torch_muon(compute_dtype: torch.dtype | None):
         if compute_dtype is None:
             return optimizer.step
 
+        cast = Tensor.to
+
+        def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if kwargs.get("dtype") is torch.bfloat16:
+                kwargs["dtype"] = compute_dtype
+            return cast(self, *args, **kwargs)
+
         def step() -> None:
-            with mock.patch.object(Tensor, "bfloat16", lambda self: self.to(compute_dtype, copy=True)):
+            # Up to torch 2.13 its cast is spelt .bfloat16(), later .to(dtype=torch.bfloat16, copy=True).
+            spelt = mock.patch.object(Tensor, "bfloat16", lambda self: cast(self, compute_dtype, copy=True))
+            with spelt, mock.patch.object(Tensor, "to", to):
                 optimizer.step()
 
         return step

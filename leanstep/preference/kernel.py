@@ -125,11 +125,12 @@ def lens_targets_kernel(
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(worse_ptr + pair) * num_entries
     table = table_ptr + tl.load(better_ptr + pair) * (num_tokens + 1)
-    live = tl.load(live_ptr + pair) != 0
+    # A bound and not a mask: Triton 3.9's interpreter makes integers of a scalar condition beside a block.
+    bound = tl.where(tl.load(live_ptr + pair) != 0, num_entries, 0)
     hits = hits_ptr + pair * num_blocks
     columns = tl.arange(0, BLOCK_W)
     for tile in range(0, num_entries, BLOCK_W):
-        inside = (tile + columns < num_entries) & live
+        inside = tile + columns < bound
         cell = row + tile + columns
         here, lod, want, block = _entries(
             pos_ptr, lod_ptr, valid_ptr, table, cell, inside, num_tokens, block_size, MAX_LOD
@@ -141,7 +142,7 @@ def lens_targets_kernel(
         inside = tile + columns < num_entries
         cell = row + tile + columns
         here, lod, want, block = _entries(
-            pos_ptr, lod_ptr, valid_ptr, table, cell, inside & live, num_tokens, block_size, MAX_LOD
+            pos_ptr, lod_ptr, valid_ptr, table, cell, tile + columns < bound, num_tokens, block_size, MAX_LOD
         )
         reached = tl.load(hits + block, mask=here & (lod < MAX_LOD), other=0) != 0
         expand = here & (want >= 0) & (want < lod)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from leanstep.case import get_case
 from leanstep.measure.peaks import measure_peak
 
 # TRL and its dependencies warn about their own deprecations; ours stay errors elsewhere.
@@ -13,8 +12,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("name", ["grpo-step", "sft-step"])
-def test_a_quarter_of_completion_tokens_takes_a_third_of_the_extra_memory(name):
-    case = get_case(name)
+def test_a_quarter_of_completion_tokens_takes_a_third_of_the_extra_memory(name, available_case):
+    case = available_case(name)
     overrides = {"batch": 2, "tokens": 64, "width": 64, "layers": 1}
     params = case.params("cpu", overrides)
     assert params["vocab"] == 151936 and params["response_frac"] == 0.25

@@ -222,6 +222,7 @@ def transformers_rank(rank: int, world_size: int):
 
 
 def test_a_sharded_transformers_model_follows_its_stock_forward(run_ranks):
+    pytest.importorskip("transformers")
     for stock, lean in run_ranks(2, transformers_rank, timeout=120):
         np.testing.assert_allclose(lean[0], stock[0], rtol=1e-4, atol=1e-5)
         for name, expected in stock[1].items():

@@ -17,13 +17,35 @@ from leanstep.measure import timing as timing_module
 from leanstep.measure.timing import EventClock, HostClock, TimeUp, clock_of, interleave, time_box
 
 
-def test_every_step_runs_in_every_round_and_the_order_rotates():
+class MadeTime:
+    """A clock that only its own `sleep` moves: ratios come out the same on a loaded machine."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    monotonic = perf_counter
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def made_time(monkeypatch):
+    clock = MadeTime()
+    monkeypatch.setattr(timing_module, "time", clock)
+    return clock
+
+
+def test_every_step_runs_in_every_round_and_the_order_rotates(made_time):
     calls = []
 
     def step(name, seconds):
         def run():
             calls.append(name)
-            time.sleep(seconds)
+            made_time.sleep(seconds)
 
         return run
 
@@ -35,22 +57,29 @@ def test_every_step_runs_in_every_round_and_the_order_rotates():
     assert timings["a"].samples == 3
 
 
-def test_medians_follow_the_true_ratio():
-    steps = {"slow": lambda: time.sleep(0.03), "fast": lambda: time.sleep(0.003)}
+def test_medians_follow_the_true_ratio(made_time):
+    steps = {"slow": lambda: made_time.sleep(0.03), "fast": lambda: made_time.sleep(0.003)}
     timings = interleave(steps, budget_s=0.5)
-    assert 5 < timings["slow"].median_s / timings["fast"].median_s < 12
-    assert timings["slow"].p20_s <= timings["slow"].median_s <= timings["slow"].p80_s
+    assert timings["slow"].median_s / timings["fast"].median_s == pytest.approx(10)
+    assert timings["slow"].samples >= 3 and timings["fast"].samples > timings["slow"].samples
 
 
-def test_the_first_call_is_reported_apart():
+def test_percentiles_enclose_the_median(made_time):
+    # Two calls before the rounds, then one a round.
+    durations = iter([0.03, 0.03, 0.01, 0.02, 0.03, 0.04, 0.05])
+    steps = {"step": lambda: made_time.sleep(next(durations))}
+    timing = interleave(steps, budget_s=0.5, max_rounds=5)["step"]
+    assert (timing.p20_s, timing.median_s, timing.p80_s) == pytest.approx((0.02, 0.03, 0.04))
+
+
+def test_the_first_call_is_reported_apart(made_time):
     state = {"first": True}
 
     def step():
-        if state.pop("first", False):
-            time.sleep(0.2)
+        made_time.sleep(0.2 if state.pop("first", False) else 0.001)
 
     timing = interleave({"step": step}, budget_s=0.05)["step"]
-    assert timing.first_call_s > 0.19 and timing.median_s < 0.01
+    assert timing.first_call_s == pytest.approx(0.2)
 
 
 def test_the_garbage_collector_is_off_inside_and_restored_after():
