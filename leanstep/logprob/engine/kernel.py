@@ -152,8 +152,7 @@ def scale_exponentials_kernel(
     for i in range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + i
         real = row < num_rows
-        # Not `& real`: Triton 3.9's interpreter makes a mask of small integers from a scalar condition.
-        inside = offsets < tl.where(real, num_columns, 0)
+        inside = offsets < tl.where(real, num_columns, 0)  # Triton 3.9 interprets `& real` wrongly
         u = tl.load(z_ptr + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
         scale = 1.0
         if HAS_SCALE:
