@@ -125,7 +125,7 @@ def lens_targets_kernel(
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(worse_ptr + pair) * num_entries
     table = table_ptr + tl.load(better_ptr + pair) * (num_tokens + 1)
-    bound = tl.where(tl.load(live_ptr + pair) != 0, num_entries, 0)  # Triton 3.9 interprets `& scalar` wrongly
+    bound = tl.where(tl.load(live_ptr + pair) != 0, num_entries, 0)  # Triton 3.9 interprets `& live` wrongly
     hits = hits_ptr + pair * num_blocks
     columns = tl.arange(0, BLOCK_W)
     for tile in range(0, num_entries, BLOCK_W):
