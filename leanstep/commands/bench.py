@@ -12,6 +12,7 @@ from leanstep.commands.terminal import (
     JsonOption,
     MarkdownOption,
     Outputs,
+    case_names,
     check_implementations,
     check_writable,
     console,
@@ -33,7 +34,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[CASE]... | BEFORE.py AFTER.py [-- ARGS]",
-            help="Cases to measure (all by default), or two scripts.",
+            help=f"Two scripts, or cases to measure (all by default): {', '.join(case_names())}.",
         ),
     ] = None,
     size: Annotated[

@@ -21,6 +21,7 @@ from leanstep.commands.terminal import (
     JsonOption,
     MarkdownOption,
     Outputs,
+    case_names,
     check_implementations,
     check_writable,
     console,
@@ -45,7 +46,8 @@ def prove(
         list[str] | None,
         typer.Argument(
             metavar="[CASE]... | BEFORE.py AFTER.py [-- ARGS]",
-            help="Cases to prove (all by default), or two scripts that should make the same update.",
+            help="Two scripts that should make the same update, or cases to prove (all by default): "
+            f"{', '.join(case_names())}.",
         ),
     ] = None,
     dtype: Annotated[

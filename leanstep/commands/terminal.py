@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from leanstep.case import Case, all_cases, get_case
+import leanstep
+from leanstep.case import CASE_MODULES, Case, all_cases, get_case
 from leanstep.commands import BadInput
 from leanstep.files import finite, write_text
 
@@ -38,6 +40,14 @@ def console(json_path: str | None = None) -> Console:
     plain = Console(stderr=json_path == "-", highlight=False)
     # A pipe has no width; the usual guess of 80 columns would break every row of a table in three.
     return plain if plain.is_terminal else Console(stderr=json_path == "-", highlight=False, width=160)
+
+
+def case_names() -> list[str]:
+    """The cases by name, read from their files: a help text must not wait until all of them are imported."""
+    package = Path(leanstep.__file__).parent
+    files = [package.joinpath(*module.split(".")[1:]).with_suffix(".py") for module in CASE_MODULES]
+    texts = [file.read_text(encoding="utf-8") for file in files if file.exists()]
+    return sorted(name for text in texts for name in re.findall(r'\bCase\(\s*name="([\w-]+)"', text))
 
 
 @contextlib.contextmanager

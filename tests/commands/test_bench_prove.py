@@ -8,8 +8,9 @@ import pytest
 import torch
 from toy_case import implementation, toy_case, wrong_gradient
 
-from leanstep.case import register, unregister
+from leanstep.case import all_cases, register, unregister
 from leanstep.cli import run
+from leanstep.commands.terminal import case_names
 
 
 @pytest.fixture
@@ -119,3 +120,11 @@ def test_version_and_help(capsys):
     for command in ("demo", "diagnose", "bench", "prove", "plan", "train", "kernels"):
         assert run([command, "--help"]) == 0
         assert "Example" in capsys.readouterr().out, command
+
+
+@pytest.mark.parametrize("command", ["bench", "prove"])
+def test_help_names_every_case(command, capsys):
+    assert case_names() == sorted(all_cases())
+    assert run([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in case_names())
