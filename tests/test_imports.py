@@ -20,7 +20,7 @@ ALLOWED = {
     "gpt": {"muon", "logprob", "cpu"},
     "measure": {"case", "host_reads"},
     "diagnose": {"host_reads", "files", "units"},
-    "prove": {"measure", "diagnose", "host_reads", "files"},
+    "prove": {"measure", "diagnose", "host_reads", "files", "cpu"},
     "fix": {"diagnose", "prove", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"preference", "logprob", "muon", "gpt", "files"},

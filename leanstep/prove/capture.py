@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 )
 
 from leanstep.prove.captured import Captured, Update, generators, names_by_owner
-from leanstep.prove.sketches import Sketch, outside_modes, sketch, whole
+from leanstep.prove.sketches import Sketch, each, outside_modes, sketch, whole
 
 # Distinct token ids that a histogram keeps: more than any vocabulary in use.
 _MAX_IDS = 1 << 20
@@ -41,10 +41,10 @@ class Recorder:
 
     Args:
         steps: updates to capture; None = all.
-        full: also keep whole gradients and changes (two copies of the gradients in memory per update).
+        full: also keep the whole gradients and changes of the latest update: two copies of the gradients.
         parts: also keep what each backward call added, for `same_update`.
         on_done: called when `steps` updates are complete, from inside the program.
-        on_update: called with each complete update; it may take the full tensors away.
+        on_update: called with each complete update, whole tensors included.
     """
 
     def __init__(
@@ -150,9 +150,11 @@ class Recorder:
             for what, value in seen:
                 values.setdefault(what, []).append(float(value))
         # Together, and one by one: a program that counts for its metrics, too, divides by one of them.
-        found = {what: sum(each) for what, each in values.items()}
-        for what, each in values.items():
-            found |= {f"{what} no. {k}": value for k, value in enumerate(each, 1) if 1 < len(each) <= 64}
+        found = {what: sum(counted) for what, counted in values.items()}
+        for what, counted in values.items():
+            found |= {
+                f"{what} no. {k}": value for k, value in enumerate(counted, 1) if 1 < len(counted) <= 64
+            }
         return found
 
     def _new_group(self, original: Any, optimizer: Optimizer, group: Any) -> Any:
@@ -213,53 +215,80 @@ class Recorder:
 
     # What the optimizer does.
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._inside is not None or not getattr(optimizer, "param_groups", None):
-            return
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._enter_step(optimizer)
+            return None
+
+        def looked_at() -> Any:
+            # Lightning's way: the gradients arrive inside `optimizer.step(closure)`.
+            result = closure()
+            if self._inside is None:
+                self._enter_step(optimizer)
+            return result
+
+        if len(args) > 1:
+            return (args[0], looked_at, *args[2:]), kwargs
+        return args, {**kwargs, "closure": looked_at}
+
+    def _enter_step(self, optimizer: Optimizer) -> None:
         self._inside = optimizer
         update = self._current()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._name(parameters)
         with outside_modes():
             if not self.captured.updates:
-                for p in parameters:
-                    self.captured.initial.setdefault(self._name_of(id(p)), sketch(whole(p)))
+                found = each(lambda p: sketch(whole(p)), parameters)
+                for p, initial in zip(parameters, found, strict=True):
+                    self.captured.initial.setdefault(self._name_of(id(p)), initial)
             was_clipped = bool(update.clipped)
             self._keep_gradients(parameters)
+            parameters = [p for p in parameters if p.grad is not None]
+
+            def look(p: Tensor) -> tuple[Sketch | None, Sketch, Tensor | None]:
+                clipped = sketch(whole(p.grad)) if was_clipped and p.grad is not None else None
+                return clipped, self._weighted(p), whole(p).clone() if self._full else None
+
             self._before = {}
-            for p in parameters:
-                if p.grad is None:
-                    continue
-                name, gradient = self._name_of(id(p)), whole(p.grad)
-                if was_clipped:
-                    update.clipped[name] = sketch(gradient)
-                scale = update.gradients[name].norm / max(1, gradient.numel()) ** 0.5
-                value = whole(p)
-                kept = value.clone() if self._full else None
-                self._before[id(p)] = (sketch(value, gradient, scale), kept, p.grad._version)
+            for p, (clipped, value, kept) in zip(parameters, each(look, parameters), strict=True):
+                if clipped is not None:
+                    update.clipped[self._name_of(id(p))] = clipped
+                assert p.grad is not None
+                self._before[id(p)] = (value, kept, p.grad._version)
             update.draws = generators()
+
+    def _weighted(self, p: Tensor) -> Sketch:
+        """The parameter as it is now, its entries weighed by their gradients."""
+        assert p.grad is not None
+        norm = self._current().gradients[self._name_of(id(p))].norm
+        return sketch(whole(p), whole(p.grad), norm / max(1, p.numel()) ** 0.5)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._inside is not optimizer:
             return
         update = self._current()
         with outside_modes():
+            moved = []
             for p in (p for group in optimizer.param_groups for p in group["params"]):
-                before, kept, version = self._before.pop(id(p), (None, None, None))
-                if before is None:
+                version = self._before.get(id(p), (None, None, None))[2]
+                if version is None:
                     continue
-                name = self._name_of(id(p))
                 if p.grad is None or p.grad._version != version:
                     # The optimizer used the gradient as scratch space: its entries cannot be weighed again.
+                    name = self._name_of(id(p))
                     self._note(f"{name}: the optimizer overwrote the gradient; its change is not compared")
                     continue
-                gradient = whole(p.grad)
-                scale = update.gradients[name].norm / max(1, gradient.numel()) ** 0.5
-                value = whole(p)
-                change = sketch(value, gradient, scale).minus(before)
+                moved.append(p)
+            for p, value in zip(moved, each(self._weighted, moved), strict=True):
+                before, kept, _ = self._before.pop(id(p))
+                change = value.minus(before)
                 if kept is not None:
-                    change = change.with_full(kept.neg_().add_(value))
-                update.changes[name] = change
+                    change = change.with_full(kept.neg_().add_(whole(p)))
+                update.changes[self._name_of(id(p))] = change
+            self._before = {}
         self._inside = None
         update.optimizer_steps += 1
         self._stepped.add(id(optimizer))
@@ -270,18 +299,22 @@ class Recorder:
         update = self._current()
         self._name(parameters)
         with outside_modes():
-            for p in parameters:
-                name = self._name_of(id(p))
-                if p.grad is None or name in update.gradients:
-                    continue
-                gradient = whole(p.grad)
+            new = {self._name_of(id(p)): p.grad for p in parameters if p.grad is not None}
+            new = {name: gradient for name, gradient in new.items() if name not in update.gradients}
+
+            def look(gradient: Tensor) -> Sketch:
+                gradient = whole(gradient)
                 kept = sketch(gradient)
-                update.gradients[name] = kept.with_full(gradient.clone()) if self._full else kept
+                return kept.with_full(gradient.clone()) if self._full else kept
+
+            update.gradients.update(zip(new, each(look, list(new.values())), strict=True))
 
     # Where one update ends and the next begins.
 
     def _current(self) -> Update:
         if self._now is None:
+            if self._full and self.captured.updates:
+                self.captured.updates[-1].drop_full()
             self._now = Update(len(self.captured.updates) + 1)
             self._stepped = set()
         return self._now
@@ -355,7 +388,7 @@ def update(*, full: bool = False, parts: bool = False) -> Iterator[Captured]:
         u.gradients["fc.weight"].norm                 # as backward left them, before clipping
 
     Args:
-        full: also keep the whole tensors, `u.gradients[name].full`, of every update.
+        full: also keep the whole tensors of the latest update, `u.gradients[name].full`.
         parts: also keep what each backward call added, `u.parts[call][name]`.
     """
     recorder = Recorder(full=full, parts=parts)

@@ -48,6 +48,11 @@ class Update:
     parts: list[dict[str, Sketch]] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
 
+    def drop_full(self) -> None:
+        """Let go of the whole tensors; the sketches stay."""
+        for kept in (self.gradients, self.changes):
+            kept.update({name: value.with_full(None) for name, value in kept.items()})
+
     @property
     def backward_calls(self) -> int:
         return len(self.losses)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from leanstep.cpu import num_threads, run_on_cores
+
 # A prime: no layer's width divides it, so structure along a dimension is spread over all buckets.
 BUCKETS = 1021
-# Elements brought to fp64 at a time.
-CHUNK_ROWS = 1024
+# Rows brought to fp64 at a time: two mebibytes, which stay in a cache; on a GPU as many as keep it busy.
+CHUNK_ROWS, DEVICE_CHUNK_ROWS = 256, 1 << 14
 # An entry whose gradient is this small beside the tensor's own counts little: see `weights`.
 SOLID = 1e-2
 
@@ -50,7 +52,7 @@ class Sketch:
         bad = self.not_finite + other.not_finite
         return Sketch(self.shape, self.dtype, norm, self.total - other.total, bad, projection)
 
-    def with_full(self, tensor: Tensor) -> Sketch:
+    def with_full(self, tensor: Tensor | None) -> Sketch:
         return replace(self, full=tensor)
 
 
@@ -69,6 +71,23 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.layout is not torch.strided else tensor
 
 
+def each(function: Callable[[Tensor], Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """`function` of every tensor, in order; plain tensors on a CPU side by side, one core each.
+
+    Threads that share every operation on a small chunk spend their time waiting for each other.
+    """
+    if not all(t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter) for t in tensors):
+        return [function(tensor) for tensor in tensors]
+    found: list[Any] = [None] * len(tensors)
+
+    def job(place: int) -> Callable[[int], None]:
+        return lambda _worker: found.__setitem__(place, function(tensors[place]))
+
+    largest_first = sorted(range(len(tensors)), key=lambda place: -tensors[place].numel())
+    run_on_cores([job(place) for place in largest_first], num_threads())
+    return found
+
+
 def sketch(tensor: Tensor, weights_of: Tensor | None = None, scale: float = 0.0) -> Sketch:
     """Sketch a tensor of any shape and float dtype; `weights_of` is the gradient that weighs its entries.
 
@@ -77,36 +96,65 @@ def sketch(tensor: Tensor, weights_of: Tensor | None = None, scale: float = 0.0)
     gradient is zero but for rounding would outweigh everything else.
     """
     flat = tensor.reshape(-1)
-    gradient = None if weights_of is None else weights_of.reshape(-1)
-    count = flat.numel()
-    squares, total, bad = 0.0, 0.0, 0
-    projection = torch.zeros(min(count, BUCKETS), dtype=torch.float64, device=flat.device)
-    step = CHUNK_ROWS * BUCKETS
+    gradient = None if weights_of is None or scale <= 0 else weights_of.reshape(-1)
+    squares, total, projection, bad = _sums(flat, gradient, scale, clean=False)
+    if not math.isfinite(squares):
+        # Looked for only where the cheap sum says so: isfinite costs more than all the rest.
+        squares, total, projection, bad = _sums(flat, gradient, scale, clean=True)
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return Sketch(tuple(tensor.shape), kind, squares**0.5, total, bad, projection.cpu().numpy())
+
+
+def _sums(
+    flat: Tensor, gradient: Tensor | None, scale: float, *, clean: bool
+) -> tuple[float, float, Tensor, int]:
+    """Sum of squares, sum, projection, entries that are not finite (0 in the sums, where `clean`)."""
+    count, device = flat.numel(), flat.device
+    step = (CHUNK_ROWS if device.type == "cpu" else DEVICE_CHUNK_ROWS) * BUCKETS
+    # Read once, at the end: a read per chunk would make a GPU wait.
+    squares, total, bad = torch.zeros(3, dtype=torch.float64, device=device).unbind()
+    projection = torch.zeros(min(count, BUCKETS), dtype=torch.float64, device=device)
+    memory = torch.empty(min(count, step), dtype=torch.float64, device=device)
+    weights = _Weights(gradient, scale, len(memory))
     for start in range(0, count, step):
-        chunk = flat[start : start + step].to(torch.float64)
-        if gradient is not None and scale > 0:
-            g2 = gradient[start : start + step].to(torch.float64).square()
-            chunk = chunk * (g2 / (g2 + (SOLID * scale) ** 2))
-        square = float(chunk.dot(chunk))
-        if not math.isfinite(square):
-            # Looked for only where the cheap sum says so: isfinite costs more than all the rest.
+        some = flat[start : start + step]
+        chunk = memory[: len(some)].copy_(some)
+        if gradient is not None:
+            chunk.mul_(weights.of(gradient[start : start + step]))
+        if clean:
             finite = torch.isfinite(chunk)
-            bad += int((~finite).sum())
-            chunk = torch.where(finite, chunk, 0.0)
-            square = float(chunk.dot(chunk))
-        squares += square
-        total += float(chunk.sum())
+            bad += (~finite).sum()
+            chunk.masked_fill_(~finite, 0.0)
+        squares += chunk.dot(chunk)
+        total += chunk.sum()
         if count <= BUCKETS:
             projection = chunk.clone()
             continue
         rows = len(chunk) // BUCKETS
-        signs = _signs(start // BUCKETS + rows + 1).to(chunk.device)[start // BUCKETS :]
+        signs = _signs(start // BUCKETS + rows + 1).to(device)[start // BUCKETS :]
         if rows:
             projection += signs[:rows] @ chunk[: rows * BUCKETS].view(rows, BUCKETS)
         rest = chunk[rows * BUCKETS :]
         projection[: len(rest)] += signs[rows] * rest
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return Sketch(tuple(tensor.shape), kind, squares**0.5, total, bad, projection.cpu().numpy())
+    return float(squares), float(total), projection, int(bad)
+
+
+class _Weights:
+    """w = u^2 / (u^2 + 1), u = g / (SOLID scale), in fp32 unless the gradient is fp64: half the bytes.
+
+    Before and after a step they are the same bits, so the difference of two sketches has no error of theirs.
+    """
+
+    def __init__(self, gradient: Tensor | None, scale: float, size: int) -> None:
+        if gradient is None:
+            return
+        dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        self._factor = 1.0 / (SOLID * scale)
+        self._squares, self._sums = torch.empty(2, size, dtype=dtype, device=gradient.device).unbind()
+
+    def of(self, gradient: Tensor) -> Tensor:
+        squares = self._squares[: len(gradient)].copy_(gradient).mul_(self._factor).square_()
+        return squares.div_(torch.add(squares, 1.0, out=self._sums[: len(gradient)]))
 
 
 @functools.cache

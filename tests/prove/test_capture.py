@@ -11,7 +11,7 @@ from torch import nn
 
 import leanstep
 from leanstep.prove.capture import Recorder
-from leanstep.prove.sketches import BUCKETS, distance, sketch
+from leanstep.prove.sketches import BUCKETS, SOLID, distance, sketch
 
 
 def model_of(width: int = 8) -> nn.Sequential:
@@ -126,10 +126,49 @@ def test_a_sketch_counts_what_is_not_finite():
 def test_full_capture_holds_two_copies_of_the_gradients_at_most():
     model = nn.Linear(1000, 1000, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    held = []
-    with Recorder(full=True, on_update=held.append):
-        model(torch.ones(1, 1000)).sum().backward()
-        optimizer.step()
-    (update,) = held
-    tensors = [s.full for kind in (update.gradients, update.clipped, update.changes) for s in kind.values()]
+    with Recorder(full=True) as captured:
+        for _ in range(3):
+            model(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+    tensors = [
+        s.full
+        for update in captured.updates
+        for kind in (update.gradients, update.clipped, update.changes)
+        for s in kind.values()
+    ]
     assert sum(t.numel() for t in tensors if t is not None) == 2 * model.weight.numel()
+    assert captured.gradients["weight"].full is not None
+
+
+@pytest.mark.parametrize("how", ["positional", "named"])
+def test_gradients_that_arrive_inside_the_step_are_captured(how: str):
+    def train() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.arange(6)).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure) if how == "positional" else optimizer.step(closure=closure)
+        return [p.detach() for p in model.parameters()]
+
+    plain = train()
+    with leanstep.update() as u:
+        watched = train()
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    assert [update.backward_calls for update in u.updates] == [1, 1]
+    assert u.gradients.keys() == u.changes.keys() and len(u.changes) == len(plain)
+    assert all(change.norm > 0 for change in u.changes.values())
+
+
+def test_weights_of_a_change_are_those_of_the_definition():
+    gradient, value = torch.randn(5000), torch.randn(5000)
+    expected = value.double() * (gradient.double() ** 2 / (gradient.double() ** 2 + (SOLID * 0.7) ** 2))
+    found = sketch(value, gradient, 0.7)
+    assert found.norm == pytest.approx(float(expected.norm()), rel=1e-6)
+    assert np.allclose(found.projection, sketch(expected).projection, atol=1e-5)

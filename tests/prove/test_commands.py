@@ -120,3 +120,32 @@ def test_bad_input_is_one_line(capfd, arguments: list[str], message: str):
     assert run(arguments) == 2
     (line,) = lines(capfd)
     assert re.search(message, line), line
+
+
+RANKS = """import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+m = DDP(nn.Linear(3, 2))
+o = torch.optim.SGD(m.parameters(), lr=0.1)
+for i in range(7):
+    m(torch.ones(4, 3) * (dist.get_rank() + i)).square().FACTOR.backward()
+    o.step()
+    o.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def test_two_scripts_over_ranks(tmp_path: Path, capfd):
+    good = script(tmp_path, "good.py", RANKS.replace("FACTOR", "mean()"))
+    same = script(tmp_path, "same.py", RANKS.replace("FACTOR", "sum().div(8)"))
+    wrong = script(tmp_path, "wrong.py", RANKS.replace("FACTOR", "mean().mul(dist.get_rank())"))
+    assert run(["prove", good, same, "--ranks", "2"]) == 0
+    assert run(["prove", good, wrong, "--ranks", "2"]) == 1
+    assert run(["bench", good, same, "--ranks", "2", "--no-proof", "--budget", "0.2"]) == 0
+    capfd.readouterr()
+    assert run(["prove", good, same, "--ranks", "1,2"]) == 2
+    assert run(["bench", good, same, "--ranks", "two"]) == 2
+    assert lines(capfd) == [
+        "leanstep: --ranks: expected one number of processes with two scripts, got '1,2'",
+        "leanstep: --ranks: expected numbers of processes such as 1,2,4, got 'two'",
+    ]
