@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from leanstep.diagnose import cost, rules
+from leanstep.diagnose import compiled_rules, cost, rules
 from leanstep.diagnose.recording import source, torch_hooks
+from leanstep.diagnose.recording.compiled_code import CompiledCode
 from leanstep.diagnose.recording.recorder import Recorder
 from leanstep.diagnose.recording.torch_hooks import SavedHooks, leave_mode
 from leanstep.diagnose.step_clock import StepClock
@@ -77,7 +78,8 @@ class Watch:
         self._stack = ExitStack()
         self._modes_on = False
         self._hooks = SavedHooks()
-        self._eager = torch_hooks.CompiledCode()
+        self._compiler = CompiledCode()
+        self.compiled = compiled_rules.CompiledReport()
         self.clock = StepClock()
         self._dropped: StepRecord | None = None
         self._cycle: StepRecord | None = None
@@ -106,6 +108,7 @@ class Watch:
         self._stack.enter_context(self._hooks.stepping_aside())
         self._stack.enter_context(torch_hooks.watch_graphs(self._on_graph_replay))
         self._stack.enter_context(torch_hooks.sync_debug(self.recorder))
+        self._stack.enter_context(self._compiler.reading())
         self._stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
         if self._timed_warmup:
@@ -131,7 +134,7 @@ class Watch:
         if self._modes_on or self.finished:
             return
         ops, calls, hooks = self.recorder.modes()
-        self._eager.enter()
+        self._compiler.enter()
         self._hooks.enter(hooks)
         ops.__enter__()
         calls.__enter__()
@@ -148,7 +151,7 @@ class Watch:
         leave_mode(calls)
         leave_mode(ops)
         self._hooks.leave()
-        self._eager.leave()
+        self._compiler.leave()
 
     def _watch_for_optimizers(self) -> None:
         """The first optimizer that is made tells that steps will end: until then everything is recorded."""
@@ -295,6 +298,7 @@ class Watch:
         if start:
             self._measured_seconds = now - start
         self._last_end = now
+        self._compiler.step_ended()
         explicit = self.boundary == "explicit"
         last = self.num_warmup - (not explicit)
         self.warmup_done += explicit
@@ -307,6 +311,7 @@ class Watch:
 
     def _end_later_step(self, now: float) -> None:
         """A step after the recorded ones: the first one's time is the step's time."""
+        self._compiler.step_ended()
         if self.clock.running:
             self.clock.end()
             self._hooks.leave()
@@ -353,11 +358,8 @@ class Watch:
     def _note_others(self) -> None:
         for note in torch_hooks.others_at_work(self._threads):
             self.recorder.note(*note)
-        if (
-            multiprocessing.active_children()
-            and "torch.utils.data.dataloader" in sys.modules
-            and not self._scanned
-        ):
+        loading = "torch.utils.data.dataloader" in sys.modules and multiprocessing.active_children()
+        if loading and not self._scanned:
             self._scan_objects()
 
     # Results
@@ -385,10 +387,7 @@ class Watch:
             self.recorder.note("triton", "", "Triton kernels were launched directly: they are not seen")
         state.churn.settle(last=True)
         state.reset()
-        for record in self.steps:
-            for line in record.compiled:
-                where = f"{source.short_path(line.file)}:{line.number}"
-                self.recorder.note("compiled", where, "a compiled region ran eagerly while recording")
+        compiled_rules.note_unread(self.recorder, self.steps, self._compiler)
         for error in self.recorder.errors:
             self.recorder.note("dropped", "", f"the recorder could not read some ops ({error})")
         cost.measure_half_rates([record for record in self.steps if record.hits is None])
@@ -397,7 +396,8 @@ class Watch:
         """The findings so far, the most expensive first; printed, one line each."""
         if self._findings is not None and self._stackless:
             return self._findings
-        findings = rules.find(self.steps, self.limits)
+        found = rules.find(self.steps, self.limits)
+        findings, self.compiled = compiled_rules.after_compiler(found, self._compiler, self.limits)
         calibration = self._calibration or cost.calibrate()
         self._findings = Findings(cost.price(findings, self.steps, self.step_seconds, calibration))
         return self._findings

@@ -58,6 +58,7 @@ def as_json(
             "parts": watch.clock.parts,
         },
         "findings": [_finding(finding) for finding in findings],
+        "compiled": watch.compiled.as_dict(),
         "not_seen": watch.not_seen,
     }
 
@@ -271,7 +272,7 @@ def screen(
         lines.append(
             f"  and {len(hidden)} smaller one{'s' * many}: {names} (--all shows {'them' if many else 'it'})"
         )
-    footer = _not_seen(watch)
+    footer = [*watch.compiled.lines(), *_not_seen(watch)]
     baselined = sum(f.baselined for f in findings)
     if baselined:
         footer.append(f"Suppressed by baseline: {baselined}.")

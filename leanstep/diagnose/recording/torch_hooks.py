@@ -85,31 +85,6 @@ class CallMode(TorchFunctionMode):
 hide_from_compiler(OpMode.__torch_dispatch__, CallMode.__torch_function__)
 
 
-class CompiledCode:
-    """Compiled functions run eagerly while ops are recorded; their compiled code is kept for afterwards.
-
-    The compiler refuses to work under a dispatch mode, and says so with an error where the user asked for one
-    graph (`fullgraph=True`).
-    """
-
-    def __init__(self) -> None:
-        self._stance: Any = None
-
-    def enter(self) -> None:
-        # A stance of the user's own (fail_on_recompile ...) is put back afterwards.
-        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-        if dynamo is not None and self._stance is None:
-            self._stance = dynamo._stance
-            # Not through set_stance(), which refuses inside a compiled optimizer's hook.
-            dynamo._stance = dynamo.DynamoStance("force_eager")
-
-    def leave(self) -> None:
-        dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
-        if dynamo is not None and self._stance is not None:
-            dynamo._stance = self._stance
-        self._stance = None
-
-
 # Not in torch's type stubs.
 _AUTOGRAD: Any = torch._C._autograd  # type: ignore[attr-defined]
 

@@ -1,0 +1,163 @@
+"""Findings on compiled regions: which of them the compiler has removed.
+
+The rules judge the step as it runs eagerly, with values, gradients and host reads. A finding on a line of a
+compiled region is then looked up in the graphs (`recording.compiled_code`): what the backend launches for
+that line, or keeps for its backward. A read ends a graph, a product stays a product, rows of zeros stay rows
+of zeros: those survive any backend. Loops of small ops, casts and fills are counted again as kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from leanstep.diagnose.recording.compiled_code import (
+    CompiledCode,
+    Graph,
+    Kernel,
+    Place,
+    place_of_line,
+)
+from leanstep.diagnose.recording.source import short_path
+from leanstep.diagnose.step_records import Finding, Limits, StepRecord
+from leanstep.units import size
+
+_CASTS = {"_to_copy", "convert_element_type", "to", "float", "half", "bfloat16"}
+_FILLS = {
+    "select_backward", "slice_backward", "select_scatter", "slice_scatter", "index_put", "index_put_",
+    "embedding_dense_backward", "new_zeros", "zeros", "full", "index_add", "scatter", "scatter_add",
+    "constant_pad_nd", "as_strided_scatter", "index_select_backward", "_unsafe_index_put", "zeros_like",
+}  # fmt: skip
+_COPIES = {"clone", "copy", "copy_", "contiguous", *_CASTS, "add", "add_"}
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A rule whose findings are launches: which kernels of the line count, and from how many on."""
+
+    limit: str
+    counts: Callable[[Kernel, set[str], dict[str, float]], bool] = lambda kernel, names, limits: True
+    at_least: int = 1
+
+
+_LAUNCHES: dict[str, _Counted] = {
+    "op-storm": _Counted("repeats"),
+    "gelu-by-hand": _Counted("ops"),
+    "unbatched-optimizer": _Counted("ops"),
+    "alloc-churn": _Counted("buffers", lambda kernel, names, limits: kernel.bytes >= limits["bytes"]),
+    "zero-fill": _Counted("ops", lambda kernel, names, limits: kernel.backward and bool(names & _FILLS)),
+    "duplicate-cast": _Counted("", lambda kernel, names, limits: names <= _CASTS and not kernel.backward),
+    "dtype-round-trip": _Counted("", lambda kernel, names, limits: names <= _CASTS),
+    "transposed-copy": _Counted(
+        "", lambda kernel, names, limits: bool(names & _COPIES) and kernel.bytes >= limits["op_bytes"]
+    ),
+}
+# Rules on what is kept for the backward.
+_KEPT = ("full-vocab", "retained-chunks", "attention-matrix")
+
+
+@dataclass
+class CompiledReport:
+    """What the compiler did to the step: shown below the findings, and a field of the JSON report."""
+
+    graphs: list[Graph] = field(default_factory=list)
+    interruptions: list[Any] = field(default_factory=list)
+    removed: list[tuple[Finding, str]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.graphs or self.interruptions)
+
+    def as_dict(self) -> dict[str, Any]:
+        shown = [{**one.as_dict(), "file": short_path(one.file)} for one in self.interruptions]
+        graphs = [graph.as_dict() for graph in self.graphs]
+        return {
+            "graphs": [
+                {**graph, "file": short_path(graph["file"]) if graph["file"] else ""} for graph in graphs
+            ],
+            "interruptions": shown,
+            "removed": [
+                {"rule": f.rule, "file": short_path(f.line.file), "line": f.line.number, "why": why}
+                for f, why in self.removed
+            ],
+        }
+
+    def lines(self) -> list[str]:
+        """For the terminal."""
+        if not self:
+            return []
+        backends = ", ".join(sorted({graph.backend for graph in self.graphs})) or "no graph"
+        kernels = sum(len(graph.kernels) for graph in self.graphs if graph.level == "kernels")
+        launched = f", {kernels} kernels" if kernels else ""
+        count = len(self.graphs)
+        spent = sum(graph.seconds for graph in self.graphs)
+        text = [
+            f"compiled: {count} graph{'s' * (count != 1)} ({backends}){launched}, {spent:.1f} s to compile"
+        ]
+        for one in self.interruptions:
+            often = f" × {one.count}" if one.count > 1 else ""
+            cost = f", {one.seconds:.2g} s to compile" if one.seconds else ""
+            text.append(f"  {one.kind}{often}  {short_path(one.file)}:{one.line}  {one.reason}{cost}")
+        for finding, why in self.removed:
+            place = f"{short_path(finding.line.file)}:{finding.line.number}"
+            text.append(f"  removed by the compiler: {finding.rule}  {place}  {why}")
+        return text
+
+
+def after_compiler(
+    findings: Sequence[Finding], code: CompiledCode, limits: Limits
+) -> tuple[list[Finding], CompiledReport]:
+    """The findings that are still there in the compiled step, and what became of the others."""
+    report = CompiledReport(code.graphs, code.interruptions())
+    kept = []
+    for finding in findings:
+        why = _removed(finding, code, limits[finding.rule]) if finding.compiled else None
+        if why is None:
+            kept.append(finding)
+        else:
+            report.removed.append((finding, why))
+    return kept, report
+
+
+def note_unread(recorder: Any, steps: Sequence[StepRecord], code: CompiledCode) -> None:
+    """Say of which compiled lines no graph was read: they ran eagerly, and that is all that is known."""
+    read = {graph.place[0] for graph in code.graphs if graph.place is not None}
+    for line in {line for step in steps for line in step.compiled if line.file not in read}:
+        where = f"{short_path(line.file)}:{line.number}"
+        recorder.note("compiled", where, "a compiled region ran eagerly; no graph of it was seen")
+
+
+def _removed(finding: Finding, code: CompiledCode, limits: dict[str, float]) -> str | None:
+    """Why a finding is no longer there, or None: it survives, or nothing is known about its line."""
+    place = place_of_line(finding.line)
+    graphs = [graph for graph in code.graphs if graph.level != "calls"]
+    if not graphs or not _is_in(place, graphs):
+        return None
+    rule = _LAUNCHES.get(finding.rule)
+    if rule is not None:
+        need = limits[rule.limit] if rule.limit else rule.at_least
+        found = 0.0
+        for graph in graphs:
+            matching = [
+                kernel
+                for kernel in graph.kernels
+                if (names := _names_on(kernel, place)) and rule.counts(kernel, names, limits)
+            ]
+            found += len(matching) * max(code.runs_per_step(graph), 1.0)
+        unit = graphs[0].level
+        left = f"{found:.0f} of {finding.count} left" if found else "nothing left of it"
+        return None if found >= need else f"{left} ({unit})"
+    if finding.rule in _KEPT:
+        kept = sum(saved.bytes for graph in graphs for saved in graph.saved if saved.place == place)
+        return None if kept >= limits["bytes"] else f"{size(kept)} kept for the backward"
+    return None
+
+
+def _is_in(place: Place, graphs: Sequence[Graph]) -> bool:
+    """Whether a graph holds code of the finding's file: a line of which nothing is left has no node."""
+    files = {p[0] for graph in graphs for kernel in graph.kernels for _, p in kernel.ops}
+    return place[0] in files
+
+
+def _names_on(kernel: Kernel, place: Place) -> set[str]:
+    return {name for name, where in kernel.ops if where == place}

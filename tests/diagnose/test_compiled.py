@@ -1,0 +1,236 @@
+"""Compiled steps: findings on the lines where the waste survives, breaks and recompilations by name."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from diagnose.test_steps import MARK, STEPS, slow_dtypes
+
+from leanstep.diagnose import compiled_rules, rules
+from leanstep.diagnose.outputs import screen
+from leanstep.diagnose.recording.compiled_code import CompiledCode, Graph, Kernel, Saved, first_sentence
+from leanstep.diagnose.recording.source import Line
+from leanstep.diagnose.step_records import Limits
+from leanstep.diagnose.watch import Watch
+
+
+def with_compiled_region(script: Path, backend: str):
+    """The script with everything between its zero_grad() and its backward() in a compiled function.
+
+    Lines keep their numbers: findings of both scripts can be compared.
+    """
+    tree = ast.parse(script.read_text(encoding="utf-8"), str(script))
+    loop = next(n for n in tree.body if isinstance(n, ast.For) and ".backward()" in ast.unparse(n))
+    end = next(i for i, s in enumerate(loop.body) if ".backward()" in ast.unparse(s))
+    first = next((i + 1 for i, s in enumerate(loop.body[:end]) if ".zero_grad(" in ast.unparse(s)), 0)
+    inside, last = loop.body[first:end], loop.body[end]
+    assert isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)
+    assert isinstance(last.value.func, ast.Attribute)
+    stored = sorted(
+        {
+            node.id
+            for s in inside
+            for node in ast.walk(s)
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+    )
+    region = ast.parse("def region():\n    pass\n").body[0]
+    assert isinstance(region, ast.FunctionDef)
+    declared = [ast.Global(stored)] if stored else []
+    region.body = [*declared, *inside, ast.Return(last.value.func.value)]
+    wrapped = ast.parse(f"region = torch.compile(region, backend={backend!r})").body[0]
+    last.value.func.value = ast.parse("region()", mode="eval").body
+    loop.body[first : end + 1] = [last]
+    place = tree.body.index(loop)
+    tree.body[place:place] = [region, wrapped]
+    for node in (region, wrapped, *declared, region.body[-1]):
+        ast.copy_location(node, loop)
+        ast.fix_missing_locations(node)
+    ast.fix_missing_locations(tree)
+    return compile(tree, str(script), "exec")
+
+
+def watched_region(script: Path, backend: str) -> Watch:
+    torch._dynamo.reset()
+    watch = Watch(timed_warmup=True)
+    code = with_compiled_region(script, backend)
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), watch:
+        warnings.simplefilter("ignore")
+        exec(code, {"__name__": "__main__", "__file__": str(script)})
+    assert watch.recorder.errors == []
+    return watch
+
+
+def marked(script: Path, slow: set[torch.dtype]) -> set[tuple[str, int, int]]:
+    found = set()
+    for number, text in enumerate(script.read_text(encoding="utf-8").splitlines(), 1):
+        match = MARK.search(text)
+        for mark in match[1].split(";") if match is not None and match[1] != "nothing" else ():
+            rule, count, *conditions = mark.split()
+            if "when=no-native-bf16" not in conditions or torch.bfloat16 in slow:
+                found.add((rule, number, int(count.removeprefix("count="))))
+    return found
+
+
+def found_in(watch: Watch) -> set[tuple[str, int, int]]:
+    return {(f.rule, f.line.number, f.count) for f in watch.findings()}
+
+
+# One script per kind of waste; the others of the folder behave as these do (docs/diagnose.md).
+AS_IT_STANDS = [
+    "clean_lm", "dead_rows_sft", "duplicate_cast", "sync_in_loop", "zero_fill_bank", "storm_pairs",
+    "unused_grad", "unbatched_adamw",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_IT_STANDS)
+def test_a_backend_that_runs_calls_as_they_stand_keeps_every_finding(name: str):
+    script = STEPS / f"{name}.py"
+    watch = watched_region(script, "eager")
+    assert found_in(watch) == marked(script, slow_dtypes(watch))
+    assert watch.compiled.graphs and watch.compiled.removed == []
+    assert watch.not_seen == []
+    assert {graph.backend for graph in watch.compiled.graphs} == {"eager"}
+
+
+BREAKS = """\
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@torch.compile(backend="eager")
+def total(h):
+    h = h * 2
+    if h.sum() > 0:
+        h = h + 1
+    print("rows", h.shape[0])
+    return h.mean()
+
+
+@torch.compile(backend="eager", dynamic=False)
+def widths(h):
+    return h.square().mean()
+
+
+for step in range(6):
+    x = torch.randn(4 + step % 2, 8)
+    optimizer.zero_grad()
+    loss = total(model(x[:4])) + widths(model(x))
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_breaks_and_recompilations_have_a_line_a_reason_and_a_price(write_script, watched):
+    torch._dynamo.reset()
+    script = write_script(BREAKS)
+    watch = watched(script)
+    watch.findings()
+    found = {(one.kind, one.line): one for one in watch.compiled.interruptions}
+    assert all(one.file == str(script) for one in found.values())
+    branch, printed = found["graph break", 11], found["graph break", 13]
+    assert "branch on a tensor" in branch.reason
+    assert "print" in printed.reason.lower()
+    assert branch.seconds > 0
+    text = screen.screen(watch, watch.findings(), str(script))
+    assert "graph break" in text and "train.py:11" in text
+    # The eager recording counts the branch's read as well: the two say the same of one line.
+    assert ("host-sync", 11, 1) in found_in(watch)
+
+
+def test_a_recompilation_names_the_guard_that_failed(write_script, watched):
+    torch._dynamo.reset()
+    text = BREAKS.replace("range(6)", "range(9)").replace("total(model(x[:4])) + ", "")
+    script = write_script(text)
+    watch = Watch(steps=2, warmup=3, timed_warmup=True)
+    watched(script, watch)
+    watch.findings()
+    (one,) = [one for one in watch.compiled.interruptions if one.kind == "recompilation"]
+    assert (one.file, one.line) == (str(script), 17)
+    assert "size" in one.reason and one.seconds > 0
+
+
+def test_the_first_lines_of_an_explanation_are_kept():
+    reason = "Data-dependent branching\n  Explanation: Detected a branch on a tensor.\n  Hint: none"
+    assert first_sentence(reason) == "Data-dependent branching: Detected a branch on a tensor."
+    assert first_sentence("  ") == "no reason given"
+
+
+HERE, OTHER = ("/step.py", 7), ("/step.py", 8)
+
+
+def kernels(name: str, count: int, backward: bool = False, num_bytes: int = 1 << 20) -> list[Kernel]:
+    return [Kernel(frozenset({(name, HERE), ("mul", OTHER)}), backward, num_bytes) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "graph", "survives"),
+    [
+        ("op-storm", kernels("add", 2), False),
+        ("op-storm", kernels("add", 40), True),
+        ("zero-fill", kernels("select_scatter", 1, backward=True), False),
+        ("zero-fill", kernels("select_scatter", 12), False),
+        ("zero-fill", kernels("select_scatter", 12, backward=True), True),
+        ("duplicate-cast", [], False),
+        ("duplicate-cast", kernels("convert_element_type", 1), True),
+        ("gelu-by-hand", kernels("tanh", 1), False),
+        ("alloc-churn", kernels("add", 20, num_bytes=100), False),
+        ("alloc-churn", kernels("add", 20), True),
+        ("dead-rows", [], True),
+        ("host-sync", [], True),
+    ],
+)
+def test_what_the_compiler_left_decides(rule: str, graph: list[Kernel], survives: bool):
+    code = compiled(graph)
+    kept, report = compiled_rules.after_compiler([finding(rule)], code, Limits())
+    assert (len(kept), len(report.removed)) == ((1, 0) if survives else (0, 1))
+
+
+def test_runs_of_a_graph_count():
+    """A compiled layer that runs twenty times a step launches its kernels twenty times."""
+    code = compiled(kernels("add", 2))
+    code._graphs["f", HERE].runs, code._steps = 40, 2
+    assert compiled_rules.after_compiler([finding("op-storm")], code, Limits())[1].removed == []
+
+
+@pytest.mark.parametrize(("num_bytes", "survives"), [(64 << 20, True), (1 << 20, False)])
+def test_what_is_kept_for_the_backward_decides(num_bytes: int, survives: bool):
+    code = compiled(kernels("exp", 1))
+    code._graphs["f", HERE].saved.append(Saved(HERE, (1024, 8192), num_bytes))
+    kept, _ = compiled_rules.after_compiler([finding("full-vocab")], code, Limits())
+    assert bool(kept) is survives
+
+
+def test_lines_outside_compiled_regions_are_left_alone():
+    eager = finding("op-storm", compiled=False)
+    assert compiled_rules.after_compiler([eager], compiled([]), Limits())[0] == [eager]
+
+
+def compiled(found: list[Kernel]) -> CompiledCode:
+    code = CompiledCode()
+    other = Kernel(frozenset({("mul", OTHER)}), False, 4)
+    code._graphs["f", HERE] = Graph("f", HERE, "inductor", 3, 0.1, "kernels", [*found, other])
+    return code
+
+
+def finding(rule: str, compiled: bool = True):
+    from leanstep.diagnose.step_records import Hit
+
+    evidence = {
+        "kinds": {"item": 1}, "forward_ops": 1, "backward_ops": 1, "repeats": {"add": 1}, "mean_bytes": 1.0,
+        "rows": 2, "inner": 1, "width": 1, "ops": {"add": 1}, "bytes": 1, "casts": {"a": 1},
+        "shapes": {"a": 1}, "all_saved_bytes": 1, "calls": 1,
+    }  # fmt: skip
+    if rule == "unbatched-optimizer":
+        evidence["ops"] = 1
+    hit = Hit(Line(*HERE), 120, evidence=evidence, compiled=compiled)
+    return rules._finding(rules.RULES[rule], [hit])
