@@ -23,7 +23,7 @@ from leanstep.diagnose import compiled_rules, cost, rules
 from leanstep.diagnose.recording import source, torch_hooks
 from leanstep.diagnose.recording.compiled_code import CompiledCode
 from leanstep.diagnose.recording.recorder import Recorder
-from leanstep.diagnose.recording.torch_hooks import SavedHooks, leave_mode
+from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode
 from leanstep.diagnose.step_clock import StepClock
 from leanstep.diagnose.step_records import Findings, Limits, StepRecord
 
@@ -275,7 +275,7 @@ class Watch:
             return  # The script is over: nothing to time, nobody to stop.
         if (self.step_seconds or 0.0) <= MAX_TIMED_S:
             self.clock.start()
-            self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self.clock.first_op, _as_it_is))
+            self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self.clock.first_op, as_it_is))
         elif self._on_done is not None:
             self._on_done()
 
@@ -286,7 +286,7 @@ class Watch:
         self.recorder.state.reset()
         self.recorder.node_seen = False
         self._light = True
-        self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self._note_start, _as_it_is))
+        self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self._note_start, as_it_is))
 
     def _note_start(self, tensor: Any) -> Any:
         if not self._started:
@@ -442,8 +442,8 @@ def watch(steps: int = 3, warmup: int = 1, limits: Limits | None = None) -> Watc
     return Watch(steps, warmup, limits)
 
 
-def _as_it_is(packed: Any) -> Any:
-    return packed
+# They run below compiled regions as well.
+torch_hooks.hide_from_compiler(Watch._note_start, StepClock.first_op)
 
 
 def _in_engine() -> bool:

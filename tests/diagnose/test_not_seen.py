@@ -43,11 +43,28 @@ def test_compiled_regions_are_named_and_rank_last(write_script, watched) -> None
     )
     script = write_script(TRAIN.format(setup=setup, body="loss = total(model(x)); loss.item()"))
     watch = watched(script)
-    assert kinds(watch) == {"compiled"}
+    assert kinds(watch) == set()
     first, *others, last = watch.findings()
     assert (first.rule, first.compiled) == ("host-sync", False)
     assert (last.rule, last.count, last.compiled) == ("op-storm", 120, True)
     assert not others
+    assert [graph.function for graph in watch.compiled.graphs] == ["total"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_of_which_no_graph_was_seen_is_named() -> None:
+    """Compiled before the recording began."""
+    total = torch.compile(lambda h: (h * 2).mean(), backend="eager")
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total(model(torch.randn(4, 8))).backward()
+    with Watch(steps=2, warmup=0) as watch:
+        for _ in range(4):
+            optimizer.zero_grad()
+            total(model(torch.randn(4, 8))).backward()
+            optimizer.step()
+    assert kinds(watch) == {"compiled"}
+    assert "no graph of it was seen" in watch.not_seen[0]["note"]
 
 
 def test_a_step_that_must_be_one_graph_is_recorded(write_script, watched) -> None:
@@ -58,7 +75,7 @@ def test_a_step_that_must_be_one_graph_is_recorded(write_script, watched) -> Non
     )
     body = "loss = total(model(x)); loss.item(); print(dynamo._stance.stance)"
     watch = watched(write_script(TRAIN.format(setup=setup, body=body)))
-    assert kinds(watch) == {"compiled"}
+    assert kinds(watch) == set()
     assert [(f.rule, f.count) for f in watch.findings()] == [("host-sync", 1)]
     assert torch._dynamo.eval_frame._stance.stance == "default"
 

@@ -288,6 +288,13 @@ class CompiledCode:
         found: dict[tuple[str, str, int, str], Interruption] = {}
         for metric in metrics:
             took = metric.entire_frame_compile_time_s or 0.0
+            if not _is_shown(metric.co_filename or "", metric.co_name or ""):
+                continue
+            if metric.fail_reason is not None:
+                file = metric.fail_user_frame_filename or metric.co_filename or ""
+                line = metric.fail_user_frame_lineno or metric.co_firstlineno or 0
+                _add(found, "not compiled", file, line, metric.fail_reason, took)
+                continue
             resumed = _RESUMED.match(metric.co_name or "")
             if resumed and metric.recompile_reason is None:
                 key = (metric.co_filename or "", int(resumed[2]))

@@ -122,6 +122,14 @@ def _push_function(mode: Any) -> None:
     torch._C._push_on_torch_function_stack(mode)
 
 
+def as_it_is(packed: Any) -> Any:
+    """Unpacks what a saved-tensor hook did not change."""
+    return packed
+
+
+hide_from_compiler(as_it_is)
+
+
 class SavedHooks:
     """One pair of saved-tensor hooks that steps aside where torch forbids any.
 
@@ -236,8 +244,9 @@ def watch_graphs(on_replay: Callable[[str], None]) -> Iterator[None]:
 def others_at_work(known_threads: set[str]) -> Iterator[tuple[str, str, str]]:
     """Notes (kind, where, text) on threads and ranks that work beside this one."""
     names = {t.name for t in threading.enumerate() if t.is_alive()} - known_threads
-    # A progress bar's clock and a queue's feeder dispatch nothing.
-    if any(not name.startswith(("tqdm", "QueueFeeder", "TMonitor", "pymp")) for name in names):
+    # A progress bar's clock, a queue's feeder and the compiler's workers dispatch nothing.
+    quiet = ("tqdm", "QueueFeeder", "TMonitor", "pymp", "InductorSubproc", "subproc_worker_timer")
+    if any(not name.startswith(quiet) for name in names):
         yield "thread", "", "other threads ran during the step: their ops are not seen"
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
