@@ -293,10 +293,10 @@ def fix(
             Settings(rules, budget_s=budget, fork=True),
             lambda what: report(what, next(done, 19) / 20),
         )
-    for line in _fix_lines(found, write):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
     if write:
         found.write()
+    for line in _fix_lines(found, write):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     write_json({**found.as_dict(), "written": write and bool(found.changed)}, json)
 
 

@@ -31,6 +31,17 @@ from leanstep.fix.source_edits import (
 # torch's optimizers that update all parameters in one kernel, and those that only take lists of tensors.
 FUSED = {"Adagrad", "Adam", "AdamW", "SGD"}
 FOREACH = {"ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"}
+# What stands in one of these may not run, or not now: it cannot be moved before it.
+SOMETIMES = (
+    cst.If,
+    cst.IfExp,
+    cst.BooleanOperation,
+    cst.Try,
+    cst.While,
+    cst.Match,
+    cst.FunctionDef,
+    cst.Lambda,
+)
 CASTS = {"float", "half", "bfloat16", "double", "to", "type"}
 
 
@@ -184,7 +195,7 @@ def _one_unbind(project: Project, source: Source, statement: Statement) -> list[
         root = name.split(".")[0]
         if loop is None or source.is_changed(root, loop.body) or source.is_changed(index, loop.body):
             continue
-        if any(isinstance(outer, (cst.FunctionDef, cst.Lambda)) for outer in _between(source, piece, loop)):
+        if any(isinstance(outer, SOMETIMES) for outer in _between(source, piece, loop)):
             continue
         same = [
             other
@@ -279,8 +290,10 @@ def _hoisted(source: Source, cast: cst.Call, name: str) -> Variant:
     for part in block[index : last + 1]:
         if source.is_changed(name, part):
             raise NotUnderstood(f"{name} changes between the casts")
-    if any(isinstance(outer, cst.Lambda) for other in same for outer in source.around(other)):
-        raise NotUnderstood("a cast in a lambda")
+    if any(
+        isinstance(outer, SOMETIMES) for outer in (*_between(source, same[0], block[index]), block[index])
+    ):
+        raise NotUnderstood("the first cast does not always run")
     assert isinstance(cast.func, cst.Attribute)
     kind = cast.func.attr.value
     if kind in ("to", "type"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 
 pytest.importorskip("libcst", reason="libcst is not installed")
 
+from leanstep import cli
 from leanstep.files import BadInput
-from leanstep.fix import Settings, find_fixes
+from leanstep.fix import Settings, find_fixes, offers
 from leanstep.fix.offers import changed_files, is_slower, overlaid
 from leanstep.fix.source_edits import Edit
 from leanstep.prove.stopwatch import PairBench, SideRow
@@ -133,3 +135,35 @@ def test_the_copy_differs_in_the_changed_file_only(tmp_path: Path):
 def test_slower_means_beyond_the_noise(after: tuple[float, float, float], slower: bool):
     bench = PairBench(SideRow("a", 1.0, 0.95, 1.05), SideRow("b", *after))
     assert is_slower(bench) is slower
+
+
+def test_the_command_prints_a_diff_and_writes_it(tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch):
+    script = tmp_path / "train.py"
+    script.write_text((STEPS / "sync_logged.py").read_text())
+    monkeypatch.setattr(offers, "measured", not_timed)
+    monkeypatch.chdir(tmp_path)
+    old = script.read_text()
+    assert cli.run(["fix", "train.py", "--json", "found.json"]) == 0
+    printed = capfd.readouterr().out
+    assert "host-sync  train.py:14: value read under `if step % 100 == 0`" in printed
+    assert "proven: the same update" in printed and "+        value = loss.item()" in printed
+    assert script.read_text() == old
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["written"] is False and len(found["offers"]) == 1 and found["diff"] in printed
+    assert cli.run(["fix", "train.py", "--write"]) == 0
+    assert "    if step % 100 == 0:\n        value = loss.item()\n" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["nowhere.py"], "SCRIPT: no such file"),
+        (["train.py", "--rule", "fast"], "--rule: unknown rule 'fast'"),
+        (["train.py", "--budget", "0"], "--budget: expected seconds above 0"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path: Path, capfd, monkeypatch, words: list[str], line: str):
+    (tmp_path / "train.py").write_text("x = 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["fix", *words]) == 2
+    assert line in capfd.readouterr().err

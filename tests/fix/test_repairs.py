@@ -332,6 +332,16 @@ LEFT_ALONE = {
         "for row in ids:\n    x = x + table[row]  # here",
         "no piece",
     ),
+    "a bank that may be None": (
+        "zero-fill",
+        "for i in range(9):\n    if bank is not None:\n        x = x @ bank[i]  # here",
+        "no piece",
+    ),
+    "a cast that may not run": (
+        "duplicate-cast",
+        "if h is not None:\n    a = h.float()\nif h is not None:\n    b = h.float()  # here",
+        "no cast",
+    ),
     "two counters": ("zero-fill", "for i in range(9):\n    x = x @ bank[i, j]  # here", "no piece"),
     "a tensor that changes between its casts": (
         "duplicate-cast",
