@@ -32,20 +32,7 @@ def with_compiled_region(script: Path, backend: str):
     inside, last = loop.body[first:end], loop.body[end]
     assert isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)
     assert isinstance(last.value.func, ast.Attribute)
-    stored = sorted(
-        {
-            node.id
-            for s in inside
-            for node in ast.walk(s)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-    )
-    before = {
-        node.id
-        for s in tree.body[: tree.body.index(loop)]
-        for node in ast.walk(s)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
+    stored, before = sorted(stored_in(inside)), stored_in(tree.body[: tree.body.index(loop)])
     # Local to the region, given to it and handed back: what it stores in a global ends a graph.
     given, names = ", ".join(n for n in stored if n in before), "".join(f"{n}, " for n in stored)
     made = ast.parse(
@@ -67,6 +54,28 @@ def with_compiled_region(script: Path, backend: str):
     place = tree.body.index(loop)
     tree.body[place:place] = [region, wrapped]
     return compile(tree, str(script), "exec")
+
+
+def stored_in(statements: list[ast.stmt]) -> set[str]:
+    """Names that statements assign themselves, not functions and comprehensions inside them."""
+    inner = (
+        ast.FunctionDef,
+        ast.ClassDef,
+        ast.Lambda,
+        ast.ListComp,
+        ast.GeneratorExp,
+        ast.DictComp,
+        ast.SetComp,
+    )
+    found: set[str] = set()
+    todo: list[ast.AST] = list(statements)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        if not isinstance(node, inner):
+            todo += ast.iter_child_nodes(node)
+    return found
 
 
 def watched_region(script: Path, backend: str) -> Watch:

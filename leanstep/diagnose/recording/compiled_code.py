@@ -283,7 +283,7 @@ class CompiledCode:
         utils: Any = sys.modules.get("torch._dynamo.utils")
         if utils is None or not self._began:
             return []
-        metrics = [m for m in utils.get_compilation_metrics() if (m.start_time or 0.0) >= self._began - 1.0]
+        metrics = [m for m in utils.get_compilation_metrics() if (m.start_time or 0.0) >= self._began]
         seconds: dict[tuple[str, int], float] = {}
         found: dict[tuple[str, str, int, str], Interruption] = {}
         for metric in metrics:
