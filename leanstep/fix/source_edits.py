@@ -137,7 +137,7 @@ class Source:
             small = statement.body[0]
             if isinstance(small, kind):
                 return small
-        raise NotUnderstood(f"not a single {kind.__name__.lower()}")
+        raise NotUnderstood("not a plain assignment on a line of its own")
 
     def uses(self, name: str, inside: cst.CSTNode | None = None) -> list[cst.Name]:
         """Every mention of a plain name, assignments included; not attributes and keywords of that name."""

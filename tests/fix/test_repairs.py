@@ -368,7 +368,7 @@ LEFT_ALONE = {
     ),
     "another loss": ("dead-rows", "logits = head(h)  # here\nloss = my_loss(logits, y)", "no torch.nn"),
     "a rule without a mechanical repair": ("op-storm", "x = x + 1  # here", "no mechanical repair"),
-    "two statements on a line": ("host-sync", "a = 1; b = loss.item()  # here", "single"),
+    "two statements on a line": ("host-sync", "a = 1; b = loss.item()  # here", "of its own"),
 }
 
 
