@@ -155,13 +155,35 @@ def cpu_bfloat16_speedup() -> float:
 
 
 def cache_folder() -> Path:
-    """Where leanstep keeps what is worth making once per machine: `LEANSTEP_CACHE`, or the user's cache."""
+    """Where leanstep keeps what is worth making once per machine: `LEANSTEP_CACHE`, or the user's cache.
+
+    Where that cannot be written, a folder of this user's under the temporary one.
+    """
     override = os.environ.get("LEANSTEP_CACHE")
     if override:
         return Path(override)
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "leanstep"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanstep"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanstep"
+    return folder if can_write(folder) else _temporary_cache()
+
+
+def can_write(folder: Path) -> bool:
+    """Whether this user can make or fill the folder, judged by the nearest one that exists."""
+    # os.access: Path.exists raises where a folder on the way may not be entered.
+    while not os.access(folder, os.F_OK) and folder != folder.parent:
+        folder = folder.parent
+    return os.access(folder, os.W_OK)
+
+
+@functools.cache
+def _temporary_cache() -> Path:
+    shared = Path(tempfile.gettempdir()) / f"leanstep-cache-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        shared.mkdir(mode=0o700, exist_ok=True)
+        if not shared.is_symlink() and _is_private(shared) and os.access(shared, os.W_OK):
+            return shared
+    return Path(tempfile.mkdtemp(prefix="leanstep-cache-"))
 
 
 def is_one(scalar: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 import threading
 from pathlib import Path
 
@@ -228,6 +229,25 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.delenv("LEANSTEP_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "leanstep"
+
+
+def test_a_home_that_cannot_be_written_gets_a_private_temporary_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("LEANSTEP_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cpu, "can_write", lambda folder: False)
+    cpu._temporary_cache.cache_clear()
+    try:
+        first = cache_folder()
+        assert first.parent == tmp_path and first.stat().st_mode & 0o077 == 0
+        cpu._temporary_cache.cache_clear()
+        assert cache_folder() == first
+        # A folder that others can write is not trusted.
+        first.chmod(0o777)
+        cpu._temporary_cache.cache_clear()
+        assert cache_folder() != first
+    finally:
+        cpu._temporary_cache.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

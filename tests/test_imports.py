@@ -18,7 +18,7 @@ ALLOWED = {
     "objectives": {"logprob", "cpu"},
     "muon": {"cpu"},
     "gpt": {"muon", "logprob", "cpu"},
-    "measure": {"case", "host_reads"},
+    "measure": {"case", "cpu", "host_reads"},
     "diagnose": {"host_reads", "files", "units"},
     "prove": {"measure", "diagnose", "host_reads", "files", "cpu"},
     "fix": {"diagnose", "prove", "files"},

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from leanstep.cpu import cache_folder, can_write
 from leanstep.measure import sass
 
 _PACKAGE = Path(__file__).parent.parent
@@ -151,6 +152,8 @@ def compile_kernel(package: str, entry: dict[str, Any], target_name: str) -> Com
     import triton
     from triton.compiler import ASTSource
 
+    if "TRITON_CACHE_DIR" not in os.environ and not can_write(Path.home() / ".triton"):
+        os.environ["TRITON_CACHE_DIR"] = str(cache_folder() / "triton")
     target = parse_target(target_name)
     function, names = entry["fn"], entry["fn"].arg_names
     signature = {name: entry["signature"].get(name, "constexpr") for name in names}
