@@ -19,7 +19,14 @@ from leanstep.logprob.engine.lm_head import Head, RowSource, product
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import RowGradients
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
-from leanstep.logprob.engine.tiles import ChunkBuffer, SavedLogits, arrange, default_budget, even_slices
+from leanstep.logprob.engine.tiles import (
+    GPU_ELEMENT_BYTES,
+    ChunkBuffer,
+    SavedLogits,
+    arrange,
+    default_budget,
+    even_slices,
+)
 from leanstep.logprob.parallel import VocabShard
 
 # Logits of one chunk of rows on a CPU; elsewhere the engine's budget.
@@ -39,17 +46,75 @@ def ahead_targets(targets: Tensor, mtp: tuple[float, ...], dtype: torch.dtype) -
 
 
 @dataclass
-class _SigmoidHead(Head):
-    """z = a sigmoid((u + b) / c); `softcap` holds a, `shift` b and `scale` 1 / c."""
+class Float8:
+    """A head's operands rounded to e4m3: 4 bits of exponent, 3 of mantissa, one scale a tensor.
+
+    u = scale_h scale_w (h / scale_h rounded) . (w / scale_w rounded): a GPU multiplies the 8-bit numbers, a
+    CPU widens them again, which is exact. Gradients are those of the operands as they were.
+    """
+
+    weight_VE: Tensor
+    weight_scale: Tensor
+    hidden_scale: Tensor
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor) -> Float8:
+        weight_scale = _scale(weight)
+        return cls(_rounded(weight, weight_scale), weight_scale, _scale(hidden))
+
+    def product(self, h: Tensor, columns: slice, out: Tensor) -> Tensor:
+        """u of some rows and columns into `out`, fp32 or wider."""
+        rounded, weight = _rounded(h, self.hidden_scale), self.weight_VE[columns]
+        if h.is_cuda:
+            scales = {"scale_a": self.hidden_scale, "scale_b": self.weight_scale}
+            return out.copy_(torch._scaled_mm(rounded, weight.t(), **scales, out_dtype=torch.float32))
+        torch.mm(rounded.to(out.dtype), weight.t().to(out.dtype), out=out)
+        return out.mul_((self.hidden_scale * self.weight_scale).to(out.dtype))
+
+
+def _scale(x: Tensor) -> Tensor:
+    """What makes the largest number of `x` the largest of e4m3; on the device, fp32."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return (x.detach().abs().amax().float() / largest).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)
+
+
+def check_float8(hidden: Tensor, head: Tensor) -> None:
+    """Refuse what has no 8-bit products."""
+    if any(side % 16 for side in head.shape):
+        raise ValueError(f"float8: expected a head whose sides are multiples of 16, got {tuple(head.shape)}")
+    if not hidden.is_cuda:
+        return
+    capability = torch.cuda.get_device_capability(hidden.device)
+    if capability < (8, 9):
+        raise ValueError(
+            f"float8: expected a GPU of capability 8.9 or newer, got {'.'.join(map(str, capability))}"
+        )
+
+
+@dataclass
+class _OwnHead(Head):
+    """z = a sigmoid((u + b) / c); `softcap` holds a, `shift` b and `scale` 1 / c. z = u without a softcap."""
 
     shift: float = 0.0
+    float8: Float8 | None = None
 
     def logits(
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
     ) -> Tensor:
+        if self.float8 is not None:
+            self.float8.product(h, columns, out)
+            if self.softcap is None:
+                return out
+            out.add_(self.shift).mul_(self.scale)
+        else:
+            out.fill_(self.shift * self.scale)
+            product(h, weight.t(), out, factor=self.scale, accumulate=True)
         assert self.softcap is not None
-        out.fill_(self.shift * self.scale)
-        product(h, weight.t(), out, factor=self.scale, accumulate=True)
         return out.sigmoid_().mul_(self.softcap)
 
     def cap_slope(self, z: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
@@ -65,17 +130,19 @@ def _make_call(
     softcap: tuple[float, float, float] | None,
     transposed: bool,
     chunk_rows: int | None,
+    float8: bool,
 ) -> tuple[Call, int]:
     """The engine's description of this head, and the rows of a chunk."""
     weight_VE = (head.T if transposed else head).detach()
     vocab, width = weight_VE.shape
     dtype = torch.float64 if torch.float64 in (hidden.dtype, head.dtype) else torch.float32
     fixed = (VocabShard(0, vocab, vocab), vocab, dtype)
-    if softcap is None:
+    rounded = Float8.of(hidden.detach(), weight_VE) if float8 else None
+    if softcap is None and rounded is None:
         lm_head = Head(weight_VE, None, None, 1.0, None, 1.0, *fixed)
     else:
-        a, b, c = softcap
-        lm_head = _SigmoidHead(weight_VE, None, None, 1 / c, a, 1.0, *fixed, shift=b)
+        a, b, c = softcap or (None, 0.0, 1.0)
+        lm_head = _OwnHead(weight_VE, None, None, 1 / c, a, 1.0, *fixed, shift=b, float8=rounded)
     num_rows = hidden.shape[0]
     if chunk_rows is None:
         on_cpu = hidden.device.type == "cpu"
@@ -94,6 +161,7 @@ def _make_call(
         chunk_rows=chunk_rows,
         # Several chunks of 16-bit weights need fp32 sums of dW, which only the order by rows has.
         cores=1 if several and head.dtype != dtype else None,
+        element_bytes=GPU_ELEMENT_BYTES + 2,
     )
     tiles = replace(tiles, order="vocab" if not several or cores > 1 else "rows")
     targets = index[:, 0] if index.shape[1] == 1 else index
@@ -150,6 +218,7 @@ def head_loss(
     softcap: tuple[float, float, float] | None = None,
     transposed: bool = True,
     tile_rows: int | None = None,
+    float8: bool = False,
 ) -> Tensor:
     """Multi-token cross-entropy of softcapped logits, summed over rows.
 
@@ -165,6 +234,7 @@ def head_loss(
         mtp: weight of the k-th token ahead; row t has no target past the last row.
         softcap: (a, b, c) or None.
         tile_rows: rows per chunk; None chooses by the device.
+        float8: the logits' product from operands rounded to 8 bits (`Float8`); the gradients' products stay.
 
     Returns:
         0-dimensional, float32 or float64.
@@ -189,10 +259,12 @@ def head_loss(
         )
     if tile_rows is not None and tile_rows < 1:
         raise ValueError(f"tile_rows: expected at least 1, got {tile_rows}")
+    if float8:
+        check_float8(hidden, head)
     with torch.autocast(hidden.device.type, enabled=False):
         wide = torch.float64 if torch.float64 in (hidden.dtype, head.dtype) else torch.float32
         index, weights = ahead_targets(targets.long(), tuple(mtp), wide)
-        call, chunk_rows = _make_call(hidden, head, index, softcap, transposed, tile_rows)
+        call, chunk_rows = _make_call(hidden, head, index, softcap, transposed, tile_rows, float8)
         weights = weights[:, 0] if weights.shape[1] == 1 else weights
         wants_grad = torch.is_grad_enabled()
         return _HeadLoss.apply(hidden, head, weights, call, chunk_rows, wants_grad, transposed)

@@ -106,7 +106,7 @@ def linear_logprobs(
     Returns:
         LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
 
-    Peak extra memory: a tile per core (1 to 2 MiB on a CPU, 6 without a C++ compiler, up to 512 on a GPU) and
+    Peak extra memory: a tile per core (1 to 2 MiB on a CPU, 6 without a C++ compiler, up to 544 on a GPU) and
         one more, the selected rows of hidden and [T', D] sums that do not fit its gradient, 5 vectors, saved
         logits; gradients that are returned.
     GEMMs (2 T' D V FLOPs each): 3 with gradients, one more for rows whose logits are not saved; with a frozen
@@ -166,6 +166,9 @@ def linear_logprobs(
         if on_gpu(hidden.device):
             # With an entropy gradient the Jacobians take 3 GEMMs as well, and more passes.
             frozen = frozen and entropy != "grad" and not wants and group is None
+        bias_gradient = needs_grad and bias is not None and bias.requires_grad
+        simple = not smoothing and targets.dim() == 1
+        element_bytes = _bytes_per_logit(head, simple=simple, bias_gradient=bias_gradient)
         sizes = {
             "budget": tuning.budget,
             "tile": tuning.tile,
@@ -188,6 +191,8 @@ def linear_logprobs(
                 hidden.device,
                 kernels_for(hidden, head.dtype, num_rows * columns),
                 cores=0 if many_passes or frozen else None if num_rows <= columns else 1,
+                element_bytes=element_bytes,
+                trained=needs_grad and tensor.requires_grad,
                 **sizes,
             )
         tiles, cores, kernels = arrangement
@@ -298,7 +303,7 @@ class _LinearLogProbs(torch.autograd.Function):
         gradients = RowGradients(*[None if g is None else g.to(call.head.dtype) for g in incoming])
         with torch.autocast(call.targets.device.type, enabled=False), call.one_thread():
             sums = call.head_sums(ctx.needs_input_grad[:5], early)
-            if len(call.row_slices) > 1:
+            if call.head.is_on_gpu:
                 call = replace(call, source=sums.hold_rows(call.source))
             backward_tiles(call, final, allowed_final, gradients, sums, saved, divergences=saved_kl)
             grads = sums.result()
@@ -350,6 +355,15 @@ class _FrozenLinearLogProbs(torch.autograd.Function):
             else:
                 out.index_add_(0, rows[part], grad)
         return out, None, None, None, None, None
+
+
+def _bytes_per_logit(head: Head, *, simple: bool, bias_gradient: bool) -> int:
+    """Of a GPU's tile: a logit, and its 16-bit gradient where that is not written over it.
+
+    simple: only the kernels look at a tile.
+    """
+    apart = head.operand_dtype.itemsize < head.dtype.itemsize and (bias_gradient or not simple)
+    return head.dtype.itemsize + (head.operand_dtype.itemsize if apart else 0)
 
 
 def _tallest_tile(head: Head, in_gradient: bool) -> int:

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from leanstep.cpu import is_one
 from leanstep.logprob.deprecated import accepts_old_names
+from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
-from leanstep.logprob.engine.passes import kernels_for
-from leanstep.logprob.engine.softmax import RowGradients, first_order_only
+from leanstep.logprob.engine.passes import finishes_logits, kernels_for, row_kernels
+from leanstep.logprob.engine.softmax import RowFactors, RowGradients, RowStatistics, first_order_only
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.tiles import (
     CPU_MAX_ROWS,
@@ -29,10 +30,10 @@ from leanstep.logprob.engine.tiles import (
     ChunkBuffer,
     LogitsInGradient,
     SavedLogits,
+    Tiles,
     arrange,
     choose_tiles,
     even_slices,
-    gpu_chunk_rows,
     on_gpu,
 )
 from leanstep.logprob.engine.torch_ops import traced_policy
@@ -66,6 +67,8 @@ from leanstep.logprob.parallel import combine_statistics, resolve_group
 
 # A chunk keeps its whole vocabulary of logits: more than a cache holds, far less than [T, V].
 CPU_CHUNK_BYTES = 128 << 20
+# Objectives that one kernel forms on a GPU; the others are differentiated there, too.
+KERNEL_KINDS = ("clip", "cispo")
 # Fewer rows than this at a time would spend more on rewriting dW than a recomputed GEMM costs.
 FEWEST_ROWS = 64
 
@@ -151,7 +154,7 @@ def linear_policy_loss(
     source, low = RowSource(hidden.detach(), rows), tensors[3]
     rounds = tuning is not None and tuning.round_logits
     chunks = _chunks(objective, lengths, source, head, budget, group, 2 if rounds else head.dtype.itemsize)
-    tiles, cores, kernels = _arranged(source, head, chunks)
+    tiles, cores, kernels = _arranged(source, head, chunks, tensors[2])
     call = Call(
         head=head,
         source=source,
@@ -204,7 +207,13 @@ class _PolicyLoss(torch.autograd.Function):
         given = (hidden, weight, bias, low_hidden, low_weight)
         wanted = [policy.wants_grad and t is not None and t.requires_grad for t in given]
         early = _early_gradient(call, policy.chunks, wanted[1])
-        sums = call.head_sums(wanted, early) if any(wanted) else None
+        # On a GPU rows are put in their places by the backward: zeros elsewhere need not be multiplied.
+        ctx.rows, ctx.hidden_shape = call.source.rows if on_gpu(hidden.device) else None, hidden.shape
+        whole = call
+        if ctx.rows is not None:
+            placed = RowSource(hidden.new_empty(()).expand(call.num_rows, hidden.shape[1]), None)
+            whole = replace(call, source=placed)
+        sums = whole.head_sums(wanted, early) if any(wanted) else None
         logp = torch.zeros(call.num_rows, dtype=dtype, device=hidden.device)
         entropy = torch.zeros_like(logp) if call.moment else None
         losses, ratio = torch.zeros_like(logp), torch.zeros_like(logp)
@@ -222,6 +231,12 @@ class _PolicyLoss(torch.autograd.Function):
                 some = replace(some, source=RowSource(some.chunks(every_row)[0], None))
             saved = SavedLogits(weight, call.logit_dtype, None if chunk.recompute else memory)
             stats = combine_statistics(forward_tiles(some, saved)[0], call.group)
+            if some.fused and policy.objective.kind in KERNEL_KINDS:
+                written = [None if t is None else t[part] for t in (logp, entropy, losses, ratio, clipped)]
+                factors = _row_factors(some, policy, part, stats, written)
+                if sums is not None:
+                    backward_tiles(some, None, None, factors, sums, saved, first_row=part.start)
+                continue
             final = stats.final()
             logp[part] = final.log_prob(stats.target)
             if entropy is not None and final.entropy is not None:
@@ -230,6 +245,8 @@ class _PolicyLoss(torch.autograd.Function):
             losses[part], ratio[part], clipped[part] = rows
             if sums is not None:
                 backward_tiles(some, final, None, gradients, sums, saved, first_row=part.start)
+        # Gone before the result is made: it never lies beside the logits.
+        memory = saved = None
         ctx.gradients = None if sums is None else sums.result()
         quiet = (logp, entropy, losses, ratio, clipped)
         ctx.mark_non_differentiable(*(t for t in quiet if t is not None))
@@ -247,7 +264,31 @@ class _PolicyLoss(torch.autograd.Function):
         for grad in () if is_one(g) else gradients:
             if grad is not None:
                 grad.mul_(g)
+        if ctx.rows is not None and gradients.hidden is not None:
+            hidden = gradients.hidden.new_zeros(ctx.hidden_shape)
+            gradients = gradients._replace(hidden=hidden.index_add_(0, ctx.rows, gradients.hidden))
         return *gradients, None, None
+
+
+def _row_factors(
+    call: Call, policy: _Policy, part: slice, stats: RowStatistics, written: Sequence[Tensor | None]
+) -> RowFactors:
+    """`_row_gradients` and all around it in one kernel: losses into `written`, the factors of tiles."""
+    given = policy.batch
+    values = (given.old_logp, given.advantages, given.mask, given.ref_logp)
+    slope = call.head.row_slope(slice(0, call.num_rows))
+    per_row = slope if isinstance(slope, Tensor) else None
+    kernels = row_kernels()
+    assert kernels is not None
+    found = kernels.policy_rows(
+        (stats.max, stats.sum, stats.moment, stats.target),
+        [None if value is None else value[part] for value in values],
+        policy.weights[part],
+        policy.objective,
+        written,
+        (call.gradient_scale if isinstance(slope, Tensor) else slope * call.gradient_scale, per_row),
+    )
+    return RowFactors(*found)
 
 
 def _row_gradients(
@@ -294,10 +335,15 @@ def _most_saved_rows(chunks: list[_Chunk]) -> int:
     return max((c.rows.stop - c.rows.start for c in chunks if not c.recompute), default=0)
 
 
-def _arranged(source: RowSource, head: Head, chunks: list[_Chunk]) -> Any:
+def _arranged(source: RowSource, head: Head, chunks: list[_Chunk], bias: Tensor | None) -> Any:
     """Tiles as tall as the tallest chunk with saved logits, and a part of the vocabulary for each core."""
     hidden, num_rows, columns = source.hidden, source.num_rows, head.columns
-    most_rows = _most_saved_rows(chunks)
+    most_rows, order = _most_saved_rows(chunks), "vocab" if len(chunks) <= 1 else "rows"
+    kernels = kernels_for(hidden, head.dtype, num_rows * columns)
+    overwritten = finishes_logits(kernels) and (bias is None or not bias.requires_grad)
+    if overwritten and columns and len(chunks) > 1 and not any(chunk.recompute for chunk in chunks):
+        # On a GPU gradients overwrite the logits of their chunk, which is one tile then.
+        return Tiles(most_rows, columns, order), 1, kernels
     if not most_rows:
         most_rows = num_rows if on_gpu(hidden.device) else min(num_rows, CPU_MAX_ROWS)
     # Several chunks: dW is summed where it lies, but 16-bit weights need fp32 sums, which "rows" order has.
@@ -307,12 +353,12 @@ def _arranged(source: RowSource, head: Head, chunks: list[_Chunk]) -> Any:
         columns,
         hidden.shape[1],
         hidden.device,
-        kernels_for(hidden, head.dtype, num_rows * columns),
+        kernels,
         max_rows=max(most_rows, 1),
         chunk_rows=most_rows,
         cores=1 if one_core else None,
     )
-    return replace(tiles, order="vocab" if len(chunks) <= 1 or cores > 1 else "rows"), cores, kernels
+    return replace(tiles, order="vocab" if cores > 1 else order), cores, kernels
 
 
 def _chunks(

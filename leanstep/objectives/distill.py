@@ -19,6 +19,7 @@ from torch import Tensor
 
 from leanstep.cpu import is_one
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
+from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import first_order_only
@@ -31,7 +32,6 @@ from leanstep.logprob.engine.tiles import (
     Tiles,
     arrange,
     even_slices,
-    gpu_chunk_rows,
     on_gpu,
 )
 from leanstep.logprob.inputs import build_head, check_rows, check_targets, check_temperature, select_per_row

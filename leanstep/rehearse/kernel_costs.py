@@ -381,7 +381,7 @@ def _dimensions_left(size: tuple[int, ...], strides: Sequence[tuple[int, ...]], 
 
 
 # Kernels that are not ATen's.
-Cost = Callable[[Mapping[str, Any]], "Kernel | Sequence[Kernel]"]
+Cost = Callable[[Mapping[str, Any]], "Kernel | Sequence[Kernel] | None"]
 _costs: dict[str, Cost] = {}
 
 
@@ -391,7 +391,8 @@ def register_cost(name: str, cost: Cost) -> None:
     Args:
         name: of the kernel's function, or "namespace::op".
         cost: takes the launch's arguments by name (tensors as `Shape`, the rest as passed; "grid" is the
-            grid) and returns one Kernel or several. Replaces an earlier one.
+            grid) and returns one Kernel or several; None: it is another kernel of that name. Replaces an
+            earlier one.
     """
     if not callable(cost):
         raise TypeError(f"cost of {name!r}: expected a function of the launch's arguments, got {cost!r}")
@@ -401,9 +402,9 @@ def register_cost(name: str, cost: Cost) -> None:
 def registered_cost(name: str, arguments: Mapping[str, Any]) -> tuple[Kernel, ...] | None:
     """What the registered function says of this launch, or None when there is none."""
     cost = _costs.get(name)
-    if cost is None:
+    said = None if cost is None else cost(arguments)
+    if said is None:
         return None
-    said = cost(arguments)
     return (said,) if isinstance(said, Kernel) else tuple(said)
 
 

@@ -30,11 +30,9 @@ def test_a_normuon_step_of_124m_is_what_was_promised(row):
         ("head-152k", "bare-152k", 1.2, 1.2),
         ("head-1024-152k", "bare-1024-152k", 1.35, 1.2),
         ("frozen-76k", "bare-three-76k", 1.2, 0.6),
-        ("frozen-entropy-rounded-76k", "bare-three-76k", 1.2, 0.6),
-        # fp32 logits that wait, or are read twice, cost what they cost.
-        ("frozen-entropy-76k", "bare-three-76k", 1.23, 0.6),
-        ("policy-76k", "bare-three-76k", 1.27, 1.8),
-        ("policy-rounded-76k", "bare-three-76k", 1.205, 1.8),
+        ("frozen-entropy-76k", "bare-three-76k", 1.2, 0.6),
+        ("policy-76k", "bare-three-76k", 1.2, 0.6),
+        ("policy-rounded-76k", "bare-three-76k", 1.15, 0.6),
     ],
 )
 def test_the_head_takes_little_more_than_its_products(row, bare, ratio, extra_gib):
@@ -80,7 +78,7 @@ def test_finishing_logits_autocast_and_peers():
     # Bias, softcap and temperatures together: less than a hundredth, and no pass over a tile takes that.
     assert kept("finish-76k")["device_ms"] <= 1.01 * head
     assert kept("autocast-152k")["device_ms"] <= 1.25 * kept("head-152k")["device_ms"]
-    assert kept("verl-76k")["device_ms"] > head < kept("liger-76k")["device_ms"]
+    assert all(kept(f"{peer}-76k")["device_ms"] > head for peer in ("verl", "liger", "torch"))
     # TRL rounds its logits to 16 bits.
     assert kept("rounded-76k")["device_ms"] < kept("trl-76k")["device_ms"]
 

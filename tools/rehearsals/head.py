@@ -94,6 +94,26 @@ def peer(name: str, tokens: int, vocab: int, width: int) -> None:
     pace.step()
 
 
+def torch_head(tokens: int, vocab: int, width: int) -> None:
+    """F.linear_cross_entropy, a summed loss without entropy: one opaque op, so its loop is called itself."""
+    from torch.nn.modules import linear_cross_entropy as own
+
+    rows, targets, vectors = selected(tokens, vocab)
+    with torch.no_grad():
+        hidden, weight = empty(tokens, width), empty(vocab, width)
+        shape = {"num_batches": len(rows), "in_features": width, "num_classes": vocab}
+        chosen = torch.nn.LinearCrossEntropyOptions()._adjust(
+            **shape, dtype=hidden.dtype, device=hidden.device
+        )
+        how = (chosen.batch_chunk_size, chosen.acc_policy, chosen.acc_dtype, True, True, False)
+        chunked = own._linear_cross_entropy_batch_chunked_accumulator
+        found = chunked(hidden[rows], weight, targets, None, None, "sum", -100, 0.0, *how)
+        kept = [gradient * vectors[0][0] for gradient in found[1:3]]
+        kept[0] = torch.zeros_like(hidden).index_add_(0, rows, kept[0])
+    pace.step()
+    del found, kept
+
+
 Case = Callable[[], None]
 CASES: list[Case] = [
     lambda: head(4_096, 1_024, 256),
@@ -117,6 +137,7 @@ CASES: list[Case] = [
     lambda: peer("trl_same_rows", *SMALL),
     lambda: peer("liger_logprob", *SMALL),
     lambda: peer("verl_same_rows", *LARGE),
+    lambda: torch_head(*SMALL),
 ]
 
 for case in CASES:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
 from leanstep.logprob.engine.kl_topk import TopK
 from leanstep.logprob.engine.lm_head import HeadSums, RowSource, product
 from leanstep.logprob.engine.softmax import (
@@ -38,9 +39,9 @@ from leanstep.logprob.engine.tiles import (
     ChunkBuffer,
     SavedLogits,
     Scratch,
+    Tiles,
     arrange,
     even_slices,
-    gpu_chunk_rows,
     on_gpu,
 )
 from leanstep.logprob.parallel import combine_statistics
@@ -94,15 +95,20 @@ def _frozen_on_gpu(call: Call) -> tuple[RowStatistics, None, RowJacobians]:
     """Statistics and d logp / dh alone, 2 GEMMs: per chunk of rows logits, then their gradient for ones."""
     head, hidden = call.head, call.source.hidden
     shape = (call.num_rows, head.columns, hidden.shape[1])
-    most = min(gpu_chunk_rows(shape[1:], hidden, head.dtype.itemsize), max(call.num_rows, 1))
-    tiles = arrange(*shape, hidden.device, call.kernels, chunk_rows=most).tiles
-    call = replace(call, tiles=replace(tiles, order="rows"))
+    itemsize = call.logit_dtype.itemsize
+    most = min(gpu_chunk_rows(shape[1:], hidden, itemsize), max(call.num_rows, 1))
+    if call.fused:
+        # Gradients overwrite their logits: a chunk is one tile.
+        tiles = Tiles(most, max(head.columns, 1), "rows")
+    else:
+        tiles = replace(arrange(*shape, hidden.device, call.kernels, chunk_rows=most).tiles, order="rows")
+    call = replace(call, tiles=tiles)
     rows_like = RowSource(hidden.new_empty(()).expand(call.num_rows, hidden.shape[1]), None)
     sums = HeadSums(head, rows_like, None, call.tiles, (True, False, False, False, False))
     stats = RowStatistics.empty(call.num_rows, dtype=head.dtype, device=hidden.device, moment=call.moment)
-    memory = ChunkBuffer(hidden, head.dtype, most, head.columns)
+    memory = ChunkBuffer(hidden, call.logit_dtype, most, head.columns)
     for rows in even_slices(call.num_rows, most, GPU_ALIGNMENT):
-        some, saved = call.rows(rows), SavedLogits(hidden, head.dtype, memory)
+        some, saved = call.rows(rows), SavedLogits(hidden, call.logit_dtype, memory)
         found = forward_tiles(some, saved)[0]
         part = stats.rows(rows.start, rows.stop)
         for mine, value in ((part.max, found.max), (part.sum, found.sum), (part.target, found.target)):

@@ -1,7 +1,8 @@
 """Triton kernels for the passes over a tile of logits; sums in fp32, tiles in fp32 or 16 bits.
 
     update_statistics    (m, s, t) of every row over the tile's columns, one read
-    scale_exponentials   out <- e^(z-m) (constant + slope (z-m)), one read and one write
+    scale_exponentials   out <- e^(z-m) (constant + slope (z-m)), one read and one write; 16-bit gradients may
+                         be written over the fp32 logits that they are made of
     divergence_sums      D, sum S and entropy of two heads' rows, one read of both
     divergence_gradient  out <- factor (S - p sum S), one read of both and one write
 
@@ -61,25 +62,11 @@ def _finished(
 
 @triton.jit
 def update_statistics_kernel(
-    z_ptr,
-    tokens_ptr,
-    target_ptr,
-    max_ptr,
-    sum_ptr,
-    moment_ptr,
-    bias_ptr,
-    scale_ptr,
-    first_column,
-    num_columns,
-    row_stride,
-    factor,
-    HAS_TARGET: tl.constexpr,
-    HAS_MOMENT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_CAPPED: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z_ptr, tokens_ptr, target_ptr, max_ptr, sum_ptr, moment_ptr, bias_ptr, scale_ptr, first_column,
+    num_columns, row_stride, factor,
+    HAS_TARGET: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CAPPED: tl.constexpr,
+    HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * row_stride
     scale = 1.0
@@ -121,32 +108,50 @@ def update_statistics_kernel(
 
 
 @triton.jit
+def _gradient(
+    u, bias_ptr, columns, inside, token, target, m, constant, slope, factor, scale,
+    HAS_TARGET: tl.constexpr, HAS_SLOPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_CAPPED: tl.constexpr, HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """e^(z-m) (constant + slope (z-m)), and `target` added at column `token`."""
+    z, tanh = _finished(u, bias_ptr, columns, inside, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
+    x = z - m
+    weight = constant
+    if HAS_SLOPE:
+        weight = constant + slope * tl.maximum(x, _FLOOR)
+    dz = tl.exp(x) * weight
+    if HAS_TARGET:
+        dz += tl.where(columns == token, target, 0.0)
+    if IS_CAPPED:
+        dz *= 1.0 - tanh * tanh
+    return dz
+
+
+@triton.jit
+def _row_factors(
+    tokens_ptr, target_ptr, max_ptr, constant_ptr, slope_ptr, scale_ptr, row, real, first_column,
+    HAS_TARGET: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """What the gradient of a row needs besides its logits; zeros where the row is not `real`."""
+    token, target, slope, scale = -1, 0.0, 0.0, 1.0
+    if HAS_TARGET:
+        token = tl.load(tokens_ptr + row, mask=real, other=-1) - first_column
+        target = tl.load(target_ptr + row, mask=real, other=0.0)
+    if HAS_SLOPE:
+        slope = tl.load(slope_ptr + row, mask=real, other=0.0)
+    if HAS_SCALE:
+        scale = tl.load(scale_ptr + row, mask=real, other=0.0)
+    m = tl.load(max_ptr + row, mask=real, other=0.0)
+    return token, target, m, tl.load(constant_ptr + row, mask=real, other=0.0), slope, scale
+
+
+@triton.jit
 def scale_exponentials_kernel(
-    z_ptr,
-    out_ptr,
-    tokens_ptr,
-    target_ptr,
-    max_ptr,
-    constant_ptr,
-    slope_ptr,
-    bias_ptr,
-    scale_ptr,
-    sums_ptr,
-    first_column,
-    num_rows,
-    num_columns,
-    row_stride,
-    out_stride,
-    factor,
-    HAS_TARGET: tl.constexpr,
-    HAS_SLOPE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_CAPPED: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_SUMS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z_ptr, out_ptr, tokens_ptr, target_ptr, max_ptr, constant_ptr, slope_ptr, bias_ptr, scale_ptr, sums_ptr,
+    first_column, num_rows, num_columns, row_stride, out_stride, factor,
+    HAS_TARGET: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CAPPED: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for i in range(ROWS):
@@ -154,27 +159,47 @@ def scale_exponentials_kernel(
         real = row < num_rows
         inside = offsets < tl.where(real, num_columns, 0)  # Triton 3.9 interprets `& real` wrongly
         u = tl.load(z_ptr + row * row_stride + offsets, mask=inside, other=0.0).to(tl.float32)
-        scale = 1.0
-        if HAS_SCALE:
-            scale = tl.load(scale_ptr + row, mask=real, other=0.0)
-        z, tanh = _finished(u, bias_ptr, offsets, inside, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
-        x = z - tl.load(max_ptr + row, mask=real, other=0.0)
-        e = tl.exp(x)
-        weight = tl.load(constant_ptr + row, mask=real, other=0.0)
-        if HAS_SLOPE:
-            weight = weight + tl.load(slope_ptr + row, mask=real, other=0.0) * tl.maximum(x, _FLOOR)
-        dz = e * weight
-        if HAS_TARGET:
-            token = tl.load(tokens_ptr + row, mask=real, other=-1) - first_column
-            dz += tl.where(offsets == token, tl.load(target_ptr + row, mask=real, other=0.0), 0.0)
-        if IS_CAPPED:
-            dz *= 1.0 - tanh * tanh
+        token, target, m, constant, slope, scale = _row_factors(
+            tokens_ptr, target_ptr, max_ptr, constant_ptr, slope_ptr, scale_ptr, row, real, first_column,
+            HAS_TARGET, HAS_SLOPE, HAS_SCALE,
+        )  # fmt: skip
+        dz = _gradient(
+            u, bias_ptr, offsets, inside, token, target, m, constant, slope, factor, scale,
+            HAS_TARGET, HAS_SLOPE, HAS_BIAS, IS_CAPPED, HAS_SCALE,
+        )  # fmt: skip
         if HAS_SUMS:
             total += tl.where(inside, dz, 0.0)
         tl.store(out_ptr + row * out_stride + offsets, dz.to(out_ptr.dtype.element_ty), mask=inside)
     if HAS_SUMS:
         sums_ptr += tl.program_id(0).to(tl.int64) * num_columns
         tl.store(sums_ptr + offsets, total, mask=offsets < num_columns)
+
+
+@triton.jit
+def overwrite_exponentials_kernel(
+    z_ptr, out_ptr, tokens_ptr, target_ptr, max_ptr, constant_ptr, slope_ptr, bias_ptr, scale_ptr,
+    first_column, num_columns, row_stride, out_stride, factor,
+    HAS_TARGET: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CAPPED: tl.constexpr,
+    HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token, target, m, constant, slope, scale = _row_factors(
+        tokens_ptr, target_ptr, max_ptr, constant_ptr, slope_ptr, scale_ptr, row, row >= 0, first_column,
+        HAS_TARGET, HAS_SLOPE, HAS_SCALE,
+    )  # fmt: skip
+    z_ptr += row * row_stride
+    out_ptr += row * out_stride
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < num_columns
+        u = tl.load(z_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        dz = _gradient(
+            u, bias_ptr, columns, inside, token, target, m, constant, slope, factor, scale,
+            HAS_TARGET, HAS_SLOPE, HAS_BIAS, IS_CAPPED, HAS_SCALE,
+        )  # fmt: skip
+        # A narrower result lies over logits of this block or of earlier ones: every thread has read them.
+        tl.debug_barrier()
+        tl.store(out_ptr + columns, dz.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -261,15 +286,9 @@ def divergence_gradient_kernel(
 
 
 def update_statistics(
-    z: Tensor,
-    maximum: Tensor,
-    total: Tensor,
-    moment: Tensor | None,
-    targets: Tensor | None = None,
-    first: int = 0,
-    target: Tensor | None = None,
-    finish: Finish | None = None,
-) -> None:
+    z: Tensor, maximum: Tensor, total: Tensor, moment: Tensor | None, targets: Tensor | None = None,
+    first: int = 0, target: Tensor | None = None, finish: Finish | None = None,
+) -> None:  # fmt: skip
     """Add the columns of `z` [R, W] to the running m, s and t (None: not kept), in place.
 
     With `targets` [R], `target` gets the logits of those that the tile, which begins at id `first`, holds.
@@ -279,7 +298,7 @@ def update_statistics(
         block = min(STATISTICS_BLOCK, triton.next_power_of_2(columns))
         reads = targets is not None
         # Where nothing is read, any pointer of the right type will do.
-        with _on_device_of(z):
+        with on_device_of(z):
             update_statistics_kernel[(rows,)](
                 z, targets if reads else total, target if reads else total,
                 maximum, total, total if moment is None else moment, *_pointers(finish, total),
@@ -289,21 +308,15 @@ def update_statistics(
 
 
 def scale_exponentials(
-    z: Tensor,
-    out: Tensor,
-    maximum: Tensor,
-    constant: Tensor,
-    slope: Tensor | None,
-    targets: Tensor | None = None,
-    first: int = 0,
-    target: Tensor | None = None,
-    finish: Finish | None = None,
-    column_sums: Tensor | None = None,
-) -> Tensor:
+    z: Tensor, out: Tensor, maximum: Tensor, constant: Tensor, slope: Tensor | None,
+    targets: Tensor | None = None, first: int = 0, target: Tensor | None = None,
+    finish: Finish | None = None, column_sums: Tensor | None = None, overlaps: bool = False,
+) -> Tensor:  # fmt: skip
     """out <- e^(z-m) (constant + slope (z-m)) per row; 0 where e^(z-m) is 0. `out` may be `z`.
 
     With `target` [R] that is added at the targets that the tile, which begins at id `first`, holds. With
-    `column_sums` [W] fp32 the sum of every column is added to it.
+    `column_sums` [W] fp32 the sum of every column is added to it. `overlaps`: `out` is a narrower dtype in
+    the memory of `z`, its rows begin where those of `z` do.
     """
     rows, columns = z.shape
     if rows and columns:
@@ -312,14 +325,20 @@ def scale_exponentials(
         programs, sums = triton.cdiv(rows, summed), None
         if column_sums is not None:
             sums = torch.empty((programs, columns), dtype=torch.float32, device=z.device)
-        with _on_device_of(z):
+        tensors = (
+            z, out, targets if adds else constant, target if adds else constant,
+            maximum, constant, constant if slope is None else slope, *_pointers(finish, constant),
+        )  # fmt: skip
+        sizes = (columns, z.stride(0), out.stride(0), 1.0 if finish is None else finish.factor)
+        flags = {"HAS_TARGET": adds, "HAS_SLOPE": slope is not None, **_flags(finish), "BLOCK": block}
+        with on_device_of(z):
+            if overlaps:
+                assert sums is None
+                overwrite_exponentials_kernel[(rows,)](*tensors, first, *sizes, **flags, num_warps=4)
+                return out
             scale_exponentials_kernel[(programs, triton.cdiv(columns, block))](
-                z, out, targets if adds else constant, target if adds else constant,
-                maximum, constant, constant if slope is None else slope, *_pointers(finish, constant),
-                constant if sums is None else sums,
-                first, rows, columns, z.stride(0), out.stride(0), 1.0 if finish is None else finish.factor,
-                HAS_TARGET=adds, HAS_SLOPE=slope is not None, **_flags(finish), HAS_SUMS=sums is not None,
-                ROWS=summed, BLOCK=block, num_warps=4,
+                *tensors, constant if sums is None else sums, first, rows, *sizes, **flags,
+                HAS_SUMS=sums is not None, ROWS=summed, num_warps=4,
             )  # fmt: skip
         if column_sums is not None and sums is not None:
             column_sums.add_(sums.sum(0))
@@ -331,7 +350,7 @@ def divergence_sums(z: Tensor, y: Tensor, compared: Compared, sums: Tensor) -> N
     rows, columns = z.shape
     if rows and columns:
         block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
-        with _on_device_of(z):
+        with on_device_of(z):
             divergence_sums_kernel[(rows,)](
                 z, y, *compared.statistics, *sums, columns, z.stride(0), y.stride(0),
                 compared.a, compared.b, compared.mix, MODE=compared.mode, BLOCK=block, num_warps=8,
@@ -339,23 +358,16 @@ def divergence_sums(z: Tensor, y: Tensor, compared: Compared, sums: Tensor) -> N
 
 
 def divergence_gradient(
-    z: Tensor,
-    y: Tensor,
-    out: Tensor,
-    compared: Compared,
-    slope: Tensor,
-    factor: Tensor,
-    cap: float = 0.0,
-    labels: LabelGradient | None = None,
-    first: int = 0,
-) -> Tensor:
+    z: Tensor, y: Tensor, out: Tensor, compared: Compared, slope: Tensor, factor: Tensor,
+    cap: float = 0.0, labels: LabelGradient | None = None, first: int = 0,
+) -> Tensor:  # fmt: skip
     """out <- factor (S - p slope), as `NativePasses.divergence_gradient` has it; `out` may have 16 bits."""
     rows, columns = z.shape
     if rows and columns:
         block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
         given = labels or LabelGradient(slope, slope, slope, 1.0)
         flags: dict[str, Any] = {"IS_CAPPED": cap != 0, "HAS_LABELS": labels is not None, "BLOCK": block}
-        with _on_device_of(z):
+        with on_device_of(z):
             divergence_gradient_kernel[(rows, triton.cdiv(columns, block))](
                 z, y, out, *compared.statistics, slope, factor, *given[:3],
                 first, columns, z.stride(0), y.stride(0), out.stride(0),
@@ -365,7 +377,7 @@ def divergence_gradient(
     return out
 
 
-def _on_device_of(tensor: Tensor) -> Any:
+def on_device_of(tensor: Tensor) -> Any:
     """Triton launches on the current device: make it the tensor's, which may be another."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
@@ -376,74 +388,56 @@ def _pointers(finish: Finish | None, unread: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flags(finish: Finish | None) -> dict[str, bool]:
-    finish = finish or Finish(None, 1.0, False, None)
-    has_bias, has_scale = finish.bias is not None, finish.scale is not None
-    return {"HAS_BIAS": has_bias, "IS_CAPPED": finish.capped, "HAS_SCALE": has_scale}
+    bias, _, capped, scale = finish or (None, 1.0, False, None)
+    return {"HAS_BIAS": bias is not None, "IS_CAPPED": capped, "HAS_SCALE": scale is not None}
+
+
+# Types of arguments that are no fp32 vectors.
+_TYPES = {"tokens_ptr": "*i64", "bias_ptr": "*bf16", "factor": "fp32"}
+_TYPES |= dict.fromkeys(("first_column", "num_rows", "num_columns"), "i32")
+_TYPES |= dict.fromkeys(("row_stride", "out_stride"), "i64")
+
+
+def entry(name: str, fn: Any, num_warps: int, constants: dict[str, Any], **types: str) -> dict:
+    """One configuration for `AOT_KERNELS`; `types` of arguments that are neither fp32 vectors nor known."""
+    types = {**_TYPES, **types}
+    signature = {a: "constexpr" if a in constants else types.get(a, "*fp32") for a in fn.arg_names}
+    shape = {"num_warps": num_warps, "num_stages": 3}
+    return {"name": name, "fn": fn, "signature": signature, "constexprs": constants, **shape}
 
 
 def _entries() -> list[dict]:
     """What the doors launch by default: 16-bit weights or logits, with and without an entropy gradient."""
-    entries = []
-    head = {"tokens_ptr": "*i64", "target_ptr": "*fp32", "max_ptr": "*fp32"}
-    finish = {"bias_ptr": "*bf16", "scale_ptr": "*fp32"}
-    sizes = {"num_columns": "i32", "row_stride": "i64"}
-    no_flags = {"HAS_BIAS": False, "IS_CAPPED": False, "HAS_SCALE": False}
-    all_flags = {"HAS_BIAS": True, "IS_CAPPED": True, "HAS_SCALE": True}
+    entries, names = [], ("HAS_BIAS", "IS_CAPPED", "HAS_SCALE")
+    none, every = dict.fromkeys(names, False), dict.fromkeys(names, True)
     variants = [
-        ("", "fp32", False, no_flags),
-        ("_entropy", "fp32", True, no_flags),
-        ("_finish", "fp32", True, all_flags),
-        ("_bf16", "bf16", True, {**no_flags, "HAS_SCALE": True}),
+        ("", "*fp32", False, none),
+        ("_entropy", "*fp32", True, none),
+        ("_finish", "*fp32", True, every),
+        ("_bf16", "*bf16", True, {**none, "HAS_SCALE": True}),
     ]
     for suffix, tile, moment, flags in variants:
         constants = {"HAS_TARGET": True, "HAS_MOMENT": moment, **flags, "BLOCK": STATISTICS_BLOCK}
-        entries.append(
-            {
-                "name": f"update_statistics{suffix}",
-                "fn": update_statistics_kernel,
-                "signature": {
-                    "z_ptr": f"*{tile}", **head, "sum_ptr": "*fp32", "moment_ptr": "*fp32", **finish,
-                    "first_column": "i32", **sizes, "factor": "fp32", **dict.fromkeys(constants, "constexpr"),
-                },
-                "constexprs": constants,
-                "num_warps": 8,
-                "num_stages": 3,
-            }
-        )  # fmt: skip
-        summed = flags["HAS_BIAS"]
-        constants = {
-            **{"HAS_TARGET": True, "HAS_SLOPE": moment, **flags, "HAS_SUMS": summed},
-            **{"ROWS": SUMMED_ROWS if summed else 1, "BLOCK": GRADIENT_BLOCK},
-        }
-        entries.append(
-            {
-                "name": f"scale_exponentials{suffix}",
-                "fn": scale_exponentials_kernel,
-                "signature": {
-                    "z_ptr": f"*{tile}", "out_ptr": "*bf16", **head,
-                    "constant_ptr": "*fp32", "slope_ptr": "*fp32", **finish, "sums_ptr": "*fp32",
-                    "first_column": "i32", "num_rows": "i32", **sizes, "out_stride": "i64", "factor": "fp32",
-                    **dict.fromkeys(constants, "constexpr"),
-                },
-                "constexprs": constants,
-                "num_warps": 4,
-                "num_stages": 3,
-            }
-        )  # fmt: skip
+        found = [("update_statistics", update_statistics_kernel, 8, constants, {"z_ptr": tile})]
+        types, summed = {"z_ptr": tile, "out_ptr": "*bf16"}, flags["HAS_BIAS"]
+        constants = {"HAS_TARGET": True, "HAS_SLOPE": moment, **flags, "BLOCK": GRADIENT_BLOCK}
+        if tile == "*fp32":
+            found.append(("overwrite_exponentials", overwrite_exponentials_kernel, 4, constants, types))
+        constants = {**constants, "HAS_SUMS": summed, "ROWS": SUMMED_ROWS if summed else 1}
+        found.append(("scale_exponentials", scale_exponentials_kernel, 4, constants, types))
+        entries.extend(entry(name + suffix, *rest, **types) for name, *rest, types in found)
     return entries
 
 
 def _divergence_entries() -> list[dict]:
     """Forward KL, reverse KL and what lies between, gradients in 16 bits."""
     entries, flags = [], {"IS_CAPPED": False, "HAS_LABELS": False}
+    types = {"out_ptr": "*bf16", "z_stride": "i64", "y_stride": "i64"}
+    types |= dict.fromkeys(("a", "b", "mix", "cap", "temperature"), "fp32")
     for mode, name in enumerate(("forward", "reverse", "between")):
         for fn, more, warps in ((divergence_sums_kernel, {}, 8), (divergence_gradient_kernel, flags, 4)):
             constants = {"MODE": mode, **more, "BLOCK": GRADIENT_BLOCK}
-            types = {"out_ptr": "*bf16", "tokens_ptr": "*i64", **dict.fromkeys(constants, "constexpr")}
-            rest = {"ptr": "*fp32", "stride": "i64", "column": "i32", "columns": "i32"}
-            signature = {n: types.get(n) or rest.get(n.rpartition("_")[2], "fp32") for n in fn.arg_names}
-            entry = {"name": f"{fn.__name__[:-7]}_{name}", "fn": fn, "signature": signature}
-            entries.append(entry | {"constexprs": constants, "num_warps": warps, "num_stages": 3})
+            entries.append(entry(f"{fn.__name__[:-7]}_{name}", fn, warps, constants, **types))
     return entries
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.passes import Finish, aligned, mixed_product
+from leanstep.logprob.engine.passes import Finish, aligned, gathered, mixed_product
 from leanstep.logprob.engine.tiles import LogitsInGradient, Tiles, on_gpu, row_stride
 from leanstep.logprob.parallel import VocabShard, reduce_hidden_grad
 
@@ -45,6 +45,10 @@ class RowSource:
     def chunk(self, part: slice, dtype: torch.dtype) -> Tensor:
         if self.rows is None:
             return self.hidden[part].to(dtype)
+        if self.hidden.is_cuda:
+            rows = self.rows[part]
+            out = self.hidden.new_empty((len(rows), self.hidden.shape[1]), dtype=dtype)
+            return gathered(self.hidden, rows, out)
         return self.hidden.index_select(0, self.rows[part]).to(dtype)
 
 
@@ -210,18 +214,10 @@ class HeadSums:
     """
 
     def __init__(
-        self,
-        head: Head,
-        source: RowSource,
-        low: RowSource | None,
-        tiles: Tiles,
-        wanted: Sequence[bool],
-        *,
-        reduce: tuple[Any, Any] = (None, "none"),
-        main_grad: Tensor | None = None,
-        early: LogitsInGradient | None = None,
-        factor: float = 1.0,
-    ) -> None:
+        self, head: Head, source: RowSource, low: RowSource | None, tiles: Tiles, wanted: Sequence[bool],
+        *, reduce: tuple[Any, Any] = (None, "none"), main_grad: Tensor | None = None,
+        early: LogitsInGradient | None = None, factor: float = 1.0,
+    ) -> None:  # fmt: skip
         self.head, self.factor, num_rows = head, factor, source.num_rows
         self.hidden = _HiddenGradient(source, head, tiles, reduce, wanted[0])
         self.weight = _WeightGradient(head.weight, head, tiles, num_rows, wanted[1], main_grad, early)
@@ -295,16 +291,21 @@ class _HiddenGradient:
     ) -> None:
         self.source, self.head, self.reduce, self.factor = source, head, reduce, 1.0
         self.out = self.sums = self.chunk = None
-        self._taken_bytes = 0
+        self._taken_bytes, self.starts_fresh, self.at_once = 0, head.is_on_gpu and head.columns > 0, False
         if not wanted:
             return
         hidden, dtype = source.hidden, head.dtype
-        if source.rows is None and hidden.dtype == dtype:
+        whole = self.starts_fresh and tiles.columns >= head.columns and reduce[0] is None
+        whole = whole and head.block_rows is None
+        if whole and source.rows is None and hidden.dtype == head.operand_dtype:
+            # One tile a row: its product has fp32 sums inside and is rounded once.
+            self.out, self.at_once = torch.empty_like(hidden, memory_format=torch.contiguous_format), True
+        elif source.rows is None and hidden.dtype == dtype:
             self.out = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
             self.sums, self._taken_bytes = self.out, hidden.numel() * hidden.element_size()
         elif tiles.order == "vocab" or reduce[0] is not None:
             self.out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-            self.sums = self._new_sums()
+            self.sums = self._new_sums(self.starts_fresh)
         else:
             self.out = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
             self.chunk = hidden.new_zeros((min(tiles.rows, source.num_rows), hidden.shape[1]), dtype=dtype)
@@ -321,12 +322,13 @@ class _HiddenGradient:
         self._taken_bytes = last
         return memory[first:last].view(dtype).view(shape)
 
-    def _new_sums(self) -> Tensor:
+    def _new_sums(self, starts_fresh: bool) -> Tensor:
         assert self.out is not None
         room = self._room(self.head.dtype)
-        if room is not None:
-            return room.zero_()
-        return self.out.new_zeros((self.source.num_rows, self.out.shape[1]), dtype=self.head.dtype)
+        if room is None:
+            room = self.out.new_empty((self.source.num_rows, self.out.shape[1]), dtype=self.head.dtype)
+        # On a GPU the first tile of columns is written, not added.
+        return room if starts_fresh else room.zero_()
 
     def hold_rows(self, source: RowSource) -> RowSource:
         rows, dtype = source.rows, self.head.operand_dtype
@@ -336,16 +338,14 @@ class _HiddenGradient:
         if room is None:
             return source
         self._own_bytes = self._taken_bytes
-        if source.hidden.dtype == dtype:
-            torch.index_select(source.hidden, 0, rows, out=room)
-        else:
-            room.copy_(source.hidden.index_select(0, rows))
-        return RowSource(room, None)
+        return RowSource(gathered(source.hidden, rows, room), None)
 
     def fork(self) -> _HiddenGradient:
         """Fresh sums of the same rows, for another worker; "vocab" order only."""
         other = copy.copy(self)
-        other.sums = None if self.sums is None else self._new_sums()
+        # Its first tile of columns is not the first of all.
+        other.starts_fresh = False
+        other.sums = None if self.sums is None else self._new_sums(False)
         return other
 
     def join(self, other: _HiddenGradient) -> None:
@@ -355,9 +355,12 @@ class _HiddenGradient:
             self._taken_bytes = self._own_bytes
 
     def add(self, du: Tensor, weight_tile: Tensor, rows: slice, columns: slice) -> None:
-        if self.sums is not None:
-            high = self.head.block_rows
-            product(du, weight_tile, self.sums[rows], factor=self.factor, accumulate=True, high=high)
+        high = self.head.block_rows
+        if self.at_once and self.out is not None:
+            product(du, weight_tile, self.out[rows], factor=self.factor, high=high)
+        elif self.sums is not None:
+            adds = columns.start > 0 or not self.starts_fresh or self.sums is self.out
+            product(du, weight_tile, self.sums[rows], factor=self.factor, accumulate=adds, high=high)
         elif self.chunk is not None:
             sums = self.chunk[: rows.stop - rows.start]
             product(du, weight_tile, sums, factor=self.factor, accumulate=columns.start > 0)
@@ -391,15 +394,9 @@ class _WeightGradient:
     """dW, each tile written once in "vocab" order, or summed over row chunks in "rows" order."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        head: Head,
-        tiles: Tiles,
-        num_rows: int,
-        wanted: bool,
-        main_grad: Tensor | None = None,
-        early: LogitsInGradient | None = None,
-    ) -> None:
+        self, weight: Tensor, head: Head, tiles: Tiles, num_rows: int, wanted: bool,
+        main_grad: Tensor | None = None, early: LogitsInGradient | None = None,
+    ) -> None:  # fmt: skip
         self.head, self.num_rows, self.main_grad, self.factor = head, num_rows, main_grad, 1.0
         self.out = self.sums = self.tile = self.rounded = None
         if not wanted:

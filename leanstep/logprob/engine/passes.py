@@ -127,7 +127,7 @@ def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> Any:
     if dtype != torch.float32:
         return None
     if isinstance(given, FakeTensor) and not torch.compiler.is_compiling():
-        if given.is_cuda and getattr(_triton(), "LAUNCHES_ARE_RECORDED", False):
+        if launches_triton(given):
             return _triton()
         return PlannedPasses if num_logits >= NATIVE_LOGITS else None
     if given.is_cuda:
@@ -135,6 +135,13 @@ def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> Any:
     if given.device.type != "cpu" or num_logits < NATIVE_LOGITS or not has_memory(given):
         return None
     return NativePasses if NativePasses.is_built() else None
+
+
+def launches_triton(given: Tensor) -> bool:
+    """Whether Triton can launch on a tensor: on a GPU's; on a fake one where launches are recorded."""
+    if not given.is_cuda or _triton() is None:
+        return False
+    return not isinstance(given, FakeTensor) or _triton().LAUNCHES_ARE_RECORDED
 
 
 def finishes_logits(kernels: Any) -> bool:
@@ -155,6 +162,26 @@ def _triton() -> Any:
     except ImportError:
         return None
     return kernel
+
+
+@functools.cache
+def row_kernels() -> Any:
+    """Triton's kernels for whole rows, or None."""
+    try:
+        from leanstep.logprob.engine.gpu import kernel
+    except ImportError:
+        return None
+    return kernel
+
+
+def gathered(hidden: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+    """out [R, D] <- hidden[rows], in the dtype of `out`; on a GPU one pass of whole rows."""
+    kernels = row_kernels() if launches_triton(hidden) and hidden.stride(-1) == 1 else None
+    if kernels is not None:
+        return kernels.gather_rows(hidden, rows, out)
+    if hidden.dtype == out.dtype:
+        return torch.index_select(hidden, 0, rows, out=out)
+    return out.copy_(hidden.index_select(0, rows))
 
 
 class PlannedPasses:

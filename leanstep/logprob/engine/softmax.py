@@ -111,21 +111,22 @@ class RowStatistics:
         reference: bool = False,
         reverse: bool = False,
     ) -> RowStatistics:
-        """The state before the first tile. `num_targets` None gives a [N] target, else [N, K]."""
+        """The state before the first tile, zeros in one fill. `num_targets` None: target [N], else [N, K]."""
+        flat, either, like = num_targets is None, reference or reverse, {"dtype": dtype, "device": device}
+        count = sum((1, flat, moment, total, allowed, either, reference, reverse))
+        spare = iter(torch.zeros((count, rows), **like).unbind())
 
-        def zeros(wanted: bool = True) -> Tensor | None:
-            return torch.zeros(rows, dtype=dtype, device=device) if wanted else None
+        def zeros(wanted: bool) -> Tensor | None:
+            return next(spare) if wanted else None
 
-        def lowest(wanted: bool = True) -> Tensor | None:
-            return torch.full((rows,), -torch.inf, dtype=dtype, device=device) if wanted else None
+        def lowest(wanted: bool) -> Tensor | None:
+            return torch.full((rows,), -torch.inf, **like) if wanted else None
 
-        target_shape = (rows,) if num_targets is None else (rows, num_targets)
-        either = reference or reverse
         return cls(
-            max=torch.full((rows,), -torch.inf, dtype=dtype, device=device),
-            sum=torch.zeros(rows, dtype=dtype, device=device),
+            max=torch.full((rows,), -torch.inf, **like),
+            sum=next(spare),
             moment=zeros(moment),
-            target=torch.zeros(target_shape, dtype=dtype, device=device),
+            target=next(spare) if num_targets is None else torch.zeros((rows, num_targets), **like),
             total=zeros(total),
             allowed_max=lowest(allowed),
             allowed_sum=zeros(allowed),
@@ -173,8 +174,7 @@ class RowStatistics:
             self.moment.add_(x.sum(-1))
 
     def allowed_part(self) -> RowStatistics:
-        """The restricted softmax as statistics of its own; updating it updates `allowed_max` and
-        `allowed_sum`."""
+        """The restricted softmax as statistics of its own; updating it updates those here."""
         assert self.allowed_max is not None and self.allowed_sum is not None
         return RowStatistics(self.allowed_max, self.allowed_sum, None, self.target)
 

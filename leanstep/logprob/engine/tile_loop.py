@@ -44,6 +44,7 @@ from leanstep.logprob.engine.tiles import (
     Scratch,
     Tiles,
     even_slices,
+    laid_over,
     on_gpu,
 )
 from leanstep.logprob.engine.vocab_subset import AllowedIds
@@ -226,9 +227,9 @@ def _forward_part(
 
 def backward_tiles(
     call: Call,
-    final: FinalStatistics,
+    final: FinalStatistics | None,
     allowed_final: FinalStatistics | None,
-    gradients: RowGradients,
+    gradients: RowGradients | RowFactors,
     sums: HeadSums,
     saved: SavedLogits,
     *,
@@ -238,7 +239,8 @@ def backward_tiles(
     """Push the row gradients through every tile of logits into `sums`; tiles that were not saved are
     recomputed.
 
-    Any function of the row outputs goes through here: `gradients` are its derivatives, one number per row.
+    Any function of the row outputs goes through here: `gradients` are its derivatives, one number per row, or
+    the factors of its logit gradients, which need no `final`.
 
     Args:
         allowed_final: statistics of the restricted softmax, when `call.allowed` is set.
@@ -287,10 +289,17 @@ def _backward_part(
         assert h is not None and weight_tile is not None
         z, shape = saved.tile(rows, columns), (rows.stop - rows.start, columns.stop - columns.start)
         if call.fused:
+            overwrites = z is None or saved.is_read_once
             if z is None:
                 tile = scratch.tile(0, *shape, call.logit_dtype)
                 z = head.product_tile(h, low_h, weight_tile, columns, tile)
-            du = gradient.product_tile(z, scratch.tile(0, *shape, head.operand_dtype), rows, columns)
+            # The kernel that sums up the bias's gradient walks a tile by columns and cannot overwrite it.
+            if overwrites and (sums.bias is None or z.dtype == head.operand_dtype):
+                tile = laid_over(z, head.operand_dtype)
+            else:
+                tile = scratch.tile(0, *shape, head.operand_dtype)
+                overwrites = False
+            du = gradient.product_tile(z, tile, rows, columns, overlaps=overwrites and tile is not z)
         else:
             tiles = scratch.tiles(gradient.scratch_tiles, *shape)
             if z is None:
@@ -330,18 +339,24 @@ class TileGradient:
     def __init__(
         self,
         call: Call,
-        final: FinalStatistics,
+        final: FinalStatistics | None,
         allowed_final: FinalStatistics | None,
-        gradients: RowGradients,
+        gradients: RowGradients | RowFactors,
         divergences: Sequence[Tensor | None] = (),
         bias: Tensor | None = None,
     ) -> None:
         self.call, self.final, self.divergences, self.bias = call, final, divergences, bias
+        self._rows: slice | None = None
+        self.restricts, self.second, self.kl = False, None, None
+        if isinstance(gradients, RowFactors):
+            self.main = self._part = gradients
+            self.scratch_tiles = 1
+            return
+        assert final is not None
         everything = slice(0, call.num_rows)
         some = gradients.rows(everything, call.head.row_slope(everything) * call.gradient_scale)
         self.kl = some if some.kl is not None or some.reverse_kl is not None else None
         # With allowed ids the log-prob has a softmax of its own; the entropy's, if wanted, is a second one.
-        self.restricts, self.second = False, None
         if call.allowed is not None and some.logp is not None and allowed_final is not None:
             self.restricts = True
             if some.entropy is None:
@@ -351,10 +366,11 @@ class TileGradient:
                 some = RowGradients(None, some.entropy, some.lse)
         self.main = RowFactors.of(final, some)
         self.scratch_tiles = 2 if self.main.slope is not None and call.kernels is None else 1
-        self._rows: slice | None = None
         self._part = self.main
 
-    def product_tile(self, u: Tensor, out: Tensor, rows: slice, columns: slice) -> Tensor:
+    def product_tile(
+        self, u: Tensor, out: Tensor, rows: slice, columns: slice, *, overlaps: bool = False
+    ) -> Tensor:
         """The gradient for a tile of products [R, W], in `out`, and the bias's: one pass, by the kernels."""
         call, head = self.call, self.call.head
         if rows is not self._rows:
@@ -368,6 +384,7 @@ class TileGradient:
             kernels=call.kernels,
             finish=head.finish(rows, columns),
             column_sums=None if self.bias is None else self.bias[columns],
+            overlaps=overlaps,
         )
 
     def tile(self, z: Tensor, scratch: Sequence[Tensor], rows: slice, columns: slice) -> Tensor:
@@ -378,7 +395,7 @@ class TileGradient:
         cap = None if head.softcap is None else head.cap_slope(z, rows)
         targets, first = call.targets[rows], head.shard.start + columns.start
         addition = None
-        if self.kl is not None and call.reference is not None:
+        if self.kl is not None and call.reference is not None and self.final is not None:
             addition = torch.zeros_like(z)
             q = _reference_logits(call.reference, rows, columns)
             saved = [None if d is None else d[rows] for d in self.divergences]

@@ -16,8 +16,6 @@ its forward.
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -38,20 +36,14 @@ KERNEL_TILE_BYTES = 1 << 20
 KERNEL_COLUMNS = 512
 CPU_MAX_ROWS = 1024
 
-# On a GPU: logits in fp32 and their gradient in 16 bits. A fixed number of bytes, whatever is free: bits must
-# not depend on it.
-GPU_ELEMENT_BYTES = 6
-GPU_TILE_BYTES = 512 << 20
-# Logits of whole rows that wait for their gradient.
-GPU_CHUNK_BYTES = 1 << 30
+# On a GPU a fixed number of bytes, whatever is free: bits must not depend on it. A logit in fp32 has its
+# gradient in 16 bits written over it.
+GPU_TILE_BYTES = 544 << 20
+GPU_ELEMENT_BYTES = 4
 # Sides of tiles are multiples of this, as the blocks of matrix products are; a row of logits begins at a
 # multiple of `ROW_ELEMENTS`, so that every operand is aligned to 16 bytes.
 GPU_ALIGNMENT = 128
 ROW_ELEMENTS = 8
-# Widths to choose from: the hidden gradient's products sum over so many columns at a time.
-GPU_COLUMNS = (3072, 5120)
-# Blocks of a product, and the units of a device that cannot be asked (an H100's).
-BLOCK_ROWS, BLOCK_COLUMNS, UNITS = 128, 256, 132
 
 # Tiles side by side pay from this many multiply-adds per core on, and while the hidden gradients of the other
 # parts of the vocabulary stay small.
@@ -99,33 +91,11 @@ def row_stride(columns: int, device: torch.device | str) -> int:
 
 
 def default_budget(device: torch.device | str) -> int:
-    """Bytes for tiles: cache-sized on a CPU, else 512 MiB.
+    """Bytes for tiles: cache-sized on a CPU, else 544 MiB.
 
     Never a share of what is free: a recomputation, or a second run, must take the same tiles.
     """
     return GPU_TILE_BYTES if on_gpu(device) else CPU_TILE_BYTES
-
-
-def gpu_chunk_rows(
-    head_shape: tuple[int, int], like: Tensor, itemsize: int, budget: int | None = None
-) -> int:
-    """Rows whose logits [c, V] wait for their gradient together on a GPU; `head_shape` is (V, D).
-
-    At most as many as the budget has room for and at least half of them: as many as fill the waves of the
-    hidden gradient's product [c, D] best.
-    """
-    columns, width = head_shape
-    most = (GPU_CHUNK_BYTES if budget is None else budget) // max(columns * itemsize, 1)
-    if most < 2 * GPU_ALIGNMENT:
-        return max(most, 1)
-    units = _units(like.device)
-
-    def filled(rows: int) -> float:
-        blocks = -(-rows // BLOCK_ROWS) * -(-width // BLOCK_COLUMNS)
-        return blocks / (-(-blocks // units) * units)
-
-    most = _round_down(most, GPU_ALIGNMENT)
-    return max(range(most, most // 2, -GPU_ALIGNMENT), key=filled)
 
 
 def choose_cores(num_rows: int, vocab: int, width: int, device: torch.device | str = "cpu") -> int:
@@ -145,12 +115,14 @@ def choose_tiles(
     device: torch.device | str = "cpu",
     kernels: bool = False,
     max_rows: int = CPU_MAX_ROWS,
+    element_bytes: int = GPU_ELEMENT_BYTES,
+    trained: bool = True,
 ) -> Tiles:
     """The tile for `num_rows` x `vocab` logits from hidden rows of `width`, within `budget` bytes.
 
     On a CPU tiles are tall (up to `max_rows`) and as wide as the budget allows; with `kernels` for the passes
-    they need no work area. On a GPU they are as tall as the budget allows, in the order "vocab", and some
-    4,000 columns wide; where all rows fit, wider.
+    they need no work area. On a GPU they are as large as the budget allows, `element_bytes` a logit and fp32
+    sums for the gradient of a `trained` weight's rows, in the order "vocab".
     """
     on_cpu, is_given = not on_gpu(device), budget is not None
     if budget is None:
@@ -166,51 +138,17 @@ def choose_tiles(
         rows = min(num_rows, max_rows)
         if kernels and not is_given:
             elements = max(elements, min(2 * elements, rows * KERNEL_COLUMNS))
-        columns = _round_down(elements // rows, narrowest)
+        columns = round_down(elements // rows, narrowest)
         if columns < narrowest:
             columns = narrowest
             rows = max(min(rows, elements // columns), 1)
         return Tiles(rows, min(columns, vocab), order)
-    element_bytes = GPU_ELEMENT_BYTES if kernels else TILE_ELEMENT_BYTES
-    return _gpu_tiles(num_rows, vocab, width, max(budget // element_bytes, 1), _units(device))
+    # Only a GPU's tiles need it.
+    from leanstep.logprob.engine.gpu.gpu_tiles import gpu_tiles, units_of
 
-
-@functools.lru_cache(maxsize=256)
-def _gpu_tiles(num_rows: int, vocab: int, width: int, elements: int, units: int) -> Tiles:
-    """Tall tiles in vocabulary order, all sides multiples of 128.
-
-    dW of a tile's columns is summed over its few row chunks and written once; the hidden gradient is summed
-    over tiles of columns. The products read and write both sums themselves, and over a thousand or more
-    terms hide it. Of the widths that qualify, the one whose dW products take the fewest waves of blocks.
-    """
-    step, (narrowest, widest) = GPU_ALIGNMENT, GPU_COLUMNS
-    side = math.isqrt(elements)
-    if num_rows * narrowest <= elements:
-        columns = elements // num_rows
-    elif side < widest:
-        columns = side
-    else:
-
-        def waves(columns: int) -> int:
-            blocks = -(-width // BLOCK_COLUMNS)
-            parts = [part.stop - part.start for part in even_slices(vocab, columns, step)]
-            return sum(-(-(-(-size // BLOCK_ROWS) * blocks) // units) for size in parts)
-
-        columns = min(range(widest, narrowest - 1, -step), key=waves)
-    columns = _round_down(columns, step) if columns >= step else max(_round_down(columns, ROW_ELEMENTS), 1)
-    columns = min(columns, vocab)
-    rows = elements // columns
-    rows = num_rows if num_rows <= rows else _round_down(rows, step)
-    sizes = [even_slices(*sides, step)[0].stop for sides in ((num_rows, rows), (vocab, columns))]
-    return Tiles(min(sizes[0], rows), min(sizes[1], columns), "vocab")
-
-
-def _units(device: torch.device | str) -> int:
-    """Multiprocessors of the device; those of an H100 where no device is there to ask."""
-    device = torch.device(device)
-    if device.type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return UNITS
+    element_bytes = element_bytes if kernels else TILE_ELEMENT_BYTES
+    sums_bytes = 4 * width if trained else 0
+    return Tiles(*gpu_tiles(num_rows, vocab, width, budget, (element_bytes, sums_bytes), units_of(device)))
 
 
 def checked_tile(tile: tuple[int | None, int | None] | Tiles, num_rows: int, vocab: int) -> Tiles:
@@ -228,7 +166,7 @@ def checked_tile(tile: tuple[int | None, int | None] | Tiles, num_rows: int, voc
     return Tiles(min(rows, max(num_rows, 1)), min(columns, max(vocab, 1)), order)
 
 
-def _round_down(value: int, multiple: int) -> int:
+def round_down(value: int, multiple: int) -> int:
     return max(value // multiple * multiple, multiple if value >= multiple else value)
 
 
@@ -252,6 +190,8 @@ def arrange(
     max_rows: int = CPU_MAX_ROWS,
     chunk_rows: int | None = None,
     cores: int | None = None,
+    element_bytes: int = GPU_ELEMENT_BYTES,
+    trained: bool = True,
 ) -> Arrangement:
     """Choose the tile, the cores and the passes of one call: here, and nowhere else.
 
@@ -263,6 +203,7 @@ def arrange(
         chunk_rows: rows that are in the loop at a time, where that is not all of them.
         cores: None for as many as pay; 0 where each tile sees more than the two passes (top-k, KL, a
             vocabulary subset): one core, and tiles with room for torch's own passes.
+        element_bytes: of a logit and its gradient in a GPU's tile; trained: whether the weight gets one.
     """
     if tile is not None:
         return Arrangement(checked_tile(tile, num_rows, vocab), 1, suited(kernels, 1))
@@ -281,6 +222,8 @@ def arrange(
         device=device,
         kernels=kernels is not None,
         max_rows=max_rows,
+        element_bytes=element_bytes,
+        trained=trained,
     )
     return Arrangement(tiles, cores, kernels)
 
@@ -311,6 +254,11 @@ def placed_tile(storage: Tensor, offset: int, rows: int, columns: int) -> Tensor
     stride = row_stride(columns, storage.device)
     tile = storage[offset : offset + rows * stride].view(rows, stride)
     return tile if stride == columns else tile[:, :columns]
+
+
+def laid_over(tile: Tensor, dtype: torch.dtype) -> Tensor:
+    """[R, W] in a dtype that is no wider, in the memory of a tile [R, W]; rows begin where the tile's do."""
+    return tile if tile.dtype == dtype else tile.view(dtype)[:, : tile.shape[1]]
 
 
 # Where a tile lies: its first row and its first column.
@@ -363,6 +311,11 @@ class SavedLogits:
                 self.left_bytes -= num_bytes
                 storage = torch.empty(num_elements, dtype=self.dtype, device=self.device)
                 self._tiles[rows.start, columns.start] = placed_tile(storage, 0, size, width)
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether a tile may be overwritten by the backward that reads it: nobody reads it again."""
+        return isinstance(self.memory, ChunkBuffer) and not self._tiles
 
     def tile(self, rows: slice, columns: slice) -> Tensor | None:
         """The memory of a kept tile; None when there was no room for it."""

@@ -27,8 +27,7 @@ from leanstep.logprob.inputs import LMHead, LogProbs, LoRA, Transform, Tuning, u
 from leanstep.logprob.objective import CovarianceChoice, PolicyBatch, PolicyLoss, PolicyObjective
 
 Tensors = Sequence[Tensor | None]
-# Statistics that an op hands on: max, sum, moment, target, total.
-NUM_STATISTICS = 5
+NUM_STATISTICS = 5  # that an op hands on: max, sum, moment, target, total
 
 
 class Remembered:
@@ -38,10 +37,11 @@ class Remembered:
         self.vectors: list[Tensor | None] | None = None if vectors is None else [_or_none(v) for v in vectors]
 
     def keep(self, stats: RowStatistics) -> None:
-        self.vectors = [stats.max, stats.sum, stats.moment, stats.target, stats.total]
+        # Clones: they share a storage, and an op's results may not.
+        found = (stats.max, stats.sum, stats.moment, stats.target, stats.total)
+        self.vectors = [None if vector is None else vector.clone() for vector in found]
 
     def statistics(self) -> RowStatistics | None:
-        """None as long as there are none."""
         return None if self.vectors is None else RowStatistics(*self.vectors)  # type: ignore[arg-type]
 
 

@@ -111,7 +111,8 @@ def _install_driver(device: Any) -> None:
 
 def _register_own_costs() -> None:
     register_cost("update_statistics_kernel", _statistics)
-    register_cost("scale_exponentials_kernel", _exponentials)
+    for name in ("scale_exponentials_kernel", "overwrite_exponentials_kernel"):
+        register_cost(name, functools.partial(_exponentials, name))
     register_cost("xxt_kernel", _symmetric_product)
     register_cost("xtx_kernel", _symmetric_product)
     register_cost("transpose_kernel", _transpose)
@@ -119,10 +120,15 @@ def _register_own_costs() -> None:
         register_cost(name, functools.partial(_optimizer_pass, name))
     for name in ("lens_pairs_kernel", "lens_targets_kernel", "lens_rows_kernel"):
         register_cost(name, functools.partial(_lens, name))
+    register_cost("squared_relu_kernel", _squared_relu)
     # Of other packages: products inside a kernel, or more than one pass.
     register_cost("_cce_lse_forward_kernel", functools.partial(_fused_head, 1))
     register_cost("_cce_backward_kernel", functools.partial(_fused_head, 3))
     register_cost("liger_cross_entropy_kernel", _liger_cross_entropy)
+    register_cost("_forward_kernel", functools.partial(_trl_head, 1))
+    register_cost("_backward_kernel", functools.partial(_trl_head, 2))
+    register_cost("policy_rows_kernel", _policy_rows)
+    register_cost("gather_rows_kernel", _gather_rows)
 
 
 def _programs(arguments: Mapping[str, Any]) -> int:
@@ -137,17 +143,39 @@ def _statistics(given: Mapping[str, Any]) -> Kernel:
     """logprob: each logit is read once; four numbers a row are read and written."""
     rows, z = _programs(given), given["z_ptr"]
     moved = rows * given["num_columns"] * z.width + rows * (8 + 4 * 6)
-    return Kernel(
-        "softmax", moved, 0.0, z.dtype, (rows, given["num_columns"]), name="update_statistics_kernel"
-    )
+    return Kernel("reduce", moved, 0.0, z.dtype, name="update_statistics_kernel")
 
 
-def _exponentials(given: Mapping[str, Any]) -> Kernel:
+def _exponentials(name: str, given: Mapping[str, Any]) -> Kernel:
     """logprob: each logit is read, each gradient written."""
     z, out = given["z_ptr"], given["out_ptr"]
     rows = z.size[0] if len(z.size) > 1 else 1
     moved = rows * given["num_columns"] * (z.width + out.width) + rows * 24
-    return Kernel("pointwise", moved, 0.0, z.dtype, name="scale_exponentials_kernel")
+    return Kernel("pointwise", moved, 0.0, z.dtype, name=name)
+
+
+def _policy_rows(given: Mapping[str, Any]) -> Kernel:
+    """logprob: a dozen vectors are read, nine written."""
+    moved = given["num_rows"] * 4 * 21
+    return Kernel("pointwise", moved, 0.0, "float32", name="policy_rows_kernel")
+
+
+def _gather_rows(given: Mapping[str, Any]) -> Kernel:
+    """logprob: whole rows are read and written, and one index for each."""
+    out = given["out_ptr"]
+    count = out.numel // max(1, given["num_columns"])
+    moved = out.numel * (given["x_ptr"].width + out.width) + 8 * count
+    return Kernel("pointwise", moved, 0.0, out.dtype, name="gather_rows_kernel")
+
+
+def _trl_head(passes: int, given: Mapping[str, Any]) -> Kernel | None:
+    """trl: a tile of logits is read once forward, read and overwritten backward; others share the names."""
+    tile = given.get("mm_ptr")
+    if tile is None:
+        return None
+    rows = tile.size[0] if len(tile.size) > 1 else 1
+    moved = rows * (passes * given["n_cols"] * tile.width + 32)
+    return Kernel("reduce" if passes == 1 else "pointwise", moved, 0.0, tile.dtype, name="trl head")
 
 
 def _symmetric_product(given: Mapping[str, Any]) -> Kernel:
@@ -202,6 +230,12 @@ def _optimizer_pass(name: str, given: Mapping[str, Any]) -> Kernel:
     low = 4 if given["MODE"] else 0
     moved = elements * (given["factor_ptr"].width + 2 * given["w0"].width + low)
     return Kernel("pointwise", moved, 0.0, "float32", name=name)
+
+
+def _squared_relu(given: Mapping[str, Any]) -> Kernel:
+    """gpt: read and squared; a gradient is read and written beside it."""
+    x = given["x_ptr"]
+    return Kernel("pointwise", (4 if given["HAS_GRAD"] else 2) * x.nbytes, 0.0, x.dtype, name="squared_relu")
 
 
 def _lens(name: str, given: Mapping[str, Any]) -> Kernel:

@@ -13,10 +13,13 @@ pytest.importorskip("triton")
 
 from leanstep.logprob import PolicyObjective, Tiles
 from leanstep.logprob.engine import kernel
+from leanstep.logprob.engine.gpu import kernel as rowwise
 from leanstep.logprob.engine.passes import Compared, LabelGradient, kernels_for, suited
 from leanstep.logprob.engine.passes import NativePasses as native
 from leanstep.logprob.engine.passes import PlannedPasses as planned
-from leanstep.logprob.engine.softmax import RowStatistics
+from leanstep.logprob.engine.softmax import RowFactors, RowGradients, RowStatistics
+from leanstep.logprob.engine.tiles import laid_over
+from leanstep.logprob.objective import policy_losses
 from leanstep.objectives.divergences import checked_divergence, divergence
 
 # Opposite ends of fp32 overflow when subtracted, on purpose, and -inf - -inf is not taken; the interpreter is
@@ -29,8 +32,9 @@ pytestmark = [
 
 NAMES = {
     f"{name}{variant}"
-    for name in ("update_statistics", "scale_exponentials")
+    for name in ("update_statistics", "scale_exponentials", "overwrite_exponentials")
     for variant in ("", "_entropy", "_finish", "_bf16")
+    if (name, variant) != ("overwrite_exponentials", "_bf16")
 } | {
     f"divergence_{name}_{variant}"
     for name in ("sums", "gradient")
@@ -163,6 +167,96 @@ def test_divergence(kind, rows, columns, more, kernels):
         kernels.divergence_gradient(z[:, part], y[:, part], y[:, part], compared, sums[1], factor)
     if not more:
         assert torch.equal(y, found)
+
+
+@pytest.mark.parametrize("columns", [41, 2100, 4500])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_gradients_lie_over_their_logits(columns, dtype):
+    """As if written apart, although what they overwrite is read by the same launch; padding stays."""
+    rows, padded = 5, columns + 3
+    wide = torch.full((rows, padded), 7.0)
+    wide[:, :columns] = tile(rows, columns)
+    view = wide[:, :columns]
+    maximum = torch.where(view.amax(-1) == -torch.inf, 0.0, view.amax(-1))
+    tokens = torch.randint(0, 3 * columns, (rows,))
+    given = (maximum, *torch.randn(2, rows), tokens, columns, torch.randn(rows))
+    apart = kernel.scale_exponentials(view, torch.zeros(rows, columns, dtype=dtype), *given)
+    out = laid_over(view, dtype)
+    assert kernel.scale_exponentials(view, out, *given, overlaps=True) is out
+    assert torch.equal(out, apart) and out.data_ptr() == wide.data_ptr()
+    assert torch.equal(wide[:, columns:], torch.full((rows, 3), 7.0))
+
+
+@pytest.mark.parametrize(("dtype", "into"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("columns", [1, 41, 1100])
+def test_rows_are_gathered(columns, dtype, into):
+    wide = torch.randn(9, columns + 3, dtype=dtype)
+    x, rows = wide[:, :columns], torch.tensor([3, 0, 3, 8, -1, 9])
+    found = rowwise.gather_rows(x, rows, torch.zeros(6, columns, dtype=into))
+    torch.testing.assert_close(found[:4].float(), x[rows[:4]], rtol=2**-7 if into != dtype else 0, atol=0)
+    assert found[4:].isnan().all()  # no such rows
+    assert rowwise.gather_rows(x, rows[:0], found[:0]).shape == (0, columns)
+
+
+OBJECTIVES = {
+    "ppo": PolicyObjective(),
+    "dual, k1": PolicyObjective(dual_clip=1.3, kl="k1", kl_coef=0.1),
+    "bonus, k2": PolicyObjective(entropy_coef=0.05, kl="k2", kl_coef=0.1),
+    "bonus, k3": PolicyObjective(clip_high=0.28, entropy_coef=0.05, kl="k3", kl_coef=0.1),
+    "cispo": PolicyObjective(kind="cispo", clip_low=1.0, clip_high=0.28, entropy_coef=0.02),
+}
+
+
+# A row without a finite logit has an infinite KL, which is left out.
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_rows_of_a_policy_objective(name, slopes, masked):
+    """One kernel against the objective differentiated by autograd, in fp64."""
+    rows, columns, objective = 300, 23, OBJECTIVES[name]
+    z, targets = 2 * torch.randn(rows, columns), torch.randint(0, columns, (rows,))
+    z[4] = -torch.inf
+    stats = RowStatistics.empty(rows, moment=True)
+    stats.update_(z.clone(), [torch.zeros_like(z), torch.zeros_like(z)], targets)
+    old, advantages, ref = torch.randn(3, rows)
+    mask = (torch.rand(rows) < 0.7).float() if masked else None
+    weights = torch.rand(rows) if mask is None else mask / mask.sum()
+    weights[7] = 0.0
+    if mask is not None:
+        mask[4], weights[4] = 0.0, 0.0  # the row without a finite logit
+        old[mask == 0], advantages[mask == 0] = torch.inf, torch.nan
+    else:
+        weights[4] = 0.0
+    written = [*torch.zeros(4, rows), torch.zeros(rows, dtype=torch.bool)]
+    per_row = torch.rand(rows) if slopes else None
+    found = rowwise.policy_rows(
+        (stats.max, stats.sum, stats.moment, stats.target),
+        (old, advantages, mask, ref), weights, objective, written, (0.5, per_row),
+    )  # fmt: skip
+    wide = RowStatistics(*(t.double() for t in (stats.max, stats.sum, stats.moment, stats.target)))
+    final = wide.final()
+    logp, entropy = final.log_prob(wide.target).requires_grad_(), final.entropy.requires_grad_()
+    given = (old.double(), advantages.double())
+    truth = policy_losses(
+        objective, logp, *given, entropy=entropy, ref_logp=ref.double(),
+        mask=None if mask is None else mask.double(),
+    )  # fmt: skip
+    alive = torch.arange(rows) != 4
+    expected = (logp, entropy, truth.losses, truth.ratio)
+    for value, other in zip(written, expected, strict=False):
+        torch.testing.assert_close(value[alive].double(), other.detach()[alive], rtol=2e-5, atol=2e-5)
+    assert torch.equal(written[4][alive], truth.clipped[alive])
+    total = torch.where(weights == 0, 0.0, truth.losses * weights.double()).sum()
+    g_logp, g_entropy = torch.autograd.grad(total, (logp, entropy), allow_unused=True)
+    common = 0.5 * (1.0 if per_row is None else per_row.double())
+    gradients = RowGradients(torch.where(alive, g_logp, 0.0) * common)
+    if objective.entropy_coef:
+        gradients.entropy = torch.where(alive, g_entropy, 0.0) * common
+    for value, other in zip(found, RowFactors.of(final, gradients), strict=True):
+        assert (value is None) == (other is None)
+        if value is not None:
+            torch.testing.assert_close(value.double(), other.detach(), rtol=2e-5, atol=2e-6)
 
 
 def choose(monkeypatch, kernels):
