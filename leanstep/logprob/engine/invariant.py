@@ -159,8 +159,9 @@ def row_bits(
     None where that depends on the row's place in the tile.
     """
     random = torch.Generator().manual_seed(columns)
-    weight = torch.randn(row_stride(columns, device), width, generator=random).to(device, operand)
-    row = torch.randn(width, generator=random).to(device, operand) / width**0.5
+    drawn = {"generator": random, "dtype": torch.float32, "device": "cpu"}
+    weight = torch.randn(row_stride(columns, device), width, **drawn).to(device, operand)
+    row = torch.randn(width, **drawn).to(device, operand) / width**0.5
     z = torch.empty(rows, len(weight), dtype=dtype, device=device)
     product(row.expand(rows, width).contiguous(), weight.t(), z)
     stats = RowStatistics.empty(rows, dtype=dtype, device=device, moment=True)
