@@ -10,8 +10,9 @@ from integrations.tiny_models import VOCAB, causal_lm, tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import trl
     from transformers import AutoModelForCausalLM
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     from leanstep.integrations.trl import LeanGRPOTrainer, apply_leanstep
 
@@ -28,7 +29,8 @@ def make(trainer_class, tmp_path, family="qwen2", model=None, optimizers=(None, 
         model.save_pretrained(tmp_path / "model")
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     prompts = [" ".join(f"w{(7 * i + j) % 200}" for j in range(3 + 4 * i)) for i in range(4)]
-    arguments = GRPOConfig(
+    kind = "RLOO" if issubclass(trainer_class, trl.RLOOTrainer) else "GRPO"
+    arguments = getattr(trl, f"{kind}Config")(
         output_dir=str(tmp_path),
         per_device_train_batch_size=4,
         num_generations=2,
@@ -84,6 +86,7 @@ OPTIONS = [
     {"loss_type": "grpo", "entropy_coef": 0.02, "temperature": 1.3},
     {"loss_type": "dr_grpo", "top_entropy_quantile": 0.5},
     {"importance_sampling_level": "sequence", "cast_lm_head_to_fp32": True},
+    {"router_aux_loss_coef": 0.3, "family": "qwen3_moe"},
 ]
 
 
@@ -160,22 +163,61 @@ def test_trls_newer_losses_equal_policy_loss(tmp_path, loss_type, objective, nor
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-8)
 
 
-def test_training_steps_give_the_stock_losses(tmp_path):
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_five_steps_give_the_stock_losses(tmp_path, kind):
     logs = []
-    for trainer_class in (GRPOTrainer, LeanGRPOTrainer):
+    for lean in (False, True):
         torch.manual_seed(0)
+        # RLOO has no trainer class of ours: the verb takes TRL's.
+        trainer_class = LeanGRPOTrainer if lean and kind == "GRPO" else getattr(trl, f"{kind}Trainer")
+        options = {"entropy_coef": 0.01} if kind == "GRPO" else {}
         trainer = make(
             trainer_class,
-            tmp_path / trainer_class.__name__,
+            tmp_path / str(lean),
             max_steps=5,
-            entropy_coef=0.01,
             beta=0.05,
             gradient_accumulation_steps=2,
+            **options,
         )
+        if lean and kind == "RLOO":
+            assert apply_leanstep(trainer) is trainer
         trainer.train()
         logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     assert len(logs[0]) == 5
     assert logs[1] == pytest.approx(logs[0], rel=2e-3, abs=2e-4)
+
+
+def test_five_steps_of_distillation_give_the_stock_losses(tmp_path):
+    from datasets import Dataset
+
+    found = []
+    for lean in (False, True):
+        torch.manual_seed(0)
+        arguments = trl.DistillationConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            max_steps=5, max_completion_length=7, beta=0.5, use_cpu=True, bf16=False, report_to=[],
+            save_strategy="no", logging_steps=1, disable_tqdm=True, gradient_checkpointing=False,
+            learning_rate=0.05, optim="sgd", seed=3,
+        )  # fmt: skip
+        trainer = trl.DistillationTrainer(
+            model=causal_lm("qwen2"),
+            teacher_model=causal_lm("qwen2", seed=4, width=48),
+            args=arguments,
+            train_dataset=Dataset.from_dict(
+                {"prompt": [f"w{i} w{i + 7}" + " w3" * (i % 4) for i in range(20)]}
+            ),
+            processing_class=tokenizer(),
+        )
+        if lean:
+            apply_leanstep(trainer)
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        found.append((logs, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])))
+    assert len(found[0][0]) == 5
+    for theirs, ours in zip(found[0][0], found[1][0], strict=True):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    assert (found[1][1] - found[0][1]).norm() <= 1e-4 * found[0][1].norm()
 
 
 def test_a_lora_head_trains_its_adapter(tmp_path):

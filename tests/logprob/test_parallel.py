@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.logprob.engine.softmax import RowStatistics
-from leanstep.logprob.objective import PolicyObjective
+from leanstep.logprob.objective import CovarianceChoice, PolicyObjective
 from leanstep.logprob.parallel import (
     VocabShard,
     all_reduce_sum,
@@ -311,6 +311,11 @@ def policy_ranks(rank: int, world: int) -> list[dict]:
         (PolicyObjective(entropy_coef=0.1, clip_high=0.3), None),
         (PolicyObjective(entropy_coef=0.1, clip_high=0.3), 70 * 8 * 3 * -(-V // world)),
         (PolicyObjective(kind="gspo", clip_low=0.5, clip_high=0.5), 64 * 8 * V),
+        (PolicyObjective(kind="sapo"), None),
+        (PolicyObjective(kind="dppo_kl", clip_low=0.01, clip_high=0.01), 64 * 8 * V),
+        # Rows that look at each other: one chunk, recomputed here because its logits do not fit.
+        (PolicyObjective(kind="kl_cov", covariance=CovarianceChoice(share=0.2)), 64 * 8 * V),
+        (PolicyObjective(kind="clip_cov", covariance=CovarianceChoice(share=0.1, low=0.0)), None),
     ):
         bounds = shard_bounds(V, world, "unequal")
 
@@ -351,6 +356,7 @@ def test_sharded_policy_loss_equals_one_rank(ranks):
         assert result["backward"] == [], result
     counts = [[len(r["forward"]) for r in rank["policy"]] for rank in ranks]
     assert all(c == counts[0] for c in counts) and counts[0][0] == 3 and counts[0][1] > 3
+    assert counts[0][-2:] == [3, 3]
 
 
 # --- groups, shards and rows ---

@@ -20,6 +20,7 @@ PATHS = {
         *("linear_logprobs", "linear_logprobs, metric, lse", "linear_logprobs, bias, softcap, temperature"),
         *("linear_logprobs, kl, top_k", "linear_logprobs, frozen head"),
         *("linear_logprobs, autocast, fp32 weight", "linear_policy_loss", "token_logprobs"),
+        "linear_policy_loss, clip_cov",
     ),
     "objectives": (
         *("linear_cross_entropy", "linear_cross_entropy, all rows", "linear_distill_loss"),

@@ -9,6 +9,7 @@ from torch import nn
 
 from leanstep.cpu import find_compiler
 from leanstep.logprob import (
+    CovarianceChoice,
     LMHead,
     LoRA,
     PolicyBatch,
@@ -77,6 +78,12 @@ CASES = {
         {"batch": BATCH, "objective": PolicyObjective(entropy_coef=0.01, kl_coef=0.1)},
     ),
     "gspo": (policy, HEAD, {"batch": SEQUENCES, "objective": "gspo", "normalizer": 7.0}),
+    "sapo": (policy, HEAD, {"batch": BATCH, "objective": PolicyObjective("sapo", temperatures=(0.5, 2.0))}),
+    "kl_cov": (
+        policy,
+        HEAD,
+        {"batch": BATCH, "objective": PolicyObjective("kl_cov", covariance=CovarianceChoice(0.3, coef=0.5))},
+    ),
     "logits": (tokens, [normal(T, V)], {"entropy": "grad", "outputs": "lse"}),
     "logits of rows": (tokens, [normal(T, V)], {"rows": ROWS, "temperature": 0.7}),
 }

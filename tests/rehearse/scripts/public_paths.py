@@ -91,10 +91,13 @@ def logprob(size: str) -> None:
         with torch.autocast("cuda", BF16):
             linear(master, entropy="grad")(0)
 
-    def policy(_: int) -> None:
-        fresh()
-        batch = PolicyBatch(old_logp=old, advantages=old, mask=torch.ones_like(old))
-        backward(linear_policy_loss(hidden, weight, targets, batch, rows=rows).loss)
+    def policy(objective: str = "grpo") -> Callable[[int], None]:
+        def call(_: int) -> None:
+            fresh()
+            batch = PolicyBatch(old_logp=old, advantages=old, mask=torch.ones_like(old))
+            backward(linear_policy_loss(hidden, weight, targets, batch, objective=objective, rows=rows).loss)
+
+        return call
 
     path("linear_logprobs", size, tokens, linear(entropy="grad"))
     path("linear_logprobs, metric, lse", size, tokens, linear(entropy="metric", outputs=("lse",)))
@@ -107,7 +110,8 @@ def logprob(size: str) -> None:
     path("linear_logprobs, kl, top_k", size, tokens, linear(**compared))
     path("linear_logprobs, frozen head", size, tokens, linear(weight.detach(), entropy="grad"))
     path("linear_logprobs, autocast, fp32 weight", size, tokens, autocast)
-    path("linear_policy_loss", size, tokens, policy)
+    path("linear_policy_loss", size, tokens, policy())
+    path("linear_policy_loss, clip_cov", size, tokens, policy("clip_cov"))
     logits = normal(min(tokens, 2048), vocab, grad=True)
 
     def existing(_: int) -> None:
