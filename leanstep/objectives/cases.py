@@ -210,6 +210,8 @@ register(
             "all": _distill_size(1024, 512, 768, 32000, 1.0),
         },
         dtypes=DTYPES,
+        # The plain code's own error moves from 4e-7 to 16e-7 between draws: the largest of few differences.
+        floor=1e-6,
         truth_size="check",
     )
 )

@@ -121,15 +121,16 @@ class Passes(Protocol):
 def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> Any:
     """The passes for a call with so many logits, made of `given`, summed in `dtype`; None for torch's own.
 
-    A plan (fake tensors) counts on kernels for as many logits as a CPU would use them; a rehearsal records
-    Triton's launches and takes them as they are.
+    A plan (fake tensors) counts on kernels where the real call would use them; a rehearsal records Triton's
+    launches and takes them as they are.
     """
     if dtype != torch.float32:
         return None
     if isinstance(given, FakeTensor) and not torch.compiler.is_compiling():
         if launches_triton(given):
             return _triton()
-        return PlannedPasses if num_logits >= NATIVE_LOGITS else None
+        there = given.is_cuda or NativePasses.is_built()
+        return PlannedPasses if num_logits >= NATIVE_LOGITS and there else None
     if given.is_cuda:
         return _triton()
     if given.device.type != "cpu" or num_logits < NATIVE_LOGITS or not has_memory(given):
