@@ -17,6 +17,7 @@ from leanstep.files import BadInput, write_text
 from leanstep.fix import Settings, find_fixes
 from leanstep.fix.offers import overlaid
 from leanstep.measure.timing import environment
+from leanstep.prove.script_jobs import module_path
 
 
 def examine(script: Path, argv: list[str]) -> dict:
@@ -57,7 +58,8 @@ def examine(script: Path, argv: list[str]) -> dict:
                 (Path(folder) / _from_here(path)).read_bytes() == new
                 for path, (_, new) in fixes.changed.items()
             )
-        with overlaid(script.absolute(), {path: new for path, (_, new) in fixes.changed.items()}) as copy:
+        changed = {path: new for path, (_, new) in fixes.changed.items()}
+        with overlaid(script.absolute(), changed) as (copy, places), module_path(places):
             row["offers_left"] = len(find_fixes(copy, argv, settings).offers)
     return row
 

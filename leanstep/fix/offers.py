@@ -28,7 +28,7 @@ from leanstep.fix import repairs
 from leanstep.fix.source_edits import Edit, NotUnderstood, apply
 from leanstep.prove.captured import Captured
 from leanstep.prove.compare import PairProof, judge
-from leanstep.prove.script_jobs import Job, call_in_child, log_to, run_job
+from leanstep.prove.script_jobs import Job, call_in_child, log_to, module_path, run_job
 from leanstep.prove.stopwatch import MIN_ROUNDS, PairBench, bench_scripts
 
 # What depends on this machine's speed, or comes and goes with it, is not held against a repair.
@@ -204,11 +204,11 @@ class _Workbench:
         self.diagnosis = Diagnosis([], [], 0)
         self._runs: tuple[Captured, Captured] | None = None
 
-    def job(self, script: Path, twin: bool = False) -> Job:
-        return Job(str(script), self.argv, self.settings.updates, twin=twin)
+    def job(self, script: Path, twin: bool = False, path: tuple[str, ...] = ()) -> Job:
+        return Job(str(script), self.argv, self.settings.updates, twin=twin, path=path)
 
-    def diagnose(self, script: Path) -> Diagnosis:
-        return call_in_child(_diagnosed, str(script), self.argv, fork=self.settings.fork)
+    def diagnose(self, script: Path, path: tuple[str, ...] = ()) -> Diagnosis:
+        return call_in_child(_diagnosed, str(script), self.argv, path, fork=self.settings.fork)
 
     def attempt_all(self, offers: list[Offer]) -> Offer | str:
         findings = [finding for offer in offers for finding in offer.findings]
@@ -224,31 +224,32 @@ class _Workbench:
             changed = changed_files(edits)
         except NotUnderstood as error:
             return str(error)
-        with overlaid(self.script, changed) as copy:
-            after = self.diagnose(copy)
+        with overlaid(self.script, changed) as (copy, path):
+            after = self.diagnose(copy, path)
             if after.ended is not None:
                 return f"{title}: the copy ended {after.ended}"
             wrong = _not_gone(self.diagnosis, after, findings)
             if wrong is not None:
                 return f"{title}: {wrong}"
-            proof = self._proven(copy)
+            own = self.job(copy, path=path)
+            proof = self._proven(own)
             if not proof.ok:
                 return f"{title}: {proof.sentence()}"
             measure = self.settings.measure or measured
-            bench = measure(self.job(self.script), self.job(copy), self.settings)
+            bench = measure(self.job(self.script), own, self.settings)
         bench.proven, bench.verdict = True, proof.sentence()
         if is_slower(bench):
             assert bench.time_ratio is not None
             return f"{title}: the copy is slower ({1 / bench.time_ratio:.2f}× the time)"
         return Offer(list(findings), title, edits, proof, bench)
 
-    def _proven(self, copy: Path) -> PairProof:
+    def _proven(self, job: Job) -> PairProof:
         fork = self.settings.fork
         if self._runs is None:
             (plain,), (truth,) = (run_job(self.job(self.script, twin), fork=fork) for twin in (False, True))
             self._runs = plain, truth
         proof = PairProof(self.script.name, "the copy")
-        (own,) = run_job(self.job(copy), fork=fork)
+        (own,) = run_job(job, fork=fork)
         return judge(proof, self._runs[0], own, self._runs[1])
 
 
@@ -261,7 +262,7 @@ def _not_gone(before: Diagnosis, after: Diagnosis, findings: list[Finding]) -> s
     return f"it brings a finding of {came[0]}" if came else None
 
 
-def _diagnosed(script: str, argv: tuple[str, ...]) -> Diagnosis:
+def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...]) -> Diagnosis:
     """In a child: the findings of a few steps, and the user's files that were run."""
 
     def stop() -> None:
@@ -270,7 +271,7 @@ def _diagnosed(script: str, argv: tuple[str, ...]) -> Diagnosis:
     watch = Watch(timed_warmup=True, on_done=stop)
     with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
         log = Path(folder) / "log"
-        with log_to(log):
+        with log_to(log), module_path(path):
             outcome = run_script(Path(script), argv, watch)
         said = [
             line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
@@ -310,11 +311,11 @@ def is_slower(bench: PairBench) -> bool:
 
 
 @contextlib.contextmanager
-def overlaid(script: Path, changed: dict[Path, bytes]) -> Iterator[Path]:
-    """The script's folder as links, with the changed files in place of theirs; the same for other roots.
+def overlaid(script: Path, changed: dict[Path, bytes]) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """The copy of a script, and where its modules are looked for: changed files in folders of links.
 
     Files that the script opens by a path of its own are found as before: the working directory stays, and
-    everything beside the script is linked.
+    everything beside the script is linked. A changed module elsewhere gets a copy of its folder of sys.path.
     """
     folder = script.parent
     roots = {folder: {path for path in changed if path.is_relative_to(folder)} | {script}}
@@ -323,17 +324,14 @@ def overlaid(script: Path, changed: dict[Path, bytes]) -> Iterator[Path]:
             places = [Path(place) for place in sys.path if place and path.is_relative_to(Path(place))]
             if places:
                 roots.setdefault(max(places, key=lambda place: len(place.parts)), set()).add(path)
-    old = list(sys.path)
     with tempfile.TemporaryDirectory(prefix="leanstep-fix-") as temporary:
-        try:
-            for number, (root, paths) in enumerate(roots.items()):
-                copy = Path(temporary) / str(number)
-                files = {path.relative_to(root): changed.get(path, path.read_bytes()) for path in paths}
-                _link(root, copy, files)
-                sys.path[:] = [str(copy) if place and Path(place) == root else place for place in sys.path]
-            yield Path(temporary) / "0" / script.name
-        finally:
-            sys.path[:] = old
+        copies: dict[Path, str] = {}
+        for number, (root, paths) in enumerate(roots.items()):
+            copies[root] = str(Path(temporary) / str(number))
+            files = {path.relative_to(root): changed.get(path, path.read_bytes()) for path in paths}
+            _link(root, Path(copies[root]), files)
+        places = tuple(copies.get(Path(place), place) if place else place for place in sys.path)
+        yield Path(copies[folder]) / script.name, places
 
 
 def _link(root: Path, copy: Path, files: dict[Path, bytes]) -> None:

@@ -48,6 +48,7 @@ class Job:
         full: keep whole tensors.
         seed: added to every seed that the script sets, and set before it starts.
         ranks: processes, as torchrun would start them; None = one process without its environment.
+        path: where modules are looked for, in place of this process's sys.path.
     """
 
     script: str
@@ -59,6 +60,7 @@ class Job:
     full: bool = False
     seed: int = 0
     ranks: int | None = None
+    path: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -125,7 +127,7 @@ def capture_script(job: Job) -> Captured:
 
     # A script may leave its default dtype behind; the next one in this process starts from torch's own.
     dtype = torch.get_default_dtype()
-    with seeded(job.seed), contextlib.ExitStack() as stack:
+    with seeded(job.seed), module_path(job.path), contextlib.ExitStack() as stack:
         stack.callback(torch.set_default_dtype, dtype)
         outcome = run_script(Path(job.script), job.argv, recorded())
     captured = recorder.captured
@@ -139,6 +141,17 @@ def capture_script(job: Job) -> Captured:
         if job.parts and not job.dropout:
             captured.notes.append("dropout is off in this comparison: its masks depend on the cut")
     return captured
+
+
+@contextlib.contextmanager
+def module_path(path: Sequence[str]) -> Iterator[None]:
+    """sys.path meanwhile; as it is for an empty one."""
+    old = list(sys.path)
+    sys.path[:] = path or old
+    try:
+        yield
+    finally:
+        sys.path[:] = old
 
 
 @contextlib.contextmanager

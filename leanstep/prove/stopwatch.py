@@ -213,7 +213,7 @@ def _counted(job: Job, folder: Path, fork: bool) -> tuple[int, int, int, list[tu
 def _other_rank(job: Job, rank: int, port: int, folder: str) -> None:
     with log_to(Path(folder) / f"{port}-{rank}.log"):
         os.environ.update(rank_environment(rank, job.ranks or 1, port))
-        with seeded(job.seed):
+        with seeded(job.seed), module_path(job.path):
             run_script(Path(job.script), job.argv, contextlib.nullcontext())
     os._exit(0)
 
@@ -225,7 +225,7 @@ def _measured_child(job: Job, address: str, key: bytes, kind: str, port: int) ->
     with log_to(Path(f"{address}.log")):
         with Client(address, "AF_UNIX", authkey=key) as line:
             watched = _Gate(line) if kind == "time" else _Inspection(line)
-            with seeded(job.seed):
+            with seeded(job.seed), module_path(job.path):
                 outcome = run_script(Path(job.script), job.argv, watched)
             with contextlib.suppress(OSError):
                 line.send(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,21 @@ def test_a_project_is_repaired_in_its_module(tmp_path: Path, monkeypatch: pytest
     assert again.offers == [] and again.refused == []
 
 
+def test_the_script_itself_never_runs_with_a_repaired_module(tmp_path: Path, monkeypatch):
+    """A module on PYTHONPATH: only the copy of the script may see its copy."""
+    library, script = tmp_path / "library", tmp_path / "scripts" / "train.py"
+    (library / "tools").mkdir(parents=True)
+    script.parent.mkdir()
+    (library / "tools" / "__init__.py").write_text("NAME = 'old'\n")
+    script.write_text("from tools import NAME\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(library)])
+    changed = changed_files([Edit(library / "tools" / "__init__.py", 8, 11, "new")])
+    with overlaid(script, changed) as (copy, places):
+        assert copy.read_text() == script.read_text()
+        assert (Path(places[-1]) / "tools" / "__init__.py").read_text() == "NAME = 'new'\n"
+        assert sys.path[-1] == str(library) and places[:-1] == tuple(sys.path[:-1])
+
+
 def test_a_repair_that_changes_the_update_is_not_offered(tmp_path: Path):
     """A parameter without a gradient decays where gradients are zeroed, and stays where they are None."""
     script = tmp_path / "train.py"
@@ -110,7 +126,7 @@ def test_the_copy_differs_in_the_changed_file_only(tmp_path: Path):
         (project / name).write_text(f"# {name}\n")
     (project / "pkg" / "__pycache__").mkdir()
     changed = changed_files([Edit(project / "pkg/deep/mod.py", 0, 1, "##")])
-    with overlaid(project / "train.py", changed) as copy:
+    with overlaid(project / "train.py", changed) as (copy, _):
         assert {name: (copy.parent / name).read_text() for name in files} == {
             **{name: f"# {name}\n" for name in files},
             "pkg/deep/mod.py": "## pkg/deep/mod.py\n",
