@@ -27,7 +27,16 @@ from leanstep.diagnose.run_script import Stop, run_script
 from leanstep.files import BadInput
 from leanstep.host_reads import count_host_reads
 from leanstep.measure.peaks import recorded_allocations
-from leanstep.prove.script_jobs import Child, Job, free_port, log_to, rank_environment, seeded, start
+from leanstep.prove.script_jobs import (
+    Child,
+    Job,
+    free_port,
+    log_to,
+    module_path,
+    rank_environment,
+    seeded,
+    start,
+)
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 40
 # Timed steps that are dropped; the one before them, with imports and first allocations, is not timed at all.
