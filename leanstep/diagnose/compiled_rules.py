@@ -111,7 +111,8 @@ def after_compiler(
     report = CompiledReport(code.graphs, code.interruptions())
     kept = []
     for finding in findings:
-        why = _removed(finding, code, limits[finding.rule]) if finding.compiled else None
+        taken = {place_of_line(other.line) for other in findings if other.rule == finding.rule}
+        why = _removed(finding, code, limits[finding.rule], taken) if finding.compiled else None
         if why is None:
             kept.append(finding)
         else:
@@ -127,7 +128,7 @@ def note_unread(recorder: Any, steps: Sequence[StepRecord], code: CompiledCode) 
         recorder.note("compiled", where, "a compiled region ran eagerly; no graph of it was seen")
 
 
-def _removed(finding: Finding, code: CompiledCode, limits: dict[str, float]) -> str | None:
+def _removed(finding: Finding, code: CompiledCode, limits: dict[str, float], taken: set[Place]) -> str | None:
     """Why a finding is no longer there, or None: it survives, or nothing is known about its line."""
     place = place_of_line(finding.line)
     graphs = [graph for graph in code.graphs if graph.level != "calls"]
@@ -136,12 +137,16 @@ def _removed(finding: Finding, code: CompiledCode, limits: dict[str, float]) -> 
     rule = _LAUNCHES.get(finding.rule)
     if rule is not None:
         need = limits[rule.limit] if rule.limit else rule.at_least
-        found = 0.0
+        # A fill counts that is as large as those of the finding, not the small one of another op beside it.
+        fills = finding.evidence["bytes"] / finding.count if finding.rule == "zero-fill" else 0.0
+        found, least = 0.0, fills / 2
         for graph in graphs:
             matching = [
                 kernel
                 for kernel in graph.kernels
-                if (names := _names_on(kernel, place)) and rule.counts(kernel, names, limits)
+                if (names := _names_on(kernel, place))
+                and rule.counts(kernel, names, limits)
+                and kernel.bytes >= least
             ]
             found += len(matching) * max(code.runs_per_step(graph), 1.0)
         unit = graphs[0].level
@@ -149,7 +154,19 @@ def _removed(finding: Finding, code: CompiledCode, limits: dict[str, float]) -> 
         return None if found >= need else f"{left} ({unit})"
     if finding.rule in _KEPT:
         kept = sum(saved.bytes for graph in graphs for saved in graph.saved if saved.place == place)
-        return None if kept >= limits["bytes"] else f"{size(kept)} kept for the backward"
+        # The threshold is that of all lines together: a line survives with what made it a finding. A compiler
+        # may keep the product in place of what was made of it: as wide, on a line that is no finding itself.
+        need = min(limits["bytes"], finding.evidence.get("bytes", limits["bytes"]))
+        # Shapes read "[1024, 8192] float32".
+        shapes = finding.evidence.get("shapes", ())
+        widths = {text.partition("]")[0].rpartition(" ")[2].strip("[") for text in shapes}
+        moved = sum(
+            saved.bytes
+            for graph in graphs
+            for saved in graph.saved
+            if saved.place not in taken and saved.shape and str(saved.shape[-1]) in widths
+        )
+        return None if max(kept, moved) >= need else f"{size(kept)} kept for the backward"
     return None
 
 

@@ -121,6 +121,16 @@ def test_a_backend_that_runs_calls_as_they_stand_keeps_every_finding(name: str):
     assert {graph.backend for graph in watch.compiled.graphs} == {"eager"}
 
 
+def test_a_backend_below_autograd_takes_the_second_cast_for_the_first():
+    """AOTAutograd finds common subexpressions: the one practice script that aot_eager repairs."""
+    watch = watched_region(STEPS / "duplicate_cast.py", "aot_eager")
+    assert found_in(watch) == set()
+    ((removed, why),) = watch.compiled.removed
+    assert (removed.rule, removed.line.number, why) == (
+        "duplicate-cast", 16, "nothing left of it (ATen calls)",
+    )  # fmt: skip
+
+
 BREAKS = """\
 import torch
 
@@ -202,6 +212,7 @@ def kernels(name: str, count: int, backward: bool = False, num_bytes: int = 1 <<
         ("zero-fill", kernels("select_scatter", 1, backward=True), False),
         ("zero-fill", kernels("select_scatter", 12), False),
         ("zero-fill", kernels("select_scatter", 12, backward=True), True),
+        ("zero-fill", kernels("full", 12, backward=True, num_bytes=0), False),
         ("duplicate-cast", [], False),
         ("duplicate-cast", kernels("convert_element_type", 1), True),
         ("gelu-by-hand", kernels("tanh", 1), False),
@@ -224,11 +235,22 @@ def test_runs_of_a_graph_count():
     assert compiled_rules.after_compiler([finding("op-storm")], code, Limits())[1].removed == []
 
 
-@pytest.mark.parametrize(("num_bytes", "survives"), [(64 << 20, True), (1 << 20, False)])
-def test_what_is_kept_for_the_backward_decides(num_bytes: int, survives: bool):
+@pytest.mark.parametrize(
+    ("place", "shape", "num_bytes", "survives"),
+    [
+        (HERE, (1024, 8192), 64 << 20, True),
+        (HERE, (1024, 8192), 1 << 20, False),
+        (OTHER, (1024, 8192), 64 << 20, True),
+        (OTHER, (8192, 1024), 64 << 20, False),
+    ],
+)
+def test_what_is_kept_for_the_backward_decides(place, shape, num_bytes: int, survives: bool):
+    """On the line itself, or as wide on another: the product in place of its softmax."""
     code = compiled(kernels("exp", 1))
-    code._graphs["f", HERE].saved.append(Saved(HERE, (1024, 8192), num_bytes))
-    kept, _ = compiled_rules.after_compiler([finding("full-vocab")], code, Limits())
+    code._graphs["f", HERE].saved.append(Saved(place, shape, num_bytes))
+    wide = finding("full-vocab")
+    wide.evidence.update(bytes=64 << 20, shapes={"[1024, 8192] float32": 1})
+    kept, _ = compiled_rules.after_compiler([wide], code, Limits())
     assert bool(kept) is survives
 
 
