@@ -18,31 +18,28 @@ _SURE, _MAYBE, _FAR = 20, 1, 10**6
 _MAX_WORK = 4_000_000
 
 _OPERATORS: dict[type, tuple[str, ...]] = {
-    ast.Add: ("add", "add_", "__radd__"), ast.Sub: ("sub", "sub_", "rsub", "__rsub__"),
-    ast.Mult: ("mul", "mul_", "__rmul__"), ast.Div: ("div", "div_", "__rtruediv__", "__rdiv__"),
-    ast.MatMult: ("matmul", "mm", "bmm", "mv", "dot", "linear", "__matmul__", "__rmatmul__"),
-    ast.Pow: ("pow", "pow_", "__pow__", "__rpow__"), ast.Mod: ("remainder", "__rmod__", "fmod"),
-    ast.FloorDiv: ("floor_divide", "__floordiv__", "__rfloordiv__"), ast.USub: ("neg",),
-    ast.BitAnd: ("bitwise_and", "__and__", "logical_and"), ast.BitOr: ("bitwise_or", "__or__", "logical_or"),
-    ast.BitXor: ("bitwise_xor", "__xor__"), ast.Invert: ("bitwise_not", "logical_not"),
-    ast.Gt: ("gt", "lt"), ast.Lt: ("lt", "gt"), ast.GtE: ("ge", "le"), ast.LtE: ("le", "ge"),
-    ast.Eq: ("eq",), ast.NotEq: ("ne",), ast.In: ("__contains__",), ast.NotIn: ("__contains__",),
+    ast.Add: ("::add", "::add_", "__radd__"), ast.Sub: ("::sub", "::sub_", "::rsub", "__rsub__"),
+    ast.Mult: ("::mul", "::mul_", "__rmul__"), ast.Div: ("::div", "::div_", "__rtruediv__", "__rdiv__"),
+    ast.MatMult: ("::matmul", "::mm", "::bmm", "::mv", "::dot", "::linear", "__matmul__", "__rmatmul__"),
+    ast.Pow: ("::pow", "::pow_", "__pow__", "__rpow__"), ast.Mod: ("::remainder", "__rmod__", "::fmod"),
+    ast.FloorDiv: ("::floor_divide", "__floordiv__", "__rfloordiv__"), ast.USub: ("::neg",),
+    ast.BitAnd: ("::bitwise_and", "__and__", "::logical_and"),
+    ast.BitOr: ("::bitwise_or", "__or__", "::logical_or"),
+    ast.BitXor: ("::bitwise_xor", "__xor__"), ast.Invert: ("::bitwise_not", "::logical_not"),
+    ast.Gt: ("::gt", "::lt"), ast.Lt: ("::lt", "::gt"), ast.GtE: ("::ge", "::le"), ast.LtE: ("::le", "::ge"),
+    ast.Eq: ("::eq",), ast.NotEq: ("::ne",), ast.In: ("__contains__",), ast.NotIn: ("__contains__",),
 }  # fmt: skip
 _INDEX = (
-    "select", "slice", "index", "unsqueeze", "squeeze", "alias", "item", "index_select", "nonzero", "to",
-    "__getitem__",
+    "::select", "::slice", "::index", "::unsqueeze", "::squeeze", "::alias", "::item", "::index_select",
+    "::nonzero", "::to", "__getitem__",
 )  # fmt: skip
 _STORE = (
-    *_INDEX,
-    "copy_",
-    "fill_",
-    "index_put_",
-    "_index_put_impl_",
-    "lift_fresh",
-    "masked_fill_",
+    *_INDEX, "::copy_", "::fill_", "::index_put_", "::_index_put_impl_", "::lift_fresh", "::masked_fill_",
     "__setitem__",
-)
+)  # fmt: skip
 _VIEWS = ("T", "mT", "H", "mH", "data", "grad", "real", "imag")
+# What a call of any name may start with: a class, a module, a decorated function.
+_ANY_CALL = ("__init__", "__call__", MODULE, "inner", "wrapper", "decorate_context", "_fn")
 _COMPREHENSIONS = {
     ast.ListComp: "<listcomp>", ast.SetComp: "<setcomp>", ast.DictComp: "<dictcomp>",
     ast.GeneratorExp: "<genexpr>",
@@ -88,12 +85,11 @@ class Slots(ast.NodeVisitor):
             self.visit(part)
         # A class runs its __init__, a built-in conversion an op without a frame.
         ops = () if isinstance(node.func, ast.Attribute) else {
-            "float": ("item",), "int": ("item",), "bool": ("is_nonzero", "item"), "print": ("__repr__",),
-            "str": ("__repr__",), "sum": ("add",), "abs": ("abs",), "list": ("unbind",), "max": ("gt", "lt"),
-            "min": ("gt", "lt"), "range": ("item",), "round": ("round",),
+            "float": ("::item",), "int": ("::item",), "bool": ("::is_nonzero", "::item"),
+            "print": ("__repr__",), "str": ("__repr__",), "sum": ("::add",), "list": ("::unbind",),
+            "max": ("::gt", "::lt"), "min": ("::gt", "::lt"), "range": ("::item",),
         }.get(name, ())  # fmt: skip
-        keys = (name, "__init__", "__call__", MODULE, "inner", "wrapper", "decorate_context", "_fn", *ops)
-        self._emit(line, keys, _SURE, repeats=bool(ops))
+        self._emit(line, (name, f"::{name}", *_ANY_CALL, *ops), _SURE, repeats=bool(ops))
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         self.visit(node.left)
@@ -102,7 +98,7 @@ class Slots(ast.NodeVisitor):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         self.visit(node.operand)
-        self._emit(node.lineno, _OPERATORS.get(type(node.op), ("is_nonzero",)))
+        self._emit(node.lineno, _OPERATORS.get(type(node.op), ("::is_nonzero",)))
 
     def visit_Compare(self, node: ast.Compare) -> None:
         self.visit(node.left)
@@ -113,7 +109,7 @@ class Slots(ast.NodeVisitor):
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
         for value in node.values:
             self.visit(value)
-            self._emit(value.lineno, ("is_nonzero",))
+            self._emit(value.lineno, ("::is_nonzero",))
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
@@ -138,20 +134,24 @@ class Slots(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.visit(node.value)
-        views = ("transpose", "permute", "t", "numpy_T", "detach", "alias") if node.attr in _VIEWS else ()
+        views = (
+            ("::transpose", "::permute", "::t", "::numpy_T", "::detach", "::alias")
+            if node.attr in _VIEWS
+            else ()
+        )
         self._emit(node.end_lineno or node.lineno, (node.attr, "__getattr__", *views))
 
     def visit_FormattedValue(self, node: ast.FormattedValue) -> None:
         self.visit(node.value)
-        self._emit(node.lineno, ("__format__", "__repr__", "item"))
+        self._emit(node.lineno, ("__format__", "__repr__", "::item"))
 
     def visit_Starred(self, node: ast.Starred) -> None:
         self.visit(node.value)
-        self._emit(node.lineno, ("unbind", "__iter__"))
+        self._emit(node.lineno, ("::unbind", "__iter__"))
 
     def visit_If(self, node: ast.If | ast.IfExp) -> None:
         self.visit(node.test)
-        self._emit(node.test.lineno, ("is_nonzero", "item"))
+        self._emit(node.test.lineno, ("::is_nonzero", "::item"))
         for part in (node.body, node.orelse):
             for child in part if isinstance(part, list) else [part]:
                 self.visit(child)
@@ -161,14 +161,14 @@ class Slots(ast.NodeVisitor):
     def visit_While(self, node: ast.While) -> None:
         first = len(self.lines)
         self.visit(node.test)
-        self._emit(node.test.lineno, ("is_nonzero", "item"))
+        self._emit(node.test.lineno, ("::is_nonzero", "::item"))
         self._loop(first, node.body)
         for child in node.orelse:
             self.visit(child)
 
     def visit_For(self, node: ast.For) -> None:
         self.visit(node.iter)
-        self._emit(node.iter.lineno, ("__iter__", "unbind"))
+        self._emit(node.iter.lineno, ("__iter__", "::unbind"))
         first = len(self.lines)
         self._emit(node.iter.lineno, ("__next__",))
         self.visit(node.target)
@@ -184,7 +184,7 @@ class Slots(ast.NodeVisitor):
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
         self.visit(node.generators[0].iter)
         # Up to Python 3.11 it is a function of its own, later it is part of this one.
-        self._emit(node.lineno, (_COMPREHENSIONS[type(node)], "__iter__", "unbind"), repeats=True)
+        self._emit(node.lineno, (_COMPREHENSIONS[type(node)], "__iter__", "::unbind"), repeats=True)
         if sys.version_info >= (3, 12) and not isinstance(node, ast.GeneratorExp):
             self.inner_of(node)
 
@@ -198,7 +198,7 @@ class Slots(ast.NodeVisitor):
             self._emit(part.iter.lineno, ("__next__",))
             for test in part.ifs:
                 self.visit(test)
-                self._emit(test.lineno, ("is_nonzero",))
+                self._emit(test.lineno, ("::is_nonzero",))
         for value in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
             self.visit(value)
         self.loops.append((first, len(self.lines)))
@@ -221,18 +221,22 @@ class Slots(ast.NodeVisitor):
 
     visit_AsyncFunctionDef = visit_ClassDef = visit_Lambda = visit_FunctionDef
 
-    def align(self, names: list[str], anywhere: bool) -> list[int | None]:
-        """The line of each event, by the path through the slots that skips least; None where none fits."""
+    def align(self, names: list[str], running: int = 0) -> list[int | None]:
+        """The line of each event, by the path through the slots that skips least; None where none fits.
+
+        `names`: functions that were called, and ops as "::name". `running`: the line on which the function
+        already was when the profiler started.
+        """
         steps = [(number, self.keys[name]) for number, name in enumerate(names) if name in self.keys]
         if sum(len(a[1]) * len(b[1]) for a, b in itertools.pairwise(steps)) > _MAX_WORK:
             return [None] * len(names)
-        costs: dict[int, int] = {-1: 0}
+        costs: dict[int, int] = {sum(line <= running for line in self.lines) - 1: 0}
         back: list[dict[int, int]] = []
         for _, slots in steps:
             found: dict[int, int] = {}
             came: dict[int, int] = {}
             for slot in slots:
-                best, source = min((cost + self._way(at, slot, anywhere), at) for at, cost in costs.items())
+                best, source = min((cost + self._way(at, slot), at) for at, cost in costs.items())
                 found[slot], came[slot] = best, source
             costs = found
             back.append(came)
@@ -248,9 +252,9 @@ class Slots(ast.NodeVisitor):
             lines[number] = known
         return lines
 
-    def _way(self, at: int, to: int, anywhere: bool) -> int:
+    def _way(self, at: int, to: int) -> int:
         if at < 0:
-            return 0 if anywhere else self.before[to]
+            return self.before[to]
         if to > at:
             return self.before[to] - self.before[at + 1]
         if to == at and to in self.repeats:
@@ -270,13 +274,13 @@ def _tree(file: str) -> ast.Module | None:
 
 
 @cache
-def slots_of(file: str, number: int, function: str) -> tuple[Slots, bool] | None:
-    """The slots of a function, and whether it was already running when the profiler started."""
+def slots_of(file: str, number: int, function: str) -> tuple[Slots, int] | None:
+    """The slots of a function, and the line it was on if it was running when the profiler started."""
     tree = _tree(file)
     if tree is None:
         return None
     if function == "<module>":
-        return Slots(list(tree.body)), number > 1
+        return Slots(list(tree.body)), number if number > 1 else 0
     candidates: list[tuple[ast.AST, int, int]] = []
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == function:
@@ -292,6 +296,6 @@ def slots_of(file: str, number: int, function: str) -> tuple[Slots, bool] | None
         slots = Slots([])
         slots.inner_of(node)
         slots.before = slots._sums()
-        return slots, False
+        return slots, 0
     assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    return Slots(list(node.body)), not first <= number <= node.lineno
+    return Slots(list(node.body)), 0 if first <= number <= node.lineno else number

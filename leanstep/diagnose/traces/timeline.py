@@ -255,6 +255,10 @@ class Timeline:
         return self._call_of.get(int(self.link[activity]), -1)
 
     @property
+    def knows_launches(self) -> bool:
+        return bool(self._call_of)
+
+    @property
     def has_device(self) -> bool:
         return len(self.active) > 0
 
@@ -322,11 +326,11 @@ class Timeline:
         # Where everything before has ended when the next one starts.
         holes = np.flatnonzero(start[1:] > reached[:-1] + _NO_CAUSE_US)
         self.busy_us = float(reached[-1] - start[0] - (start[1:] - reached[:-1]).clip(0).sum())
-        data = [
+        data = sorted(
             (float(self.start[i]), float(self.end[i]))
             for i in np.flatnonzero(self.kind == NOTE).tolist()
             if _note_flags(self.text(i)) & DATA_FLAG
-        ]
+        )
         ends = [wait.end for wait in self.waits]
         for hole in holes.tolist():
             gap = Gap(float(reached[hole]), float(start[hole + 1]), self.call_of(int(self.active[hole + 1])))
@@ -356,7 +360,9 @@ class Timeline:
             gap.cause = "queued"
             return
         until = min(launched, gap.end)
-        for begin, finish in data:
+        for begin, finish in data[max(bisect_right(data, (gap.start, 0.0)) - 1, 0) :]:
+            if begin > until:
+                break
             gap.data_us += max(0.0, min(finish, until) - max(begin, gap.start))
         # A wait that was on when the device ran dry; one that began later waited for nothing.
         first, last = bisect_left(wait_ends, gap.start), bisect_right(wait_ends, launched)

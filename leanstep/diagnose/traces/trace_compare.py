@@ -47,9 +47,10 @@ def read_table(path: str) -> Table:
     runs: dict[tuple[str, str], set[int]] = defaultdict(set)
     if timeline.has_device:
         for activity in each(timeline.active):
-            if timeline.step_of_activity(activity) < 0:
-                continue
             call = timeline.call_of(activity)
+            # What was launched before the trace began belongs to no step of it.
+            if timeline.step_of_activity(activity) < 0 or (call < 0 and timeline.knows_launches):
+                continue
             op = int(timeline.shown[call]) if call >= 0 else -1
             key = _key(timeline, op if op >= 0 else activity)
             rows[key][0] += float(timeline.end[activity] - timeline.start[activity])
@@ -99,12 +100,12 @@ class Change:
         return self.after_seconds - self.before_seconds
 
     def __str__(self) -> str:
-        shapes = self.shapes if len(self.shapes) <= 60 else self.shapes[:59] + "…"
+        op, shapes = (text if len(text) <= 60 else text[:59] + "…" for text in (self.op, self.shapes))
         runs = (
             f"{self.before_runs:g} → {self.after_runs:g} runs" if self.before_runs != self.after_runs else ""
         )
         times = f"{seconds(self.before_seconds)} → {seconds(self.after_seconds)}"
-        return f"{self.kind:<7} {times:<22} {self.op} {shapes} {runs}".rstrip()
+        return f"{self.kind:<7} {times:<22} {op} {shapes} {runs}".rstrip()
 
 
 @dataclass

@@ -184,7 +184,7 @@ class Places:
                 return MODULE
             frame = _FRAME.match(text)
             return frame[3] if frame else text
-        return text.rpartition("::")[2]
+        return "::" + text.rpartition("::")[2]
 
     def _judge(self, index: int) -> tuple[int, str, int, str] | None:
         """(flag, file, number, function) of a frame that is the user's or a library's."""
