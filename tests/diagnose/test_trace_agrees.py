@@ -21,7 +21,6 @@ CANNOT = {
 # `unbatched_by_hand` has no optimizer: nothing marks where a step ends.
 PLANTED = ("sync_", "storm_", "unbatched_a", "unbatched_m", "transposed_", "full_vocab_", "retained_")
 CLEAN = (
-    "clean_deep",
     "clean_checkpoint",
     "clean_chunk_backward",
     "clean_average_then_layers",

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from leanstep.diagnose import rule_checks, rules
+from leanstep.diagnose.compiled_rules import CompiledReport
 from leanstep.diagnose.cost import SYNC_SECONDS, gpu_step_seconds
 from leanstep.diagnose.recording.source import UNKNOWN_LINE, Line, Site
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, Finding, Limits, StepRecord, Tally
@@ -52,6 +53,7 @@ class TraceRun:
         self.step_seconds, self.step_is_bound = self.timeline.step_us / 1e6, False
         self.recorder = SimpleNamespace(accelerator=self.timeline.has_device)
         self.clock = SimpleNamespace(parts=None)
+        self.compiled = CompiledReport()
 
     @property
     def device(self) -> str:
