@@ -282,7 +282,9 @@ class Timeline:
             name = self.text(index)
             copy = copies.get(int(self.link[index]), -1)
             kind = _direction(self.text(copy)) if copy >= 0 else ""
-            waits = _WAIT.match(name) is not None and kind != "on device"
+            # CUDA returns early from a copy on the device, ROCm may wait for it.
+            waits = _WAIT.match(name) is not None
+            waits = waits and (kind != "on device" or bool(self.end[index] >= self.end[copy]))
             if not waits and copy >= 0 and _COPY_CALL.match(name) and kind in ("to host", "to device"):
                 # An asynchronous copy from or to memory that is not pinned returns when it is done.
                 waits = bool(self.end[index] >= self.end[copy])
