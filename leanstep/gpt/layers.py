@@ -9,6 +9,9 @@ owns.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -128,21 +131,44 @@ class NormLinear(torch.autograd.Function):
         return grad_x, torch.mm(grad.T, normed)
 
 
-def _mlp_forward(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def relu_kernel(x: Tensor, fused: bool) -> Any:
+    """The Triton pass for relu², where it is asked for and can run; else None."""
+    return _triton() if fused and x.is_cuda and x.dtype != torch.float64 else None
+
+
+@functools.cache
+def _triton() -> Any:
+    try:
+        from leanstep.gpt import kernel
+    except ImportError:
+        return None
+    return kernel
+
+
+def _mlp_forward(x: Tensor, first: Tensor, fused: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """norm(x), its 1 / rms, the hidden layer (rectified, except for the kernel) and its squares."""
     inverse = inverse_rms(x)
     normed = x * inverse.to(x.dtype)
-    return normed, inverse, torch.mm(normed, first.T).relu_()
+    hidden, kernel = torch.mm(normed, first.T), relu_kernel(x, fused)
+    if kernel is not None:
+        return normed, inverse, hidden, kernel.squared_relu(hidden)
+    return normed, inverse, hidden.relu_(), hidden.square()
 
 
-def _mlp_backward(grad, scale: Number, normed, inverse, rectified, first, second, grad_x):
+def _mlp_backward(grad, scale: Number, normed, inverse, hidden, first, second, grad_x, fused: bool):
     """Gradients of the matrices and of the scale before the MLP; adds the input's gradient to `grad_x`."""
-    squared = rectified.square()
-    grad_second = torch.mm(squared.T, grad)
-    # <grad, squared @ second> without making that product again.
-    grad_scale = dot(grad_second, second)
+    kernel = relu_kernel(grad, fused)
     # relu(p)^2 has slope 2 relu(p), which is zero where p is negative: no mask needed. The constant and the
     # scale go into the small matrices.
-    grad_hidden = torch.mm(grad, second.T, out=squared).mul_(rectified)
+    if kernel is None:
+        squared = hidden.square()
+        grad_second = torch.mm(squared.T, grad)
+        grad_hidden = torch.mm(grad, second.T, out=squared).mul_(hidden)
+    else:
+        grad_hidden = torch.mm(grad, second.T)
+        grad_second = torch.mm(kernel.squared_relu(hidden, grad_hidden).T, grad)
+    # <grad, squared @ second> without making that product again.
+    grad_scale = dot(grad_second, second)
     grad_first = torch.mm(grad_hidden.T, normed).mul_(2 * scale)
     grad_normed = torch.mm(grad_hidden, first * (2 * scale))
     add_norm_backward(grad_x, grad_normed, normed, inverse)
@@ -153,48 +179,52 @@ class MLP(torch.autograd.Function):
     """relu(norm(x) @ first.T)^2 @ second; the squares are recomputed in the backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        normed, inverse, rectified = _mlp_forward(x, first)
-        ctx.save_for_backward(normed, inverse, rectified, first, second)
-        return torch.mm(rectified.square(), second)
+    def forward(ctx, x: Tensor, first: Tensor, second: Tensor, fused: bool = False) -> Tensor:
+        normed, inverse, hidden, squared = _mlp_forward(x, first, fused)
+        ctx.fused = fused
+        ctx.save_for_backward(normed, inverse, hidden, first, second)
+        return torch.mm(squared, second)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        normed, inverse, rectified, first, second = ctx.saved_tensors
+        normed, inverse, hidden, first, second = ctx.saved_tensors
         grad_x = torch.zeros_like(normed)
         grad_first, grad_second, _ = _mlp_backward(
-            grad.contiguous(), 1.0, normed, inverse, rectified, first, second, grad_x
+            grad.contiguous(), 1.0, normed, inverse, hidden, first, second, grad_x, ctx.fused
         )
-        return grad_x, grad_first, grad_second
+        return grad_x, grad_first, grad_second, None
 
 
 class ResidualMLP(torch.autograd.Function):
     """resid * x + post * mlp(norm(x)): the second product accumulates onto the residual."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, resid: Tensor, post: Number, first: Tensor, second: Tensor) -> Tensor:
-        normed, inverse, rectified = _mlp_forward(x, first)
+    def forward(
+        ctx, x: Tensor, resid: Tensor, post: Number, first: Tensor, second: Tensor, fused: bool = False
+    ) -> Tensor:
+        normed, inverse, hidden, squared = _mlp_forward(x, first, fused)
+        ctx.fused = fused
         ctx.resid, ctx.post = number(resid), number(post)
         ctx.dtypes = resid.dtype, None if isinstance(post, int | float) else post.dtype
-        ctx.save_for_backward(x, normed, inverse, rectified, first, second)
+        ctx.save_for_backward(x, normed, inverse, hidden, first, second)
         out = x * ctx.resid
         if isinstance(ctx.post, Tensor):
-            return out.addcmul_(torch.mm(rectified.square(), second), ctx.post)
-        return out.addmm_(rectified.square(), second, alpha=ctx.post)
+            return out.addcmul_(torch.mm(squared, second), ctx.post)
+        return out.addmm_(squared, second, alpha=ctx.post)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        x, normed, inverse, rectified, first, second = ctx.saved_tensors
+        x, normed, inverse, hidden, first, second = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = grad * ctx.resid
         grad_first, grad_second, grad_post = _mlp_backward(
-            grad, ctx.post, normed, inverse, rectified, first, second, grad_x
+            grad, ctx.post, normed, inverse, hidden, first, second, grad_x, ctx.fused
         )
         resid_dtype, post_dtype = ctx.dtypes
         grad_post = None if post_dtype is None else grad_post.to(post_dtype)
-        return grad_x, dot(grad, x).to(resid_dtype), grad_post, grad_first, grad_second
+        return grad_x, dot(grad, x).to(resid_dtype), grad_post, grad_first, grad_second, None
 
 
 class SmearNorm(torch.autograd.Function):

@@ -60,7 +60,8 @@ class Float8:
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor) -> Float8:
         weight_scale = _scale(weight)
-        return cls(_rounded(weight, weight_scale), weight_scale, _scale(hidden))
+        # Rows in order: 8-bit products take the second operand column by column only.
+        return cls(_rounded(weight, weight_scale).contiguous(), weight_scale, _scale(hidden))
 
     def product(self, h: Tensor, columns: slice, out: Tensor) -> Tensor:
         """u of some rows and columns into `out`, fp32 or wider."""

@@ -153,9 +153,9 @@ class GPT(BankedGPT):
                 second, outer = layers.second[i], mlp_post[0][i] if scaled else 1.0
                 if scaled and c.fold_post_mlp:
                     second, outer = mlp_post[0][i] * second, 1.0
-                lane0 = ResidualMLP.apply(lane0, rm, outer, layers.first[i], second)
+                lane0 = ResidualMLP.apply(lane0, rm, outer, layers.first[i], second, c.fused_mlp)
             else:
-                m = MLP.apply(lane1, layers.first[i], layers.second[i])
+                m = MLP.apply(lane1, layers.first[i], layers.second[i], c.fused_mlp)
                 post0, post1 = (mlp_post[0][i], mlp_post[1][i]) if scaled else (1.0, 1.0)
                 lane0 = Mix.apply(None, [], rm, post0, lane0, m)
                 lane1 = Mix.apply(None, [], mlp_resid[1][i], post1, lane1, m)
@@ -287,6 +287,7 @@ class GPT(BankedGPT):
             mtp=mtp or self.config.mtp,
             softcap=self.config.softcap,
             transposed=self.config.transposed_head,
+            float8=self.config.float8_head,
         )
 
 

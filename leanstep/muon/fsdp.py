@@ -6,11 +6,13 @@ Momentum and the weight write are elementwise and stay on the shards. The polar 
     2. one all-to-all brings each matrix to its owner
     3. owners orthogonalise and scale; a second all-to-all takes the rows back
 
-On a GPU updates and factors travel in the dtype of the products (bfloat16) and equal shapes are one batch; on
-a CPU they travel in float32 and go one by one, to the bits of a single process.
+On a GPU updates and factors travel in the dtype of the products (bfloat16), shape by shape: equal shapes are
+one batch of products, and one shape travels while another is orthogonalised. On a CPU they travel in float32
+and go one by one, to the bits of a single process.
 
-Two collectives for all matrices of a step, where running Muon on DTensors gathers three times per polynomial
-step and matrix. A bank cut along dimension 0 already lies in whole matrices: it needs none.
+Two collectives for all matrices of a step (of a shape on a GPU), where running Muon on DTensors gathers three
+times per polynomial step and matrix. A bank cut along dimension 0 already lies in whole matrices: it needs
+none.
 """
 
 from __future__ import annotations
@@ -75,6 +77,21 @@ class _Rows:
         plan = next(iter(entry.forms.values())).plan
         views = (local.view(shape), grad.reshape(shape), state["momentum_buffer"].view(shape))
         return Stack(*views, lines, None if low is None else low.view(shape), plan, lr, decay)
+
+
+@dataclass
+class _Travelling:
+    """An exchange under way; what is sent is held until it has arrived."""
+
+    work: Any
+    received: Tensor
+    sent: Tensor
+    rows: list[_Rows]
+    sizes: tuple[list[int], list[int]]
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
 
 
 class RowShards:
@@ -180,8 +197,16 @@ class RowShards:
             else:
                 self._step_bank(entry, _local(grad), _local_state(state), workspace, go)
         step_adams(adam, go)
-        for batch in self._batches(rows):
-            self._exchange(batch, workspace, go)
+        sent = back = None
+        # While one batch is orthogonalised, the next one travels to its owners and the last one home.
+        for batch in (*self._batches(rows), None, None):
+            arriving = None if batch is None else self._send(batch, workspace, go)
+            leaving = None if sent is None else self._factor(sent, workspace, go)
+            if back is not None:
+                for part, updates in _runs(back.wait(), back.rows, self.rank, self.world):
+                    if updates.numel():
+                        _write(part, updates, workspace, go)
+            sent, back = arriving, leaving
 
     def _step_bank(
         self, entry: Entry, grad: Tensor, state: State, workspace: Workspace, go: Tensor | None
@@ -197,19 +222,22 @@ class RowShards:
         update_matrices(stacks_of(entry, local, grad, state, multipliers), entry.group, workspace, go)
 
     def _batches(self, rows: list[_Rows]) -> list[list[_Rows]]:
+        """What travels together: as much as fits; on a GPU one shape, so that the others' work hides it."""
         batches: list[list[_Rows]] = []
+        if rows and fuses(_local(rows[0].entry.param)):
+            rows = sorted(rows, key=lambda row: (row.num_rows, row.num_cols))
         size = 0
         for row in rows:
             fresh = not batches or size + row.entry.param.numel() > self.max_elements
-            if fresh or _wire(batches[-1][0]) != _wire(row):
+            if fresh or _travels(batches[-1][0]) != _travels(row):
                 batches.append([])
                 size = 0
             batches[-1].append(row)
             size += row.entry.param.numel()
         return batches
 
-    def _exchange(self, batch: list[_Rows], workspace: Workspace, go: Tensor | None) -> None:
-        """Updates to their owners, scaled polar factors back, weights written where they live."""
+    def _send(self, batch: list[_Rows], workspace: Workspace, go: Tensor | None) -> _Travelling:
+        """Updates of this rank's rows, under way to their owners."""
         by_owner = sorted(batch, key=lambda row: row.kind[:3])
         mine = [row for row in by_owner if row.owner == self.rank]
         send_sizes, receive_sizes = [0] * self.world, [0] * self.world
@@ -225,24 +253,27 @@ class RowShards:
         for rows, part in _runs(send, by_owner, self.rank, self.world):
             if part.numel():
                 _fill(rows, part, workspace, go)
-        received = self._all_to_all(send, send_sizes, receive_sizes)
-        pieces = received.split(receive_sizes)
-        shards = [_runs(piece, mine, rank, self.world) for rank, piece in enumerate(pieces)]
+        return self._all_to_all(send, send_sizes, receive_sizes, by_owner)
+
+    def _factor(self, arrived: _Travelling, workspace: Workspace, go: Tensor | None) -> _Travelling:
+        """Scaled polar factors of the matrices that this rank owns, under way to where their weights live."""
+        received, sizes = arrived.wait(), arrived.sizes
+        mine = [row for row in arrived.rows if row.owner == self.rank]
+        shards = [_runs(piece, mine, rank, self.world) for rank, piece in enumerate(received.split(sizes[1]))]
         for parts in zip(*shards, strict=True):
             rows, cut = parts[0][0], [part for _, part in parts]
             whole = torch.cat(cut, 1)
             _orthogonalise_whole(rows, whole, workspace, go)
             torch._foreach_copy_(cut, list(whole.split([part.size(1) for part in cut], 1)))
-        back = self._all_to_all(received, receive_sizes, send_sizes)
-        for rows, part in _runs(back, by_owner, self.rank, self.world):
-            if part.numel():
-                _write(rows, part, workspace, go)
+        return self._all_to_all(received, sizes[1], sizes[0], arrived.rows)
 
-    def _all_to_all(self, send: Tensor, send_sizes: list[int], receive_sizes: list[int]) -> Tensor:
-        """Send `send_sizes[r]` elements to each rank r; returns what came, in rank order."""
+    def _all_to_all(
+        self, send: Tensor, send_sizes: list[int], receive_sizes: list[int], rows: list[_Rows]
+    ) -> _Travelling:
+        """Send `send_sizes[r]` elements to each rank r; what comes is in rank order."""
         out = send.new_empty(sum(receive_sizes))
-        dist.all_to_all_single(out, send, receive_sizes, send_sizes, group=self.group)
-        return out
+        work = dist.all_to_all_single(out, send, receive_sizes, send_sizes, group=self.group, async_op=True)
+        return _Travelling(work, out, send, rows, (send_sizes, receive_sizes))
 
 
 def chunk(length: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -347,6 +378,12 @@ def _write(rows: list[_Rows], updates: Tensor, workspace: Workspace, go: Tensor 
             mode=group["residual"],
             cautious=group["decay"] == "cautious",
         )
+
+
+def _travels(row: _Rows) -> tuple:
+    """What the matrices of one exchange have in common."""
+    shape = (row.num_rows, row.num_cols) if fuses(_local(row.entry.param)) else ()
+    return (_wire(row), *shape)
 
 
 def _wire(row: _Rows) -> torch.dtype:

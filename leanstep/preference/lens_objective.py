@@ -316,7 +316,8 @@ class LensObjective(nn.Module):
             result.loss = result.loss * self.config.gate.every
         self._watch_memory(device, begin=False)
         detached = result.loss.detach()
-        self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
+        # In place: a CUDA graph adds to where the sum was when it was captured.
+        self._loss_sum = detached.clone() if self._loss_sum is None else self._loss_sum.add_(detached)
         self._active_steps += 1
         self._metrics = result.metrics
         return result

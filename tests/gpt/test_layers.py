@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
+from leanstep.gpt import layers
 from leanstep.gpt.attention import Rotary, make_plan
 from leanstep.gpt.layers import MLP, Injections, Mix, Norm, NormLinear, ResidualMLP, SmearNorm
 from leanstep.gpt.projections import AttentionOut, AttentionWeights, Heads, HeadShape
@@ -139,3 +140,41 @@ def test_attention_weights_fold_lambdas_and_gates():
         return tuple(w.square().sum() for w in taken)
 
     assert gradcheck(total, (bank, scales, gates, ve_gates))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_relu_squared_kernel_is_no_further_from_float64_than_the_plain_path(dtype, monkeypatch):
+    kernel = pytest.importorskip("leanstep.gpt.kernel")
+    # A CPU tensor takes the route of a GPU.
+    monkeypatch.setattr(layers, "relu_kernel", lambda x, fused: kernel if fused else None)
+    given = [
+        torch.randn(41, 24),
+        torch.tensor(0.8),
+        torch.tensor(1.3),
+        torch.randn(99, 24),
+        torch.randn(99, 24),
+    ]
+    given = [t.to(dtype).requires_grad_() for t in given]
+    upstream = torch.randn(41, 24).to(dtype)
+
+    def results(fused: bool, inputs):
+        out = ResidualMLP.apply(*inputs, fused)
+        return [out, *torch.autograd.grad(out, inputs, upstream.to(out.dtype))]
+
+    wide = [t.detach().double().requires_grad_() for t in given]
+    for a, b, truth in zip(results(True, given), results(False, given), results(False, wide), strict=True):
+        error, plain = ((x.double() - truth).abs().max() for x in (a, b))
+        # The interpreter cuts a 16-bit store off where a GPU rounds it.
+        assert error <= 3 * plain + 1e-6 * truth.abs().max()
+    x = torch.tensor([-1.0, 0.0, 2.0, -torch.inf, torch.nan])
+    grad = torch.ones(5)
+    squares = kernel.squared_relu(x, grad)
+    torch.testing.assert_close(squares, x.relu().square(), equal_nan=True)
+    torch.testing.assert_close(grad, x.relu(), equal_nan=True)
+    assert kernel.squared_relu(torch.zeros(0, 4)).shape == (0, 4)
+
+
+def test_without_a_gpu_the_fused_mlp_is_the_plain_one():
+    x, first, second = draw(5, 8), draw(12, 8), draw(12, 8)
+    assert torch.equal(MLP.apply(x, first, second, True), MLP.apply(x, first, second, False))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
 from gpt.golden import array, load
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.gpt.loss import ahead_targets, head_loss
+from leanstep.gpt.loss import ahead_targets, check_float8, head_loss
 from leanstep.gpt.reference import softcap_loss
 
 CAP = (23.0, 5.0, 7.5)
@@ -156,3 +158,49 @@ def test_bad_input_is_named():
         head_loss(hidden, head, targets[:3])
     with pytest.raises(ValueError, match="tile_rows"):
         head_loss(hidden, head, targets, tile_rows=0)
+
+
+def eighths(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to e4m3 under a scale that makes its largest number the largest there is, by hand."""
+    scale = x.abs().max() / 448
+    scaled = x / scale
+    exponent = torch.floor(torch.log2(scaled.abs().clamp(min=2.0**-20))).clamp(min=-6)
+    step = 2.0 ** (exponent - 3)
+    return torch.round(scaled / step) * step * scale
+
+
+@pytest.mark.parametrize("softcap", [CAP, None], ids=["cap", "no cap"])
+@pytest.mark.parametrize("tile_rows", [None, 7])
+def test_a_head_of_8_bits_is_that_of_its_rounded_operands(softcap, tile_rows):
+    hidden, head = torch.randn(41, 32), torch.randn(32, 144)
+    targets = torch.randint(-1, 144, (41,))
+    found = head_loss(hidden, head, targets, softcap=softcap, float8=True, tile_rows=tile_rows)
+    rounded = [eighths(t.double()) for t in (hidden, head)]
+    want = plain_loss(*rounded, targets, (1.0,), softcap, True)
+    assert abs(float(found) - float(want)) < 1e-4 * abs(float(want))
+    exact = plain_loss(hidden.double(), head.double(), targets, (1.0,), softcap, True)
+    assert 0 < abs(float(want) - float(exact)) < 0.02 * abs(float(exact))
+
+
+def test_gradients_of_a_head_of_8_bits_pass_the_rounding_straight_through():
+    """d logits is that of the rounded operands; its products are taken with the operands as they were."""
+    hidden, head = torch.randn(41, 32, requires_grad=True), torch.randn(32, 144, requires_grad=True)
+    targets = torch.randint(144, (41,))
+    head_loss(hidden, head, targets, softcap=CAP, float8=True).backward()
+    logits = (eighths(hidden.detach().double()) @ eighths(head.detach().double())).requires_grad_()
+    (slope,) = torch.autograd.grad(softcap_loss(logits, targets, (1.0,), CAP).sum(), logits)
+    for found, want in (
+        (hidden.grad, slope @ head.detach().double().T),
+        (head.grad, hidden.detach().double().T @ slope),
+    ):
+        assert (found.double() - want).abs().max() < 1e-4 * want.abs().max()
+
+
+def test_8_bits_are_refused_by_name(monkeypatch):
+    hidden, targets = torch.randn(5, 24), torch.zeros(5, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"float8: expected a head whose sides are multiples of 16.*24, 144"):
+        head_loss(hidden, torch.randn(24, 144), targets, float8=True)
+    asked = types.SimpleNamespace(is_cuda=True, device="cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"float8: expected a GPU of capability 8.9 or newer, got 8.0"):
+        check_float8(asked, torch.randn(32, 144))

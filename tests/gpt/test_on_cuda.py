@@ -42,4 +42,23 @@ def test_a_step_waits_for_nothing_and_reaches_the_gpu_paths(tmp_path):
     # Gates read a dozen features and are narrow; every product of whole rows is aligned for tensor cores.
     products = [k for k in kernels if k.kind == "gemm" and k.flops >= 2 * TOKENS * 64 * 64]
     assert len(products) > 20 and {k.alignment for k in products} == {16}
+    assert {k.dtype for k in kernels if k.kind == "gemm"} == {"bfloat16"}
     assert max(s.nbytes for s in recording.storages.values() if s.category != "library") < TOKENS**2
+
+
+@pytest.mark.timeout(240)
+def test_the_options_of_a_gpu_are_taken(tmp_path):
+    """relu² in one kernel each way of four layers; one product of the head in 8 bits, two in 16."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    stub_or_skip()
+    script = tmp_path / "step.py"
+    options = "respect_docs=True, fused_mlp=True, float8_head=True"
+    script.write_text(SCRIPT.replace("respect_docs=True", options))
+    recording = rehearse(Request(str(script), device="h100"), quiet=True)
+    assert recording.refused is None and len(recording.steps) == 3
+    last = recording.steps[-1]
+    events = recording.events[last.first : last.last]
+    assert [event for event in events if isinstance(event, HostWait)] == []
+    kernels = [kernel for event in events if isinstance(event, Launch) for kernel in event.kernels]
+    assert sum(k.name == "squared_relu" for k in kernels) == 8
+    assert [k.sizes[1:] for k in kernels if k.dtype == "float8"] == [(TOKENS, 512, 64)]
