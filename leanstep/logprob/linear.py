@@ -383,6 +383,8 @@ def _saved_logits(call: Call) -> SavedLogits:
 
 def _check_invariant(wants: set[str], allowed: Any, low_hidden: Any, shards: VocabShards | None) -> None:
     """Refuse what makes no promise about bits."""
+    if torch.compiler.is_compiling():
+        raise ValueError("tuning.invariant: expected a call outside of torch.compile")
     if wants - {"lse", "z_loss"}:
         raise ValueError(f"outputs: expected lse or z_loss with tuning.invariant, got {sorted(wants)}")
     if allowed is not None:

@@ -184,7 +184,7 @@ def broken_shards(rank: int, world: int) -> str:
     return ""
 
 
-def test_what_makes_no_promise_is_refused():
+def test_what_makes_no_promise_is_refused(monkeypatch):
     hidden, weight, targets, _ = inputs(40)
     refused = [
         ({"outputs": "argmax"}, r"outputs: expected lse or z_loss with tuning.invariant, got \['argmax'\]"),
@@ -198,6 +198,10 @@ def test_what_makes_no_promise_is_refused():
         linear_logprobs(hidden, lora, targets, tuning=INVARIANT)
     with pytest.raises(ValueError, match="tuning: expected invariant=False here"):
         token_logprobs(hidden @ weight.t(), targets, tuning=INVARIANT)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.compiler, "is_compiling", lambda: True)
+        with pytest.raises(ValueError, match=r"expected a call outside of torch\.compile"):
+            linear_logprobs(hidden, weight, targets, tuning=INVARIANT)
     for message in run_ranks(2, broken_shards):
         assert "expected shards of whole parts of 512 columns" in message
 
