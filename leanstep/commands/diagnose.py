@@ -216,7 +216,7 @@ def _compare_traces(before: str, after: str, threshold: list[str], show_all: boo
     check_writable(json, "--json")
     allowed = _share(threshold, trace_compare.THRESHOLD)
     tables = [_checked("--trace", trace_compare.read_table, path) for path in (before, after)]
-    comparison = _checked("--trace", lambda pair: trace_compare.compare(*pair, allowed), tables)
+    comparison = _checked("--trace", lambda pair: trace_compare.compare(pair[0], pair[1], allowed), tables)
     console(json).print(comparison.text(show_all), markup=False, highlight=False, soft_wrap=True)
     write_json(comparison.as_dict(), json)
     return 1 if comparison.is_worse else 0

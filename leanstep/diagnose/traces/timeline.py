@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -339,18 +339,19 @@ class Timeline:
             self._explain(gap, ends, data)
             self.gaps.append(gap)
 
-    def idle(self) -> tuple[Counter[str], float]:
+    def idle(self) -> tuple[dict[str, float], float]:
         """Idle microseconds by cause, and the time from the first to the last thing the steps launched."""
         mine = [i for i in each(self.active) if self.step_of_activity(i) >= 0]
         if not mine:
-            return Counter(), 1.0
+            return {}, 1.0
         low, high = float(self.start[mine].min()), float(self.end[mine].max())
-        found: Counter[str] = Counter()
+        found: dict[str, float] = defaultdict(float)
         for gap in self.gaps:
             if low <= gap.start and gap.end <= high:
                 found["between steps"] += gap.data_us
                 found[WORDS.get(gap.cause, gap.cause)] += gap.length - gap.data_us
-        return Counter({cause: us for cause, us in found.items() if us > 0}), max(high - low, 1e-9)
+        largest = sorted(found.items(), key=lambda item: -item[1])
+        return {cause: us for cause, us in largest if us > 0}, max(high - low, 1e-9)
 
     def _explain(self, gap: Gap, wait_ends: list[float], data: list[tuple[float, float]]) -> None:
         if gap.launch < 0:

@@ -70,7 +70,7 @@ class TraceRun:
         parts.append(f"{count} step{'s' * (count != 1)} of {in_words(self.step_seconds)}")
         if line.has_device:
             idle, span = line.idle()
-            causes = [f"{us / span:.0%} {cause}" for cause, us in idle.most_common() if us >= 0.01 * span]
+            causes = [f"{us / span:.0%} {cause}" for cause, us in idle.items() if us >= 0.01 * span]
             parts.append(
                 f"device idle {sum(idle.values()) / span:.0%}" + f" ({', '.join(causes)})" * bool(causes)
             )
