@@ -220,7 +220,9 @@ class Places:
         found = _installed(package) if len(parts) > 1 else None
         if found is not None:
             here = str(Path(found) / "/".join(parts[1:]))
-            return LIBRARY, _same_source(here, file, number, function), number, function
+            # Another version's file must not show this one's code: linecache finds relative paths by itself.
+            elsewhere = f"/site-packages/{file}"
+            return LIBRARY, _same_source(here, elsewhere, number, function), number, function
         return (LIBRARY if package in _KNOWN else USER), file, number, function
 
     def _site_of_stack(self, stack: str) -> Site | None:
