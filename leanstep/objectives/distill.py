@@ -21,7 +21,7 @@ from leanstep.cpu import is_one
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
-from leanstep.logprob.engine.passes import kernels_for
+from leanstep.logprob.engine.passes import finishes_logits, kernels_for
 from leanstep.logprob.engine.softmax import first_order_only
 from leanstep.logprob.engine.tiles import (
     GPU_ALIGNMENT,
@@ -41,6 +41,7 @@ from leanstep.objectives.divergences import Divergence, checked_divergence
 from leanstep.objectives.divergences import divergence as plain_divergence
 from leanstep.objectives.teachers import (
     GivenTiles,
+    HeadTiles,
     Teacher,
     TeacherTopK,
     checked_top_k,
@@ -118,14 +119,16 @@ def linear_distill_loss(
             over sequences comes through `row_weights`.)
         hard: `HardLabels(targets, weight)`.
         transform: of the student's head. shards: both heads are cut alike; no sequence parallelism.
-        tuning: `Tuning(budget=)` bytes for the logits of one chunk.
+        tuning: `Tuning(budget=)` bytes for the logits of one chunk; `round_logits` for heads without bias and
+            softcap.
 
     Returns:
         DistillLoss; only `loss` is differentiable, and only once. A row whose divergence is infinite (mass
         where the other side has none) makes the loss infinite and gets no gradient.
 
-    Peak extra memory: 64 MiB of logits on a CPU, 1 GiB on a GPU, never fewer than 64 rows; a few tiles;
-        gradients that are returned (with 16-bit weights in several chunks fp32 sums of dW).
+    Peak extra memory: 64 MiB of logits on a CPU, 2 GiB on a GPU, never fewer than 64 rows (one chunk of at
+        most D rows: the teachers' alone, the student's lie in dW); a few tiles; gradients that are returned
+        (with 16-bit weights in several chunks fp32 sums of dW).
     GEMMs (2 T' D V FLOPs each): 3 of the student's head and 1 per teacher's; TeacherTopK: those of
         `linear_logprobs`.
     Collectives: 3 per row chunk and 1 at the end with a group; TeacherTopK: 2 forward, 1 backward; else none.
@@ -165,7 +168,8 @@ def linear_distill_loss(
     budget = None if tuning is None else tuning.budget
     wants_grad = torch.is_grad_enabled()
     in_gradient = wants_grad and tensors[1].requires_grad
-    chunks = _chunks(head, source.num_rows, len(opened), in_gradient, budget, group)
+    logit_dtype = _logit_dtype(head, opened, source, tuning)
+    chunks = _chunks(head, source.num_rows, len(opened), logit_dtype, in_gradient, budget, group)
     tiles, cores, kernels = _arranged(head, source, chunks, len(opened))
     problem = Problem(
         head=head,
@@ -183,6 +187,7 @@ def linear_distill_loss(
         group=group,
         reduce_grad="none" if shards is None else shards.reduce_grad,
         wants_grad=wants_grad,
+        logit_dtype=logit_dtype,
     )
     with torch.autocast(hidden.device.type, enabled=False):
         found = _DistillLoss.apply(*tensors, problem)
@@ -205,7 +210,7 @@ class _DistillLoss(torch.autograd.Function):
             sums += [sums[0].fork() for _ in problem.column_parts[1:]]
         rows = torch.zeros((3, num_rows), dtype=head.dtype, device=hidden.device)
         memories: list[TileMemory] = [
-            ChunkBuffer(hidden, head.dtype, problem.tallest, head.columns)
+            ChunkBuffer(hidden, problem.logit_dtype, problem.tallest, head.columns)
             for _ in range(len(problem.teachers) + (early is None))
         ]
         if early is not None:
@@ -282,7 +287,13 @@ def _row_weights(
 
 
 def _chunks(
-    head: Head, num_rows: int, teachers: int, in_gradient: bool, budget: int | None, group: Any
+    head: Head,
+    num_rows: int,
+    teachers: int,
+    dtype: torch.dtype,
+    in_gradient: bool,
+    budget: int | None,
+    group: Any,
 ) -> list[slice]:
     """Row chunks whose logits fit the budget; ranks must agree, whatever the width of their shards.
 
@@ -295,16 +306,28 @@ def _chunks(
                 "shards.total: expected the whole vocabulary's size with unequal shards, got None"
             )
         columns = -(-head.vocabulary // group.size())
-    fewest, row_bytes = FEWEST_ROWS if budget is None else 1, (1 + teachers) * head.dtype.itemsize
+    fewest, row_bytes = FEWEST_ROWS if budget is None else 1, (1 + teachers) * dtype.itemsize
     if on_gpu(head.weight.device):
         shape = (columns, head.weight.shape[1])
         most = gpu_chunk_rows(shape, head.weight, row_bytes, budget or GPU_CHUNK_BYTES)
         return even_slices(num_rows, max(most, fewest), GPU_ALIGNMENT)
     budget = budget or CPU_CHUNK_BYTES
-    if in_gradient and num_rows <= LogitsInGradient.rows_that_fit(head.weight, head.dtype):
-        if num_rows * columns * teachers * head.dtype.itemsize <= budget:
+    if in_gradient and num_rows <= LogitsInGradient.rows_that_fit(head.weight, dtype):
+        if num_rows * columns * teachers * dtype.itemsize <= budget:
             return even_slices(num_rows, max(num_rows, 1))
     return even_slices(num_rows, max(budget // max(row_bytes * columns, 1), fewest))
+
+
+def _logit_dtype(
+    head: Head, opened: list[tuple[Any, float]], source: RowSource, tuning: Tuning | None
+) -> torch.dtype:
+    """16 bits where asked for, and where nothing but one teacher's kernels looks at a product."""
+    teacher = opened[0][0]
+    kernels = kernels_for(source.hidden, head.dtype, source.num_rows * head.columns)
+    plain = len(opened) == 1 and isinstance(teacher, HeadTiles) and finishes_logits(kernels)
+    plain = plain and all(h.bias is None and h.softcap is None for h in (head, teacher.head))
+    rounds = tuning is not None and tuning.round_logits and plain
+    return head.operand_dtype if rounds and teacher.head.operand_dtype == head.operand_dtype else head.dtype
 
 
 def _arranged(head: Head, source: RowSource, chunks: list[slice], teachers: int) -> Arrangement:
@@ -337,8 +360,8 @@ def _early_gradient(problem: Problem, wanted: bool) -> LogitsInGradient | None:
     head, columns = problem.head, [c for part in problem.column_parts for c in part]
     if not wanted or len(problem.chunks) != 1 or not columns:
         return None
-    if problem.tallest > LogitsInGradient.rows_that_fit(head.weight, head.dtype):
+    if problem.tallest > LogitsInGradient.rows_that_fit(head.weight, problem.logit_dtype):
         return None
-    early = LogitsInGradient(head.weight, head.dtype)
+    early = LogitsInGradient(head.weight, problem.logit_dtype)
     fits = all(early.reserve(slice(0, problem.tallest), c) for c in columns)
     return early if fits else None

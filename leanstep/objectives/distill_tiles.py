@@ -43,7 +43,10 @@ Hard = tuple[Tensor, Tensor]
 
 @dataclass
 class Problem:
-    """Everything constant about one call; `tiles`, `cores` and `kernels` as `arrange` chose them."""
+    """Everything constant about one call; `tiles`, `cores` and `kernels` as `arrange` chose them.
+
+    `logit_dtype`: that of the sums, or of 16-bit products where `Tuning(round_logits=True)` asks for it.
+    """
 
     head: Head
     source: RowSource
@@ -60,6 +63,7 @@ class Problem:
     group: Any
     reduce_grad: Any
     wants_grad: bool
+    logit_dtype: torch.dtype
 
     def __post_init__(self) -> None:
         multiple = GPU_ALIGNMENT if on_gpu(self.source.hidden.device) else 1
@@ -95,14 +99,14 @@ class Chunk:
         scratches: from `Problem.scratches`.
     """
 
+    h: Tensor
+    low_h: Tensor | None = None
+
     def __init__(
         self, problem: Problem, part: slice, memories: Sequence[TileMemory], scratches: list[Scratch]
     ) -> None:
         self.problem, self.part, self.memories, self.scratches = problem, part, memories, scratches
         self.size = part.stop - part.start
-        dtype = problem.head.operand_dtype
-        self.h = problem.source.chunk(part, dtype)
-        self.low_h = None if problem.low is None else problem.low.chunk(part, dtype)
 
     def tile(self, head: int, columns: slice) -> Tensor:
         """Logits of the student (0) or of a teacher, [R, W]."""
@@ -126,35 +130,13 @@ class Chunk:
 
         With hard labels also the log-sum of the student at temperature 1, and the target's logit.
         """
-        problem, head = self.problem, self.problem.head
-        teachers = [tiles for tiles, _ in problem.teachers]
-        has_logits = [True, *(one.has_logits for one in teachers)]
-        # Gathered once, and not needed after this walk.
-        far = [one.read(self.part) for one in teachers]
-        targets = None if problem.targets is None else problem.targets[self.part]
-        parts = [
-            [RowStatistics.empty(self.size, dtype=head.dtype, device=self.h.device) for _ in has_logits]
-            for _ in problem.column_parts
-        ]
-
-        def walk(number: int, column_slices: list[slice]) -> None:
-            scratch, stats = self.scratches[number], parts[number]
-            for columns in column_slices:
-                for place, logits in enumerate(has_logits):
-                    z = self.tile(place, columns)
-                    if place == 0:
-                        weight = head.weight_tile(columns)
-                        head.logits(self.h, self.low_h, weight, self.part, columns, z)
-                    else:
-                        teachers[place - 1].tile(far[place - 1], self.part, columns, z)
-                    if logits:
-                        work = [] if problem.kernels is not None else [scratch.tile(0, len(z), z.shape[1])]
-                        first = head.shard.start + columns.start
-                        given = targets if place == 0 else None
-                        stats[place].update_(z, work, given, first, kernels=problem.kernels)
-
-        problem.run_parts(walk)
-        stats = [functools.reduce(merge, of_head) for of_head in zip(*parts, strict=True)]
+        problem, head, dtype = self.problem, self.problem.head, self.problem.head.operand_dtype
+        has_logits = [True, *(one.has_logits for one, _ in problem.teachers)]
+        # The teachers first: their rows are given up before the student's are gathered.
+        of_teachers = [self._head_statistics(number) for number in range(1, len(has_logits))]
+        self.h = problem.source.chunk(self.part, dtype)
+        self.low_h = None if problem.low is None else problem.low.chunk(self.part, dtype)
+        stats = [self._head_statistics(0), *of_teachers]
         maxima = torch.stack([s.max for s in stats])
         all_reduce_(maxima, problem.group, dist.ReduceOp.MAX)
         packed = [s.sums_under(maxima[i : i + 1]) for i, s in enumerate(stats)]
@@ -175,6 +157,34 @@ class Chunk:
         if problem.targets is not None:
             hard = (packed[-1].log() if own_sum else finals[0].log_sum, packed[1])
         return finals, hard
+
+    def _head_statistics(self, place: int) -> RowStatistics:
+        """Logits of the student (0) or of a teacher, and their statistics over this shard."""
+        problem, head = self.problem, self.problem.head
+        one = None if place == 0 else problem.teachers[place - 1][0]
+        read = (self.h, self.low_h) if one is None else one.read(self.part)
+        targets = None if one is not None or problem.targets is None else problem.targets[self.part]
+        device = problem.source.hidden.device
+        found = [
+            RowStatistics.empty(self.size, dtype=head.dtype, device=device) for _ in problem.column_parts
+        ]
+
+        def walk(number: int, column_slices: list[slice]) -> None:
+            scratch, stats = self.scratches[number], found[number]
+            for columns in column_slices:
+                z = self.tile(place, columns)
+                if one is None:
+                    weight = head.weight_tile(columns)
+                    head.logits(self.h, self.low_h, weight, self.part, columns, z)
+                else:
+                    one.tile(read, self.part, columns, z)
+                if one is None or one.has_logits:
+                    work = [] if problem.kernels is not None else [scratch.tile(0, len(z), z.shape[1])]
+                    first = head.shard.start + columns.start
+                    stats.update_(z, work, targets, first, kernels=problem.kernels)
+
+        problem.run_parts(walk)
+        return functools.reduce(merge, found)
 
     def _sum_at_one(self, maximum: Tensor) -> Tensor:
         """sum e^(t (z - m)) with temperature t: [R], of this shard."""
@@ -314,7 +324,7 @@ class Chunk:
             for columns in column_slices:
                 z, y = self.tile(0, columns), self.tile(1, columns)
                 du = y
-                if head.operand_dtype != head.dtype:
+                if y.dtype != head.operand_dtype:
                     du = scratch.tile(0, len(y), y.shape[1], head.operand_dtype)
                 if compared is not None:
                     first = head.shard.start + columns.start

@@ -244,10 +244,10 @@ def divergence_sums_kernel(
     d, s, h = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
         inside = start + columns < num_columns
-        z = tl.load(z_ptr + row * z_stride + start + columns, mask=inside, other=float("-inf"))
+        z = tl.load(z_ptr + row * z_stride + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
         # Outside q is 0, whichever way it comes.
         other: tl.constexpr = 0.0 if MODE == 4 else float("-inf")
-        y = tl.load(y_ptr + row * y_stride + start + columns, mask=inside, other=other)
+        y = tl.load(y_ptr + row * y_stride + start + columns, mask=inside, other=other).to(tl.float32)
         value, slope, p, log_p = _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE)
         d += value
         s += slope
@@ -269,8 +269,8 @@ def divergence_gradient_kernel(
     inside = columns < num_columns
     z_max, z_log_sum = tl.load(z_max_ptr + row), tl.load(z_log_sum_ptr + row)
     y_max, y_log_sum = tl.load(y_max_ptr + row), tl.load(y_log_sum_ptr + row)
-    z = tl.load(z_ptr + row * z_stride + columns, mask=inside, other=0.0)
-    y = tl.load(y_ptr + row * y_stride + columns, mask=inside, other=0.0)
+    z = tl.load(z_ptr + row * z_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + row * y_stride + columns, mask=inside, other=0.0).to(tl.float32)
     _, slope, p, _ = _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE)
     factor = tl.load(factor_ptr + row)
     # A row without weight, or with an infinite divergence: 0, whatever stands beside the factor.

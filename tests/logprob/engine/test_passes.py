@@ -259,6 +259,19 @@ def test_the_rows_of_a_policy_objective(name, slopes, masked):
             torch.testing.assert_close(value.double(), other.detach(), rtol=2e-5, atol=2e-6)
 
 
+def test_a_divergence_reads_16_bit_tiles_as_they_are():
+    z, y = (torch.randn(2, 3, 41) * 3).bfloat16()
+    statistics = (*(x.float().amax(-1) for x in (z, y)), *(torch.full((3,), 4.0) for _ in range(2)))
+    compared = Compared((statistics[0], statistics[2], statistics[1], statistics[3]), 2, 0.4, 0.6, 0.4)
+    found = []
+    for tiles in ((z, y), (z.float(), y.float())):
+        sums, out = torch.zeros(3, 3), torch.empty(3, 41)
+        kernel.divergence_sums(*tiles, compared, sums)
+        kernel.divergence_gradient(*tiles, out, compared, sums[1], torch.ones(3))
+        found.append((sums, out))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def choose(monkeypatch, kernels):
     """Send every fp32 tile through these kernels, or through none."""
     for module in ("linear", "logits", "policy"):
