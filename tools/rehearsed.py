@@ -41,7 +41,7 @@ ROWS = {
     "objectives": dict(
         zip(
             range(2, 100, 2),
-            "bare-distill-76k distill-jsd-76k distill-kl-76k distill-labels-76k "
+            "bare-distill-76k distill-jsd-76k distill-kl-76k distill-rounded-76k distill-labels-76k "
             "bare-preference-76k dpo-76k kto-76k bare-labels-76k cross-entropy-76k masked-76k".split(),
             strict=False,
         )

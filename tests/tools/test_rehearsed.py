@@ -58,6 +58,7 @@ def test_no_host_waits_no_slow_products(row):
     [
         # Logits of two heads in fp32, read three times.
         *((f"distill-{kind}-76k", "bare-distill-76k", 1.41, 2.6) for kind in ("jsd", "kl")),
+        ("distill-rounded-76k", "bare-distill-76k", 1.25, 2.6),
         ("distill-labels-76k", "bare-distill-76k", 1.6, 2.6),
         *((f"{kind}-76k", "bare-preference-76k", 1.25, 1.0) for kind in ("dpo", "kto")),
         ("cross-entropy-76k", "bare-labels-76k", 1.25, 1.0),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import leanstep.objectives as ob
-from leanstep.logprob import Allowed, ReferenceHead, Transform
+from leanstep.logprob import Allowed, ReferenceHead, Transform, Tuning
 
 SEQUENCES, TOKENS, VOCAB, WIDTH, WIDE = 8, 4_096, 76_032, 2_560, 4_096
 pace = torch.optim.SGD([torch.zeros(1, device="cuda", requires_grad=True)], lr=0.0)
@@ -83,6 +83,7 @@ CASES: list[Callable[[], None]] = [
     lambda: bare((WIDE, WIDTH)),
     lambda: distill(("jsd", 0.5)),
     lambda: distill("forward_kl"),
+    lambda: distill(("jsd", 0.5), tuning=Tuning(round_logits=True)),
     lambda: distill("reverse_kl", labelled=True, transform=Transform(softcap=30.0)),
     # A head alone computes its logits twice on a GPU.
     lambda: bare((WIDTH, WIDTH, WIDTH)),
