@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 ROUNDING_BYTES = 512
 
 PHASES = ("forward", "backward", "optimizer")
+# The name of a launch that is a whole CUDA graph: one call of the host for all of its kernels.
+GRAPH_REPLAY = "cudaGraphLaunch"
 # What a storage was for. `activation`: made in forward, alive when backward begins; `buffer`: none of the
 # others, alive for more than a step; `library`: cuBLAS workspace; `communication`: buckets, gathered shards.
 CATEGORIES = (

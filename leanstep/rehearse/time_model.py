@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from leanstep.rehearse.devices import DEVICES, Device
-from leanstep.rehearse.events import Event, HostWait, Kernel, Launch
+from leanstep.rehearse.events import GRAPH_REPLAY, Event, HostWait, Kernel, Launch
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class Clock:
             for _ in range(kernel.launches):
                 if further:
                     self.host += costs.launch_us * 1e-6
-                further = True
+                further = event.name != GRAPH_REPLAY
                 self.idle += max(0.0, self.host - self.device)
                 self.device = max(self.device, self.host) + each
                 self._queue.append(self.device)

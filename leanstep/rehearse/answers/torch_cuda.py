@@ -19,7 +19,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from leanstep.rehearse.answers import parameters
+from leanstep.rehearse.answers import cuda_graphs, parameters
 from leanstep.rehearse.tape import Tape
 
 HALF = (torch.float16, torch.bfloat16)
@@ -49,6 +49,7 @@ def install(tape: Tape, device: Any) -> None:
     _files(tape)
     _loaders(tape)
     _refusals()
+    cuda_graphs.install(tape)
     _constants_of_dynamo()
     fake_tensor.init_gpu_context = lambda device: None
     # `torch.tensor(x, device="cuda")` in a captured graph: nobody may compute with its value on the device.
@@ -174,7 +175,6 @@ def _device_answers(tape: Tape, device: Any) -> None:
         is_bf16_supported=lambda *_, **__: device.capability >= (8, 0),
         is_tf32_supported=lambda *_, **__: device.capability >= (8, 0),
         can_device_access_peer=lambda *_: False,
-        is_current_stream_capturing=lambda: False,
         synchronize=synchronize,
     )
     _set(torch.cuda.memory, **memory)
@@ -427,10 +427,6 @@ def _refusals() -> None:
     import torch.utils.cpp_extension as extension
 
     _set(extension, load=refuse("a CUDA extension"), load_inline=refuse("a CUDA extension"))
-    # Classes: programs annotate with them without ever making one.
-    for name in ("CUDAGraph", "graph"):
-        made = type(name, (), {"__init__": refuse(f"torch.cuda.{name}"), "__module__": "torch.cuda"})
-        setattr(torch.cuda, name, made)
     if hasattr(torch.cuda, "_compile_kernel"):
         torch.cuda._compile_kernel = refuse("a kernel compiled by NVRTC")  # pyright: ignore
     # The message of FakeTensor names an internal; say what was asked for.

@@ -1,0 +1,49 @@
+"""NorMuon over ranks with the kernels of a GPU: what is launched, what travels, what the host waits for."""
+
+from __future__ import annotations
+
+import pytest
+from rehearse.rehearsed import SCRIPTS, run_script
+
+from leanstep.rehearse.events import HostWait, Launch
+
+
+def third_step(how: str, ranks: int) -> tuple[list[Launch], list[HostWait]]:
+    """Launches of the optimizer and waits of the third step."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    found = run_script(SCRIPTS / "sharded_muon.py", how, device="h100", ranks=ranks)
+    assert found.recording.refused is None, found.recording.refused
+    step = found.recording.steps[2]
+    events = found.recording.events[step.first : step.last]
+    launches = [e for e in events if isinstance(e, Launch) and e.phase == "optimizer" and e.kernels]
+    return launches, [e for e in events if isinstance(e, HostWait)]
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_fsdp2(ranks):
+    launches, waits = third_step("fsdp", ranks)
+    assert not waits
+    names = [e.name for e in launches]
+    # Whole kernels around the polar factor: nothing is done matrix by matrix.
+    fused = {name.removeprefix("triton::") for name in names if name.startswith("triton::")}
+    assert {"momentum_kernel", "write_kernel", "adam_kernel", "variance_kernel"} <= fused
+    exchanges = [k for e in launches for k in e.kernels if k.name == "all_to_all"]
+    # Three shapes, there and back, in the dtype of the products.
+    assert len(exchanges) == 6 and {k.dtype for k in exchanges} == {"bfloat16"}
+    assert not [k for e in launches for k in e.kernels if k.kind == "gemm" and k.dtype == "float32"]
+    # A shape is under way before the products of the one before begin.
+    order = [name for name in names if name in ("all_to_all", "bmm", "baddbmm", "mm", "triton::xxt_kernel")]
+    first = order.index("all_to_all")  # the bank, which needs none, came before
+    assert order[first : first + 2] == ["all_to_all", "all_to_all"]
+    assert len(names) <= 150, len(names)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_owners(ranks):
+    launches, waits = third_step("owners", ranks)
+    assert not waits
+    names = [e.name for e in launches]
+    kinds = [k.name for e in launches for k in e.kernels if k.kind == "collective"]
+    assert kinds.count("reduce_scatter") == kinds.count("all_gather") == 1
+    assert {"triton::momentum_kernel", "triton::write_kernel"} <= set(names)
+    assert len(names) <= 150, len(names)
