@@ -86,8 +86,8 @@ class Fixes:
         text = ""
         for path, (old, new) in self.changed.items():
             name = short_path(str(path)).lstrip("/")
-            lines = (data.decode().splitlines(keepends=True) for data in (old, new))
-            for line in difflib.unified_diff(*lines, f"a/{name}", f"b/{name}"):
+            before, after = (data.decode().splitlines(keepends=True) for data in (old, new))
+            for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
                 text += line if line.endswith("\n") else line + "\n\\ No newline at end of file\n"
         return text
 

@@ -6,6 +6,8 @@ of read values that is looked at now and then: the sum stays on the device and i
 
 from __future__ import annotations
 
+from typing import Any
+
 import libcst as cst
 
 from leanstep.fix.source_edits import (
@@ -80,7 +82,7 @@ def _sum_on_the_device(source: Source, statement: Statement) -> Found:
             raise NotUnderstood(f"{total} is looked at on every step")
         looks += 1
         outer = source.parent(use)
-        call = source.parent(outer) if outer is not None else None
+        call: Any = source.parent(outer) if outer is not None else None
         if isinstance(call, cst.Call) and source.text(call.func) == "float":
             continue
         edits.append(source.replace(use, f"float({total})"))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import libcst as cst
 from libcst.metadata import (
@@ -22,7 +22,7 @@ from libcst.metadata import (
 )
 
 Node = TypeVar("Node", bound=cst.CSTNode)
-Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
+Statement: TypeAlias = "cst.SimpleStatementLine | cst.BaseCompoundStatement"
 LOOPS = (cst.For, cst.While)
 
 
@@ -88,7 +88,8 @@ class Source:
         start, end = self.span(node)
         return self.data[start:end].decode()
 
-    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+    def parent(self, node: cst.CSTNode) -> Any:
+        """The node around it; None for the module."""
         return self._parents.get(node)
 
     def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -230,7 +231,7 @@ class Source:
         last = None
         for statement in self.module.body:
             is_line = isinstance(statement, cst.SimpleStatementLine)
-            first = statement.body[0] if is_line else None
+            first: Any = statement.body[0] if is_line else None
             if isinstance(first, cst.ImportFrom) and f"{module} import" in self.text(first):
                 names = first.names if isinstance(first.names, (list, tuple)) else ()
                 if any(isinstance(alias.name, cst.Name) and alias.name.value == name for alias in names):
