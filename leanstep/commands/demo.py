@@ -82,7 +82,8 @@ def demo(
         foreseen: list[str] = []
         if peers:
             sections = _compare_cases(board)
-            sections["rehearse"], foreseen = _rehearse(board, examples)
+            predicted, foreseen = _rehearse(board, examples)
+            sections |= predicted
     seconds = time.perf_counter() - started
     payload = _payload(found, seconds)
     screen.print(closing_table(found))
@@ -141,7 +142,7 @@ def _write_page(page: Path, payload: dict[str, Any], sections: dict[str, Any]) -
 
 
 def _compare_cases(board: Board) -> dict[str, Any]:
-    """Cases against peers and the limit, the response-fraction sweep, and the plan at the published size."""
+    """Cases against peers and the limit, and the response-fraction sweep."""
     from leanstep.case import all_cases
     from leanstep.measure.side_by_side import run_bench
 
@@ -160,8 +161,7 @@ def _compare_cases(board: Board) -> dict[str, Any]:
                 swept = {"response_frac": fraction, **overrides}
                 few = ("leanstep", "gather-after", "limit")
                 results.append(run_bench(case, size, overrides=swept, only=few, budget_s=1.0).to_json())
-    board.show("peers", "plan at the published size")
-    return {"bench": {"results": results}, "plan": plan_at_published_size()}
+    return {"bench": {"results": results}}
 
 
 def _rehearse(board: Board, examples: Path) -> tuple[dict[str, Any], list[str]]:
@@ -170,18 +170,18 @@ def _rehearse(board: Board, examples: Path) -> tuple[dict[str, Any], list[str]]:
 
     board.show("peers", "rehearsal on an H100 that is not there")
     try:
-        return rehearse_example(examples)
+        section, lines = rehearse_example(examples)
+        return {"rehearse": section, "plan": plan_at_published_size()}, lines
     except BadInput as error:
-        return {"runs": []}, [f"no rehearsal: {error}"]
+        return {"rehearse": {"runs": []}}, [f"no rehearsal: {error}"]
 
 
 def plan_at_published_size() -> dict[str, Any]:
     """Predicted peaks of the published out-of-memory case against the device it ran on."""
-    import torch
-
-    from leanstep.commands.plan_workloads import DEVICES_MIB
-    from leanstep.logprob.engine.peak_memory import plan_memory
+    from leanstep.commands.rehearse import head_jobs, rehearse_jobs
     from leanstep.measure.timing import environment
+    from leanstep.rehearse.cuda_allocator import replay
+    from leanstep.rehearse.devices import device_named
 
     tokens, vocab, hidden = 205_280, 76_032, 2_560
     methods = {
@@ -189,21 +189,23 @@ def plan_at_published_size() -> dict[str, Any]:
         "gathered-step": ("full logits, rows gathered after the head", "peer"),
         "linear": ("leanstep: rows before the head, tiles", "fast"),
     }
+    device = device_named("h200")
+    wanted = [(method, fraction) for method in methods for fraction in SWEPT]
+    planned = rehearse_jobs(head_jobs(tokens, vocab, hidden, "fp32", 1024, wanted), device)
     rows = []
-    for method, (label, kind) in methods.items():
-        for fraction in SWEPT:
-            options: Any = {"method": method, "dtype": torch.float32, "kernels": True}
-            plan = plan_memory(tokens, vocab, hidden, fraction, **options)
-            rows.append({"method": label, "kind": kind, "x": fraction, "peak_bytes": plan.total_bytes})
+    for (method, fraction), job in zip(wanted, planned, strict=True):
+        label, kind = methods[method]
+        peak = replay(job.events, job.storages).allocated
+        rows.append({"method": label, "kind": kind, "x": fraction, "peak_bytes": peak})
     return {
         **environment(),
         "title": "Predicted peak of the published out-of-memory case",
         "summary": f"{tokens:,} tokens, vocabulary {vocab:,}, width {hidden:,}, fp32, log-prob and entropy "
-        "with gradients, against an H200 of 141 GB. One buffer of logits alone is 58.1 GiB. By formula; "
-        "`leanstep plan logprob` also runs the real code on tensors that hold no memory.",
+        "with gradients, against an H200 of 141 GB. One buffer of logits alone is 58.1 GiB. Rehearsed as "
+        "CUDA code on a device that is not there, like `leanstep plan logprob`.",
         "x_title": "response fraction",
         "rows": rows,
-        "devices": {"H200": DEVICES_MIB["h200"] * 2**20},
+        "devices": {"H200": device.memory_bytes},
     }
 
 

@@ -1,37 +1,75 @@
 """`leanstep plan logprob|muon|lens`: the peak of a step that is not at hand, and which devices hold it.
 
-Two figures beside each other: a closed formula, and the real code run on tensors that hold no memory.
+A thin layer over the engine of `leanstep rehearse`: the steps of `plan_workloads` run as CUDA code on a
+device that is not there, and each is judged by a replay of the caching allocator.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from leanstep.commands import BadInput
-from leanstep.commands.plan_workloads import GIB, device_table, judge, parse_devices
-from leanstep.commands.terminal import HtmlOption, JsonOption, check_writable, console, write_json
+from leanstep.commands.rehearse import Planned, head_jobs, longest_batch, rehearse_jobs
+from leanstep.commands.terminal import (
+    DTYPES,
+    HtmlOption,
+    JsonOption,
+    check_writable,
+    console,
+    progress_bar,
+    write_json,
+)
+from leanstep.rehearse.cuda_allocator import Replay, replay
+from leanstep.rehearse.devices import DEVICES, Device, device_named
+from leanstep.rehearse.events import Storage
+
+GIB = 2**30
+# Judged by default, smallest first; the CUDA branch is that of `RECORDED_ON`.
+JUDGED = ("rtx4090", "a100-40", "a100-80", "h100", "h200", "b200")
+RECORDED_ON = "h100"
+
+METHODS = {
+    "plain": "project every row, log_softmax, entropy",
+    "gathered-loss": "slime pull 2076: gather kept logit rows, chunked cross-entropy; the loss alone",
+    "gathered-step": "the same in a training step, with the [T, V] logits it gathers from",
+    "logits": "leanstep.token_logprobs(rows=...) on existing [T, V] logits",
+    "linear": "leanstep.linear_logprobs: kept hidden rows, tiles, recompute in backward",
+    "policy": "leanstep.linear_policy_loss: gradients formed in the forward pass",
+    "frozen": "leanstep.linear_logprobs with a frozen head: backward without a GEMM",
+    "no-grad": "leanstep.linear_logprobs under no_grad: old and reference log-probs",
+}
+LENS_METHODS = {
+    "fused": "leanstep.preference.lens_loss: closed-form gradient",
+    "eager": "the same under autograd, dense rows (what torch.compile sees)",
+}
+SHARDINGS = {
+    "replicated": "every rank holds everything",
+    "ZeRO-1": "state sharded: NorMuon(mesh=...); AdamW on flat buffers",
+    "FSDP2": "weights, gradients and state are DTensors, one shard of rows a rank",
+}
 
 DeviceOption = Annotated[
-    str | None, typer.Option("--devices", help="Only these: h100,h200,a100-40,a100-80,rtx4090,b200.")
+    str | None, typer.Option("--devices", help="Judge by these: h100,h200,a100-40,a100-80,rtx4090,b200.")
 ]
 DeviceSizeOption = Annotated[
     float | None, typer.Option("--device-gb", help="A device of your own with this many GiB.")
 ]
 OnDeviceOption = Annotated[
     str | None,
-    typer.Option("--device", help="Rehearse the CUDA code for this device (h100, ...) instead of formulas."),
+    typer.Option("--device", help="Rehearse for this device alone (h100, ...): its branches, and the time."),
 ]
 ReserveOption = Annotated[
     float, typer.Option("--reserve-gb", help="GiB that the rest (model, optimizer, context) already holds.")
 ]
-SimulateOption = Annotated[
-    str, typer.Option(help="Run the real code on fake tensors for: leanstep (default), all or none.")
-]
+# Of 0.1, when formulas stood beside the simulation: everything is simulated now.
+SimulateOption = Annotated[str, typer.Option(hidden=True)]
 
 Row = dict[str, Any]
 Columns = Sequence[tuple[str, Callable[[Row], str]]]
@@ -39,9 +77,11 @@ Columns = Sequence[tuple[str, Callable[[Row], str]]]
 
 @dataclass(frozen=True)
 class PlanRun:
-    """One plan under way: the devices it is judged by and where its results go."""
+    """One plan under way: the device it is rehearsed on, those it is judged by, where its results go."""
 
     kind: str
+    device: Device
+    timed: bool
     capacities: dict[str, int]
     reserve_gb: float
     json: str | None
@@ -52,6 +92,7 @@ class PlanRun:
     def begin(
         cls,
         kind: str,
+        device: str | None,
         simulate: str,
         devices: str | None,
         device_gb: float | None,
@@ -62,22 +103,61 @@ class PlanRun:
         """Check the shared options before the work starts."""
         if simulate not in ("leanstep", "all", "none"):
             raise BadInput(f"--simulate: expected leanstep, all or none, got {simulate!r}")
-        capacities = parse_devices(devices, device_gb, reserve_gb)
+        target = _device(device or RECORDED_ON, "--device")
+        judged = device if device is not None and devices is None and device_gb is None else devices
+        capacities = parse_devices(judged, device_gb, reserve_gb)
         check_writable(json, "--json")
         check_writable(html, "--html")
-        return cls(kind, capacities, reserve_gb, json, html, console(json))
+        return cls(kind, target, device is not None, capacities, reserve_gb, json, html, console(json))
 
-    def judge(self, total_bytes: int, parts: dict[str, int]) -> dict[str, Row]:
-        """Per device: whether the total fits and, if not, which part takes most."""
-        name, part = max(parts.items(), key=lambda item: item[1])
-        return judge(total_bytes, self.capacities, f"{name} {part / GIB:.2f} GiB")
+    def rehearse(self, jobs: list[Row], ranks: int = 1) -> list[Planned]:
+        return rehearse_jobs(jobs, self.device, ranks, self.timed)
+
+    def memory(self, job: Planned) -> Row:
+        """The peak of a job and, per device, whether it fits and, if not, what takes most of it."""
+        peak = replay(job.events, job.storages)
+        held = job.at_peak(peak)
+        parts: Counter[str] = Counter()
+        counts = Counter(_shape_text(storage) for storage in held)
+        for storage in held:
+            parts[_shape_text(storage)] += storage.nbytes
+        shown = {
+            f"{name} x {counts[name]}" if counts[name] > 1 else name: n for name, n in parts.most_common(6)
+        }
+        name, most = next(iter(shown.items()))
+        row = {
+            "input_bytes": job.input_bytes,
+            "simulated_bytes": peak.allocated,
+            "reserved_bytes": peak.reserved,
+            "largest_buffer_bytes": max(storage.nbytes for storage in held),
+            "parts": shown,
+            "tflop": job.flops / 1e12,
+            "devices": self.judge(job, peak, f"{name} {most / GIB:.2f} GiB"),
+        }
+        return {**row, "step_ms": job.step_s * 1e3} if self.timed else row
+
+    def judge(self, job: Planned, peak: Replay, largest: str) -> dict[str, Row]:
+        verdicts: dict[str, Row] = {}
+        for name, capacity in self.capacities.items():
+            # An allocator that is short of room gives back what it only caches.
+            fits = peak.reserved <= capacity or (peak.allocated <= capacity and job.fits(capacity))
+            why = None
+            if not fits:
+                missing = peak.reserved - capacity
+                why = (
+                    f"needs {peak.reserved / GIB:.2f} GiB of {capacity / GIB:.2f} free, "
+                    f"{missing / GIB:.2f} too many; most of it: {largest}"
+                )
+            verdicts[name] = {"fits": fits, "why": why}
+        return verdicts
 
     def finish(self, result: Row, title: str, columns: Columns) -> bool:
         """Write the result and print its rows; false when standard output carries only the JSON object."""
         from leanstep.measure.timing import environment
 
         reserve = round(self.reserve_gb * GIB)
-        head = {"plan": self.kind, "capacities": self.capacities, "reserve_bytes": reserve}
+        head = {"plan": self.kind, "predicted": True, "rehearsed_on": self.device.key}
+        head |= {"capacities": self.capacities, "reserve_bytes": reserve}
         result = {**environment(), **head, **result}
         write_json(result, self.json)
         if self.html:
@@ -86,8 +166,55 @@ class PlanRun:
             add_section(self.html, "plan", result)
         if self.json == "-":
             return False
-        self.out.print(device_table(title, result["rows"], columns, self.capacities))
+        if self.timed:
+            columns = [*columns, ("ms", lambda r: f"{r['step_ms']:.1f}")]
+        self.out.print(_table(title, result["rows"], columns, self.capacities))
+        self.out.print(f"predicted, as CUDA code on {self.device.name}; nothing was measured", style="dim")
         return True
+
+
+def parse_devices(names: str | None, device_gb: float | None, reserve_gb: float) -> dict[str, int]:
+    """Name -> bytes left for the plan, smallest device first."""
+    if reserve_gb < 0:
+        raise BadInput(f"--reserve-gb: expected 0 or more, got {reserve_gb:g}")
+    if device_gb is not None and device_gb <= 0:
+        raise BadInput(f"--device-gb: expected more than 0, got {device_gb:g}")
+    wanted = JUDGED if device_gb is None else ()
+    if names is not None:
+        wanted = tuple(name.strip().lower() for name in names.split(","))
+    chosen = {name: _device(name, "--devices").memory_bytes for name in wanted}
+    if device_gb is not None:
+        chosen[f"{device_gb:g} GiB"] = round(device_gb * GIB)
+    reserve = round(reserve_gb * GIB)
+    return {name: max(size - reserve, 0) for name, size in sorted(chosen.items(), key=lambda item: item[1])}
+
+
+def _device(name: str, argument: str) -> Device:
+    try:
+        return device_named(name)
+    except ValueError:
+        raise BadInput(f"{argument}: no device {name!r}; there are {', '.join(DEVICES)}") from None
+
+
+def _shape_text(storage: Storage) -> str:
+    return f"{list(storage.shape)} {storage.dtype}" if storage.category != "library" else "cuBLAS workspace"
+
+
+def _table(title: str, rows: list[Row], columns: Columns, capacities: dict[str, int]) -> Table:
+    """The rows with their figures, and yes or no under each device."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, (name, _) in enumerate(columns):
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+    for name, capacity in capacities.items():
+        table.add_column(f"{name}\n{capacity / GIB:.0f}", justify="center", no_wrap=True)
+    previous = None
+    for row in rows:
+        marks = ["yes" if v["fits"] else "[dim]no[/dim]" for v in row["devices"].values()]
+        label = columns[0][1](row)
+        cells = [label if label != previous else "", *(value(row) for _, value in columns[1:])]
+        table.add_row(*cells, *marks)
+        previous = label
+    return table
 
 
 plan_app = typer.Typer(
@@ -96,8 +223,6 @@ plan_app = typer.Typer(
     help="Predicted peak memory for shapes and devices not at hand: what fits, what does not, and why.\n\n"
     "Example: leanstep plan logprob --tokens 205280 --vocab 76032 --hidden 2560",
 )
-
-DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 
 @plan_app.command("logprob")
@@ -131,55 +256,24 @@ def plan_logprob(
     fractions = _fractions(response_frac)
     if dtype not in DTYPES:
         raise BadInput(f"--dtype: no dtype {dtype!r}; it takes {', '.join(DTYPES)}")
-    if device is not None:
-        shape = {"tokens": tokens, "vocab": -(-vocab // tp), "hidden": hidden, "dtype": dtype}
-        settings = [{**shape, "response_frac": fraction} for fraction in fractions]
-        methods = ("reference", "gather-after", "leanstep")
-        _on_device("logprob", "logprob-linear", methods, settings, device, json, html)
-        return
-    run = PlanRun.begin("logprob", simulate, devices, device_gb, reserve_gb, json, html)
-
-    from leanstep.commands.plan_workloads import HeadShape, longest_batch, simulate_head
-    from leanstep.commands.terminal import DTYPES as TORCH_DTYPES
-    from leanstep.commands.terminal import progress_bar
-    from leanstep.logprob.engine.peak_memory import DESCRIPTIONS, METHODS, Method, plan_memory
-
-    torch_dtype = TORCH_DTYPES[dtype]
+    run = PlanRun.begin("logprob", device, simulate, devices, device_gb, reserve_gb, json, html)
     columns = -(-vocab // tp)
-    wanted = {"none": (), "all": METHODS, "leanstep": ("plain", "gathered-loss", "linear")}[simulate]
-    jobs: list[tuple[Method, float]] = []
-    for each in METHODS:
-        # Plain code computes every row, whatever is kept.
-        for fraction in fractions if each != "plain" else fractions[:1]:
-            jobs.append((each, fraction))
-    rows = []
+    # Plain code computes every row, whatever is kept.
+    wanted = [(m, f) for m in METHODS for f in (fractions if m != "plain" else fractions[:1])]
+    # A few chunks of rows tell the longest batch; their number is one that no other dimension has.
+    few = next(n * chunk for n in range(8, 12) if n * chunk not in (columns, hidden))
+    jobs = head_jobs(tokens, columns, hidden, dtype, chunk, wanted)
+    jobs += head_jobs(few, columns, hidden, dtype, chunk, [("linear", 1.0)])
     with progress_bar(run.out, "plan logprob") as report:
-        for done, (method, fraction) in enumerate(jobs):
-            report(f"{method} at {fraction:g}", done / len(jobs))
-            options: Any = {"method": method, "dtype": torch_dtype, "chunk": chunk, "kernels": True}
-            formula = plan_memory(tokens, columns, hidden, fraction, **options)
-            simulated = None
-            if method in wanted:
-                shape = HeadShape(tokens, formula.kept_rows, columns, hidden, torch_dtype, chunk)
-                simulated = simulate_head(method, shape)
-            total = formula.total_bytes
-            if simulated is not None:
-                total = simulated.input_bytes + simulated.peak_bytes
-            rows.append(
-                {
-                    "method": method,
-                    "description": DESCRIPTIONS[method],
-                    "response_frac": fraction,
-                    "kept_rows": formula.kept_rows,
-                    "input_bytes": formula.input_bytes,
-                    "formula_bytes": formula.total_bytes,
-                    "simulated_bytes": None if simulated is None else total,
-                    "largest_buffer_bytes": _largest_buffer(formula, simulated),
-                    "parts": formula.parts,
-                    "tflop": formula.flops / 1e12,
-                    "devices": run.judge(total, formula.parts),
-                }
-            )
+        report(f"{len(jobs)} steps on a device that is not there", 0.0)
+        *planned, short = run.rehearse(jobs)
+    rows = [
+        {
+            **{"method": method, "description": METHODS[method], "response_frac": fraction},
+            **{"kept_rows": shape["kept"], **run.memory(job)},
+        }
+        for (method, fraction), shape, job in zip(wanted, jobs, planned, strict=False)
+    ]
     result = {
         "tokens": tokens,
         "vocab": vocab,
@@ -188,10 +282,7 @@ def plan_logprob(
         "dtype": dtype,
         "chunk": chunk,
         "rows": rows,
-        "longest": {
-            name: longest_batch(capacity, columns, hidden, torch_dtype, chunk, "linear" in wanted)
-            for name, capacity in run.capacities.items()
-        },
+        "longest": {name: longest_batch(short, few, chunk, room) for name, room in run.capacities.items()},
     }
     title = f"T = {tokens:,} rows · V = {columns:,} · D = {hidden:,} · {dtype} · chunks of {chunk}"
     columns_shown = (
@@ -199,15 +290,15 @@ def plan_logprob(
         ("kept", lambda r: f"{r['response_frac']:g}"),
         ("rows", lambda r: f"{r['kept_rows']:,}"),
         ("largest buffer", lambda r: _gib(r["largest_buffer_bytes"])),
-        ("formula", lambda r: _gib(r["formula_bytes"])),
-        ("simulated", lambda r: _gib(r["simulated_bytes"])),
+        ("peak", lambda r: _gib(r["simulated_bytes"])),
+        ("reserved", lambda r: _gib(r["reserved_bytes"])),
         ("TFLOP", lambda r: f"{r['tflop']:.1f}" if r["tflop"] else "-"),
     )
     if not run.finish(result, title, columns_shown):
         return
     out = run.out
-    for method in METHODS:
-        out.print(f"  {method}: {DESCRIPTIONS[method]}", style="dim", markup=False)
+    for method, description in METHODS.items():
+        out.print(f"  {method}: {description}", style="dim", markup=False)
     for row in rows:
         for name, verdict in row["devices"].items():
             if not verdict["fits"] and row["response_frac"] == fractions[0]:
@@ -219,7 +310,7 @@ def plan_logprob(
     for name, length in result["longest"].items():
         text = f"{length:,} rows" if length else "none: the weight and its gradient alone do not fit"
         out.print(f"  {name}: {text}", markup=False)
-    out.print("GiB, inputs included; logits and sums in fp32.", style="dim")
+    out.print("GiB, inputs and the cuBLAS workspace included; logits and sums in fp32.", style="dim")
 
 
 @plan_app.command("muon")
@@ -249,59 +340,36 @@ def plan_muon(
     if dtype not in ("fp32", "bf16"):
         raise BadInput(f"--dtype: no dtype {dtype!r}; it takes fp32, bf16")
     worlds = _integers(world, "--world")
-    if device is not None:
-        shape = {"num_square": 4 * layers, "num_wide": 2 * layers, "dim": dim, "ratio": round(mlp_ratio)}
-        settings = [{**shape, "dtype": dtype}]
-        _on_device("muon", "muon-step", ("reference", "leanstep"), settings, device, json, html)
-        return
-    run = PlanRun.begin("muon", simulate, devices, device_gb, reserve_gb, json, html)
-
-    from leanstep.commands.plan_workloads import SHARDINGS, plan_optimizer, simulate_scratch
-    from leanstep.commands.terminal import DTYPES as TORCH_DTYPES
-
-    torch_dtype = TORCH_DTYPES[dtype]
-    scratch = None if simulate == "none" else simulate_scratch(dim, hidden, torch_dtype)
+    run = PlanRun.begin("muon", device, simulate, devices, device_gb, reserve_gb, json, html)
+    shape = {"what": "optimizer", "layers": layers, "dim": dim, "hidden": hidden, "vocab": vocab}
     rows = []
     for size in worlds:
-        for optimizer in ("adamw", "normuon"):
-            for sharding in SHARDINGS if size > 1 else SHARDINGS[:1]:
-                parts = plan_optimizer(
-                    optimizer, sharding, size, layers, dim, hidden, vocab, torch_dtype, scratch
-                )
-                total = sum(parts.values())
-                rows.append(
-                    {
-                        "optimizer": optimizer,
-                        "sharding": sharding,
-                        "world": size,
-                        "parts": parts,
-                        "formula_bytes": total,
-                        "devices": run.judge(total, parts),
-                    }
-                )
+        kinds = [(o, s) for o in ("adamw", "normuon") for s in (SHARDINGS if size > 1 else ("replicated",))]
+        jobs = [{**shape, "optimizer": o, "sharding": s, "dtype": dtype} for o, s in kinds]
+        for (optimizer, sharding), job in zip(kinds, run.rehearse(jobs, size), strict=True):
+            found = run.memory(job)
+            found["parts"] = job.by_purpose()
+            rows.append({"optimizer": optimizer, "sharding": sharding, "world": size, **found})
     result = {
         "layers": layers,
         "dim": dim,
         "mlp_hidden": hidden,
         "vocab": vocab,
         "dtype": dtype,
-        "scratch_simulated_bytes": scratch,
         "rows": rows,
     }
-    names = list(rows[0]["parts"])
     columns_shown = (
         ("optimizer", lambda r: r["optimizer"]),
         ("ranks", lambda r: str(r["world"])),
         ("sharding", lambda r: r["sharding"]),
-        *((name, lambda r, name=name: _gib(r["parts"][name])) for name in names),
-        ("sum", lambda r: _gib(r["formula_bytes"])),
+        *((name, lambda r, name=name: _gib(r["parts"][name])) for name in rows[0]["parts"]),
+        ("peak", lambda r: _gib(r["simulated_bytes"])),
     )
     title = f"{layers} layers · width {dim:,} · MLP {hidden:,} · vocabulary {vocab:,} · {dtype}"
     if run.finish(result, title, columns_shown):
-        run.out.print(
-            "GiB per rank, without activations. Scratch comes from the real polar code on fake tensors.",
-            style="dim",
-        )
+        for name, description in SHARDINGS.items():
+            run.out.print(f"  {name}: {description}", style="dim", markup=False)
+        run.out.print("GiB on rank 0 while the optimizer steps, without activations.", style="dim")
 
 
 @plan_app.command("lens")
@@ -327,78 +395,22 @@ def plan_lens(
     _at_least_one(samples=samples, variants=variants, tokens=tokens, width=width, pairs=pairs)
     if width > tokens:
         raise BadInput(f"--width: expected at most --tokens {tokens}, got {width}")
-    if device is not None:
-        shape = {"samples": samples, "variants": variants, "tokens": tokens, "max_pairs": pairs}
-        _on_device("lens", "lens-loss", ("eager", "leanstep"), [shape], device, json, html)
-        return
-    run = PlanRun.begin("lens", simulate, devices, device_gb, reserve_gb, json, html)
-
-    from leanstep.commands.plan_workloads import LENS_METHODS, plan_objective, simulate_objective
-
-    rows = []
-    for method in LENS_METHODS:
-        parts = plan_objective(method, samples, variants, tokens, width, pairs)
-        # Tables and pair tensors are not alive at the same time.
-        total, simulated = parts["inputs"] + max(parts["tables"], parts["pair tensors"]), None
-        if simulate != "none":
-            peak = simulate_objective(method, samples, variants, tokens, width, pairs)
-            simulated = peak.input_bytes + peak.peak_bytes
-        rows.append(
-            {
-                "method": method,
-                "description": LENS_METHODS[method],
-                "parts": parts,
-                "formula_bytes": total,
-                "simulated_bytes": simulated,
-                "devices": run.judge(max(total, simulated or 0), parts),
-            }
-        )
-    result = {
-        "samples": samples,
-        "variants": variants,
-        "tokens": tokens,
-        "width": width,
-        "pairs": pairs,
-        "rows": rows,
-    }
+    run = PlanRun.begin("lens", device, simulate, devices, device_gb, reserve_gb, json, html)
+    shape = {"samples": samples, "variants": variants, "tokens": tokens, "width": width, "pairs": pairs}
+    planned = run.rehearse([{"what": "objective", "method": m, **shape} for m in LENS_METHODS])
+    rows = [
+        {"method": method, "description": description, **run.memory(job)}
+        for (method, description), job in zip(LENS_METHODS.items(), planned, strict=True)
+    ]
     columns_shown = (
         ("method", lambda r: r["method"]),
-        ("formula MiB", lambda r: f"{r['formula_bytes'] / 2**20:.1f}"),
-        (
-            "simulated MiB",
-            lambda r: "-" if r["simulated_bytes"] is None else f"{r['simulated_bytes'] / 2**20:.1f}",
-        ),
+        ("inputs MiB", lambda r: f"{r['input_bytes'] / 2**20:.1f}"),
+        ("peak MiB", lambda r: f"{r['simulated_bytes'] / 2**20:.1f}"),
     )
     title = f"{samples} x {variants} contexts · {tokens:,} tokens · {width:,} entries · {pairs} pairs each"
-    if run.finish(result, title, columns_shown):
+    if run.finish({**shape, "rows": rows}, title, columns_shown):
         for row in rows:
             run.out.print(f"  {row['method']}: {row['description']}", style="dim", markup=False)
-
-
-def _on_device(
-    kind: str,
-    case: str,
-    methods: tuple[str, ...],
-    settings: list[Row],
-    device: str,
-    json: str | None,
-    html: str | None,
-) -> None:
-    from leanstep.commands.rehearse import plan_on_device
-
-    check_writable(json, "--json")
-    check_writable(html, "--html")
-    plan_on_device(kind, case, methods, settings, device, json, html)
-
-
-def _largest_buffer(formula: Any, simulated: Any) -> int:
-    """One allocation: simulated where possible; the formulas' parts say how many buffers they hold."""
-    if simulated is not None:
-        inputs = simulated.input_bytes if formula.method == "gathered-loss" else 0
-        return max(simulated.largest_bytes, inputs)
-    name, value = formula.largest_part
-    count = name.rpartition(" x ")[2]
-    return value // int(count) if count.isdigit() else value
 
 
 def _gib(num_bytes: int | None) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json as json_text
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +13,9 @@ import typer
 
 from leanstep.commands import BadInput
 from leanstep.commands.terminal import check_writable, console, write_json
+from leanstep.rehearse.cuda_allocator import Replay, live_at, replay
+from leanstep.rehearse.devices import Device
+from leanstep.rehearse.events import Alloc, Event, Free, Launch, Recording, Request, Storage
 
 _TARGET = Annotated[
     str, typer.Argument(help="A training script, a module (-m) or a registered case.", show_default=False)
@@ -63,7 +68,6 @@ def rehearse(
     Example: leanstep rehearse --device h100,a100 train.py -- --batch_size=12
     """
     from leanstep.rehearse.devices import devices_named
-    from leanstep.rehearse.events import Request
 
     try:
         devices = devices_named(device)
@@ -89,7 +93,7 @@ def rehearse(
         implementation=impl,
         host_us=host_us,
     )
-    recording = _run(request, json)
+    recording = run_request(request, json)
     report = _report(recording, devices, changes, json)
     console(json).print(_text(report), markup=False, highlight=False, soft_wrap=True)
     write_json(report, json)
@@ -144,7 +148,7 @@ def _settings(text: str | None) -> dict[str, Any]:
     return found
 
 
-def _run(request: Any, json: str | None, quiet: bool = False) -> Any:
+def run_request(request: Any, json: str | None, quiet: bool = False) -> Any:
     from leanstep.rehearse.stage import RehearsalError
     from leanstep.rehearse.stage import rehearse as run
 
@@ -160,7 +164,7 @@ def _report(recording: Any, devices: Any, changes: list[str], json: str | None) 
     def again(request: Any) -> Any:
         change = ", ".join(request.changes) or " ".join(request.args)
         print(f"leanstep: rehearsing again{' with ' + change if change else ''}", file=sys.stderr)
-        return _run(request, json, quiet=True)
+        return run_request(request, json, quiet=True)
 
     # The figure beside a compiled one takes as long again: only where that is short.
     quick = bool(recording.regions and recording.steps) and recording.host_s <= _EAGER_TOO_S
@@ -182,7 +186,7 @@ def _add_bare_products(report: dict[str, Any], recording: Any, device: Any, json
     from leanstep.rehearse import what_if
 
     bare = None
-    limit = _run(replace(recording.request, implementation="limit"), json, quiet=True)
+    limit = run_request(replace(recording.request, implementation="limit"), json, quiet=True)
     if limit.refused is None and limit.steps:
         timing = what_if.last_step(limit, device)
         bare = timing.device_s if timing is not None else None
@@ -210,12 +214,11 @@ def rehearse_example(folder: Path, device: str = "h100") -> tuple[dict[str, Any]
     """
     from leanstep.rehearse import verdict
     from leanstep.rehearse.devices import device_named
-    from leanstep.rehearse.events import Request
 
     target = device_named(device)
     runs, lines = [], [f"Rehearsal on an {target.name}: predicted, nothing was measured"]
     for side in ("before", "after"):
-        recording = _run(Request(str(folder / "rl" / f"{side}.py"), device=device), None, quiet=True)
+        recording = run_request(Request(str(folder / "rl" / f"{side}.py"), device=device), None, quiet=True)
         report = verdict.judge(recording, [target])
         runs.append({**report, "script": f"examples/rl/{side}.py"})
         peak = report["memory"]["allocated"] / 2**20
@@ -229,7 +232,7 @@ def rehearse_example(folder: Path, device: str = "h100") -> tuple[dict[str, Any]
             settings=SEED_SIZE,
             implementation=implementation,
         )
-        report = verdict.judge(_run(request, None, quiet=True), [target])
+        report = verdict.judge(run_request(request, None, quiet=True), [target])
         runs.append({**report, "script": f"logprob-linear at the seed's size: {text}"})
         needed = (report["memory"]["reserved"] + report["memory"]["context"]) / 2**30
         fits = "fits" if report["memory"]["fits"] else "does not fit"
@@ -244,74 +247,91 @@ def _short(report: dict[str, Any]) -> str:
     return f"{time['step_ms']:.1f} ms a step, bound by {time['bound_by']}"
 
 
-def plan_on_device(
-    kind: str,
-    case: str,
-    wanted: tuple[str, ...],
-    settings: list[dict[str, Any]],
-    device: str,
-    json: str | None,
-    html: str | None,
+@dataclass(frozen=True)
+class Planned:
+    """One job of a plan: its own allocations in a recording of many, as if nothing had run before."""
+
+    events: Sequence[Event]
+    storages: dict[int, Storage]
+    input_bytes: int
+    flops: float
+    step_s: float
+
+    def fits(self, capacity: int, resize: Callable[[Storage], int] | None = None) -> bool:
+        return replay(self.events, self.storages, capacity, resize).failed is None
+
+    def at_peak(self, peak: Replay) -> list[Storage]:
+        return [self.storages[number] for number in live_at(self.events, peak.index)]
+
+    def by_purpose(self) -> dict[str, int]:
+        """Bytes of an optimizer step's peak."""
+        found = dict.fromkeys(("weights", "gradients", "state", "scratch"), 0)
+        names = {"parameter": "weights", "gradient": "gradients", "optimizer state": "state"}
+        for storage in self.at_peak(replay(self.events, self.storages)):
+            found[names.get(storage.category, "scratch")] += storage.nbytes
+        return found
+
+
+def rehearse_jobs(
+    jobs: list[dict[str, Any]], device: Device, ranks: int = 1, timed: bool = False
+) -> list[Planned]:
+    """Every job of `plan_workloads` on a device that is not there, in one rehearsal."""
+    from leanstep.rehearse.time_model import time_steps
+
+    request = Request(
+        "leanstep.commands.plan_workloads",
+        (json_text.dumps(jobs),),
+        module=True,
+        device=device.key,
+        steps=2 * len(jobs),
+        ranks=ranks,
+    )
+    recording: Recording = run_request(request, None, quiet=True)
+    if recording.refused is not None or len(recording.steps) < 2 * len(jobs):
+        reason = recording.refused.reason if recording.refused is not None else "a step is missing"
+        raise BadInput(f"plan: the rehearsal stopped: {reason}")
+    events, storages = recording.events, recording.storages
+    # Taken once, at the first product of all jobs: each would take it.
+    workspace = [e for e in events if isinstance(e, Alloc) and storages[e.storage].category == "library"]
+    times = [0.0] * len(recording.steps)
+    if timed:
+        ends = [step.last for step in recording.steps]
+        times = [timing.step_s for timing in time_steps(events, ends, device)]
+    found = []
+    for made, done in zip(recording.steps[::2], recording.steps[1::2], strict=True):
+        launched = [e for e in events[made.last : done.last] if isinstance(e, Launch)]
+        flops = sum(kernel.flops for launch in launched for kernel in launch.kernels)
+        own = [e for e in events[made.first : done.last] if isinstance(e, Alloc | Free)]
+        if any(kernel.kind == "gemm" for launch in launched for kernel in launch.kernels):
+            own = [*workspace, *(e for e in own if e not in workspace)]
+        inputs = sum(e.nbytes for e in events[made.first : made.last] if isinstance(e, Alloc))
+        found.append(Planned(own, storages, inputs, flops, times[done.number]))
+    return found
+
+
+def head_jobs(
+    tokens: int, vocab: int, hidden: int, dtype: str, chunk: int, jobs: Sequence[tuple[str, float]]
 ) -> list[dict[str, Any]]:
-    """`leanstep plan ... --device`: implementations of a case on the device, each rehearsed at each setting.
+    """(method, kept fraction of the rows) -> jobs of `plan_workloads`."""
+    shape = {"what": "head", "rows": tokens, "vocab": vocab, "width": hidden, "dtype": dtype, "chunk": chunk}
+    return [{**shape, "method": method, "kept": round(fraction * tokens)} for method, fraction in jobs]
 
-    Prints one line each, or the JSON object; returns its rows.
+
+def longest_batch(job: Planned, rows: int, chunk: int, capacity: int) -> int:
+    """The most rows that fit, by the replay that judges the plan's own rows: multiples of `chunk`.
+
+    job: rehearsed with this many rows, a number that no other dimension has. Whatever has a dimension of it
+    grows with it; the rest repeats with every chunk.
     """
-    from leanstep.rehearse import verdict
-    from leanstep.rehearse.devices import device_named
-    from leanstep.rehearse.events import Request
 
-    try:
-        target = device_named(device)
-    except ValueError as error:
-        raise BadInput(f"--device: {str(error).removeprefix('device: ')}") from None
-    out = console(json)
-    out.print(f"{case} on {target.name}: predicted, nothing was measured", markup=False)
-    rows, runs = [], []
-    for setting in settings:
-        shown = ", ".join(f"{k}={v:,}" if isinstance(v, int) else f"{k}={v}" for k, v in setting.items())
-        out.print(shown, markup=False, style="dim")
-        for implementation in wanted:
-            request = Request(
-                case,
-                case=True,
-                device=target.key,
-                steps=2,
-                settings=setting,
-                implementation=implementation,
-            )
-            report = verdict.judge(_run(request, json, quiet=True), [target])
-            runs.append({**report, "script": f"{case}, {implementation}: {shown}"})
-            memory, time = report["memory"], report["time"]
-            needed = memory["reserved"] + memory["context"]
-            rows.append(
-                {
-                    "implementation": implementation,
-                    "settings": setting,
-                    "fits": memory["fits"],
-                    "allocated_bytes": memory["allocated"],
-                    "needed_bytes": needed,
-                    "largest": memory["owners"][0] if memory["owners"] else None,
-                    "step_ms": time["step_ms"] if time is not None else None,
-                    "refused": report["refused"],
-                }
-            )
-            out.print(_plan_line(rows[-1], target.memory_bytes), markup=False, highlight=False)
-    result = {"plan": kind, "case": case, "device": target.key, "predicted": True, "rows": rows}
-    write_json(result, json)
-    if html is not None:
-        from leanstep.report import page
+    def fits(wanted: int) -> bool:
+        def resize(storage: Storage) -> int:
+            return storage.nbytes * wanted // rows if rows in storage.shape else storage.nbytes
 
-        page.add_section(html, "rehearse", {"runs": runs})
-    return rows
+        return job.fits(capacity, resize)
 
-
-def _plan_line(row: dict[str, Any], capacity: int) -> str:
-    name = f"  {row['implementation']:20s}"
-    if row["refused"] is not None:
-        return f"{name} stopped: {row['refused']['reason']}"
-    room = f"{row['needed_bytes'] / 2**30:8.2f} of {capacity / 2**30:.1f} GiB"
-    largest = row["largest"]
-    most = f"; most of it: {largest['line']} {largest['largest']}" if largest and not row["fits"] else ""
-    step = f", {row['step_ms']:,.1f} ms" if row["step_ms"] is not None and row["fits"] else ""
-    return f"{name} {'fits' if row['fits'] else 'does not fit'} {room}{step}{most}"
+    low, high = 0, 1 + capacity // (job.input_bytes // rows or 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low - low % chunk if low >= chunk else low

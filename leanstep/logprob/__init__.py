@@ -1,6 +1,5 @@
 """Token log-probabilities and entropy without the [T, V] tensor."""
 
-from leanstep.logprob.engine.peak_memory import MemoryPlan, plan_memory
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles
 from leanstep.logprob.inputs import (
     Allowed,
@@ -42,7 +41,6 @@ __all__ = [
     "LMHead",
     "LoRA",
     "LogProbs",
-    "MemoryPlan",
     "PolicyBatch",
     "PolicyLoss",
     "PolicyObjective",
@@ -59,7 +57,6 @@ __all__ = [
     "linear_logprobs",
     "linear_policy_loss",
     "next_token_targets",
-    "plan_memory",
     "plan_rows",
     "policy_loss",
     "return_parts",

@@ -96,7 +96,7 @@ class CachingAllocator:
         bisect.insort(pool, (size, segment, start))
 
     def _give_back(self) -> None:
-        for small, pool in self._free.items():
+        for pool in self._free.values():
             kept = []
             for size, segment, start in pool:
                 if len(self._segments[segment]) == 1:
@@ -104,7 +104,7 @@ class CachingAllocator:
                     del self._segments[segment]
                 else:
                     kept.append((size, segment, start))
-            self._free[small] = kept
+            pool[:] = kept
 
 
 def _up(size: int, unit: int) -> int:
@@ -200,7 +200,7 @@ def memory_of(recording: Recording, capacity: int, context: int, points: int = 2
     at = events[free.index] if events else None
     line = str(getattr(at, "line", None) or "?")
     failed = str(getattr(events[held.failed], "line", None) or "?") if held.failed is not None else None
-    live = _live_at(events, free.index)
+    live = live_at(events, free.index)
     memory = Memory(
         allocated=free.allocated,
         reserved=free.reserved if held.failed is not None else held.reserved,
@@ -221,7 +221,7 @@ def memory_of(recording: Recording, capacity: int, context: int, points: int = 2
     return memory
 
 
-def _live_at(events: Sequence[Event], index: int) -> list[int]:
+def live_at(events: Sequence[Event], index: int) -> list[int]:
     live: dict[int, None] = {}
     for event in events[: index + 1]:
         if isinstance(event, Alloc):

@@ -223,9 +223,9 @@ def _run(request: Request) -> Recording:
     stand_ins.install(tape)
     process_group.install(tape, request.ranks)
     if request.changes:
-        from leanstep.rehearse.what_if import install_changes
+        from leanstep.rehearse.answers import changes
 
-        install_changes(request.changes)
+        changes.install(tape, request.changes)
     _follow_threads(tape)
     steps = _Steps(tape, request.steps)
     steps.watch()

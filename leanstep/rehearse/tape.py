@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from leanstep.rehearse import events
+from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
 from leanstep.rehearse.events import Kernel, Line
 from leanstep.rehearse.kernel_costs import FREE, kernels, one_pass, registered_cost
 from leanstep.rehearse.lines import Lines, Place
@@ -249,6 +250,8 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.lock:
+            if func in REPLACED:
+                func, args = as_on_a_device(func, args, kwargs)
             return self._call(func, args, dict(kwargs or {}))
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -265,9 +268,7 @@ class Tape(TorchDispatchMode):
         # A DTensor unwraps itself; its shards come back here.
         if any(type(t) not in PLAIN for t in given.tensors):
             return NotImplemented
-        where = kwargs.get("device")
-        if where is None:
-            where = next((a for a in args if isinstance(a, torch.device)), None)
+        where = kwargs.get("device") or next((a for a in args if isinstance(a, torch.device)), None)
         where = torch.device(where) if where is not None else None
         pinned = kwargs.pop("pin_memory", None)
         if not given.fakes and (where is None or where.type != "cuda"):
@@ -431,8 +432,7 @@ class Tape(TorchDispatchMode):
         record = self.recording
         record.notes = dict(self.notes)
         record.peak_bytes = self.peak_bytes
-        counts = self.shadows.assumed.most_common()
-        record.assumed = [events.Assumed(*key[:2], n, key[2]) for key, n in counts]
+        record.assumed = [events.Assumed(*k[:2], n, k[2]) for k, n in self.shadows.assumed.most_common()]
         return record
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from leanstep.rehearse import what_if
@@ -259,10 +260,20 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
         (f"fsdp:{n}", f"parameters, gradients and state sharded over {n} ranks") for n in _SHARD_RANKS
     ]
     for change, text in resized:
+        # A replay with other sizes costs nothing: it finds the candidates that are worth another run.
         got = what_if.resized_replay(recording, room, change)
-        fits = got.failed is None and got.reserved <= room
-        if fits or change == "bf16_state":
-            simulate(change, text, "replay of sizes", got.reserved if fits else None, fits)
+        fits, how, needed = got.failed is None and got.reserved <= room, "replay of sizes", got.reserved
+        if not fits and change != "bf16_state":
+            continue
+        if fits and rerun is not None:
+            again = rerun(replace(recording.request, changes=(*recording.request.changes, change)))
+            why = _no_result(recording, again, change)
+            if why:
+                how = f"replay of sizes; rehearsed it stops: {why}"
+            else:
+                memory = memory_of(again, device.memory_bytes, device.context_bytes, points=1)
+                fits, how, needed = memory.fits, "rerun", memory.reserved
+        simulate(change, text, how, needed if fits else None, fits)
         if fits and change.startswith(("fsdp", "zero1")):
             break
     return found

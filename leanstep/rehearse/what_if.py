@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from leanstep.rehearse.cuda_allocator import Replay, place, replay
 from leanstep.rehearse.devices import Device
@@ -226,11 +225,15 @@ def resized_replay(recording: Recording, capacity: int | None, change: str) -> R
 
 # Reruns ----------------------------------------------------------------------------------------------
 
+# Applied by `answers/changes.py` in the process of the rehearsal.
 CHANGES = {
     "lean_head": "LM head and cross-entropy by leanstep.logprob (no logits in full)",
     "checkpoint": "activation checkpointing of the repeated blocks",
     "micro_batch": "half the micro-batch",
     "normuon": "NorMuon for the matrices",
+    "bf16_state": "optimizer state in bf16",
+    "zero1": "optimizer state sharded over ranks",
+    "fsdp": "parameters, gradients and state sharded over ranks",
     "default_device": "tensors are made on the device unless the program says where",
 }
 _BATCH = re.compile(r"^(--?[\w-]*batch[\w-]*(?:=|$))(\d*)$")
@@ -254,197 +257,3 @@ def changed_request(request: Request, change: str) -> Request | None:
             args[i + 1] = str(max(1, int(args[i + 1]) // divisor))
             return replace(request, args=tuple(args))
     return replace(request, changes=(*request.changes, f"micro_batch:{divisor}"))
-
-
-def install_changes(changes: Iterable[str]) -> None:
-    """Apply changes to torch before the program starts; only for the process of a rehearsal."""
-    for change in changes:
-        name, _, value = change.partition(":")
-        if name not in _INSTALLERS:
-            raise ValueError(f"change: expected one of {', '.join(_INSTALLERS)}, got {change!r}")
-        _INSTALLERS[name](value)
-
-
-def _install_checkpoint(_: str) -> None:
-    """Blocks of a ModuleList or Sequential (two or more of one class) are computed again in backward."""
-    import torch
-    from torch import nn
-    from torch.utils.checkpoint import checkpoint
-
-    def wrap(module: nn.Module) -> None:
-        if "forward" in module.__dict__ or not any(True for _ in module.parameters()):
-            return
-        forward = module.forward
-
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-        module.forward = recomputed
-
-    def wrap_blocks(container: Any) -> None:
-        blocks = list(container._modules.values())
-        kinds = Counter(type(block) for block in blocks)
-        for block in blocks:
-            if kinds[type(block)] > 1 and not isinstance(block, (nn.Linear, nn.Embedding, nn.LayerNorm)):
-                wrap(block)
-
-    for container in (nn.ModuleList, nn.Sequential):
-        iterate = container.__iter__
-
-        def walked(self: Any, iterate: Any = iterate) -> Any:
-            wrap_blocks(self)
-            return iterate(self)
-
-        container.__iter__ = walked  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _install_micro_batch(value: str) -> None:
-    from torch.utils import data
-
-    build, divisor = data.DataLoader.__init__, int(value or 2)
-
-    def smaller(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
-        build(self, dataset, max(1, batch_size // divisor) if batch_size else batch_size, *args, **kwargs)
-
-    data.DataLoader.__init__ = smaller  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _install_normuon(_: str) -> None:
-    """Adam, AdamW and SGD become NorMuon: hidden matrices by Muon, the rest by its Adam."""
-    import torch
-
-    from leanstep.muon import NorMuon
-
-    def build(params: Any, lr: Any = 1e-3, *args: Any, **kwargs: Any) -> Any:
-        groups = list(params)
-        every = [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
-        # Embeddings and heads are far longer than wide: theirs is Adam.
-        hidden = [p for p in every if p.ndim == 2 and max(p.shape) < 8 * min(p.shape)]
-        chosen = {id(p) for p in hidden}
-        rest = [p for p in every if id(p) not in chosen]
-        made = [{"params": hidden, "algorithm": "normuon"}, {"params": rest, "algorithm": "adam"}]
-        return NorMuon([group for group in made if group["params"]], lr=0.02)
-
-    for name in ("AdamW", "Adam", "SGD"):
-        setattr(torch.optim, name, build)
-
-
-def _install_lean_head(_: str) -> None:
-    """Logits of a wide linear layer stay unmade until somebody needs more than their cross-entropy."""
-    from torch import nn
-    from torch.nn import functional
-
-    linear = functional.linear
-    lazy = _lazy_logits(linear)
-
-    def wide_linear(input: Any, weight: Any, bias: Any = None) -> Any:
-        wide = weight.dim() == 2 and weight.shape[0] >= max(8192, 4 * weight.shape[1])
-        if wide and input.device.type == "cuda" and input.requires_grad:
-            return lazy(input, weight, bias)
-        return linear(input, weight, bias)
-
-    functional.linear = wide_linear  # pyright: ignore[reportAttributeAccessIssue]
-    nn.Linear.forward = lambda self, input: wide_linear(input, self.weight, self.bias)
-
-
-def _lazy_logits(linear: Any) -> Any:
-    import torch
-    from torch.nn import functional
-
-    from leanstep.logprob import LMHead, linear_logprobs
-
-    reshaping = {
-        *(torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.contiguous),
-        *(torch.Tensor.float, torch.Tensor.to, torch.Tensor.__getitem__),
-    }
-    asking = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
-
-    class Logits(torch.Tensor):
-        """What `linear(hidden, weight, bias)` would be."""
-
-        hidden: Any
-        head: Any
-
-        @staticmethod
-        def __new__(cls: Any, hidden: Any, weight: Any, bias: Any, dtype: Any = None) -> Any:
-            size = (*hidden.shape[:-1], weight.shape[0])
-            self = torch.Tensor._make_wrapper_subclass(
-                cls, size, dtype=dtype or hidden.dtype, device=hidden.device, requires_grad=True
-            )
-            self.hidden, self.head = hidden, (weight, bias)
-            return self
-
-        def made(self) -> Any:
-            return linear(self.hidden, *self.head).to(self.dtype)
-
-        @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            real = [a.made() if isinstance(a, Logits) else a for a in args]
-            return func(*real, **(kwargs or {}))
-
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            first = args[0] if args else None
-            if func in asking or getattr(func, "__name__", "") == "__get__":
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
-            if func is functional.cross_entropy and isinstance(first, Logits):
-                return _cross_entropy(first, *args[1:], **kwargs)
-            if func in reshaping and isinstance(first, Logits):
-                with torch._C.DisableTorchFunctionSubclass():
-                    like = func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:])
-                if like.shape[-1] == first.shape[-1] and "device" not in kwargs:
-                    hidden = first.hidden
-                    if func is torch.Tensor.__getitem__:
-                        hidden = hidden[args[1]]
-                    else:
-                        hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
-                    return Logits(hidden, *first.head, dtype=like.dtype)
-            real = [a.made() if isinstance(a, Logits) else a for a in args]
-            return func(*real, **{k: v.made() if isinstance(v, Logits) else v for k, v in kwargs.items()})
-
-    def _cross_entropy(
-        logits: Any,
-        target: Any,
-        weight: Any = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Any:
-        if weight is not None or label_smoothing or target.is_floating_point() or logits.dim() != 2:
-            return functional.cross_entropy(
-                logits.made(), target, weight, ignore_index=ignore_index, reduction=reduction
-            )
-        hidden, (table, bias) = logits.hidden, logits.head
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
-            hidden, table = hidden.to(dtype), table.to(dtype)
-        used = target != ignore_index
-        logp = linear_logprobs(hidden, LMHead(table, bias), target.clamp_min(0)).logp
-        loss = -(logp * used)
-        if reduction == "none":
-            return loss
-        return loss.sum() if reduction == "sum" else loss.sum() / used.sum()
-
-    return Logits
-
-
-def _install_default_device(_: str) -> None:
-    """A program written for the CPU, as if it had been written for the device."""
-    import torch
-
-    torch.set_default_device("cuda")
-
-
-_INSTALLERS: dict[str, Callable[[str], None]] = {
-    "lean_head": _install_lean_head,
-    "checkpoint": _install_checkpoint,
-    "micro_batch": _install_micro_batch,
-    "normuon": _install_normuon,
-    "default_device": _install_default_device,
-}

@@ -324,17 +324,18 @@ _DRAWN_DEVICE = "h200"
 
 
 def _logprob_peaks(plan: Data) -> tuple[list[Data], dict[str, int]]:
-    """Rows for the capacity chart: the simulated peak where there is one, else the formula's."""
+    """Rows for the capacity chart."""
     rows = []
     fractions = sorted({row["response_frac"] for row in plan["rows"]})
     for row in plan["rows"]:
         if row["method"] not in _DRAWN:
             continue
-        peak = row.get("simulated_bytes") or row["formula_bytes"]
         # Plain code computes every row: one figure for all fractions.
         for fraction in fractions if row["method"] == "plain" else [row["response_frac"]]:
             kind = _DRAWN[row["method"]]
-            rows.append({"method": row["method"], "kind": kind, "x": fraction, "peak_bytes": peak})
+            rows.append(
+                {"method": row["method"], "kind": kind, "x": fraction, "peak_bytes": row["simulated_bytes"]}
+            )
     held = plan.get("capacities", {})
     return rows, {name.upper(): size for name, size in held.items() if name == _DRAWN_DEVICE}
 

@@ -12,23 +12,23 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# The work never ends by itself: a step (or a simulated head) that computes for ever, and says that it does.
+# The work never ends by itself: a step (or a rehearsal) that computes for ever, and says that it does.
 CHILD = """
 import sys
 import torch
 from leanstep import cli
 from leanstep.case import register
-from leanstep.commands import plan_workloads
+from leanstep.rehearse import stage
 from toy_case import fast, implementation, toy_case
 
-def endless(*arguments):
+def endless(*arguments, **options):
     print("working", file=sys.stderr, flush=True)
     while True:
         x = torch.randn(64, 64, requires_grad=True)
         (x @ x).sum().backward()
 
 register(toy_case("endless", implementation("fast", endless)))
-plan_workloads.simulate_head = endless
+stage.rehearse = endless
 cli.main()
 """
 

@@ -14,7 +14,7 @@ import leanstep.logprob as package
 FUNCTIONS = [n for n in package.__all__ if inspect.isfunction(getattr(package, n))]
 RECORDS = [n for n in package.__all__ if inspect.isclass(getattr(package, n))]
 # They count; there is nothing to compute beside them.
-SIZES = {"choose_tiles", "plan_memory"}
+SIZES = {"choose_tiles"}
 # What the code of a docstring must have computed; the names are those of the docstring and of `world`.
 CLOSE = "torch.allclose({}, {}, atol=1e-5)".format
 MEANS = {
@@ -96,7 +96,7 @@ def test_code_of_a_docstring_means_the_same(name):
 def test_public_name_has_a_docstring_of_its_own_with_shapes(name):
     doc = inspect.getdoc(getattr(package, name)) or ""
     assert doc and not doc.startswith(f"{name}("), f"{name} has no docstring of its own"
-    numbers_only = {"MemoryPlan", "PolicyObjective", "Tiles", "Transform", "plan_memory", "select_rows"}
+    numbers_only = {"PolicyObjective", "Tiles", "Transform", "select_rows"}
     numbers_only |= {"choose_tiles", "CovarianceChoice"}
     named = name in numbers_only or re.search(r"\[[A-Z0-9n]|\[ranks|0-dimensional|scalar|\[T", doc)
     assert named or "total_lengths" in doc, f"{name}: no shape"

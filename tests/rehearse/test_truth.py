@@ -1,4 +1,4 @@
-"""Live bytes of twelve training loops: the fake device against the CPU's allocator."""
+"""Live bytes of fourteen training loops: the fake device against the CPU's allocator."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rehearse.rehearsed import SCRIPTS, run_script
 NAMES = (
     *("fused attention", "unfused attention", "tied weights", "checkpointing", "reentrant checkpointing"),
     *("grad scaler", "foreach", "per tensor", "accumulation", "normuon"),
+    *("logits read twice, gather", "logits read twice, rows"),
 )
 PACKAGES = ("transformers", "trl", "datasets")
 # Storages alive at the peak of any of them; each may be rounded up by 512 bytes.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
 from leanstep.rehearse import verdict, what_if
+from leanstep.rehearse.answers import changes
 from leanstep.rehearse.devices import DEVICES
 from leanstep.rehearse.events import (
     Alloc,
@@ -163,7 +165,7 @@ def test_the_micro_batch_is_found_among_the_arguments():
 
 def test_an_unknown_change_is_named():
     with pytest.raises(ValueError, match=r"change: expected one of lean_head.*, got 'magic'"):
-        what_if.install_changes(["magic"])
+        changes.install(cast(Any, None), ["magic"])
 
 
 def test_what_makes_it_fit_is_simulated_in_order_of_size():
@@ -178,18 +180,25 @@ def test_what_makes_it_fit_is_simulated_in_order_of_size():
         return replace(recorded(state_bytes=64 * MIB), request=request)
 
     found = verdict.what_fits(made, device, rerun)
-    assert asked == [(("lean_head",), ()), (("checkpoint",), ())]
-    assert [f["change"] for f in found if f["fits"]] == ["checkpoint", "bf16_state", "zero1:2"]
+    tried = ["lean_head", "checkpoint", "bf16_state", "zero1:2"]
+    assert asked == [((change,), ()) for change in tried]
+    assert [f["change"] for f in found if f["fits"]] == tried[1:]
+    assert {f["how"] for f in found} == {"rerun"}
     assert found[0]["why"] == "no head here"
 
 
-def test_parameters_and_state_that_do_not_fit_ask_for_shards_and_not_for_another_run():
+def test_parameters_and_state_that_do_not_fit_ask_for_shards_and_not_for_other_activations():
     device = replace(H100, memory_bytes=600 * MIB, context_bytes=0)
     made = recorded(state_bytes=640 * MIB)
     # The program is left after its steps: everything dies, which says nothing of what a step needs.
     made.events += [Free(number, 3) for number in (0, 7, 8)]
-    found = verdict.what_fits(made, device, lambda request: pytest.fail("ran"))
-    assert {f["how"] for f in found} == {"replay of sizes"}
+
+    def rerun(request: Request) -> Recording:
+        assert request.changes[0].startswith(("bf16_state", "zero1", "fsdp"))
+        return replace(made, refused=Refusal(MODEL, "no shards here"), ended="refused", request=request)
+
+    found = verdict.what_fits(made, device, rerun)
+    assert {f["how"] for f in found} == {"replay of sizes; rehearsed it stops: no shards here"}
     assert found[-1]["fits"]
 
 

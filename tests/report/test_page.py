@@ -172,11 +172,11 @@ def test_two_environments_are_told_apart():
 
 def test_a_logprob_plan_is_drawn_from_its_simulated_peaks():
     rows = [
-        {"method": method, "response_frac": fraction, "formula_bytes": 2**30, "simulated_bytes": simulated}
+        {"method": method, "response_frac": fraction, "simulated_bytes": simulated}
         for method, fraction, simulated in (
             ("plain", 1.0, 3 * 2**30),
-            ("linear", 1.0, None),
-            ("linear", 0.5, None),
+            ("linear", 1.0, 2**30),
+            ("linear", 0.5, 2**30),
         )
     ]
     plan = {

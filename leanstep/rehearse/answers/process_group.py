@@ -50,8 +50,50 @@ def install(tape: Tape, ranks: int) -> None:
             start("fake", store=FakeStore(), rank=0, world_size=size)
         tape.ranks = size
 
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **given: Any) -> Any:
+        return another(ranks, timeout, "fake", **given)  # gloo beside NCCL, as programs ask for flags
+
     dist.init_process_group = init_process_group
+    another = dist.new_group
+    dist.new_group = new_group
+    _answer_objects()
+    _leave_out_shapes()
     tape.collective = lambda name, args, out: _collective(tape, name, args, out)
+
+
+def _leave_out_shapes() -> None:
+    """DTensor runs each new call once for its global shape: no work of the device, and nothing it holds."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    find = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def untaped(self: Any, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return find(self, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = untaped
+
+
+def _answer_objects() -> None:
+    """Pickled objects travel as bytes that nobody sends: every rank says what this one does."""
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
+
+    def gather_object(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if object_gather_list is not None:
+            all_gather_object(object_gather_list, obj)
+
+    def scatter_object_list(
+        scatter_object_output_list: list[Any], scatter_object_input_list: list[Any], *_: Any, **__: Any
+    ) -> None:
+        scatter_object_output_list[0] = scatter_object_input_list[0]
+
+    dist.all_gather_object = all_gather_object
+    dist.gather_object = gather_object
+    dist.scatter_object_list = scatter_object_list
+    dist.broadcast_object_list = lambda *_, **__: None
 
 
 def _collective(tape: Tape, name: str, args: Any, out: Any) -> None:

@@ -114,7 +114,28 @@ VARIANTS = {
         lambda p: torch.optim.SGD(p, 1e-3, momentum=0.9, foreach=True), accumulate=2
     ),
     "normuon": lambda: train(Muon),
+    "logits read twice, gather": lambda: read_twice(by_rows=False),
+    "logits read twice, rows": lambda: read_twice(by_rows=True),
 }
+
+
+def read_twice(*, by_rows):
+    """Logits that two terms of a loss read: autograd adds their gradients in place."""
+    torch.manual_seed(0)
+    hidden = torch.randn(512, 64).to(DEVICE).requires_grad_()
+    weight = torch.randn(3000, 64).to(DEVICE).requires_grad_()
+    scale, picked = torch.randn(3000).to(DEVICE), (torch.arange(256) * 2).to(DEVICE)
+    for _ in range(2):
+        logits = hidden @ weight.t()
+        scaled = (logits * scale).sum()
+        if by_rows:
+            chosen = logits.index_select(0, picked)
+        else:
+            chosen = logits.gather(1, picked[None].expand(512, -1))
+        del logits
+        chosen = chosen.sum()
+        (scaled + chosen).backward()
+        hidden.grad = weight.grad = None
 
 
 def real_peak(run):

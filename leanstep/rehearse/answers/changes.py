@@ -1,0 +1,344 @@
+"""Changes of a program, applied to torch before it starts: what `what_if.CHANGES` names, rehearsed again.
+
+Another head, checkpointed blocks, a smaller batch, other optimizers, sharded ones, FSDP2 around the blocks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from leanstep.rehearse.cuda_allocator import live_at
+from leanstep.rehearse.events import Alloc
+from leanstep.rehearse.tape import Tape
+
+OPTIMIZERS = ("AdamW", "Adam", "SGD")
+# Ranks where a change over ranks does not say how many.
+RANKS = 8
+
+
+def install(tape: Tape, changes: Iterable[str]) -> None:
+    """Apply changes to torch; only for the process of a rehearsal."""
+    for change in changes:
+        name, _, value = change.partition(":")
+        if name == "fsdp":
+            _install_fsdp(tape, int(value or RANKS))
+        elif name in _INSTALLERS:
+            _INSTALLERS[name](value)
+        else:
+            known = ", ".join((*_INSTALLERS, "fsdp"))
+            raise ValueError(f"change: expected one of {known}, got {change!r}")
+
+
+def _install_checkpoint(_: str) -> None:
+    """Blocks of a ModuleList or Sequential (two or more of one class) are computed again in backward."""
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    def wrap(module: nn.Module) -> None:
+        if "forward" in module.__dict__ or not any(True for _ in module.parameters()):
+            return
+        forward = module.forward
+
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+        module.forward = recomputed
+
+    for container in (nn.ModuleList, nn.Sequential):
+        iterate = container.__iter__
+
+        def walked(self: Any, iterate: Any = iterate) -> Any:
+            for block in repeated_blocks(self):
+                wrap(block)
+            return iterate(self)
+
+        container.__iter__ = walked  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def repeated_blocks(container: Any) -> list[Any]:
+    """The blocks of a ModuleList or Sequential: two or more of one class, and no single layers."""
+    from torch import nn
+
+    blocks = list(container._modules.values())
+    kinds = Counter(type(block) for block in blocks)
+    single = (nn.Linear, nn.Embedding, nn.LayerNorm)
+    return [block for block in blocks if kinds[type(block)] > 1 and not isinstance(block, single)]
+
+
+def _install_micro_batch(value: str) -> None:
+    from torch.utils import data
+
+    build, divisor = data.DataLoader.__init__, int(value or 2)
+
+    def smaller(self: Any, dataset: Any, batch_size: Any = 1, *args: Any, **kwargs: Any) -> None:
+        build(self, dataset, max(1, batch_size // divisor) if batch_size else batch_size, *args, **kwargs)
+
+    data.DataLoader.__init__ = smaller  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _install_normuon(_: str) -> None:
+    """Adam, AdamW and SGD become NorMuon: hidden matrices by Muon, the rest by its Adam."""
+    import torch
+
+    from leanstep.muon import NorMuon
+
+    def build(params: Any, lr: Any = 1e-3, *args: Any, **kwargs: Any) -> Any:
+        groups = list(params)
+        every = [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
+        # Embeddings and heads are far longer than wide: theirs is Adam.
+        hidden = [p for p in every if p.ndim == 2 and max(p.shape) < 8 * min(p.shape)]
+        chosen = {id(p) for p in hidden}
+        rest = [p for p in every if id(p) not in chosen]
+        made = [{"params": hidden, "algorithm": "normuon"}, {"params": rest, "algorithm": "adam"}]
+        return NorMuon([group for group in made if group["params"]], lr=0.02)
+
+    for name in OPTIMIZERS:
+        setattr(torch.optim, name, build)
+
+
+def _install_bf16_state(_: str) -> None:
+    """Adam and AdamW with moments in bf16, widened for one parameter at a time."""
+    import torch
+
+    class Adam(torch.optim.Optimizer):
+        def __init__(
+            self, params: Any, lr: Any = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8, **more: Any
+        ):
+            decay = more.get("weight_decay", 0.0)
+            super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            if closure is not None:
+                with torch.enable_grad():
+                    closure = closure()
+            for group in self.param_groups:
+                first, second = group["betas"]
+                for p in group["params"]:
+                    if p.grad is None:
+                        continue
+                    state = self.state[p]
+                    if not state:
+                        kept = {"dtype": torch.bfloat16}
+                        state |= {
+                            "exp_avg": torch.zeros_like(p, **kept),
+                            "exp_avg_sq": torch.zeros_like(p, **kept),
+                        }
+                    grad, mean, square = p.grad.float(), state["exp_avg"].float(), state["exp_avg_sq"].float()
+                    mean.lerp_(grad, 1 - first)
+                    square.mul_(second).addcmul_(grad, grad, value=1 - second)
+                    state["exp_avg"].copy_(mean)
+                    state["exp_avg_sq"].copy_(square)
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.addcdiv_(mean, square.sqrt_().add_(group["eps"]), value=-group["lr"])
+            return closure
+
+    for name in ("AdamW", "Adam"):
+        setattr(torch.optim, name, Adam)
+
+
+def _join(ranks: int) -> None:
+    """A group of this many ranks where the program has none."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", world_size=ranks)
+
+
+def _install_zero1(value: str) -> None:
+    """torch's optimizers inside its ZeroRedundancyOptimizer."""
+    import torch
+
+    def wrapped(plain: Any) -> Any:
+        def build(params: Any, *args: Any, **kwargs: Any) -> Any:
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            _join(int(value or RANKS))
+            given = dict(zip(("lr",), args, strict=False)) | kwargs
+            return ZeroRedundancyOptimizer(list(params), optimizer_class=plain, **given)
+
+        return build
+
+    for name in OPTIMIZERS:
+        setattr(torch.optim, name, wrapped(getattr(torch.optim, name)))
+
+
+def _install_fsdp(tape: Tape, ranks: int) -> None:
+    """FSDP2 around every repeated block and the model, when the program builds its first optimizer.
+
+    What came before is taken off the tape but for what is alive: a program that shards builds its model so.
+    """
+    import torch
+
+    construct = torch.optim.Optimizer.__init__
+    sharded: dict[int, Any] = {}
+
+    def build(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        groups = [dict(g) if isinstance(g, dict) else g for g in params]
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        for group in groups:
+            given = group["params"]
+            group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+        if not sharded:
+            _join(ranks)
+            sharded.update(_shard_modules({id(p) for group in groups for p in group["params"]}))
+        for group in groups:
+            group["params"] = [sharded.get(id(p), p) for p in group["params"]]
+        gc.collect()
+        _forget_setup(tape)
+        construct(self, groups, *args, **kwargs)
+
+    torch.optim.Optimizer.__init__ = build  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _shard_modules(wanted: set[int]) -> dict[int, Any]:
+    """Shard the modules that hold these parameters: id of a parameter -> what has taken its place."""
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    modules: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    holding = [m for m in modules if any(id(p) in wanted for p in m.parameters())]
+    inside = {id(child) for m in holding for child in m.children()}
+    places = [(id(p), m, name) for m in holding for name, p in m._parameters.items() if p is not None]
+    for root in [m for m in holding if id(m) not in inside]:
+        for container in root.modules():
+            if isinstance(container, nn.ModuleList | nn.Sequential):
+                for block in repeated_blocks(container):
+                    fully_shard(block)
+        fully_shard(root)
+    return {key: getattr(module, name) for key, module, name in places}
+
+
+def _forget_setup(tape: Tape) -> None:
+    record = tape.recording
+    alive = [record.storages[number] for number in live_at(record.events, len(record.events))]
+    record.events[:] = [Alloc(s.number, s.nbytes, s.line, s.phase, s.step) for s in alive]
+    tape.peak_bytes = tape.live_bytes
+
+
+def _install_lean_head(_: str) -> None:
+    """Logits of a wide linear layer stay unmade until somebody needs more than their cross-entropy."""
+    from torch import nn
+    from torch.nn import functional
+
+    linear = functional.linear
+    lazy = _lazy_logits(linear)
+
+    def wide_linear(input: Any, weight: Any, bias: Any = None) -> Any:
+        wide = weight.dim() == 2 and weight.shape[0] >= max(8192, 4 * weight.shape[1])
+        if wide and input.device.type == "cuda" and input.requires_grad:
+            return lazy(input, weight, bias)
+        return linear(input, weight, bias)
+
+    functional.linear = wide_linear  # pyright: ignore[reportAttributeAccessIssue]
+    nn.Linear.forward = lambda self, input: wide_linear(input, self.weight, self.bias)
+
+
+def _lazy_logits(linear: Any) -> Any:
+    import torch
+    from torch.nn import functional
+
+    from leanstep.logprob import LMHead, linear_logprobs
+
+    reshaping = {
+        *(torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.contiguous),
+        *(torch.Tensor.float, torch.Tensor.to, torch.Tensor.__getitem__),
+    }
+    asking = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
+
+    class Logits(torch.Tensor):
+        """What `linear(hidden, weight, bias)` would be."""
+
+        hidden: Any
+        head: Any
+
+        @staticmethod
+        def __new__(cls: Any, hidden: Any, weight: Any, bias: Any, dtype: Any = None) -> Any:
+            size = (*hidden.shape[:-1], weight.shape[0])
+            self = torch.Tensor._make_wrapper_subclass(
+                cls, size, dtype=dtype or hidden.dtype, device=hidden.device, requires_grad=True
+            )
+            self.hidden, self.head = hidden, (weight, bias)
+            return self
+
+        def made(self) -> Any:
+            return linear(self.hidden, *self.head).to(self.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            real = [a.made() if isinstance(a, Logits) else a for a in args]
+            return func(*real, **(kwargs or {}))
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            first = args[0] if args else None
+            if func in asking or getattr(func, "__name__", "") == "__get__":
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func is functional.cross_entropy and isinstance(first, Logits):
+                return _cross_entropy(first, *args[1:], **kwargs)
+            if func in reshaping and isinstance(first, Logits):
+                with torch._C.DisableTorchFunctionSubclass():
+                    like = func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:])
+                if like.shape[-1] == first.shape[-1] and "device" not in kwargs:
+                    hidden = first.hidden
+                    if func is torch.Tensor.__getitem__:
+                        hidden = hidden[args[1]]
+                    else:
+                        hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
+                    return Logits(hidden, *first.head, dtype=like.dtype)
+            real = [a.made() if isinstance(a, Logits) else a for a in args]
+            return func(*real, **{k: v.made() if isinstance(v, Logits) else v for k, v in kwargs.items()})
+
+    def _cross_entropy(
+        logits: Any,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        if weight is not None or label_smoothing or target.is_floating_point() or logits.dim() != 2:
+            return functional.cross_entropy(
+                logits.made(), target, weight, ignore_index=ignore_index, reduction=reduction
+            )
+        hidden, (table, bias) = logits.hidden, logits.head
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            hidden, table = hidden.to(dtype), table.to(dtype)
+        used = target != ignore_index
+        logp = linear_logprobs(hidden, LMHead(table, bias), target.clamp_min(0)).logp
+        loss = -(logp * used)
+        if reduction == "none":
+            return loss
+        return loss.sum() if reduction == "sum" else loss.sum() / used.sum()
+
+    return Logits
+
+
+def _install_default_device(_: str) -> None:
+    """A program written for the CPU, as if it had been written for the device."""
+    import torch
+
+    torch.set_default_device("cuda")
+
+
+_INSTALLERS: dict[str, Callable[[str], None]] = {
+    "lean_head": _install_lean_head,
+    "checkpoint": _install_checkpoint,
+    "micro_batch": _install_micro_batch,
+    "normuon": _install_normuon,
+    "bf16_state": _install_bf16_state,
+    "zero1": _install_zero1,
+    "default_device": _install_default_device,
+}
