@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from leanstep.rehearse.events import Kernel
+from leanstep.rehearse.events import Alloc, Free, Kernel
 from leanstep.rehearse.shadows import device_tensors, shape_of
 from leanstep.rehearse.tape import Tape
 
@@ -57,20 +58,26 @@ def install(tape: Tape, ranks: int) -> None:
     another = dist.new_group
     dist.new_group = new_group
     _answer_objects()
-    _leave_out_shapes()
+    _leave_out_shapes(tape)
     tape.collective = lambda name, args, out: _collective(tape, name, args, out)
 
 
-def _leave_out_shapes() -> None:
+def _leave_out_shapes(tape: Tape) -> None:
     """DTensor runs each new call once for its global shape: no work of the device, and nothing it holds."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.utils._python_dispatch import _disable_current_modes
 
     find = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def untaped(self: Any, op_schema: Any) -> Any:
-        with _disable_current_modes():
+        record, peaks = tape.recording, (tape.peak_bytes, tape.window_peak_bytes)
+        taped, record.events = record.events, []
+        try:
             return find(self, op_schema)
+        finally:
+            ours = [e for e in record.events if isinstance(e, Alloc | Free)]
+            times = Counter(e.storage for e in ours)  # twice: born and dead meanwhile
+            record.events = taped + [e for e in ours if times[e.storage] == 1]
+            tape.peak_bytes, tape.window_peak_bytes = peaks
 
     ShardingPropagator._propagate_tensor_meta_non_cached = untaped
 
