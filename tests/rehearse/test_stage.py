@@ -151,3 +151,23 @@ def test_threads_of_the_program_find_the_device(tmp_path):
     assert recording.ended == "steps", recording.refused
     copies = [e for e in recording.events if isinstance(e, Launch) and e.name == "to device"]
     assert {(e.line.number, e.phase) for e in copies if e.line.function == "load"} == {(6, "forward")}
+
+
+def test_state_in_bf16_and_shards_over_ranks_are_rehearsed():
+    def bytes_of(*changes: str) -> tuple[int, int]:
+        """Optimizer state beyond counters, and the peak without the workspace of products."""
+        recording = run_script(SCRIPTS / "blocks.py", steps=2, changes=changes).recording
+        assert recording.refused is None, (changes, recording.refused)
+        state = [s for s in recording.storages.values() if s.category == "optimizer state" and s.nbytes > 512]
+        return sum(s.nbytes for s in state), recording.peak_bytes - 8_519_680
+
+    parameters = 4 * 4 * (2 * 512 * 2048 + 2048 + 512) + 4 * (512 * 64 + 64)
+    state, peak = bytes_of()
+    assert state == pytest.approx(2 * parameters, rel=0.01)
+    assert bytes_of("bf16_state")[0] == pytest.approx(parameters, rel=0.01)
+    # Whole tensors are dealt out: eight large ones over eight ranks.
+    assert bytes_of("zero1:8")[0] == pytest.approx(state / 8, rel=0.05)
+    shard, sharded_peak = bytes_of("fsdp:8")
+    assert shard == pytest.approx(state / 8, rel=0.05)
+    # Shards of everything, and two blocks whole: the one at work and the next.
+    assert sharded_peak < peak / 8 + 2 * parameters / 4 + 2 * parameters / 4
