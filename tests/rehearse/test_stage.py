@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from rehearse.rehearsed import run_script
+from rehearse.rehearsed import SCRIPTS, run_script
 
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
