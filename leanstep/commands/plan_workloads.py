@@ -11,7 +11,7 @@ import functools
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from leanstep.preference import LensBatch, LensConfig, SamplingConfig, lens_loss
 DEVICE = "cuda"
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # What a job made and must stay alive until its work is done, and the parameters among it.
-Made = tuple[Callable[[], Any], list[Tensor]]
+Made = tuple[Callable[[], Any], Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class Pace(torch.optim.Optimizer):
     def __init__(self) -> None:
         super().__init__([torch.zeros(1, device=DEVICE, requires_grad=True)], {})
 
-    def step(self, params: list[Tensor]) -> None:  # type: ignore[override]
+    def step(self, params: Sequence[Tensor]) -> None:  # type: ignore[override]
         self.param_groups[0]["params"] = params
 
 

@@ -265,7 +265,7 @@ class Planned:
 
     def by_purpose(self) -> dict[str, int]:
         """Bytes of an optimizer step's peak."""
-        found = dict.fromkeys(("weights", "gradients", "state", "scratch"), 0)
+        found: dict[str, int] = dict.fromkeys(("weights", "gradients", "state", "scratch"), 0)
         names = {"parameter": "weights", "gradient": "gradients", "optimizer state": "state"}
         for storage in self.at_peak(replay(self.events, self.storages)):
             found[names.get(storage.category, "scratch")] += storage.nbytes

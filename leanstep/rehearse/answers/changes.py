@@ -125,11 +125,8 @@ def _install_bf16_state(_: str) -> None:
                         continue
                     state = self.state[p]
                     if not state:
-                        kept = {"dtype": torch.bfloat16}
-                        state |= {
-                            "exp_avg": torch.zeros_like(p, **kept),
-                            "exp_avg_sq": torch.zeros_like(p, **kept),
-                        }
+                        for name in ("exp_avg", "exp_avg_sq"):
+                            state[name] = torch.zeros_like(p, dtype=torch.bfloat16)
                     grad, mean, square = p.grad.float(), state["exp_avg"].float(), state["exp_avg_sq"].float()
                     mean.lerp_(grad, 1 - first)
                     square.mul_(second).addcmul_(grad, grad, value=1 - second)

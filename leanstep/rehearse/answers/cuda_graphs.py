@@ -69,10 +69,18 @@ def install(tape: Tape) -> None:
             ]
             kernels = tuple(kernel for e in self.launches for kernel in e.kernels)
             place = tape.lines.place()
-            numbers = (tuple(n for n, _ in part) for part in (reads, writes))
-            traffic = tuple(t for part in (reads, writes) for _, t in part)
-            where = (place.line, place.phase, tape.step)
-            tape.add(Launch(GRAPH_REPLAY, kernels, *where, *numbers, traffic, place.region))
+            launch = Launch(
+                GRAPH_REPLAY,
+                kernels,
+                place.line,
+                place.phase,
+                tape.step,
+                reads=tuple(number for number, _ in reads),
+                writes=tuple(number for number, _ in writes),
+                traffic=tuple(moved for _, moved in (*reads, *writes)),
+                region=place.region,
+            )
+            tape.add(launch)
 
         def _look_for_freed(self) -> None:
             alive = set(tape._numbers.values())

@@ -113,6 +113,8 @@ def _register_own_costs() -> None:
     register_cost("update_statistics_kernel", _statistics)
     for name in ("scale_exponentials_kernel", "overwrite_exponentials_kernel"):
         register_cost(name, functools.partial(_exponentials, name))
+    for name in ("divergence_sums_kernel", "divergence_gradient_kernel"):
+        register_cost(name, functools.partial(_divergence, name))
     register_cost("xxt_kernel", _symmetric_product)
     register_cost("xtx_kernel", _symmetric_product)
     register_cost("transpose_kernel", _transpose)
@@ -152,6 +154,15 @@ def _exponentials(name: str, given: Mapping[str, Any]) -> Kernel:
     rows = z.size[0] if len(z.size) > 1 else 1
     moved = rows * given["num_columns"] * (z.width + out.width) + rows * 24
     return Kernel("pointwise", moved, 0.0, z.dtype, name=name)
+
+
+def _divergence(name: str, given: Mapping[str, Any]) -> Kernel:
+    """objectives: logits of both heads are read; their sums, or the gradient of one, are written."""
+    z, y, out = given["z_ptr"], given["y_ptr"], given.get("out_ptr")
+    rows = given["grid"][0]
+    width = z.width + y.width + (0 if out is None else out.width)
+    moved = rows * given["num_columns"] * width + rows * 40
+    return Kernel("reduce" if out is None else "pointwise", moved, 0.0, z.dtype, name=name)
 
 
 def _policy_rows(given: Mapping[str, Any]) -> Kernel:
