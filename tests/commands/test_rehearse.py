@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from rehearse.test_verdict import recorded
 from leanstep.commands import BadInput
 from leanstep.commands import rehearse as command
 from leanstep.rehearse.events import Recording, Refusal, Request
-from leanstep.report.page import read_page
 
 OPTIONS: dict[str, Any] = {
     "args": None,
@@ -42,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
         seen.append(request)
         return replace(recorded(), request=request)
 
-    monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(command, "run_request", run)
     return seen
 
 
@@ -70,7 +68,7 @@ def test_what_ifs_rehearse_again_with_the_change(asked: list[Request], capsys: p
 
 def test_an_early_end_exits_with_three(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     ended = Recording(Request("train.py"), "2.13", refused=Refusal(None, "reads data_ptr()"), ended="refused")
-    monkeypatch.setattr(command, "_run", lambda *_, **__: ended)
+    monkeypatch.setattr(command, "run_request", lambda *_, **__: ended)
     assert rehearse() == 3
     assert "reads data_ptr()" in capsys.readouterr().out
 
@@ -100,21 +98,3 @@ def test_a_case_gets_its_bare_products_and_the_ratio(asked: list[Request], capsy
 def test_bad_input_is_one_line(options: dict[str, Any], message: str, asked: list[Request]):
     with pytest.raises(BadInput, match=message):
         command.rehearse(**{"target": "train.py", **OPTIONS, **options})
-
-
-def test_plan_on_a_device_rehearses_every_method(
-    asked: list[Request], tmp_path: Path, capsys: pytest.CaptureFixture
-):
-    page = tmp_path / "page.html"
-    settings = [{"tokens": 64, "response_frac": f} for f in (1.0, 0.25)]
-    methods = ("reference", "leanstep")
-    rows = command.plan_on_device("logprob", "logprob-linear", methods, settings, "h100", None, str(page))
-    assert [(r["implementation"], r["settings"]["response_frac"]) for r in rows] == [
-        ("reference", 1.0),
-        ("leanstep", 1.0),
-        ("reference", 0.25),
-        ("leanstep", 0.25),
-    ]
-    assert all(request.case and request.device == "h100" for request in asked)
-    assert "fits" in capsys.readouterr().out
-    assert len(read_page(page)["sections"]["rehearse"]["runs"]) == 4

@@ -51,7 +51,10 @@ def test_a_project_is_repaired_in_its_module(tmp_path: Path, monkeypatch: pytest
     old = {path: path.read_bytes() for path in tmp_path.rglob("*.py")}
     monkeypatch.chdir(tmp_path)
     fixes = fixes_of(script)
-    assert sorted(offer.title for offer in fixes.offers) == ["fused=True", "one bank.unbind before the loop"]
+    assert sorted(offer.title for offer in fixes.offers) == [
+        "fused=True",
+        "one bank.unbind before the loop",
+    ], fixes.refused
     assert fixes.together is not None and fixes.together.proof.ok
     assert fixes.refused == []
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.py")} == old

@@ -28,7 +28,7 @@ def test_three_steps_were_seen(lines):
         ("kept", "forward", 1),
         ("recomputed", "backward", 2),  # computed again, and its gradient
         ("kept", "backward", 2),  # the cosine, and its product
-        ("second", "backward", 3),  # two factors and their sum
+        ("second", "backward", 2),  # two factors; their sum is formed in one of them
         ("first", "backward", 1),
     ],
 )
