@@ -68,7 +68,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         if torch.compiler.is_compiling() or tensor.device.type == "meta" or type(tensor) is not torch.Tensor:
             return tensor
         if tensor.is_floating_point() or tensor.is_complex():
-            tensor.fill_(float("nan"))
+            tensor.detach().fill_(float("nan"))
         elif tensor.dtype != torch.bool:
             tensor.fill_(torch.iinfo(tensor.dtype).max)
         return tensor

@@ -42,7 +42,9 @@ def test_select_backwards_and_zero_fills_of_24_matrices():
         run, _ = backward_through(take, bank)
         seen = counts(run)
         found[take.__name__] = (seen.get("aten::select_backward", 0), seen.get("aten::zero_", 0))
-    assert found == {"by_index": (48, 48), "by_halves": (2, 2), "unbind_bank": (0, 0)}
+    # Up to torch 2.8 a slice's backward fills twice.
+    assert found.pop("by_halves") in ((2, 2), (2, 4))
+    assert found == {"by_index": (48, 48), "unbind_bank": (0, 0)}
 
 
 def test_gradients_have_the_same_bits():

@@ -63,6 +63,7 @@ def test_stacked_peer_keeps_its_buffers_where_the_parameters_are(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no torch.optim.Muon")
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 def test_patched_torch_muon_runs_in_float32():
     grad, moved = torch.randn(20, 30), {}
     for label, dtype, kind in (
