@@ -127,7 +127,7 @@ def capture_script(job: Job) -> Captured:
 
     # A script may leave its default dtype behind; the next one in this process starts from torch's own.
     dtype = torch.get_default_dtype()
-    with seeded(job.seed), module_path(job.path), contextlib.ExitStack() as stack:
+    with seeded(job.seed), module_path(job.path), eager_random_numbers(), contextlib.ExitStack() as stack:
         stack.callback(torch.set_default_dtype, dtype)
         outcome = run_script(Path(job.script), job.argv, recorded())
     captured = recorder.captured
@@ -173,6 +173,25 @@ def seeded(offset: int) -> Iterator[None]:
 
             setattr(place, name, moved)
             stack.callback(setattr, place, name, original)
+        yield
+
+
+@contextlib.contextmanager
+def eager_random_numbers() -> Iterator[None]:
+    """What Inductor compiles draws its random numbers as eager code does: dropout masks stay comparable."""
+    original = torch.compile
+    with contextlib.ExitStack() as stack:
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            # Imported here: a script that compiles nothing need not load the compiler.
+            import torch._inductor.config as config
+
+            stack.callback(setattr, config, "fallback_random", config.fallback_random)
+            config.fallback_random = True
+            return original(*args, **kwargs)
+
+        torch.compile = compiled
+        stack.callback(setattr, torch, "compile", original)
         yield
 
 

@@ -172,3 +172,22 @@ def test_weights_of_a_change_are_those_of_the_definition():
     found = sketch(value, gradient, 0.7)
     assert found.norm == pytest.approx(float(expected.norm()), rel=1e-6)
     assert np.allclose(found.projection, sketch(expected).projection, atol=1e-5)
+
+
+def test_compiled_code_draws_the_random_numbers_of_eager_code(tmp_path):
+    import torch._inductor.config as config
+
+    from leanstep.prove.script_jobs import Job, capture_script
+
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nimport torch._inductor.config as config\n"
+        "w = torch.nn.Parameter(torch.ones(4))\noptimizer = torch.optim.SGD([w], lr=0.1)\n"
+        "torch.compile(torch.relu, backend='eager')\nassert config.fallback_random\n"
+        "torch.compile(torch.relu, backend='eager')\n"
+        "w.sum().backward()\noptimizer.step()\n"
+    )
+    compile_, drawn = torch.compile, config.fallback_random
+    captured = capture_script(Job(str(script), steps=1))
+    assert captured.error is None and len(captured.updates) == 1
+    assert torch.compile is compile_ and config.fallback_random == drawn is False
