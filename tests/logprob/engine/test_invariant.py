@@ -14,6 +14,7 @@ from ranks import run_ranks
 from leanstep.logprob import LMHead, LoRA, Transform, Tuning, VocabShards, linear_logprobs, token_logprobs
 from leanstep.logprob.engine import invariant
 from leanstep.logprob.reference import reference_logprobs
+from leanstep.measure.parity import FACTOR, FLOOR, relative_error
 
 D, ROWS = 48, 300
 INVARIANT = Tuning(invariant=True)
@@ -212,3 +213,26 @@ def test_no_rows_and_one_row():
     assert [tuple(t.shape) for t in none] == [(0,), (0,), (0,), (0, D)]
     one = outputs(hidden[:1], weight, targets[:1], temperature[:1])
     assert same(one, [t[:1] for t in outputs(hidden, weight, targets, temperature)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_further_from_float64_than_the_rule_allows(dtype):
+    """Outputs and both gradients, beside plain code in the same dtype."""
+    hidden, weight, targets, _ = inputs(1000, dtype)
+
+    def plain(kind):
+        h, w = (t.to(kind).requires_grad_() for t in (hidden, weight))
+        log_p = torch.log_softmax((h @ w.T).to(torch.promote_types(kind, torch.float32)), -1)
+        return h, w, log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+    def gradients(h, w, logp, entropy):
+        (logp.sum() - 0.1 * entropy.sum()).backward()
+        return {"logp": logp, "entropy": entropy, "hidden": h.grad, "weight": w.grad}
+
+    truth, usual = gradients(*plain(torch.float64)), gradients(*plain(dtype))
+    h, w = (t.detach().clone().requires_grad_() for t in (hidden, weight))
+    out = linear_logprobs(h, w, targets, entropy="grad", tuning=INVARIANT)
+    ours = gradients(h, w, out.logp, out.entropy)
+    for name, expected in truth.items():
+        allowed = FACTOR[dtype] * relative_error(usual[name], expected) + FLOOR[dtype]
+        assert relative_error(ours[name], expected) <= allowed, name
