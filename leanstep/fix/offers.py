@@ -29,7 +29,7 @@ from leanstep.fix.source_edits import Edit, NotUnderstood, apply
 from leanstep.prove.captured import Captured
 from leanstep.prove.compare import PairProof, judge
 from leanstep.prove.script_jobs import Job, call_in_child, log_to, module_path, run_job
-from leanstep.prove.stopwatch import MIN_ROUNDS, PairBench, bench_scripts
+from leanstep.prove.stopwatch import MIN_ROUNDS, PairBench, SideRow, bench_scripts
 
 # What depends on this machine's speed, or comes and goes with it, is not held against a repair.
 _UNSTABLE = ("slow-dtype",)
@@ -117,13 +117,12 @@ def _place(finding: Finding) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """`updates` are compared, `budget_s` seconds timed per repair; children are forked or started afresh."""
+    """`updates` are compared, `budget_s` seconds timed per repair (0: none); children are forked or fresh."""
 
     rules: tuple[str, ...] = ()
     updates: int = 2
     budget_s: float = 5.0
     fork: bool = False
-    measure: Callable[[Job, Job, Settings], PairBench] | None = None
 
 
 def find_fixes(
@@ -235,8 +234,7 @@ class _Workbench:
             proof = self._proven(own)
             if not proof.ok:
                 return f"{title}: {proof.sentence()}"
-            measure = self.settings.measure or measured
-            bench = measure(self.job(self.script), own, self.settings)
+            bench = measured(self.job(self.script), own, self.settings)
         bench.proven, bench.verdict = True, proof.sentence()
         if is_slower(bench):
             assert bench.time_ratio is not None
@@ -291,6 +289,8 @@ def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...]) -> Dia
 
 def measured(before: Job, after: Job, settings: Settings) -> PairBench:
     """Steps of both in turns; scripts of a few updates several times over."""
+    if not settings.budget_s:
+        return PairBench(SideRow(before.label), SideRow(after.label))
     options = {"budget_s": settings.budget_s, "fork": settings.fork, "min_rounds": 1}
     runs = [bench_scripts(before, after, **options)]
     while runs[0].before.samples < MIN_ROUNDS and len(runs) < SHORT_RUNS:

@@ -16,6 +16,7 @@ from leanstep.files import BadInput
 from leanstep.fix import Settings, find_fixes, offers
 from leanstep.fix.offers import changed_files, is_slower, overlaid
 from leanstep.fix.source_edits import Edit
+from leanstep.prove.script_jobs import call_in_child
 from leanstep.prove.stopwatch import PairBench, SideRow
 
 STEPS = Path(__file__).parent.parent / "diagnose" / "steps"
@@ -27,7 +28,8 @@ def not_timed(before, after, settings) -> PairBench:
 
 
 def fixes_of(script: Path, *rules: str):
-    return find_fixes(script, (), Settings(rules, fork=True, measure=not_timed))
+    """Not timed. In a process of its own: forks of a test session are slow and inherit what it left."""
+    return call_in_child(find_fixes, script, (), Settings(rules, budget_s=0, fork=True))
 
 
 def test_a_project_is_repaired_in_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
