@@ -67,8 +67,14 @@ class Float8:
         """u of some rows and columns into `out`, fp32 or wider."""
         rounded, weight = _rounded(h, self.hidden_scale), self.weight_VE[columns]
         if h.is_cuda:
-            scales = {"scale_a": self.hidden_scale, "scale_b": self.weight_scale}
-            return out.copy_(torch._scaled_mm(rounded, weight.t(), **scales, out_dtype=torch.float32))
+            u = torch._scaled_mm(
+                rounded,
+                weight.t(),
+                scale_a=self.hidden_scale,
+                scale_b=self.weight_scale,
+                out_dtype=torch.float32,
+            )
+            return out.copy_(u)
         torch.mm(rounded.to(out.dtype), weight.t().to(out.dtype), out=out)
         return out.mul_((self.hidden_scale * self.weight_scale).to(out.dtype))
 
