@@ -65,7 +65,7 @@ def linear_cross_entropy(
         A scalar, or a tensor shaped like `labels`; fp32 (fp64 for fp64 input).
 
     Peak extra memory, GEMMs: those of `linear_logprobs` on R rows; probabilities: `linear_distill_loss`.
-    Collectives: 2 forward, 1 backward with a group; else none.
+    Collectives: 2 forward, 1 backward with a group; probabilities: 3 per row chunk, 1 at the end; else none.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")

@@ -26,17 +26,23 @@ for step in range(3):
 """
 
 
-@pytest.mark.timeout(240)
-def test_a_step_waits_for_nothing_and_reaches_the_gpu_paths(tmp_path):
+def rehearsed(tmp_path, text):
+    """What was recorded of three steps, and the kernels of the last one, in which the host never waits."""
     stub_or_skip()
     script = tmp_path / "step.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     recording = rehearse(Request(str(script), device="h100"), quiet=True)
     assert recording.refused is None and len(recording.steps) == 3
     last = recording.steps[-1]
     events = recording.events[last.first : last.last]
     assert [event for event in events if isinstance(event, HostWait)] == []
     kernels = [kernel for event in events if isinstance(event, Launch) for kernel in event.kernels]
+    return recording, kernels
+
+
+@pytest.mark.timeout(240)
+def test_a_step_waits_for_nothing_and_reaches_the_gpu_paths(tmp_path):
+    recording, kernels = rehearsed(tmp_path, SCRIPT)
     # Three layers with attention, each through flex attention, both ways.
     assert [sum(k.kind == kind for k in kernels) for kind in ("attention", "attention_bwd")] == [3, 3]
     # Gates read a dozen features and are narrow; every product of whole rows is aligned for tensor cores.
@@ -50,15 +56,7 @@ def test_a_step_waits_for_nothing_and_reaches_the_gpu_paths(tmp_path):
 def test_the_options_of_a_gpu_are_taken(tmp_path):
     """relu² in one kernel each way of four layers; one product of the head in 8 bits, two in 16."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    stub_or_skip()
-    script = tmp_path / "step.py"
     options = "respect_docs=True, fused_mlp=True, float8_head=True"
-    script.write_text(SCRIPT.replace("respect_docs=True", options))
-    recording = rehearse(Request(str(script), device="h100"), quiet=True)
-    assert recording.refused is None and len(recording.steps) == 3
-    last = recording.steps[-1]
-    events = recording.events[last.first : last.last]
-    assert [event for event in events if isinstance(event, HostWait)] == []
-    kernels = [kernel for event in events if isinstance(event, Launch) for kernel in event.kernels]
+    _, kernels = rehearsed(tmp_path, SCRIPT.replace("respect_docs=True", options))
     assert sum(k.name == "squared_relu" for k in kernels) == 8
     assert [k.sizes[1:] for k in kernels if k.dtype == "float8"] == [(TOKENS, 512, 64)]
