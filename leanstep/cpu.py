@@ -292,8 +292,8 @@ def build_library(source: Path, flag_sets: Sequence[Sequence[str]] | None = None
             raise PermissionError(f"{folder} can be written by others")
         return _compile(compiler, source, commands, target)
     except PermissionError:
-        private = Path(tempfile.mkdtemp(prefix="leanstep-"))
-        return _compile(compiler, source, commands, private / name)
+        private = _temporary_cache() / name
+        return private if _is_intact(private) else _compile(compiler, source, commands, private)
 
 
 def _compile(compiler: str, source: Path, commands: Sequence[Sequence[str]], target: Path) -> Path:
