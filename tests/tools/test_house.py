@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_files_of_the_same_word_may_repeat(tmp_path: Path):
         for name in ("reference", "kernel", "cases", "peers", "__init__"):
             (tmp_path / room / f"{name}.py").write_text("")
     assert load_tool("rooms").read_rooms(tmp_path).broken == []
+
+
+def test_the_readme_names_every_module():
+    text = (ROOT / "README.md").read_text()
+    tree = text[text.index("\nleanstep/\n") :]
+    words = set(re.findall(r"\w+", tree[: tree.index("```")]))
+    modules = {path.stem for path in (ROOT / "leanstep").rglob("*.py")} - load_tool("rooms").REPEATED
+    assert not modules - words
 
 
 def test_a_reader_visits_few_files():
