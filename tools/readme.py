@@ -112,8 +112,10 @@ def measure(cases: Collection[str], budget_s: float) -> None:
 
 def roofline(case: Case, size: str, impl: str, rows: Sequence[Data]) -> float | None:
     """The least seconds of a row: what its limit does, at the fastest this machine can do it."""
-    limit = limit_of({row["impl"]: row for row in rows}, impl)
-    if limit is None:
+    named = {row["impl"]: row for row in rows}
+    limit = limit_of(named, impl)
+    # A row this machine leaves out (emulated bfloat16, say) needs no bound, which would take minutes to find.
+    if limit is None or not named[impl]["median_s"]:
         return None
     workload = case.workload(case.params(size), case.bench_dtype)
     # A row in half precision may use the faster of both: the limit counts FLOPs in the bench's own dtype.
