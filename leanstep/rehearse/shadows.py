@@ -3,6 +3,7 @@
 A device tensor made from host values carries them along as its *shadow*: a real CPU tensor, kept up to date
 while every operand of every later call has one. `.item()`, boolean indices and lengths then read the truth.
 Values that come from activations are not known: the host reads a plausible one and the place is noted.
+Of a few statistics in one tensor (a loss, a count) some elements may be known and others not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ SHADOW_ELEMENTS = 1 << 20
 CHOSEN_INDEX = 7
 # A host copy of more than this stays fake: a checkpoint on its way to a file that is not written.
 REAL_COPY_BYTES = 64 << 20
+# Up to this many elements a storage may be known in part.
+PARTLY_ELEMENTS = 4096
+OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 WITHOUT_VALUES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 CHOICES = frozenset({"multinomial", "argmax"})
 # Calls whose output shape depends on values: the host must learn it.
@@ -36,6 +40,16 @@ INDEXED = frozenset({"index", "index_put_", "index_put", "_index_put_impl_", "_u
 
 def is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def is_composite(func: Any) -> bool:
+    """Whether torch makes a call of others; inference mode and DTensor pass it on whole."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return hasattr(func, "_schema") and func.has_kernel_for_dispatch_key(key)
+
+
+def _is_view(func: Any) -> bool:
+    return any(r.alias_info is not None for r in func._schema.returns)
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -72,11 +86,15 @@ def with_shapes(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class Shadows:
-    """The known values, by tensor; a write of unknown values into a storage ends all shadows on it."""
+    """The known values, by tensor; a write of unknown values into a storage ends all shadows on it.
+
+    Where such a write covers a part of a small storage, the other elements stay known.
+    """
 
     def __init__(self, fake_mode: FakeTensorMode):
         self.fake_mode = fake_mode
         self.stale: set[int] = set()
+        self.partial: dict[int, Tensor] = {}  # storage -> which of its elements are not known
         self._drawn = torch.get_rng_state()
         self.assumed: Counter[tuple[Line | None, str, str]] = Counter()
 
@@ -84,8 +102,28 @@ class Shadows:
         """The real value of a tensor, or None when it is not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor
+        value = self.in_part(tensor)
+        return None if value is None or (self.partial and bool(self._unknown(tensor).any())) else value
+
+    def in_part(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor of which some elements may be unknown, or None when all are."""
         value = getattr(tensor, "_shadow", None)
         return None if value is None or storage_key(tensor) in self.stale else value
+
+    def _unknown(self, tensor: Tensor) -> Tensor:
+        """Which elements of a tensor are not known, as part of its storage."""
+        mask = self.partial.get(storage_key(tensor))
+        if mask is None:
+            return torch.zeros((), dtype=torch.bool)
+        if mask.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():  # another dtype
+            return torch.ones((), dtype=torch.bool)
+        return mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def follows(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a call on these may give something known."""
+        if self.partial and any(storage_key(t) in self.partial for t in tensors):
+            return True
+        return all(self.get(t) is not None for t in tensors)
 
     def put(self, tensor: Tensor, value: Tensor | None) -> None:
         if value is not None and value.numel() <= SHADOW_ELEMENTS:
@@ -93,20 +131,42 @@ class Shadows:
 
     def forget(self, tensor: Tensor) -> None:
         """Unknown values were written into this tensor's storage."""
-        if isinstance(tensor, FakeTensor):
-            tensor._shadow = None  # pyright: ignore[reportAttributeAccessIssue]
-            self.stale.add(storage_key(tensor))
+        if not isinstance(tensor, FakeTensor):
+            return
+        key, nbytes = storage_key(tensor), tensor.untyped_storage().nbytes()
+        elements = nbytes // tensor.element_size()
+        if tensor.numel() < elements <= PARTLY_ELEMENTS and key not in self.stale:
+            mask = self.partial.setdefault(key, torch.zeros(elements, dtype=torch.bool))
+            if mask.numel() == elements:  # else: seen as two dtypes
+                self._unknown(tensor).fill_(True)
+                return
+        tensor._shadow = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.stale.add(key)
 
     def copied_in(self, target: Tensor, value: Tensor | None) -> None:
-        """Host values were copied into a device tensor."""
-        kept = self.get(target)
+        """Known values were copied into a device tensor."""
+        kept = self.in_part(target)
         if value is None or value.numel() > SHADOW_ELEMENTS:
             self.forget(target)
         elif kept is not None:
             kept.copy_(value)
+            self._unknown(target).fill_(False)
         elif value.shape == target.shape and self._covers_storage(target):
             self.stale.discard(storage_key(target))
             self.put(target, value.to(target.dtype).clone())
+
+    def received(self, tensor: Tensor, value: Tensor, factor: int) -> None:
+        """A collective brought what every rank sent, or their sum; what was not known of it is not now."""
+        if value is self.in_part(tensor):
+            value.mul_(factor)
+        else:
+            copies = tensor.numel() // max(1, value.numel())
+            self.copied_in(tensor, value.reshape(1, -1).expand(copies, -1).reshape(tensor.shape))
+
+    def died(self, key: int) -> None:
+        """A storage is gone; its key may come again."""
+        self.stale.discard(key)
+        self.partial.pop(key, None)
 
     @staticmethod
     def _covers_storage(tensor: Tensor) -> bool:
@@ -152,6 +212,9 @@ class Shadows:
                 return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device="cpu")
         assumed = self.plausible(source)
         self.assume(line, "to host", assumed)
+        known = self.in_part(source)
+        if known is not None:
+            return known.masked_fill(self._unknown(source), assumed).to(dtype)
         return torch.full(source.shape, assumed, dtype=dtype)
 
     def into_host(self, target: Tensor, source: Tensor) -> Tensor:
@@ -173,12 +236,23 @@ class Shadows:
     ) -> None:
         """Run a call on the shadows too, when every operand has one; else its results are unknown."""
         flat, spec = tree_flatten((args, kwargs))
-        values = [self.get(x) for x in flat if isinstance(x, Tensor)]
+        operands = [x for x in flat if isinstance(x, Tensor)]
+        # Of what is known in part a view may be known, and what is written over it is.
+        overwrites = name in OVERWRITES and mutated
+        in_part = overwrites or (len(operands) == 1 and not mutated and _is_view(func))
+        values = [self.get(x) for x in operands]
+        if in_part:
+            values[0] = self.in_part(operands[0])
         known = all(v is not None for v in values)
         small = sum(v.numel() for v in values if v is not None) <= 4 * SHADOW_ELEMENTS
         cheap = name not in GEMM and "attention" not in name and name not in WITHOUT_VALUES
         if known and small and cheap and sum(t.numel() for t in outs) <= SHADOW_ELEMENTS:
-            host = [self._on_host(x) for x in flat]
+            real_of = iter(values)
+            cpu = torch.device("cpu")
+            host = [
+                next(real_of) if isinstance(x, Tensor) else cpu if isinstance(x, torch.device) else x
+                for x in flat
+            ]
             host_args, host_kwargs = tree_unflatten(host, spec)
             for key in ("pin_memory", "non_blocking"):
                 host_kwargs.pop(key, None)
@@ -188,11 +262,13 @@ class Shadows:
             except Exception:  # no CPU kernel for it: then the value is not known
                 real = []
             if len(real) == len(outs):
+                if overwrites and self.partial:
+                    self._unknown(operands[0]).fill_(False)
                 for out, value in zip(outs, real, strict=True):
                     if out.shape == value.shape:
                         self.put(out, value)
                 return
-        self._choose(name, values, [x for x in flat if isinstance(x, Tensor)], outs, mutated, line)
+        self._choose(name, values, operands, outs, mutated, line)
 
     @contextlib.contextmanager
     def _own_randomness(self, func: Any):
@@ -207,11 +283,6 @@ class Shadows:
         finally:
             self._drawn = torch.get_rng_state()
             torch.set_rng_state(host)
-
-    def _on_host(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return self.get(x)
-        return torch.device("cpu") if isinstance(x, torch.device) else x
 
     def _choose(
         self,

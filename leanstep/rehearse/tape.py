@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from leanstep.rehearse import events
 from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
 from leanstep.rehearse.events import Kernel, Line
-from leanstep.rehearse.kernel_costs import FREE, kernels, one_pass, registered_cost
+from leanstep.rehearse.kernel_costs import FREE, kernels, registered_cost
 from leanstep.rehearse.lines import Lines, Place
 from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, plan_of
 from leanstep.rehearse.shadows import (
@@ -33,6 +33,7 @@ from leanstep.rehearse.shadows import (
     SHADOW_ELEMENTS,
     Shadows,
     device_tensors,
+    is_composite,
     is_mask,
     named_arguments,
     shape_of,
@@ -83,6 +84,7 @@ class Tape(TorchDispatchMode):
         self.fakes_host_tensors = False  # large ones, made by a case on their way to the device
         self.collective: Any = None  # tapes a call of c10d; set where torch.distributed is answered
         self._names: dict[Any, str] = {}
+        self._whole: set[Any] = set()  # calls that are not made of others
         self._plans: dict[Any, Plan | None] = {}
 
     @classmethod
@@ -110,22 +112,15 @@ class Tape(TorchDispatchMode):
         place = place or self.lines.place()
         self.add(events.HostWait(kind, place.line, place.phase, self.step))
 
-    def custom(self, name: str, made: Sequence[Kernel], reads: Any = (), writes: Any = ()) -> None:
+    def custom(
+        self, name: str, made: Sequence[Kernel], reads: Any = (), writes: Any = (), forget: bool = True
+    ) -> None:
         """Tape a kernel that is not torch's; what it writes is no longer known."""
         place = self.lines.place()
         into = device_tensors(writes)
-        for tensor in into:
+        for tensor in into if forget else ():
             self.shadows.forget(tensor)
         self._launch(name, tuple(made), device_tensors(reads), into, place)
-
-    def triton(self, name: str, arguments: dict[str, Any]) -> None:
-        """A Triton launch: priced by its registered cost, else one pass over its tensors; not run."""
-        tensors = list({id(t): t for t in device_tensors(list(arguments.values()))}.values())
-        made = registered_cost(name, with_shapes(arguments))
-        if made is None:
-            self.notes[f"Triton kernel {name}: not run, priced as one pass over its tensors"] += 1
-            made = (one_pass(name, [shape_of(t) for t in tensors]),)
-        self.custom(f"triton::{name}", made, tensors, tensors)
 
     def _launch(
         self, name: str, made: tuple[Kernel, ...], reads: Tensors, writes: Tensors, place: Place
@@ -197,7 +192,7 @@ class Tape(TorchDispatchMode):
 
     def _forget_storage(self, key: int) -> None:
         self._watched.pop(key, None)
-        self.shadows.stale.discard(key)
+        self.shadows.died(key)
         self._died(key)
 
     def resized(self, storage: Any) -> None:
@@ -261,6 +256,10 @@ class Tape(TorchDispatchMode):
             self._names[func] = name
         if name in QUESTIONS:
             return func(*args, **kwargs)
+        if func not in self._whole and is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        self._whole.add(func)
         given = Arguments(func, name, args, kwargs, self.fake_mode)
         plan = self._plans.get(given.key)
         if plan is not None:
@@ -302,7 +301,7 @@ class Tape(TorchDispatchMode):
         place = self.lines.place()
         outs = plan.build(tensors)
         shadows, mutated = self.shadows, [tensors[i] for i in plan.mutated]
-        if plan.decides or all(shadows.get(t) is not None for t in tensors):
+        if plan.decides or shadows.follows(tensors):
             fakes: list[Any] = [t for t in outs if isinstance(t, FakeTensor)]
             shadows.follow(func, name, args, kwargs, fakes, mutated, place.line)
         else:

@@ -22,8 +22,14 @@ def test_values_from_the_host_are_read_back(seen, name):
     assert seen[name] == TRUTH[name]
 
 
-def test_a_write_of_unknown_values_through_a_view_ends_what_was_known_of_the_storage(seen):
-    assert seen["overwritten"] == [1] * 6
+def test_a_write_of_unknown_values_through_a_view_ends_what_was_known_of_these_elements(seen):
+    assert seen["overwritten"] == [10, 11, 1, 1, 14, 15]
+    assert seen["overwritten_sum"] == 1
+    # A view of what is known in part, and what is written over it.
+    assert seen["known_part"] == [14, 15]
+    assert seen["written_again"] == [10, 11, 9, 8, 14, 15]
+    # Of a large storage all is forgotten.
+    assert seen["overwritten_large"] == [1, 1]
 
 
 def test_unknown_values_read_as_plausible_ones(seen):
@@ -33,7 +39,9 @@ def test_unknown_values_read_as_plausible_ones(seen):
 
 def test_every_assumption_is_listed_with_its_line(values):
     kinds = {(a.kind, a.value) for a in values.recording.assumed}
-    assert kinds == {("to host", "1"), ("boolean index", "all elements"), ("item", "1.0")}
+    assert kinds == {
+        *(("to host", "1"), ("boolean index", "all elements"), ("item", "1.0"), ("item", "1")),
+    }
     assert all(a.line is not None and a.line.file.endswith("values.py") for a in values.recording.assumed)
 
 

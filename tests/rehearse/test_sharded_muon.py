@@ -19,9 +19,9 @@ def third_step(how: str, ranks: int) -> tuple[list[Launch], list[HostWait]]:
     return launches, [e for e in events if isinstance(e, HostWait)]
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_fsdp2(ranks):
-    launches, waits = third_step("fsdp", ranks)
+@pytest.mark.parametrize(("how", "ranks"), [("fsdp", 2), ("fsdp", 8), ("fsdp-mesh", 8)])
+def test_fsdp2(how, ranks):
+    launches, waits = third_step(how, ranks)
     assert not waits
     names = [e.name for e in launches]
     # Whole kernels around the polar factor: nothing is done matrix by matrix.

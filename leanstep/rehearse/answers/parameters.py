@@ -20,7 +20,7 @@ def install(tape: Tape) -> None:
     make = torch.nn.Parameter.__new__
 
     def fake_twin(data: Any) -> Any:
-        if type(data) not in (torch.Tensor, torch.nn.Parameter):
+        if type(data) not in (torch.Tensor, torch.nn.Parameter) or data.is_meta:
             return data
         with tape.lock, tape.fake_mode:
             twin = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="cpu")

@@ -113,12 +113,38 @@ def _collective(tape: Tape, name: str, args: Any, out: Any) -> None:
         return
     sides = [device_tensors(a) for a in (*args, out)]
     payload = max((sum(shape_of(t).nbytes for t in side) for side in sides), default=0)
-    _reduce(tape, kind, payload, tensors)
+    known = _as_on_this_rank(tape, name, args)
+    _reduce(tape, kind, payload, tensors, forget=not known)
+    for tensor, value, factor in known:
+        tape.shadows.received(tensor, value, factor)
+        tape.shadows.assume(tape.lines.here(), kind, "the same on every rank")
 
 
-def _reduce(tape: Tape, kind: str, payload: int, tensors: list[Any]) -> None:
+def _as_on_this_rank(tape: Tape, name: str, args: Any) -> list[tuple[Tensor, Tensor, int]]:
+    """What the host knows of results if every rank sends what this one does: counts, flags, lengths.
+
+    As (result, what this rank sends, factor of a sum); nothing where one of the results is not known.
+    """
+    if name == "broadcast_":
+        pairs, factor = [(t, t) for t in args[0]], 1
+    elif name == "allreduce_":
+        op, kinds = args[2].op(), dist.ReduceOp
+        if op not in (kinds.SUM, kinds.AVG, kinds.MIN, kinds.MAX):
+            return []
+        factor = dist.ProcessGroup.unbox(args[1]).size() if op == kinds.SUM else 1
+        pairs = [(t, t) for t in args[0]]
+    elif name in ("_allgather_base_", "allgather_"):
+        outs, sent = (args[0], args[1]) if name == "allgather_" else ([[args[0]]], [args[1]])
+        pairs, factor = [(t, mine) for some, mine in zip(outs, sent, strict=True) for t in some], 1
+    else:
+        return []
+    found = [(t, tape.shadows.in_part(mine), factor) for t, mine in pairs]
+    return [] if any(value is None for _, value, _ in found) else found  # pyright: ignore
+
+
+def _reduce(tape: Tape, kind: str, payload: int, tensors: list[Any], forget: bool = True) -> None:
     made = Kernel("collective", payload, 0.0, str(tensors[0].dtype)[6:], (tape.ranks,), name=kind)
-    tape.custom(kind, [made], tensors, tensors)
+    tape.custom(kind, [made], tensors, tensors, forget=forget)
 
 
 def _ddp_class(tape: Tape) -> type[torch.nn.Module]:

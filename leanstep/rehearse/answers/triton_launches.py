@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from leanstep.rehearse.events import Kernel
-from leanstep.rehearse.kernel_costs import register_cost
+from leanstep.rehearse.kernel_costs import one_pass, register_cost, registered_cost
+from leanstep.rehearse.shadows import device_tensors, shape_of, with_shapes
 from leanstep.rehearse.tape import Tape
 
 
@@ -30,7 +31,7 @@ def install(tape: Tape, device: Any) -> None:
             named = dict(zip(getattr(self, "arg_names", ()), args, strict=False))
             # A descriptor (TMA) stands for the tensor that it describes.
             named, kwargs = ({k: getattr(v, "base", v) for k, v in d.items()} for d in (named, kwargs))
-            tape.triton(_name(self), {**named, **kwargs, "grid": _grid(grid, {**named, **kwargs})})
+            _launched(tape, _name(self), {**named, **kwargs, "grid": _grid(grid, {**named, **kwargs})})
 
     def first_config(self: Any, *args: Any, **kwargs: Any) -> None:
         chosen = self.configs[0].all_kwargs() if self.configs else {}
@@ -57,10 +58,20 @@ def captured(tape: Tape, given: dict[str, Any]) -> dict[str, Any] | None:
     kernel = kernel_side_table.get_kernel(given["kernel_idx"])
     constants = kernel_side_table.get_constant_args(given["constant_args_idx"])
     grid = given["grid"][0] if given["grid"] else None
-    tape.triton(_name(kernel), {**constants, **given["kwargs"], "grid": grid})
+    _launched(tape, _name(kernel), {**constants, **given["kwargs"], "grid": grid})
     if "tensors_to_clone" not in given:
         return None
     return {name: given["kwargs"][name] for name in given["tensors_to_clone"]}
+
+
+def _launched(tape: Tape, name: str, arguments: dict[str, Any]) -> None:
+    """Priced by its registered cost, else one pass over its tensors."""
+    tensors = list({id(t): t for t in device_tensors(list(arguments.values()))}.values())
+    made = registered_cost(name, with_shapes(arguments))
+    if made is None:
+        tape.notes[f"Triton kernel {name}: not run, priced as one pass over its tensors"] += 1
+        made = (one_pass(name, [shape_of(t) for t in tensors]),)
+    tape.custom(f"triton::{name}", made, tensors, tensors)
 
 
 def _name(function: Any) -> str:

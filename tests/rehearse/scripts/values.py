@@ -21,12 +21,19 @@ flags = torch.zeros(4, dtype=torch.bool, device="cuda")
 flags[1:3] = True  # through a view
 seen["flags"] = flags.tolist()
 
-# Unknown values written into a storage end what was known of it, through every view.
-known = torch.arange(6).cuda()
+# Unknown values written into a storage end what was known of these elements, through every view.
+known = torch.arange(10, 16).cuda()
 view = known[2:4]
 unknown = torch.empty(2, 4, device="cuda")
 view.copy_(unknown[0, :2].long())
 seen["overwritten"] = known.tolist()
+seen["overwritten_sum"] = known.sum().item()
+seen["known_part"] = known[4:].tolist()
+known[2:4] = torch.tensor([9, 8]).cuda()
+seen["written_again"] = known.tolist()
+many = torch.arange(10, 10_010).cuda()
+many[2:4].copy_(unknown[0, :2].long())
+seen["overwritten_large"] = many[4:6].tolist()
 mask = torch.empty(5, 7, device="cuda") > 0
 seen["assumed_rows"] = list(torch.ones(5, 7, device="cuda")[mask].shape)
 seen["assumed_item"] = unknown.sum().item()

@@ -1,0 +1,72 @@
+"""One process of many: FSDP2 around a model built without memory, statistics over ranks. Prints JSON."""
+
+import json
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+seen = {}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.up, self.down = nn.Linear(256, 1_024), nn.Linear(1_024, 256)
+        self.register_buffer("scale", torch.ones(256), persistent=False)
+
+    def init_weights(self) -> None:
+        nn.init.normal_(self.up.weight)
+        nn.init.trunc_normal_(self.down.weight, std=0.02)
+        nn.init.zeros_(self.up.bias)
+        self.norm.reset_parameters()
+        with torch.device(self.up.weight.device):
+            self.scale = torch.ones(256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x)))) * self.scale
+
+
+dist.init_process_group("nccl")
+with torch.device("meta"):
+    model = nn.Sequential(*[Block() for _ in range(4)])
+seen["built_on"] = sorted({p.device.type for p in model.parameters()})
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for block in model:
+    fully_shard(block, mp_policy=policy)
+fully_shard(model, mp_policy=policy)
+seen["sharded_bytes"] = torch.cuda.memory_allocated()
+model.to_empty(device="cuda")
+seen["empty_bytes"] = torch.cuda.memory_allocated()
+with torch.no_grad():
+    for block in model:
+        block.init_weights()
+seen["shard"] = [*model[0].up.weight.to_local().shape, model[0].up.weight.device.type]
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for _ in range(2):
+    loss = model(torch.randn(8, 128, 256, device="cuda")).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+# A loss that nobody knows beside counts that the host knows.
+statistics = torch.tensor([0.0, 3.0, 5.0], device="cuda")
+statistics[0] = loss.detach()
+dist.all_reduce(statistics)
+seen["sums"] = [statistics[1].item(), statistics[2].item()]
+seen["read"] = statistics.tolist()
+dist.all_reduce(statistics, op=dist.ReduceOp.MAX)
+seen["largest"] = statistics[2].item()
+lengths = torch.tensor([4, 7], device="cuda")
+everywhere = torch.empty(2 * dist.get_world_size(), dtype=torch.int64, device="cuda")
+dist.all_gather_into_tensor(everywhere, lengths)
+seen["gathered"] = everywhere.tolist()
+apart = [torch.empty_like(lengths) for _ in range(dist.get_world_size())]
+dist.all_gather(apart, lengths)
+seen["apart"] = [t.tolist() for t in apart]
+with torch.inference_mode():  # autograd does not take calls apart here
+    seen["inferred"] = torch.tensor([1.0, 2.0]).to("cuda").mul(2).tolist()
+print(json.dumps(seen))

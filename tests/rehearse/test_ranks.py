@@ -1,0 +1,46 @@
+"""One process of many: models without memory at first, and what the host knows of collectives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rehearse.rehearsed import SCRIPTS, run_script
+
+RANKS = 8
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    found = run_script(
+        SCRIPTS / "ranks.py", capture=tmp_path_factory.mktemp("ranks"), steps=1000, ranks=RANKS
+    )
+    assert found.recording.refused is None, found.recording.refused
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen(ranks):
+    return json.loads(ranks.printed)
+
+
+def test_fsdp2_around_a_model_built_on_the_meta_device(seen):
+    assert seen["built_on"] == ["meta"]
+    assert seen["sharded_bytes"] == 0
+    # Shards (the small ones of 512 bytes), and the buffers that are whole.
+    assert seen["empty_bytes"] == 4 * (2 * 4 * 256 * 1_024 // RANKS + 4 * 512 + 4 * 256)
+    assert seen["shard"] == [1_024 // RANKS, 256, "cuda"]
+
+
+def test_what_every_rank_sends_is_known_of_collectives(seen, ranks):
+    assert seen["sums"] == [3 * RANKS, 5 * RANKS]
+    assert seen["read"] == [1.0, 3 * RANKS, 5 * RANKS]
+    assert seen["largest"] == 5 * RANKS
+    assert seen["gathered"] == [4, 7] * RANKS
+    assert seen["apart"] == [[4, 7]] * RANKS
+    listed = {a.kind for a in ranks.recording.assumed if a.value == "the same on every rank"}
+    assert {"all_reduce", "all_gather"} <= listed
+
+
+def test_a_copy_to_the_device_in_inference_mode(seen):
+    assert seen["inferred"] == [2.0, 4.0]
