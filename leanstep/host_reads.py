@@ -49,9 +49,11 @@ READ_METHODS: dict[str, str] = {
     "__format__": "print",
     "new_tensor": "new_tensor",
 }
-_READ_CALLS = READ_FUNCTIONS | {getattr(Tensor, name): kind for name, kind in READ_METHODS.items()}
+READ_CALLS = READ_FUNCTIONS | {getattr(Tensor, name): kind for name, kind in READ_METHODS.items()}
 # What torch's own functions and methods are; a script that patches one puts something else in its place.
-_NATIVE = (type(Tensor.add), type(torch.add), type(Tensor.shape), type(Tensor.__add__))
+NATIVE_TYPES: frozenset[type] = frozenset(
+    map(type, (Tensor.add, torch.add, Tensor.shape, Tensor.__getitem__, Tensor.shape.__get__))
+)
 # User code runs inside these calls, so a function mode must stay on in there: see `run_under`.
 RUNS_USER_CODE: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
@@ -98,8 +100,8 @@ def call_kind(func: Any) -> str | None:
 
     torch looks its methods up on Tensor when it calls a mode: of a patched method the mode sees the patch.
     """
-    kind = _READ_CALLS.get(func)
-    if kind is None and type(func) not in _NATIVE:
+    kind = READ_CALLS.get(func)
+    if kind is None and type(func) not in NATIVE_TYPES:
         for name, of_method in READ_METHODS.items():
             if getattr(Tensor, name) is func:
                 return of_method
@@ -170,14 +172,14 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, weakref.ref[Tensor]] = {}
+        self.held: dict[int, weakref.ref[Tensor]] = {}
 
     def add(self, tensor: Any) -> None:
         if isinstance(tensor, Tensor):
-            self._copies[id(tensor)] = weakref.ref(tensor)
+            self.held[id(tensor)] = weakref.ref(tensor)
 
     def holds(self, tensor: Any) -> bool:
-        found = self._copies.get(id(tensor))
+        found = self.held.get(id(tensor))
         return found is not None and found() is tensor
 
     def follow(self, inputs: Sequence[Tensor], outputs: Any) -> None:
@@ -186,11 +188,8 @@ class HostCopies:
             for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
                 self.add(output)
 
-    def __bool__(self) -> bool:
-        return bool(self._copies)
-
     def clear(self) -> None:
-        self._copies.clear()
+        self.held.clear()
 
 
 class HostReads:
@@ -216,7 +215,7 @@ class _OpReads(TorchDispatchMode):
             if kind is not None and not self.copies.holds(read_target(args)):
                 self.reads.kinds[kind] += 1
         result = func(*args, **(kwargs or {}))
-        if self.copies:
+        if self.copies.held:
             self.copies.follow(_tensors(args), result)
         return result
 

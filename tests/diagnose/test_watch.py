@@ -332,7 +332,7 @@ def _recorded(step) -> tuple[int, int, float]:
         step()
     with _Ops() as plain:
         step()
-    own = str(Path(diagnose.__file__).parent) + os.sep
+    own = str(Path(diagnose.__file__).parents[1]) + os.sep
     calls = 0
 
     def count_calls(frame, event, argument) -> None:
@@ -356,7 +356,7 @@ def test_recording_adds_no_op_to_thousands_of_tiny_ones() -> None:
     plain, recorded, calls = _recorded(step)
     assert recorded == plain > 1000
     # The time per op is measured by tools/watch_overhead.py; it follows the calls.
-    assert calls < 12
+    assert calls < 9
 
 
 def test_recording_adds_few_ops_where_matmuls_dominate() -> None:

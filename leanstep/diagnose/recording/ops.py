@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,10 @@ INTO_ZEROS = {
 ZEROS = frozenset(("zeros", "new_zeros", "zeros_like"))
 ADDS = frozenset(("add", "add_", "sub", "sub_", "copy_"))
 FOREACH_ADDS = frozenset(("_foreach_add_", "_foreach_add", "_foreach_sub_", "_foreach_sub", "_foreach_copy_"))
+# The address of a tensor's storage, which `untyped_storage()._cdata` is as well, for half the time.
+storage_of: Callable[[Tensor], int] = getattr(
+    torch._C, "_storage_address", lambda tensor: tensor.untyped_storage()._cdata
+)
 HALF = (torch.bfloat16, torch.float16)
 
 

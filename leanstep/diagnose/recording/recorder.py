@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leanstep.diagnose.recording import source
 from leanstep.diagnose.recording.habits import MIN_BYTES
-from leanstep.diagnose.recording.ops import OpInfo, matmul_shape
+from leanstep.diagnose.recording.ops import OpInfo, matmul_shape, storage_of
 from leanstep.diagnose.recording.read_counts import ReadCounter
 from leanstep.diagnose.recording.source import (
     IN_CHECKPOINT,
@@ -29,7 +29,12 @@ from leanstep.diagnose.recording.source import (
     Stack,
 )
 from leanstep.diagnose.recording.step import StepState
-from leanstep.diagnose.recording.torch_hooks import CallMode, OpMode, hide_from_compiler
+from leanstep.diagnose.recording.torch_hooks import (
+    CallMode,
+    OpMode,
+    function_modes_are_on,
+    hide_from_compiler,
+)
 from leanstep.diagnose.step_records import (
     BACKWARD,
     FORWARD,
@@ -43,6 +48,10 @@ from leanstep.host_reads import op_read, read_target
 
 LARGE_BYTES = 1024 * 1024
 _NO_CHAIN: tuple[int, ...] = ()
+# What most arguments are; `isinstance` of torch's classes costs more than the rest of the question.
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_SCALARS = frozenset({int, float, bool, type(None)})
+_grad_enabled = torch.is_grad_enabled
 
 
 class Recorder(RunRecord):
@@ -104,7 +113,7 @@ class Recorder(RunRecord):
             info = self._infos[id(func)] = OpInfo(func)
         if info.renames:
             # Saving a tensor for the backward detaches it: the most frequent op of all, and no work.
-            if self._copies and args:
+            if self._copies.held and args:
                 self._copies.follow((args[0],), out)
             if info.name == "lift_fresh":
                 # torch.tensor(...) made it a moment ago; its storage may be where a value of the model was.
@@ -112,7 +121,7 @@ class Recorder(RunRecord):
                 self.state.tainted.discard(storage)
                 self.state.families.made(storage)
             return
-        grad = torch.is_grad_enabled()
+        grad = _grad_enabled()
         current_node = source.current_node
         node = current_node() if current_node is not None else None
         in_engine = node is not None
@@ -153,11 +162,9 @@ class Recorder(RunRecord):
                     chain = self.stack.chain(frame)
         if number != self._last_number:
             self._last_number = number
-            if self.lines.is_full:
+            if direct and not self.lines.add(number - 1, site):
                 most = f"more than {source.MAX_MAP_ENTRIES:,} autograd nodes in one step"
                 self.note("dropped", "", f"{most}: lines of later backward ops are unknown")
-            elif direct:
-                self.lines.add(number - 1, site)
         if flags & (IN_COMPILED | IN_TRANSFORM):
             self._note_flags(flags, site)
 
@@ -166,10 +173,15 @@ class Recorder(RunRecord):
         learn = grad and (not in_engine or phase == RECOMPUTE) and phase != OPTIMIZER
         tensors: list[Tensor] = []
         for arg in args:
-            if isinstance(arg, Tensor):
+            kind = type(arg)
+            if kind in _TENSORS:
                 tensors.append(arg)
-            elif type(arg) is list or type(arg) is tuple:
+            elif kind in _SCALARS:
+                continue
+            elif kind is list or kind is tuple:
                 tensors.extend(item for item in arg if isinstance(item, Tensor))
+            elif isinstance(arg, Tensor):
+                tensors.append(arg)
         plain = info.plain
         max_bytes = total_bytes = 0
         tainted = False
@@ -191,7 +203,7 @@ class Recorder(RunRecord):
             for tensor in tensors:
                 try:
                     num_bytes = tensor.nbytes
-                    storage = tensor.untyped_storage()._cdata
+                    storage = storage_of(tensor)
                 except RuntimeError:
                     # Sparse tensors have no storage of their own: counted as ops, not looked into.
                     plain = True
@@ -224,14 +236,14 @@ class Recorder(RunRecord):
                     own.append((storage, tensor))
 
         if info.view:
-            if self._copies:
+            if self._copies.held:
                 self._copies.follow(tensors, out)
             return
         if info.writes and not in_engine and not (grad and created):
             phase = self._parameter_writes(info, args, site, phase)
 
         outs: Any
-        if isinstance(out, Tensor):
+        if type(out) in _TENSORS or isinstance(out, Tensor):
             outs = (out,)
         elif isinstance(out, (tuple, list)):
             outs = [item for item in out if isinstance(item, Tensor)]
@@ -242,7 +254,7 @@ class Recorder(RunRecord):
         for tensor in outs:
             try:
                 num_bytes = tensor.nbytes
-                storage = tensor.untyped_storage()._cdata if not built_in else 0
+                storage = storage_of(tensor) if not built_in else 0
             except RuntimeError:
                 continue
             written += num_bytes
@@ -274,7 +286,7 @@ class Recorder(RunRecord):
             kind = op_read(info.schema_name, args, kwargs)
             if kind is not None:
                 self.reads.count(kind, tensors[0] if tensors else None, site, phase, flags, tainted)
-        if self._copies:
+        if self._copies.held:
             self._copies.follow(tensors, out)
         if not info.counted:
             return
@@ -379,11 +391,14 @@ class Recorder(RunRecord):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         if self.active:
-            with torch._C.DisableTorchFunction():
-                try:
+            try:
+                if function_modes_are_on():
+                    with torch._C.DisableTorchFunction():
+                        self._on_saved(tensor)
+                else:
                     self._on_saved(tensor)
-                except Exception as error:
-                    self.failed(error)
+            except Exception as error:
+                self.failed(error)
         return tensor
 
     def _on_saved(self, tensor: Tensor) -> None:
@@ -391,7 +406,7 @@ class Recorder(RunRecord):
             return
         if tensor.layout is not torch.strided:
             return
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_of(tensor)
         state = self.state
         if storage in state.window_storages:
             return

@@ -259,12 +259,12 @@ class AutogradLines:
         self._deep_graphs: deque[deque[Any]] = deque()
         self._older_graphs: deque[deque[Any]] = deque()
 
-    def add(self, number: int, site: Site) -> None:
+    def add(self, number: int, site: Site) -> bool:
+        """False when the step has more nodes than are remembered."""
+        if len(self._sites) >= MAX_MAP_ENTRIES:
+            return False
         self._sites.setdefault(number, site)
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._sites) >= MAX_MAP_ENTRIES
+        return True
 
     def new_step(self) -> None:
         self._older_sites, self._sites = self._sites, {}

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.diagnose.recording import source
 from leanstep.diagnose.recording.habits import BACKWARD_CALLS
-from leanstep.host_reads import RUNS_USER_CODE, call_kind, run_under
+from leanstep.host_reads import NATIVE_TYPES, READ_CALLS, RUNS_USER_CODE, call_kind, run_under
 
-_num_function_modes = torch._C._len_torch_function_stack
+function_modes_are_on = torch._C._is_torch_function_mode_enabled
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
 _CAN_HIDE = hasattr(_eval_frame, "set_code_exec_strategy")
 
@@ -50,16 +50,16 @@ class OpMode(TorchDispatchMode):
         self.recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function_modes_are_on():
+            # In a backward: a function mode would be called with the op that the engine dispatched below all
+            # of them, and at every look at a shape or a dtype.
+            with torch._C.DisableTorchFunction():
+                return self.__torch_dispatch__(func, types, args, kwargs)
         out = func(*args, **kwargs) if kwargs else func(*args)
         recorder = self.recorder
         if recorder.active:
             try:
-                if _num_function_modes():
-                    # A function mode would see every look at a shape or a dtype below.
-                    with torch._C.DisableTorchFunction():
-                        recorder.on_op(func, args, kwargs, out)
-                else:
-                    recorder.on_op(func, args, kwargs, out)
+                recorder.on_op(func, args, kwargs, out)
             except Exception as error:
                 recorder.failed(error)
         return out
@@ -71,6 +71,8 @@ class CallMode(TorchFunctionMode):
         self.recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if type(func) in NATIVE_TYPES and func not in READ_CALLS:
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         if func in RUNS_USER_CODE:
             if self.recorder.active and func in BACKWARD_CALLS and kwargs.get("retain_graph"):
