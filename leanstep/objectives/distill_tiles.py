@@ -34,7 +34,7 @@ from leanstep.logprob.engine.softmax import (
     merge,
     tile_ids,
 )
-from leanstep.logprob.engine.tiles import GPU_ALIGNMENT, Scratch, TileMemory, Tiles, even_slices, on_gpu
+from leanstep.logprob.engine.tiles import Scratch, TileMemory, Tiles, column_parts
 from leanstep.objectives.divergences import Divergence, log_probs_, tile_terms_
 from leanstep.objectives.teachers import GivenTiles, HeadTiles
 
@@ -66,11 +66,9 @@ class Problem:
     logit_dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        multiple = GPU_ALIGNMENT if on_gpu(self.source.hidden.device) else 1
-        columns = even_slices(self.head.columns, self.tiles.columns, multiple)
-        per_part = max(-(-len(columns) // self.cores), 1)
-        # Column slices, one list per part of the vocabulary.
-        self.column_parts = [columns[part] for part in even_slices(len(columns), per_part)] or [[]]
+        self.column_parts = column_parts(
+            self.head.columns, self.tiles.columns, self.cores, self.source.hidden.device
+        )
         self.tallest = max((c.stop - c.start for c in self.chunks), default=0)
         self.fused = self.kernels is not None and len(self.teachers) == 1
 

@@ -228,13 +228,25 @@ def test_no_rows_and_rows_without_weight():
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5), "cross_entropy"], ids=str)
 @pytest.mark.parametrize("way", ["bare", "several chunks", "labels, softcap, bias", "given"])
 def test_as_near_to_the_truth_as_plain_code(kind, dtype, way, passes):
-    """`bare`: 3 of 41 rows, whose logits wait in the gradient of the weight."""
+    """`bare`: 3 of 41 rows, whose logits wait in the gradient of the weight.
+
+    Over several draws: of 12 numbers plain code may happen to round all the right way.
+    """
+    errors = torch.stack([_errors(kind, dtype, way, seed) for seed in range(4)]).amax(0)
+    factor = 2 if dtype == torch.float32 else 3
+    for plain, ours in errors.T.tolist():
+        assert ours <= factor * plain + 2e-7
+
+
+def _errors(kind, dtype, way, seed):
+    """[2, 3]: how far plain code and the fast path are from fp64, each output by its largest value."""
     rows = torch.tensor([3, 40, 17]) if way == "bare" else None
     targets = torch.randint(0, 401, (41,))
     more = way.startswith("labels")
     found = {}
     for name, cast in (("truth", torch.float64), ("plain", dtype), ("ours", dtype)):
-        hidden, weight, bias, far, wide, _ = (x.detach().to(dtype).to(cast) for x in tensors(t=41, v=401))
+        given = tensors(t=41, v=401, seed=seed)
+        hidden, weight, bias, far, wide, _ = (x.detach().to(dtype).to(cast) for x in given)
         hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
         logits = reference_logits(hidden, weight, bias if more else None, softcap=4.0 if more else None)
         teacher = far @ wide.T
@@ -255,11 +267,13 @@ def test_as_near_to_the_truth_as_plain_code(kind, dtype, way, passes):
             values = reference_distill(logits, teacher, kind, **labelled)
             loss = (values if rows is None else values[rows]).mean()
         found[name] = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
-    factor = 2 if dtype == torch.float32 else 3
-    for truth, plain, ours in zip(found["truth"], found["plain"], found["ours"], strict=True):
-        scale = truth.abs().max()
-        allowed = factor * (plain.double() - truth).abs().max() + 2e-7 * scale
-        assert (ours.double() - truth).abs().max() <= allowed
+    truth = found["truth"]
+    away = [
+        (x.double() - exact).abs().max() / exact.abs().max()
+        for name in ("plain", "ours")
+        for x, exact in zip(found[name], truth, strict=True)
+    ]
+    return torch.stack(away).view(2, 3)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.35, 1.0])

@@ -43,6 +43,7 @@ from leanstep.logprob.engine.tiles import (
     SavedLogits,
     Scratch,
     Tiles,
+    column_parts,
     even_slices,
     laid_over,
     on_gpu,
@@ -105,17 +106,13 @@ class Call:
         self.fused = self.fused and self.targets.dim() == 1 and all(other is None for other in others)
         rounds = self.fused and self.round_logits
         self.logit_dtype = self.head.operand_dtype if rounds else self.head.dtype
-        multiple = GPU_ALIGNMENT if on_gpu(self.source.hidden.device) else 1
+        device = self.source.hidden.device
         if self.blocks is not None:
-            device = self.source.hidden.device
             self.row_slices = even_slices(self.num_rows, self.tiles.rows, self.blocks.step)
             self.column_parts = self.blocks.column_parts(self.head.columns, device)
             return
-        self.row_slices = even_slices(self.num_rows, self.tiles.rows, multiple)
-        columns = even_slices(self.head.columns, self.tiles.columns, multiple)
-        per_part = max(-(-len(columns) // self.cores), 1)
-        # Column slices, one list per part of the vocabulary.
-        self.column_parts = [columns[part] for part in even_slices(len(columns), per_part)] or [[]]
+        self.row_slices = even_slices(self.num_rows, self.tiles.rows, GPU_ALIGNMENT if on_gpu(device) else 1)
+        self.column_parts = column_parts(self.head.columns, self.tiles.columns, self.cores, device)
 
     def rows(self, part: slice) -> Call:
         """The same call for some of its rows; its hidden gradient stays local, the caller reduces once."""

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from leanstep.cpu import num_threads
+from leanstep.cpu import in_large_pages, num_threads
 from leanstep.logprob.engine.passes import suited
 
 # Logits and work area in fp32, and a 16-bit copy where the weight has 16 bits.
@@ -83,6 +83,20 @@ def even_slices(length: int, at_most: int, multiple: int = 1) -> list[slice]:
     if at_most % multiple == 0:
         size = -(-size // multiple) * multiple
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def column_parts(columns: int, widest: int, cores: int, device: torch.device | str) -> list[list[slice]]:
+    """Column slices of at most `widest`, one list for each core's part of the vocabulary, all but equal.
+
+    Sides are whole vectors: of 508 columns a CPU makes logits a twelfth slower than of 504 or 512.
+    """
+    multiple = GPU_ALIGNMENT if on_gpu(device) else ROW_ELEMENTS
+    share = max(-(-columns // (cores * multiple)), 1) * multiple
+    parts = even_slices(columns, share, multiple) if cores > 1 else [slice(0, columns)]
+    return [
+        [slice(p.start + c.start, p.start + c.stop) for c in even_slices(p.stop - p.start, widest, multiple)]
+        for p in parts
+    ] or [[]]
 
 
 def row_stride(columns: int, device: torch.device | str) -> int:
@@ -334,7 +348,7 @@ class LogitsInGradient:
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        self.gradient = in_large_pages(torch.empty_like(weight, memory_format=torch.contiguous_format))
         self.dtype = dtype
         self._held: set[int] = set()
 
@@ -368,7 +382,7 @@ class ChunkBuffer:
     def __init__(self, like: Tensor, dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
         self.num_rows = num_rows
         num_elements = num_rows * row_stride(num_columns, like.device)
-        self.logits = torch.empty(num_elements, dtype=dtype, device=like.device)
+        self.logits = in_large_pages(torch.empty(num_elements, dtype=dtype, device=like.device))
 
     def reserve(self, rows: slice, columns: slice) -> bool:
         return True

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leanstep.logprob.engine.tiles import Tiles, checked_tile, choose_tiles, default_budget, even_slices
+from leanstep.logprob.engine.tiles import (
+    Tiles,
+    checked_tile,
+    choose_tiles,
+    column_parts,
+    default_budget,
+    even_slices,
+)
 
 MIB = 1 << 20
 
@@ -18,6 +25,21 @@ def test_even_slices_cover_once_without_a_thin_rest(length, at_most):
     assert [i for p in parts for i in range(p.start, p.stop)] == list(range(length))
     sizes = [p.stop - p.start for p in parts]
     assert len(parts) == -(-length // at_most) and all(0 < s <= at_most for s in sizes)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 8])
+@pytest.mark.parametrize("columns", [0, 5, 401, 32_000, 50_257, 151_936])
+def test_parts_of_the_vocabulary_are_even_and_made_of_whole_vectors(columns, cores):
+    parts = column_parts(columns, 512, cores, "cpu")
+    slices = [c for part in parts for c in part]
+    assert [n for c in slices for n in range(c.start, c.stop)] == list(range(columns))
+    assert all((c.stop - c.start) % 8 == 0 or c.stop == columns for c in slices)
+    assert all(c.stop - c.start <= 512 for c in slices)
+    if columns >= 8 * cores:
+        sizes = [part[-1].stop - part[0].start for part in parts]
+        assert len(sizes) == cores and max(sizes) - min(sizes) <= 8 * cores
+    # A caller's own width is kept.
+    assert column_parts(20, 7, 1, "cpu") == [even_slices(20, 7)]
 
 
 @given(
