@@ -25,10 +25,10 @@ def found(path: Path, rule: str) -> list:
     return [finding for finding in TraceRun(str(path)).findings() if finding.rule == rule]
 
 
-def waiting(vendor: str, sync: str, copy: str) -> GpuTrace:
-    """Two steps of a millisecond with one `.item()` each; the device is idle from 122 to 165."""
+def waiting(vendor: str, sync: str, copy: str, num_steps: int = 2) -> GpuTrace:
+    """Steps of a millisecond with one `.item()` each; the device is idle from 122 to 165."""
     trace = GpuTrace(vendor)
-    for number in range(2):
+    for number in range(num_steps):
         at = 1000.0 * number
         trace.step(number, at, at + 1000)
         trace.op("aten::mm", at + 10, at + 20)
@@ -290,6 +290,43 @@ def test_reading_keeps_a_small_part_of_the_file(tmp_path: Path, monkeypatch) -> 
     assert len(held) == 12_000
     # One chunk of text in two forms, and forty bytes an event.
     assert peak < 5 * trace_file.CHUNK + 0.35 * size
+
+
+@pytest.mark.parametrize("mark", ["ProfilerStep#", "Optimizer.step#Adam.step"])
+def test_of_too_many_events_the_steps_in_the_middle_are_held(tmp_path: Path, monkeypatch, mark: str) -> None:
+    trace = waiting("cuda", "StreamSynchronize", TO_HOST, num_steps=40)
+    if mark.startswith("Optimizer"):
+        for event in trace.events:
+            event["name"] = mark if event["name"].startswith("ProfilerStep#") else event["name"]
+    trace.frame("train.py(1): <module>", 0.0, 40_000.0)
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": trace.events[::-1]}).encode()))
+    whole = TraceRun(str(path))
+    monkeypatch.setattr(trace_file, "MAX_EVENTS", 200)
+    monkeypatch.setattr(trace_file, "CHUNK", 1 << 12)
+    part = TraceRun(str(path))
+    held = part.timeline.trace
+    # Eleven events a step: those of the steps that are judged, and what the last of them launched.
+    assert held.part is not None and 10 <= len(part.steps) < 20 and len(held) < 240
+    assert part.facts[1:3] == [
+        f"{len(held)} events held",
+        f"steps {held.part.first} to {held.part.last} of {len(whole.steps)}",
+    ]
+    for one, other in zip(whole.findings(), part.findings(), strict=True):
+        assert (one.rule, one.line, one.count, one.seconds) == (
+            other.rule,
+            other.line,
+            other.count,
+            other.seconds,
+        )
+
+
+def test_a_large_trace_without_steps_is_read_whole(tmp_path: Path, monkeypatch) -> None:
+    trace = waiting("cuda", "StreamSynchronize", TO_HOST)
+    trace.events = [event for event in trace.events if not event["name"].startswith("ProfilerStep#")]
+    path = trace.write(tmp_path / "t.json")
+    monkeypatch.setattr(trace_file, "MAX_EVENTS", 5)
+    assert len(read_trace(str(path))) == len(trace.events)
 
 
 BAD = [

@@ -6,7 +6,6 @@ has one cause, so that what findings cost can be added up.
 
 from __future__ import annotations
 
-import itertools
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -19,7 +18,17 @@ import numpy as np
 import torch
 
 from leanstep.diagnose.recording.ops import OpInfo
-from leanstep.diagnose.traces.trace_file import COPY, FRAME, NOTE, ON_DEVICE, OP, RUNTIME, Trace
+from leanstep.diagnose.traces.trace_file import (
+    COPY,
+    FRAME,
+    NOTE,
+    ON_DEVICE,
+    OP,
+    RUNTIME,
+    Trace,
+    optimizer_steps,
+    profiler_steps,
+)
 
 BACKWARD_FLAG, OPTIMIZER_FLAG, DATA_FLAG = 1, 2, 4
 _WAIT = re.compile(
@@ -203,16 +212,16 @@ class Timeline:
     def _find_steps(self) -> None:
         """Windows of whole steps: the profiler's own marks, or from one optimizer step's end to the next."""
         notes = np.flatnonzero(self.kind == NOTE).tolist()
-        marks = sorted((self.start[i], self.end[i]) for i in notes if self.text(i).startswith("ProfilerStep"))
+        marks = [(self.text(i), float(self.start[i]), float(self.end[i])) for i in notes]
         ops = np.sort(self.start[(self.kind == OP) | (self.kind == RUNTIME)])
-        windows = [w for w in marks if np.searchsorted(ops, w[1]) - np.searchsorted(ops, w[0]) > 1]
-        self.boundary = "explicit" if windows else "none"
+        windows, self.boundary = profiler_steps(marks), "explicit"
+        windows = [w for w in windows if np.searchsorted(ops, w[1]) - np.searchsorted(ops, w[0]) > 1]
         if not windows:
-            names = [self.text(i) for i in notes if self.text(i).startswith("Optimizer.step#")]
-            last = names[-1] if names else ""
-            ends = sorted(self.end[i] for i in notes if last and self.text(i) == last)
-            if len(ends) > 1:
-                windows, self.boundary = list(itertools.pairwise(ends)), "optimizer"
+            windows = optimizer_steps(marks)
+            self.boundary = "optimizer" if windows else "none"
+        part = self.trace.part
+        if part is not None:
+            windows = [w for w in windows if part.start <= w[0] and w[1] <= part.end]
         if not windows:
             host = self.order if len(self.order) else np.arange(len(self.kind))
             windows = [(float(self.start[host].min()), float(self.end[host].max()))]

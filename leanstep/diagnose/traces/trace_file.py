@@ -2,17 +2,22 @@
 
 A trace is one JSON object whose `traceEvents` holds millions of small objects. Only one chunk of text and one
 event exist at a time; of an event stay a few numbers in arrays, and its names, shapes and stacks once each.
+Of a file with more events than are held, a run of whole steps from its middle is kept: the file is not in the
+order of time, so it is read again once the steps are known.
 """
 
 from __future__ import annotations
 
 import codecs
 import gzip
+import itertools
 import json
 import re
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,8 +25,13 @@ import numpy as np
 import torch
 
 CHUNK = 1 << 20
+# About 160 bytes each, with what the timeline and the rules make of them.
+MAX_EVENTS = 1_000_000
 # No event of a real trace is longer; text that does not close within it is no JSON.
 MAX_VALUE = 1 << 25
+# Marks of a step have a name and times, no shapes and stacks.
+MAX_MARK = 1 << 14
+_MARK = re.compile(r'"(ProfilerStep#\d+|Optimizer\.step#[^"]*)"')
 _SPACE = re.compile(r"[\s,]*")
 _DELIMITERS = tuple(" \t\r\n,]}")
 _DECODER = json.JSONDecoder(strict=False)
@@ -37,6 +47,9 @@ ON_DEVICE = (KERNEL, COPY, FILL)
 _ADDRESS = re.compile(r" object at 0x([0-9a-f]+)")
 # Dims, dtypes and strides of an op's arguments, as the trace writes them.
 Shape = tuple[Any, Any, Any]
+# The name of what marks a step, its start and its end; a step's start and end.
+Mark = tuple[str, float, float]
+Window = tuple[float, float]
 DTYPES = {
     "float": torch.float32, "double": torch.float64, "c10::BFloat16": torch.bfloat16,
     "c10::Half": torch.float16, "long int": torch.int64, "long": torch.int64, "int": torch.int32,
@@ -48,6 +61,22 @@ DTYPES = {
 
 class Truncated(ValueError):
     """The file ends in the middle."""
+
+
+class TooMany(Exception):
+    """More events than are held, though their steps are not known yet."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps `first` to `last` (from 1) of `total`, in microseconds; `until`: what they launched has run."""
+
+    first: int
+    last: int
+    total: int
+    start: float
+    end: float
+    until: float
 
 
 class Names:
@@ -68,8 +97,8 @@ class Names:
 class Trace:
     """Columns of all complete events, in the order of the file. Times are microseconds."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, part: Part | None = None) -> None:
+        self.path, self.part = path, part
         self.facts: dict[str, Any] = {}
         self.names, self.shapes, self.stacks = Names(), Names(), Names()
         self.threads = Names()
@@ -96,6 +125,9 @@ class Trace:
         try:
             start, duration = float(event["ts"]), float(event.get("dur", 0.0))
         except (KeyError, TypeError, ValueError):
+            return
+        part = self.part
+        if part is not None and (start > part.until or start + duration < part.start):
             return
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
@@ -281,23 +313,86 @@ def _items(text: _Text) -> Iterator[Any]:
     text.take("]")
 
 
+def _marks(text: _Text) -> Iterator[Mark]:
+    """The marks of steps in a text; the rest of it is not looked into. Some come twice."""
+    while _read_on(text) or text.buffer:
+        # A mark's event may go on in the next chunk, and it began before its name.
+        whole = len(text.buffer) if text.ended else max(len(text.buffer) - MAX_MARK, 0)
+        for found in _MARK.finditer(text.buffer, 0, whole):
+            try:
+                event, _ = _DECODER.raw_decode(text.buffer, text.buffer.rindex("{", 0, found.start()))
+                if _CATEGORIES.get(str(event["cat"]).lower()) == NOTE:
+                    yield found[1], float(event["ts"]), float(event["ts"]) + float(event["dur"])
+            except (ValueError, KeyError, TypeError):
+                continue
+        if text.ended:
+            return
+        text.at = max(whole - MAX_MARK, 0)
+
+
+def _read_on(text: _Text) -> bool:
+    try:
+        return text.more()
+    except Truncated:
+        # Said by the reading of its events.
+        text.ended = True
+        return False
+
+
+def profiler_steps(marks: Iterable[Mark]) -> list[Window]:
+    return sorted((start, end) for name, start, end in marks if name.startswith("ProfilerStep#"))
+
+
+def optimizer_steps(marks: Iterable[Mark]) -> list[Window]:
+    """From one optimizer step's end to the next, of the optimizer that comes last."""
+    found = sorted((m for m in marks if m[0].startswith("Optimizer.step#")), key=lambda mark: mark[2])
+    return list(itertools.pairwise(end for name, _, end in found if name == found[-1][0]))
+
+
+def _part(text: _Text, share_of: Callable[[int], float]) -> Part | None:
+    """Whole steps from the middle, as many as are held; None where the trace has no steps."""
+    marks = set(_marks(text))
+    windows = profiler_steps(marks) or optimizer_steps(marks)
+    if not windows:
+        return None
+    keep = max(1, int(len(windows) * share_of(text.read)))
+    first = (len(windows) - keep) // 2
+    (start, _), (begin, end) = windows[first], windows[first + keep - 1]
+    # A device runs behind: what the last step launched has run by the end of the next one.
+    return Part(first + 1, first + keep, len(windows), start, end, end + (end - begin))
+
+
 def read_trace(path: str) -> Trace:
     """The columns of a trace, `.gz` or not; raises ValueError with one line that says what is wrong."""
     file = Path(path)
     if file.is_dir():
         raise ValueError(f"{path} is a folder; expected a trace.json or trace.json.gz of torch.profiler")
     try:
-        with file.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            with gzip.open(raw) if packed else raw as source:
-                return _read(path, source)  # pyright: ignore[reportArgumentType]
+        with _opened(file) as source:
+            text = _Text(source)
+            try:
+                return _read(Trace(path), text, MAX_EVENTS)
+            except TooMany:
+                read = text.read
+        with _opened(file) as source:
+            part = _part(_Text(source), lambda size: read / size)
+        with _opened(file) as source:
+            return _read(Trace(path, part), _Text(source))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def _read(path: str, source: BinaryIO) -> Trace:
-    trace, text, count = Trace(path), _Text(source), 0
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    with file.open("rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        with gzip.open(raw) if packed else raw as source:
+            yield source  # pyright: ignore[reportReturnType]
+
+
+def _read(trace: Trace, text: _Text, most: int | None = None) -> Trace:
+    path, count = trace.path, 0
     try:
         if not text.peek():
             raise ValueError(f"{path} is empty; expected a trace of torch.profiler (export_chrome_trace)")
@@ -305,6 +400,8 @@ def _read(path: str, source: BinaryIO) -> Trace:
             count += 1
             if isinstance(event, dict):
                 trace.add(event)
+                if most is not None and len(trace) > most:
+                    raise TooMany
     except Truncated:
         whole = f"{count:,} events" if count else "no event"
         raise ValueError(

@@ -66,7 +66,10 @@ class TraceRun:
         """The header: what was read."""
         line = self.timeline
         count = len(self.steps)
-        parts = [self.device, f"{len(line.trace):,} events"]
+        part = line.trace.part
+        parts = [self.device, f"{len(line.trace):,} events" + " held" * (part is not None)]
+        if part is not None:
+            parts.append(f"steps {part.first} to {part.last} of {part.total}")
         parts.append(f"{count} step{'s' * (count != 1)} of {in_words(self.step_seconds)}")
         if line.has_device:
             idle, span = line.idle()
