@@ -67,6 +67,22 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     return [values[rank] for rank in range(world_size)]
 
 
+def fully_shard(module, **options) -> None:
+    """FSDP2 in a rank, with gradients that are means.
+
+    Asked for a mean, gloo of torch 2.8 adds: FSDP2 then has to add and to divide by itself.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(module, **options)
+    mean = torch.zeros(1)
+    dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size()), op=dist.ReduceOp.AVG)
+    if mean.item() != 1:
+        module.set_force_sum_reduction_for_comms(True)
+
+
 def _rank_main(rank, world_size, store, path, name, args, results, timeout) -> None:
     try:
         from datetime import timedelta

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import (
     Optimizer,
@@ -102,8 +103,9 @@ class Recorder:
         def patched(*args: Any, **kwargs: Any) -> Any:
             nonlocal busy
             # A compiler reads this branch as constant and goes on with torch's own function. A function mode
-            # hands the public name, which is this one, back to itself.
-            if torch.compiler.is_compiling() or busy:
+            # hands the public name, which is this one, back to itself. AOTAutograd of torch 2.8 does not say
+            # that it compiles, only that it traces.
+            if torch.compiler.is_compiling() or busy or TracingContext.try_get() is not None:
                 return original(*args, **kwargs)
             busy = True
             try:

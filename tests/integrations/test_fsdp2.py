@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from ranks import fully_shard
 from torch import nn
 
 VOCAB, WIDTH, ROWS = 41, 16, 10
@@ -63,7 +64,6 @@ def build() -> TinyLM:
 
 def fsdp2_rank(rank: int, world_size: int, steps: int):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     model = build()
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
@@ -74,7 +74,6 @@ def fsdp2_rank(rank: int, world_size: int, steps: int):
 
 def refused_rank(rank: int, world_size: int) -> tuple[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
     from leanstep.muon import NorMuon, split_params
@@ -150,7 +149,6 @@ def ragged_batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def stock_and_lean_rank(rank: int, world_size: int):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (world_size,))
     found = []
@@ -194,7 +192,6 @@ def transformers_rank(rank: int, world_size: int):
     from integrations.tiny_models import VOCAB as WORDS
     from integrations.tiny_models import causal_lm
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     from leanstep.integrations.transformers import apply_leanstep
 

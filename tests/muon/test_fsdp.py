@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+from ranks import fully_shard
 from torch import nn
 
 from leanstep.muon import NorMuon, split_params
@@ -62,7 +63,6 @@ def full(tensor):
 def run_fsdp(rank, world_size, folder):
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.debug import CommDebugMode
 
     def build():
@@ -111,7 +111,6 @@ def load_on_one(rank, world_size, folder):
     """The same checkpoint on another number of ranks."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.fsdp import fully_shard
 
     model = make_model()
     fully_shard(model)
