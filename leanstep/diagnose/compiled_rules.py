@@ -122,7 +122,7 @@ def after_compiler(
 
 def note_unread(recorder: Any, steps: Sequence[StepRecord], code: CompiledCode) -> None:
     """Say of which compiled lines no graph was read: they ran eagerly, and that is all that is known."""
-    read = {graph.place[0] for graph in code.graphs if graph.place is not None}
+    read = {file for graph in code.graphs for file in graph.files}
     for line in {line for step in steps for line in step.compiled if line.file not in read}:
         where = f"{short_path(line.file)}:{line.number}"
         recorder.note("compiled", where, "a compiled region ran eagerly; no graph of it was seen")

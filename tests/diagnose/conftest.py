@@ -31,23 +31,29 @@ def same_threads():
     torch.set_num_threads(threads)
 
 
-def run_watched(script: Path, watch: Watch | None = None, limits: Limits | None = None) -> Watch:
-    """Run a script in this process the way the command line does."""
-    watch = watch or Watch(limits=limits, timed_warmup=True)
+@contextlib.contextmanager
+def run_beside(script: Path):
+    """Modules beside a script are found while it runs; the next script's `model` or `losses` is another."""
     before, path = set(sys.modules), list(sys.path)
     sys.path.insert(0, str(script.parent))
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), watch:
+        with warnings.catch_warnings():
             # What a script warns of is its own affair.
             warnings.simplefilter("ignore")
-            runpy.run_path(str(script), run_name="__main__")
+            yield
     finally:
         sys.path[:] = path
-        # The next script's `model` or `losses` is another one.
         for name in set(sys.modules) - before:
             file = getattr(sys.modules[name], "__file__", None) or ""
             if file.startswith(str(script.parent) + os.sep):
                 del sys.modules[name]
+
+
+def run_watched(script: Path, watch: Watch | None = None, limits: Limits | None = None) -> Watch:
+    """Run a script in this process the way the command line does."""
+    watch = watch or Watch(limits=limits, timed_warmup=True)
+    with run_beside(script), contextlib.redirect_stdout(io.StringIO()), watch:
+        runpy.run_path(str(script), run_name="__main__")
     assert watch.recorder.errors == []
     return watch
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
-import warnings
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
-from diagnose.test_steps import MARK, STEPS, slow_dtypes
+from diagnose.conftest import run_beside
+from diagnose.test_steps import SCRIPTS, STEPS, Expected, expected, slow_dtypes
 
 from leanstep.diagnose import compiled_rules, rules
 from leanstep.diagnose.outputs import screen
@@ -26,13 +27,18 @@ def with_compiled_region(script: Path, backend: str):
     Lines keep their numbers: findings of both scripts can be compared.
     """
     tree = ast.parse(script.read_text(encoding="utf-8"), str(script))
-    loop = next(n for n in tree.body if isinstance(n, ast.For) and ".backward()" in ast.unparse(n))
-    end = next(i for i, s in enumerate(loop.body) if ".backward()" in ast.unparse(s))
-    first = next((i + 1 for i, s in enumerate(loop.body[:end]) if ".zero_grad(" in ast.unparse(s)), 0)
-    inside, last = loop.body[first:end], loop.body[end]
+    *outer, body = around_backward(tree)
+    end = next(i for i, s in enumerate(body) if is_backward(s))
+    first = next((i + 1 for i, s in enumerate(body[:end]) if ".zero_grad(" in ast.unparse(s)), 0)
+    inside, last = body[first:end], body[end]
     assert isinstance(last, ast.Expr) and isinstance(last.value, ast.Call)
     assert isinstance(last.value.func, ast.Attribute)
-    stored, before = sorted(stored_in(inside)), stored_in(tree.body[: tree.body.index(loop)])
+    nested = [*outer, body]
+    # The statement of each list that holds the next one.
+    holders = [next(s for s in one if two in lists_of(s)) for one, two in itertools.pairwise(nested)]
+    earlier = [one[: one.index(holder)] for one, holder in zip(outer, holders, strict=True)]
+    before = set().union(*map(stored_in, [*earlier, body[:first]]))
+    stored = sorted(stored_in(inside))
     # Local to the region, given to it and handed back: what it stores in a global ends a graph.
     given, names = ", ".join(n for n in stored if n in before), "".join(f"{n}, " for n in stored)
     made = ast.parse(
@@ -41,8 +47,8 @@ def with_compiled_region(script: Path, backend: str):
     )
     for node in ast.walk(made):
         if hasattr(node, "lineno"):
-            ast.copy_location(node, loop)
-            node.end_lineno, node.end_col_offset = loop.lineno, loop.col_offset + 1
+            ast.copy_location(node, last)
+            node.end_lineno, node.end_col_offset = last.lineno, last.col_offset + 1
     region, wrapped, call, value = made.body
     assert isinstance(region, ast.FunctionDef) and isinstance(value, ast.Expr)
     handed = region.body[0]
@@ -50,10 +56,29 @@ def with_compiled_region(script: Path, backend: str):
     handed.value.elts[0] = last.value.func.value
     region.body = [*inside, handed]
     last.value.func.value = value.value
-    loop.body[first : end + 1] = [call, last]
-    place = tree.body.index(loop)
-    tree.body[place:place] = [region, wrapped]
+    body[first : end + 1] = [call, last]
+    # Made where its names are known: once in the module, or in the function that trains, before its loop.
+    place = outer[0].index(holders[0]) if outer else first
+    nested[0][place:place] = [region, wrapped]
     return compile(tree, str(script), "exec")
+
+
+def around_backward(tree: ast.Module) -> list[list[ast.stmt]]:
+    """Nested lists of statements, the innermost with a backward() of its own; functions begin anew."""
+    found = [tree.body]
+    while not any(map(is_backward, found[-1])):
+        inner = next(s for s in found[-1] if ".backward()" in ast.unparse(s))
+        statements = next(b for b in lists_of(inner) if any(".backward()" in ast.unparse(s) for s in b))
+        found = [*([] if isinstance(inner, (ast.FunctionDef, ast.ClassDef)) else found), statements]
+    return found
+
+
+def lists_of(statement: ast.stmt) -> list[list[ast.stmt]]:
+    return [getattr(statement, name) for name in ("body", "orelse") if getattr(statement, name, None)]
+
+
+def is_backward(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and ast.unparse(statement).endswith(".backward()")
 
 
 def stored_in(statements: list[ast.stmt]) -> set[str]:
@@ -82,40 +107,28 @@ def watched_region(script: Path, backend: str) -> Watch:
     torch._dynamo.reset()
     watch = Watch(timed_warmup=True)
     code = with_compiled_region(script, backend)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), watch:
-        warnings.simplefilter("ignore")
+    with run_beside(script), contextlib.redirect_stdout(io.StringIO()), watch:
         exec(code, {"__name__": "__main__", "__file__": str(script)})
     assert watch.recorder.errors == []
     return watch
 
 
-def marked(script: Path, slow: set[torch.dtype]) -> set[tuple[str, int, int]]:
-    found = set()
-    for number, text in enumerate(script.read_text(encoding="utf-8").splitlines(), 1):
-        match = MARK.search(text)
-        for mark in match[1].split(";") if match is not None and match[1] != "nothing" else ():
-            rule, count, *conditions = mark.split()
-            if "when=no-native-bf16" not in conditions or torch.bfloat16 in slow:
-                found.add((rule, number, int(count.removeprefix("count="))))
-    return found
-
-
-def found_in(watch: Watch) -> set[tuple[str, int, int]]:
-    return {(f.rule, f.line.number, f.count) for f in watch.findings()}
+def found_in(watch: Watch) -> Expected:
+    return {(f.rule, f.line.file, f.line.number, f.count) for f in watch.findings()}
 
 
 # One script per kind of waste; the others of the folder behave as these do (docs/diagnose.md).
 AS_IT_STANDS = [
-    "clean_lm", "dead_rows_sft", "duplicate_cast", "sync_in_loop", "zero_fill_bank", "storm_pairs",
-    "unused_grad", "unbatched_adamw",
+    "clean_lm", "dead_rows_folder", "dead_rows_sft", "duplicate_cast", "sync_in_loop", "zero_fill_bank",
+    "storm_pairs", "unused_grad", "unbatched_adamw", "clean_accumulation", "sync_metrics",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", AS_IT_STANDS)
 def test_a_backend_that_runs_calls_as_they_stand_keeps_every_finding(name: str):
-    script = STEPS / f"{name}.py"
+    script = next(s for s in SCRIPTS if name in (s.stem, s.parent.name))
     watch = watched_region(script, "eager")
-    assert found_in(watch) == marked(script, slow_dtypes(watch))
+    assert found_in(watch) == expected(script, slow_dtypes(watch))
     assert watch.compiled.graphs and watch.compiled.removed == []
     assert watch.not_seen == []
     assert {graph.backend for graph in watch.compiled.graphs} == {"eager"}
@@ -176,7 +189,7 @@ def test_breaks_and_recompilations_have_a_line_a_reason_and_a_price(write_script
     text = screen.screen(watch, watch.findings(), str(script))
     assert "graph break" in text and "train.py:11" in text
     # The eager recording counts the branch's read as well: the two say the same of one line.
-    assert ("host-sync", 11, 1) in found_in(watch)
+    assert ("host-sync", str(script), 11, 1) in found_in(watch)
 
 
 def test_a_recompilation_names_the_guard_that_failed(write_script, watched):

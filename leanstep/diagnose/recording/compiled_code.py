@@ -57,6 +57,7 @@ class Graph:
     kernels: list[Kernel] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     runs: int = 0
+    files: frozenset[str] = frozenset()
 
     def as_dict(self) -> dict[str, Any]:
         file, number = self.place or ("", 0)
@@ -167,14 +168,16 @@ class CompiledCode:
     def _graph_of(self, output: Any, gm: Any) -> Graph:
         code = getattr(getattr(output, "root_tx", None), "f_code", None)
         nodes = [n for n in gm.graph.nodes if n.op.startswith("call_")]
-        place = next((p for n in nodes if (p := place_of(n)) is not None), None)
+        places = [place for place in map(place_of, nodes) if place is not None]
         name = getattr(code, "co_name", "?")
         resumed = _RESUMED.match(name)
         compiler: Any = getattr(output, "compiler_fn", None)
         backend = str(
             getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", type(compiler).__name__)
         )
-        return Graph(resumed[1] if resumed else name, place, backend, len(nodes))
+        graph = Graph(resumed[1] if resumed else name, places[0] if places else None, backend, len(nodes))
+        graph.files = frozenset(file for file, _ in places)
+        return graph
 
     def _read_inductor(self) -> None:
         if self._reads_inductor or self._reading is None:
