@@ -1,4 +1,4 @@
-"""`leanstep plan logprob|muon|lens`: the peak of a step that is not at hand, and which devices hold it.
+"""`leanstep plan logprob|muon|lens|distill|...`: the peak of a step that is not at hand, and where it fits.
 
 A thin layer over the engine of `leanstep rehearse`: the steps of `plan_workloads` run as CUDA code on a
 device that is not there, and each is judged by a replay of the caching allocator.
@@ -16,23 +16,34 @@ from rich.console import Console
 from rich.table import Table
 
 from leanstep.commands import BadInput
-from leanstep.commands.rehearse import Planned, head_jobs, longest_batch, rehearse_jobs
+from leanstep.commands.rehearse import (
+    Planned,
+    SetOption,
+    case_jobs,
+    head_jobs,
+    longest_batch,
+    one_device,
+    parse_devices,
+    rehearse_jobs,
+)
 from leanstep.commands.terminal import (
     DTYPES,
     HtmlOption,
     JsonOption,
+    check_at_least_one,
     check_writable,
     console,
+    parse_fractions,
+    parse_integers,
     progress_bar,
     write_json,
 )
 from leanstep.rehearse.cuda_allocator import Replay, replay
-from leanstep.rehearse.devices import DEVICES, Device, device_named
+from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Storage
 
 GIB = 2**30
-# Judged by default, smallest first; the CUDA branch is that of `RECORDED_ON`.
-JUDGED = ("rtx4090", "a100-40", "a100-80", "h100", "h200", "b200")
+# Whose CUDA branch is recorded when no device is named.
 RECORDED_ON = "h100"
 
 METHODS = {
@@ -48,6 +59,11 @@ METHODS = {
 LENS_METHODS = {
     "fused": "leanstep.preference.lens_loss: closed-form gradient",
     "eager": "the same under autograd, dense rows (what torch.compile sees)",
+}
+OBJECTIVES = {
+    "distill": "Distillation from a wider teacher's head.",
+    "dpo": "DPO with a reference head; a quarter of the positions are completions.",
+    "masked-head": "Log-probs and entropy over replayed sampling masks.",
 }
 SHARDINGS = {
     "replicated": "every rank holds everything",
@@ -103,7 +119,7 @@ class PlanRun:
         """Check the shared options before the work starts."""
         if simulate not in ("leanstep", "all", "none"):
             raise BadInput(f"--simulate: expected leanstep, all or none, got {simulate!r}")
-        target = _device(device or RECORDED_ON, "--device")
+        target = one_device(device or RECORDED_ON, "--device")
         judged = device if device is not None and devices is None and device_gb is None else devices
         capacities = parse_devices(judged, device_gb, reserve_gb)
         check_writable(json, "--json")
@@ -173,29 +189,6 @@ class PlanRun:
         return True
 
 
-def parse_devices(names: str | None, device_gb: float | None, reserve_gb: float) -> dict[str, int]:
-    """Name -> bytes left for the plan, smallest device first."""
-    if reserve_gb < 0:
-        raise BadInput(f"--reserve-gb: expected 0 or more, got {reserve_gb:g}")
-    if device_gb is not None and device_gb <= 0:
-        raise BadInput(f"--device-gb: expected more than 0, got {device_gb:g}")
-    wanted = JUDGED if device_gb is None else ()
-    if names is not None:
-        wanted = tuple(name.strip().lower() for name in names.split(","))
-    chosen = {name: _device(name, "--devices").memory_bytes for name in wanted}
-    if device_gb is not None:
-        chosen[f"{device_gb:g} GiB"] = round(device_gb * GIB)
-    reserve = round(reserve_gb * GIB)
-    return {name: max(size - reserve, 0) for name, size in sorted(chosen.items(), key=lambda item: item[1])}
-
-
-def _device(name: str, argument: str) -> Device:
-    try:
-        return device_named(name)
-    except ValueError:
-        raise BadInput(f"{argument}: no device {name!r}; there are {', '.join(DEVICES)}") from None
-
-
 def _shape_text(storage: Storage) -> str:
     return f"{list(storage.shape)} {storage.dtype}" if storage.category != "library" else "cuBLAS workspace"
 
@@ -252,8 +245,8 @@ def plan_logprob(
 
     Example: leanstep plan logprob --tokens 205280 --vocab 76032 --hidden 2560 --dtype fp32
     """
-    _at_least_one(tokens=tokens, vocab=vocab, hidden=hidden, chunk=chunk, tp=tp)
-    fractions = _fractions(response_frac)
+    check_at_least_one(tokens=tokens, vocab=vocab, hidden=hidden, chunk=chunk, tp=tp)
+    fractions = parse_fractions(response_frac)
     if dtype not in DTYPES:
         raise BadInput(f"--dtype: no dtype {dtype!r}; it takes {', '.join(DTYPES)}")
     run = PlanRun.begin("logprob", device, simulate, devices, device_gb, reserve_gb, json, html)
@@ -333,13 +326,13 @@ def plan_muon(
 
     Example: leanstep plan muon --layers 36 --dim 4096 --vocab 151936 --world 1,8,64
     """
-    _at_least_one(layers=layers, dim=dim, vocab=vocab)
+    check_at_least_one(layers=layers, dim=dim, vocab=vocab)
     hidden = round(dim * mlp_ratio)
     if hidden < 1:
         raise BadInput(f"--mlp-ratio: expected a positive ratio, got {mlp_ratio}")
     if dtype not in ("fp32", "bf16"):
         raise BadInput(f"--dtype: no dtype {dtype!r}; it takes fp32, bf16")
-    worlds = _integers(world, "--world")
+    worlds = parse_integers(world, "--world")
     run = PlanRun.begin("muon", device, simulate, devices, device_gb, reserve_gb, json, html)
     shape = {"what": "optimizer", "layers": layers, "dim": dim, "hidden": hidden, "vocab": vocab}
     rows = []
@@ -392,7 +385,7 @@ def plan_lens(
     Example: leanstep plan lens --samples 32 --variants 12 --tokens 32768
     """
     width = max(tokens // 8, 1) if width is None else width
-    _at_least_one(samples=samples, variants=variants, tokens=tokens, width=width, pairs=pairs)
+    check_at_least_one(samples=samples, variants=variants, tokens=tokens, width=width, pairs=pairs)
     if width > tokens:
         raise BadInput(f"--width: expected at most --tokens {tokens}, got {width}")
     run = PlanRun.begin("lens", device, simulate, devices, device_gb, reserve_gb, json, html)
@@ -413,33 +406,38 @@ def plan_lens(
             run.out.print(f"  {row['method']}: {row['description']}", style="dim", markup=False)
 
 
+def _plan_objective(name: str) -> Callable[..., None]:
+    def plan(
+        settings: SetOption = None,
+        devices: DeviceOption = None,
+        device_gb: DeviceSizeOption = None,
+        reserve_gb: ReserveOption = 1.0,
+        json: JsonOption = None,
+        html: HtmlOption = None,
+        device: OnDeviceOption = None,
+    ) -> None:
+        run = PlanRun.begin(name, device, "leanstep", devices, device_gb, reserve_gb, json, html)
+        params, planned = case_jobs(name, settings, run.device, run.timed)
+        rows = [{"method": m, "description": note, **run.memory(job)} for m, note, job in planned]
+        columns_shown = (
+            ("method", lambda r: r["method"]),
+            ("largest buffer", lambda r: _gib(r["largest_buffer_bytes"])),
+            ("peak", lambda r: _gib(r["simulated_bytes"])),
+            ("reserved", lambda r: _gib(r["reserved_bytes"])),
+            ("TFLOP", lambda r: f"{r['tflop']:.1f}"),
+        )
+        title = " · ".join(f"{key} {value}" for key, value in params.items())
+        if run.finish({**params, "rows": rows}, title, columns_shown):
+            for row in rows:
+                run.out.print(f"  {row['method']}: {row['description']}", style="dim", markup=False)
+
+    return plan
+
+
+for _name, _text in OBJECTIVES.items():
+    _example = f"leanstep plan {_name} --set tokens=4096,vocab=151936 --device h100"
+    plan_app.command(_name, help=f"{_text}\n\nExample: {_example}")(_plan_objective(_name))
+
+
 def _gib(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / GIB:.2f}"
-
-
-def _at_least_one(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise BadInput(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
-
-
-def _fractions(text: str) -> list[float]:
-    try:
-        values = [float(item) for item in text.split(",")]
-    except ValueError:
-        raise BadInput(f"--response-frac: expected numbers separated by commas, got {text!r}") from None
-    for value in values:
-        if not 0 <= value <= 1:
-            raise BadInput(f"--response-frac: expected fractions between 0 and 1, got {value:g}")
-    return values
-
-
-def _integers(text: str, argument: str) -> list[int]:
-    try:
-        values = [int(item) for item in text.split(",")]
-    except ValueError:
-        raise BadInput(f"{argument}: expected whole numbers separated by commas, got {text!r}") from None
-    for value in values:
-        if value < 1:
-            raise BadInput(f"{argument}: expected at least 1, got {value}")
-    return values

@@ -14,7 +14,7 @@ import typer
 from leanstep.commands import BadInput
 from leanstep.commands.terminal import check_writable, console, write_json
 from leanstep.rehearse.cuda_allocator import Replay, live_at, replay
-from leanstep.rehearse.devices import Device
+from leanstep.rehearse.devices import DEVICES, Device, device_named
 from leanstep.rehearse.events import Alloc, Event, Free, Launch, Recording, Request, Storage
 
 _TARGET = Annotated[
@@ -28,7 +28,9 @@ _STEPS = Annotated[int, typer.Option("--steps", min=1, help="Steps to run; the l
 _RANKS = Annotated[int, typer.Option("--ranks", min=1, help="World size; this process is rank 0 of it.")]
 _CLOCK = Annotated[bool, typer.Option("--clock", help="The script's own clock shows the predicted time.")]
 _MODULE = Annotated[bool, typer.Option("-m", help="TARGET is a module, as in python -m.")]
-_SET = Annotated[str | None, typer.Option("--set", help="Of a case: tokens=205280,vocab=151936,dtype=bf16.")]
+SetOption = Annotated[
+    str | None, typer.Option("--set", help="Of a case: tokens=205280,vocab=151936,dtype=bf16.")
+]
 _IMPL = Annotated[str | None, typer.Option("--impl", help="Of a case: which implementation.")]
 _JSON = Annotated[str | None, typer.Option("--json", help="Write the result as JSON; - for standard output.")]
 _HTML = Annotated[str | None, typer.Option("--html", help="Write or extend a report page.")]
@@ -41,6 +43,8 @@ _WHAT_IF = Annotated[
 _HOST = Annotated[
     float | None, typer.Option("--host-us", min=0.1, help="Host microseconds of a call that launches.")
 ]
+# Judged by a plan when none is named, smallest first.
+JUDGED = ("rtx4090", "a100-40", "a100-80", "h100", "h200", "b200")
 _EAGER_TOO_S = 60.0
 _EAGER = Annotated[bool, typer.Option("--eager", help="Run torch.compile regions eagerly.")]
 
@@ -53,7 +57,7 @@ def rehearse(
     ranks: _RANKS = 1,
     clock: _CLOCK = False,
     module: _MODULE = False,
-    settings: _SET = None,
+    settings: SetOption = None,
     impl: _IMPL = None,
     json: _JSON = None,
     html: _HTML = None,
@@ -286,10 +290,7 @@ def rehearse_jobs(
         steps=2 * len(jobs),
         ranks=ranks,
     )
-    recording: Recording = run_request(request, None, quiet=True)
-    if recording.refused is not None or len(recording.steps) < 2 * len(jobs):
-        reason = recording.refused.reason if recording.refused is not None else "a step is missing"
-        raise BadInput(f"plan: the rehearsal stopped: {reason}")
+    recording = _recorded(request)
     events, storages = recording.events, recording.storages
     # Taken once, at the first product of all jobs: each would take it.
     workspace = [e for e in events if isinstance(e, Alloc) and storages[e.storage].category == "library"]
@@ -307,6 +308,51 @@ def rehearse_jobs(
         inputs = sum(e.nbytes for e in events[made.first : made.last] if isinstance(e, Alloc))
         found.append(Planned(own, storages, inputs, flops, times[done.number]))
     return found
+
+
+def _recorded(request: Request) -> Recording:
+    recording: Recording = run_request(request, None, quiet=True)
+    if recording.refused is not None or len(recording.steps) < request.steps:
+        reason = recording.refused.reason if recording.refused is not None else "a step is missing"
+        raise BadInput(f"plan: the rehearsal stopped: {reason}")
+    return recording
+
+
+def case_jobs(
+    name: str, settings: str | None, device: Device, timed: bool
+) -> tuple[dict[str, Any], list[tuple[str, str, Planned]]]:
+    """A registered case, plain and fast, at its size for GPUs with some parameters replaced.
+
+    Returns the parameters, and a name, a description and a job for each implementation.
+    """
+    from leanstep.case import get_case
+    from leanstep.rehearse.time_model import time_steps
+
+    case, given = get_case(name), {"dtype": "bf16", **_settings(settings)}
+    dtype = given.pop("dtype")
+    try:
+        params = {**case.params("gpu", given), "dtype": dtype}
+    except ValueError as reason:
+        raise BadInput(f"--set: {str(reason).removeprefix('sweep: ')}") from None
+    found = []
+    for row in case.implementations:
+        if row.kind not in ("reference", "fast"):
+            continue
+        # The first step makes the inputs as well: the second is the one that repeats.
+        request = Request(
+            name, case=True, device=device.key, steps=2, settings=params, implementation=row.name
+        )
+        recording = _recorded(request)
+        events, (first, second) = recording.events, recording.steps
+        launched = [e for e in events[first.last : second.last] if isinstance(e, Launch)]
+        flops = sum(kernel.flops for launch in launched for kernel in launch.kernels)
+        own = [e for e in events if isinstance(e, Alloc | Free)]
+        # What outlives a step is what was given to it.
+        inputs = sum(s.nbytes for s in recording.storages.values() if s.category == "buffer")
+        ends = [first.last, second.last]
+        step_s = time_steps(events, ends, device)[1].step_s if timed else 0.0
+        found.append((row.name, row.note, Planned(own, recording.storages, inputs, flops, step_s)))
+    return params, found
 
 
 def head_jobs(
@@ -335,3 +381,27 @@ def longest_batch(job: Planned, rows: int, chunk: int, capacity: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low - low % chunk if low >= chunk else low
+
+
+def parse_devices(names: str | None, device_gb: float | None, reserve_gb: float) -> dict[str, int]:
+    """Name -> bytes left for the plan, smallest device first."""
+    if reserve_gb < 0:
+        raise BadInput(f"--reserve-gb: expected 0 or more, got {reserve_gb:g}")
+    if device_gb is not None and device_gb <= 0:
+        raise BadInput(f"--device-gb: expected more than 0, got {device_gb:g}")
+    wanted = JUDGED if device_gb is None else ()
+    if names is not None:
+        wanted = tuple(name.strip().lower() for name in names.split(","))
+    chosen = {name: one_device(name, "--devices").memory_bytes for name in wanted}
+    if device_gb is not None:
+        chosen[f"{device_gb:g} GiB"] = round(device_gb * 2**30)
+    reserve = round(reserve_gb * 2**30)
+    return {name: max(size - reserve, 0) for name, size in sorted(chosen.items(), key=lambda item: item[1])}
+
+
+def one_device(name: str, argument: str) -> Device:
+    """The device of this name, or one line of bad input."""
+    try:
+        return device_named(name)
+    except ValueError:
+        raise BadInput(f"{argument}: no device {name!r}; there are {', '.join(DEVICES)}") from None

@@ -208,6 +208,7 @@ register(
             "check": _distill_size(96, 64, 96, 1271, 0.5),
             "cpu": _distill_size(2048, 512, 768, 32000, 0.25),
             "all": _distill_size(1024, 512, 768, 32000, 1.0),
+            "gpu": _distill_size(8192, 2560, 4096, 76032, 0.25),
         },
         dtypes=DTYPES,
         # The plain code's own error moves from 4e-7 to 16e-7 between draws: the largest of few differences.
@@ -231,6 +232,7 @@ register(
             "tiny": {"pairs": 3, "tokens": 16, "hidden": 16, "vocab": 401, "response_frac": 0.25},
             "check": {"pairs": 4, "tokens": 32, "hidden": 64, "vocab": 1271, "response_frac": 0.25},
             "cpu": {"pairs": 4, "tokens": 256, "hidden": 512, "vocab": 32000, "response_frac": 0.25},
+            "gpu": {"pairs": 4, "tokens": 2048, "hidden": 2560, "vocab": 76032, "response_frac": 0.25},
         },
         dtypes=DTYPES,
         truth_size="check",
@@ -250,6 +252,7 @@ register(
             "tiny": {"tokens": 24, "hidden": 16, "vocab": 2003},
             "check": {"tokens": 64, "hidden": 64, "vocab": 4001},
             "cpu": {"tokens": 512, "hidden": 896, "vocab": 151936},
+            "gpu": {"tokens": 8192, "hidden": 2560, "vocab": 151936},
         },
         dtypes=DTYPES,
         truth_size="check",

@@ -159,6 +159,28 @@ def test_lens_objective_needs_less_than_its_eager_form(capsys):
     assert rows[0]["input_bytes"] < fused < eager
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "logits"),
+    [
+        ("distill", "tokens=1024,hidden=64,teacher=96,vocab=50560", 1024 * 50560),
+        ("dpo", "pairs=2,tokens=256,hidden=64,vocab=50560", 4 * 255 * 50560),
+        ("masked-head", "tokens=1024,hidden=64,vocab=50560", 1024 * 50560),
+    ],
+)
+def test_objectives_plain_and_fast_side_by_side(name, settings, logits, capsys):
+    found = plan_json(capsys, name, "--set", settings, "--device", "h100")
+    assert (
+        found["plan"] == name and found["vocab"] == 50560 and found["dtype"] == "bf16" and found["predicted"]
+    )
+    plain, fast = found["rows"]
+    assert (plain["method"], fast["method"]) == ("reference", "leanstep")
+    # Plain code has fp32 logits of all positions, and their gradient beside them.
+    assert plain["largest_buffer_bytes"] == 4 * logits and plain["simulated_bytes"] > 8 * logits
+    assert fast["simulated_bytes"] < plain["simulated_bytes"] / 2 and fast["tflop"] < plain["tflop"]
+    assert plain["input_bytes"] == fast["input_bytes"] >= 2 * 64 * 50560
+    assert fast["step_ms"] > 0 and fast["devices"]["h100"]["fits"]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_the_longest_batch_fits_and_no_longer_one_does(dtype):
     vocab, hidden, chunk = 1271, 512, 128
@@ -194,6 +216,8 @@ def test_the_longest_batch_fits_and_no_longer_one_does(dtype):
         (["muon", "--dtype", "fp16"], "--dtype: no dtype 'fp16'"),
         (["lens", "--width", "9000", "--tokens", "100"], "--width: expected at most"),
         (["logprob", "--json", "/nowhere/x.json"], "--json: the folder /nowhere does not exist"),
+        (["distill", "--set", "rows=3"], "--set: distill has no parameter 'rows'; it has tokens, hidden"),
+        (["dpo", "--set", "pairs"], "--set: expected name=value pairs, got 'pairs'"),
         (["lens", "--device", "tpu"], "--device: no device 'tpu'"),
     ],
 )

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.cpu import in_large_pages
 from leanstep.logprob.engine.passes import Finish, aligned, gathered, mixed_product
 from leanstep.logprob.engine.tiles import LogitsInGradient, Tiles, on_gpu, row_stride
 from leanstep.logprob.parallel import VocabShard, reduce_hidden_grad
@@ -414,7 +413,7 @@ class _WeightGradient:
             return
         if early is None:
             make = torch.empty_like if num_rows and head.columns else torch.zeros_like
-            self.out = in_large_pages(make(weight, memory_format=torch.contiguous_format))
+            self.out = make(weight, memory_format=torch.contiguous_format)
         else:
             self.out = early.gradient
         self.out[head.columns :] = 0.0
