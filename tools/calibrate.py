@@ -3,7 +3,8 @@
     python tools/calibrate.py                  error of the committed constants, and with one trace left out
     python tools/calibrate.py --fit            fit again on all tables and print the constants
     python tools/calibrate.py --worst 20       the rows that are furthest off
-    python tools/calibrate.py --markdown       the error table of docs/rehearse.md
+    python tools/calibrate.py --markdown       the error table of docs/rehearse_errors.md
+    python tools/calibrate.py --extract T.json.gz   the table of one trace of torch's profiler
 
 Rows of a table are kernels with their shapes (tools/traces). The fit is a coordinate search over a dozen
 constants a vendor; each fold fits on the other traces of that vendor and is judged on the one left out.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import csv
+import gzip
 import json
 import math
 import statistics
@@ -22,7 +24,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -62,6 +64,14 @@ START = Rates(
 FIXED = {"single"}
 ASSUMED = {"nvidia": {"conv": 0.6}}
 GRID = [0.5, 0.6, 0.7, 0.8, 0.87, 0.93, 0.97, 1.03, 1.07, 1.15, 1.25, 1.4, 1.7, 2.0]
+
+
+COLUMNS = (
+    *("trace", "device", "op", "dims", "dtypes", "strides", "kernels"),
+    *("count", "median_us", "min_us", "max_us", "queued_us"),
+)
+# A kernel that starts later than this after the one before it found an idle device.
+QUEUED_US = 5.0
 
 
 class Row(NamedTuple):
@@ -181,8 +191,49 @@ def kernels_of(row: dict[str, str], ins: list[Shape]) -> list[Kernel]:
     return kernels(name, ins, outs, info)
 
 
+def extract(path: Path) -> list[dict[str, Any]]:
+    """The table of a trace: one row for each operator with its shapes, dtypes, strides and kernels.
+
+    median_us, min_us, max_us: of the kernels' durations. queued_us: median of the durations with the gap
+    before each kernel, where it is shorter than QUEUED_US: from the end of the kernel before it.
+    """
+    with gzip.open(path, "rt") as file:
+        trace = json.load(file)
+    events = trace["traceEvents"]
+    calls = {e["args"]["External id"]: e for e in events if e.get("cat") == "cpu_op" and "args" in e}
+    kernels_by_call = collections.defaultdict(list)
+    ends: dict[object, float] = {}
+    device_events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    for e in sorted(device_events, key=lambda e: e["ts"]):
+        stream, end = e["args"].get("stream"), e["ts"] + e["dur"]
+        gap = e["ts"] - ends.get(stream, -math.inf)
+        ends[stream] = max(end, ends.get(stream, end))
+        kernels_by_call[e["args"].get("External id")].append((e, gap if 0 < gap < QUEUED_US else 0.0))
+    found = collections.defaultdict(list)
+    for number, launched in kernels_by_call.items():
+        if number in calls:
+            args = calls[number]["args"]
+            shapes = [json.dumps(args.get(name)) for name in ("Input Dims", "Input type", "Input Strides")]
+            names = "+".join(e["name"][:70] for e, _ in launched)
+            key = (calls[number]["name"], *shapes, names)
+            found[key].append((sum(e["dur"] for e, _ in launched), sum(gap for _, gap in launched)))
+    name = trace["deviceProperties"][0]["name"]
+    rows = []
+    for key, times in found.items():
+        durations = [round(d, 3) for d, _ in times]
+        stem = path.name.removesuffix(".json.gz")
+        numbers = (len(times), round(statistics.median(durations), 4), min(durations), max(durations))
+        queued = round(statistics.median(d + g for d, g in times), 4)
+        rows.append(dict(zip(COLUMNS, (stem, name, *key, *numbers, queued), strict=True)))
+    return sorted(rows, key=lambda row: -row["count"] * row["median_us"])
+
+
 def read(paths: Sequence[Path]) -> list[Row]:
-    """Rows that the model can be asked about: ATen calls with shapes, on a device we know."""
+    """Rows that the model can be asked about: ATen calls with shapes, on a device we know.
+
+    A queued kernel of ROCm begins in its trace where the one before it ends, so that its duration holds the 3
+    us of its own dispatch; or it begins after those 3 us. CUDA's never holds them. On AMD the gap is counted.
+    """
     found = []
     for path in paths:
         with path.open(encoding="utf-8") as file:
@@ -204,7 +255,7 @@ def read(paths: Sequence[Path]) -> list[Row]:
                             row["dims"],
                             tuple(asked),
                             int(row["count"]),
-                            float(row["median_us"]),
+                            float(row["queued_us" if device.vendor == "amd" else "median_us"]),
                         )
                     )
     return found
@@ -231,6 +282,8 @@ def fit(rows: Sequence[Row], start: Rates = START, rounds: int = 6) -> Rates:
     A small pull towards the starting point keeps constants at home that the rows say little about.
     """
     home = asdict(start)
+    # A constant that is assumed for a vendor takes nothing from its rows, not for the other vendor either.
+    rows = [row for row in rows if row.kind not in ASSUMED.get(row.device.vendor, {})]
 
     def price(rates: Rates) -> float:
         pull = sum(abs(math.log(value / home[name])) for name, value in asdict(rates).items())
@@ -304,7 +357,7 @@ def table(errors: dict[tuple[str, str], Error], markdown: bool) -> str:
 
 def traces_total(judged: Sequence[tuple[Row, float]]) -> dict[str, float]:
     """Whole traces: predicted / measured time of all their kernels."""
-    predicted, measured = collections.Counter(), collections.Counter()
+    predicted, measured = collections.defaultdict(float), collections.defaultdict(float)
     for row, ratio in judged:
         measured[row.trace] += row.measured_us * row.count
         predicted[row.trace] += ratio * row.measured_us * row.count
@@ -317,7 +370,13 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--worst", type=int, default=0)
     parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--extract", type=Path, metavar="TRACE")
     options = parser.parse_args()
+    if options.extract:
+        writer = csv.DictWriter(sys.stdout, COLUMNS)
+        writer.writeheader()
+        writer.writerows(extract(options.extract))
+        return
     rows = read(options.paths)
     if options.fit:
         home = fit(rows)

@@ -149,12 +149,13 @@ class Step(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A region that torch.compile captured."""
+    """A region that torch.compile captured. padded: whether Inductor may pad its products (shape_padding)."""
 
     number: int
     name: str
     line: Line | None
     calls: int
+    padded: bool = True
 
 
 class Assumed(NamedTuple):

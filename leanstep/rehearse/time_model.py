@@ -3,8 +3,8 @@
 A kernel takes the longest of what it asks for: bytes at a share of the memory's rate, elements at the rate at
 which a unit computes addresses, a chain of dependent loads, tiles of a product on the matrix units. The
 constants of each vendor (`RATES`) are fitted by `tools/calibrate.py` on public traces of H100 and MI300X; the
-errors (`ERRORS`) are those on traces that were held out of the fit. Nothing here was measured on other
-devices: they differ by their published figures alone.
+errors (`ERRORS`) are those on traces that were held out of the fit. Other devices differ by their published
+figures alone.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Rates:
     attention: float
 
 
-# From `tools/calibrate.py --fit` on all tables. `single` (fp32 without matrix units) and NVIDIA's `conv` are
-# assumptions: the tables have no rows that could tell.
+# From `tools/calibrate.py --fit`: AMD's on all tables; NVIDIA's on the first six, frozen since published
+# steps were predicted with them. `single` (fp32 without matrix units) and NVIDIA's `conv` are assumptions.
 RATES: Mapping[str, Rates] = MappingProxyType(
     {
         "nvidia": Rates(
@@ -59,16 +59,16 @@ RATES: Mapping[str, Rates] = MappingProxyType(
             attention=0.634,
         ),
         "amd": Rates(
-            start_us=3.73,
-            stream=0.908,
-            issue=1.35,
-            wait_us=0.661,
-            product=0.979,
-            ramp=12.1,
+            start_us=4.26,
+            stream=0.76,
+            issue=1.45,
+            wait_us=0.728,
+            product=0.983,
+            ramp=12.0,
             product_start_us=5.93,
             single=0.8,
-            conv=0.212,
-            attention=0.369,
+            conv=0.19,
+            attention=0.409,
         ),
     }
 )
@@ -78,11 +78,11 @@ ERRORS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "nvidia": {
             **{"all": 1.2, "gemm": 1.2, "conv": 1.6, "attention": 1.4, "pointwise": 1.1},
-            **{"broadcast": 1.22, "strided": 1.25, "cast": 1.22},
+            **{"broadcast": 1.15, "strided": 1.2, "gather": 1.42, "reduce": 1.31, "norm": 1.1},
         },
         "amd": {
-            **{"all": 1.2, "gemm": 1.2, "conv": 1.2, "attention": 1.25, "pointwise": 1.2},
-            **{"batch_norm": 1.3, "reduce": 1.35, "norm": 1.23, "fill": 1.25},
+            **{"all": 1.2, "gemm": 1.2, "conv": 1.2, "attention": 1.2, "pointwise": 1.15, "gather": 1.34},
+            **{"batch_norm": 1.32, "reduce": 1.37, "norm": 1.23, "softmax": 1.25, "fill": 1.15},
         },
     }
 )
@@ -94,25 +94,16 @@ _TO_80_PERCENT = 1.28 / 0.674
 
 # Tiles (rows, columns) of a product that libraries choose from.
 TILES = (
-    (256, 128),
-    (128, 256),
-    (128, 128),
-    (128, 64),
-    (64, 128),
-    (64, 64),
-    (32, 64),
-    (64, 32),
-    (16, 64),
-    (64, 16),
+    *((256, 128), (128, 256), (128, 128), (128, 64), (64, 128)),
+    *((64, 64), (32, 64), (64, 32), (16, 64), (64, 16)),
 )
 SPLITS = (1, 2, 4, 8, 16, 32)
-# Part of the matrix rate left when a leading dimension is a multiple of fewer than 16 bytes.
-ALIGNED = MappingProxyType({16: 1.0, 8: 0.8, 4: 0.6, 2: 0.4})
 # Rows of a softmax up to this many bytes stay in the registers or the shared memory of their block.
 _KEPT_ROW_BYTES = 96 * 1024
+# Longer rows have a block each, of which two fit on a unit; shorter ones share a warp's registers.
+_WARP_ROW = 1024
 # Elements of one step of a block's loop.
 _STEP = {"norm": 2048, "batch_norm": 512}
-_HOST_KINDS = frozenset(("h2d", "d2h"))
 # torch's attention kernels use the matrix instructions of the generation before on these and later.
 _OLD_INSTRUCTIONS_FROM, _OLD_INSTRUCTIONS = (9, 0), 0.62
 # Rate of attention's backward relative to its forward, as its authors report it for long sequences.
@@ -128,14 +119,14 @@ def seconds(kernel: Kernel, device: Device, rates: Rates | None = None) -> float
         return _product(kernel, device, rates)
     if kind.startswith("attention"):
         return _attention(kernel, device, rates)
-    if kind in _HOST_KINDS:
+    if kind in ("h2d", "d2h"):
         return 2e-6 + kernel.nbytes / device.pcie
     if kind == "collective":
         return _collective(kernel, device)
-    moved = kernel.nbytes
-    if kind == "softmax":
-        moved = _softmax_bytes(kernel, device)
-    limits = [moved / (device.hbm * rates.stream)]
+    moved, rows_s = kernel.nbytes, 0.0
+    if kind == "softmax" and len(kernel.sizes) == 2 and kernel.sizes[1] > _WARP_ROW:
+        moved, rows_s = _long_softmax(kernel, device, rates)
+    limits = [moved / (device.hbm * rates.stream), rows_s]
     # Loads that wait for one another: an index before its value, parts of a sum before the sum.
     chained = {"reduce": 3, "norm": 2, "softmax": 2, "batch_norm": 1}.get(kind, 0)
     if kernel.elements:
@@ -153,15 +144,20 @@ def _joined(limits: Iterable[float]) -> float:
     return sum(t**_BLENDING for t in limits) ** (1 / _BLENDING)
 
 
-def _softmax_bytes(kernel: Kernel, device: Device) -> float:
-    """A row that its block cannot keep is read again for sum and result; the cache has part of it."""
-    rows, length = kernel.sizes if len(kernel.sizes) == 2 else (1, 1)
+def _long_softmax(kernel: Kernel, device: Device, rates: Rates) -> tuple[float, float]:
+    """Bytes of a softmax with a block for each row, and seconds that its units spend on rows."""
+    rows, length = kernel.sizes
     row_bytes = kernel.nbytes / (2 * max(1, rows))
-    if length <= 1024 or (row_bytes <= _KEPT_ROW_BYTES and kernel.alignment >= 16):
-        return kernel.nbytes
+    # Largest, sum and result follow each other.
+    seconds = max(0, rows / (2 * device.units) - 1) * 3 * rates.wait_us * 1e-6
+    if kernel.alignment < 16:  # element by element, half of a row's passes from registers
+        seconds += 1.5 * rows * length / (rates.issue * device.units * device.clock_hz)
+    elif row_bytes <= _KEPT_ROW_BYTES:
+        return kernel.nbytes, seconds
+    # A row that its block cannot keep is read again for sum and result; the cache has part of it.
     resident = 2 * min(rows, device.units) * row_bytes
     hit = min(1.0, 0.8 * device.l2_bytes / max(1.0, resident))
-    return kernel.nbytes * (1 + 0.5 * 2 * ((1 - hit) + 0.4 * hit))
+    return kernel.nbytes * (1 + 0.5 * 2 * ((1 - hit) + 0.4 * hit)), seconds
 
 
 def _product(kernel: Kernel, device: Device, rates: Rates) -> float:
@@ -172,8 +168,6 @@ def _product(kernel: Kernel, device: Device, rates: Rates) -> float:
     if kernel.kind == "conv":
         share *= rates.conv
     unit = device.flops(kernel.dtype) / device.units * share
-    if on_matrix_units:
-        unit *= ALIGNED[kernel.alignment]
     # Feeding a unit costs (rows + columns) loads a step: the slower it multiplies, the smaller a tile does.
     ramp = rates.ramp * min(1.0, _appetite(device, kernel.dtype) / _APPETITE[device.vendor])
     best = math.inf
@@ -192,14 +186,32 @@ def _product(kernel: Kernel, device: Device, rates: Rates) -> float:
             if split > 1:
                 time += 1e-6 + 8 * batch * m * n * min(split, 4) / (2 * device.hbm)
             best = min(best, time)
-    memory = kernel.nbytes / (device.hbm * rates.stream)
-    return kernel.launches * rates.product_start_us * 1e-6 + _joined((best, memory))
+    limits = [best, kernel.nbytes / (device.hbm * rates.stream)]
+    if on_matrix_units and kernel.alignment < 16:
+        limits.append(_pieces(kernel) / (2 * rates.issue * device.units * device.clock_hz))
+    return kernel.launches * rates.product_start_us * 1e-6 + _joined(limits)
+
+
+def _pieces(kernel: Kernel) -> float:
+    """Loads and stores of a product whose rows start anywhere: no wider than the alignment.
+
+    A tile's operands come piece by piece through the units that compute addresses, two a slot: within a row
+    an address is advanced, not computed.
+    """
+    batch, m, n, k = kernel.sizes
+    tile = 128  # what libraries have for them
+    elements = k * (m * math.ceil(n / tile) + n * math.ceil(m / tile)) + m * n
+    return batch * elements * element_bytes(kernel.dtype) / kernel.alignment
+
+
+def element_bytes(dtype: str) -> int:
+    """Of an operand that a product reads."""
+    return {"float8": 1, "tf32": 4, "float32": 4, "float64": 8}.get(dtype, 2)
 
 
 def _appetite(device: Device, dtype: str) -> float:
     """Operand bytes that a unit's multipliers want each clock."""
-    width = {"float8": 1, "tf32": 4, "float32": 4, "float64": 8}.get(dtype, 2)
-    return device.flops(dtype) * width / (device.units * device.clock_hz)
+    return device.flops(dtype) * element_bytes(dtype) / (device.units * device.clock_hz)
 
 
 # Of the devices that `ramp` was fitted on.

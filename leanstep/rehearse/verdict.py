@@ -140,9 +140,10 @@ def _lines(recording: Recording, device: Device) -> list[Data]:
     clock = Clock(device)
     times: dict[str, float] = {}
     counts: Counter[str] = Counter()
-    for event in _last(recording):
-        line = place(event.line)
-        for kernel in event.kernels:
+    events = what_if.step_events(recording, recording.steps[-1]) if recording.steps else ()
+    for event in events:
+        line = place(event.line) if isinstance(event, Launch) else ""
+        for kernel in event.kernels if isinstance(event, Launch) else ():
             times[line] = times.get(line, 0.0) + clock.price(kernel)
             counts[line] += kernel.launches
     return [

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from leanstep.rehearse.cuda_allocator import Replay, place, replay
 from leanstep.rehearse.devices import Device
-from leanstep.rehearse.events import Event, HostWait, Kernel, Launch, Recording, Request, Storage
-from leanstep.rehearse.time_model import HostCosts, Timing, time_steps
+from leanstep.rehearse.events import (
+    Event,
+    HostWait,
+    Kernel,
+    Launch,
+    Recording,
+    Region,
+    Request,
+    Step,
+    Storage,
+)
+from leanstep.rehearse.time_model import HostCosts, Timing, element_bytes, time_steps
 
 # Kernels that a compiler merges into its neighbours.
 _MERGED = frozenset(
@@ -42,14 +52,18 @@ def last_step(
     played: list[Event] = []
     ends = []
     for step in recording.steps[-2:]:
-        part: Sequence[Event] = recording.events[step.first : step.last]
-        if compiled and recording.regions:
-            part = fused(part, in_regions=True)
+        part = step_events(recording, step, compiled)
         played += transform(part) if transform is not None else part
         ends.append(len(played))
     if not played:
         return None
     return time_steps(played, ends, device, costs or HostCosts.of(recording.request.host_us))[-1]
+
+
+def step_events(recording: Recording, step: Step, compiled: bool = True) -> Sequence[Event]:
+    """What is played of a step: captured regions fused, or all calls one by one."""
+    events = recording.events[step.first : step.last]
+    return fused(events, recording.regions) if compiled and recording.regions else events
 
 
 def without_waits(line: str | None = None) -> Transform:
@@ -63,11 +77,11 @@ def without_waits(line: str | None = None) -> Transform:
     return transform
 
 
-def fused(events: Sequence[Event], in_regions: bool = False) -> list[Event]:
+def fused(events: Sequence[Event], regions: Mapping[int, Region] | None = None) -> list[Event]:
     """Runs of elementwise and row kernels between products as one kernel each.
 
     A fused run reads what comes from outside it and writes what is read after it; products get padded to 16
-    bytes. An idea of what a compiler can reach, not a model of one. in_regions: only inside regions that
+    bytes. An idea of what a compiler can reach, not a model of one. regions: only inside these, which
     torch.compile captured.
     """
     last_read: dict[int, int] = {}
@@ -96,7 +110,7 @@ def fused(events: Sequence[Event], in_regions: bool = False) -> list[Event]:
                 flush()
             out.append(event)
             continue
-        if in_regions and not event.region:
+        if regions is not None and not event.region:
             flush()
             out.append(event)
             continue
@@ -108,10 +122,23 @@ def fused(events: Sequence[Event], in_regions: bool = False) -> list[Event]:
             run.append((index, event))
             continue
         flush()
-        padded = tuple(k._replace(alignment=16) if k.kind == "gemm" else k for k in event.kernels)
-        out.append(replace(event, kernels=padded))
+        if regions is None or event.region not in regions or regions[event.region].padded:
+            event = replace(event, kernels=tuple(part for k in event.kernels for part in _padded(k)))
+        out.append(event)
     flush()
     return out
+
+
+def _padded(kernel: Kernel) -> tuple[Kernel, ...]:
+    """A product with sizes that fill 16 bytes: operands with an odd one are copied first."""
+    if kernel.kind != "gemm" or kernel.alignment >= 16:
+        return (kernel,)
+    batch, m, n, k = kernel.sizes
+    width = element_bytes(kernel.dtype)
+    odd_m, odd_n, odd_k = (size * width % 16 != 0 and size > 1 for size in (m, n, k))
+    copied = 2.0 * batch * width * ((odd_m or odd_k) * m * k + (odd_n or odd_k) * k * n)
+    aligned = kernel._replace(alignment=16)
+    return (Kernel("pointwise", copied, 0.0, kernel.dtype), aligned) if copied else (aligned,)
 
 
 def _one_kernel(
@@ -133,9 +160,10 @@ def _one_kernel(
             # Read later, or an update in place of what was there before: weights, state, running sums.
             if last_read.get(storage, -1) > end or storage in older:
                 written[storage] = max(nbytes, written.get(storage, 0))
-    first = run[0][1]
+    # The line of the call that moves most stands for the run.
+    heaviest = max((event for _, event in run), key=lambda event: sum(event.traffic))
     kernel = Kernel("pointwise", moved + sum(written.values()))
-    return replace(first, name="fused", kernels=(kernel,), reads=(), writes=(), traffic=())
+    return replace(heaviest, name="fused", kernels=(kernel,), reads=(), writes=(), traffic=())
 
 
 def fused_optimizer(storages: dict[int, Storage]) -> Transform:

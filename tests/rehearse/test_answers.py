@@ -68,6 +68,11 @@ def test_a_compiled_module_is_two_graphs_with_the_programs_lines(answers, said):
     assert all(answers.is_at(e.line, "up") or answers.is_at(e.line, "gate") for e in products)
 
 
+def test_a_region_says_whether_inductor_may_pad_its_products(answers):
+    padded = {r.name: r.padded for r in answers.recording.regions.values()}
+    assert padded["Gate"] and not padded["loss_of"]
+
+
 def test_what_a_compiler_fuses_away_takes_no_memory(said):
     # Eager keeps h, silu(h), h + 1, its sigmoid and their product; compiled keeps h alone.
     wide = 4096 * 1024 * 4

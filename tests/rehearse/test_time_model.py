@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -150,8 +152,21 @@ def test_an_odd_leading_dimension_slows_matrix_units_but_not_true_fp32():
             product(4096, 50304, 768, dtype), A100
         )
 
-    assert ratio("bfloat16") > 1.3
+    assert ratio("bfloat16") > 2.5
     assert ratio("float32") == pytest.approx(50257 / 50304, rel=0.02)
+    by_alignment = [
+        seconds(product(4096, 4096, 4096)._replace(alignment=bytes_), H100) for bytes_ in (16, 8, 4, 2)
+    ]
+    assert by_alignment == sorted(by_alignment) and by_alignment[3] > 2 * by_alignment[1]
+
+
+def test_long_softmax_rows_that_start_anywhere_go_element_by_element():
+    def time(length: int) -> float:
+        x = Shape((80_000, length), (length, 1), 2, "bfloat16")
+        return seconds(kernels("_softmax", [x], [x])[0], H100)
+
+    assert time(5185) > 1.5 * time(5184)
+    assert time(1023) == pytest.approx(time(1024), rel=0.01)  # in a warp's registers: no block, no steps
 
 
 def test_small_batched_products_cost_their_tiles_not_their_flops():
@@ -264,11 +279,31 @@ def test_committed_constants_keep_their_error_on_the_tables(calibrate):
     rows = calibrate.read(sorted((Path(calibrate.ROOT) / "tools/traces").glob("*.csv")))
     judged = [(r, calibrate.predicted_us(r, RATES[r.device.vendor]) / r.measured_us) for r in rows]
     errors = calibrate.by_class(judged)
-    assert errors["nvidia", "all"].rows == 47 and errors["amd", "all"].rows == 179
+    assert errors["nvidia", "all"].rows == 185 and errors["amd", "all"].rows == 317
     assert errors["nvidia", "all"].median <= 1.2 and errors["nvidia", "all"].p90 <= 1.8
-    assert errors["amd", "all"].median <= 1.2 and errors["amd", "all"].p90 <= 1.95
+    assert errors["amd", "all"].median <= 1.2 and errors["amd", "all"].p90 <= 1.8
     for trace, ratio in calibrate.traces_total(judged).items():
         assert 0.75 < ratio < 1.25, trace
+
+
+def test_a_table_counts_the_gap_before_a_queued_kernel(calibrate, tmp_path):
+    def call(number: int) -> dict:
+        args = {"External id": number, "Input Dims": [[64]], "Input type": ["float"], "Input Strides": [[1]]}
+        return {"cat": "cpu_op", "name": "aten::neg", "args": args}
+
+    def kernel(number: int, start: float, end: float) -> dict:
+        args = {"External id": number, "stream": 7}
+        return {"cat": "kernel", "name": "neg", "ts": start, "dur": end - start, "args": args}
+
+    spans = [(0, 4), (4, 8), (11, 12), (112, 114)]  # first, queued, after its dispatch, on an idle device
+    events = [f for i, span in enumerate(spans) for f in (call(i), kernel(i, *span))]
+    path = tmp_path / "mi300__tiny.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"deviceProperties": [{"name": "AMD Instinct MI300X"}], "traceEvents": events}, file)
+    (row,) = calibrate.extract(path)
+    assert (row["trace"], row["op"], row["count"]) == ("mi300__tiny", "aten::neg", 4)
+    assert (row["median_us"], row["min_us"], row["max_us"]) == (3.0, 1.0, 4.0)
+    assert row["queued_us"] == 4.0  # of 4, 4, 3 + 1 and 2
 
 
 def test_a_fit_finds_constants_that_made_the_rows(calibrate):

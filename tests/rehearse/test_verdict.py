@@ -100,6 +100,19 @@ def test_a_fused_run_reads_its_input_and_writes_what_is_read_later():
     assert launches[3].kernels[0].nbytes == (3 + 1 + 2) * 32 * MIB
 
 
+def test_padding_copies_the_operands_that_have_an_odd_size():
+    m, n, k = 8192, 50257, 768
+    odd = Kernel("gemm", 2.0 * (m * n + m * k + n * k), 2.0 * m * n * k, "bfloat16", (1, m, n, k), 1, 2)
+    even = PRODUCT._replace(alignment=16)
+    events = [call(kernel, MODEL, "forward", 0, (0,), (1,), 1) for kernel in (odd, even)]
+    regions = {1: Region(1, "forward", MODEL, 1)}
+    (copied, product), (same,) = (e.kernels for e in what_if.fused(events, regions))
+    # Only the second operand has the odd side: read and written in bf16.
+    assert (copied.nbytes, product.alignment, same) == (2 * 2 * n * k, 16, even)
+    regions[1] = regions[1]._replace(padded=False)
+    assert [e.kernels for e in what_if.fused(events, regions)] == [(odd,), (even,)]
+
+
 def test_a_gather_joins_a_fused_run_and_reads_what_it_takes():
     rows = Launch("gather", (Kernel("gather", 2.0 * MIB),), MODEL, "forward", 0, (4,), (9,), (32 * MIB, MIB))
     events = [
@@ -133,6 +146,9 @@ def test_regions_are_fused_by_themselves_and_the_eager_figure_stands_beside():
     assert report["time"]["eager_ms"] == pytest.approx(plain.step_s * 1e3)
     assert report["time"]["step_ms"] < report["time"]["eager_ms"]
     assert "torch.compile" in verdict.text(report).splitlines()[1]
+    # The lines' times are those of the fused kernels: they add up to the step's.
+    time = report["time"]
+    assert sum(line["device_ms"] for line in report["lines"]) == pytest.approx(time["device_ms"])
 
 
 def test_an_optimizer_in_one_pass_moves_each_tensor_once():

@@ -98,10 +98,12 @@ class _Regions:
         )
 
     def _graph(self, name: str, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._inductor import config
+
         regions = self.tape.recording.regions
         number = len(regions) + 1
         first = next((line for n in graph.graph.nodes if (line := _line_of(n)) is not None), None)
-        regions[number] = Region(number, name, first, 0)
+        regions[number] = Region(number, name, first, 0, config.shape_padding)
         inside = _kept_in_registers(graph)
 
         def run(args: list[Any]) -> Any:

@@ -135,6 +135,7 @@ hidden, head = (torch.randn(1024, 64, device="cuda", dtype=torch.bfloat16) for _
 targets = torch.zeros(1024, dtype=torch.int64, device="cuda")
 torch.cuda.reset_peak_memory_stats()
 before = torch.cuda.memory_allocated()
-loss_of(hidden, head, targets)
+with torch._inductor.config.patch(shape_padding=False):
+    loss_of(hidden, head, targets)
 seen["compiled loss"] = torch.cuda.max_memory_allocated() - before
 print(json.dumps(seen))
