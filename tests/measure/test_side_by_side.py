@@ -38,7 +38,7 @@ def rows_of(case, **options):
 
 @pytest.fixture(scope="module")
 def together():
-    """One bench for all tests that only look at rows: a right path, a wrong one, one that reads, a scaled one."""
+    """One bench for all that only look at rows: a right path, a wrong one, one that reads, a scaled one."""
 
     def annotate(rows):
         return {"fast": f"{rows['fast']['median_s'] / rows['limit']['median_s']:.1f}× the limit"}
