@@ -37,7 +37,7 @@ BROKEN = {
     "numpy of the device": (X + "x.numpy()\n", (), 3, "train.py:3 <module>: the program raised TypeError"),
     "syntax error": ("import torch\ndef f(:\n", (), 3, "train.py:2 <module>: the program raised SyntaxError"),
     "raises": (X + "raise KeyError('lr')\n", (), 3, "train.py:3 <module>: the program raised KeyError: 'lr'"),
-    "exit code": (X + "import sys\nsys.exit(4)\n", (), 3, "py:4 <module>: the program ended with exit code 4"),
+    "exit code": (X + "import sys\nsys.exit(4)\n", (), 3, "py:4 <module>: the program ended with exit code"),
     "exit message": (X + "raise SystemExit('no data')\n", (), 3, "py:3 <module>: the program ended: no data"),
     "argument missing": (
         SETUP + "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', required=True)\n"
@@ -64,7 +64,7 @@ SOUND = {
         SETUP + f"for i in range(4):\n    {STEP}\n    torch.save(model.state_dict(), f'ckpt_{{i}}.pt')\n", (),
     ),
     "spawns": (
-        SETUP + f"import torch.multiprocessing as mp\ndef work(rank, n):\n    for _ in range(n):\n        {STEP}\n"
+        SETUP + f"import torch.multiprocessing as mp\ndef work(rank, n):\n    for _ in range(n): {STEP}\n"
         "mp.spawn(work, (4,), nprocs=2)\n", (),
     ),
     "kernel of NVRTC": (
