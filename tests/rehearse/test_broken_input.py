@@ -6,7 +6,7 @@ import contextlib
 import io
 
 import pytest
-from rehearse.rehearsed import stub_or_skip
+from rehearse.rehearsed import run_script, stub_or_skip
 
 from leanstep.cli import run
 
@@ -67,6 +67,10 @@ SOUND = {
         SETUP + f"import torch.multiprocessing as mp\ndef work(rank, n):\n    for _ in range(n): {STEP}\n"
         "mp.spawn(work, (4,), nprocs=2)\n", (),
     ),
+    "fused SGD": (
+        SETUP + "opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)\n"
+        f"for _ in range(4):\n    {STEP}\n", (),
+    ),
     "kernel of NVRTC": (
         SETUP + "kernel = torch.cuda._compile_kernel('__global__ void f(float* x) {}', 'f')\n"
         f"for _ in range(4):\n    {STEP}\n    kernel((1, 1, 1), (32, 1, 1), (model.weight,))\n", (),
@@ -107,3 +111,13 @@ def test_unusual_programs_are_seen_to_their_last_step(tmp_path, monkeypatch, nam
     code, said = command(tmp_path, monkeypatch, *SOUND[name])
     assert code == 0, said
     assert " a step (" in said
+
+
+def test_pooling_is_captured(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        SETUP + "pool = torch.compile(torch.nn.MaxPool2d(2))\n"
+        "for _ in range(4):\n    model(pool(torch.ones(1, 2, 8).cuda())).sum().backward(); opt.step()\n"
+    )
+    recording = run_script(script).recording
+    assert recording.ended == "steps" and recording.regions

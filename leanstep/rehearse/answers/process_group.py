@@ -54,9 +54,12 @@ def install(tape: Tape, ranks: int) -> None:
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **given: Any) -> Any:
         return another(ranks, timeout, "fake", **given)  # gloo beside NCCL, as programs ask for flags
 
-    dist.init_process_group = init_process_group
     another = dist.new_group
-    dist.new_group = new_group
+    # A mesh starts the group itself where the program has not.
+    for module in (dist, dist.distributed_c10d, dist.device_mesh):
+        for name, answer in (("init_process_group", init_process_group), ("new_group", new_group)):
+            if hasattr(module, name):
+                setattr(module, name, answer)
     _answer_spawn(tape)
     _answer_objects()
     _leave_out_shapes(tape)
