@@ -52,9 +52,10 @@ def linear_cross_entropy(
         shift: the row at position t scores labels[t + shift]. None: 1 for [B, T, D], as models of
             transformers do it, and 0 for [N, D], as torch does it. More than 1 for heads that predict ahead.
         reduction: "mean" over the rows that count (by their class weights, as in torch; NaN if none does),
-            "sum", or "none": shaped like labels, 0 where a row does not count.
+            "sum", or "none": shaped like labels (of probabilities [N], and neither softcap nor shards), 0
+            where a row does not count.
         label_smoothing: 0 <= eps < 1.
-        class_weights: [V]; with label smoothing neither softcap, LoRA nor shards.
+        class_weights: [V]; with label smoothing neither softcap nor shards.
         rows: what is projected. None: the rows that count, found here, with labels on a GPU by one host read
             of their number. [R] int64 (rows of the flattened hidden): these, and no read. "all": every row,
             and no read; rows that do not count cost their products and get gradient 0.
@@ -64,7 +65,8 @@ def linear_cross_entropy(
     Returns:
         A scalar, or a tensor shaped like `labels`; fp32 (fp64 for fp64 input).
 
-    Peak extra memory, GEMMs: those of `linear_logprobs` on R rows; probabilities: `linear_distill_loss`.
+    Peak extra memory, GEMMs: those of `linear_logprobs` on R rows; probabilities: `linear_distill_loss`, and
+        with "none" those of `linear_logprobs` and 2 GEMMs more.
     Collectives: 2 forward, 1 backward with a group; probabilities: 3 per row chunk, 1 at the end; else none.
     """
     if reduction not in REDUCTIONS:
@@ -108,7 +110,7 @@ def linear_cross_entropy(
         losses, weights = losses * own, weights * own
         if label_smoothing:
             assert out.lse is not None
-            spread = _weighted_total(flat, weight, where, class_weights, base, shards, out.lse)
+            spread = _smoothed(flat, weight, where, class_weights, base, shards, out.lse)
             losses = (1.0 - label_smoothing) * losses + label_smoothing * spread
     # A row that does not count may hold anything: select, do not multiply.
     losses = torch.where(counts, losses, 0.0)
@@ -205,7 +207,7 @@ def _checked_classes(class_weights: Tensor, weight: Any, shards: VocabShards | N
     return class_weights
 
 
-def _weighted_total(
+def _smoothed(
     hidden: Tensor,
     weight: Any,
     rows: Tensor | None,
@@ -214,16 +216,26 @@ def _weighted_total(
     shards: VocabShards | None,
     lse: Tensor,
 ) -> Tensor:
-    """mean_v -w_v log p_v, [R]: logits are linear in hidden, so their weighted sum is one more column."""
-    tensor, bias, lora = unpack_head(weight)
-    if transform.softcap is not None or lora is not None or shards is not None:
-        raise ValueError("class_weights: expected no softcap, LoRA or shards with label_smoothing")
+    """mean_v -w_v log p_v, [R]."""
+    if transform.softcap is not None or shards is not None:
+        raise ValueError("class_weights: expected neither softcap nor shards with label_smoothing")
     selected = hidden if rows is None else hidden.index_select(0, rows)
+    total = transform.scale * _weighted_logits(selected, weight, class_weights, lse.dtype)
+    return (class_weights.sum() * lse - total) / len(class_weights)
+
+
+def _weighted_logits(hidden: Tensor, weight: Any, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_v factors_v (h W^T + b)_v, [R], with factors [V] or [R, V]: linear in hidden, so no logits."""
+    tensor, bias, lora = unpack_head(weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        total = selected.to(lse.dtype) @ (class_weights @ tensor.to(lse.dtype))
+        row = factors @ tensor.to(dtype)
+        if lora is not None:
+            row = row + lora.scaling * ((factors @ lora.up.to(dtype)) @ lora.down.to(dtype))
+        total = (hidden.to(dtype) * row).sum(-1)
         if bias is not None:
-            total = total + class_weights @ bias.to(lse.dtype)
-    return (class_weights.sum() * lse - transform.scale * total) / len(class_weights)
+            # A class that cannot occur and is not wanted adds nothing.
+            total = total + torch.where(factors == 0, 0.0, factors * bias.to(dtype)).sum(-1)
+    return total
 
 
 def _soft_targets(
@@ -243,10 +255,11 @@ def _soft_targets(
     check_float("labels", probabilities, 2)
     if len(probabilities) != len(flat):
         raise ValueError(f"labels: expected {len(flat)} rows of probabilities, got {len(probabilities)}")
-    if reduction == "none":
-        raise ValueError('reduction: expected "mean" or "sum" with probability targets, got "none"')
     if class_weights is not None:
         class_weights = _checked_classes(class_weights, weight, options["shards"])
+    if reduction == "none":
+        losses = _soft_losses(flat, weight, probabilities, label_smoothing, class_weights, **options)
+        return losses.view(labels.shape[:-1])
     teacher = SoftLabels(probabilities, label_smoothing, class_weights)
     found = linear_distill_loss(
         flat,
@@ -257,3 +270,33 @@ def _soft_targets(
         **options,
     )
     return found.loss
+
+
+def _soft_losses(
+    flat: Tensor,
+    weight: Any,
+    probabilities: Tensor,
+    label_smoothing: float,
+    class_weights: Tensor | None,
+    transform: Transform | None,
+    shards: VocabShards | None,
+    tuning: Tuning | None,
+) -> Tensor:
+    """-sum_v q_v log p_v of every row, [N], each with a gradient of its own: sum(q) lse - sum q z."""
+    scale = 1.0 if transform is None else transform.scale
+    if shards is not None or (transform is not None and transform.softcap is not None):
+        raise ValueError('reduction: expected no softcap and no shards with "none" of probability targets')
+    vocab = unpack_head(weight)[0].shape[0]
+    if probabilities.shape[1] != vocab:
+        raise ValueError(f"labels: expected [..., {vocab}] probabilities, got {tuple(probabilities.shape)}")
+    nothing = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+    lse = linear_logprobs(
+        flat, weight, nothing, outputs=("lse",), transform=Transform(scale), tuning=tuning
+    ).lse
+    assert lse is not None
+    q = probabilities.detach().to(flat.device, lse.dtype)
+    if label_smoothing:
+        q = q * (1.0 - label_smoothing) + label_smoothing / vocab
+    if class_weights is not None:
+        q = q * class_weights.to(q.device, q.dtype)
+    return q.sum(-1) * lse - scale * _weighted_logits(flat, weight, q, lse.dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from leanstep.logprob import LMHead, Transform
+from leanstep.logprob import LMHead, LoRA, Transform
 from leanstep.objectives import linear_ahead_cross_entropy, linear_cross_entropy
 
 N, D, V = 11, 5, 23
@@ -52,7 +52,7 @@ def test_equals_torch(reduction, smoothing, weighted, rows):
     assert_same(ours, oracle(hidden, weight, bias, labels, **options), (hidden, weight, bias))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("smoothing", "weighted"), [(0.0, False), (0.2, False), (0.1, True)])
 def test_probability_targets_equal_torch(reduction, smoothing, weighted):
     hidden, weight, bias = tensors()
@@ -62,6 +62,34 @@ def test_probability_targets_equal_torch(reduction, smoothing, weighted):
         options["class_weights"] = torch.rand(V, dtype=torch.float64)
     ours = linear_cross_entropy(hidden, LMHead(weight, bias), labels, **options)
     assert_same(ours, oracle(hidden, weight, bias, labels, **options), (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_lora_with_class_weights_smoothing_and_scale(soft):
+    """Sums of logits are linear in the adapter as well; [B, T] comes back as [B, T]."""
+    hidden, weight, bias = tensors(n=12)
+    lora = LoRA(torch.randn(2, D, dtype=torch.float64), torch.randn(V, 2, dtype=torch.float64), 0.5)
+    for x in (lora.down, lora.up):
+        x.requires_grad_()
+    labels = torch.rand(3, 4, V, dtype=torch.float64) if soft else torch.randint(0, V, (3, 4))
+    options = {"reduction": "none", "label_smoothing": 0.2, "class_weights": torch.rand(V).double()}
+    ours = linear_cross_entropy(
+        hidden.view(3, 4, D), LMHead(weight, bias, lora), labels, shift=0, transform=Transform(0.7), **options
+    )
+    whole = 0.7 * (weight + 0.5 * lora.up @ lora.down)
+    theirs = oracle(hidden, whole, 0.7 * bias, labels.flatten(0, 1), **options)
+    assert_same(ours, theirs.view(3, 4), (hidden, weight, bias, lora.down, lora.up))
+
+
+def test_a_class_that_cannot_occur_and_is_not_wanted_adds_nothing_to_a_row():
+    hidden, weight, bias = tensors()
+    labels = torch.rand(N, V, dtype=torch.float64)
+    labels[:, 3] = 0.0
+    with torch.no_grad():
+        bias[3] = -torch.inf
+    each = linear_cross_entropy(hidden, LMHead(weight, bias), labels, reduction="none")
+    total = linear_cross_entropy(hidden, LMHead(weight, bias), labels, reduction="sum")
+    assert_same(each.sum(), total, (hidden, weight))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -158,8 +186,13 @@ def test_master_weights_under_autocast_are_as_near_as_plain_code():
         ({"class_weights": torch.ones(4)}, r"class_weights: expected \[23\], got \(4,\)"),
         (
             {"class_weights": torch.ones(V), "label_smoothing": 0.1, "transform": Transform(softcap=3.0)},
-            "class_weights: expected no softcap",
+            "class_weights: expected neither softcap nor shards",
         ),
+        (
+            {"labels": torch.rand(N, V), "reduction": "none", "transform": Transform(softcap=3.0)},
+            "reduction: expected no softcap and no shards",
+        ),
+        ({"labels": torch.rand(N, 4), "reduction": "none"}, r"labels: expected \[..., 23\] probabilities"),
     ],
 )
 def test_refusals(change, complaint):
