@@ -34,7 +34,7 @@ ROWS = {
             "bare-76k bare-three-76k head-76k finish-76k rounded-76k frozen-76k frozen-entropy-76k "
             "frozen-entropy-rounded-76k policy-76k policy-rounded-76k bare-152k head-152k autocast-152k "
             "bare-1024-152k head-1024-152k logits-152k verl-76k trl-76k liger-76k verl-152k "
-            "torch-76k".split(),
+            "torch-76k roomy-76k".split(),
             strict=False,
         )
     ),

@@ -168,7 +168,9 @@ def linear_logprobs(
             frozen = frozen and entropy != "grad" and not wants and group is None
         bias_gradient = needs_grad and bias is not None and bias.requires_grad
         simple = not smoothing and targets.dim() == 1
-        element_bytes = _bytes_per_logit(head, simple=simple, bias_gradient=bias_gradient)
+        element_bytes = _bytes_per_logit(
+            head, simple=simple, bias_gradient=bias_gradient, rounded=tuning.round_logits
+        )
         sizes = {
             "budget": tuning.budget,
             "tile": tuning.tile,
@@ -357,11 +359,13 @@ class _FrozenLinearLogProbs(torch.autograd.Function):
         return out, None, None, None, None, None
 
 
-def _bytes_per_logit(head: Head, *, simple: bool, bias_gradient: bool) -> int:
+def _bytes_per_logit(head: Head, *, simple: bool, bias_gradient: bool, rounded: bool) -> int:
     """Of a GPU's tile: a logit, and its 16-bit gradient where that is not written over it.
 
     simple: only the kernels look at a tile.
     """
+    if rounded and simple:
+        return head.operand_dtype.itemsize
     apart = head.operand_dtype.itemsize < head.dtype.itemsize and (bias_gradient or not simple)
     return head.dtype.itemsize + (head.operand_dtype.itemsize if apart else 0)
 

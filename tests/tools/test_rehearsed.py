@@ -63,14 +63,25 @@ def test_replayed_masks_take_less_than_the_products_of_all_ids():
     assert kept("masked-76k")["device_ms"] <= 0.7 * kept("bare-labels-76k")["device_ms"]
 
 
-def test_finishing_logits_autocast_and_peers():
-    head = kept("head-76k")["device_ms"]
-    # Bias, softcap and temperatures together: less than a hundredth, and no pass over a tile takes that.
-    assert kept("finish-76k")["device_ms"] <= 1.01 * head
+def test_finishing_logits_takes_no_pass():
+    beside = {n: kept(f"{n}-76k")["device_ms"] - kept(f"{n}-76k")["products_ms"] for n in ("head", "finish")}
+    # Bias, softcap and a temperature per row; reading every logit once more would be a third on top.
+    assert beside["finish"] <= 1.1 * beside["head"]
+    assert kept("finish-76k")["device_ms"] <= 1.2 * kept("bare-76k")["device_ms"]
+
+
+def test_a_master_weight_under_autocast_is_multiplied_in_16_bits():
     assert kept("autocast-152k")["device_ms"] <= 1.25 * kept("head-152k")["device_ms"]
+
+
+def test_peers_are_slower():
+    head, trl = kept("head-76k")["device_ms"], kept("trl-76k")
     assert all(kept(f"{peer}-76k")["device_ms"] > head for peer in ("verl", "liger", "torch"))
-    # TRL rounds its logits to 16 bits.
-    assert kept("rounded-76k")["device_ms"] < kept("trl-76k")["device_ms"]
+    # TRL rounds its logits to 16 bits: slower than ours rounded, and than ours in fp32 with its memory.
+    for name in ("rounded-76k", "roomy-76k"):
+        assert kept(name)["device_ms"] < trl["device_ms"] and kept(name)["extra_mib"] <= trl["extra_mib"]
+    assert head <= 1.01 * trl["device_ms"]
+    assert kept("head-152k")["device_ms"] < kept("verl-152k")["device_ms"]
 
 
 @pytest.mark.parametrize("ranks", [8, 1])

@@ -39,10 +39,11 @@ def bare(tokens: int, vocab: int, width: int, projections: int = 2) -> None:
 
 
 def head(tokens: int, vocab: int, width: int, *, entropy: Any = "grad", **how: Any) -> None:
-    """how: frozen, biased, autocast, rounded; the rest goes to `linear_logprobs`."""
+    """how: frozen, biased, autocast, rounded, budget; the rest goes to `linear_logprobs`."""
     frozen, biased, autocast, rounded = (
         how.pop(n, False) for n in ("frozen", "biased", "autocast", "rounded")
     )
+    tuning = lp.Tuning(budget=how.pop("budget", None), round_logits=rounded)
     hidden, weight = (
         empty(tokens, width),
         empty(vocab, width, dtype=torch.float32 if autocast else torch.bfloat16),
@@ -53,7 +54,6 @@ def head(tokens: int, vocab: int, width: int, *, entropy: Any = "grad", **how: A
         how["temperature"] = vectors[0]
     lm_head = lp.LMHead(weight, empty(vocab) if biased else None)
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
-        tuning = lp.Tuning(round_logits=rounded)
         out = lp.linear_logprobs(hidden, lm_head, targets, rows=rows, entropy=entropy, tuning=tuning, **how)
     values = [v for v in (out.logp, out.entropy) if v is not None]
     torch.autograd.backward(values, vectors[: len(values)])
@@ -138,6 +138,8 @@ CASES: list[Case] = [
     lambda: peer("liger_logprob", *SMALL),
     lambda: peer("verl_same_rows", *LARGE),
     lambda: torch_head(*SMALL),
+    # Room for all rows at once, two thirds of what TRL's head takes.
+    lambda: head(*SMALL, budget=655 << 20),
 ]
 
 for case in CASES:

@@ -38,7 +38,6 @@ from leanstep.logprob.engine.softmax import (
     merge,
 )
 from leanstep.logprob.engine.tiles import (
-    GPU_ALIGNMENT,
     LogitsInGradient,
     SavedLogits,
     Scratch,
@@ -47,6 +46,7 @@ from leanstep.logprob.engine.tiles import (
     even_slices,
     laid_over,
     on_gpu,
+    tile_slices,
 )
 from leanstep.logprob.engine.vocab_subset import AllowedIds
 
@@ -111,7 +111,7 @@ class Call:
             self.row_slices = even_slices(self.num_rows, self.tiles.rows, self.blocks.step)
             self.column_parts = self.blocks.column_parts(self.head.columns, device)
             return
-        self.row_slices = even_slices(self.num_rows, self.tiles.rows, GPU_ALIGNMENT if on_gpu(device) else 1)
+        self.row_slices = tile_slices(self.num_rows, self.tiles.rows, device)
         self.column_parts = column_parts(self.head.columns, self.tiles.columns, self.cores, device)
 
     def rows(self, part: slice) -> Call:

@@ -85,17 +85,26 @@ def even_slices(length: int, at_most: int, multiple: int = 1) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
+def tile_slices(length: int, size: int, device: torch.device | str, multiple: int = 1) -> list[slice]:
+    """Sides of tiles: equal on a CPU; a GPU's sizes are chosen to fill its units, and stay as they are."""
+    if on_gpu(device):
+        return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+    return even_slices(length, size, multiple)
+
+
 def column_parts(columns: int, widest: int, cores: int, device: torch.device | str) -> list[list[slice]]:
     """Column slices of at most `widest`, one list for each core's part of the vocabulary, all but equal.
 
     Sides are whole vectors: of 508 columns a CPU makes logits a twelfth slower than of 504 or 512.
     """
-    multiple = GPU_ALIGNMENT if on_gpu(device) else ROW_ELEMENTS
-    share = max(-(-columns // (cores * multiple)), 1) * multiple
-    parts = even_slices(columns, share, multiple) if cores > 1 else [slice(0, columns)]
+    share = max(-(-columns // (cores * ROW_ELEMENTS)), 1) * ROW_ELEMENTS
+    parts = even_slices(columns, share, ROW_ELEMENTS) if cores > 1 else [slice(0, columns)]
     return [
-        [slice(p.start + c.start, p.start + c.stop) for c in even_slices(p.stop - p.start, widest, multiple)]
-        for p in parts
+        [
+            slice(part.start + side.start, part.start + side.stop)
+            for side in tile_slices(part.stop - part.start, widest, device, ROW_ELEMENTS)
+        ]
+        for part in parts
     ] or [[]]
 
 

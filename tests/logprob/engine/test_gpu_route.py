@@ -15,7 +15,7 @@ from leanstep.logprob import LMHead, PolicyObjective, Transform, Tuning, policy_
 from leanstep.logprob import linear_logprobs as unflattened
 from leanstep.logprob.engine import frozen, kernel, lm_head, passes, tile_loop, tiles
 from leanstep.logprob.engine.gpu import gpu_tiles
-from leanstep.logprob.engine.tiles import Tiles, choose_tiles, even_slices, row_stride
+from leanstep.logprob.engine.tiles import Tiles, choose_tiles, row_stride, tile_slices
 
 pytestmark = pytest.mark.interpreter
 
@@ -236,12 +236,22 @@ def counted(monkeypatch):
 def test_what_finishes_a_logit_costs_no_pass_of_its_own(gpu_route, monkeypatch):
     """Bias, softcap and temperatures: the tile is seen by two products and two kernels, by nothing else."""
     counts = counted(monkeypatch)
-    seen = []
+    seen, inside, multiply = [], [], lm_head.product
+
+    def product(*args, **kwargs):
+        # What stands for addmm here takes several steps.
+        inside.append(True)
+        try:
+            return multiply(*args, **kwargs)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(lm_head, "product", product)
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, given, args=(), kwargs=None):
             tensors = [t for t in args if isinstance(t, torch.Tensor) and tuple(t.shape) == (T, 64)]
-            if tensors and getattr(function, "__name__", "") not in FREE:
+            if tensors and not inside and getattr(function, "__name__", "") not in FREE:
                 seen.append(function.__name__)
             return function(*args, **(kwargs or {}))
 
@@ -254,13 +264,14 @@ def test_what_finishes_a_logit_costs_no_pass_of_its_own(gpu_route, monkeypatch):
         )
         (out.logp.sum() + out.entropy.sum()).backward()
     assert counts == {"update_statistics": 3, "scale_exponentials": 3}
-    assert set(seen) <= {"addmm", "copy_", "t"}, seen
+    assert not seen
 
 
 # Looks at shapes only, or reads through the interpreter's pointers.
 FREE = {
     *("__get__", "data_ptr", "stride", "size", "dim", "element_size", "as_strided", "view", "t"),
-    *("to", "__getitem__", "detach", "is_contiguous", "numel", "__len__", "untyped_storage", "mm"),
+    *("to", "__getitem__", "detach", "is_contiguous", "numel", "__len__", "untyped_storage"),
+    *("storage_offset", "poisoned"),  # poisoned: an allocation, see conftest.py
 }
 
 
@@ -301,8 +312,8 @@ def test_tiles_of_a_gpu_are_aligned_tall_and_fixed(rows, vocab, width):
     assert found.rows == rows or found.rows % 128 == 0
     several = found.rows < rows
     assert 4 * (found.rows + several * width) * found.columns <= 544 * MIB
-    heights = [part.stop - part.start for part in even_slices(rows, found.rows, 128)]
-    widths = [part.stop - part.start for part in even_slices(vocab, found.columns, 128)]
+    heights = [part.stop - part.start for part in tile_slices(rows, found.rows, "meta")]
+    widths = [part.stop - part.start for part in tile_slices(vocab, found.columns, "meta")]
     # Sums over rows (dW) and over columns (d hidden) have a thousand terms or all there are.
     assert min(heights) >= min(1_024, rows) and min(widths) >= 1_024
     assert all(width % 128 == 0 for width in widths[:-1])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from leanstep.logprob.engine.gpu.gpu_tiles import product_time, units_of, waves
 from leanstep.logprob.engine.tiles import (
     Tiles,
     checked_tile,
@@ -14,6 +15,7 @@ from leanstep.logprob.engine.tiles import (
     column_parts,
     default_budget,
     even_slices,
+    tile_slices,
 )
 
 MIB = 1 << 20
@@ -60,10 +62,36 @@ def test_a_gpu_tile_is_tall_and_wide_enough_for_both_sums():
     assert 3072 <= tiles.columns <= 5120 and tiles.rows > 4 * tiles.columns and tiles.order == "vocab"
 
 
-def test_a_small_gpu_tile_is_square():
-    tiles = choose_tiles(205280, 76032, 2560, budget=64 * MIB, device="meta")
+def test_a_small_gpu_tile_is_nearly_square_and_no_slower():
+    rows, vocab, width, units = 205280, 76032, 2560, units_of("meta")
+    tiles = choose_tiles(rows, vocab, width, budget=64 * MIB, device="meta")
     side = (64 * MIB // 10) ** 0.5
-    assert all(0.9 * side < n < 1.1 * side and n % 128 == 0 for n in (tiles.rows, tiles.columns))
+    assert all(0.5 * side < n < 2 * side and n % 128 == 0 for n in (tiles.rows, tiles.columns))
+    square = int(side) // 128 * 128
+    found, equal = (
+        product_time((rows, c), (vocab, w), width, units, 10, True)
+        for c, w in ((tiles.rows, tiles.columns), (square, square))
+    )
+    assert found <= equal
+
+
+@pytest.mark.parametrize(("width", "columns"), [(2560, 4992), (4096, 4224)])
+def test_the_weights_gradient_of_a_gpu_tile_fills_its_waves(width, columns):
+    """All but the last tile are as wide as chosen: cut evenly, the last wave of every product is not full."""
+    tiles = choose_tiles(51_320, 76_032, width, device="meta", kernels=True)
+    assert tiles.columns == columns
+    blocks = columns // 128 * (width // 256)
+    assert 0.98 < blocks / units_of("meta") / waves(columns, width, units_of("meta")) <= 1.0
+    parts = tile_slices(76_032, columns, "meta")
+    assert {part.stop - part.start for part in parts[:-1]} == {columns}
+    assert parts[-1].stop - parts[-1].start >= 1024
+
+
+def test_rounded_logits_leave_room_for_more_rows():
+    sizes = [
+        choose_tiles(51_320, 76_032, 2_560, device="meta", kernels=True, element_bytes=n).rows for n in (4, 2)
+    ]
+    assert sizes == [25_728, 51_320]
 
 
 def test_few_rows_on_a_gpu_take_wide_tiles():

@@ -15,17 +15,21 @@ import math
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.tiles import GPU_ALIGNMENT, ROW_ELEMENTS, even_slices, round_down
+from leanstep.logprob.engine.tiles import GPU_ALIGNMENT, ROW_ELEMENTS, round_down
 
 # Logits of whole rows that wait for their gradient.
 GPU_CHUNK_BYTES = 1 << 30
-# The least side of a tile where there are more rows and columns: products over so many terms hide that they
-# read and write their sums.
-GPU_SIDE = 3072
 # No last tile narrower than this: its products would be all start and end.
 LEAST_REST = 1024
 # Blocks of a product, and the units of a device that cannot be asked (an H100's).
 BLOCK_ROWS, BLOCK_COLUMNS, UNITS = 128, 256, 132
+# What an H100 moves while all units multiply one term of their blocks, and the terms they could multiply
+# while a product starts: published rates, fitted starts (leanstep/rehearse).
+BYTES_A_TERM, START_TERMS = 35_000, 460
+# What a MiB more must save: a third of a microsecond.
+TERMS_A_MIB = 30
+# Into how many equal parts rows and vocabulary may be cut to find sides that qualify.
+MOST_PARTS = 32
 
 
 def gpu_chunk_rows(
@@ -49,11 +53,11 @@ def gpu_chunk_rows(
 def gpu_tiles(
     num_rows: int, vocab: int, width: int, budget: int, entry_bytes: tuple[int, int], units: int
 ) -> tuple[int, int]:
-    """Rows and columns of tiles in vocabulary order, multiples of 128.
+    """Rows and columns of tiles in vocabulary order, multiples of 128; the last tiles take what is left.
 
     dW of a tile's columns is summed over its row chunks and written once; the hidden gradient is summed over
     tiles of columns. The products read and write both sums themselves, and over thousands of terms hide it.
-    Of the sides that qualify, those whose products take the least time.
+    Of the sides that fit, those whose products take the least time, as far as it is worth the memory.
 
     Args:
         entry_bytes: of a logit, and of the fp32 sums for a column of dW, which only several chunks need.
@@ -64,63 +68,83 @@ def gpu_tiles(
     def tallest(columns: int) -> int:
         rows = elements // columns
         if rows < num_rows:
-            rows = max((budget - columns * sums_bytes) // (logit_bytes * columns), 1)
-        return num_rows if num_rows <= rows else round_down(rows, step)
+            rows = (budget - columns * sums_bytes) // (logit_bytes * columns)
+        return even_size(num_rows, max(rows, 1))
 
-    fewest = min(num_rows, GPU_SIDE)
-    widest = min(elements // fewest, -(-vocab // step) * step)
-
-    def is_even(columns: int) -> bool:
-        last = even_slices(vocab, columns, step)[-1]
-        return last.stop - last.start >= min(LEAST_REST, vocab)
-
-    widths = range(GPU_SIDE, widest + 1, step)
-    fitting = [columns for columns in widths if tallest(columns) >= fewest and is_even(columns)]
-    if fitting:
-
-        def time(columns: int) -> float:
-            sides = (num_rows, tallest(columns)), (vocab, columns)
-            return product_time(*sides, width, units, bool(sums_bytes))
-
-        columns = min(fitting, key=time)
+    def price(columns: int) -> float:
         rows = tallest(columns)
-    else:
-        columns = max(math.isqrt(elements), elements // num_rows)
-        multiple = step if columns >= step else ROW_ELEMENTS
-        columns = min(max(round_down(columns, multiple), 1), vocab)
-        rows = elements // columns
-        rows = num_rows if num_rows <= rows else round_down(rows, step)
-    columns = min(columns, vocab)
-    sizes = [even_slices(*sides, step)[0].stop for sides in ((num_rows, rows), (vocab, columns))]
-    return min(sizes[0], rows), min(sizes[1], columns)
+        time = product_time((num_rows, rows), (vocab, columns), width, units, logit_bytes, bool(sums_bytes))
+        return time + TERMS_A_MIB * (logit_bytes * rows * columns >> 20)
+
+    def fits(columns: int) -> bool:
+        rest = (vocab - 1) % columns + 1
+        return tallest(columns) >= min(step, num_rows) and rest >= min(LEAST_REST, vocab)
+
+    # Widths whose dW fills its waves to the last block, those that use up the budget, equal ones.
+    a_row, parts = -(-width // BLOCK_COLUMNS), range(1, MOST_PARTS + 1)
+    widths = {
+        *(count * units // a_row * step for count in parts),
+        *(elements // -(-num_rows // count) // step * step for count in parts),
+        *(even_size(vocab, -(-vocab // count)) for count in parts),
+    }
+    fitting = [columns for columns in widths if 0 < columns <= vocab and fits(columns)]
+    if fitting:
+        columns = min(sorted(fitting), key=price)
+        return tallest(columns), columns
+    columns = max(math.isqrt(elements), elements // num_rows)
+    multiple = step if columns >= step else ROW_ELEMENTS
+    columns = min(max(round_down(columns, multiple), 1), vocab)
+    return even_size(num_rows, max(elements // columns, 1)), even_size(vocab, columns)
+
+
+def even_size(length: int, at_most: int) -> int:
+    """Of the first of the equal parts that `length` is cut into: a multiple of 128 where there is room."""
+    if at_most >= length:
+        return length
+    at_most = round_down(at_most, GPU_ALIGNMENT)
+    size = -(-length // -(-length // at_most))
+    return size if at_most < GPU_ALIGNMENT else -(-size // GPU_ALIGNMENT) * GPU_ALIGNMENT
 
 
 def waves(m: int, n: int, units: int) -> float:
     """How often the units are filled by the blocks of a product [m, n]."""
-    blocks = -(-m // BLOCK_ROWS) * -(-n // BLOCK_COLUMNS)
+    # Blocks lie either way.
+    ways = ((BLOCK_ROWS, BLOCK_COLUMNS), (BLOCK_COLUMNS, BLOCK_ROWS))
+    blocks = min(-(-m // high) * -(-n // wide) for high, wide in ways)
     # A long queue of blocks evens out; in a short one units wait for the last block.
     return blocks / units + 0.5 if blocks > 4 * units else float(-(-blocks // units))
 
 
 def product_time(
-    rows: tuple[int, int], columns: tuple[int, int], width: int, units: int, trained: bool
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    width: int,
+    units: int,
+    logit_bytes: int,
+    trained: bool,
 ) -> float:
-    """Of all products, two of them for logits, in waves of blocks times the terms that a block sums up.
+    """Of all products, two of them for logits, in terms that all units could multiply meanwhile.
 
     Args:
         rows, columns: how many there are, and how many a tile has at most.
         trained: whether there is a gradient of the weight.
     """
-    sides = []
-    for length, at_most in (rows, columns):
-        parts = even_slices(length, at_most, GPU_ALIGNMENT)
-        sides.append([(parts[0].stop, len(parts) - 1), (length - parts[-1].start, 1)])
-    return sum(
-        count * times * (2 * waves(c, w, units) * width + waves(c, width, units) * w)
-        + (count * times * waves(w, width, units) * c if trained else 0.0)
-        for c, count in sides[0]
-        for w, times in sides[1]
-    )
+
+    def product(m: int, n: int, k: int, moved: int) -> float:
+        terms = waves(m, n, units) * k
+        return (terms**3 + ((moved + 2 * (m + n) * k) / BYTES_A_TERM) ** 3) ** (1 / 3) + START_TERMS
+
+    whole = rows[0] <= rows[1]
+    cuts = [[(size, length // size), (length % size, 1)] for length, size in (rows, columns)]
+    total = 0.0
+    for c, count in cuts[0]:
+        for w, times in cuts[1]:
+            if c and w and count and times:
+                time = 2 * product(c, w, width, logit_bytes * c * w) + product(c, width, w, 8 * c * width)
+                if trained:
+                    time += product(w, width, c, (2 if whole else 8) * w * width)
+                total += count * times * time
+    return total
 
 
 def units_of(device: torch.device | str) -> int:
