@@ -121,6 +121,9 @@ def linear_masked_logprobs(
         raise ValueError("shards.total: expected the whole vocabulary's size with unequal shards, got None")
     check_rows(rows, hidden.device)
     head.temperature = check_temperature(temperature, rows, len(hidden), head.dtype)
+    if not all(x is None or isinstance(x, Tensor) for x in kept):
+        got = type(next(x for x in kept if x is not None and not isinstance(x, Tensor))).__name__
+        raise ValueError(f"kept: expected Allowed(ids, offsets) of flat tensors, got one with a {got}")
     *sets, targets = _on_host([*kept, targets])
     targets = check_targets(targets, rows, len(hidden), head.vocabulary)
     allowed = checked_allowed(sets, len(targets), head.vocabulary, targets.device)

@@ -165,3 +165,9 @@ def test_refusals(change, complaint):
     options = {"weight": weight, "targets": TARGETS, "kept": allowed(), "rows": ROWS, **change}
     with pytest.raises(ValueError, match=complaint):
         linear_masked_logprobs(hidden, **options)
+
+
+def test_sets_as_lists_are_refused_in_one_line():
+    hidden, weight, targets = torch.randn(3, 4), torch.randn(9, 4), torch.tensor([2, 4, 7])
+    with pytest.raises(ValueError, match=r"kept: expected Allowed\(ids, offsets\).*got one with a list"):
+        linear_masked_logprobs(hidden, weight, targets, [[1, 2, 3], [4], [7, 8]])
