@@ -173,6 +173,9 @@ def align_labels(labels: Tensor, shift: int, ignore_index: int) -> Tensor:
 
 def counting_rows(targets: Tensor, ignore_index: int, device: torch.device) -> Tensor:
     """[R] int64 on `device`: rows whose target counts. One host read if `targets` are on a GPU."""
+    if torch.compiler.is_compiling():
+        # A number that only the labels know is no size of a graph.
+        torch._dynamo.graph_break(msg='rows: expected "all" or row numbers with fullgraph=True, got None')
     return to_device((targets != ignore_index).nonzero().flatten(), device)
 
 

@@ -200,3 +200,45 @@ def test_refusals(change, complaint):
     options = {"labels": torch.zeros(N, dtype=torch.int64), **change}
     with pytest.raises(ValueError, match=complaint):
         linear_cross_entropy(hidden, weight, **options)
+
+
+class TestCompiled:
+    """torch.compile of a model that ends in an objective."""
+
+    def inputs(self):
+        generator = torch.Generator().manual_seed(0)
+        hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((4, 8, 16), (50, 16)))
+        labels = torch.randint(0, 50, (4, 8), generator=generator)
+        labels[0, :3] = -100
+        return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+    @pytest.mark.parametrize("rows", ["all", torch.arange(3, 31)], ids=["all", "given"])
+    def test_a_whole_graph_gives_the_numbers_of_eager(self, rows):
+        hidden, weight, labels = self.inputs()
+
+        def loss(h, w):
+            return linear_cross_entropy(h.tanh(), w, labels, rows=rows)
+
+        torch._dynamo.reset()
+        found, expected = (
+            torch.compile(loss, fullgraph=True, backend="aot_eager")(hidden, weight),
+            loss(hidden, weight),
+        )
+        torch.testing.assert_close(found, expected)
+        gradients = (torch.autograd.grad(value, (hidden, weight)) for value in (found, expected))
+        for got, want in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, want)
+
+    # torch's own, where it takes up a broken graph.
+    @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+    def test_rows_that_the_labels_decide_break_the_graph_and_say_so(self):
+        hidden, weight, labels = self.inputs()
+
+        def loss(h, w):
+            return linear_cross_entropy(h, w, labels)
+
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match='expected "all" or row numbers'):
+            torch.compile(loss, fullgraph=True, backend="aot_eager")(hidden, weight)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(loss, backend="aot_eager")(hidden, weight), loss(hidden, weight))
