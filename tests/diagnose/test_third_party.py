@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent / "third_party"
 
@@ -22,6 +23,7 @@ def run(watched, name: str):
         return watched(HERE / f"{name}.py")
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 def test_torch_muon_walks_over_its_matrices(watched) -> None:
     watch = run(watched, "muon")
     findings = found(watch)

@@ -20,6 +20,9 @@ pytest.importorskip("triton")
 
 from leanstep.measure import aot, sass
 
+# All kernels are compiled once for this file: minutes on a busy machine.
+pytestmark = pytest.mark.timeout(1200)
+
 VERSION = tuple(int(part) for part in metadata.version("triton").split(".")[:2])
 
 # Registers per thread of the record's own kernels at sm_90, compiled with the same Triton.

@@ -33,9 +33,11 @@ def gather_rows_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(rows_ptr + row).to(tl.int64)
     # A row that is not there becomes NaN, which nobody overlooks; other memory is never read.
-    real = (source >= 0) & (source < num_rows)
+    # Compared with every column: a mask of one number is none in the interpreter of Triton 3.9.
+    there = columns * 0 + source
     inside = columns < num_columns
-    x = tl.load(x_ptr + source * row_stride + columns, mask=inside & real, other=float("nan"))
+    real = inside & (there >= 0) & (there < num_rows)
+    x = tl.load(x_ptr + source * row_stride + columns, mask=real, other=float("nan"))
     tl.store(out_ptr + row * out_stride + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
 
 
