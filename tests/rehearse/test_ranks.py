@@ -7,6 +7,9 @@ import json
 import pytest
 from rehearse.rehearsed import SCRIPTS, run_script
 
+from leanstep.rehearse.events import HostWait, Request
+from leanstep.rehearse.stage import rehearse
+
 RANKS = 8
 
 
@@ -44,3 +47,11 @@ def test_what_every_rank_sends_is_known_of_collectives(seen, ranks):
 
 def test_a_copy_to_the_device_in_inference_mode(seen):
     assert seen["inferred"] == [2.0, 4.0]
+
+
+def test_a_recipe_is_rehearsed_on_ranks(tmp_path):
+    given = ("train", "gpt", "--preset", "tiny", "--device", "cuda", "--out", str(tmp_path))
+    recording = rehearse(Request("leanstep", given, device="h100", ranks=RANKS, module=True), quiet=True)
+    assert recording.ended == "steps", recording.refused
+    last = recording.events[recording.steps[-1].first : recording.steps[-1].last]
+    assert not [e for e in last if isinstance(e, HostWait)]
