@@ -49,6 +49,9 @@ def host_sync(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 def _ops_by_line(step: StepRecord, keep_optimizer: bool) -> dict[Line, list[tuple[OpKey, OpRecord]]]:
     lines: dict[Line, list[tuple[OpKey, OpRecord]]] = defaultdict(list)
     for key, record in step.ops.items():
+        # On a CPU NorMuon takes one matrix after the other, each on one core: no loop of the user's.
+        if keep_optimizer and key.site.in_leanstep:
+            continue
         if (key.phase == OPTIMIZER) == keep_optimizer and key.site.line is not UNKNOWN_LINE:
             lines[key.site.line].append((key, record))
     return lines
@@ -98,6 +101,7 @@ def unbatched_optimizer(step: StepRecord, limits: Mapping[str, float]) -> list[H
     for key, count in step.matmuls.items():
         if (
             key.phase == OPTIMIZER
+            and not key.site.in_leanstep
             and 2 * key.shape[0] * key.shape[1] * key.shape[2] * key.shape[3] <= limits["flops"]
         ):
             matmuls[key.site.line][key.shape] += count

@@ -67,8 +67,12 @@ def around_backward(tree: ast.Module) -> list[list[ast.stmt]]:
     """Nested lists of statements, the innermost with a backward() of its own; functions begin anew."""
     found = [tree.body]
     while not any(map(is_backward, found[-1])):
-        inner = next(s for s in found[-1] if ".backward()" in ast.unparse(s))
-        statements = next(b for b in lists_of(inner) if any(".backward()" in ast.unparse(s) for s in b))
+        inner, statements = next(
+            (s, b)
+            for s in found[-1]
+            for b in lists_of(s)
+            if any(calls_backward(n) for t in b for n in ast.walk(t))
+        )
         found = [*([] if isinstance(inner, (ast.FunctionDef, ast.ClassDef)) else found), statements]
     return found
 
@@ -78,7 +82,14 @@ def lists_of(statement: ast.stmt) -> list[list[ast.stmt]]:
 
 
 def is_backward(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and ast.unparse(statement).endswith(".backward()")
+    """A call on its own, of a loss: a gradient that is handed in belongs to a backward by hand."""
+    return isinstance(statement, ast.Expr) and calls_backward(statement.value)
+
+
+def calls_backward(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return node.func.attr == "backward" and not node.args
 
 
 def stored_in(statements: list[ast.stmt]) -> set[str]:

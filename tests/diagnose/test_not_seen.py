@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ import torch
 import leanstep
 from leanstep.diagnose import run_script
 from leanstep.diagnose.recording import source, torch_hooks
+from leanstep.diagnose.recording.torch_hooks import others_at_work
 from leanstep.diagnose.watch import Watch
 
 TRAIN = """\
@@ -88,6 +92,22 @@ def test_function_transforms_run_and_are_named(write_script, watched) -> None:
     watch = watched(write_script(TRAIN.format(setup="", body=body)))
     assert kinds(watch) == {"transform"}
     assert len(watch.steps) == 3
+
+
+def test_the_compilers_threads_are_not_named(monkeypatch) -> None:
+    """Inductor waits for its compilers in a pool whose threads have the names of anybody's pool."""
+    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as other:
+        known = {thread.name for thread in threading.enumerate()}
+        pool.submit(int).result()
+        compiler = SimpleNamespace(pool=functools.lru_cache(1)(lambda: pool))
+        monkeypatch.setitem(
+            sys.modules, "torch._inductor.async_compile", SimpleNamespace(AsyncCompile=compiler)
+        )
+        assert list(others_at_work(known))
+        compiler.pool()
+        assert not list(others_at_work(known))
+        other.submit(int).result()
+        assert list(others_at_work(known))
 
 
 def test_other_threads_are_named(write_script, watched) -> None:

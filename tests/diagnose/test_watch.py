@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import leanstep
 from leanstep import diagnose
+from leanstep.diagnose.outputs import screen
 from leanstep.diagnose.recording import source
 from leanstep.diagnose.recording.lineage import count_distinct
 from leanstep.diagnose.recording.step import StepState
@@ -96,6 +97,30 @@ def test_recording_changes_no_number_of_leansteps_own_paths() -> None:
     assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
 
 
+def test_the_loop_of_leansteps_own_optimizer_is_not_the_users() -> None:
+    """The advice would be NorMuon. Another optimizer on the same line is found all the same."""
+    from leanstep.muon import NorMuon
+
+    def ops_found(*kinds: str) -> list[int]:
+        torch.manual_seed(0)
+        matrices = [torch.randn(16, 16, requires_grad=True) for _ in range(40)]
+        rows = [torch.randn(8, requires_grad=True) for _ in range(40)]
+        made = {
+            "own": NorMuon(matrices, lr=0.02),
+            "loop": torch.optim.AdamW(rows, lr=0.1, foreach=False),
+        }
+        with diagnose.watch(steps=2) as watch:
+            for _ in range(3):
+                torch.stack([x.sum() for x in (*matrices, *rows)]).sum().backward()
+                for kind in kinds:
+                    made[kind].step()
+                watch.step()
+        return [f.count for f in watch.findings() if f.rule == "unbatched-optimizer"]
+
+    (alone,) = ops_found("loop")
+    assert (ops_found("own"), ops_found("own", "loop")) == ([], [alone])
+
+
 def test_the_clock_divides_a_step() -> None:
     times = iter([0.0, 3.0, 4.0, 6.0, 6.5, 7.0, 7.25])
     clock = StepClock(now=lambda: next(times))
@@ -110,6 +135,15 @@ def test_the_clock_divides_a_step() -> None:
     assert clock.parts == {
         "before the model": 3.0, "forward": 1.0, "backward": 2.0, "optimizer": 0.5, "other": 0.75,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("warmup", "text"), [(0.5, "· step 500 ms unrecorded"), (2.0, "· step at most 1 s (as recorded)")]
+)
+def test_a_warm_up_slower_than_a_recorded_step_is_no_measure(warmup: float, text: str) -> None:
+    watch = Watch()
+    watch._measured_seconds, watch._longest_possible = warmup, 1.0
+    assert text in screen.header(watch, "train.py")
 
 
 def test_findings_print_as_lines() -> None:
@@ -275,7 +309,6 @@ def test_a_mode_of_the_user_survives_ours() -> None:
 
 def test_private_names_missing(monkeypatch, watched) -> None:
     """Without them forward findings are right, backward ops have no line, and the header says so."""
-    from leanstep.diagnose.outputs import screen
 
     monkeypatch.setattr(source, "current_node", None)
     monkeypatch.setattr(source, "sequence_number", None)

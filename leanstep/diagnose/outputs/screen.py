@@ -211,8 +211,10 @@ def header(watch: Any, script: str) -> str:
     after = f" after {watch.warmup_done}" if watch.warmup_done else ""
     parts.append(f"{steps} step{'s' * (steps != 1)} recorded{after}")
     if watch.step_seconds:
-        bound = "at most " if watch.step_is_bound else ""
-        parts.append(f"step {bound}{duration(watch.step_seconds)} unrecorded")
+        took = duration(watch.step_seconds)
+        parts.append(
+            f"step at most {took} (as recorded)" if watch.step_is_bound else f"step {took} unrecorded"
+        )
     text = f"leanstep diagnose {script}\n  " + " · ".join(parts)
     shares = shares_of(watch)
     if shares:

@@ -92,12 +92,17 @@ UNKNOWN_LINE = Line("<backward, line unknown>", 0, "")
 
 
 class Site:
-    """A line together with the user's line that led there; the unit that everything is counted by."""
+    """A line together with the user's line that led there; the unit that everything is counted by.
 
-    __slots__ = ("caller", "code_id", "line")
+    `in_leanstep`: what runs there is leanstep's own code, called from the line.
+    """
 
-    def __init__(self, line: Line, caller: Line | None = None, code_id: int = 0) -> None:
-        self.line, self.caller, self.code_id = line, caller, code_id
+    __slots__ = ("caller", "code_id", "in_leanstep", "line")
+
+    def __init__(
+        self, line: Line, caller: Line | None = None, code_id: int = 0, in_leanstep: bool = False
+    ) -> None:
+        self.line, self.caller, self.code_id, self.in_leanstep = line, caller, code_id, in_leanstep
 
     def __repr__(self) -> str:
         return f"Site({self.line.file}:{self.line.number})"
@@ -119,7 +124,7 @@ class Stack:
         self._codes: list[CodeType] = []
         self._lines: dict[tuple[str, int], Line] = {}
         self._at: dict[tuple[int, int], Line] = {}
-        self._sites: dict[tuple[int, int], Site] = {}
+        self._sites: dict[tuple[int, int, int], Site] = {}
         self._compiled: dict[int, int] = {}
         self._chains: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -162,10 +167,10 @@ class Stack:
             if not in_engine:
                 self._compiled[code_id] = known
         flags |= known
-        key = (id(line), id(caller))
+        key = (id(line), id(caller), flags & IN_LEANSTEP)
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Site(line, caller, code_id)
+            site = self._sites[key] = Site(line, caller, code_id, bool(flags & IN_LEANSTEP))
         return site, flags
 
     def chain(self, frame: FrameType | None) -> tuple[int, ...]:

@@ -245,7 +245,7 @@ def watch_graphs(on_replay: Callable[[str], None]) -> Iterator[None]:
 
 def others_at_work(known_threads: set[str]) -> Iterator[tuple[str, str, str]]:
     """Notes (kind, where, text) on threads and ranks that work beside this one."""
-    names = {t.name for t in threading.enumerate() if t.is_alive()} - known_threads
+    names = {t.name for t in threading.enumerate() if t.is_alive()} - known_threads - _compiler_threads()
     # A progress bar's clock, a queue's feeder and the compiler's workers dispatch nothing.
     quiet = ("tqdm", "QueueFeeder", "TMonitor", "pymp", "InductorSubproc", "subproc_worker_timer")
     if any(not name.startswith(quiet) for name in names):
@@ -254,6 +254,15 @@ def others_at_work(known_threads: set[str]) -> Iterator[tuple[str, str, str]]:
         world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         if world > 1:
             yield "rank", f"rank {rank}", f"each of {world} ranks records itself; this is rank {rank}"
+
+
+def _compiler_threads() -> set[str]:
+    """Names of the threads in which Inductor waits for its compilers; they are named as anybody's pool is."""
+    compiler = getattr(sys.modules.get("torch._inductor.async_compile"), "AsyncCompile", None)
+    pool: Any = getattr(compiler, "pool", None)
+    if not hasattr(pool, "cache_info") or not pool.cache_info().currsize:
+        return set()
+    return {thread.name for thread in getattr(pool(), "_threads", ())}
 
 
 def scan_objects() -> tuple[set[int], bool]:
