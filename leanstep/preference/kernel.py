@@ -23,13 +23,8 @@ MAX_VARIANTS = 8
 
 
 def _num_warps(block: int) -> int:
-    # With 8 warps a tile of 2048 spills on sm_100; short rows do not fill 16.
+    # With 8 warps a row of 2048 spills on sm_100, with 16 its targets on sm_80; short rows do not fill 16.
     return 16 if block >= 2048 else 8
-
-
-def _target_warps(block: int) -> int:
-    # With 16 warps targets of 2048 spill on sm_80.
-    return 16 if block > 2048 else 8
 
 
 @triton.jit
@@ -365,7 +360,7 @@ def triton_targets(batch: LensBatch, pairs: pairing.Pairs, config: LensConfig) -
     listed = pairs.better, pairs.worse, pairs.live.view(torch.int8)
     sizes = width, num_tokens, blocks, config.block_size
     block = min(triton.next_power_of_2(width), MAX_TILE)
-    blocks_of = {"MAX_LOD": config.max_lod, "BLOCK_W": block, "num_warps": _target_warps(block)}
+    blocks_of = {"MAX_LOD": config.max_lod, "BLOCK_W": block, "num_warps": _num_warps(block // 2)}
     with torch.cuda.device_of(sign):
         lens_targets_kernel[(num_pairs,)](*contexts, table, hits, *listed, sign, kept, *sizes, **blocks_of)
     return sign, kept.view(torch.bool)
