@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Each worker begins with half of the files: what a file or a folder prepares for its tests is prepared once.
+WORKERS := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt requirements-nodeps.txt
 
 .PHONY: demo test test-avx2 test-gpu bench lint clean
@@ -13,14 +15,14 @@ demo: $(VENV)/.core
 	$(BIN)/leanstep demo
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 # What depends on rounding, as on a processor without AVX-512 and without native bf16.
 AVX2   := ATEN_CPU_CAPABILITY=avx2 OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 ROUNDS := tests/logprob tests/muon tests/preference tests/gpt tests/measure/test_parity.py
 
 test-avx2: $(VENV)/.test
-	$(AVX2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ROUNDS) $(PYTEST_ARGS)
+	$(AVX2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(ROUNDS) $(PYTEST_ARGS)
 
 # On a machine with a GPU: kernels compiled, not interpreted, and the `device` fixture is the GPU. The venv's
 # torch must see it: `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu128 make test-gpu` on the first run.

@@ -31,6 +31,11 @@ KINDS = (
 )
 
 
+def round_up(nbytes: int) -> int:
+    """What the allocator hands out for so many bytes."""
+    return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
+
+
 class Line(NamedTuple):
     """A place in the user's program. `number` 0: not a line (`file` then names what it is)."""
 

@@ -8,9 +8,12 @@ output passes through.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import gc
 import os
 import pickle
+import re
 import runpy
 import shutil
 import signal
@@ -39,6 +42,8 @@ _START = (
 )
 # Read by torch and by Python when they start: another value needs another interpreter.
 _READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS", "LEANSTEP_CACHE")
+# Exit code of a rehearsal that broke, and where Python leaves the lines of a crash.
+_OWN_FAILURE, _FAULTS = 70, "faults"
 
 
 def rehearse(request: Request, *, quiet: bool = False) -> Recording:
@@ -59,14 +64,22 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
         environment.pop("TRITON_INTERPRET", None)
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
         code = _server().run(asked, answered, quiet)
-        if not answered.exists():
-            raise RehearsalError(
-                f"{request.target}: its process ended with code {code} and left no recording"
-            )
-        got = pickle.loads(answered.read_bytes())
+        got = pickle.loads(answered.read_bytes()) if answered.exists() else _lost(request, code, folder)
     if isinstance(got, RehearsalError):
         raise got
     return got
+
+
+def _lost(request: Request, code: int, folder: str) -> Recording | RehearsalError:
+    """What is known of a program that took its process with it: `os._exit`, a signal."""
+    if code == _OWN_FAILURE:
+        return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
+    fault = Path(folder) / _FAULTS
+    found = re.findall(r'File "(.+)", line (\d+) in (.+)', fault.read_text() if fault.exists() else "")
+    line = next((Line(file, int(n), name) for file, n, name in found if "-packages/" not in file), None)
+    how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    refused = Refusal(line, f"the program ended its own process with {how}")
+    return Recording(request, fake_device.torch_version()[0], refused=refused, ended="refused")
 
 
 class _Server:
@@ -191,13 +204,14 @@ def _child(asked: str, answered: str) -> None:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
+        faulthandler.enable(Path(answered).with_name(_FAULTS).open("w"), all_threads=False)
         fake_device.check()
         got: Any = _run(request)
     except RehearsalError as reason:
         got = reason
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
+        os._exit(_OWN_FAILURE)
     part = Path(answered + ".part")
     part.write_bytes(pickle.dumps(got))
     part.replace(answered)
@@ -240,14 +254,11 @@ def _run(request: Request) -> Recording:
     gc.collect()
     gc.freeze()  # torch's own objects need no further look
     try:
-        with tape:
+        with tape, _normal_exit():
             program()
         recording.ended = "early"
     except _StepsDone:
         recording.ended = "steps"
-    except SystemExit as left:
-        if left.code not in (None, 0):
-            recording.refused = Refusal(None, f"the program ended with exit code {left.code}")
     except BaseException as failure:
         recording.refused = _refusal(failure, tape)
         if os.environ.get("LEANSTEP_REHEARSE_TRACEBACK"):
@@ -258,6 +269,16 @@ def _run(request: Request) -> Recording:
         recording.ended = "refused"
     recording.host_s = real_time() - started
     return tape.finish()
+
+
+@contextlib.contextmanager
+def _normal_exit():
+    """`sys.exit()` is an end like any."""
+    try:
+        yield
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            raise
 
 
 def _follow_threads(tape: Any) -> None:
@@ -277,6 +298,7 @@ def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], An
     import torch
 
     from leanstep.case import get_case
+    from leanstep.rehearse.shadows import SHADOW_ELEMENTS
 
     settings = dict(request.settings)
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -298,9 +320,9 @@ def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], An
     steps.by_hand = True
 
     def run() -> None:
-        tape.fakes_host_tensors = True
+        usual, tape.most_on_host = tape.most_on_host, SHADOW_ELEMENTS
         workload = case.workload(params, dtype, "cuda")
-        tape.fakes_host_tensors = False
+        tape.most_on_host = usual
         step = chosen.build(workload)
         while True:
             step()
@@ -399,8 +421,17 @@ def _refusal(failure: BaseException, tape: Any) -> Refusal:
             if "-packages/" not in code.co_filename:  # the script's own, not a library's
                 line = deepest
     said = next((s for s in str(failure).splitlines() if s.strip()), "")
+    if isinstance(failure, SyntaxError) and failure.filename:  # of a file that never ran
+        line = deepest = Line(failure.filename, failure.lineno or 0, "<module>")
     if isinstance(failure, Refused):
         reason = said
+    elif isinstance(failure, SystemExit):
+        code = failure.code
+        reason = (
+            f"the program ended with exit code {code}"
+            if isinstance(code, int)
+            else f"the program ended: {said}"
+        )
     elif isinstance(failure, KeyboardInterrupt):
         reason = "interrupted"
     elif isinstance(failure, fake_tensor.UnsupportedOperatorException) or "no fake impl" in str(failure):

@@ -30,7 +30,6 @@ from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, plan_of
 from leanstep.rehearse.shadows import (
     DYNAMIC,
     INDEXED,
-    SHADOW_ELEMENTS,
     Shadows,
     device_tensors,
     is_composite,
@@ -42,18 +41,15 @@ from leanstep.rehearse.shadows import (
     with_shapes,
 )
 
-# Asked of fake tensors while Python looks at them: answered without a record.
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+# Asked of fake tensors while Python looks at them: answered without a record.
 QUESTIONS = frozenset(
     {"device", "sym_size", "sym_stride", "sym_numel", "is_contiguous", "dim", "layout", "sym_storage_offset"}
 )
 FACTORIES = frozenset({"randn", "rand", "empty", "zeros", "ones", "full"})
+FLOATS = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Tensors = Sequence[Tensor]
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
-
-
-def round_up(nbytes: int) -> int:
-    return -(-nbytes // events.ROUNDING_BYTES) * events.ROUNDING_BYTES
 
 
 def _traffic(*groups: Sequence[Tensor]) -> tuple[int, ...]:
@@ -81,7 +77,9 @@ class Tape(TorchDispatchMode):
         self._parameters: list[Any] = []
         self.ranks = 1
         self.in_registers = False  # what the next call makes gets no memory: a compiler would fuse it away
-        self.fakes_host_tensors = False  # large ones, made by a case on their way to the device
+        self.most_on_host = (
+            1 << 30
+        )  # elements of a host tensor of floats; more are on their way to the device
         self.collective: Any = None  # tapes a call of c10d; set where torch.distributed is answered
         self._names: dict[Any, str] = {}
         self._whole: set[Any] = set()  # calls that are not made of others
@@ -154,7 +152,7 @@ class Tape(TorchDispatchMode):
         """The number of a device tensor's storage, which is born when it was not seen before."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        nbytes = round_up(storage.nbytes())
+        nbytes = events.round_up(storage.nbytes())
         number = self._numbers.get(key)
         if number is not None:
             known = self.recording.storages[number]
@@ -198,12 +196,12 @@ class Tape(TorchDispatchMode):
     def resized(self, storage: Any) -> None:
         """`UntypedStorage.resize_`: sharded parameters free and fill their storages this way."""
         number = self._numbers.get(storage._cdata)
-        if number is None or self.recording.storages[number].nbytes == round_up(storage.nbytes()):
+        if number is None or self.recording.storages[number].nbytes == events.round_up(storage.nbytes()):
             return
         old = self.recording.storages[number]
         self._died(storage._cdata)
         place = self.lines.place()
-        made = self._born(round_up(storage.nbytes()), old.shape, old.dtype, place, old.category)
+        made = self._born(events.round_up(storage.nbytes()), old.shape, old.dtype, place, old.category)
         self._numbers[storage._cdata] = made
 
     def classify(self, tensors: Iterable[Any], category: str) -> None:
@@ -271,9 +269,10 @@ class Tape(TorchDispatchMode):
         where = torch.device(where) if where is not None else None
         pinned = kwargs.pop("pin_memory", None)
         if not given.fakes and (where is None or where.type != "cuda"):
-            if self.fakes_host_tensors and name in FACTORIES and math.prod(args[0]) > SHADOW_ELEMENTS:
+            large = name in FACTORIES and math.prod(args[0]) > self.most_on_host
+            if large and kwargs.get("dtype") in FLOATS and str(where) != "meta":
                 with self.fake_mode:
-                    return func(*args, **{**kwargs, "generator": None} if "generator" in kwargs else kwargs)
+                    return func(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
             out = func(*args, **kwargs)  # the host's own work
             return self.pin(out) if pinned else out
         if not hasattr(func, "_schema"):  # a higher-order operator: its body comes back here
@@ -288,7 +287,9 @@ class Tape(TorchDispatchMode):
         if any(t.device.type == "meta" for t in given.tensors if not isinstance(t, FakeTensor)):
             args, kwargs = tree_map_only(Tensor, self._without_meta, (args, kwargs))
         with self.fake_mode:
-            out = func(*args, **kwargs)
+            # An optimizer in one kernel gives nothing back, and not each has a fake implementation.
+            nothing = name.startswith("_fused_") and not func._schema.returns
+            out = None if nothing else func(*args, **kwargs)
         if self.collective is not None and func.namespace in ("c10d", "_c10d_functional"):
             self.collective(name, args, out)
             return out

@@ -43,6 +43,7 @@ def judge(
         "ranks": recording.request.ranks,
         "steps": len(recording.steps),
         "predicted": True,
+        "asked_steps": recording.request.steps,
         "ended": recording.ended,
         "memory": _memory(memory),
         "time": _time(recording, device, timing, eager),
@@ -196,6 +197,8 @@ def verdict(report: Data) -> str:
         parts.append(
             f"{_ms(time['step_ms'])} a step ({_ms(low)} to {_ms(high)}), bound by {_BOUND[time['bound_by']]}"
         )
+        if report["ended"] == "early":
+            parts.append(f"the script ended after {report['steps']} of {report['asked_steps']} steps")
     elif report["refused"] is not None:
         stopped = f"stopped at {report['refused']['line']}: {report['refused']['reason']}"
         return f"predicted on {report['device']}: {stopped}; until then {parts[0]}"

@@ -36,36 +36,53 @@ def rows_of(case, **options):
     return result, {row["impl"]: row for row in result.to_json()["rows"]}
 
 
-def test_the_object_has_exactly_the_contracts_keys():
-    result, rows = rows_of(toy_case())
+@pytest.fixture(scope="module")
+def together():
+    """One bench for all that only look at rows: a right path, a wrong one, one that reads, a scaled one."""
+
+    def annotate(rows):
+        return {"fast": f"{rows['fast']['median_s'] / rows['limit']['median_s']:.1f}× the limit"}
+
+    part = implementation("part", fast, time_scale=10.0, note="a tenth of the rows, times ten")
+    sized = implementation("sized", fast, unavailable=lambda p: "too large" if p["rows"] > 10**6 else None)
+    reading, broken = implementation("syncing", syncing), implementation("broken", wrong_gradient)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_by_side, "MIN_BOX_S", 1_000.0)
+        return rows_of(
+            toy_case("toy", implementation("fast", fast), reading, broken, part, sized, annotate=annotate)
+        )
+
+
+def test_the_object_has_exactly_the_contracts_keys(together):
+    result, rows = together
     assert set(result.to_json()) == {"leanstep", "torch", "device", "threads", "case", "size", "rows"}
     assert all(set(row) == ROW_KEYS for row in rows.values())
 
 
-def test_ratios_are_against_the_reference_of_the_same_run():
-    _, rows = rows_of(toy_case())
+def test_ratios_are_against_the_reference_of_the_same_run(together):
+    _, rows = together
     assert rows["reference"]["time_ratio"] == 1.0
     ratio = rows["reference"]["median_s"] / rows["fast"]["median_s"]
     assert rows["fast"]["time_ratio"] == ratio
     assert rows["fast"]["max_error"] < 1e-5
 
 
-def test_a_wrong_fast_path_gets_no_ratio():
-    result, rows = rows_of(toy_case("toy", implementation("broken", wrong_gradient)))
+def test_a_wrong_fast_path_gets_no_ratio(together):
+    result, rows = together
     assert rows["broken"]["time_ratio"] is None and rows["broken"]["memory_ratio"] is None
     assert "parity FAILED" in rows["broken"]["note"]
     assert result.failed
 
 
-def test_an_absent_peer_is_reported_as_absent():
-    _, rows = rows_of(toy_case())
+def test_an_absent_peer_is_reported_as_absent(together):
+    _, rows = together
     assert rows["absent-peer"]["available"] is False
     assert rows["absent-peer"]["note"] == "no_such_module_anywhere is not installed"
     assert rows["absent-peer"]["median_s"] is None
 
 
-def test_host_reads_are_counted_for_one_call():
-    _, rows = rows_of(toy_case("toy", implementation("fast", fast), implementation("syncing", syncing)))
+def test_host_reads_are_counted_for_one_call(together):
+    _, rows = together
     assert rows["fast"]["host_syncs"] == 0 and rows["syncing"]["host_syncs"] == 2
 
 
@@ -74,20 +91,19 @@ def test_only_the_chosen_rows_and_the_reference_run():
     assert list(rows) == ["reference", "limit"]
 
 
-def test_a_scaled_row_reports_the_time_of_the_whole_workload():
-    case = toy_case(
-        "toy", implementation("part", fast, time_scale=10.0, note="a tenth of the rows, times ten")
-    )
-    _, rows = rows_of(case)
+def test_a_scaled_row_reports_the_time_of_the_whole_workload(together):
+    _, rows = together
     assert rows["part"]["time_ratio"] < 1.0 and "tenth" in rows["part"]["note"]
 
 
-def test_notes_can_be_added_from_the_measured_rows():
-    def annotate(rows):
-        return {"fast": f"{rows['fast']['median_s'] / rows['limit']['median_s']:.1f}× the limit"}
-
-    _, rows = rows_of(toy_case("toy", annotate=annotate))
+def test_notes_can_be_added_from_the_measured_rows(together):
+    _, rows = together
     assert rows["fast"]["note"].endswith("× the limit")
+
+
+def test_a_row_that_asks_for_its_size_is_asked_with_one(together):
+    _, rows = together
+    assert rows["sized"]["available"] and rows["sized"]["max_error"] < 1e-5
 
 
 def endless(tensors, constants):
@@ -120,9 +136,3 @@ def test_an_endless_fp64_reference_costs_the_errors_and_nothing_else(box_of_two_
     _, rows = rows_of(case)
     assert rows["fast"]["max_error"] is None and rows["fast"]["time_ratio"]
     assert "> 2 s: no fp64 reference" in rows["reference"]["note"]
-
-
-def test_a_row_that_asks_for_its_size_is_asked_with_one():
-    sized = implementation("sized", fast, unavailable=lambda p: "too large" if p["rows"] > 10**6 else None)
-    _, rows = rows_of(toy_case("toy", sized))
-    assert rows["sized"]["available"] and rows["sized"]["max_error"] < 1e-5

@@ -27,6 +27,10 @@ def seen(ranks):
     return json.loads(ranks.printed)
 
 
+def test_a_mesh_starts_the_process_group(seen):
+    assert seen["world"] == [0, RANKS, RANKS]
+
+
 def test_fsdp2_around_a_model_built_on_the_meta_device(seen):
     assert seen["built_on"] == ["meta"]
     assert seen["sharded_bytes"] == 0

@@ -81,6 +81,7 @@ class _Regions:
     def _backend(self, name: str) -> Any:
         """AOTAutograd with Inductor's decompositions and partition; the tape in place of code generation."""
         import torch._dynamo as dynamo
+        import torch._inductor.lowering  # decompositions (of pooling) name it without importing it
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table

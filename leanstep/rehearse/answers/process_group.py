@@ -54,9 +54,13 @@ def install(tape: Tape, ranks: int) -> None:
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **given: Any) -> Any:
         return another(ranks, timeout, "fake", **given)  # gloo beside NCCL, as programs ask for flags
 
-    dist.init_process_group = init_process_group
     another = dist.new_group
-    dist.new_group = new_group
+    # A mesh starts the group itself where the program has not.
+    for module in (dist, dist.distributed_c10d, dist.device_mesh):
+        for name, answer in (("init_process_group", init_process_group), ("new_group", new_group)):
+            if hasattr(module, name):
+                setattr(module, name, answer)
+    _answer_spawn(tape)
     _answer_objects()
     _leave_out_shapes(tape)
     tape.collective = lambda name, args, out: _collective(tape, name, args, out)
@@ -80,6 +84,17 @@ def _leave_out_shapes(tape: Tape) -> None:
             tape.peak_bytes, tape.window_peak_bytes = peaks
 
     ShardingPropagator._propagate_tensor_meta_non_cached = untaped
+
+
+def _answer_spawn(tape: Tape) -> None:
+    """`mp.spawn(worker, args, nprocs)`: rank 0 runs here; new processes would not have the device."""
+    import torch.multiprocessing as multiprocessing
+
+    def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+        tape.notes[f"mp.spawn of {nprocs}: rank 0 ran, in this process"] += 1
+        fn(0, *args)
+
+    multiprocessing.spawn = spawn  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _answer_objects() -> None:

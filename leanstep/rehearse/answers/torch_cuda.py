@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from typing import Any
 
@@ -131,6 +132,9 @@ def _device_answers(tape: Tape, device: Any) -> None:
     def no_state(*_: Any) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8)
 
+    def device_count() -> int:
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
     def nothing(*_: Any, **__: Any) -> None:
         return None
 
@@ -166,7 +170,7 @@ def _device_answers(tape: Tape, device: Any) -> None:
             "init": nothing,
             "_lazy_init": nothing,
         },
-        **{"device_count": lambda: 1, "current_device": lambda: 0, "set_device": nothing, "device": guard},
+        **{"device_count": device_count, "current_device": lambda: 0, "set_device": nothing, "device": guard},
         **{"device_of": guard, "_is_compiled": lambda: True, "_lazy_call": nothing},
         get_device_properties=lambda *_: properties,
         get_device_name=lambda *_: device.name,
@@ -186,12 +190,11 @@ def _device_answers(tape: Tape, device: Any) -> None:
     )
     torch.version.cuda = "12.8"
     # nn.DataParallel on the one device.
-    scatter = lambda tensor, *_: (tensor.to("cuda", non_blocking=True),)  # noqa: E731
-    torch._C._scatter = scatter  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C._scatter = lambda tensor, *_: (tensor.to("cuda", non_blocking=True),)  # pyright: ignore
     torch.backends.cuda.is_built = lambda: True
     _set(
         torch.accelerator,
-        **{"is_available": lambda: True, "device_count": lambda: 1, "current_device_index": lambda: 0},
+        **{"is_available": lambda: True, "device_count": device_count, "current_device_index": lambda: 0},
         **{"set_device_index": nothing, "set_device_idx": nothing, "synchronize": lambda *_: synchronize()},
         current_accelerator=lambda *_, **__: torch.device("cuda"),
     )
@@ -308,6 +311,8 @@ def _tensor_reads() -> None:
         return format(self.item() if self.dim() == 0 else str(tuple(self.shape)), spec)
 
     def numpy(self: FakeTensor, *_: Any, **__: Any) -> Any:
+        if self.fake_device.type == "cuda":
+            raise TypeError("numpy() of a tensor on cuda:0: expected one on the host, use .cpu() first")
         return torch.ones(self.shape, dtype=self.dtype).numpy()
 
     _set(FakeTensor, tolist=lambda self: self.cpu().tolist(), __format__=describe, numpy=numpy)
@@ -426,8 +431,20 @@ def _refusals() -> None:
 
     import torch.utils.cpp_extension as extension
 
-    _set(extension, load=refuse("a CUDA extension"), load_inline=refuse("a CUDA extension"))
-    if hasattr(torch.cuda, "_compile_kernel"):
-        torch.cuda._compile_kernel = refuse("a kernel compiled by NVRTC")  # pyright: ignore
+    load, load_inline = extension.load, extension.load_inline
+    needs_device = refuse("a CUDA extension")
+
+    def load_sources(name: str, sources: Any, *args: Any, **given: Any) -> Any:
+        listed = [sources] if isinstance(sources, str) else sources
+        if given.get("with_cuda") or any(str(source).endswith((".cu", ".cuh")) for source in listed):
+            needs_device()
+        return load(name, sources, *args, **given)
+
+    def load_text(name: str, cpp_sources: Any, cuda_sources: Any = None, *args: Any, **given: Any) -> Any:
+        if given.get("with_cuda") or cuda_sources:
+            needs_device()
+        return load_inline(name, cpp_sources, cuda_sources, *args, **given)
+
+    _set(extension, load=load_sources, load_inline=load_text)
     # The message of FakeTensor names an internal; say what was asked for.
     FakeTensor.data_ptr = refuse("data_ptr() of a device tensor")

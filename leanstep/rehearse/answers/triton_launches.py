@@ -1,4 +1,4 @@
-"""Triton kernels: not run; priced by a registered cost, else as one pass over their tensor arguments.
+"""Triton and NVRTC kernels: not run; priced by a registered cost, else as one pass over their tensors.
 
 The costs of leanstep's own kernels are registered here, from what each kernel reads and writes.
 """
@@ -11,6 +11,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import one_pass, register_cost, registered_cost
 from leanstep.rehearse.shadows import device_tensors, shape_of, with_shapes
@@ -19,6 +21,8 @@ from leanstep.rehearse.tape import Tape
 
 def install(tape: Tape, device: Any) -> None:
     """Tape launches instead of compiling them."""
+    if hasattr(torch.cuda, "_compile_kernel"):
+        torch.cuda._compile_kernel = lambda source, name, *_, **__: CompiledKernel(tape, name)  # pyright: ignore
     try:
         import triton.runtime.autotuner as autotuner
         import triton.runtime.jit as jit
@@ -49,6 +53,20 @@ def install(tape: Tape, device: Any) -> None:
 
         TensorDescriptor.__post_init__ = lambda self: None  # its checks look at addresses
     _install_driver(device)
+
+
+class CompiledKernel:
+    """What `torch.cuda._compile_kernel` gives (NVRTC): priced as a Triton kernel is."""
+
+    def __init__(self, tape: Tape, name: str):
+        self.tape, self.name = tape, name
+
+    def __call__(
+        self, grid: Any = (1, 1, 1), block: Any = (1, 1, 1), args: Any = (), *_: Any, **__: Any
+    ) -> None:
+        _launched(self.tape, self.name, {**{str(i): a for i, a in enumerate(args or ())}, "grid": grid})
+
+    def set_shared_memory_config(self, shared_mem_bytes: int) -> None: ...
 
 
 def captured(tape: Tape, given: dict[str, Any]) -> dict[str, Any] | None:

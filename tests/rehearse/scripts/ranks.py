@@ -5,6 +5,7 @@ import json
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 seen = {}
@@ -29,14 +30,15 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x)))) * self.scale
 
 
-dist.init_process_group("nccl")
+mesh = init_device_mesh("cuda", (8,))  # starts the process group
+seen["world"] = [dist.get_rank(), dist.get_world_size(), torch.cuda.device_count()]
 with torch.device("meta"):
     model = nn.Sequential(*[Block() for _ in range(4)])
 seen["built_on"] = sorted({p.device.type for p in model.parameters()})
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 for block in model:
-    fully_shard(block, mp_policy=policy)
-fully_shard(model, mp_policy=policy)
+    fully_shard(block, mesh=mesh, mp_policy=policy)
+fully_shard(model, mesh=mesh, mp_policy=policy)
 seen["sharded_bytes"] = torch.cuda.memory_allocated()
 model.to_empty(device="cuda")
 seen["empty_bytes"] = torch.cuda.memory_allocated()
