@@ -180,7 +180,10 @@ def test_shapes_tell_the_vocabulary_and_the_layout(tmp_path: Path) -> None:
     assert findings[1].bytes == 1024 * 8192 * 4
 
 
-def test_frames_give_the_line(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    "twice", [False, True], ids=["one frame", "and the function inside, as torch 2.8 has it"]
+)
+def test_frames_give_the_line(tmp_path: Path, monkeypatch, twice: bool) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(
         "def step(x):\n    y = x @ x\n    z = y.sum()\n    return z.item()\n\n\nstep(1)\n"
@@ -189,6 +192,8 @@ def test_frames_give_the_line(tmp_path: Path, monkeypatch) -> None:
     for number in range(2):
         at = 1000.0 * number
         trace.frame("train.py(1): step", at + 5, at + 980)
+        if twice:
+            trace.frame("<function step at 0x7f67a046cc20>", at + 6, at + 980)
         trace.frame("<built-in method item of Tensor object at 0x7f00>", at + 29, at + 136)
     (finding,) = TraceRun(str(trace.write(tmp_path / "t.json"))).findings()
     assert (finding.line.place, finding.line.code) == ("train.py:4", "return z.item()")

@@ -90,9 +90,12 @@ def results(model, inputs, targets, cu):
 
 
 def assert_no_further(config: GPTConfig, factor: float = 2.0, seeds: int = 3, **kwargs) -> None:
-    """Distance from float64, root mean square over elements and seeds: single small tensors are luck."""
-    ours: dict[str, list[float]] = {}
-    theirs: dict[str, list[float]] = {}
+    """Distance from float64, root mean square over elements and seeds: single small tensors are luck.
+
+    Divided by the gradient's size over all seeds, not by each seed's: where a sum over the batch happens to
+    cancel, that seed alone would decide.
+    """
+    sums: dict[str, list[float]] = {}
     for seed in range(seeds):
         plain = scramble(ReferenceGPT(config), seed)
         flat = GPT(config)
@@ -102,13 +105,12 @@ def assert_no_further(config: GPTConfig, factor: float = 2.0, seeds: int = 3, **
         candidates, plains, truths = (results(model, *data) for model in (flat, plain, truth))
         assert candidates.keys() == plains.keys() == truths.keys()
         for name, want in truths.items():
-            size = want.square().mean().sqrt() + 1e-30
-            for errors, got in ((ours, candidates), (theirs, plains)):
-                error = (got[name].double() - want).square().mean().sqrt() / size
-                errors.setdefault(name, []).append(error.item())
+            terms = (candidates[name].double() - want, plains[name].double() - want, want)
+            squares = [x.square().mean().item() for x in terms]
+            sums[name] = [a + b for a, b in zip(sums.get(name, (0.0, 0.0, 1e-60)), squares, strict=True)]
     for name, want in truths.items():
         k = factor if want.numel() >= 1000 else max(factor, 3)
-        mine, other = ((sum(e**2 for e in x[name]) / seeds) ** 0.5 for x in (ours, theirs))
+        mine, other = ((error / sums[name][2]) ** 0.5 for error in sums[name][:2])
         # A handful of scalars, each a sum over the batch that cancels: 7e-6 was seen with SSE products.
         floor = 1e-6 if want.numel() >= 100 else 1e-5
         assert mine <= k * other + floor, f"{name}: relative error {mine:.2e} against {other:.2e}"
@@ -141,7 +143,9 @@ def test_flat_equals_modules_in_float64():
 
 
 def test_flat_bfloat16_is_no_further_from_the_truth_than_modules():
-    assert_no_further(GPTConfig.preset("tiny", **TINY, dtype="bfloat16"), factor=3)
+    # The scalars' gradients are four numbers or so a seed: with three seeds either side was seen 12 times as
+    # lucky as the other, with twelve less than twice.
+    assert_no_further(GPTConfig.preset("tiny", **TINY, dtype="bfloat16"), factor=3, seeds=12)
 
 
 @pytest.mark.parametrize("model_class", [GPT, ReferenceGPT])

@@ -132,6 +132,9 @@ class Trace:
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
         name, detail, link = str(event["name"]), 0, -1
+        # Torch 2.8 wraps what runs inside a function that the profiler's start found running once more.
+        if kind == FRAME and name.startswith("<function "):
+            return
         index = len(self.kind)
         if kind == OP:
             detail = self._shape(args)
