@@ -52,7 +52,7 @@ READ_METHODS: dict[str, str] = {
 READ_CALLS = READ_FUNCTIONS | {getattr(Tensor, name): kind for name, kind in READ_METHODS.items()}
 # What torch's own functions and methods are; a script that patches one puts something else in its place.
 NATIVE_TYPES: frozenset[type] = frozenset(
-    map(type, (Tensor.add, torch.add, Tensor.shape, Tensor.__getitem__, Tensor.shape.__get__))
+    map(type, (Tensor.add, torch.add, Tensor.shape, Tensor.__getitem__, Tensor.shape.__get__))  # pyright: ignore
 )
 # User code runs inside these calls, so a function mode must stay on in there: see `run_under`.
 RUNS_USER_CODE: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})

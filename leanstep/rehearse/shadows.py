@@ -9,6 +9,7 @@ Of a few statistics in one tensor (a loss, a count) some elements may be known a
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,6 +68,29 @@ def tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, dict):
         tree = list(tree.values())
     return [t for branch in tree for t in tensors_in(branch)] if isinstance(tree, (list, tuple)) else []
+
+
+def devices_here() -> int:
+    """Devices that the process sees: one for each rank of its machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def check_ordinal(device: Any) -> None:
+    """Raise as CUDA does for a device that is not there."""
+    index = device if isinstance(device, int) else torch.device(device).index
+    devices = devices_here()
+    if index is not None and index >= devices:
+        there = "cuda:0 alone is" if devices == 1 else f"cuda:0 to cuda:{devices - 1} are"
+        raise RuntimeError(f"CUDA error: invalid device ordinal: cuda:{index} where {there} there")
+
+
+def device_asked_for(args: Any, kwargs: dict[str, Any]) -> torch.device | None:
+    """The device that a call names, if it names one."""
+    where = kwargs.get("device") or next((a for a in args if isinstance(a, torch.device)), None)
+    where = torch.device(where) if where is not None else None
+    if where is not None and where.type == "cuda":
+        check_ordinal(where)
+    return where
 
 
 def device_tensors(tree: Any) -> list[FakeTensor]:

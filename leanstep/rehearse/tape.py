@@ -31,6 +31,7 @@ from leanstep.rehearse.shadows import (
     DYNAMIC,
     INDEXED,
     Shadows,
+    device_asked_for,
     device_tensors,
     is_composite,
     is_mask,
@@ -265,8 +266,7 @@ class Tape(TorchDispatchMode):
         # A DTensor unwraps itself; its shards come back here.
         if any(type(t) not in PLAIN for t in given.tensors):
             return NotImplemented
-        where = kwargs.get("device") or next((a for a in args if isinstance(a, torch.device)), None)
-        where = torch.device(where) if where is not None else None
+        where = device_asked_for(args, kwargs)
         pinned = kwargs.pop("pin_memory", None)
         if not given.fakes and (where is None or where.type != "cuda"):
             large = name in FACTORIES and math.prod(args[0]) > self.most_on_host

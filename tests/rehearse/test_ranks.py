@@ -7,7 +7,7 @@ import json
 import pytest
 from rehearse.rehearsed import SCRIPTS, run_script
 
-from leanstep.rehearse.events import HostWait, Request
+from leanstep.rehearse.events import HostWait, Launch, Request
 from leanstep.rehearse.stage import rehearse
 
 RANKS = 8
@@ -47,6 +47,26 @@ def test_what_every_rank_sends_is_known_of_collectives(seen, ranks):
     assert seen["apart"] == [[4, 7]] * RANKS
     listed = {a.kind for a in ranks.recording.assumed if a.value == "the same on every rank"}
     assert {"all_reduce", "all_gather"} <= listed
+
+
+def test_a_collective_has_the_size_of_its_group(ranks):
+    sent = {
+        mark: (kernel.name, kernel.nbytes, kernel.sizes)
+        for mark in ("over two", "over four", "paired")
+        for event in ranks.recording.events
+        if isinstance(event, Launch) and ranks.is_at(event.line, mark)
+        for kernel in event.kernels
+        if kernel.kind == "collective"
+    }
+    assert sent == {
+        "over two": ("all_reduce", 4 * 1_024, (2,)),
+        "over four": ("all_gather", 4 * 4 * 1_024, (4,)),
+        "paired": ("all_reduce", 4 * (64 * 64 + 64), (2,)),
+    }
+
+
+def test_a_device_for_each_rank_of_the_machine(seen):
+    assert seen["another_ranks"] == "cuda:3"
 
 
 def test_a_copy_to_the_device_in_inference_mode(seen):

@@ -36,6 +36,16 @@ REFUSED = {
         None,
         "the program never used the CUDA device: nothing to predict",
     ),
+    "ordinal": (
+        "import torch\nwhere = torch.device('cuda:3')\nw = torch.nn.Linear(3, 3)\nw.to(where)\n",
+        4,
+        "the program raised RuntimeError: CUDA error: invalid device ordinal: cuda:3 where cuda:0 alone is",
+    ),
+    "chosen": (
+        "import torch\ntorch.cuda.set_device(0)\nx = torch.ones(3).to('cuda:0')\ntorch.cuda.set_device(1)\n",
+        4,
+        "the program raised RuntimeError: CUDA error: invalid device ordinal: cuda:1 where cuda:0 alone is",
+    ),
     "mistake": (
         "import torch\n\ndef inner(x):\n    return x @ x\n\ninner(torch.ones(2, 3, device='cuda'))\n",
         4,

@@ -226,7 +226,7 @@ class Recorder(RunRecord):
                 if storage in self.parameters:
                     tainted = True
                     if not in_engine or phase == RECOMPUTE:
-                        state.read_log.append(storage + tensor.storage_offset())
+                        state.read_log.append(storage + int(tensor.storage_offset()))
                 elif type(tensor) is torch.nn.Parameter:
                     state.read_log.append(storage)
                     state.frozen[storage] = tensor.numel()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from leanstep.rehearse.events import Alloc, Free, Kernel
 from leanstep.rehearse.shadows import device_tensors, shape_of
@@ -25,10 +26,12 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 COLLECTIVES = {
     **{"allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce"},
     **{"allreduce_coalesced_": "all_reduce", "all_reduce_coalesced": "all_reduce", "reduce_": "all_reduce"},
+    **{"all_reduce_coalesced_": "all_reduce", "all_gather_into_tensor_coalesced": "all_gather"},
     **{"_allgather_base_": "all_gather", "allgather_": "all_gather", "all_gather_into_tensor": "all_gather"},
     **{"all_gather_into_tensor_out": "all_gather", "allgather_into_tensor_coalesced_": "all_gather"},
     **{"_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter"},
     **{"reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_tensor_coalesced_": "reduce_scatter"},
+    **{"reduce_scatter_tensor_out": "reduce_scatter", "reduce_scatter_tensor_coalesced": "reduce_scatter"},
     **{"broadcast_": "broadcast", "broadcast": "broadcast", "scatter_": "broadcast", "gather_": "all_gather"},
     **{"alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "all_to_all_single": "all_to_all"},
     **{"send": "broadcast", "recv_": "broadcast"},
@@ -129,10 +132,19 @@ def _collective(tape: Tape, name: str, args: Any, out: Any) -> None:
     sides = [device_tensors(a) for a in (*args, out)]
     payload = max((sum(shape_of(t).nbytes for t in side) for side in sides), default=0)
     known = _as_on_this_rank(tape, name, args)
-    _reduce(tape, kind, payload, tensors, forget=not known)
+    _reduce(tape, kind, payload, tensors, _group_size(args), forget=not known)
     for tensor, value, factor in known:
         tape.shadows.received(tensor, value, factor)
         tape.shadows.assume(tape.lines.here(), kind, "the same on every rank")
+
+
+def _group_size(args: Any) -> int:
+    """How many ranks take part: a dimension of a mesh has fewer than the world."""
+    boxed = next((a for a in args if isinstance(a, torch.ScriptObject)), None)  # before the kind of sum
+    if boxed is not None:
+        return dist.ProcessGroup.unbox(boxed).size()  # pyright: ignore[reportArgumentType]
+    group = args[-1]  # the functional ones name theirs last
+    return (_resolve_process_group(group) if isinstance(group, str) else group).size()  # pyright: ignore
 
 
 def _as_on_this_rank(tape: Tape, name: str, args: Any) -> list[tuple[Tensor, Tensor, int]]:
@@ -157,8 +169,8 @@ def _as_on_this_rank(tape: Tape, name: str, args: Any) -> list[tuple[Tensor, Ten
     return [] if any(value is None for _, value, _ in found) else found  # pyright: ignore
 
 
-def _reduce(tape: Tape, kind: str, payload: int, tensors: list[Any], forget: bool = True) -> None:
-    made = Kernel("collective", payload, 0.0, str(tensors[0].dtype)[6:], (tape.ranks,), name=kind)
+def _reduce(tape: Tape, kind: str, payload: int, tensors: list[Any], ranks: int, forget: bool = True) -> None:
+    made = Kernel("collective", payload, 0.0, str(tensors[0].dtype)[6:], (ranks,), name=kind)
     tape.custom(kind, [made], tensors, tensors, forget=forget)
 
 
@@ -172,9 +184,11 @@ def _ddp_class(tape: Tape) -> type[torch.nn.Module]:
             *_: Any,
             gradient_as_bucket_view: bool = False,
             bucket_cap_mb: float | None = None,
+            process_group: Any = None,
             **__: Any,
         ):
             super().__init__()
+            self._ranks = tape.ranks if process_group is None else process_group.size()
             self.module, self.require_backward_grad_sync = module, True
             params = [p for p in module.parameters() if p.requires_grad]
             self._waiting: dict[int, list[int]] = {}
@@ -207,7 +221,8 @@ def _ddp_class(tape: Tape) -> type[torch.nn.Module]:
                 missing.discard(id(p))
                 if not missing:
                     into = [flat] if flat is not None else [q.grad for q in bucket if q.grad is not None]
-                    _reduce(tape, "all_reduce", sum(shape_of(t).nbytes for t in into), into)
+                    payload = sum(shape_of(t).nbytes for t in into)
+                    _reduce(tape, "all_reduce", payload, into, self._ranks)
                     if flat is not None:  # and back into the gradients
                         grads = [q.grad for q in bucket if q.grad is not None]
                         tape.custom(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import types
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from leanstep.rehearse.answers import cuda_graphs, parameters
+from leanstep.rehearse.shadows import check_ordinal, devices_here
 from leanstep.rehearse.tape import Tape
 
 HALF = (torch.float16, torch.bfloat16)
@@ -132,11 +132,13 @@ def _device_answers(tape: Tape, device: Any) -> None:
     def no_state(*_: Any) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8)
 
-    def device_count() -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
     def nothing(*_: Any, **__: Any) -> None:
         return None
+
+    def chosen(*given: Any, **named: Any) -> None:
+        asked = (*given, *named.values())[-1]
+        if isinstance(asked, int | str | torch.device):
+            check_ordinal(asked)
 
     def synchronize(*_: Any) -> None:
         tape.wait("synchronize")
@@ -158,7 +160,7 @@ def _device_answers(tape: Tape, device: Any) -> None:
     guard = type(
         "device",
         (),
-        {"__init__": nothing, "__enter__": nothing, "__exit__": nothing, "idx": 0, "prev_idx": 0},
+        {"__init__": chosen, "__enter__": nothing, "__exit__": nothing, "idx": 0, "prev_idx": 0},
     )
     _set(
         torch.cuda,
@@ -170,7 +172,7 @@ def _device_answers(tape: Tape, device: Any) -> None:
             "init": nothing,
             "_lazy_init": nothing,
         },
-        **{"device_count": device_count, "current_device": lambda: 0, "set_device": nothing, "device": guard},
+        **{"device_count": devices_here, "current_device": lambda: 0, "set_device": chosen, "device": guard},
         **{"device_of": guard, "_is_compiled": lambda: True, "_lazy_call": nothing},
         get_device_properties=lambda *_: properties,
         get_device_name=lambda *_: device.name,
@@ -194,8 +196,8 @@ def _device_answers(tape: Tape, device: Any) -> None:
     torch.backends.cuda.is_built = lambda: True
     _set(
         torch.accelerator,
-        **{"is_available": lambda: True, "device_count": device_count, "current_device_index": lambda: 0},
-        **{"set_device_index": nothing, "set_device_idx": nothing, "synchronize": lambda *_: synchronize()},
+        **{"is_available": lambda: True, "device_count": devices_here, "current_device_index": lambda: 0},
+        **{"set_device_index": chosen, "set_device_idx": chosen, "synchronize": lambda *_: synchronize()},
         current_accelerator=lambda *_, **__: torch.device("cuda"),
     )
 

@@ -4,6 +4,7 @@ import json
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -71,4 +72,14 @@ dist.all_gather(apart, lengths)
 seen["apart"] = [t.tolist() for t in apart]
 with torch.inference_mode():  # autograd does not take calls apart here
     seen["inferred"] = torch.tensor([1.0, 2.0]).to("cuda").mul(2).tolist()
+
+# A mesh of 2 x 4: each collective has the size of its own group.
+mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "model"))
+payload = torch.randn(1_024, device="cuda")
+dist.all_reduce(payload, group=mesh["data"].get_group())  # MARK over two
+functional.all_gather_tensor(payload, 0, mesh["model"]).add_(1)  # MARK over four
+paired = nn.Linear(64, 64, device="cuda")
+paired = nn.parallel.DistributedDataParallel(paired, process_group=mesh["data"].get_group())
+paired(torch.randn(8, 64, device="cuda")).sum().backward()  # MARK paired
+seen["another_ranks"] = str(torch.zeros(1, device="cuda:3").device)
 print(json.dumps(seen))
