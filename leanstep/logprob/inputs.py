@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from leanstep.logprob.engine.lm_head import Head
 from leanstep.logprob.engine.tiles import Tiles
 from leanstep.logprob.engine.vocab_subset import AllowedIds
+from leanstep.logprob.layout import to_device
 from leanstep.logprob.parallel import VocabShard, gather_weight, vocab_shard
 
 Entropy = Literal["none", "metric", "grad"]
@@ -428,12 +429,12 @@ def checked_allowed(
     if has_set.dtype != torch.bool or has_set.shape != (num_rows,):
         got = f"{has_set.dtype} {tuple(has_set.shape)}"
         raise ValueError(f"allowed: expected has_set bool [{num_rows}], got {got}")
-    ids = ids.to(device=device, dtype=torch.int64)
+    ids = to_device(ids, device).long()
     if ids.numel() and vocabulary is not None:
         check_range("allowed ids", ids, vocabulary)
-    lengths = offsets.to(device=device, dtype=torch.int64).diff()
+    lengths = to_device(offsets, device).long().diff()
     row_of = torch.repeat_interleave(lengths, output_size=ids.shape[0])
-    return AllowedIds(ids, row_of, starts, has_set.to(device), everywhere)
+    return AllowedIds(ids, row_of, starts, to_device(has_set, device), everywhere)
 
 
 def is_dtensor(tensor: Any) -> bool:

@@ -136,3 +136,10 @@ def checked_masks(loss_masks: Masks, responses: list[int]) -> list[Tensor]:
             raise ValueError(f"loss_masks[{k}]: expected only 0 and 1, got other values")
         masks.append(host.to(torch.int64))
     return masks
+
+
+def to_device(values: Tensor, device: torch.device | str) -> Tensor:
+    """`values` on `device`; the host does not wait: pageable memory would make it."""
+    if values.device.type == "cpu" and torch.device(device).type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)

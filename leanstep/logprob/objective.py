@@ -29,6 +29,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from leanstep.logprob.layout import to_device
+
 Normalizer = Literal["token_mean", "sequence_mean", "sequence_sum", "sum"]
 KINDS = ("clip", "cispo", "gspo", "gpg", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
 # Their rows look at all others: the fused path forms them in one chunk.
@@ -391,10 +393,15 @@ def checked_sequences(lengths: Sequence[int] | None, num_rows: int) -> list[int]
     return lengths
 
 
+def sequence_of_rows(lengths: list[int], device: torch.device) -> Tensor:
+    """[N] int64: which sequence each row belongs to."""
+    counts = to_device(torch.tensor(lengths, dtype=torch.int64), device)
+    return torch.repeat_interleave(counts, output_size=sum(lengths))
+
+
 def _sequence_sums(values: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Sum per sequence [S], and the sequence of each row [N]."""
-    counts = torch.tensor(lengths, dtype=torch.int64, device=values.device)
-    sequence_of = torch.repeat_interleave(counts, output_size=len(values))
+    sequence_of = sequence_of_rows(lengths, values.device)
     return values.new_zeros(len(lengths)).index_add(0, sequence_of, values), sequence_of
 
 

@@ -19,7 +19,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from leanstep.logprob.layout import Layout, Masks, Span, checked_lengths, checked_masks, local_spans
+from leanstep.logprob.layout import (
+    Layout,
+    Masks,
+    Span,
+    checked_lengths,
+    checked_masks,
+    local_spans,
+    to_device,
+)
 
 Select = Literal["all", "response", "loss_mask"]
 
@@ -224,7 +232,7 @@ def plan_rows(
     packed = [rows, resp, targets]
     packed += [] if slots is None else [slots]
     packed += [] if weights is None else [weights.view(torch.int64)]
-    moved = list(_to_device(torch.cat(packed), device).split([p.numel() for p in packed]))
+    moved = list(to_device(torch.cat(packed), device).split([p.numel() for p in packed]))
     return RowPlan(
         rows=None if select == "all" else moved[0],
         targets_index=moved[2],
@@ -269,7 +277,7 @@ def full_loss_mask(
         window = span.clip(first, totals[span.sample] - 1)
         kept = masks[span.sample][window.start - first : window.stop - first]
         full[window.base : window.base + len(window)] = kept
-    return _to_device(full, device)
+    return to_device(full, device)
 
 
 def slice_response(responses: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
@@ -418,12 +426,6 @@ def _join(pieces: list[Tensor], like: Tensor) -> Tensor:
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces) if pieces else like[:0]
-
-
-def _to_device(host: Tensor, device: torch.device | str) -> Tensor:
-    if torch.device(device).type == "cuda":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
 
 
 def select_keep(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

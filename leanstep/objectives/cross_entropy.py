@@ -17,6 +17,7 @@ from torch import Tensor
 
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.inputs import check_float, unpack_head
+from leanstep.logprob.layout import to_device
 from leanstep.objectives.distill import linear_distill_loss
 from leanstep.objectives.teachers import SoftLabels
 
@@ -177,13 +178,6 @@ def counting_rows(targets: Tensor, ignore_index: int, device: torch.device) -> T
         # A number that only the labels know is no size of a graph.
         torch._dynamo.graph_break(msg='rows: expected "all" or row numbers with fullgraph=True, got None')
     return to_device((targets != ignore_index).nonzero().flatten(), device)
-
-
-def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on `device`; the host does not wait: pageable memory would make it."""
-    if values.device.type == "cpu" and device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
 
 
 def _selected(

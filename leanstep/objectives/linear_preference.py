@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob import LMHead, ReferenceHead, Transform, Tuning, VocabShards, linear_logprobs
-from leanstep.objectives.cross_entropy import align_labels, counting_rows, to_device
+from leanstep.logprob.layout import to_device
+from leanstep.objectives.cross_entropy import align_labels, counting_rows
 from leanstep.objectives.pairwise import (
     PreferenceObjective,
     checked_preference,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob import PolicyBatch
-from leanstep.logprob.objective import checked_sequences
+from leanstep.logprob.objective import checked_sequences, sequence_of_rows
 
 # exp of more is no weight that anybody wants; the same bound as verl's.
 LOG_BOUND = 20.0
@@ -147,12 +147,7 @@ class _Sequences:
     """Masked reductions over the rows of each sequence, back on every row: [N]."""
 
     def __init__(self, lengths: list[int], mask: Tensor) -> None:
-        counts = torch.tensor(lengths, dtype=torch.int64, device=mask.device)
-        self.of, self.mask, self.count = (
-            torch.repeat_interleave(counts, output_size=len(mask)),
-            mask,
-            len(lengths),
-        )
+        self.of, self.mask, self.count = sequence_of_rows(lengths, mask.device), mask, len(lengths)
         self.rows = self._add(mask)
 
     def _add(self, values: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ from leanstep.logprob.inputs import (
     check_temperature,
     checked_allowed,
 )
+from leanstep.logprob.layout import to_device
 from leanstep.logprob.parallel import reduce_hidden_grad, resolve_group
-from leanstep.objectives.cross_entropy import to_device
 from leanstep.objectives.distill_tiles import all_reduce_
 
 

@@ -200,7 +200,7 @@ def test_empty_parts_stay_in_the_graph():
 def test_index_tensors_come_from_one_copy(monkeypatch):
     copies = []
     monkeypatch.setattr(
-        "leanstep.logprob.rows._to_device", lambda host, device: copies.append(host.numel()) or host
+        "leanstep.logprob.rows.to_device", lambda host, device: copies.append(host.numel()) or host
     )
     plan_rows([9, 13], [2, 12], loss_masks=[[1, 1], [1, 0] * 6], select="loss_mask")
     assert len(copies) == 1

@@ -239,3 +239,16 @@ def test_refusals(call, complaint):
     hidden, weight, _, _, labels = batch()
     with pytest.raises(ValueError, match=complaint):
         call(hidden, weight, labels)
+
+
+# torch's own, where it takes up a broken graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_compiled_step_gives_the_numbers_of_eager():
+    hidden, weight, _, _, labels = batch()
+    reference = torch.randn(S, dtype=torch.float64)
+
+    def loss(h, w):
+        return linear_preference_loss(h.tanh(), w, labels, reference=reference).loss
+
+    torch._dynamo.reset()
+    compare(torch.compile(loss, backend="aot_eager")(hidden, weight), loss(hidden, weight), (hidden, weight))

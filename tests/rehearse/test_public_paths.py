@@ -13,24 +13,35 @@ from typing import Any
 import pytest
 from rehearse.rehearsed import SCRIPTS, Rehearsed, run_script
 
+from leanstep.logprob import OBJECTIVES
+from leanstep.objectives import PREFERENCES
 from leanstep.rehearse.events import Alloc, Event, HostWait, Kernel, Launch, Storage
 
 PATHS = {
     "logprob": (
         *("linear_logprobs", "linear_logprobs, metric, lse", "linear_logprobs, bias, softcap, temperature"),
-        *("linear_logprobs, kl, top_k", "linear_logprobs, frozen head"),
-        *("linear_logprobs, autocast, fp32 weight", "linear_policy_loss", "token_logprobs"),
-        "linear_policy_loss, clip_cov",
+        *("linear_logprobs, kl, top_k", "linear_logprobs, frozen head", "linear_logprobs, LoRA"),
+        *("linear_logprobs, autocast, fp32 weight", "linear_logprobs, allowed", "token_logprobs"),
+        *(f"linear_policy_loss, {objective}" for objective in OBJECTIVES),
+        *("policy_loss", "plan_rows, sample_mean", "next_token_targets"),
     ),
     "objectives": (
-        *("linear_cross_entropy", "linear_cross_entropy, all rows", "linear_distill_loss"),
-        *("linear_distill_loss, labels, softcap", "linear_preference_loss", "linear_preference_loss, kto"),
-        "linear_masked_logprobs",
+        *("linear_cross_entropy", "linear_cross_entropy, all rows", "linear_cross_entropy, none"),
+        *("linear_cross_entropy, classes", "linear_cross_entropy, probabilities"),
+        *("linear_ahead_cross_entropy", "linear_distill_loss", "linear_distill_loss, reverse_kl"),
+        *("linear_distill_loss, jsd", "linear_distill_loss, skew_kl", "linear_distill_loss, cross_entropy"),
+        *("linear_distill_loss, labels, softcap", "linear_distill_loss, TeacherLogProbs"),
+        *("linear_distill_loss, TeacherTopK", "linear_distill_loss, SoftLabels"),
+        *("linear_distill_loss, two teachers", "linear_sequence_logprobs"),
+        *(f"linear_preference_loss, {kind}" for kind in PREFERENCES),
+        *("correct_rollout", "correct_rollout, sequence"),
+        *("linear_masked_logprobs", "linear_masked_logprobs, entropy, kl"),
     ),
     "muon": ("NorMuon, fp32", "NorMuon, bf16", "NorMuon, banks", "polar", "transpose_copy, transpose_add"),
-    "gpt": ("GPT",),
+    "gpt": ("GPT", "GPT, mean_loss", "GPT, untied"),
     "preference": (
-        *("bradley_terry", "hinge", "plackett_luce", "LensObjective, float32", "LensObjective, bfloat16"),
+        *("bradley_terry", "hinge", "plackett_luce", "draw_pairs"),
+        *("LensObjective, float32", "LensObjective, bfloat16"),
     ),
 }
 # A product with a shorter side than this has no tile for tensor cores: a gate's outer product, a bias.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -75,3 +76,33 @@ def test_fingerprints_show_what_moved(capsys: pytest.CaptureFixture[str]):
     assert fingerprint.compare({key: "a"}, {key: "a"}) == 0
     assert fingerprint.compare({key: "a"}, {key: "b"}) == 1
     assert "changed: case/tiny/float32/leanstep" in capsys.readouterr().out
+
+
+def unguarded_launches(source: str) -> list[str]:
+    """Launches `..._kernel[grid](...)` outside a `with` that makes a tensor's device the current one."""
+    found = []
+
+    def visit(node: ast.AST, guarded: bool) -> None:
+        if isinstance(node, ast.With):
+            opened = " ".join(ast.unparse(item.context_expr) for item in node.items)
+            guarded = guarded or any(f"{g}(" in opened for g in ("device_of", "cuda.device"))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and not guarded:
+            name = ast.unparse(node.func.value)
+            if name.endswith("kernel"):
+                found.append(f"{node.lineno}: {name}")
+        for child in ast.iter_child_nodes(node):
+            # A function's body runs where it is called.
+            visit(child, guarded and not isinstance(child, ast.FunctionDef))
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def test_every_kernel_is_launched_on_its_tensors_device():
+    # Triton launches on the current device: tensors on cuda:1 would be read from cuda:0.
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "leanstep").rglob("*.py")}
+    launching = [path for path, text in sources.items() if "kernel[" in text]
+    assert len(launching) >= 5
+    assert {path.name: found for path, text in sources.items() if (found := unguarded_launches(text))} == {}
+    assert unguarded_launches("def f(x):\n    some_kernel[(1,)](x)") == ["2: some_kernel"]
+    assert unguarded_launches("with torch.cuda.device_of(x):\n    some_kernel[(1,)](x)") == []

@@ -84,17 +84,18 @@ class Head:
             sixteen_bit = self.weight.dtype in (torch.bfloat16, torch.float16)
             self.operand_dtype = self.weight.dtype if sixteen_bit else self.autocast or self.dtype
 
-    def weight_tile(self, columns: slice) -> Tensor:
-        """Rows of the weight, [W, D]; on a GPU rows of zeros fill an odd number of columns up."""
+    def weight_tile(self, columns: slice, low: bool = False) -> Tensor:
+        """Rows of the (`low`) weight, [W, D]; on a GPU rows of zeros fill an odd number of columns up."""
+        weight = self.low_weight if low and self.low_weight is not None else self.weight
         if not self.is_on_gpu:
-            tile = self.weight[columns].to(self.operand_dtype)
+            tile = weight[columns].to(self.operand_dtype)
             return tile if self.block_rows is None else aligned(tile)
         width = columns.stop - columns.start
-        padded = row_stride(width, self.weight.device)
+        padded = row_stride(width, weight.device)
         if padded == width:
-            return self.weight[columns].to(self.operand_dtype)
-        tile = self.weight.new_zeros((padded, self.weight.shape[1]), dtype=self.operand_dtype)
-        tile[:width] = self.weight[columns]
+            return weight[columns].to(self.operand_dtype)
+        tile = weight.new_zeros((padded, weight.shape[1]), dtype=self.operand_dtype)
+        tile[:width] = weight[columns]
         return tile
 
     @property
@@ -122,10 +123,11 @@ class Head:
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, columns: slice, out: Tensor
     ) -> Tensor:
         """factor (h W^T + low_h low_W^T) into `out` [R, W]; `weight` is `weight_tile(columns)`."""
-        product(h, weight.t(), widened(out, len(weight)), factor=self.factor, high=self.block_rows)
+        wide = widened(out, len(weight))
+        product(h, weight.t(), wide, factor=self.factor, high=self.block_rows)
         if low_h is not None and self.low_weight is not None:
-            low = self.low_weight[columns].to(low_h.dtype)
-            product(low_h, low.t(), out, factor=self.factor, accumulate=True)
+            low = self.weight_tile(columns, low=True)
+            product(low_h, low.t(), wide, factor=self.factor, accumulate=True)
         return out
 
     def logits(

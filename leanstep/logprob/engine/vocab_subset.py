@@ -71,20 +71,32 @@ class AllowedIds:
         keys = torch.unique(keys)
         return keys // vocabulary, keys % vocabulary
 
+    def sorted_pairs(self, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(row, id) of every allowed id and every target in row order, and which repeat the one before.
+
+        As many as came in: a device need not tell the host how many are left.
+        """
+        rows = torch.cat([self.row_of, torch.arange(len(targets), device=targets.device)])
+        keys = (torch.cat([self.ids, targets]) + rows * vocabulary).sort().values
+        repeats = torch.zeros_like(keys, dtype=torch.bool)
+        repeats[1:] = keys[1:] == keys[:-1]
+        return keys // vocabulary, keys % vocabulary, repeats
+
 
 def sparse_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, head: Head,
                     targets: Tensor, allowed: AllowedIds, budget: int | None) -> Tensor:  # fmt: skip
     """logp [T'] over allowed ids and targets, differentiable in hidden, weight and bias."""
-    row_of, ids = allowed.unique_pairs(targets, head.columns)
+    row_of, ids, repeats = allowed.sorted_pairs(targets, head.columns)
     step = max(
         (budget or default_budget(hidden.device)) // (3 * head.dtype.itemsize * max(hidden.shape[1], 1)), 1
     )
-    return _Sparse.apply(hidden, weight, bias, rows, head, targets, row_of, ids, step)  # type: ignore[return-value]
+    return _Sparse.apply(hidden, weight, bias, rows, head, targets, (row_of, ids, repeats), step)  # type: ignore[return-value]
 
 
 class _Sparse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, rows, head, targets, row_of, ids, step):  # type: ignore[override, no-untyped-def]
+    def forward(ctx: Any, hidden, weight, bias, rows, head, targets, pairs, step):  # type: ignore[override, no-untyped-def]
+        row_of, ids, repeats = pairs
         ctx.set_materialize_grads(False)
         u = torch.zeros(len(ids), dtype=head.dtype, device=hidden.device)
         for part, h, w in _pairs(hidden, weight, rows, head, row_of, ids, step):
@@ -98,17 +110,16 @@ class _Sparse(torch.autograd.Function):
         if head.softcap is not None:
             tanh = torch.tanh(z / head.softcap)
             z, slope = head.softcap * tanh, slope * (1.0 - tanh.square())
-        z, slope = z / temperature, slope / temperature
+        z, slope = (z / temperature).masked_fill(repeats, -torch.inf), slope / temperature
         top = torch.full((len(targets),), -torch.inf, dtype=z.dtype, device=z.device)
         top = top.scatter_reduce(0, row_of, z, "amax")
         shift = torch.where(top == -torch.inf, 0.0, top)
         x = z - shift[row_of]
         sums = torch.zeros_like(shift).index_add_(0, row_of, x.exp())
         log_p = x - torch.where(sums == 0, 1.0, sums).log()[row_of]
-        is_target = ids == targets[row_of]
-        logp = torch.full_like(shift, -torch.inf)
-        # Each row has its target exactly once, in row order.
-        logp.copy_(log_p.masked_select(is_target))
+        is_target = (ids == targets[row_of]) & ~repeats
+        # Each row has its target exactly once.
+        logp = torch.zeros_like(shift).index_add_(0, row_of, torch.where(is_target, log_p, 0.0))
         ctx.save_for_backward(hidden, weight, bias, rows, row_of, ids, log_p.exp(), slope, is_target)
         ctx.head, ctx.step = head, step
         return logp
@@ -119,7 +130,7 @@ class _Sparse(torch.autograd.Function):
         hidden, weight, bias, rows, row_of, ids, prob, slope, is_target = ctx.saved_tensors
         head = ctx.head
         if g is None:
-            return (None,) * 9
+            return (None,) * 8
         du = g.to(prob.dtype)[row_of] * (is_target.to(prob.dtype) - prob) * slope
         selected = hidden.shape[0] if rows is None else rows.shape[0]
         d_hidden = d_weight = d_bias = None
@@ -138,7 +149,7 @@ class _Sparse(torch.autograd.Function):
             d_hidden = d_hidden.to(hidden.dtype)
             if rows is not None:
                 d_hidden = torch.zeros_like(hidden).index_add_(0, rows, d_hidden)
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias, *(None,) * 6
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias, *(None,) * 5
 
 
 def _pairs(

@@ -59,12 +59,19 @@ HEADS = {"small": (384, 128, 1_024), "odd": (1_024, 768, 50_257), "large": (6_14
 
 def logprob(size: str) -> None:
     from leanstep.logprob import (
+        OBJECTIVES,
+        Allowed,
         LMHead,
+        LoRA,
         PolicyBatch,
         ReferenceHead,
         Transform,
         linear_logprobs,
         linear_policy_loss,
+        next_token_targets,
+        plan_rows,
+        policy_loss,
+        sample_mean,
         token_logprobs,
     )
 
@@ -74,9 +81,12 @@ def logprob(size: str) -> None:
     targets = torch.randint(vocab, (tokens,), device="cuda")
     rows = torch.arange(tokens // 4, tokens, device="cuda")
     old = normal(len(rows), dtype=FP32)
+    lengths = [len(rows) // 4] * 4
+    batch = PolicyBatch(old, old, mask=torch.ones_like(old), ref_logp=old, sequence_lengths=lengths)
+    down, up = normal(16, width, grad=True), normal(vocab, 16, grad=True)
 
     def fresh() -> None:
-        for tensor in (hidden, weight, master, bias):
+        for tensor in (hidden, weight, master, bias, down, up):
             tensor.grad = None
 
     def linear(head: Any = weight, **options: Any) -> Callable[[int], None]:
@@ -94,7 +104,6 @@ def logprob(size: str) -> None:
     def policy(objective: str = "grpo") -> Callable[[int], None]:
         def call(_: int) -> None:
             fresh()
-            batch = PolicyBatch(old_logp=old, advantages=old, mask=torch.ones_like(old))
             backward(linear_policy_loss(hidden, weight, targets, batch, objective=objective, rows=rows).loss)
 
         return call
@@ -110,8 +119,37 @@ def logprob(size: str) -> None:
     path("linear_logprobs, kl, top_k", size, tokens, linear(**compared))
     path("linear_logprobs, frozen head", size, tokens, linear(weight.detach(), entropy="grad"))
     path("linear_logprobs, autocast, fp32 weight", size, tokens, autocast)
-    path("linear_policy_loss", size, tokens, policy())
-    path("linear_policy_loss, clip_cov", size, tokens, policy("clip_cov"))
+    path("linear_logprobs, LoRA", size, tokens, linear(LMHead(weight.detach(), lora=LoRA(down, up))))
+    # On the host, as samplers hand them over: the offsets are looked at.
+    kept = Allowed(torch.randint(vocab, (8 * len(rows),)), torch.arange(0, 8 * len(rows) + 1, 8))
+    path("linear_logprobs, allowed", size, tokens, linear(allowed=kept))
+    for objective in OBJECTIVES:
+        path(f"linear_policy_loss, {objective}", size, tokens, policy(objective))
+
+    def plain(_: int) -> None:
+        logp = normal(len(rows), dtype=FP32, grad=True)
+        options = {"entropy": logp.square(), "ref_logp": old, "mask": batch.mask}
+        backward(policy_loss(logp, old, old, **options).loss)
+
+    path("policy_loss", size, tokens, plain)
+
+    def planned(_: int) -> None:
+        fresh()
+        # As a trainer of verl's or slime's kind calls it: lengths and masks on the host.
+        samples = [tokens // 4] * 4
+        masks = [[1] * (n // 2) for n in samples]
+        plan = plan_rows(samples, [n // 2 for n in samples], loss_masks=masks, device="cuda")
+        out = linear_logprobs(hidden, weight, targets[plan.rows], rows=plan.rows)
+        backward(sample_mean(plan.split(out.logp), plan))
+
+    path("plan_rows, sample_mean", size, tokens, planned)
+
+    def ahead(_: int) -> None:
+        fresh()
+        where, wanted = next_token_targets(targets.view(4, -1))
+        backward(linear_logprobs(hidden, weight, wanted, rows=where).logp)
+
+    path("next_token_targets", size, tokens, ahead)
     logits = normal(min(tokens, 2048), vocab, grad=True)
 
     def existing(_: int) -> None:
@@ -123,14 +161,22 @@ def logprob(size: str) -> None:
 
 
 def objectives(size: str) -> None:
-    from leanstep.logprob import Allowed, ReferenceHead, Transform
+    from leanstep.logprob import Allowed, PolicyBatch, ReferenceHead, Transform
     from leanstep.objectives import (
+        PREFERENCES,
         HardLabels,
+        RolloutCorrection,
+        SoftLabels,
         TeacherHead,
+        TeacherLogProbs,
+        TeacherTopK,
+        correct_rollout,
+        linear_ahead_cross_entropy,
         linear_cross_entropy,
         linear_distill_loss,
         linear_masked_logprobs,
         linear_preference_loss,
+        linear_sequence_logprobs,
     )
 
     tokens, width, vocab = HEADS[size]
@@ -151,32 +197,76 @@ def objectives(size: str) -> None:
         return call
 
     reference = ReferenceHead(weight.detach(), hidden.detach())
+    head, classes = TeacherHead(far, wide), normal(vocab, dtype=FP32).abs()
+    second = normal(vocab, width, grad=True)
+    # Given by somebody else for the selected rows alone, and few of them: [T', V] is as large as it gets.
+    some = rows[: min(len(rows), 1_024)]
+    given = normal(len(some), vocab)
+    best = TeacherTopK(torch.randint(vocab, (len(some), 8), device="cuda"), normal(len(some), 8, dtype=FP32))
+
+    def distill(teacher: Any, picked: Tensor = rows, **options: Any) -> Callable[[Tensor], Tensor]:
+        return lambda h: linear_distill_loss(h.flatten(0, 1), weight, teacher, rows=picked, **options).loss
+
+    def prefer(objective: str) -> Callable[[Tensor], Tensor]:
+        options: dict[str, Any] = {"objective": objective}
+        if objective not in ("cpo", "simpo", "orpo"):
+            options["reference"] = reference
+        if objective == "kto":
+            options["desirable"] = desirable
+        return lambda h: linear_preference_loss(h, weight, labels, **options).loss
+
+    def corrected(level: str, kind: str) -> Callable[[Tensor], Tensor]:
+        def loss(h: Tensor) -> Tensor:
+            old = h.flatten(0, 1)[:, 0].float()
+            batch = PolicyBatch(old, old.detach(), sequence_lengths=[tokens // 4] * 4)
+            rule = RolloutCorrection(level=level, reject=[(kind, None, 4.0)], normalize=True)
+            after, metrics = correct_rollout(batch, old.detach() + 1, rule)
+            return (after.advantages * after.mask * old).sum() + metrics["mean_weight"]
+
+        return loss
+
     for name, loss in {
         "linear_cross_entropy": lambda h: linear_cross_entropy(h, weight, labels),
         "linear_cross_entropy, all rows": lambda h: linear_cross_entropy(h, weight, labels, rows="all"),
-        "linear_distill_loss": lambda h: (
-            linear_distill_loss(
-                h.flatten(0, 1), weight, TeacherHead(far, wide), divergence=("jsd", 0.5), rows=rows
-            ).loss
+        "linear_cross_entropy, none": lambda h: linear_cross_entropy(
+            h, weight, labels, reduction="none", label_smoothing=0.1
         ),
-        "linear_distill_loss, labels, softcap": lambda h: (
-            linear_distill_loss(
+        "linear_cross_entropy, classes": lambda h: linear_cross_entropy(
+            h, weight, labels, class_weights=classes, label_smoothing=0.1
+        ),
+        "linear_cross_entropy, probabilities": lambda h: linear_cross_entropy(
+            h.flatten(0, 1)[: len(given)], weight, given
+        ),
+        "linear_ahead_cross_entropy": lambda h: linear_ahead_cross_entropy(
+            h, (weight, second), labels, factors=(1.0, 0.5)
+        ),
+        "linear_distill_loss": distill(head),
+        "linear_distill_loss, reverse_kl": distill(head, divergence="reverse_kl"),
+        "linear_distill_loss, jsd": distill(head, divergence=("jsd", 0.5)),
+        "linear_distill_loss, skew_kl": distill(head, divergence=("skew_kl", 0.1)),
+        "linear_distill_loss, cross_entropy": distill(head, divergence="cross_entropy"),
+        "linear_distill_loss, labels, softcap": distill(
+            head, hard=HardLabels(hard, 0.5), temperature=2.0, transform=Transform(softcap=30.0)
+        ),
+        "linear_distill_loss, TeacherLogProbs": distill(TeacherLogProbs(given), some),
+        "linear_distill_loss, TeacherTopK": distill(best, some),
+        "linear_distill_loss, SoftLabels": distill(
+            SoftLabels(given, 0.1, classes), some, divergence="cross_entropy"
+        ),
+        "linear_distill_loss, two teachers": distill([(head, 0.5), (TeacherHead(far, wide), 0.5)]),
+        "linear_sequence_logprobs": lambda h: linear_sequence_logprobs(h, weight, labels).sums,
+        **{f"linear_preference_loss, {kind}": prefer(kind) for kind in PREFERENCES},
+        "correct_rollout": corrected("token", "token_k3"),
+        "correct_rollout, sequence": corrected("sequence", "seq_max_k2"),
+        "linear_masked_logprobs, entropy, kl": lambda h: (
+            linear_masked_logprobs(
                 h.flatten(0, 1),
                 weight,
-                TeacherHead(far, wide),
-                rows=rows,
-                hard=HardLabels(hard, 0.5),
-                temperature=2.0,
-                transform=Transform(softcap=30.0),
-            ).loss
-        ),
-        "linear_preference_loss": lambda h: (
-            linear_preference_loss(h, weight, labels, reference=reference).loss
-        ),
-        "linear_preference_loss, kto": lambda h: (
-            linear_preference_loss(
-                h, weight, labels, objective="kto", reference=reference, desirable=desirable
-            ).loss
+                labels.flatten().clamp(min=0),
+                kept,
+                entropy="grad",
+                reference=ReferenceHead(weight.detach(), hidden.detach().flatten(0, 1)),
+            ).logp
         ),
         "linear_masked_logprobs": lambda h: (
             linear_masked_logprobs(h.flatten(0, 1), weight, labels.flatten().clamp(min=0), kept).logp
@@ -236,6 +326,15 @@ def gpt(size: str) -> None:
 
     path("GPT", size, tokens, call)
 
+    def evaluate(batch: int) -> None:
+        length = 512 - 64 * batch
+        ends = torch.tensor([*range(0, tokens, length), tokens], dtype=torch.int32)
+        model.mean_loss(inputs, targets, ends)
+
+    path("GPT, mean_loss", size, tokens, evaluate)
+    model.untie()
+    path("GPT, untied", size, tokens, call)
+
 
 LENSES = {"tiny": (3, 96, 4), "seed": (13, 2_048, 32), "large": (32, 4_096, 32)}
 
@@ -243,7 +342,7 @@ LENSES = {"tiny": (3, 96, 4), "seed": (13, 2_048, 32), "large": (32, 4_096, 32)}
 def preference(size: str) -> None:
     from leanstep.preference import LensObjective
     from leanstep.preference.cases import make_batch
-    from leanstep.preference.ragged import bradley_terry, hinge, make_groups, plackett_luce
+    from leanstep.preference.ragged import bradley_terry, draw_pairs, hinge, make_groups, plackett_luce
 
     samples, tokens, block = LENSES[size]
     params = {
@@ -262,6 +361,12 @@ def preference(size: str) -> None:
     groups = make_groups(scores, torch.arange(0, count + 1, 16, device="cuda"), max_group_size=16)
     for loss in (bradley_terry, hinge, plackett_luce):
         path(loss.__name__, size, tokens, lambda _, loss=loss: backward(loss(scores, labels, groups)))
+
+    def drawn(_: int) -> None:
+        pairs = draw_pairs(labels, groups, 16)
+        backward(bradley_terry(scores, pairs=(pairs.i, pairs.j), weights=pairs.weight))
+
+    path("draw_pairs", size, tokens, drawn)
     for dtype in (FP32, BF16):
         objective = LensObjective(config)
 
