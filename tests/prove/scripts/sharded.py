@@ -13,7 +13,7 @@ torch.manual_seed(4)
 model = nn.Sequential(nn.Embedding(30, 10), nn.Linear(10, 14), nn.Tanh(), nn.Linear(14, 30))
 tokens = torch.randint(30, (6, 5))
 if args.fsdp:
-    from torch.distributed.fsdp import fully_shard
+    from ranks import fully_shard
 
     dist.init_process_group("gloo")
     mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
