@@ -47,10 +47,11 @@ class Stop(BaseException):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the script ended: its exit code, and its exception's name, if any."""
+    """How the script ended: its exit code, and its exception's name and what it says in one line, if any."""
 
     code: int = 0
     exception: str | None = None
+    said: str = ""
     stopped: bool = False
 
 
@@ -148,14 +149,24 @@ def _run(program: Program, argv: Sequence[str], context: AbstractContextManager[
         return Outcome(_exit_code(error))
     except KeyboardInterrupt as error:
         _print_traceback(error)
-        return Outcome(130, "KeyboardInterrupt")
+        return Outcome(130, "KeyboardInterrupt", one_line(error))
     except BaseException as error:
         _print_traceback(error)
-        return Outcome(1, type(error).__name__)
+        return Outcome(1, type(error).__name__, one_line(error))
     finally:
         sys.argv = old_argv
         sys.path[:] = old_path
     return Outcome()
+
+
+def one_line(error: BaseException) -> str:
+    """The name and the message's first line; the second too where the first only announces it.
+
+    The last line of a traceback is not it: a compiler's exception ends with advice on how to report it.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    shown = lines[: 2 if lines and lines[0].endswith(":") else 1]
+    return " ".join([type(error).__name__ + ":" * bool(shown), *shown])
 
 
 def _exit_code(error: SystemExit) -> int:

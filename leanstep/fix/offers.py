@@ -276,7 +276,8 @@ def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...]) -> Dia
         ]
     ended = None
     if outcome.exception is not None or outcome.code:
-        ended = f"with {outcome.exception or f'exit code {outcome.code}'}: {said[-1].strip() if said else ''}"
+        last = outcome.said or (said[-1].strip() if said else "")
+        ended = f"with {outcome.exception or f'exit code {outcome.code}'}: {last}"
     paths = {Path(script)}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)

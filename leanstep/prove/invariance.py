@@ -225,12 +225,8 @@ def prove_invariance(job: Job, *, fork: bool = False) -> InvarianceProof:
 
 
 def _invariant_child(job: Job, folder: str) -> None:
-    log = Path(folder) / "log"
-    with log_to(log):
+    with log_to(Path(folder) / "log"):
         proof = script_invariance(job)
-    if proof.problem is not None and proof.problem.endswith(": "):
-        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        proof.problem += said[-1] if said else ""
     (Path(folder) / "proof.pickle").write_bytes(pickle.dumps(proof))
 
 
@@ -241,7 +237,7 @@ def script_invariance(job: Job) -> InvarianceProof:
     with seeded(job.seed):
         outcome = run_script(Path(job.script), job.argv, watch)
     if outcome.exception is not None:
-        proof.problem = f"{job.label} ended with {outcome.exception}: "
+        proof.problem = f"{job.label} ended with {outcome.exception}: {outcome.said}"
     elif not proof.variants:
         proof.problem = f"{job.label} calls no model with a batch before its first backward()"
     return proof

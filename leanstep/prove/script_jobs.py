@@ -96,7 +96,8 @@ def _read(folder: Path, job: Job, rank: int) -> Captured:
     except (OSError, EOFError, pickle.UnpicklingError):
         captured = Captured(error="was killed")
     said = [line for line in text.strip().splitlines() if line.strip()]
-    captured.said = said[-1].strip() if said else ""
+    if not captured.said and said:
+        captured.said = said[-1].strip()
     return captured
 
 
@@ -132,7 +133,7 @@ def capture_script(job: Job) -> Captured:
         outcome = run_script(Path(job.script), job.argv, recorded())
     captured = recorder.captured
     if outcome.exception is not None:
-        captured.error = outcome.exception
+        captured.error, captured.said = outcome.exception, outcome.said
     elif outcome.code:
         captured.error = f"exit code {outcome.code}"
     if twin is not None:

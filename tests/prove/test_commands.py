@@ -65,6 +65,10 @@ def test_a_pair_is_proven_and_written_everywhere(tmp_path: Path, capfd):
             "raise RuntimeError('no data here')\n",
             "RuntimeError before its first update: RuntimeError: no data",
         ),
+        (
+            "raise RuntimeError(\"backend='inductor' raised:\\nOSError: no g++\\n\\nSet VERBOSE=1\")\n",
+            "before its first update: RuntimeError: backend='inductor' raised: OSError: no g++",
+        ),
         (STEP + LOOP.replace("mean()", "mean().mul(float('nan'))"), "has a loss of nan in step 1"),
     ],
 )
