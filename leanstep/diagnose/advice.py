@@ -37,12 +37,12 @@ class Advice:
 ADVICE = (
     Advice(
         HEAD_RULES,
-        "In a GRPOTrainer: leanstep.integrations.trl.LeanGRPOTrainer in its place, or apply_leanstep(...). "
-        "In an SFTTrainer or DPOTrainer the rows with label -100 are scored as well unless the device has "
-        "Triton: for supervised training leanstep.integrations.transformers.LeanTrainer skips them.",
-        "LeanGRPOTrainer / LeanTrainer",
+        "leanstep.integrations.trl.apply_leanstep(trainer) before train(), or the trainer's class with Lean "
+        "before its name (LeanSFTTrainer, LeanDPOTrainer, LeanGRPOTrainer, LeanKTOTrainer). Without Triton "
+        "TRL scores the prompt's rows as well; then they never meet the head.",
+        "integrations.trl.apply_leanstep(trainer)",
         package="trl/",
-        leanstep="leanstep.integrations.trl.LeanGRPOTrainer",
+        leanstep="leanstep.integrations.trl.apply_leanstep",
     ),
     Advice(
         HEAD_RULES,

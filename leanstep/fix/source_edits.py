@@ -59,7 +59,7 @@ class Source:
         self.path, self.data = path, path.read_bytes()
         try:
             self.module = cst.parse_module(self.data)
-        except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
+        except (cst.ParserSyntaxError, SyntaxError, UnicodeDecodeError) as error:
             raise NotUnderstood(f"{path.name} cannot be parsed") from error
         if self.module.encoding not in ("utf-8", "utf8") or self.module.bytes != self.data:
             raise NotUnderstood(f"{path.name} is not plain UTF-8")

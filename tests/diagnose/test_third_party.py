@@ -65,7 +65,9 @@ def test_trl_grpo_reads_the_device_all_over(watched) -> None:
     first = watch.findings()[0]
     assert first.rule == "dead-rows" and first.line.file.endswith("chunked_logprob.py")
     assert first.evidence["width"] == 512 and first.count >= 8 * 11
-    assert first.short_fix.startswith("LeanGRPOTrainer")
+    # What is advised must take every trainer that scores with this kernel: SFT, DPO and KTO as well.
+    assert first.short_fix == "integrations.trl.apply_leanstep(trainer)"
+    assert all(f"Lean{kind}Trainer" in first.fix for kind in ("SFT", "DPO", "GRPO", "KTO"))
     # One look per generated token, to see whether all sequences have ended.
     assert findings["host-sync", "return bool(unfinished_sequences.max() == 0)"] == 16
     # Ids and mask are copied to the host; the lists are made from the copies.

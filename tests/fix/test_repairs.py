@@ -404,3 +404,13 @@ def test_edits_that_meet_are_refused():
     with pytest.raises(NotUnderstood):
         apply(b"0123456789", [one, other])
     assert apply(b"0123456789", [one, one, Edit(path, 5, 6, "b")]) == b"01ab6789"
+
+
+def test_a_compiled_module_among_the_files_is_passed_by(tmp_path: Path) -> None:
+    """An extension outside site-packages counts as the user's file, and is no source."""
+    binary, script = tmp_path / "_fast.so", tmp_path / "train.py"
+    binary.write_bytes(b"\x7fELF\x02\x01\xb8\x00 coding\n" + bytes(range(256)))
+    script.write_text("import torch\noptimizer = torch.optim.AdamW(parameters)\noptimizer.step()\n")
+    finding = SimpleNamespace(rule="unbatched-optimizer", line=SimpleNamespace(file=str(script), number=3))
+    (edit,) = variants(Project([binary, script]), finding)[0].edits  # type: ignore[arg-type]
+    assert "fused=True" in edit.text
