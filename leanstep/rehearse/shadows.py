@@ -77,9 +77,10 @@ def devices_here() -> int:
 
 def check_ordinal(device: Any) -> None:
     """Raise as CUDA does for a device that is not there."""
-    index = device if isinstance(device, int) else torch.device(device).index
+    named = isinstance(device, str | torch.device)
+    index = torch.device(device).index if named else device
     devices = devices_here()
-    if index is not None and index >= devices:
+    if isinstance(index, int) and index >= devices:
         there = "cuda:0 alone is" if devices == 1 else f"cuda:0 to cuda:{devices - 1} are"
         raise RuntimeError(f"CUDA error: invalid device ordinal: cuda:{index} where {there} there")
 

@@ -7,6 +7,7 @@ import io
 
 import pytest
 from rehearse.rehearsed import run_script, stub_or_skip
+from torch.utils.cpp_extension import is_ninja_available
 
 from leanstep.cli import run
 
@@ -121,3 +122,21 @@ def test_pooling_is_captured(tmp_path):
     )
     recording = run_script(script).recording
     assert recording.ended == "steps" and recording.regions
+
+
+def test_an_extension_of_the_host_is_built_and_called(tmp_path, monkeypatch):
+    stub_or_skip()
+    if not is_ninja_available():
+        pytest.skip("torch builds extensions with ninja, which is not installed")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    script = tmp_path / "train.py"
+    script.write_text(
+        SETUP + "from torch.utils.cpp_extension import load_inline\n"
+        "source = '''#include <pybind11/pybind11.h>\nint twice(int x) { return 2 * x; }\n"
+        "PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def(\"twice\", &twice); }'''\n"
+        "mine = load_inline('mine', source, no_implicit_headers=True)\n"
+        "for _ in range(4):\n    model(torch.ones(mine.twice(3), 4).cuda()).sum().backward(); opt.step()\n"
+    )
+    recording = run_script(script).recording
+    assert recording.ended == "steps", recording.refused
+    assert any(s.shape == (6, 4) for s in recording.storages.values())

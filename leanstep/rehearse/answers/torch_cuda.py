@@ -136,9 +136,7 @@ def _device_answers(tape: Tape, device: Any) -> None:
         return None
 
     def chosen(*given: Any, **named: Any) -> None:
-        asked = (*given, *named.values())[-1]
-        if isinstance(asked, int | str | torch.device):
-            check_ordinal(asked)
+        check_ordinal((*given, *named.values())[-1])
 
     def synchronize(*_: Any) -> None:
         tape.wait("synchronize")
