@@ -172,7 +172,8 @@ def test_in_a_trl_trainer(tmp_path):
     ((_, scalars),) = figures(trainer)
     assert scalars["leanstep/host_reads"] > 9
     assert len(texts) == 1 and "host-sync" in texts[0] and "shows all" in texts[0]
-    assert "LeanGRPOTrainer" in {f.rule: f.short_fix for f in callback.report.findings}["dead-rows"]
+    advice = {f.rule: f.short_fix for f in callback.report.findings}["dead-rows"]
+    assert advice == "integrations.trl.apply_leanstep(trainer)"
 
 
 def lightning_module():
