@@ -78,9 +78,7 @@ class Tape(TorchDispatchMode):
         self._parameters: list[Any] = []
         self.ranks = 1
         self.in_registers = False  # what the next call makes gets no memory: a compiler would fuse it away
-        self.most_on_host = (
-            1 << 30
-        )  # elements of a host tensor of floats; more are on their way to the device
+        self.most_on_host = 1 << 30  # floats of a host tensor; more are on their way to the device
         self.collective: Any = None  # tapes a call of c10d; set where torch.distributed is answered
         self._names: dict[Any, str] = {}
         self._whole: set[Any] = set()  # calls that are not made of others
@@ -272,7 +270,8 @@ class Tape(TorchDispatchMode):
             large = name in FACTORIES and math.prod(args[0]) > self.most_on_host
             if large and kwargs.get("dtype") in FLOATS and str(where) != "meta":
                 with self.fake_mode:
-                    return func(*args, **{k: v for k, v in kwargs.items() if k != "generator"})
+                    # Overloads that take a generator want it named.
+                    return func(*args, **{k: None if k == "generator" else v for k, v in kwargs.items()})
             out = func(*args, **kwargs)  # the host's own work
             return self.pin(out) if pinned else out
         if not hasattr(func, "_schema"):  # a higher-order operator: its body comes back here

@@ -184,3 +184,13 @@ def test_a_broken_case_is_a_problem_and_the_others_go_on(monkeypatch, tmp_path):
     gpu_report.write_report(report, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["problems"] == report["problems"]
     assert "toy-bad" in (tmp_path / "index.html").read_text()
+
+
+def test_a_case_of_a_gpus_size_is_rehearsed():
+    # Its tensors are drawn with a generator and too large for the host.
+    from leanstep.rehearse import Request, rehearse
+
+    settings = {"size": "gpu", "dtype": "bf16"}
+    request = Request("transpose-add", case=True, steps=2, settings=settings, implementation="leanstep")
+    recording = rehearse(request, quiet=True)
+    assert recording.refused is None and len(recording.steps) == 2
