@@ -41,8 +41,8 @@ def one_round(threads: int, most: float, names: list[str]) -> dict[str, str]:
     for name, case in sorted(all_cases().items()):
         if names and name not in names:
             continue
-        # A `large` workload alone takes gigabytes.
-        for size in [size for size in case.sizes if size != "large"]:
+        # A `large` workload alone takes gigabytes, one for a GPU as well.
+        for size in [size for size in case.sizes if size not in ("large", "gpu")]:
             for dtype in case.dtypes:
                 workload = case.workload(case.params(size), dtype)
                 elements = sum(t.numel() for t in workload.tensors.values())
