@@ -142,16 +142,18 @@ def _one_line(message: str, code: int) -> int:
     return code
 
 
-# Python drops an exception that is raised in here: destructors, and what weak references call.
+# Python drops an exception that is raised in here: destructors, what weak references call, and what logging
+# does around a fork.
 _DROPPING_FILES = ("weakref.py", "_weakrefset.py")
+_DROPPING_NAMES = ("__del__", "_acquireLock", "_releaseLock", "_after_at_fork_child_reinit_locks")
 _RETRY_S = 0.01
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C. Inside a destructor KeyboardInterrupt would be printed and forgotten: try again in a moment."""
+    """Ctrl-C. Where KeyboardInterrupt would be printed and forgotten: try again in a moment."""
     look: FrameType | None = frame
     while look is not None:
-        if look.f_code.co_name == "__del__" or look.f_code.co_filename.endswith(_DROPPING_FILES):
+        if look.f_code.co_name in _DROPPING_NAMES or look.f_code.co_filename.endswith(_DROPPING_FILES):
             signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
             return
         look = look.f_back

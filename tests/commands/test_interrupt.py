@@ -63,20 +63,44 @@ def test_an_interrupt_is_one_line_and_leaves_no_file(tmp_path, command):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_inside_a_destructor_is_not_lost():
-    code = """
+@pytest.mark.parametrize(
+    "body",
+    [
+        """
+class Dying:
+    def __del__(self):
+        interrupt()
+
+def body():
+    del [Dying()][0]
+    time.sleep(20)
+""",
+        """
+def _releaseLock():  # the name of logging's own hook
+    interrupt()
+
+def body():
+    os.register_at_fork(after_in_parent=_releaseLock)
+    if not os.fork():
+        os._exit(0)
+    time.sleep(20)
+""",
+    ],
+    ids=["destructor", "fork"],
+)
+def test_an_interrupt_where_python_drops_it_is_not_lost(body):
+    code = (
+        """
 import os, signal, time
 from leanstep import cli
 
-class Dying:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000):
-            pass
-
-def body(*args, **kwargs):
-    del [Dying()][0]
-    time.sleep(20)
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+"""
+        + body
+        + """
 
 cli.run = lambda: body()
 try:
@@ -84,6 +108,7 @@ try:
 except KeyboardInterrupt:
     print("seen")
 """
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

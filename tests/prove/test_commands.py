@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -143,10 +145,14 @@ def test_two_scripts_over_ranks(tmp_path: Path, capfd):
     good = script(tmp_path, "good.py", RANKS.replace("FACTOR", "mean()"))
     same = script(tmp_path, "same.py", RANKS.replace("FACTOR", "sum().div(8)"))
     wrong = script(tmp_path, "wrong.py", RANKS.replace("FACTOR", "mean().mul(dist.get_rank())"))
-    assert run(["prove", good, same, "--ranks", "2"]) == 0
-    assert run(["prove", good, wrong, "--ranks", "2"]) == 1
-    assert run(["bench", good, same, "--ranks", "2", "--no-proof", "--budget", "0.2"]) == 0
-    capfd.readouterr()
+
+    # In processes of their own, as from a shell: forked from the session, ranks inherit its threads' locks.
+    def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "leanstep", *arguments], capture_output=True, text=True)
+
+    assert shell("prove", good, same, "--ranks", "2").returncode == 0
+    assert shell("prove", good, wrong, "--ranks", "2").returncode == 1
+    assert shell("bench", good, same, "--ranks", "2", "--no-proof", "--budget", "0.2").returncode == 0
     assert run(["prove", good, same, "--ranks", "1,2"]) == 2
     assert run(["bench", good, same, "--ranks", "two"]) == 2
     assert lines(capfd) == [
