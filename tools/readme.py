@@ -57,7 +57,12 @@ README_LINES = (
         "controller objective, 39 pairs of 1,831 entries; plain code: a loop with `.item()`",
         also=("eager", "eager autograd"),
     ),
-    Line("muon-step", "seed", "NorMuon step in float32, 12 of 768 × 3072 and 48 of 768 × 768"),
+    Line(
+        "muon-step",
+        "seed",
+        "NorMuon step in bfloat16, as `auto` picks on this CPU, 12 of 768 × 3072 and 48 of 768 × 768",
+        "leanstep-bf16",
+    ),
     Line("transpose-add", "cpu", "add a transposed 768 × 50,304 gradient"),
     Line("bank-access", "cpu", "weights of 11 layers out of a bank, and back"),
     Line("grpo-step", "cpu", "GRPO step in TRL, Qwen's vocabulary, 25 % completion tokens"),
@@ -72,7 +77,7 @@ MORE_LINES = (
     Line("polar", "cpu", "Polar Express in float32, 768 × 3072"),
     Line("polar", "cpu", "the same in bfloat16, as `auto` picks on this CPU", "leanstep-bf16"),
     Line("polar", "square", "Polar Express in float32, 768 × 768"),
-    Line("muon-step", "seed", "NorMuon step in bfloat16, as `auto` picks on this CPU", "leanstep-bf16"),
+    Line("muon-step", "seed", "NorMuon step of the README in float32"),
     Line("transpose-copy", "cpu", "copy a 768 × 50,304 matrix transposed"),
     Line("gpt-step", "tiny", "training step of the small GPT"),
 )
