@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Before anything imports Triton. Kernels run in its interpreter, unless `make test-gpu` names a device to
 # compile them for; ahead-of-time tests use a subprocess.
@@ -11,6 +12,10 @@ os.environ["TRITON_INTERPRET"] = "1" if os.environ["LEANSTEP_TEST_DEVICE"] == "c
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+# Inductor's cache is not keyed by this: what was compiled for AVX-512 gives NaN in a run for AVX2.
+if _capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    _cache = f"leanstep-inductor-{os.getuid() if hasattr(os, 'getuid') else 0}-{_capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/{_cache}")
 
 import gc
 import random
