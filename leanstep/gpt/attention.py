@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from leanstep.logprob.layout import to_device
+
 COMPLEX = {torch.float64: torch.complex128}
 # Tokens per side of a block of flex attention's sparse mask.
 FLEX_BLOCK = 128
@@ -151,7 +153,7 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
     full_from = torch.minimum((first_key(last) + size - 1) // size, block)
     if length % size:
         full_from[-1] = count - 1
-    packed = copy_to(torch.cat([cu, lowest, full_from]).int(), device)
+    packed = to_device(torch.cat([cu, lowest, full_from]).int(), device)
     cu, lowest, full_from = packed.split([len(bounds), count, count])
     tokens = torch.arange(length, device=device, dtype=torch.int32)
     starts = cu[torch.searchsorted(cu, tokens, right=True) - 1]
@@ -175,13 +177,6 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
         seq_lengths=(length, length),
     )
     return BandPlan(length, length, 1, 0, None, mask, starts)
-
-
-def copy_to(x: Tensor, device: torch.device | str) -> Tensor:
-    """A host tensor on `device`; from pinned memory where that lets the host go on at once."""
-    if torch.device(device).type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
 
 
 @functools.cache
@@ -338,7 +333,7 @@ class Rotary:
             turning = torch.polar(torch.ones_like(angles), -angles)
             still = torch.ones_like(turning)
             table = torch.cat([turning, still], dim=-1).to(COMPLEX.get(dtype, torch.complex64))
-            cached = copy_to(table, device)
+            cached = to_device(table, device)
             self._tables[key] = cached
         return cached[:length]
 

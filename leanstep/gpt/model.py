@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leanstep.gpt.attention import attend, check_cu_seqlens, copy_to
+from leanstep.gpt.attention import attend, check_cu_seqlens
 from leanstep.gpt.banks import BankedGPT, bigram_hash, unbind_bank
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.layers import MLP, Injections, Mix, Norm, NormLinear, Number, ResidualMLP, SmearNorm, number
 from leanstep.gpt.loss import head_loss
 from leanstep.gpt.projections import AttentionOut, AttentionWeights, Heads, HeadShape
 from leanstep.gpt.reference import ReferenceGPT
+from leanstep.logprob.layout import to_device
 
 
 @dataclass
@@ -70,7 +71,7 @@ class GPT(BankedGPT):
         """A small tensor that no step changes, copied to the device once."""
         found = self._constants.get((name, device))
         if found is None:
-            found = copy_to(torch.tensor(values), device)
+            found = to_device(torch.tensor(values), device)
             # A tensor of a tracing mode is of no use to the next call.
             if type(found) is Tensor:
                 self._constants[name, device] = found
@@ -267,7 +268,7 @@ class GPT(BankedGPT):
     def _document_starts(bounds: list[int], inputs: Tensor) -> Tensor:
         starts = torch.zeros(inputs.shape[0], dtype=torch.bool)
         starts[[b for b in bounds if b < inputs.shape[0]]] = True
-        return copy_to(starts, inputs.device)
+        return to_device(starts, inputs.device)
 
     def forward(
         self,

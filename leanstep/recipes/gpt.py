@@ -28,7 +28,7 @@ from leanstep.gpt import (
     standard_library_corpus,
     validation_batches,
 )
-from leanstep.gpt.attention import copy_to
+from leanstep.logprob.layout import to_device
 from leanstep.recipes.checkpoint import seed_python_generators
 from leanstep.recipes.distributed import World
 from leanstep.recipes.optimizers import make_optimizer
@@ -322,7 +322,7 @@ class GPTTraining:
         if largest >= self.data.vocab_size:
             raise ValueError(f"data: found token {largest}, expected all below vocab_size "
                              f"{self.data.vocab_size}")  # fmt: skip
-        return copy_to(batch.inputs, self.world.device), copy_to(batch.targets, self.world.device)
+        return to_device(batch.inputs, self.world.device), to_device(batch.targets, self.world.device)
 
     def _enter(self, here: Position) -> None:
         """Make model and loader follow the schedule."""
