@@ -218,33 +218,6 @@ def sparse_zeros(like: Tensor) -> Tensor:
     return torch.frombuffer(pages, dtype=like.dtype).view(like.shape)
 
 
-@functools.cache
-def _advise() -> Callable[[int, int, int], int] | None:
-    """The system's madvise; None where there is none, or no large pages."""
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return advise
-
-
-def in_large_pages(fresh: Tensor) -> Tensor:
-    """The same tensor, contiguous and not yet written, whose memory the system may hand out in large pages.
-
-    A first touch of every 4 KiB costs 64 MiB as much as a twentieth of their product with a [V, 512] weight.
-    A hint: values, owner and size stay, and small tensors, devices and other systems go without.
-    """
-    num_bytes = fresh.numel() * fresh.element_size()
-    if fresh.device.type != "cpu" or num_bytes < LAZY_BYTES or not has_memory(fresh):
-        return fresh
-    advise = _advise()
-    if advise is not None:
-        first = -(-fresh.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        # An answer other than 0 changes nothing.
-        advise(first, fresh.data_ptr() + num_bytes - first, mmap.MADV_HUGEPAGE)
-    return fresh
-
-
 BASE_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-shared"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 import os
 import tempfile
@@ -16,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from leanstep import cpu
 from leanstep.cpu import (
     cache_folder,
-    in_large_pages,
     is_one,
     is_watched,
     num_threads,
@@ -276,23 +274,6 @@ def test_zeros_that_will_hardly_be_written(dtype):
     assert small.is_contiguous() and not small.any()
     seen = measure_peak(lambda: {"zeros": sparse_zeros(like)}, {})
     assert seen.returned_bytes == like.numel() * dtype.itemsize <= seen.peak_bytes
-
-
-def test_memory_that_will_all_be_written_comes_in_large_pages(monkeypatch):
-    """A hint about whole pages of the tensor alone, for large ones on a CPU; the tensor stays torch's own."""
-    asked = []
-    monkeypatch.setattr(cpu, "_advise", lambda: lambda *given: asked.append(given))
-    large, small = torch.empty(5 << 20, dtype=torch.uint8), torch.empty(3)
-    assert in_large_pages(small) is small and in_large_pages(large) is large
-    assert in_large_pages(torch.empty(9 << 20, device="meta")).is_meta
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        [(first, length, _)] = asked
-        begin, end = large.data_ptr(), large.data_ptr() + large.numel()
-        assert begin <= first < begin + mmap.PAGESIZE and first % mmap.PAGESIZE == 0 and first + length == end
-    monkeypatch.undo()
-    assert (in_large_pages(torch.empty(5 << 20, dtype=torch.uint8)).fill_(7) == 7).all()
-    monkeypatch.setattr(cpu, "_advise", lambda: None)
-    assert in_large_pages(large) is large
 
 
 def test_a_factor_of_one_is_known_without_a_read():

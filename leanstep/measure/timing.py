@@ -2,9 +2,11 @@
 
 Why this way: on a shared machine the clock drifts by tens of percent within a minute. Running A to the end
 and then B measures the neighbour; running A B C, B C A, C A B ... exposes all rows to the same noise, and a
-ratio of medians from one run stays meaningful. The garbage collector is off, because one collection costs
-more than a small step. The first call (imports, compilation, caches) is timed apart. A row that takes too
-long is given up (`time_box`), so that it does not hold up the others.
+ratio of medians from one run stays meaningful. Where rounds are dear, rows far slower than the others sit
+out some of them, spread over the run: the others have medians of several samples all the same. The garbage
+collector is off, because one collection costs more than a small step. The first call (imports, compilation,
+caches) is timed apart. A row that takes too long is given up (`time_box`), so that it does not hold up the
+others.
 
 On a GPU the clock is the device's: two CUDA events around one call. Before each call its L2 cache is
 overwritten, because in a training step a kernel's inputs come from memory, and the device has gone idle, so
@@ -37,6 +39,8 @@ import leanstep
 # A sample shorter than this is dominated by the clock call and by jitter; several calls share one sample.
 MIN_SAMPLE_S = 1e-3
 MAX_SAMPLES_PER_ROUND = 16
+# Where three rounds of all rows are too long, rows this much faster than the slowest run in so many rounds.
+QUICK, QUICK_ROUNDS = 3.0, 5
 # On a GPU: calls before the first sample, at least so many and for at least so long (the clocks rise late).
 WARM_CALLS, WARM_S = 3, 0.3
 # Twice the cache, at least this: 0 would not reach memory on a device that does not tell its cache's size.
@@ -123,7 +127,8 @@ def interleave(
         budget_s: about how long the rounds may take together.
         box_s: a call that takes longer is given up, and its step is missing in the result. The rounds keep
             to it as well: there are fewer than `min_rounds` when those would take longer.
-        min_rounds, max_rounds: every step runs in every round, so a step of 3 s runs at least 3 times.
+        min_rounds, max_rounds: every step runs in every round, so a step of 3 s runs at least 3 times. With
+            fewer rounds than that, steps that take a third of the slowest or less run in 5.
         first_calls: seconds of first calls that were made already.
         on_round: called with (rounds done, rounds planned), for a progress bar.
     """
@@ -152,11 +157,12 @@ def interleave(
         least = max(1, int(min(min_rounds, box_s / round_s)))
         rounds = max(least, min(max_rounds, int(budget_s / round_s)))
         samples: dict[str, list[float]] = {name: [] for name in estimate}
-        order = list(estimate)
+        order, turns = list(estimate), _turns(estimate, rounds, min_rounds, box_s)
+        rounds = max(map(len, turns.values()), default=0)
         for index in range(rounds):
             for name in tuple(order):
                 try:
-                    for _ in range(repeats[name]):
+                    for _ in range(repeats[name] if index in turns[name] else 0):
                         samples[name].append(_timed(steps[name], calls[name], clock, box_s))
                 except TimeUp:
                     order.remove(name)
@@ -169,6 +175,21 @@ def interleave(
         if was_enabled:
             gc.enable()
     return {name: _summary(values, first[name]) for name, values in samples.items() if values}
+
+
+def _turns(estimate: Mapping[str, float], rounds: int, min_rounds: int, box_s: float) -> dict[str, set[int]]:
+    """The rounds in which each step runs: all of them, or, where those are few, more for the quick."""
+    slowest = max(estimate.values(), default=0.0)
+    quick = {name: s for name, s in estimate.items() if QUICK * s <= slowest}
+    total = rounds
+    if quick and rounds < min_rounds:
+        total = max(rounds, int(min(QUICK_ROUNDS, box_s / sum(quick.values()))))
+    slow = [name for name in estimate if name not in quick]
+    spread = {
+        name: {(number + turn * total // rounds) % total for turn in range(rounds)}
+        for number, name in enumerate(slow)
+    }
+    return {name: spread.get(name, set(range(total))) for name in estimate}
 
 
 def timed_call(step: Callable[[], Result], device: torch.device | str = "cpu") -> tuple[Result, float]:

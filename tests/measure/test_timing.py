@@ -155,6 +155,19 @@ def test_rounds_that_would_take_longer_than_the_box_are_fewer():
     assert run()["step"].samples == 3
 
 
+def test_quick_steps_have_several_rounds_where_slow_ones_have_one(made_time):
+    calls = []
+
+    def step(name, seconds):
+        return lambda: (calls.append(name), made_time.sleep(seconds))
+
+    steps = {"S": step("S", 3.0), "T": step("T", 2.0), "q": step("q", 0.5), "r": step("r", 0.5)}
+    timings = interleave(steps, budget_s=1.0, box_s=7.0)
+    assert [timings[name].samples for name in "STqr"] == [1, 1, 5, 5]
+    # One call of each before the rounds (a second would be dear); the slow ones then sit in different rounds.
+    assert "".join(calls)[-12:] == "Sqr" + "Tqr" + "qr" + "rq" + "qr"
+
+
 def test_a_failing_step_restores_the_garbage_collector():
     def boom():
         raise RuntimeError("on purpose")

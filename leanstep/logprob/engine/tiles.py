@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from leanstep.cpu import in_large_pages, num_threads
+from leanstep.cpu import num_threads
 from leanstep.logprob.engine.passes import suited
 
 # Logits and work area in fp32, and a 16-bit copy where the weight has 16 bits.
@@ -357,7 +357,7 @@ class LogitsInGradient:
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.gradient = in_large_pages(torch.empty_like(weight, memory_format=torch.contiguous_format))
+        self.gradient = torch.empty_like(weight, memory_format=torch.contiguous_format)
         self.dtype = dtype
         self._held: set[int] = set()
 
@@ -391,7 +391,7 @@ class ChunkBuffer:
     def __init__(self, like: Tensor, dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
         self.num_rows = num_rows
         num_elements = num_rows * row_stride(num_columns, like.device)
-        self.logits = in_large_pages(torch.empty(num_elements, dtype=dtype, device=like.device))
+        self.logits = torch.empty(num_elements, dtype=dtype, device=like.device)
 
     def reserve(self, rows: slice, columns: slice) -> bool:
         return True
