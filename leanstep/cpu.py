@@ -83,9 +83,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_one_thread_each.forget)
 
 
-def one_thread_each() -> contextlib.AbstractContextManager[None]:
-    """torch works with one thread per operation inside this block."""
-    return _one_thread_each.block()
+def one_thread_each(when: bool = True) -> contextlib.AbstractContextManager[None]:
+    """torch works with one thread per operation inside this block, or as before unless `when`.
+
+    Around calls of `run_on_cores` and what lies between them: a thread that torch wakes there for a vector
+    operation spins for milliseconds after it (libgomp), on a core of the next call.
+    """
+    return _one_thread_each.block() if when else contextlib.nullcontext()
 
 
 def num_threads() -> int:
@@ -111,6 +115,9 @@ def run_on_cores(jobs: Sequence[Job], cores: int) -> None:
     failures: list[BaseException] = []
 
     def work(worker: int) -> None:
+        # A new thread has OpenMP's and MKL's own counts until torch is told there: its first products would
+        # run on all cores beside those of the other workers.
+        torch.set_num_threads(1)
         # Grad mode and inference mode belong to a thread; a new one has neither of the caller's.
         with torch.inference_mode(inference), torch.no_grad():
             while not failures:

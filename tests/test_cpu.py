@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import re
 import tempfile
 import threading
 from pathlib import Path
@@ -56,6 +58,14 @@ def test_a_library_is_built_once(source):
     assert cpu.load_library(source).answer() == 42
     assert [path.stat().st_mtime_ns for path in built(source)] == [before]
     assert library.name.startswith("things-")
+
+
+def openmp():
+    """The OpenMP that torch has loaded."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    found = [line.split()[-1] for line in lines if re.search(r"/torch.*/lib[gi]?omp[^/]*$", line)]
+    return ctypes.CDLL(found[0]) if found else None
 
 
 @needs_compiler
@@ -187,6 +197,22 @@ def test_every_job_runs_once_with_one_thread_and_torch_threads_are_restored():
     run_on_cores([lambda core, i=i: job(i, core) for i in range(20)], 3)
     assert done == [1] * 20 and cores <= {0, 1, 2}
     assert torch.get_num_threads() == threads and torch.is_grad_enabled()
+
+
+def test_workers_multiply_with_one_thread_from_their_first_product_on():
+    """OpenMP's count belongs to a thread, and torch sets it only where it is asked: a product does not."""
+    omp = openmp()
+    if omp is None:
+        pytest.skip("torch's OpenMP is not found among this process's libraries")
+    seen = []
+    meeting = threading.Barrier(2, timeout=20)
+
+    def job(_core):
+        meeting.wait()
+        seen.append(omp.omp_get_max_threads())
+
+    run_on_cores([job] * 2, 2)
+    assert seen == [1, 1]
 
 
 def test_two_jobs_are_at_work_at_the_same_time():

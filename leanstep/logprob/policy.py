@@ -170,7 +170,7 @@ def linear_policy_loss(
         round_logits=rounds,
     )
     wants_grad = torch.is_grad_enabled()
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False), call.one_thread():
         loss, logp, entropies, *found = _PolicyLoss.apply(  # type: ignore[misc]
             *tensors, call, _Policy(objective, batch, weights, chunks, wants_grad)
         )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.cpu import is_one
+from leanstep.cpu import is_one, one_thread_each
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
@@ -189,7 +189,7 @@ def linear_distill_loss(
         wants_grad=wants_grad,
         logit_dtype=logit_dtype,
     )
-    with torch.autocast(hidden.device.type, enabled=False):
+    with torch.autocast(hidden.device.type, enabled=False), one_thread_each(problem.cores > 1):
         found = _DistillLoss.apply(*tensors, problem)
     return DistillLoss(*found)  # type: ignore[misc]
 

@@ -132,8 +132,9 @@ class Call:
         return h, None if self.low is None else self.low.chunk(part, self.head.operand_dtype)
 
     def one_thread(self) -> contextlib.AbstractContextManager[None]:
-        """What an invariant call runs in: vector loops that threads cut have remainders."""
-        return contextlib.nullcontext() if self.blocks is None else one_thread_each()
+        """What a call on several cores runs in, and an invariant one: vector loops that threads cut have
+        remainders."""
+        return one_thread_each(self.cores > 1 or self.blocks is not None)
 
     def scratch(self) -> Scratch:
         """Tiles for one part of the vocabulary."""
