@@ -83,13 +83,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_one_thread_each.forget)
 
 
-def one_thread_each(when: bool = True) -> contextlib.AbstractContextManager[None]:
-    """torch works with one thread per operation inside this block, or as before unless `when`.
+def one_thread_each() -> contextlib.AbstractContextManager[None]:
+    """torch works with one thread per operation inside this block.
 
     Around calls of `run_on_cores` and what lies between them: a thread that torch wakes there for a vector
     operation spins for milliseconds after it (libgomp), on a core of the next call.
     """
-    return _one_thread_each.block() if when else contextlib.nullcontext()
+    return _one_thread_each.block()
 
 
 def num_threads() -> int:

@@ -10,6 +10,7 @@ backward multiplies them by a scalar: no logits are computed twice. GEMMs per ro
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -189,7 +190,8 @@ def linear_distill_loss(
         wants_grad=wants_grad,
         logit_dtype=logit_dtype,
     )
-    with torch.autocast(hidden.device.type, enabled=False), one_thread_each(problem.cores > 1):
+    one_thread = one_thread_each() if cores > 1 else contextlib.nullcontext()
+    with torch.autocast(hidden.device.type, enabled=False), one_thread:
         found = _DistillLoss.apply(*tensors, problem)
     return DistillLoss(*found)  # type: ignore[misc]
 

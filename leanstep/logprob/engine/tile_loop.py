@@ -134,7 +134,8 @@ class Call:
     def one_thread(self) -> contextlib.AbstractContextManager[None]:
         """What a call on several cores runs in, and an invariant one: vector loops that threads cut have
         remainders."""
-        return one_thread_each(self.cores > 1 or self.blocks is not None)
+        is_alone = self.cores == 1 and self.blocks is None
+        return contextlib.nullcontext() if is_alone else one_thread_each()
 
     def scratch(self) -> Scratch:
         """Tiles for one part of the vocabulary."""
