@@ -42,7 +42,8 @@ ROWS = {
         zip(
             range(2, 100, 2),
             "bare-distill-76k distill-jsd-76k distill-kl-76k distill-rounded-76k distill-labels-76k "
-            "bare-preference-76k dpo-76k kto-76k bare-labels-76k cross-entropy-76k masked-76k".split(),
+            "bare-preference-76k dpo-76k kto-76k bare-labels-76k cross-entropy-76k masked-76k "
+            "bare-distill-128k distill-jsd-128k".split(),
             strict=False,
         )
     ),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from leanstep.cpu import run_on_cores
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
-from leanstep.logprob.engine.passes import Compared, LabelGradient
+from leanstep.logprob.engine.passes import Compared, LabelGradient, finishes_logits
 from leanstep.logprob.engine.softmax import (
     EXPONENT_FLOOR,
     FinalStatistics,
@@ -71,6 +71,7 @@ class Problem:
         )
         self.tallest = max((c.stop - c.start for c in self.chunks), default=0)
         self.fused = self.kernels is not None and len(self.teachers) == 1
+        self.finishes = finishes_logits(self.kernels) and type(self.head) is Head
 
     def scratches(self) -> list[Scratch]:
         """Work tiles, one set for each part of the vocabulary."""
@@ -171,15 +172,21 @@ class Chunk:
             scratch, stats = self.scratches[number], found[number]
             for columns in column_slices:
                 z = self.tile(place, columns)
-                if one is None:
-                    weight = head.weight_tile(columns)
-                    head.logits(self.h, self.low_h, weight, self.part, columns, z)
-                else:
+                finish = None
+                if not isinstance(one, HeadTiles | None):
                     one.tile(read, self.part, columns, z)
-                if one is None or one.has_logits:
-                    work = [] if problem.kernels is not None else [scratch.tile(0, len(z), z.shape[1])]
-                    first = head.shard.start + columns.start
-                    stats.update_(z, work, targets, first, kernels=problem.kernels)
+                    continue
+                owner = head if one is None else one.head
+                if problem.finishes:
+                    owner.product_tile(*read, owner.weight_tile(columns), columns, z)
+                    finish = owner.finish(self.part, columns)
+                else:
+                    owner.logits(*read, owner.weight_tile(columns), self.part, columns, z)
+                work = [] if problem.kernels is not None else [scratch.tile(0, len(z), z.shape[1])]
+                first = head.shard.start + columns.start
+                # The walks behind this one read logits.
+                more = {} if finish is None else {"finish": finish, "keep": True}
+                stats.update_(z, work, targets, first, kernels=problem.kernels, **more)
 
         problem.run_parts(walk)
         return functools.reduce(merge, found)

@@ -102,11 +102,6 @@ class HeadTiles:
         dtype = self.head.operand_dtype
         return self.source.chunk(rows, dtype), None if self.low is None else self.low.chunk(rows, dtype)
 
-    def tile(self, read: Any, rows: slice, columns: slice, out: Tensor) -> Tensor:
-        """Logits [R, W] of some rows and columns, in `out`; `read` is `read(rows)`."""
-        h, low_h = read
-        return self.head.logits(h, low_h, self.head.weight_tile(columns), rows, columns, out)
-
 
 class GivenTiles:
     """Columns of a given tensor: log-probs, or soft labels (then `is_probability`)."""

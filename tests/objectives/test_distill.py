@@ -34,9 +34,15 @@ def tensors(dtype=torch.float64, t=T, v=V, seed=0):
     return [x.requires_grad_(i < 3) for i, x in enumerate(made)]
 
 
-@pytest.fixture(params=["torch", "C++", "two cores"])
+@pytest.fixture(params=["torch", "C++", "two cores", pytest.param("Triton", marks=pytest.mark.interpreter)])
 def passes(request, monkeypatch):
-    """Which passes run over a tile; the last two are for fp32."""
+    """Which passes run over a tile; the others than torch's are for fp32."""
+    if request.param == "Triton":
+        kernel = pytest.importorskip("leanstep.logprob.engine.kernel")
+        chosen = lambda given, dtype, count: kernel if dtype == torch.float32 else None  # noqa: E731
+        monkeypatch.setattr("leanstep.objectives.distill.kernels_for", chosen)
+        yield request.param
+        return
     if request.param == "torch":
         monkeypatch.setenv("LEANSTEP_NATIVE", "0")
         yield request.param
@@ -224,6 +230,8 @@ def test_no_rows_and_rows_without_weight():
     )
 
 
+# Triton's interpreter is numpy, which speaks of branches that are not taken.
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5), "cross_entropy"], ids=str)
 @pytest.mark.parametrize("way", ["bare", "several chunks", "labels, softcap, bias", "given"])
@@ -232,6 +240,8 @@ def test_as_near_to_the_truth_as_plain_code(kind, dtype, way, passes):
 
     Over several draws: of 12 numbers plain code may happen to round all the right way.
     """
+    if passes == "Triton" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter cuts a 16-bit store off where a GPU rounds it")
     errors = torch.stack([_errors(kind, dtype, way, seed) for seed in range(4)]).amax(0)
     factor = 2 if dtype == torch.float32 else 3
     for plain, ours in errors.T.tolist():

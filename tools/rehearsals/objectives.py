@@ -1,6 +1,7 @@
 """The objectives at 76,032 ids and width 2,560, one step a row, and the bare products of the same shapes.
 
-Rows are cut as in head.py: the step of an optimizer that has nothing to do ends one.
+Distillation also at the sizes of Llama 3. Rows are cut as in head.py: the step of an optimizer that has
+nothing to do ends one.
 """
 
 from __future__ import annotations
@@ -31,20 +32,28 @@ def labels(vocab: int = VOCAB) -> torch.Tensor:
 NUM_ROWS = SEQUENCES * TOKENS // 4
 
 
-def bare(projections: tuple[int, ...]) -> None:
+def bare(projections: tuple[int, ...], vocab: int = VOCAB) -> None:
     """Logits of heads of these widths, then the gradients of the last one's inputs."""
     with torch.no_grad():
         for width in projections:
-            hidden, weight = empty(NUM_ROWS, width), empty(VOCAB, width)
+            hidden, weight = empty(NUM_ROWS, width), empty(vocab, width)
             logits = hidden @ weight.t()
         kept = logits @ weight, logits.t() @ hidden
     pace.step()
     del kept
 
 
-def distill(kind: Any, *, tokens: int = SEQUENCES * TOKENS, labelled: bool = False, **options: Any) -> None:
-    hidden, weight = empty(tokens, WIDTH), empty(VOCAB, WIDTH)
-    teacher = ob.TeacherHead(empty(tokens, WIDE, grad=False), empty(VOCAB, WIDE, grad=False))
+def distill(
+    kind: Any,
+    sizes: tuple[int, int, int] = (WIDE, WIDTH, VOCAB),
+    *,
+    tokens: int = SEQUENCES * TOKENS,
+    labelled: bool = False,
+    **options: Any,
+) -> None:
+    wide, width, vocab = sizes
+    hidden, weight = empty(tokens, width), empty(vocab, width)
+    teacher = ob.TeacherHead(empty(tokens, wide, grad=False), empty(vocab, wide, grad=False))
     rows = torch.arange(tokens // 4, device="cuda") * 4
     if labelled:
         options["hard"] = ob.HardLabels(torch.randint(VOCAB, rows.shape, device="cuda"), 0.5)
@@ -92,6 +101,9 @@ CASES: list[Callable[[], None]] = [
     lambda: bare((WIDTH, WIDTH)),
     cross_entropy,
     masked,
+    # Llama 3's 8B learns from its 70B.
+    lambda: bare((8_192, 4_096), 128_256),
+    lambda: distill(("jsd", 0.5), (8_192, 4_096, 128_256)),
 ]
 
 for case in CASES:

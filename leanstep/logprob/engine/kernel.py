@@ -65,7 +65,7 @@ def update_statistics_kernel(
     z_ptr, tokens_ptr, target_ptr, max_ptr, sum_ptr, moment_ptr, bias_ptr, scale_ptr, first_column,
     num_columns, row_stride, factor,
     HAS_TARGET: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_BIAS: tl.constexpr, IS_CAPPED: tl.constexpr,
-    HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr, KEEP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * row_stride
@@ -79,6 +79,8 @@ def update_statistics_kernel(
         read = tl.load(z_ptr + token, mask=held, other=0.0).to(tl.float32)
         logit, _bent = _finished(read, bias_ptr, token, held, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
         tl.store(target_ptr + row, logit, mask=held)
+        if KEEP:
+            tl.debug_barrier()  # every thread has read the product before one writes over it
     m = tl.load(max_ptr + row)
     s = tl.load(sum_ptr + row)
     t = 0.0
@@ -89,6 +91,8 @@ def update_statistics_kernel(
         inside = start + columns < num_columns
         u = tl.load(z_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
         z, _ = _finished(u, bias_ptr, start + columns, inside, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
+        if KEEP:
+            tl.store(z_ptr + start + columns, z, mask=inside)
         new_m = tl.maximum(m, tl.max(z, 0))
         # All -inf so far: subtract 0, so that -inf - (-inf) never happens.
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)
@@ -287,23 +291,23 @@ def divergence_gradient_kernel(
 
 def update_statistics(
     z: Tensor, maximum: Tensor, total: Tensor, moment: Tensor | None, targets: Tensor | None = None,
-    first: int = 0, target: Tensor | None = None, finish: Finish | None = None,
+    first: int = 0, target: Tensor | None = None, finish: Finish | None = None, keep: bool = False,
 ) -> None:  # fmt: skip
     """Add the columns of `z` [R, W] to the running m, s and t (None: not kept), in place.
 
     With `targets` [R], `target` gets the logits of those that the tile, which begins at id `first`, holds.
+    `keep`: what `finish` makes of a product takes its place.
     """
     rows, columns = z.shape
     if rows and columns:
-        block = min(STATISTICS_BLOCK, triton.next_power_of_2(columns))
-        reads = targets is not None
+        block, reads = min(STATISTICS_BLOCK, triton.next_power_of_2(columns)), targets is not None
         # Where nothing is read, any pointer of the right type will do.
         with on_device_of(z):
             update_statistics_kernel[(rows,)](
                 z, targets if reads else total, target if reads else total,
                 maximum, total, total if moment is None else moment, *_pointers(finish, total),
-                first, columns, z.stride(0), 1.0 if finish is None else finish.factor,
-                HAS_TARGET=reads, HAS_MOMENT=moment is not None, **_flags(finish), BLOCK=block, num_warps=8,
+                first, columns, z.stride(0), 1.0 if finish is None else finish.factor, HAS_TARGET=reads,
+                HAS_MOMENT=moment is not None, **_flags(finish), KEEP=keep, BLOCK=block, num_warps=8,
             )  # fmt: skip
 
 
@@ -408,8 +412,8 @@ def entry(name: str, fn: Any, num_warps: int, constants: dict[str, Any], **types
 
 def _entries() -> list[dict]:
     """What the doors launch by default: 16-bit weights or logits, with and without an entropy gradient."""
-    entries, names = [], ("HAS_BIAS", "IS_CAPPED", "HAS_SCALE")
-    none, every = dict.fromkeys(names, False), dict.fromkeys(names, True)
+    entries, names, always = [], ("HAS_BIAS", "IS_CAPPED", "HAS_SCALE"), {"HAS_TARGET": True}
+    none, every = always | dict.fromkeys(names, False), always | dict.fromkeys(names, True)
     variants = [
         ("", "*fp32", False, none),
         ("_entropy", "*fp32", True, none),
@@ -417,10 +421,10 @@ def _entries() -> list[dict]:
         ("_bf16", "*bf16", True, {**none, "HAS_SCALE": True}),
     ]
     for suffix, tile, moment, flags in variants:
-        constants = {"HAS_TARGET": True, "HAS_MOMENT": moment, **flags, "BLOCK": STATISTICS_BLOCK}
+        constants = {"HAS_MOMENT": moment, **flags, "KEEP": False, "BLOCK": STATISTICS_BLOCK}
         found = [("update_statistics", update_statistics_kernel, 8, constants, {"z_ptr": tile})]
         types, summed = {"z_ptr": tile, "out_ptr": "*bf16"}, flags["HAS_BIAS"]
-        constants = {"HAS_TARGET": True, "HAS_SLOPE": moment, **flags, "BLOCK": GRADIENT_BLOCK}
+        constants = {"HAS_SLOPE": moment, **flags, "BLOCK": GRADIENT_BLOCK}
         if tile == "*fp32":
             found.append(("overwrite_exponentials", overwrite_exponentials_kernel, 4, constants, types))
         constants = {**constants, "HAS_SUMS": summed, "ROWS": SUMMED_ROWS if summed else 1}
@@ -430,15 +434,17 @@ def _entries() -> list[dict]:
 
 
 def _divergence_entries() -> list[dict]:
-    """Forward KL, reverse KL and what lies between, gradients in 16 bits."""
+    """Forward KL, reverse KL and what lies between, gradients in 16 bits; logits kept for them."""
     entries, flags = [], {"IS_CAPPED": False, "HAS_LABELS": False}
-    types = {"out_ptr": "*bf16", "z_stride": "i64", "y_stride": "i64"}
-    types |= dict.fromkeys(("a", "b", "mix", "cap", "temperature"), "fp32")
+    types = dict.fromkeys(("a", "b", "mix", "cap", "temperature"), "fp32")
+    types |= {"out_ptr": "*bf16", "z_stride": "i64", "y_stride": "i64"}
     for mode, name in enumerate(("forward", "reverse", "between")):
         for fn, more, warps in ((divergence_sums_kernel, {}, 8), (divergence_gradient_kernel, flags, 4)):
             constants = {"MODE": mode, **more, "BLOCK": GRADIENT_BLOCK}
             entries.append(entry(f"{fn.__name__[:-7]}_{name}", fn, warps, constants, **types))
-    return entries
+    constants = dict.fromkeys(("HAS_TARGET", "HAS_BIAS", "IS_CAPPED", "HAS_SCALE", "KEEP"), True)
+    constants |= {"HAS_MOMENT": False, "BLOCK": STATISTICS_BLOCK}
+    return [*entries, entry("update_statistics_keep", update_statistics_kernel, 8, constants)]
 
 
 AOT_KERNELS: list[dict] = _entries() + _divergence_entries()

@@ -155,7 +155,7 @@ class RowStatistics:
         Args:
             scratch: without kernels one tile, two when a moment is kept; the first may be `z`.
             targets: [N] or [N, K], global ids; `first` is that of the tile's first column.
-            finishing: for kernels that can: `finish`, what they must still do to `z`.
+            finishing: for kernels that can: `finish`, what they must still do to `z`; `keep` it there.
         """
         if targets is not None and (kernels is None or targets.dim() == 2):
             read_targets_(self.target, z, targets, first)

@@ -171,9 +171,9 @@ def _programs(arguments: Mapping[str, Any]) -> int:
 
 
 def _statistics(given: Mapping[str, Any]) -> Kernel:
-    """logprob: each logit is read once; four numbers a row are read and written."""
-    rows, z = _programs(given), given["z_ptr"]
-    moved = rows * given["num_columns"] * z.width + rows * (8 + 4 * 6)
+    """logprob: each logit is read once, and written where it is kept; four numbers a row are both."""
+    rows, z, passes = _programs(given), given["z_ptr"], 1 + bool(given.get("KEEP"))
+    moved = passes * rows * given["num_columns"] * z.width + rows * (8 + 4 * 6)
     return Kernel("reduce", moved, 0.0, z.dtype, name="update_statistics_kernel")
 
 

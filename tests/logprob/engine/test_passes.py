@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from leanstep.logprob import PolicyObjective, Tiles
 from leanstep.logprob.engine import kernel
 from leanstep.logprob.engine.gpu import kernel as rowwise
-from leanstep.logprob.engine.passes import Compared, LabelGradient, kernels_for, suited
+from leanstep.logprob.engine.passes import Compared, Finish, LabelGradient, kernels_for, suited
 from leanstep.logprob.engine.passes import NativePasses as native
 from leanstep.logprob.engine.passes import PlannedPasses as planned
 from leanstep.logprob.engine.softmax import RowFactors, RowGradients, RowStatistics
@@ -30,16 +30,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
 ]
 
-NAMES = {
-    f"{name}{variant}"
-    for name in ("update_statistics", "scale_exponentials", "overwrite_exponentials")
-    for variant in ("", "_entropy", "_finish", "_bf16")
-    if (name, variant) != ("overwrite_exponentials", "_bf16")
-} | {
-    f"divergence_{name}_{variant}"
-    for name in ("sums", "gradient")
-    for variant in ("forward", "reverse", "between")
-}
+NAMES = (
+    {
+        f"{name}{variant}"
+        for name in ("update_statistics", "scale_exponentials", "overwrite_exponentials")
+        for variant in ("", "_entropy", "_finish", "_bf16")
+        if (name, variant) != ("overwrite_exponentials", "_bf16")
+    }
+    | {
+        f"divergence_{name}_{variant}"
+        for name in ("sums", "gradient")
+        for variant in ("forward", "reverse", "between")
+    }
+    | {"update_statistics_keep"}
+)
 
 
 @pytest.fixture(params=["triton", "native"])
@@ -74,6 +78,26 @@ def test_statistics(rows, columns, moment, kernels):
     torch.testing.assert_close(found.sum, expected.sum, rtol=1e-5, atol=1e-6)
     if moment:
         torch.testing.assert_close(found.moment, expected.moment, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 41), (2, 4100), (1, 1), (0, 7)])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_finished_logits_take_the_place_of_products(rows, columns, scaled):
+    """The same statistics; what lies behind a row stays."""
+    product, bias = torch.randn(rows, columns + 3), torch.randn(columns).bfloat16()
+    tokens = torch.randint(0, columns, (rows,))
+    finish = Finish(bias, 0.5, scaled, torch.rand(rows) + 1.0 if scaled else None)
+    seen, kept = (RowStatistics.empty(rows, moment=True) for _ in range(2))
+    tiles = product.clone(), product.clone()
+    for stats, z, keep in zip((seen, kept), tiles, (False, True), strict=True):
+        vectors = (stats.max, stats.sum, stats.moment)
+        kernel.update_statistics(z[:, :columns], *vectors, tokens, 0, stats.target, finish=finish, keep=keep)
+    logits = product[:, :columns] + 0.5 * bias.float()
+    logits = torch.tanh(logits) * finish.scale.unsqueeze(-1) if scaled else logits
+    assert torch.equal(tiles[0], product) and torch.equal(tiles[1][:, columns:], product[:, columns:])
+    torch.testing.assert_close(tiles[1][:, :columns], logits, rtol=1e-5, atol=1e-6)
+    for name in ("max", "sum", "moment", "target"):
+        assert torch.equal(getattr(seen, name), getattr(kept, name))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 41), (4, 401), (2, 2100), (1, 1), (0, 7)])
