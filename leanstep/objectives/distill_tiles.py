@@ -161,27 +161,30 @@ class Chunk:
         """Logits of the student (0) or of a teacher, and their statistics over this shard."""
         problem, head = self.problem, self.problem.head
         one = None if place == 0 else problem.teachers[place - 1][0]
-        read = (self.h, self.low_h) if one is None else one.read(self.part)
         targets = None if one is not None or problem.targets is None else problem.targets[self.part]
         device = problem.source.hidden.device
         found = [
             RowStatistics.empty(self.size, dtype=head.dtype, device=device) for _ in problem.column_parts
         ]
+        if isinstance(one, GivenTiles):
+
+            def copy(_number: int, column_slices: list[slice]) -> None:
+                for columns in column_slices:
+                    one.tile(self.part, columns, self.tile(place, columns))
+
+            problem.run_parts(copy)
+            return found[0]
+        owner, (h, low_h) = (head, (self.h, self.low_h)) if one is None else (one.head, one.read(self.part))
 
         def walk(number: int, column_slices: list[slice]) -> None:
             scratch, stats = self.scratches[number], found[number]
             for columns in column_slices:
-                z = self.tile(place, columns)
-                finish = None
-                if not isinstance(one, HeadTiles | None):
-                    one.tile(read, self.part, columns, z)
-                    continue
-                owner = head if one is None else one.head
+                z, weight, finish = self.tile(place, columns), owner.weight_tile(columns), None
                 if problem.finishes:
-                    owner.product_tile(*read, owner.weight_tile(columns), columns, z)
+                    owner.product_tile(h, low_h, weight, columns, z)
                     finish = owner.finish(self.part, columns)
                 else:
-                    owner.logits(*read, owner.weight_tile(columns), self.part, columns, z)
+                    owner.logits(h, low_h, weight, self.part, columns, z)
                 work = [] if problem.kernels is not None else [scratch.tile(0, len(z), z.shape[1])]
                 first = head.shard.start + columns.start
                 # The walks behind this one read logits.

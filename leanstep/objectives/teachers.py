@@ -137,10 +137,7 @@ class GivenTiles:
                 student.weight.device, student.dtype
             )
 
-    def read(self, rows: slice) -> None:
-        """Nothing is gathered beforehand."""
-
-    def tile(self, read: Any, rows: slice, columns: slice, out: Tensor) -> Tensor:
+    def tile(self, rows: slice, columns: slice, out: Tensor) -> Tensor:
         """Values [R, W] of some rows and columns, in `out`."""
         picked = (
             self.values[rows, columns]
