@@ -95,7 +95,7 @@ def _predicted(recording: Any) -> Data | None:
     # `bench` measures one call from an idle device: nothing is queued before it.
     alone = replace(recording, steps=[last])
     timings = {key: last_step(alone, device) for key, device in DEVICES.items()}
-    seconds = {key: timing.step_s for key, timing in timings.items() if timing is not None}
+    seconds = {key: float(f"{timing.step_s:.5g}") for key, timing in timings.items() if timing is not None}
     return {"launches": launches, "host_waits": waits, "above_bytes": peak, "step_s": seconds}
 
 
