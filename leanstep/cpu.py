@@ -34,6 +34,9 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+# OpenMP's name for it: threads end, not only rest.
+OMP_PAUSE_HARD = 2
+
 # Called with the number of its worker: scratch memory may be kept per worker.
 Job = Callable[[int], None]
 
@@ -90,6 +93,28 @@ def one_thread_each() -> contextlib.AbstractContextManager[None]:
     operation spins for milliseconds after it (libgomp), on a core of the next call.
     """
     return _one_thread_each.block()
+
+
+def end_idle_threads() -> None:
+    """End OpenMP's workers that have nothing to do; the next parallel operation starts new ones.
+
+    Before a fork: the child has none of them, and GNU's library would wait for them there for ever.
+    """
+    for library in _gnu_openmp():
+        if hasattr(library, "omp_pause_resource_all"):
+            library.omp_pause_resource_all(OMP_PAUSE_HARD)
+
+
+@functools.cache
+def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
+    """GNU's OpenMP as torch and others brought it along; other vendors' mind forks themselves."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    return tuple(
+        ctypes.CDLL(path) for path in sorted({line.split()[-1] for line in lines if "/libgomp" in line})
+    )
 
 
 def num_threads() -> int:

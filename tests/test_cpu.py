@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import re
 import tempfile
 import threading
 from pathlib import Path
@@ -24,6 +22,7 @@ from leanstep.cpu import (
     sparse_zeros,
 )
 from leanstep.measure.peaks import measure_peak
+from leanstep.prove.script_jobs import start, wait_all
 
 needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler")
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -31,7 +30,8 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 
 @pytest.fixture
 def source(monkeypatch, tmp_path):
-    """A small C++ file, an empty cache beside it and nothing loaded."""
+    """A small C++ file, an empty cache beside it and nothing loaded, whatever the session says about C++."""
+    monkeypatch.delenv("LEANSTEP_NATIVE", raising=False)
     monkeypatch.setenv("LEANSTEP_CACHE", str(tmp_path / "cache"))
     cpu._load.cache_clear()
     path = tmp_path / "things" / "native.cpp"
@@ -58,14 +58,6 @@ def test_a_library_is_built_once(source):
     assert cpu.load_library(source).answer() == 42
     assert [path.stat().st_mtime_ns for path in built(source)] == [before]
     assert library.name.startswith("things-")
-
-
-def openmp():
-    """The OpenMP that torch has loaded."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    found = [line.split()[-1] for line in lines if re.search(r"/torch.*/lib[gi]?omp[^/]*$", line)]
-    return ctypes.CDLL(found[0]) if found else None
 
 
 @needs_compiler
@@ -199,11 +191,24 @@ def test_every_job_runs_once_with_one_thread_and_torch_threads_are_restored():
     assert torch.get_num_threads() == threads and torch.is_grad_enabled()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_child_that_was_forked_after_parallel_work_works_in_parallel():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        x = torch.ones(1 << 20).add_(1)
+        child = start(lambda: x.add_(1).sum(), (), fork=True)
+        wait_all([child], 60)
+    finally:
+        torch.set_num_threads(threads)
+    assert child.poll() == 0 and x.add_(1).sum() == 3 << 20
+
+
 def test_workers_multiply_with_one_thread_from_their_first_product_on():
     """OpenMP's count belongs to a thread, and torch sets it only where it is asked: a product does not."""
-    omp = openmp()
+    omp = next((library for library in cpu._gnu_openmp() if "torch" in library._name), None)
     if omp is None:
-        pytest.skip("torch's OpenMP is not found among this process's libraries")
+        pytest.skip("torch brought no OpenMP of GNU's along")
     seen = []
     meeting = threading.Barrier(2, timeout=20)
 

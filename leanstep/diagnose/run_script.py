@@ -55,6 +55,11 @@ class Outcome:
     stopped: bool = False
 
 
+# What a rank's script left behind, until the process ends: the end of a process group holds Python's lock and
+# waits for gloo's thread, which may need that lock to let go of its last collective (seen with torch 2.13).
+_LEFT: list[object] = []
+
+
 @dataclass(frozen=True)
 class Program:
     """What is run as `__main__`: a file, or with `module` what `python -m` takes."""
@@ -63,11 +68,19 @@ class Program:
     module: bool = False
 
     def run(self) -> None:
-        if self.module:
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-        else:
-            # Python gives the main script's absolute path to tracebacks and `__file__`.
-            runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")
+        left: object = None
+        try:
+            if self.module:
+                left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            else:
+                # Python gives the main script's absolute path to tracebacks and `__file__`.
+                left = runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")
+        except BaseException as ended:
+            left = ended
+            raise
+        finally:
+            if os.environ.get("WORLD_SIZE", "1") != "1":
+                _LEFT.append(left)
 
     @property
     def folder(self) -> str:

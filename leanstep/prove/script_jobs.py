@@ -1,8 +1,8 @@
 """Run a script in a process of its own, captured, with the same seeds every time; also as several ranks.
 
-A child is forked where nothing has run in this process yet: torch is imported already, which saves seconds.
-Otherwise it is started afresh. What the script prints goes to a log; what was captured comes back in a file,
-also when the script raises, exits or is interrupted.
+A child is forked where a caller asks for it: torch is imported already, which saves seconds. Otherwise, and
+where this process uses a GPU, it is started afresh. What the script prints goes to a log; what was captured
+comes back in a file, also when the script raises, exits or is interrupted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from leanstep.cpu import end_idle_threads
 from leanstep.diagnose.run_script import Stop, run_script
 from leanstep.files import BadInput
 from leanstep.prove.capture import Captured, Recorder
@@ -232,6 +233,7 @@ def start(function: Callable[..., None], args: tuple[Any, ...], *, fork: bool) -
 
         sys.stdout.flush()
         sys.stderr.flush()
+        end_idle_threads()
         with warnings.catch_warnings():
             # Python warns where there are other threads; they take no locks that the child needs.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -246,7 +248,9 @@ def start(function: Callable[..., None], args: tuple[Any, ...], *, fork: bool) -
             # No clean-up of the parent's: its exit handlers and test session are not the child's.
             os._exit(code)
     payload = pickle.dumps((function, args)).hex()
-    program = "import pickle, sys; f, a = pickle.loads(bytes.fromhex(sys.argv[1])); f(*a)"
+    # Without clean-up here, either: what a rank's script left behind could wait for ever (run_script).
+    program = "import os, pickle, sys; f, a = pickle.loads(bytes.fromhex(sys.argv[1])); f(*a)"
+    program += "; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
     command = [sys.executable, "-c", program, payload]
     # Not the working directory of `python -c`: the script's own folder comes first, as Python has it.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

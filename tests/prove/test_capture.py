@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import leanstep
+from leanstep.diagnose import run_script
 from leanstep.prove.capture import Recorder
 from leanstep.prove.sketches import BUCKETS, SOLID, distance, sketch
 
@@ -191,3 +196,26 @@ def test_compiled_code_draws_the_random_numbers_of_eager_code(tmp_path):
     captured = capture_script(Job(str(script), steps=1))
     assert captured.error is None and len(captured.updates) == 1
     assert torch.compile is compile_ and config.fallback_random == drawn is False
+
+
+LEAVES = """import sys, weakref
+class Model: pass
+model = Model()
+sys.left = weakref.ref(model)
+ENDS
+"""
+
+
+@pytest.mark.parametrize("ends", ["", "sys.exit(3)", "raise ValueError"])
+@pytest.mark.parametrize(("world_size", "is_kept"), [("1", False), ("2", True)])
+def test_what_a_rank_leaves_behind_outlives_its_script(tmp_path, monkeypatch, ends, world_size, is_kept):
+    """The end of a process group may wait for a thread that waits for the interpreter."""
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setattr(run_script, "_LEFT", [])
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES.replace("ENDS", ends))
+    outcome = run_script.run_script(script, [], contextlib.nullcontext())
+    gc.collect()
+    left = sys.__dict__.pop("left")
+    assert (left() is not None) == is_kept
+    assert outcome.code == {"": 0, "sys.exit(3)": 3}.get(ends, 1)
