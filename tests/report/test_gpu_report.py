@@ -190,6 +190,7 @@ def test_a_case_of_a_gpus_size_is_rehearsed():
     # Its tensors are drawn with a generator and too large for the host.
     from leanstep.rehearse import Request, rehearse
 
+    stub_or_skip()
     settings = {"size": "gpu", "dtype": "bf16"}
     request = Request("transpose-add", case=True, steps=2, settings=settings, implementation="leanstep")
     recording = rehearse(request, quiet=True)
