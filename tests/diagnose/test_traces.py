@@ -348,7 +348,7 @@ BAD = [
         b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "ts": 1, "dur": 2}',
         "1 events and 77 bytes",
     ),
-    # The time is in the bytes and so in the test's name: workers that collect in different seconds must agree.
+    # The time is in the bytes and so in the test's name: workers that collect at different times must agree.
     (gzip.compress(b'{"traceEvents": [' + b'{"ph": "X"}, ' * 999, mtime=0)[:-30], "ends in the middle"),
     (gzip.compress(b"{}", mtime=0)[:8], "ends in the middle"),
     (
