@@ -15,6 +15,8 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, schedule
 
+TO_HOST = "Memcpy DtoH (Device -> Pageable)"
+
 
 def profiled(script: Path, out: Path, num_steps: int = 3) -> Path:
     """Run a script; profile `num_steps` steps after its first optimizer step, as a user's loop would."""
@@ -117,3 +119,20 @@ class GpuTrace:
             json.dumps({"schemaVersion": 1, **facts, "traceEvents": self.events}), encoding="utf-8"
         )
         return path
+
+
+def waiting(vendor: str, sync: str, copy: str, num_steps: int = 2) -> GpuTrace:
+    """Steps of a millisecond with one `.item()` each; the device is idle from 122 to 165."""
+    trace = GpuTrace(vendor)
+    for number in range(num_steps):
+        at = 1000.0 * number
+        trace.step(number, at, at + 1000)
+        trace.op("aten::mm", at + 10, at + 20)
+        trace.launch(at + 12, at + 20, at + 120)
+        trace.op("aten::item", at + 30, at + 135)
+        trace.op("aten::_local_scalar_dense", at + 31, at + 134)
+        trace.copy("MemcpyAsync", at + 32, at + 35, copy, at + 120, at + 122)
+        trace.call(sync, at + 36, at + 130)
+        trace.op("aten::mm", at + 150, at + 160)
+        trace.launch(at + 155, at + 165, at + 1018)
+    return trace

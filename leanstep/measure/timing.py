@@ -183,7 +183,7 @@ def _turns(estimate: Mapping[str, float], rounds: int, min_rounds: int, box_s: f
     quick = {name: s for name, s in estimate.items() if QUICK * s <= slowest}
     total = rounds
     if quick and rounds < min_rounds:
-        total = max(rounds, int(min(QUICK_ROUNDS, box_s / sum(quick.values()))))
+        total = max(rounds, int(min(QUICK_ROUNDS, box_s / max(sum(quick.values()), 1e-9))))
     slow = [name for name in estimate if name not in quick]
     spread = {
         name: {(number + turn * total // rounds) % total for turn in range(rounds)}

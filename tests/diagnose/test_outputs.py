@@ -12,12 +12,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from trace_maker import TO_HOST, waiting
 
 from leanstep import cli
-from leanstep.diagnose.outputs import report_diff, sarif
+from leanstep.diagnose.outputs import report_diff, sarif, screen
 from leanstep.diagnose.recording.source import Line
 from leanstep.diagnose.rules import find
 from leanstep.diagnose.step_records import RULE_IDS, Site, StepRecord, Tally
+from leanstep.diagnose.traces.trace_report import TraceRun
 
 ROOT = Path(__file__).parents[2]
 MINE = Line("train.py", 7, "step")
@@ -166,3 +168,38 @@ def test_hook_and_action_run_in_a_fresh_repository(tmp_path: Path) -> None:
 def test_every_rule_has_a_row_in_the_docs() -> None:
     page = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
     assert [rule for rule in RULE_IDS if f"| `{rule}` |" not in page] == []
+
+
+def test_outputs_are_those_of_a_recording(tmp_path: Path, monkeypatch, capsys) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    monkeypatch.chdir(tmp_path)
+    waiting("cuda", "StreamSynchronize", TO_HOST).write(
+        Path("t.json"), deviceProperties=[{"name": "Some GPU"}]
+    )
+    files = ["--json", "out.json", "--sarif", "out.sarif", "--markdown", "out.md", "--html", "out.html"]
+    assert cli.run(["diagnose", "--trace", "t.json", *files, "--annotations", "--explain", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "Some GPU · 24 events · 2 steps of 1 ms · device idle 4% (4% host waits)" in shown
+    assert "1  host-sync           aten::item > aten::_local_scalar_dense 1 read" in shown
+    assert "costs about 43 µs (4% of the step) → keep on the device" in shown
+    assert "::warning title=leanstep host-sync::" in shown
+    report = json.loads(Path("out.json").read_text())
+    jsonschema.validate(report, json.loads(screen.SCHEMA_FILE.read_text()))
+    (finding,) = report["findings"]
+    assert (finding["line"], finding["cost"]["seconds"]) == (0, pytest.approx(43e-6))
+    assert "`aten::item > aten::_local_scalar_dense`" in Path("out.md").read_text()
+    (result,) = json.loads(Path("out.sarif").read_text())["runs"][0]["results"]
+    uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert uri == "aten%3A%3Aitem%20%3E%20aten%3A%3A_local_scalar_dense"
+    assert "aten::item" in Path("out.html").read_text()
+
+
+def test_gates_work_on_a_trace(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    waiting("cuda", "StreamSynchronize", TO_HOST).write(Path("t.json"))
+    run = ["diagnose", "--trace", "t.json", "--fail-on", "host-sync"]
+    assert cli.run(run) == 1
+    assert cli.run([*run, "--ignore", "host-sync"]) == 0
+    assert cli.run([*run, "--baseline", "known.json", "--write-baseline"]) == 0
+    assert cli.run([*run, "--baseline", "known.json"]) == 0
+    assert sarif.as_sarif(TraceRun("t.json").findings())["version"] == "2.1.0"

@@ -8,38 +8,19 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from trace_maker import GpuTrace
+from trace_maker import TO_HOST, GpuTrace, waiting
 
 from leanstep import cli
-from leanstep.diagnose.outputs import sarif, screen
 from leanstep.diagnose.traces import trace_compare, trace_file
 from leanstep.diagnose.traces.evaluation_order import slots_of
 from leanstep.diagnose.traces.trace_file import read_trace
 from leanstep.diagnose.traces.trace_report import TraceRun
 
 PAGEABLE = "Memcpy HtoD (Pageable -> Device)"
-TO_HOST = "Memcpy DtoH (Device -> Pageable)"
 
 
 def found(path: Path, rule: str) -> list:
     return [finding for finding in TraceRun(str(path)).findings() if finding.rule == rule]
-
-
-def waiting(vendor: str, sync: str, copy: str, num_steps: int = 2) -> GpuTrace:
-    """Steps of a millisecond with one `.item()` each; the device is idle from 122 to 165."""
-    trace = GpuTrace(vendor)
-    for number in range(num_steps):
-        at = 1000.0 * number
-        trace.step(number, at, at + 1000)
-        trace.op("aten::mm", at + 10, at + 20)
-        trace.launch(at + 12, at + 20, at + 120)
-        trace.op("aten::item", at + 30, at + 135)
-        trace.op("aten::_local_scalar_dense", at + 31, at + 134)
-        trace.copy("MemcpyAsync", at + 32, at + 35, copy, at + 120, at + 122)
-        trace.call(sync, at + 36, at + 130)
-        trace.op("aten::mm", at + 150, at + 160)
-        trace.launch(at + 155, at + 165, at + 1018)
-    return trace
 
 
 @pytest.mark.parametrize(
@@ -392,44 +373,6 @@ def test_wrong_options_are_one_line(
     assert cli.run(["diagnose", "--trace", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-# Outputs
-
-
-def test_outputs_are_those_of_a_recording(tmp_path: Path, monkeypatch, capsys) -> None:
-    jsonschema = pytest.importorskip("jsonschema")
-    monkeypatch.chdir(tmp_path)
-    waiting("cuda", "StreamSynchronize", TO_HOST).write(
-        Path("t.json"), deviceProperties=[{"name": "Some GPU"}]
-    )
-    files = ["--json", "out.json", "--sarif", "out.sarif", "--markdown", "out.md", "--html", "out.html"]
-    assert cli.run(["diagnose", "--trace", "t.json", *files, "--annotations", "--explain", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "Some GPU · 24 events · 2 steps of 1 ms · device idle 4% (4% host waits)" in shown
-    assert "1  host-sync           aten::item > aten::_local_scalar_dense 1 read" in shown
-    assert "costs about 43 µs (4% of the step) → keep on the device" in shown
-    assert "::warning title=leanstep host-sync::" in shown
-    report = json.loads(Path("out.json").read_text())
-    jsonschema.validate(report, json.loads(screen.SCHEMA_FILE.read_text()))
-    (finding,) = report["findings"]
-    assert (finding["line"], finding["cost"]["seconds"]) == (0, pytest.approx(43e-6))
-    assert "`aten::item > aten::_local_scalar_dense`" in Path("out.md").read_text()
-    (result,) = json.loads(Path("out.sarif").read_text())["runs"][0]["results"]
-    uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
-    assert uri == "aten%3A%3Aitem%20%3E%20aten%3A%3A_local_scalar_dense"
-    assert "aten::item" in Path("out.html").read_text()
-
-
-def test_gates_work_on_a_trace(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    waiting("cuda", "StreamSynchronize", TO_HOST).write(Path("t.json"))
-    run = ["diagnose", "--trace", "t.json", "--fail-on", "host-sync"]
-    assert cli.run(run) == 1
-    assert cli.run([*run, "--ignore", "host-sync"]) == 0
-    assert cli.run([*run, "--baseline", "known.json", "--write-baseline"]) == 0
-    assert cli.run([*run, "--baseline", "known.json"]) == 0
-    assert sarif.as_sarif(TraceRun("t.json").findings())["version"] == "2.1.0"
 
 
 # Two traces

@@ -16,6 +16,7 @@ from typing import Any, TypedDict
 
 import pytest
 import torch
+from docstring_code import python_blocks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -25,8 +26,7 @@ B, T, D, V = 2, 5, 8, 37
 
 def snippet(package: str) -> str:
     """The one code block that imports from `package`."""
-    blocks = [part.partition("```")[0] for part in DOCS.read_text(encoding="utf-8").split("```python\n")[1:]]
-    (found,) = [block for block in blocks if f"from {package}" in block]
+    (found,) = [block for block in python_blocks(DOCS) if f"from {package}" in block]
     return found
 
 

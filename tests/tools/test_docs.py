@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from docstring_code import python_blocks
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, log_softmax, logsigmoid
 
@@ -17,14 +18,9 @@ ROOT = Path(__file__).parent.parent.parent
 SEQUENCES, LENGTH, WIDTH, VOCAB = 4, 6, 8, 37
 
 
-def blocks(page: str) -> list[str]:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return [part.partition("```")[0] for part in text.split("```python\n")[1:]]
-
-
 def run(page: str, names: str, space: dict[str, Any]) -> dict[str, Any]:
     """Run the one block of a page that has `names` in it, in `space`."""
-    (found,) = [block for block in blocks(page) if names in block]
+    (found,) = [block for block in python_blocks(ROOT / page) if names in block]
     exec(compile(found, page, "exec"), space)
     return space
 

@@ -56,7 +56,7 @@ def distill(
     teacher = ob.TeacherHead(empty(tokens, wide, grad=False), empty(vocab, wide, grad=False))
     rows = torch.arange(tokens // 4, device="cuda") * 4
     if labelled:
-        options["hard"] = ob.HardLabels(torch.randint(VOCAB, rows.shape, device="cuda"), 0.5)
+        options["hard"] = ob.HardLabels(torch.randint(vocab, rows.shape, device="cuda"), 0.5)
     ob.linear_distill_loss(hidden, weight, teacher, divergence=kind, rows=rows, **options).loss.backward()
     pace.step()
 
