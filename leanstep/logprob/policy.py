@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from leanstep.cpu import is_one
+from leanstep.logprob.checks import check_head_call, check_options, check_vocabulary
 from leanstep.logprob.deprecated import accepts_old_names
 from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
@@ -37,18 +38,7 @@ from leanstep.logprob.engine.tiles import (
     on_gpu,
 )
 from leanstep.logprob.engine.torch_ops import traced_policy
-from leanstep.logprob.inputs import (
-    Entropy,
-    Transform,
-    Tuning,
-    VocabShards,
-    build_head,
-    check_entropy,
-    check_rows,
-    check_targets,
-    check_temperature,
-    select_per_row,
-)
+from leanstep.logprob.inputs import Entropy, Transform, Tuning, VocabShards
 from leanstep.logprob.objective import (
     WHOLE_BATCH,
     Normalizer,
@@ -63,7 +53,7 @@ from leanstep.logprob.objective import (
     row_weights,
     weighted_sum,
 )
-from leanstep.logprob.parallel import combine_statistics, resolve_group
+from leanstep.logprob.parallel import combine_statistics
 
 # A chunk keeps its whole vocabulary of logits: more than a cache holds, far less than [T, V].
 CPU_CHUNK_BYTES = 128 << 20
@@ -119,23 +109,16 @@ def linear_policy_loss(
         `linear_logprobs` and `policy_loss` need 3 GEMMs as well.
     """
     objective = checked_objective(objective)
-    check_entropy(entropy)
-    if transform is not None and transform.label_smoothing:
-        raise ValueError(f"transform: expected label_smoothing 0 here, got {transform.label_smoothing}")
-    if shards is not None and shards.sequence_parallel:
-        raise ValueError("shards: expected sequence_parallel=False here, got True")
-    if tuning is not None and (tuning.tile or tuning.main_grad is not None or tuning.invariant):
-        raise ValueError("tuning: expected no tile, no main_grad and not invariant here, only a budget")
-    budget = None if tuning is None else tuning.budget
+    tuning = check_options(transform, shards, tuning, entropy=entropy)
     if torch.compiler.is_compiling() and shards is None:
-        options = (objective, normalizer, rows, entropy, temperature, transform, tuning or Tuning())
+        options = (objective, normalizer, rows, entropy, temperature, transform, tuning)
         return traced_policy(hidden, weight, targets, batch, *options)
-    head, tensors = build_head(hidden, weight, transform, shards)
-    check_rows(rows, hidden.device)
-    num_rows, dtype = hidden.shape[0], head.dtype
-    head.temperature = check_temperature(temperature, rows, num_rows, dtype)
-    targets = check_targets(targets, rows, num_rows, head.vocabulary)
-    selected, lengths = targets.shape[0], batch.sequence_lengths
+    checked = check_head_call(
+        hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
+    )
+    head, tensors, source = checked.head, checked.tensors, checked.source
+    targets, group, dtype = checked.targets(targets), checked.group, head.dtype
+    selected, lengths = source.num_rows, batch.sequence_lengths
 
     def per_row(name: str) -> Any:
         values = getattr(batch, name)
@@ -143,31 +126,29 @@ def linear_policy_loss(
             return None
         if values.dim() != 1:
             raise ValueError(f"{name}: expected one dimension, got {tuple(values.shape)}")
-        return select_per_row(name, values, rows, num_rows).detach().to(dtype)
+        return checked.per_row(name, values).detach().to(dtype)
 
     names = ("old_logp", "advantages", "mask", "ref_logp")
     batch = PolicyBatch(**{name: per_row(name) for name in names}, sequence_lengths=lengths)
     weights = row_weights(batch.mask, selected, normalizer, lengths, dtype, hidden.device)
     if objective.kl_coef and batch.ref_logp is None:
         raise ValueError("ref_logp: expected reference log-probs because kl_coef is not 0, got None")
-    group = None if shards is None else resolve_group(shards.group)
-    source, low = RowSource(hidden.detach(), rows), tensors[3]
-    rounds = tuning is not None and tuning.round_logits
-    chunks = _chunks(objective, lengths, source, head, budget, group, 2 if rounds else head.dtype.itemsize)
+    logit_bytes = 2 if tuning.round_logits else head.dtype.itemsize
+    chunks = _chunks(objective, lengths, source, head, tuning.budget, group, logit_bytes)
     tiles, cores, kernels = _arranged(source, head, chunks, tensors[2])
     call = Call(
         head=head,
         source=source,
-        low=None if low is None else RowSource(low.detach(), rows),
+        low=checked.low,
         targets=targets,
         tiles=tiles,
         cores=cores,
         kernels=kernels,
         entropy="grad" if objective.entropy_coef else entropy,
         group=group,
-        reduce_grad="none" if shards is None else shards.reduce_grad,
+        reduce_grad=checked.reduce_grad,
         gradient_scale=_gradient_scale(head, selected),
-        round_logits=rounds,
+        round_logits=tuning.round_logits,
     )
     wants_grad = torch.is_grad_enabled()
     with torch.autocast(hidden.device.type, enabled=False), call.one_thread():
@@ -374,11 +355,7 @@ def _chunks(
     num_rows, columns = source.num_rows, head.columns
     if group is not None:
         # Every rank must take the same number of chunks, whatever the width of its shard.
-        if head.vocabulary is None:
-            raise ValueError(
-                "shards.total: expected the whole vocabulary's size with unequal shards, got None"
-            )
-        columns = -(-head.vocabulary // group.size())
+        columns = -(-check_vocabulary(head, "with unequal shards") // group.size())
     if on_gpu(head.weight.device):
         shape = (columns, head.weight.shape[1])
         most = gpu_chunk_rows(shape, head.weight, logit_bytes, budget)

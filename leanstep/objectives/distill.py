@@ -20,6 +20,7 @@ from torch import Tensor
 
 from leanstep.cpu import is_one, one_thread_each
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
+from leanstep.logprob.checks import check_head_call, check_options, check_vocabulary, select_per_row
 from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
 from leanstep.logprob.engine.passes import finishes_logits, kernels_for
@@ -35,8 +36,6 @@ from leanstep.logprob.engine.tiles import (
     even_slices,
     on_gpu,
 )
-from leanstep.logprob.inputs import build_head, check_rows, check_targets, check_temperature, select_per_row
-from leanstep.logprob.parallel import resolve_group
 from leanstep.objectives.distill_tiles import Chunk, Problem
 from leanstep.objectives.divergences import Divergence, checked_divergence
 from leanstep.objectives.divergences import divergence as plain_divergence
@@ -136,25 +135,16 @@ def linear_distill_loss(
     Use something else when: the divergence of each row needs a gradient of its own.
     """
     kind = checked_divergence(divergence)
-    if shards is not None and shards.sequence_parallel:
-        raise ValueError("shards: expected sequence_parallel=False here, got True")
-    if transform is not None and transform.label_smoothing:
-        raise ValueError(f"transform: expected label_smoothing 0 here, got {transform.label_smoothing}")
-    if tuning is not None and (tuning.tile or tuning.main_grad is not None or tuning.invariant):
-        # Gradients are formed before the factor that backward brings is known.
-        raise ValueError("tuning: expected no tile, no main_grad and not invariant here, only a budget")
-    head, tensors = build_head(hidden, weight, transform, shards)
-    check_rows(rows, hidden.device)
-    head.temperature = check_temperature(temperature, None, len(hidden), head.dtype)
+    tuning = check_options(transform, shards, tuning)
+    if hard is not None and not 0 <= hard.weight <= 1:
+        raise ValueError(f"hard.weight: expected 0 <= value <= 1, got {hard.weight}")
+    checked = check_head_call(
+        hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
+    )
+    head, tensors, source, group = checked.head, checked.tensors, checked.source, checked.group
     if isinstance(head.temperature, Tensor):
         raise ValueError("temperature: expected one number for all rows, got a tensor")
-    source = RowSource(hidden.detach(), rows)
     weights = _row_weights(row_weights, normalizer, source, head.dtype)
-    hard_targets = None
-    if hard is not None:
-        if not 0 <= hard.weight <= 1:
-            raise ValueError(f"hard.weight: expected 0 <= value <= 1, got {hard.weight}")
-        hard_targets = check_targets(hard.targets, rows, len(hidden), head.vocabulary)
     if isinstance(teacher, TeacherTopK):
         if hard is not None:
             raise ValueError("hard: expected None with TeacherTopK; add linear_cross_entropy to its loss")
@@ -165,28 +155,26 @@ def linear_distill_loss(
     for tiles, _ in opened:
         if isinstance(tiles, GivenTiles) and tiles.is_probability and not kind.cross_entropy:
             raise ValueError('divergence: expected "cross_entropy" with SoftLabels')
-    group = None if shards is None else resolve_group(shards.group)
-    budget = None if tuning is None else tuning.budget
     wants_grad = torch.is_grad_enabled()
     in_gradient = wants_grad and tensors[1].requires_grad
     logit_dtype = _logit_dtype(head, opened, source, tuning)
-    chunks = _chunks(head, source.num_rows, len(opened), logit_dtype, in_gradient, budget, group)
+    chunks = _chunks(head, source.num_rows, len(opened), logit_dtype, in_gradient, tuning.budget, group)
     tiles, cores, kernels = _arranged(head, source, chunks, len(opened))
     problem = Problem(
         head=head,
         source=source,
-        low=None if tensors[3] is None else RowSource(tensors[3].detach(), rows),
+        low=checked.low,
         teachers=opened,
         kind=kind,
         weights=weights,
-        targets=hard_targets,
+        targets=None if hard is None else checked.targets(hard.targets),
         hard_weight=0.0 if hard is None else hard.weight,
         chunks=chunks,
         tiles=tiles,
         cores=cores,
         kernels=kernels,
         group=group,
-        reduce_grad="none" if shards is None else shards.reduce_grad,
+        reduce_grad=checked.reduce_grad,
         wants_grad=wants_grad,
         logit_dtype=logit_dtype,
     )
@@ -303,11 +291,7 @@ def _chunks(
     """
     columns = head.columns
     if group is not None:
-        if head.vocabulary is None:
-            raise ValueError(
-                "shards.total: expected the whole vocabulary's size with unequal shards, got None"
-            )
-        columns = -(-head.vocabulary // group.size())
+        columns = -(-check_vocabulary(head, "with unequal shards") // group.size())
     fewest, row_bytes = FEWEST_ROWS if budget is None else 1, (1 + teachers) * dtype.itemsize
     if on_gpu(head.weight.device):
         shape = (columns, head.weight.shape[1])
