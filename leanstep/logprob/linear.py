@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob.checks import check_entropy, check_head_call, check_vocabulary, checked_allowed
-from leanstep.logprob.deprecated import accepts_old_names
 from leanstep.logprob.engine.frozen import frozen_forward
 from leanstep.logprob.engine.invariant import arrange_blocks
 from leanstep.logprob.engine.kl_topk import divergences
@@ -46,11 +45,6 @@ MOST_SAVED_ROWS = 4096
 OUTPUTS = ("lse", "z_loss", "argmax", "top_k", "kl", "reverse_kl")
 
 
-@accepts_old_names(
-    "tokens keep extras bias lora scale softcap label_smoothing ref_weight ref_hidden ref_bias group",
-    "vocab_start vocab_total sequence_parallel reduce_grad budget tile main_grad logits_in_grad",
-    "logit_bytes",
-)
 def linear_logprobs(
     hidden: Tensor,
     weight: Any,

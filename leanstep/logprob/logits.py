@@ -26,7 +26,6 @@ from leanstep.logprob.checks import (
     checked_allowed,
     local_columns,
 )
-from leanstep.logprob.deprecated import accepts_old_names
 from leanstep.logprob.engine.passes import (
     Finish,
     NativePasses,
@@ -50,9 +49,6 @@ from leanstep.logprob.inputs import Allowed, Entropy, LogProbs, Tuning, VocabSha
 from leanstep.logprob.parallel import VocabShard, combine_statistics
 
 
-@accepts_old_names(
-    "tokens keep return_lse chunk_rows group vocab_start vocab_total",
-)
 def token_logprobs(
     logits: Tensor,
     targets: Tensor,

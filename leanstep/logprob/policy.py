@@ -19,7 +19,6 @@ from torch import Tensor
 
 from leanstep.cpu import is_one
 from leanstep.logprob.checks import check_head_call, check_options, check_vocabulary
-from leanstep.logprob.deprecated import accepts_old_names
 from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
 from leanstep.logprob.engine.passes import finishes_logits, kernels_for, row_kernels
@@ -63,10 +62,6 @@ KERNEL_KINDS = ("clip", "cispo")
 FEWEST_ROWS = 64
 
 
-@accepts_old_names(
-    "tokens old_logp advantages mask ref_logp sequence_lengths bias lora scale softcap",
-    "entropy_metric budget group vocab_start vocab_total reduce_grad",
-)
 def linear_policy_loss(
     hidden: Tensor,
     weight: Any,
