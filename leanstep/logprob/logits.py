@@ -26,14 +26,8 @@ from leanstep.logprob.checks import (
     checked_allowed,
     local_columns,
 )
-from leanstep.logprob.engine.passes import (
-    Finish,
-    NativePasses,
-    Passes,
-    finishes_logits,
-    kernels_for,
-    suited,
-)
+from leanstep.logprob.engine.pass_interface import Finish, Passes
+from leanstep.logprob.engine.passes import NativePasses, finishes_logits, kernels_for, suited
 from leanstep.logprob.engine.softmax import (
     FinalStatistics,
     RowFactors,

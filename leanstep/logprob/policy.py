@@ -19,14 +19,13 @@ from torch import Tensor
 
 from leanstep.cpu import is_one
 from leanstep.logprob.checks import check_head_call, check_options, check_vocabulary
-from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
+from leanstep.logprob.engine.gpu.gpu_tiles import GPU_ALIGNMENT, gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
 from leanstep.logprob.engine.passes import finishes_logits, kernels_for, row_kernels
 from leanstep.logprob.engine.softmax import RowFactors, RowGradients, RowStatistics, first_order_only
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.tiles import (
     CPU_MAX_ROWS,
-    GPU_ALIGNMENT,
     ChunkBuffer,
     LogitsInGradient,
     SavedLogits,

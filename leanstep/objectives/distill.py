@@ -21,12 +21,11 @@ from torch import Tensor
 from leanstep.cpu import is_one, one_thread_each
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.checks import check_head_call, check_options, check_vocabulary, select_per_row
-from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
+from leanstep.logprob.engine.gpu.gpu_tiles import GPU_ALIGNMENT, gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
 from leanstep.logprob.engine.passes import finishes_logits, kernels_for
 from leanstep.logprob.engine.softmax import first_order_only
 from leanstep.logprob.engine.tiles import (
-    GPU_ALIGNMENT,
     Arrangement,
     ChunkBuffer,
     LogitsInGradient,

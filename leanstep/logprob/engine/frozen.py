@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
+from leanstep.logprob.engine.gpu.gpu_tiles import GPU_ALIGNMENT, gpu_chunk_rows
 from leanstep.logprob.engine.kl_topk import TopK
 from leanstep.logprob.engine.lm_head import HeadSums, RowSource, product
 from leanstep.logprob.engine.softmax import (
@@ -35,7 +35,6 @@ from leanstep.logprob.engine.softmax import (
 )
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.tiles import (
-    GPU_ALIGNMENT,
     ChunkBuffer,
     SavedLogits,
     Scratch,
