@@ -1,9 +1,8 @@
-"""The rules of a room hold, and the checks that say so can fail."""
+"""The package keeps the rules of tools/house.py, and each rule can fail."""
 
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -12,62 +11,77 @@ from tool_loader import load_tool
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_the_rules_of_a_room_hold():
-    rooms = load_tool("rooms").read_rooms(ROOT / "leanstep")
-    assert not rooms.broken, rooms.figures() + "\n" + "\n".join(rooms.broken)
+def test_the_package_keeps_the_rules():
+    assert load_tool("house").violations(ROOT / "leanstep") == []
+
+
+BRANCHES = "".join(f"    if x == {n}: return {n}\n" for n in range(25))
+WIDE = ", ".join(f"a{n}" for n in range(13))
 
 
 @pytest.mark.parametrize(
     ("files", "complaint"),
     [
-        ({"room/long.py": "x = 1\n" * 451}, "has 451 lines"),
-        ({f"room/part_{n}.py": "" for n in range(13)}, "has 13 files"),
-        ({"room/part.py": "", "other/part.py": ""}, "part.py occurs 2 times"),
-        ({"room/wide.py": f"def call({', '.join(f'a{n}' for n in range(13))}): ..."}, "13 parameters"),
-        ({"room/hidden.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING: ..."}, "TYPE_CHECKING"),
-        ({"room/tuned.py": "import torch\ntorch.set_num_threads(1)"}, "belongs into cpu.py"),
+        ({"knotted.py": f"def f(x):\n{BRANCHES}"}, "f has complexity 26"),
+        ({"knotted.py": f"def f(x):\n  def g():\n{BRANCHES}  return g"}, "f has complexity 26"),
+        ({"wide.py": f"def call({WIDE}): ..."}, "call has 13 parameters"),
+        ({"wide.py": f"class A:\n  def call(self, {WIDE}): ..."}, "A.call has 13 parameters"),
+        ({"wide.py": f"class A:\n  def __init__(self, *, {WIDE}): ..."}, "A.__init__ has 13 parameters"),
+        ({"packed.py": "f(*(1, 2))"}, "packed.py:1 unpacks"),
+        ({"packed.py": "f(**{'x': 1})"}, "packed.py:1 unpacks"),
+        ({"hidden.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING: ..."}, "TYPE_CHECKING"),
+        ({"tuned.py": "import torch\ntorch.set_num_threads(1)"}, "belongs in cpu.py"),
+        (
+            {
+                "a.py": "from package import b",
+                "b.py": "def f():\n  from package.c import x",
+                "c.py": "import package.a",
+            },
+            "import cycle: package.a, package.b, package.c",
+        ),
     ],
 )
 def test_a_broken_rule_is_named(tmp_path: Path, files: dict[str, str], complaint: str):
+    sentences = load_tool("house").violations(write_package(tmp_path, files))
+    assert complaint in sentences[0]
+    assert len({sentence.split(":")[0] for sentence in sentences}) == 1
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"kernel.py": f"def some_kernel({WIDE}): ..."},
+        {"commands/train.py": f"def train({WIDE}): ..."},
+        {"wide.py": f"def _private({WIDE}): ..."},
+        {"a.py": "from package import b", "b.py": "from package import c", "c.py": ""},
+        {"a.py": "from package.b import x", "b/__init__.py": "from package.b.c import x", "b/c.py": "x = 1"},
+        {"plain.py": "f(*pair, **options)"},
+    ],
+)
+def test_what_the_rules_allow(tmp_path: Path, files: dict[str, str]):
+    assert load_tool("house").violations(write_package(tmp_path, files)) == []
+
+
+def write_package(folder: Path, files: dict[str, str]) -> Path:
     for name, text in {"__init__.py": "", **files}.items():
-        path = tmp_path / "package" / name
+        path = folder / "package" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (sentence,) = load_tool("rooms").read_rooms(tmp_path / "package").broken
-    assert complaint in sentence
+    return folder / "package"
 
 
-def test_files_of_the_same_word_may_repeat(tmp_path: Path):
-    for room in ("one", "two"):
-        (tmp_path / room).mkdir()
-        for name in ("reference", "kernel", "cases", "peers", "__init__"):
-            (tmp_path / room / f"{name}.py").write_text("")
-    assert load_tool("rooms").read_rooms(tmp_path).broken == []
-
-
-def test_the_readme_names_every_module():
-    text = (ROOT / "README.md").read_text()
-    tree = text[text.index("\nleanstep/\n") :]
-    words = set(re.findall(r"\w+", tree[: tree.index("```")]))
-    modules = {path.stem for path in (ROOT / "leanstep").rglob("*.py")} - load_tool("rooms").REPEATED
-    assert not modules - words
-
-
-def test_a_reader_visits_few_files():
-    walk = load_tool("walk")
-    found = walk.measure()
-    assert found.keys() == walk.BOUNDS.keys()
-    for name, (files, changes) in found.items():
-        bound = walk.BOUNDS[name]
-        assert 1 <= files <= bound.files and 1 <= changes <= bound.changes, f"{name}: {files}, {changes}"
-
-
-def test_a_walk_counts_files_and_changes():
-    walk = load_tool("walk")
-    from leanstep.cpu import num_threads
-
-    assert walk.walk(num_threads) == (1, 1)
-    assert walk.walk(lambda: None) == (0, 0)
+def test_every_exception_to_the_parameter_rule_is_needed():
+    house = load_tool("house")
+    names = [
+        name
+        for name in house.WIDE
+        if not any(
+            f" {name} has " in sentence
+            for path, tree in house.read_package(ROOT / "leanstep").items()
+            for sentence in house.wide_functions(path, tree, exceptions={})
+        )
+    ]
+    assert names == []
 
 
 def test_fingerprints_show_what_moved(capsys: pytest.CaptureFixture[str]):
