@@ -1,6 +1,6 @@
 """Find the waste in an LLM training step, replace it with an exact fast path, prove that nothing changed.
 
-The packages: `leanstep.preference`, `leanstep.logprob`, `leanstep.muon`, `leanstep.gpt`; `leanstep.diagnose`
+The packages: `leanstep.lens`, `leanstep.logprob`, `leanstep.muon`, `leanstep.gpt`; `leanstep.diagnose`
 names the lines that waste time or memory, `leanstep.prove` compares the updates that scripts make, and
 `leanstep.update()` captures one. They are imported on use, so that `import leanstep` costs nothing.
 """
@@ -11,7 +11,7 @@ import importlib
 from typing import Any
 
 __version__ = "0.2.0"
-__all__ = ["diagnose", "gpt", "logprob", "muon", "preference", "prove", "update"]
+__all__ = ["diagnose", "gpt", "lens", "logprob", "muon", "prove", "update"]
 
 
 def __getattr__(name: str) -> Any:

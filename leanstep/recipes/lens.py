@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.preference import (
+from leanstep.lens import (
     AllocatorConfig,
     ContextReader,
     GateConfig,
