@@ -100,11 +100,6 @@ class LensBatch:
     def num_contexts(self) -> int:
         return self.pos.shape[0]
 
-    @property
-    def single_variant_samples(self) -> int | None:
-        """Samples that can give no pair; they are skipped."""
-        return None if self.counts is None else sum(c < 2 for c in self.counts)
-
     @classmethod
     def from_tensors(
         cls,

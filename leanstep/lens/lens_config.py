@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 TERMS = ("pref", "rank", "budget", "smooth", "kl", "coverage")
@@ -21,6 +20,11 @@ def _check_integers(record: Any, least: int, *names: str) -> None:
         value = getattr(record, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+
+
+def _check_record(config: Any, name: str, record: type) -> None:
+    if not isinstance(getattr(config, name), record):
+        raise ValueError(f"{name}: expected {record.__name__}, got {getattr(config, name)!r}")
 
 
 def _check_finite(record: Any) -> None:
@@ -212,16 +216,7 @@ class AllocatorConfig:
     iterations: int = 1
 
 
-_RECORDS = {"objective": ObjectiveConfig, "sampling": SamplingConfig, "gate": GateConfig}
-# The flat names of 0.1: where each value is now.
-_FLAT = {
-    ("gate_" if record == "gate" else "") + entry.name: (record, entry.name)
-    for record, cls in _RECORDS.items()
-    for entry in fields(cls)
-}
-
-
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class LensConfig:
     """What the objective computes: the tree's geometry, and one record each for terms, sampling and gate.
 
@@ -235,77 +230,21 @@ class LensConfig:
         objective: terms and weights.
         sampling: variants, pairs and entries looked at.
         gate: steps on which the objective runs.
-        flat: the keywords of 0.1 (`kl_weight=`, `gate_every=`); they warn and name their new place.
     """
 
-    block_size: int
-    max_lod: int
-    objective: ObjectiveConfig
-    sampling: SamplingConfig
-    gate: GateConfig
+    block_size: int = 32
+    max_lod: int = 2
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
 
-    def __init__(
-        self,
-        block_size: int = 32,
-        max_lod: int = 2,
-        objective: ObjectiveConfig | None = None,
-        sampling: SamplingConfig | None = None,
-        gate: GateConfig | None = None,
-        **flat: Any,
-    ) -> None:
-        given = {"objective": objective, "sampling": sampling, "gate": gate}
-        for name, cls in _RECORDS.items():
-            if given[name] is not None and not isinstance(given[name], cls):
-                raise ValueError(f"{name}: expected {cls.__name__}, got {given[name]!r}")
-        for name in flat:
-            if name not in _FLAT:
-                raise TypeError(f"LensConfig has no argument {name!r}")
-            record, new = _FLAT[name]
-            warnings.warn(
-                f"LensConfig({name}=...) is now LensConfig({record}={_RECORDS[record].__name__}({new}=...))",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-        for record, cls in _RECORDS.items():
-            changes = {_FLAT[n][1]: v for n, v in flat.items() if _FLAT[n][0] == record}
-            present = given[record]
-            kept = {} if present is None else {e.name: getattr(present, e.name) for e in fields(cls)}
-            made = present if present is not None and not changes else cls(**{**kept, **changes})
-            object.__setattr__(self, record, made)
-        object.__setattr__(self, "block_size", block_size)
-        object.__setattr__(self, "max_lod", max_lod)
+    def __post_init__(self) -> None:
+        _check_record(self, "objective", ObjectiveConfig)
+        _check_record(self, "sampling", SamplingConfig)
+        _check_record(self, "gate", GateConfig)
         _check_integers(self, 2, "block_size")
-        if not isinstance(max_lod, int) or not 1 <= max_lod <= 7:
-            raise ValueError(f"max_lod: expected an integer in 1..7, got {max_lod!r}")
-
-    @classmethod
-    def from_flat(cls, **values: Any) -> LensConfig:
-        """The same from one flat mapping (a JSON file, a command line): `kl_weight`, `gate_every`, ...
-
-        Equivalent to, for example:
-            LensConfig(block_size=8, objective=ObjectiveConfig(kl_weight=0.1), gate=GateConfig(every=2))
-        """
-        nested: dict[str, dict[str, Any]] = {record: {} for record in _RECORDS}
-        rest = {}
-        for name, value in values.items():
-            if name in _FLAT:
-                record, new = _FLAT[name]
-                nested[record][new] = value
-            else:
-                rest[name] = value
-        return cls(**rest, **{record: _RECORDS[record](**given) for record, given in nested.items()})
-
-    def __getattr__(self, name: str) -> Any:
-        # Only names that are no fields arrive here: the flat ones of 0.1.
-        if name in ("tau", "weights", "active_terms"):
-            place, value = f"objective.{name}", getattr(self.objective, name)
-        elif name in _FLAT:
-            record, new = _FLAT[name]
-            place, value = f"{record}.{new}", getattr(getattr(self, record), new)
-        else:
-            raise AttributeError(f"LensConfig has no attribute {name!r}")
-        warnings.warn(f"LensConfig.{name} is now LensConfig.{place}", DeprecationWarning, stacklevel=2)
-        return value
+        if not isinstance(self.max_lod, int) or not 1 <= self.max_lod <= 7:
+            raise ValueError(f"max_lod: expected an integer in 1..7, got {self.max_lod!r}")
 
     def spans(self) -> list[int]:
         """Tokens covered by an entry, by LOD."""

@@ -23,8 +23,6 @@ from leanstep.lens.pairs import build_pairs, build_targets, sample_pairs, sample
 from leanstep.lens.telemetry import PREFIX, LensMetrics, LensResult, SectionTimer
 
 BACKENDS = ("auto", "eager", "fused")
-# Implementations of 0.1 that are gone.
-REPLACED = {"flat": "fused", "native": "fused"}
 STAGES = ("joint", "offline", "frozen")
 SLOW_MS = 50.0
 
@@ -72,13 +70,6 @@ def lens_loss(
     Host syncs: none. Cost: O(V T + P W). Peak extra memory: V (T + 1) bytes and a few [P, W] tensors.
     Use something else when there is one variant per sample: nothing is compared, and the loss is 0.
     """
-    if backend in REPLACED:
-        warnings.warn(
-            f'backend="{backend}" is gone and runs backend="{REPLACED[backend]}"',
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        backend = REPLACED[backend]
     _check(scores, batch, state, prev_scores, prev_valid, backend)
     if backend == "auto":
         backend = "eager" if torch.compiler.is_compiling() else "fused"

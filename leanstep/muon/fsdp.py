@@ -414,12 +414,3 @@ def _runs(flat: Tensor, rows: list[_Rows], rank: int, world: int) -> list[tuple[
         runs.append((run, flat[begin : begin + size].view(shape)))
         begin += size
     return runs
-
-
-def __getattr__(name: str) -> Any:
-    # The class of 0.1 stands beside NorMuon now.
-    if name == "FsdpNorMuon":
-        from leanstep.muon.optimizer import FsdpNorMuon
-
-        return FsdpNorMuon
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

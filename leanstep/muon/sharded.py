@@ -265,12 +265,3 @@ class Agreement:
                 f"got between {int(fewest)} and {int(-most)}"
             )
         return flags[0] if on_device else bool(everywhere)
-
-
-def __getattr__(name: str) -> Any:
-    # The class of 0.1 stands beside NorMuon now.
-    if name == "ShardedNorMuon":
-        from leanstep.muon.optimizer import ShardedNorMuon
-
-        return ShardedNorMuon
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from leanstep.lens.batch import LensBatch, Variant
-from leanstep.lens.lens_config import LensConfig
+from leanstep.lens.lens_config import LensConfig, ObjectiveConfig, SamplingConfig
 
 FOLDER = Path(__file__).parent.parent / "vectors" / "lens"
 NAMES = sorted(p.stem for p in FOLDER.glob("*.json"))
@@ -42,8 +43,14 @@ def expand_runs(variant: dict[str, Any], block: int, running: int) -> None:
 
 
 def config_of(data: dict[str, Any], **changes: Any) -> LensConfig:
-    given = {k: v for k, v in data["config"].items() if k != "ema_in"}
-    return LensConfig.from_flat(**{**given, **changes})
+    """The flat configuration of a vector file, with `changes`, as records."""
+    values = {k: v for k, v in data["config"].items() if k != "ema_in"} | changes
+
+    def take(record: type) -> Any:
+        return record(**{f.name: values.pop(f.name) for f in fields(record) if f.name in values})
+
+    objective, sampling = take(ObjectiveConfig), take(SamplingConfig)
+    return LensConfig(**values, objective=objective, sampling=sampling)
 
 
 def batch_of(data: dict[str, Any]) -> LensBatch:

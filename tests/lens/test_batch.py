@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
-from dataclasses import replace
 
 import pytest
 import torch
@@ -107,35 +104,6 @@ def test_bad_configuration_names_the_field(record, change):
     name = "pairs_sampled" if "pair_sampling" in change else next(iter(change))
     with pytest.raises(ValueError, match=f"{name}:"):
         record(**change)
-
-
-def test_flat_keywords_work_and_name_their_new_place():
-    new = LensConfig(
-        block_size=4,
-        objective=ObjectiveConfig(kl_weight=0.5),
-        sampling=SamplingConfig(span_k=3),
-        gate=GateConfig(every=2),
-    )
-    with pytest.warns(DeprecationWarning, match="is now LensConfig") as caught:
-        old = LensConfig(block_size=4, kl_weight=0.5, span_k=3, gate_every=2)
-    assert old == new and hash(old) == hash(new) and len(caught) == 3
-    message = "LensConfig(gate_every=...) is now LensConfig(gate=GateConfig(every=...))"
-    assert str(caught[2].message) == message and caught[2].filename == __file__
-    assert LensConfig.from_flat(block_size=4, kl_weight=0.5, span_k=3, gate_every=2) == new
-    with pytest.warns(DeprecationWarning, match="kl_weight"):
-        assert replace(new, kl_weight=0.7).objective == ObjectiveConfig(kl_weight=0.7)
-    for name, place, value in (
-        ("kl_weight", "objective.kl_weight", 0.5),
-        ("gate_every", "gate.every", 2),
-        ("tau", "objective.tau", 1.0),
-    ):
-        with pytest.warns(DeprecationWarning, match=f"LensConfig.{name} is now LensConfig.{place}"):
-            assert getattr(new, name) == value
-    with pytest.raises(TypeError, match="no argument 'kl_wait'"):
-        LensConfig(kl_wait=1.0)
-    with pytest.raises(AttributeError, match="no attribute 'kl_wait'"):
-        _ = new.kl_wait
-    assert pickle.loads(pickle.dumps(new)) == copy.deepcopy(new) == new
 
 
 def test_variant_counts():

@@ -89,12 +89,3 @@ def test_a_score_that_is_not_finite_shows_in_the_loss():
         x = torch.full(batch.pos.shape, value)
         a, b = (lens_loss(x, batch, config, backend=name, terms={"pref"}).loss for name in ("fused", "eager"))
         torch.testing.assert_close(a, b, equal_nan=True)
-
-
-def test_backends_that_are_gone_warn_and_run_the_closed_form():
-    batch, config = random_batch(seed=2), LensConfig(block_size=4)
-    x = torch.randn(batch.pos.shape)
-    for name in ("flat", "native"):
-        with pytest.warns(DeprecationWarning, match=f'backend="{name}" is gone and runs backend="fused"'):
-            old = lens_loss(x, batch, config, backend=name)
-        assert torch.equal(old.loss, lens_loss(x, batch, config, backend="fused").loss)
