@@ -19,14 +19,7 @@ from leanstep.lens.lens_config import (
     SamplingConfig,
 )
 from leanstep.lens.lens_objective import LensObjective, lens_loss
-from leanstep.lens.lens_terms import (
-    LaggedPolicy,
-    ProxyLoss,
-    ScoreStore,
-    aggregate_targets,
-    content_key,
-    coverage,
-)
+from leanstep.lens.lens_terms import coverage
 from leanstep.lens.offline import AsyncHandle, AsyncLens, CachedBatch, ContextCache
 from leanstep.lens.pairs import (
     Pairs,
@@ -35,6 +28,8 @@ from leanstep.lens.pairs import (
     build_targets,
     check_variant_counts,
 )
+from leanstep.lens.previous_policy import LaggedPolicy, ScoreStore, content_key
+from leanstep.lens.proxy_loss import ProxyLoss, aggregate_targets
 from leanstep.lens.reference import lens_loss_reference
 from leanstep.lens.telemetry import LensMetrics, LensResult
 

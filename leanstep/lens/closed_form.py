@@ -12,7 +12,7 @@ V contexts · W padded length · P pairs · G gists per context · b block size 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -80,121 +80,165 @@ def closed_form_loss(call: LossCall) -> ClosedForm:
             spans = span_table(config, scores.device, scores.dtype)
             span = spans[batch.lod.long()].index_select(0, pairs.worse)
     call.built()
-    terms, kept, factor, state, grad_PM = row_terms(call, x, sign_PM, span)
+    rows = row_terms(call, x, sign_PM, span)
     grad = None
-    if grad_PM is not None and entries is not None:
-        grad = entries.scatter_back(grad_PM, scores.shape)
-    elif grad_PM is not None:
-        grad = torch.zeros_like(scores).index_add_(0, pairs.worse, grad_PM)
-    context_terms(call, scores, terms, kept, factor, grad)
-    total = total_of(terms, config)
-    loss = scores.new_zeros(()) if total is None else torch.dot(total, factor)
-    return ClosedForm(loss, terms, kept, state, grad)
+    if rows.grad is not None and entries is not None:
+        grad = entries.scatter_back(rows.grad, scores.shape)
+    elif rows.grad is not None:
+        grad = torch.zeros_like(scores).index_add_(0, pairs.worse, rows.grad)
+    context_terms(call, scores, rows.terms, rows.kept, rows.factor, grad)
+    total = total_of(rows.terms, config)
+    loss = scores.new_zeros(()) if total is None else torch.dot(total, rows.factor)
+    return ClosedForm(loss, rows.terms, rows.kept, rows.state, grad)
 
 
-def row_terms(
-    call: LossCall, x: Tensor, sign: Tensor, span: Tensor | None
-) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor, Tensor | None]:
-    """The row terms and d(loss)/d(x) of M entries per pair.
+@dataclass
+class RowTerms:
+    """The terms that are sums over M entries of each pair, and their gradient; every step adds to both.
 
     Args:
-        x: [P, M] finite scores; where `sign` is 0 they count for nothing.
+        call: the call of the objective.
+        x: [P, M] scores, 0 where an entry has no target. `add_budget` overwrites it.
         sign: [P, M] float, +1 expand, -1 collapse, 0 none.
-        span: tokens per entry for the first columns (the others span 1), or None when no term needs it.
-
-    Returns:
-        terms, kept [P], factor [P] (1/K for kept pairs), state, gradient [P, M] or None.
+        sides: [2, P, M] 1 where an entry should expand ([0]) or collapse ([1]). Both sides are in one tensor,
+            so that every operation on them is one call.
+        up, down: [P, M] the two sides.
+        counts: [2, P] entries per side.
+        kept: [P] bool, whether the pair has a target.
+        factor: [P] share of the pair in the loss: 1/K for kept pairs, else 0.
+        state: moving average of the budget imbalance.
+        terms: [P] each, by name.
+        grad: [P, M] d loss / d x, None before the first term or when nobody asks for it.
     """
-    pairs, config, active, state, need_grad = call.pairs, call.config, call.active, call.state, call.need_grad
-    dtype, need_rank = x.dtype, "rank" in active
-    # Both sides in one tensor: every later operation on them is one call.
-    sides = sign.new_empty(2, *sign.shape)
-    up = torch.clamp(sign, min=0, out=sides[0])
-    down = torch.sub(up, sign, out=sides[1])
-    nums = sides.sum(2)
-    num = nums[0] + nums[1]
-    kept = num > 0
-    factor = kept / call.denominator(kept).to(dtype)
-    aligned = sign * x
-    x = aligned * sign
-    terms: dict[str, Tensor] = {}
+
+    call: LossCall
+    x: Tensor
+    sign: Tensor
+    sides: Tensor
+    up: Tensor
+    down: Tensor
+    counts: Tensor
+    kept: Tensor
+    factor: Tensor
+    state: Tensor
+    terms: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
-    share, weight = call.span_weights if call.span_weights is not None else (None, None)
-    if "pref" in active:
-        scale, strength = pair_factors(pairs, config, dtype)
+
+    def add_preference(self, aligned: Tensor) -> None:
+        """Cost of scores with the wrong sign; overwrites `aligned` = sign * x."""
+        objective, dtype = self.call.config.objective, self.x.dtype
+        share = None if self.call.span_weights is None else self.call.span_weights[0]
+        scale, strength = pair_factors(self.call.pairs, self.call.config, dtype)
         downhill = -scale
         wrong = aligned.mul_(downhill[:, None])
-        amount = strength if share is not None else strength / num.clamp(min=1)
+        amount = strength if share is not None else strength / (self.counts[0] + self.counts[1]).clamp(min=1)
         # Without weights the mass of an entry is 1, and 1 * sign is sign.
-        plain = share is None and config.objective.collapse_weight == 1
-        mass = up + down if share is None else share
-        if config.objective.collapse_weight != 1:
-            mass = mass * torch.add(1, down, alpha=config.objective.collapse_weight - 1)
+        plain = share is None and objective.collapse_weight == 1
+        mass = self.up + self.down if share is None else share
+        if objective.collapse_weight != 1:
+            mass = mass * torch.add(1, self.down, alpha=objective.collapse_weight - 1)
         hinge = None
-        if config.objective.form == "logistic":
+        if objective.form == "logistic":
             cost = torch.nn.functional.softplus(wrong)
         else:
-            hinge = torch.relu(wrong + config.objective.hinge_margin)
-            cost = hinge if config.objective.form == "hinge" else hinge * hinge
-        terms["pref"] = torch.linalg.vecdot(cost, mass).mul_(amount)
-        if need_grad:
+            hinge = torch.relu(wrong + objective.hinge_margin)
+            cost = hinge if objective.form == "hinge" else hinge * hinge
+        self.terms["pref"] = torch.linalg.vecdot(cost, mass).mul_(amount)
+        if self.call.need_grad:
             if hinge is None:
                 slope = torch.sigmoid_(wrong)
             else:
-                slope = (hinge > 0).to(dtype) if config.objective.form == "hinge" else 2 * hinge
-            slope = slope.mul_(sign) if plain else slope.mul_(mass).mul_(sign)
-            grad = slope.mul_((downhill * amount).mul_(factor)[:, None])
-    if need_rank:
-        shares = nums.clamp(min=1).reciprocal_()
-        means = torch.linalg.vecdot(sides, x if weight is None else x * weight).mul_(shares)
+                slope = (hinge > 0).to(dtype) if objective.form == "hinge" else 2 * hinge
+            slope = slope.mul_(self.sign) if plain else slope.mul_(mass).mul_(self.sign)
+            self._add_gradient(slope.mul_((downhill * amount).mul_(self.factor)[:, None]))
+
+    def add_rank(self) -> None:
+        """How far the mean score to expand is from being `margin` above the mean score to collapse."""
+        objective = self.call.config.objective
+        weight = None if self.call.span_weights is None else self.call.span_weights[1]
+        shares = self.counts.clamp(min=1).reciprocal_()
+        means = torch.linalg.vecdot(self.sides, self.x if weight is None else self.x * weight).mul_(shares)
         # 1 when both signs occur, else 0.
-        both = torch.minimum(nums[0], nums[1]).clamp_(max=1)
-        shortfall = torch.relu((means[1] - means[0]).add_(config.objective.margin)).mul_(both)
-        terms["rank"] = shortfall
-        if need_grad:
-            push = (shortfall > 0) * factor * config.objective.rank_weight
+        both = torch.minimum(self.counts[0], self.counts[1]).clamp_(max=1)
+        shortfall = torch.relu((means[1] - means[0]).add_(objective.margin)).mul_(both)
+        self.terms["rank"] = shortfall
+        if self.call.need_grad:
+            push = (shortfall > 0) * self.factor * objective.rank_weight
             rates = shares.mul_(push).unsqueeze(2)
             if weight is None:
-                grad = torch.zeros_like(x) if grad is None else grad
-                grad.addcmul_(up, rates[0], value=-1).addcmul_(down, rates[1])
+                self.grad = torch.zeros_like(self.x) if self.grad is None else self.grad
+                self.grad.addcmul_(self.up, rates[0], value=-1).addcmul_(self.down, rates[1])
             else:
-                slope = (down * rates[1]).addcmul_(up, rates[0], value=-1).mul_(weight)
-                grad = slope if grad is None else grad.add_(slope)
-    if "budget" in active or "smooth" in active:
-        assert span is not None
-        wide = span.shape[1]
-        mass = x if weight is None else x * weight
+                slope = (self.down * rates[1]).addcmul_(self.up, rates[0], value=-1)
+                self._add_gradient(slope.mul_(weight))
+
+    def add_budget(self, span: Tensor) -> None:
+        """Imbalance of the requested tokens, and its distance from the moving average. Overwrites `x`.
+
+        Args:
+            span: tokens per entry for the first columns; the others span 1.
+        """
+        objective, active, wide = self.call.config.objective, self.call.active, span.shape[1]
+        weight = None if self.call.span_weights is None else self.call.span_weights[1]
+        mass = self.x if weight is None else self.x * weight
         mass[:, :wide].mul_(span)
         signed = mass.sum(1)
         size = torch.linalg.vector_norm(mass, 1, dim=1).add_(1e-6)
         imbalance = signed / size
         pull = None
         if "budget" in active:
-            terms["budget"] = imbalance * imbalance
-            pull = imbalance * (2 * config.objective.budget_weight)
+            self.terms["budget"] = imbalance * imbalance
+            pull = imbalance * (2 * objective.budget_weight)
         if "smooth" in active:
-            averages, state = smooth_budget(imbalance, kept, state, config.objective.budget_smooth_beta)
-            offset = torch.where(kept, imbalance - averages, 0)
-            terms["smooth"] = offset * offset
-            extra = offset * (2 * config.objective.budget_smooth_weight)
+            averages, self.state = smooth_budget(
+                imbalance, self.kept, self.state, objective.budget_smooth_beta
+            )
+            offset = torch.where(self.kept, imbalance - averages, 0)
+            self.terms["smooth"] = offset * offset
+            extra = offset * (2 * objective.budget_smooth_weight)
             pull = extra if pull is None else pull + extra
-        if need_grad:
+        if self.call.need_grad:
             assert pull is not None
             # d'_j = span (1 - d sign(x)) / D for x != 0, which is the two cases of the derivation in one.
-            pull = pull * factor / size
+            pull = pull * self.factor / size
             side = mass.sign_()
-            slope = (
-                torch.addcmul(pull[:, None], side, (imbalance * pull)[:, None], value=-1)
-                .mul_(side)
-                .mul_(side)
-            )
+            slope = torch.addcmul(pull[:, None], side, (imbalance * pull)[:, None], value=-1)
+            slope.mul_(side).mul_(side)
             slope[:, :wide].mul_(span)
             if weight is not None:
                 slope *= weight
-            grad = slope if grad is None else grad.add_(slope)
-    if need_grad and grad is None:
-        grad = torch.zeros_like(x)
-    return terms, kept, factor, state, grad
+            self._add_gradient(slope)
+
+    def _add_gradient(self, slope: Tensor) -> None:
+        self.grad = slope if self.grad is None else self.grad.add_(slope)
+
+
+def row_terms(call: LossCall, x: Tensor, sign: Tensor, span: Tensor | None) -> RowTerms:
+    """The row terms and d(loss)/d(x) of M entries per pair.
+
+    Args:
+        x: [P, M] finite scores; where `sign` is 0 they count for nothing.
+        sign: [P, M] float, +1 expand, -1 collapse, 0 none.
+        span: tokens per entry for the first columns (the others span 1), or None when no term needs it.
+    """
+    sides = sign.new_empty(2, *sign.shape)
+    up = torch.clamp(sign, min=0, out=sides[0])
+    down = torch.sub(up, sign, out=sides[1])
+    counts = sides.sum(2)
+    kept = counts[0] + counts[1] > 0
+    factor = kept / call.denominator(kept).to(x.dtype)
+    aligned = sign * x
+    rows = RowTerms(call, aligned * sign, sign, sides, up, down, counts, kept, factor, call.state)
+    if "pref" in call.active:
+        rows.add_preference(aligned)
+    if "rank" in call.active:
+        rows.add_rank()
+    if "budget" in call.active or "smooth" in call.active:
+        assert span is not None
+        rows.add_budget(span)
+    if call.need_grad and rows.grad is None:
+        rows.grad = torch.zeros_like(x)
+    return rows
 
 
 def context_terms(

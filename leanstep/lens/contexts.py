@@ -6,6 +6,8 @@ B sequences · T tokens · V contexts · W entries · D width · L coarsest leve
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from leanstep.lens.batch import Variant
 from leanstep.lens.lens_config import AllocatorConfig
+
+Entry = tuple[int, int]  # position, lod
 
 
 def planned_length(
@@ -202,44 +206,74 @@ def allocate_focus(
             f"positions, lods, scores: expected one shape (W,), got {tuple(positions.shape)}, "
             f"{tuple(lods.shape)}, {tuple(scores.shape)}"
         )
-    pos, lod, score = positions.tolist(), lods.tolist(), scores.tolist()
-    length = len(pos)
+    tree = _Tree(block_size, max_lod, num_tokens)
+    entries = list(zip(positions.tolist(), lods.tolist(), strict=True))
+    edits = _choose_edits(entries, scores.tolist(), tree, budget, config)
+    edited = _apply_edits(entries, edits, tree)
+    return (
+        torch.tensor([position for position, _ in edited], dtype=positions.dtype),
+        torch.tensor([lod for _, lod in edited], dtype=lods.dtype),
+    )
+
+
+@dataclass(frozen=True)
+class _Tree:
+    block_size: int
+    max_lod: int
+    num_tokens: int
+
+    def children(self, position: int, lod: int) -> list[Entry]:
+        """The entries one level finer; the end of the sequence cuts them off."""
+        starts = range(position, position + self.block_size**lod, self.block_size ** (lod - 1))
+        return [(start, lod - 1) for start in starts if start < self.num_tokens]
+
+    def are_adjacent(self, run: Sequence[Entry]) -> bool:
+        """Whether the entries have one level and each begins where the one before it ends."""
+        first, lod = run[0]
+        return all(entry == (first + i * self.block_size**lod, lod) for i, entry in enumerate(run))
+
+
+def _choose_edits(
+    entries: list[Entry], scores: list[float], tree: _Tree, budget: int, config: AllocatorConfig
+) -> dict[int, str]:
+    """Entry -> "expand" or "collapse" (with the b - 1 entries behind it), the strongest scores first."""
+    b, length = tree.block_size, len(entries)
     editable = length - config.protected_entries
     edits: dict[int, str] = {}
-    taken = [False] * length
-    for j in sorted(range(length), key=lambda i: -abs(score[i])):
+    edited: set[int] = set()
+    for j in sorted(range(len(entries)), key=lambda i: -abs(scores[i])):
         if len(edits) == config.max_edits:
             break
-        if j >= editable or taken[j]:
+        if j >= editable or j in edited:
             continue
-        if score[j] >= config.expand_at and lod[j] > 0:
-            step = block_size ** (lod[j] - 1)
-            children = sum(pos[j] + i * step < num_tokens for i in range(block_size))
-            if length + children - 1 <= budget:
-                edits[j], taken[j] = "expand", True
-                length += children - 1
-        elif score[j] <= config.collapse_at and lod[j] < max_lod and j + block_size <= editable:
-            span, run = block_size ** lod[j], range(j, j + block_size)
-            if all(not taken[i] and lod[i] == lod[j] and pos[i] == pos[j] + (i - j) * span for i in run):
+        position, lod = entries[j]
+        if scores[j] >= config.expand_at and lod > 0:
+            growth = len(tree.children(position, lod)) - 1
+            if length + growth <= budget:
+                edits[j] = "expand"
+                edited.add(j)
+                length += growth
+        elif scores[j] <= config.collapse_at and lod < tree.max_lod and j + b <= editable:
+            run = range(j, j + b)
+            if edited.isdisjoint(run) and tree.are_adjacent(entries[j : j + b]):
                 edits[j] = "collapse"
-                for i in run:
-                    taken[i] = True
-                length -= block_size - 1
-    new_pos: list[int] = []
-    new_lod: list[int] = []
+                edited.update(run)
+                length -= b - 1
+    return edits
+
+
+def _apply_edits(entries: list[Entry], edits: dict[int, str], tree: _Tree) -> list[Entry]:
+    edited: list[Entry] = []
     j = 0
-    while j < len(pos):
+    while j < len(entries):
+        position, lod = entries[j]
         edit = edits.get(j)
         if edit == "expand":
-            step = block_size ** (lod[j] - 1)
-            starts = [pos[j] + i * step for i in range(block_size) if pos[j] + i * step < num_tokens]
-            new_pos += starts
-            new_lod += [lod[j] - 1] * len(starts)
+            edited += tree.children(position, lod)
         else:
-            new_pos.append(pos[j])
-            new_lod.append(lod[j] + 1 if edit == "collapse" else lod[j])
-        j += block_size if edit == "collapse" else 1
-    return torch.tensor(new_pos, dtype=positions.dtype), torch.tensor(new_lod, dtype=lods.dtype)
+            edited.append((position, lod + 1 if edit == "collapse" else lod))
+        j += tree.block_size if edit == "collapse" else 1
+    return edited
 
 
 class Block(nn.Module):

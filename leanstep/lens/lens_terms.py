@@ -5,22 +5,17 @@ V contexts · W padded length · P pairs; row sums run over the masked entries o
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from leanstep.lens.batch import LensBatch
 from leanstep.lens.lens_config import LensConfig
-from leanstep.lens.pairs import Pairs, build_pairs, build_targets, pair_factors, span_table
+from leanstep.lens.pairs import Pairs, pair_factors, span_table
 
-KINDS = ("l2", "hinge", "distill")
 Denominator = Callable[[Tensor], Tensor]
 
 
@@ -248,171 +243,3 @@ def coverage_gradient(scores: Tensor, batch: LensBatch, config: LensConfig) -> t
     growth_VW = (b - 1) * up.to(scores.dtype) + (1 - 1 / b) * down.to(scores.dtype)
     alive = (penalty > 0).to(scores.dtype)[:, None]
     return penalty, alive * slope_VW * growth_VW * batch.valid
-
-
-def aggregate_targets(
-    batch: LensBatch, config: LensConfig, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    """Mean target of each entry over the kept pairs that mask it [V, W], and whether any does [V, W].
-
-    Equivalent to, for context v:
-        pairs = build_pairs(batch.loss, batch.row, config)
-        target = build_targets(batch, pairs, config) * torch.tanh(pairs.delta)[:, None]
-        mine = target[pairs.worse == v].float()
-        mean = mine.sum(0) / (mine != 0).sum(0).clamp(min=1)
-    """
-    pairs = build_pairs(batch.loss, batch.row, config)
-    sign = build_targets(batch, pairs, config)
-    strength = torch.tanh(pairs.delta).to(dtype)[:, None]
-    zeros = torch.zeros(batch.pos.shape, dtype=dtype, device=batch.pos.device)
-    total = zeros.index_add(0, pairs.worse, sign.to(dtype) * strength)
-    count = zeros.index_add(0, pairs.worse, (sign != 0).to(dtype))
-    return total / count.clamp(min=1), count > 0
-
-
-class ProxyLoss(nn.Module):
-    """A pointwise loss in place of the pairwise one.
-
-    `l2`: (x - t)^2 against the aggregated target t of the masked entries. `hinge`: relu(|t| - sign(t) x).
-    `distill`: (x - teacher)^2 over all valid entries. With `entries_per_context`, only that many entries of
-    each context, drawn uniformly. Mean inside each context, then over the contexts that have entries.
-
-    Equivalent to, for kind "l2":
-        target, masked = aggregate_targets(batch, config)        # [V, W] both
-        square = torch.where(masked, (scores - target) ** 2, 0).sum(1) / masked.sum(1).clamp(min=1)
-        loss = square[masked.any(1)].mean()
-    """
-
-    def __init__(
-        self, config: LensConfig, kind: str = "l2", *, entries_per_context: int | None = None
-    ) -> None:
-        super().__init__()
-        if kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-        if entries_per_context is not None and entries_per_context < 1:
-            raise ValueError(f"entries_per_context: expected at least 1, got {entries_per_context}")
-        self.config, self.kind, self.entries_per_context = config, kind, entries_per_context
-
-    def forward(
-        self,
-        scores: Tensor,
-        batch: LensBatch,
-        *,
-        teacher: Tensor | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Scalar loss from scores [V, W]; `teacher` [V, W] for `distill`, without gradient."""
-        if tuple(scores.shape) != tuple(batch.pos.shape):
-            raise ValueError(f"scores: expected shape {tuple(batch.pos.shape)}, got {tuple(scores.shape)}")
-        x = scores.to(compute_dtype(scores))
-        with torch.no_grad():
-            if self.kind == "distill":
-                if teacher is None or teacher.shape != scores.shape:
-                    raise ValueError(f"teacher: expected scores of shape {tuple(scores.shape)} for distill")
-                target, chosen = teacher.detach().to(x.dtype), batch.valid
-            else:
-                target, chosen = aggregate_targets(batch, self.config, x.dtype)
-            if self.entries_per_context is not None:
-                device = generator.device if generator is not None else x.device
-                key = torch.rand(x.shape, generator=generator, device=device).to(x.device)
-                rank = torch.where(chosen, key, 2.0).argsort(1).argsort(1)
-                chosen = chosen & (rank < self.entries_per_context)
-        difference = torch.where(chosen, x, 0) - torch.where(chosen, target, 0)
-        if self.kind == "hinge":
-            cost = torch.relu(target.abs() - torch.sign(target) * torch.where(chosen, x, 0))
-        else:
-            cost = difference * difference
-        count = chosen.sum(1)
-        per_context = torch.where(chosen, cost, 0).sum(1) / count.clamp(min=1)
-        return per_context.sum() / (count > 0).sum().clamp(min=1)
-
-
-class LaggedPolicy:
-    """An exponential moving average of the controller; it scores the same batch under no_grad.
-
-    Example:
-        policy = LaggedPolicy(lensnet, decay=0.99)
-        previous = policy.scores(*inputs)                        # [V, W], for lens_loss(prev_scores=...)
-        policy.update(lensnet)                                   # after the optimizer step
-    """
-
-    def __init__(self, controller: nn.Module, decay: float = 0.99) -> None:
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay: expected 0..1, got {decay}")
-        self.decay = decay
-        self.model = copy.deepcopy(controller).requires_grad_(False).eval()
-
-    @torch.no_grad()
-    def update(self, controller: nn.Module) -> None:
-        for mine, theirs in zip(self.model.parameters(), controller.parameters(), strict=True):
-            mine.lerp_(theirs.detach(), 1 - self.decay)
-
-    @torch.no_grad()
-    def scores(self, *inputs: Any) -> Tensor:
-        return self.model(*inputs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.model.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state)
-
-
-def content_key(sequence_id: int | str, positions: Tensor, lods: Tensor) -> str:
-    """A name for a context that depends on its content only: positions and lods [W] of any device.
-
-    >>> content_key(7, torch.tensor([0, 4]), torch.tensor([1, 0]))[:8]
-    'bbf5788e'
-    """
-    digest = hashlib.blake2b(str(sequence_id).encode() + b"|", digest_size=16)
-    digest.update(positions.to("cpu", torch.int32).contiguous().numpy().tobytes())
-    digest.update(b"|")
-    digest.update(lods.to("cpu", torch.int8).contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-class ScoreStore:
-    """Scores of the previous epoch by content key, the oldest dropped beyond `capacity` contexts.
-
-    Example:
-        keys = [content_key(v, batch.pos[v], batch.lod[v]) for v in range(batch.num_contexts)]
-        store = ScoreStore()
-        store.put(keys, scores, batch)                           # [V, W]; reads the scores on the host
-        prev_scores, prev_valid = store.get(keys, batch)         # [V, W] and [V], for lens_loss
-    """
-
-    def __init__(self, capacity: int = 10_000) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity: expected at least 1, got {capacity}")
-        self.capacity = capacity
-        self._scores: OrderedDict[str, Tensor] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._scores)
-
-    def put(self, keys: Sequence[str], scores: Tensor, batch: LensBatch) -> None:
-        """Remember the valid scores of each context [V, W]."""
-        if len(keys) != batch.num_contexts or scores.shape != batch.pos.shape:
-            raise ValueError(
-                f"keys, scores: expected {batch.num_contexts} contexts, "
-                f"got {len(keys)}, {tuple(scores.shape)}"
-            )
-        host = scores.detach().float().cpu()
-        valid = batch.valid.cpu()
-        for key, row, mask in zip(keys, host, valid, strict=True):
-            self._scores[key] = row[mask].clone()
-            self._scores.move_to_end(key)
-        while len(self._scores) > self.capacity:
-            self._scores.popitem(last=False)
-
-    def get(self, keys: Sequence[str], batch: LensBatch) -> tuple[Tensor, Tensor]:
-        """prev_scores [V, W] and prev_valid [V] for `lens_loss`."""
-        valid = batch.valid.cpu()
-        scores = torch.zeros(batch.pos.shape)
-        found = torch.zeros(len(keys), dtype=torch.bool)
-        for v, key in enumerate(keys):
-            stored = self._scores.get(key)
-            if stored is not None and len(stored) == int(valid[v].sum()):
-                scores[v, valid[v]] = stored
-                found[v] = True
-        return scores.to(batch.pos.device), found.to(batch.pos.device)

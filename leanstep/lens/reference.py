@@ -1,12 +1,14 @@
 """The controller objective as loops: one pair, one entry, one `.item()` at a time.
 
 Every fast path is tested against this file in float64; it is also the baseline of the benchmark. It follows
-the formulas in docs/lens.md one to one; nothing here is fast.
+the formulas in docs/lens.md one to one, a function for each; nothing here is fast.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from leanstep.lens.lens_config import LensConfig
 from leanstep.lens.telemetry import LensResult
 
 Pair = tuple[int, int, int, float]  # sample, better variant, worse variant, delta
+Entry = tuple[int, int]  # position, lod
 
 
 def reference_pairs(losses: Tensor, config: LensConfig, sample: int = 0) -> list[Pair]:
@@ -36,7 +39,7 @@ def reference_pairs(losses: Tensor, config: LensConfig, sample: int = 0) -> list
 
 
 def reference_targets(
-    better: list[tuple[int, int]], worse: list[tuple[int, int]], delta: float, config: LensConfig
+    better: list[Entry], worse: list[Entry], delta: float, config: LensConfig
 ) -> list[float]:
     """Target of every entry of the worse context; contexts are lists of (position, lod)."""
     strength = math.tanh(abs(delta))
@@ -54,9 +57,7 @@ def reference_targets(
     return targets
 
 
-def reference_coverage(
-    scores: list[Tensor], context: list[tuple[int, int]], tokens: int, config: LensConfig
-) -> Tensor:
+def reference_coverage(scores: list[Tensor], context: list[Entry], tokens: int, config: LensConfig) -> Tensor:
     """The coverage penalty of one context: tokens that the requested edits would push out."""
     b = config.block_size
     owns, lengths, end = [], [], 0
@@ -82,11 +83,134 @@ def reference_coverage(
     return torch.relu(covered.clamp(max=config.objective.coverage_target) - after)
 
 
-def _preference(x: Tensor, sign: int, scale: float, config: LensConfig) -> Tensor:
+@dataclass(frozen=True)
+class Context:
+    """One working context without its padding.
+
+    Args:
+        columns: where its entries are in a row of the padded [V, W] tensors.
+        entries: (position, lod) of each.
+    """
+
+    columns: list[int]
+    entries: list[Entry]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One pair that has a target: what the terms of its loss read. Entries are those of the worse context.
+
+    Args:
+        delta: loss of the worse context minus loss of the better one.
+        signs: entry -> +1 (expand) or -1 (collapse), for the masked entries.
+        entries: (position, lod) of every entry.
+        x: entry -> score, for the entries that a term reads.
+        previous: scores of a previous policy, one per entry, or None.
+        tokens: 0-d, tokens in the sequence.
+    """
+
+    delta: float
+    signs: dict[int, int]
+    entries: list[Entry]
+    x: dict[int, Tensor]
+    previous: Tensor | None
+    tokens: Tensor
+
+
+def _zero(pair: Comparison) -> Tensor:
+    return torch.zeros((), dtype=next(iter(pair.x.values())).dtype)
+
+
+def preference_term(pair: Comparison, config: LensConfig) -> Tensor:
+    """Mean over the masked entries of the cost of a score with the wrong sign."""
+    scale = max(1.0, pair.delta) / config.objective.tau
+    strength = max(math.tanh(pair.delta), 1e-6)
+    total = _zero(pair)
+    for i, sign in pair.signs.items():
+        weight = config.objective.collapse_weight if sign < 0 else 1.0
+        total = total + _preference_cost(pair.x[i], sign, scale, config) * strength * weight
+    return total / len(pair.signs)
+
+
+def _preference_cost(x: Tensor, sign: int, scale: float, config: LensConfig) -> Tensor:
     if config.objective.form == "logistic":
         return torch.nn.functional.softplus(-sign * x * scale)
     hinge = torch.relu(config.objective.hinge_margin - sign * x * scale)
     return hinge if config.objective.form == "hinge" else hinge * hinge
+
+
+def rank_term(pair: Comparison, config: LensConfig) -> Tensor:
+    """How far the scores to expand are from being `margin` above the scores to collapse."""
+    up = [pair.x[i] for i, sign in pair.signs.items() if sign > 0]
+    down = [pair.x[i] for i, sign in pair.signs.items() if sign < 0]
+    if not up or not down:
+        return _zero(pair)
+    gap = torch.stack(up).mean() - torch.stack(down).mean()
+    return torch.relu(config.objective.margin - gap)
+
+
+def budget_imbalance(pair: Comparison, config: LensConfig) -> Tensor:
+    """(P - N) / (P + N): P and N are the tokens under positive and negative scores."""
+    positive = negative = _zero(pair)
+    for i in pair.signs:
+        span = config.block_size ** pair.entries[i][1]
+        positive = positive + span * torch.relu(pair.x[i])
+        negative = negative + span * torch.relu(-pair.x[i])
+    return (positive - negative) / (positive + negative + 1e-6)
+
+
+def kl_term(pair: Comparison, config: LensConfig) -> Tensor:
+    """Mean over all entries of the symmetric KL between Bernoulli policies with logits x / tau."""
+    assert pair.previous is not None
+    tau, total = config.objective.tau, _zero(pair)
+    for i in range(len(pair.entries)):
+        x, before = pair.x[i], pair.previous[i]
+        q, q_before = torch.sigmoid(x / tau), torch.sigmoid(before / tau)
+        total = total + 0.5 * (q - q_before) * (x - before) / tau
+    return total / len(pair.entries)
+
+
+def pair_terms(
+    pair: Comparison, active: Sequence[str], state: Tensor, config: LensConfig
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The active terms of one pair, and the moving average of the imbalance after it."""
+    terms = {}
+    if "pref" in active:
+        terms["pref"] = preference_term(pair, config)
+    if "rank" in active:
+        terms["rank"] = rank_term(pair, config)
+    if "budget" in active or "smooth" in active:
+        imbalance = budget_imbalance(pair, config)
+        if "budget" in active:
+            terms["budget"] = imbalance**2
+        if "smooth" in active:
+            beta = config.objective.budget_smooth_beta
+            state = beta * state + (1 - beta) * imbalance.detach()
+            terms["smooth"] = (imbalance - state) ** 2
+    if "kl" in active and pair.previous is not None:
+        terms["kl"] = kl_term(pair, config)
+    if "coverage" in active:
+        tokens = int(pair.tokens.item())
+        terms["coverage"] = reference_coverage(list(pair.x.values()), pair.entries, tokens, config)
+    return terms, state
+
+
+def pair_slots(batch: LensBatch, config: LensConfig, order: Tensor | None) -> list[Pair | None]:
+    """The pairs of all samples, each sample filled up with None to the same number, in processing order."""
+    per_sample = min(config.sampling.max_pairs, math.comb(batch.loss.shape[1], 2))
+    slots: list[Pair | None] = []
+    for sample in range(batch.loss.shape[0]):
+        pairs = reference_pairs(batch.loss[sample], config, sample)
+        slots += [*pairs, *[None] * (per_sample - len(pairs))]
+    return slots if order is None else [slots[k] for k in order.tolist()]
+
+
+def read_context(batch: LensBatch, context: int) -> Context:
+    rows = zip(batch.pos[context], batch.lod[context], strict=True)
+    entries = [(int(p.item()), int(lod.item())) for p, lod in rows]
+    # Padding holds the position behind the last token.
+    columns = [j for j, (p, _) in enumerate(entries) if p < batch.num_tokens]
+    return Context(columns, [entries[j] for j in columns])
 
 
 def lens_loss_reference(
@@ -112,98 +236,43 @@ def lens_loss_reference(
     """
     active = config.objective.active_terms(terms)
     dtype = scores.dtype if scores.dtype in (torch.float32, torch.float64) else torch.float32
-    per_sample = min(config.sampling.max_pairs, math.comb(batch.loss.shape[1], 2))
-    slots: list[Pair | None] = []
-    for sample in range(batch.loss.shape[0]):
-        found = reference_pairs(batch.loss[sample], config, sample)
-        slots += [*found, *[None] * (per_sample - len(found))]
-    if pair_order is not None:
-        slots = [slots[k] for k in pair_order.tolist()]
+    contexts = [read_context(batch, v) for v in range(batch.num_contexts)]
+    # KL and coverage read every entry of a context, the other terms only the masked ones.
+    reads_all = ("kl" in active and prev_scores is not None) or "coverage" in active
 
-    contexts: list[list[tuple[int, int]]] = []
-    entries: list[list[int]] = []
-    for v in range(batch.num_contexts):
-        rows = zip(batch.pos[v], batch.lod[v], strict=True)
-        starts = [(int(p.item()), int(lod.item())) for p, lod in rows]
-        # Padding holds the position behind the last token.
-        entries.append([j for j, (p, _) in enumerate(starts) if p < batch.num_tokens])
-        contexts.append([starts[j] for j in entries[v]])
+    def compare(pair: Pair) -> Comparison | None:
+        """The scores and signs of one pair; None when it has no target."""
+        sample, better_variant, worse_variant, delta = pair
+        better, worse = (int(batch.row[sample, v].item()) for v in (better_variant, worse_variant))
+        columns, entries = contexts[worse].columns, contexts[worse].entries
+        targets = reference_targets(contexts[better].entries, entries, delta, config)
+        signs = {i: 1 if target > 0 else -1 for i, target in enumerate(targets) if target != 0}
+        if not signs:
+            return None
+        row = scores[worse].to(dtype)
+        x = {i: row[columns[i]] for i in (range(len(entries)) if reads_all else signs)}
+        previous = None
+        if "kl" in active and prev_scores is not None and (prev_valid is None or prev_valid[worse].item()):
+            previous = prev_scores[worse, columns].detach().to(dtype)
+        return Comparison(delta, signs, entries, x, previous, batch.tokens[worse])
 
     total = scores.reshape(-1)[:0].to(dtype).sum()
-    ema = torch.as_tensor(state, dtype=dtype)
-    values = {name: [torch.zeros((), dtype=dtype)] * len(slots) for name in active}
-    kept = [False] * len(slots)
-    for k, slot in enumerate(slots):
-        if slot is None:
-            continue
-        sample, better_variant, worse_variant, delta = slot
-        better = int(batch.row[sample, better_variant].item())
-        worse = int(batch.row[sample, worse_variant].item())
-        targets = reference_targets(contexts[better], contexts[worse], delta, config)
-        masked = [(i, 1 if t > 0 else -1) for i, t in enumerate(targets) if t != 0]
-        if not masked:
-            continue
-        kept[k] = True
-        row = scores[worse].to(dtype)
-        whole = ("kl" in active and prev_scores is not None) or "coverage" in active
-        wanted = range(len(targets)) if whole else [i for i, _ in masked]
-        x = {i: row[entries[worse][i]] for i in wanted}
-        scale = max(1.0, delta) / config.objective.tau
-        strength = max(math.tanh(delta), 1e-6)
-        zero = torch.zeros((), dtype=dtype)
-        pair_total = zero
-        if "pref" in active:
-            pref = zero
-            for i, sign in masked:
-                weight = config.objective.collapse_weight if sign < 0 else 1.0
-                pref = pref + _preference(x[i], sign, scale, config) * strength * weight
-            values["pref"][k] = pref / len(masked)
-            pair_total = pair_total + values["pref"][k]
-        if "rank" in active:
-            up = [x[i] for i, sign in masked if sign > 0]
-            down = [x[i] for i, sign in masked if sign < 0]
-            if up and down:
-                gap = torch.stack(up).mean() - torch.stack(down).mean()
-                values["rank"][k] = torch.relu(config.objective.margin - gap)
-            pair_total = pair_total + config.objective.rank_weight * values["rank"][k]
-        if "budget" in active or "smooth" in active:
-            positive = negative = zero
-            for i, _ in masked:
-                span = config.block_size ** contexts[worse][i][1]
-                positive = positive + span * torch.relu(x[i])
-                negative = negative + span * torch.relu(-x[i])
-            imbalance = (positive - negative) / (positive + negative + 1e-6)
-            if "budget" in active:
-                values["budget"][k] = imbalance**2
-                pair_total = pair_total + config.objective.budget_weight * values["budget"][k]
-            if "smooth" in active:
-                beta = config.objective.budget_smooth_beta
-                ema = beta * ema + (1 - beta) * imbalance.detach()
-                values["smooth"][k] = (imbalance - ema) ** 2
-                pair_total = pair_total + config.objective.budget_smooth_weight * values["smooth"][k]
-        if "kl" in active and prev_scores is not None and (prev_valid is None or prev_valid[worse].item()):
-            divergence = zero
-            for i, j in enumerate(entries[worse]):
-                before = prev_scores[worse, j].detach().to(dtype)
-                q, q_before = (
-                    torch.sigmoid(x[i] / config.objective.tau),
-                    torch.sigmoid(before / config.objective.tau),
-                )
-                divergence = divergence + 0.5 * (q - q_before) * (x[i] - before) / config.objective.tau
-            values["kl"][k] = divergence / len(entries[worse])
-            pair_total = pair_total + config.objective.kl_weight * values["kl"][k]
-        if "coverage" in active:
-            tokens = int(batch.tokens[worse].item())
-            values["coverage"][k] = reference_coverage(list(x.values()), contexts[worse], tokens, config)
-            pair_total = pair_total + config.objective.coverage_weight * values["coverage"][k]
-        total = total + pair_total
-    stacked = {
-        name: torch.stack(row).detach() if row else torch.zeros(0, dtype=dtype)
-        for name, row in values.items()
-    }
+    ema, zero = torch.as_tensor(state, dtype=dtype), torch.zeros((), dtype=dtype)
+    kept: list[bool] = []
+    per_pair: dict[str, list[Tensor]] = {name: [] for name in active}
+    for slot in pair_slots(batch, config, pair_order):
+        pair = None if slot is None else compare(slot)
+        kept.append(pair is not None)
+        values: dict[str, Tensor] = {}
+        if pair is not None:
+            values, ema = pair_terms(pair, active, ema, config)
+            weighted = (config.objective.weights[name] * value for name, value in values.items())
+            total = total + sum(weighted, zero)
+        for name in active:
+            per_pair[name].append(values.get(name, zero).detach())
     return LensResult(
         loss=total / max(sum(kept), 1),
-        terms=stacked,
+        terms={n: torch.stack(v) if v else torch.zeros(0, dtype=dtype) for n, v in per_pair.items()},
         kept=torch.tensor(kept, dtype=torch.bool),
         state=ema.detach(),
     )
