@@ -73,7 +73,7 @@ class NorMuon(torch.optim.Optimizer):
             reduced to the rank that owns a parameter, which steps it and sends the weight to the others.
             None: this rank steps everything (one rank, or DDP). DTensors (FSDP2) bring their own mesh.
         averaged: with `mesh`, gradients are the same on every rank already (DDP): nothing is reduced.
-        max_elements: FSDP2 matrices travel in batches of at most this many elements.
+        max_elements: FSDP2 matrices are exchanged in batches of at most this many elements.
 
     Every group has a `lr` of its own: a loop `for group in optimizer.param_groups: group["lr"] = lr` gives
     Adam's half the rate of the matrices. Multiply each group's first value instead, as schedulers do.
@@ -172,8 +172,8 @@ class NorMuon(torch.optim.Optimizer):
 
     def _scheme(self) -> Any:
         """The ranks, once they know who does what; None for one rank."""
-        if self._ranks is not None and self._ranks.dealt is None:
-            self._ranks.deal(self._all_entries())
+        if self._ranks is not None and self._ranks.assignment is None:
+            self._ranks.assign_owners(self._all_entries())
         return self._ranks
 
     def _entry(self, group: Group, param: Tensor) -> Entry:
@@ -208,7 +208,7 @@ class NorMuon(torch.optim.Optimizer):
         ranks = self._scheme()
         if ranks is None:
             return assign({e.name: (e.param.numel(), e.flops()) for e in self._all_entries()}, 1)
-        return ranks.assignment()
+        return ranks.assignment
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, do_adam: bool | None = None) -> Any:  # type: ignore[override]
@@ -251,7 +251,7 @@ class NorMuon(torch.optim.Optimizer):
         return loss
 
     def _counted(self, go: Tensor | bool | None) -> Tensor | None:
-        """`go` if it lies on the device, its steps counted there."""
+        """`go` if it is on the device, its steps counted there."""
         if not isinstance(go, Tensor):
             return None
         if self._taken is None:
@@ -304,7 +304,7 @@ class NorMuon(torch.optim.Optimizer):
     def master(self, param: Tensor) -> Tensor:
         """The float32 weight behind a bfloat16 parameter (a copy of any other parameter).
 
-        With a mesh the low bits lie on the rank that owns the parameter; the others raise.
+        With a mesh the rank that owns the parameter has the low bits; the others raise.
         """
         low = self.state.get(param, {}).get("residual")
         if low is not None:
