@@ -104,6 +104,7 @@ class RowTerms:
             so that every operation on them is one call.
         up, down: [P, M] the two sides.
         counts: [2, P] entries per side.
+        num_masked: [P] entries of both sides.
         kept: [P] bool, whether the pair has a target.
         factor: [P] share of the pair in the loss: 1/K for kept pairs, else 0.
         state: moving average of the budget imbalance.
@@ -118,6 +119,7 @@ class RowTerms:
     up: Tensor
     down: Tensor
     counts: Tensor
+    num_masked: Tensor
     kept: Tensor
     factor: Tensor
     state: Tensor
@@ -131,7 +133,7 @@ class RowTerms:
         scale, strength = pair_factors(self.call.pairs, self.call.config, dtype)
         downhill = -scale
         wrong = aligned.mul_(downhill[:, None])
-        amount = strength if share is not None else strength / (self.counts[0] + self.counts[1]).clamp(min=1)
+        amount = strength if share is not None else strength / self.num_masked.clamp(min=1)
         # Without weights the mass of an entry is 1, and 1 * sign is sign.
         plain = share is None and objective.collapse_weight == 1
         mass = self.up + self.down if share is None else share
@@ -225,10 +227,23 @@ def row_terms(call: LossCall, x: Tensor, sign: Tensor, span: Tensor | None) -> R
     up = torch.clamp(sign, min=0, out=sides[0])
     down = torch.sub(up, sign, out=sides[1])
     counts = sides.sum(2)
-    kept = counts[0] + counts[1] > 0
+    num_masked = counts[0] + counts[1]
+    kept = num_masked > 0
     factor = kept / call.denominator(kept).to(x.dtype)
     aligned = sign * x
-    rows = RowTerms(call, aligned * sign, sign, sides, up, down, counts, kept, factor, call.state)
+    rows = RowTerms(
+        call=call,
+        x=aligned * sign,
+        sign=sign,
+        sides=sides,
+        up=up,
+        down=down,
+        counts=counts,
+        num_masked=num_masked,
+        kept=kept,
+        factor=factor,
+        state=call.state,
+    )
     if "pref" in call.active:
         rows.add_preference(aligned)
     if "rank" in call.active:
