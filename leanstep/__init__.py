@@ -1,8 +1,9 @@
 """Find the waste in an LLM training step, replace it with an exact fast path, prove that nothing changed.
 
-The packages: `leanstep.preference`, `leanstep.logprob`, `leanstep.muon`, `leanstep.gpt`; `leanstep.diagnose`
-names the lines that waste time or memory, `leanstep.prove` compares the updates that scripts make, and
-`leanstep.update()` captures one. They are imported on use, so that `import leanstep` costs nothing.
+The packages: `leanstep.logprob`, `leanstep.objectives`, `leanstep.muon`, `leanstep.lens`, `leanstep.gpt`;
+`leanstep.diagnose` names the lines that waste time or memory, `leanstep.prove` compares the updates that
+scripts make, and `leanstep.update()` captures one. They are imported on use, so that `import leanstep` costs
+nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib
 from typing import Any
 
 __version__ = "0.2.0"
-__all__ = ["diagnose", "gpt", "logprob", "muon", "preference", "prove", "update"]
+__all__ = ["diagnose", "gpt", "lens", "logprob", "muon", "objectives", "prove", "update"]
 
 
 def __getattr__(name: str) -> Any:

@@ -27,8 +27,8 @@ Params = Mapping[str, Any]
 
 # Modules called `cases.py` or `*_cases.py` register cases; they are imported on the first look-up.
 CASE_MODULES = (
-    "leanstep.preference.cases",
-    "leanstep.preference.ragged.cases",
+    "leanstep.lens.cases",
+    "leanstep.objectives.ragged.cases",
     "leanstep.logprob.cases",
     "leanstep.objectives.cases",
     "leanstep.muon.cases",

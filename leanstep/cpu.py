@@ -107,7 +107,7 @@ def end_idle_threads() -> None:
 
 @functools.cache
 def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
-    """GNU's OpenMP as torch and others brought it along; other vendors' mind forks themselves."""
+    """The loaded copies of GNU's OpenMP (torch and others bring one); other runtimes survive a fork."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -312,3 +313,25 @@ def test_a_factor_of_one_is_known_without_a_read():
     assert not is_one(torch.tensor(1.5)) and not is_one(torch.tensor(float("nan")))
     assert not is_one(torch.tensor(1.0, dtype=torch.bfloat16)) and not is_one(torch.ones(2))
     assert not is_one(torch.empty((), device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("bfloat16_s", "speedup"),
+    [
+        # The first call builds the primitive and never counts; of the others the fastest does.
+        ([1e-4, 3e-3, 1e-3, 2e-3, 5e-3, 4e-3], 4.0),
+        # An emulated type is recognised by its first call: there is no second one.
+        ([0.2], 0.02),
+    ],
+)
+def test_the_bfloat16_speedup_compares_the_fastest_calls(monkeypatch, bfloat16_s, speedup):
+    now = [0.0]
+    durations = {torch.float32: iter([2e-4, 6e-3, 5e-3, 4e-3, 7e-3, 8e-3]), torch.bfloat16: iter(bfloat16_s)}
+
+    def product(x, y):
+        now[0] += next(durations[x.dtype])
+
+    monkeypatch.setattr(cpu, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(torch, "mm", product)
+    assert cpu.cpu_bfloat16_speedup.__wrapped__() == pytest.approx(speedup)
+    assert not any(list(rest) for rest in durations.values())

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "leanstep"
-FAST_PATHS = ("preference", "logprob", "objectives", "muon", "gpt")
+FAST_PATHS = ("lens", "logprob", "objectives", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
-    "preference": set(),
+    "lens": set(),
     "logprob": {"cpu"},
     "objectives": {"logprob", "cpu"},
     "muon": {"cpu"},
@@ -23,12 +23,12 @@ ALLOWED = {
     "prove": {"measure", "diagnose", "host_reads", "files", "cpu"},
     "fix": {"diagnose", "prove", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
-    "recipes": {"preference", "logprob", "muon", "gpt", "files"},
+    "recipes": {"lens", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
     "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files", "logprob", "objectives", "muon"},
     # A callback records the steps of a trainer and holds them against the table of devices.
-    "integrations": {"preference", "logprob", "objectives", "muon", "gpt", "case", "diagnose", "rehearse"},
+    "integrations": {"logprob", "objectives", "muon", "gpt", "case", "diagnose", "rehearse"},
 }
 
 

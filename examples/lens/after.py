@@ -3,7 +3,7 @@
 import torch
 from controller import BLOCK, MAX_LOD, TOKENS, Cached, Controller, make_batch
 
-from leanstep.preference import LensBatch, LensConfig, LensObjective
+from leanstep.lens import LensBatch, LensConfig, LensObjective
 
 objective = LensObjective(LensConfig(block_size=BLOCK, max_lod=MAX_LOD))
 

@@ -57,7 +57,7 @@ METHODS = {
     "no-grad": "leanstep.linear_logprobs under no_grad: old and reference log-probs",
 }
 LENS_METHODS = {
-    "fused": "leanstep.preference.lens_loss: closed-form gradient",
+    "fused": "leanstep.lens.lens_loss: closed-form gradient",
     "eager": "the same under autograd, dense rows (what torch.compile sees)",
 }
 OBJECTIVES = {

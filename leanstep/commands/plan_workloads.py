@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from leanstep.lens import LensBatch, LensConfig, SamplingConfig, lens_loss
 from leanstep.logprob import (
     PolicyBatch,
     PolicyObjective,
@@ -30,7 +31,6 @@ from leanstep.logprob import (
     token_logprobs,
 )
 from leanstep.muon import NorMuon
-from leanstep.preference import LensBatch, LensConfig, SamplingConfig, lens_loss
 
 DEVICE = "cuda"
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

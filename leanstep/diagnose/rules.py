@@ -87,10 +87,10 @@ RULES: dict[str, Rule] = {
             "On a GPU each read waits until the device has finished everything queued before it, and the "
             "queue runs empty.",
             "Keep the value on the device (torch.where, masked arithmetic, integer row indices made once) "
-            "and read it once after the step, or every k-th step. leanstep.preference has pair losses "
+            "and read it once after the step, or every k-th step. leanstep.objectives has pair losses "
             "without reads; leanstep.logprob.plan_rows makes integer row indices in place of boolean masks.",
             "keep on the device; read once per step",
-            "leanstep.preference",
+            "leanstep.objectives",
         ),
         Rule(
             "op-storm",
@@ -98,10 +98,10 @@ RULES: dict[str, Rule] = {
             lambda f: f"{f.count:,} tiny ops",
             _storm,
             "Each op costs microseconds of dispatch (and a launch on a GPU) however little it computes.",
-            "Write the loop as tensor ops over all items at once. leanstep.preference.ragged and "
-            "LensObjective do it for pair and ragged losses, leanstep.logprob for per-token log-probs.",
+            "Write the loop as tensor ops over all items at once. leanstep.objectives does it for pair and "
+            "ranking losses, leanstep.lens for a controller, leanstep.logprob for per-token log-probs.",
             "one tensor op over all items",
-            "leanstep.preference",
+            "leanstep.objectives",
         ),
         Rule(
             "dead-rows",

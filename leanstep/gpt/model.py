@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +33,16 @@ class _Layers:
     ve_weights: list[Tensor | None]
     edges: list[Tensor | None]
     injected: list[list[tuple[Number, Tensor]]]
+
+
+@dataclass
+class _LaneScales:
+    """Scales of the residual stream (`resid`) and of what a layer adds (`post`), by lane and layer."""
+
+    attn_resid: Sequence[Sequence[Tensor]]
+    mlp_resid: Sequence[Sequence[Tensor]]
+    attn_post: Sequence[Sequence[Tensor]]
+    mlp_post: Sequence[Sequence[Tensor]]
 
 
 class GPT(BankedGPT):
@@ -69,13 +80,13 @@ class GPT(BankedGPT):
 
     def _constant(self, name: str, values: tuple[int, ...], device: torch.device) -> Tensor:
         """A small tensor that no step changes, copied to the device once."""
-        found = self._constants.get((name, device))
-        if found is None:
-            found = to_device(torch.tensor(values), device)
+        constant = self._constants.get((name, device))
+        if constant is None:
+            constant = to_device(torch.tensor(values), device)
             # A tensor of a tracing mode is of no use to the next call.
-            if type(found) is Tensor:
-                self._constants[name, device] = found
-        return found
+            if type(constant) is Tensor:
+                self._constants[name, device] = constant
+        return constant
 
     def hidden(
         self, inputs: Tensor, cu_seqlens: Tensor | None = None, *, bigram_ids: Tensor | None = None
@@ -92,82 +103,101 @@ class GPT(BankedGPT):
         bounds = check_cu_seqlens(cu_seqlens, length)
         starts = self._document_starts(bounds, inputs) if c.respect_docs else None
 
-        x = F.embedding(inputs, self.embed)
-        dtype = x.dtype
-        if c.smear:
-            x0 = SmearNorm.apply(x, self.scalar("smear").to(dtype), self.smear_gate, starts)
-        else:
-            x0 = Norm.apply(x)
-        lane0, lane1 = x0, None
-        xb = None
-        if c.bigram_vocab_size:
-            if bigram_ids is None:
-                bigram_ids = bigram_hash(inputs, c.bigram_vocab_size, starts)
-            xb = F.embedding(bigram_ids, self.bigram_embed)
+        x0 = self._embed(inputs, starts)
+        xb = self._embed_bigrams(inputs, bigram_ids, starts) if c.bigram_vocab_size else None
         layers = self._take_apart(inputs, x0, xb)
+        lane0 = x0
         if xb is not None:
-            lane0 = Mix.apply(None, [], 1.0, self.bigram_lambdas[:1].to(dtype).squeeze(0), x0, xb)
+            lane0 = Mix.apply(None, [], 1.0, self.bigram_lambdas[:1].to(x0.dtype).squeeze(0), x0, xb)
 
-        resid = self.resid_lambdas.to(dtype).flatten(1).unbind(1)
-        resid = [column.unbind(0) for column in resid]
-        post = [column.unbind(0) for column in self.post_lambdas.to(dtype).flatten(1).unbind(1)]
-        attn_post, mlp_post = post[:2], post[2:]
-        # One pair of residual scales for both lanes, or one pair each.
-        attn_resid, mlp_resid = (
-            (resid[:2], resid[2:]) if c.resid_per_lane else ([resid[0]] * 2, [resid[1]] * 2)
-        )
-
+        scales = self._lane_scales(x0.dtype)
         sources = {source for source, _ in c.skip_pairs}
-        kept: dict[int, Tensor] = {}
-        backout = None
+        skipped: dict[int, Tensor] = {}
+        lane1 = backout = None
         for i in range(c.num_layers):
             if i == c.lanes_from:
                 lane1 = lane0
-            for gate, source in self._skips_into(i, x0, kept):
+            for gate, source in self._skips_into(i, x0, skipped):
                 lane0 = torch.addcmul(lane0, gate, source)
-            edge, injected = layers.edges[i], layers.injected[i]
-            ra, rm = attn_resid[0][i], mlp_resid[0][i]
-
             if i in self._shapes:
-                if c.inject == "before":
-                    lane0 = Mix.apply(edge, injected, ra, lane0)
-                    edge, injected, ra = None, [], 1.0
-                y, gate, plan = self._attend(i, lane0, layers, bounds, starts)
-                if lane1 is None and (c.fold_post_attn or not c.has_post_attn(i)):
-                    lane0 = AttentionOut.apply(
-                        y, gate, layers.outputs[i], lane0, ra, edge, injected, plan, self._shapes[i]
-                    )
-                else:
-                    a = AttentionOut.apply(
-                        y, gate, layers.outputs[i], None, 1.0, None, [], plan, self._shapes[i]
-                    )
-                    lane0 = Mix.apply(edge, injected, ra, attn_post[0][i], lane0, a)
-                    if lane1 is not None:
-                        lane1 = Mix.apply(None, [], attn_resid[1][i], attn_post[1][i], lane1, a)
+                lane0, lane1 = self._attention_layer(i, lane0, lane1, layers, scales, bounds, starts)
             elif c.inject_attention_free and c.injects:
-                lane0 = Mix.apply(edge, injected, 1.0, lane0)
+                lane0 = Mix.apply(layers.edges[i], layers.injected[i], 1.0, lane0)
             if i in sources:
-                kept[i] = lane0
-
-            scaled = c.has_post_mlp(i)
-            if lane1 is None:
-                second, outer = layers.second[i], mlp_post[0][i] if scaled else 1.0
-                if scaled and c.fold_post_mlp:
-                    second, outer = mlp_post[0][i] * second, 1.0
-                lane0 = ResidualMLP.apply(lane0, rm, outer, layers.first[i], second, c.fused_mlp)
-            else:
-                m = MLP.apply(lane1, layers.first[i], layers.second[i], c.fused_mlp)
-                post0, post1 = (mlp_post[0][i], mlp_post[1][i]) if scaled else (1.0, 1.0)
-                lane0 = Mix.apply(None, [], rm, post0, lane0, m)
-                lane1 = Mix.apply(None, [], mlp_resid[1][i], post1, lane1, m)
+                skipped[i] = lane0
+            lane0, lane1 = self._mlp_layer(i, lane0, lane1, layers, scales)
             if i == c.backout_layer:
                 backout = lane0
+        return self._merge_lanes(lane0, lane1, backout)
 
+    def _embed(self, inputs: Tensor, starts: Tensor | None) -> Tensor:
+        """Normalised token embeddings [T, E], smeared over the previous token if the model does that."""
+        x = F.embedding(inputs, self.embed)
+        if self.config.smear:
+            return SmearNorm.apply(x, self.scalar("smear").to(x.dtype), self.smear_gate, starts)
+        return Norm.apply(x)
+
+    def _embed_bigrams(self, inputs: Tensor, bigram_ids: Tensor | None, starts: Tensor | None) -> Tensor:
+        if bigram_ids is None:
+            bigram_ids = bigram_hash(inputs, self.config.bigram_vocab_size, starts)
+        return F.embedding(bigram_ids, self.bigram_embed)
+
+    def _lane_scales(self, dtype: torch.dtype) -> _LaneScales:
+        resid = [column.unbind(0) for column in self.resid_lambdas.to(dtype).flatten(1).unbind(1)]
+        post = [column.unbind(0) for column in self.post_lambdas.to(dtype).flatten(1).unbind(1)]
+        # One pair of residual scales for both lanes, or one pair each.
+        if self.config.resid_per_lane:
+            return _LaneScales(resid[:2], resid[2:], post[:2], post[2:])
+        return _LaneScales([resid[0]] * 2, [resid[1]] * 2, post[:2], post[2:])
+
+    def _attention_layer(
+        self,
+        i: int,
+        lane0: Tensor,
+        lane1: Tensor | None,
+        layers: _Layers,
+        scales: _LaneScales,
+        bounds: list[int],
+        starts: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Both lanes after the attention of layer i, which reads lane 0."""
+        c = self.config
+        edge, injected, resid = layers.edges[i], layers.injected[i], scales.attn_resid[0][i]
+        if c.inject == "before":
+            lane0 = Mix.apply(edge, injected, resid, lane0)
+            edge, injected, resid = None, [], 1.0
+        y, gate, plan = self._attend(i, lane0, layers, bounds, starts)
+        output, shape = layers.outputs[i], self._shapes[i]
+        if lane1 is None and (c.fold_post_attn or not c.has_post_attn(i)):
+            return AttentionOut.apply(y, gate, output, lane0, resid, edge, injected, plan, shape), None
+        a = AttentionOut.apply(y, gate, output, None, 1.0, None, [], plan, shape)
+        lane0 = Mix.apply(edge, injected, resid, scales.attn_post[0][i], lane0, a)
+        if lane1 is not None:
+            lane1 = Mix.apply(None, [], scales.attn_resid[1][i], scales.attn_post[1][i], lane1, a)
+        return lane0, lane1
+
+    def _mlp_layer(
+        self, i: int, lane0: Tensor, lane1: Tensor | None, layers: _Layers, scales: _LaneScales
+    ) -> tuple[Tensor, Tensor | None]:
+        """Both lanes after the MLP of layer i, which reads lane 1 where there is one."""
+        c, first, second = self.config, layers.first[i], layers.second[i]
+        resid0, resid1 = scales.mlp_resid[0][i], scales.mlp_resid[1][i]
+        post0, post1 = (scales.mlp_post[0][i], scales.mlp_post[1][i]) if c.has_post_mlp(i) else (1.0, 1.0)
+        if lane1 is None:
+            if c.has_post_mlp(i) and c.fold_post_mlp:
+                second, post0 = post0 * second, 1.0
+            return ResidualMLP.apply(lane0, resid0, post0, first, second, c.fused_mlp), None
+        m = MLP.apply(lane1, first, second, c.fused_mlp)
+        lane0 = Mix.apply(None, [], resid0, post0, lane0, m)
+        return lane0, Mix.apply(None, [], resid1, post1, lane1, m)
+
+    def _merge_lanes(self, lane0: Tensor, lane1: Tensor | None, backout: Tensor | None) -> Tensor:
+        """The normalised mean of the lanes, less the share of the backout layer."""
         if lane1 is None and backout is None:
             return Norm.apply(lane0)
         factors, lanes = ([1.0], [lane0]) if lane1 is None else ([0.5, 0.5], [lane0, lane1])
         if backout is not None:
-            factors, lanes = [*factors, -self.scalar("backout").to(dtype)], [*lanes, backout]
+            factors, lanes = [*factors, -self.scalar("backout").to(lane0.dtype)], [*lanes, backout]
         return Norm.apply(Mix.apply(None, [], *factors, *lanes))
 
     def _take_apart(self, inputs: Tensor, x0: Tensor, xb: Tensor | None) -> _Layers:
@@ -257,12 +287,12 @@ class GPT(BankedGPT):
         )
         return attend(q, k, v, plan, self.rotary.attention_scale), gate, plan
 
-    def _skips_into(self, layer: int, x0: Tensor, kept: dict[int, Tensor]):
+    def _skips_into(self, layer: int, x0: Tensor, skipped: dict[int, Tensor]):
         c = self.config
         for i, (source, target) in enumerate(c.skip_pairs):
             if target == layer:
                 opening = torch.sigmoid(F.linear(x0[:, : c.gate_width], self.skip_gate[i : i + 1]))
-                yield 2 * torch.sigmoid(self.scalar(f"skip{i}")).to(x0.dtype) * opening, kept[source]
+                yield 2 * torch.sigmoid(self.scalar(f"skip{i}")).to(x0.dtype) * opening, skipped[source]
 
     @staticmethod
     def _document_starts(bounds: list[int], inputs: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from leanstep.integrations.versions import require_version
-from leanstep.preference.ragged import bradley_terry
+from leanstep.objectives import bradley_terry
 
 TESTED = ("1.16",)
 GROUP_COLUMNS = ("answer_ids", "labels")
@@ -26,7 +26,7 @@ from trl import RewardTrainer  # noqa: E402 - after the check, so that a stub fa
 
 
 class LeanRewardTrainer(RewardTrainer):
-    """`trl.RewardTrainer` whose pairwise loss is `leanstep.preference.ragged.bradley_terry`.
+    """`trl.RewardTrainer` whose pairwise loss is `leanstep.objectives.bradley_terry`.
 
     For one pair per prompt the two are the same function. A dataset with the columns `answer_ids` (a list of
     token lists) and `labels` (one number each, higher is better) ranks K answers per prompt: every answer is

@@ -1,6 +1,6 @@
 """The optimizer: Polar Express, NorMuon, cautious decay; Adam for what is not a matrix."""
 
-from leanstep.muon.optimizer import FsdpNorMuon, NorMuon, ShardedNorMuon
+from leanstep.muon.optimizer import NorMuon
 from leanstep.muon.param_groups import ParamSplit, split_params
 from leanstep.muon.polar import Workspace, explain, plan_polar, polar
 from leanstep.muon.reference import NEWTON_SCHULZ, POLAR_EXPRESS
@@ -10,10 +10,8 @@ from leanstep.muon.transpose import transpose_add, transpose_copy
 __all__ = [
     "NEWTON_SCHULZ",
     "POLAR_EXPRESS",
-    "FsdpNorMuon",
     "NorMuon",
     "ParamSplit",
-    "ShardedNorMuon",
     "Workspace",
     "explain",
     "from_master",

@@ -6,12 +6,12 @@ Momentum and the weight write are elementwise and stay on the shards. The polar 
     2. one all-to-all brings each matrix to its owner
     3. owners orthogonalise and scale; a second all-to-all takes the rows back
 
-On a GPU updates and factors travel in the dtype of the products (bfloat16), shape by shape: equal shapes are
-one batch of products, and one shape travels while another is orthogonalised. On a CPU they travel in float32
-and go one by one, to the bits of a single process.
+On a GPU updates and factors are sent in the dtype of the products (bfloat16), shape by shape: equal shapes
+are one batch of products, and one shape is exchanged while another is orthogonalised. On a CPU they are sent
+in float32 and orthogonalised one by one, to the bits of a single process.
 
-Two collectives for all matrices of a step (of a shape on a GPU), where running Muon on DTensors gathers three
-times per polynomial step and matrix. A bank cut along dimension 0 already lies in whole matrices: it needs
+Two collectives per step for all matrices (on a GPU per shape), where running Muon on DTensors gathers three
+times per polynomial step and matrix. The shards of a bank cut along dimension 0 are whole matrices: it needs
 none.
 """
 
@@ -80,8 +80,8 @@ class _Rows:
 
 
 @dataclass
-class _Travelling:
-    """An exchange under way; what is sent is held until it has arrived."""
+class _Exchange:
+    """An all-to-all in flight; the sent tensor is held until the exchange has finished."""
 
     work: Any
     received: Tensor
@@ -109,7 +109,7 @@ class RowShards:
 
     def __init__(self, names: Mapping[Tensor, str], max_elements: int) -> None:
         self.max_elements = max_elements
-        self.dealt: Assignment | None = None
+        self.assignment: Assignment | None = None
         self.agreement = Agreement()
         self.group: Any = None
         for param, name in names.items():
@@ -123,17 +123,18 @@ class RowShards:
                         f"{name}: expected a DTensor cut along dimension 0, got {param.placements}"
                     )
 
-    def deal(self, entries: Sequence[Entry]) -> None:
-        """Decide who orthogonalises which matrix."""
+    def assign_owners(self, entries: Sequence[Entry]) -> None:
+        """Decide which rank orthogonalises which matrix."""
         if self.group is None:
             raise ValueError("params: expected DTensors from fully_shard, got replicated ones only")
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.device = _local(entries[0].param).device
-        self.dealt = assign({e.name: (e.param.numel(), e.flops()) for e in entries if _is_cut(e)}, self.world)
+        costs = {e.name: (e.param.numel(), e.flops()) for e in entries if _is_cut(e)}
+        self.assignment = assign(costs, self.world)
 
-    def assignment(self) -> Assignment:
-        assert self.dealt is not None
-        return self.dealt
+    def owner(self, entry: Entry) -> int:
+        assert self.assignment is not None
+        return self.assignment.owner[entry.name]
 
     def owns(self, entry: Entry) -> bool:
         """Every rank has the state of its own rows."""
@@ -162,7 +163,7 @@ class RowShards:
     def full_states(self, entries: Sequence[Entry], states: States) -> dict[Tensor, State]:
         """DTensors stay as they are; the variance that only its owner advanced is shared first."""
         owned = [
-            (states[e.param]["second_momentum"], self.assignment().owner[e.name])
+            (states[e.param]["second_momentum"], self.owner(e))
             for e in entries
             if _is_cut(e) and "second_momentum" in states.get(e.param, {})
         ]
@@ -177,7 +178,7 @@ class RowShards:
         return {}
 
     def explain(self) -> str:
-        return f"fsdp2 over {self.world} ranks\n{self.assignment()}"
+        return f"fsdp2 over {self.world} ranks\n{self.assignment}"
 
     def update(self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None) -> None:
         """Adam and banks on the shards; matrices cut by rows through their owners."""
@@ -192,13 +193,14 @@ class RowShards:
             elif _is_cut(entry):
                 shape = entry.param.shape
                 cols = entry.param.numel() // max(1, shape[0])
-                owner = self.assignment().owner[entry.name]
+                owner = self.owner(entry)
                 rows.append(_Rows(entry, _local(grad), _local_state(state), owner, shape[0], cols))
             else:
                 self._step_bank(entry, _local(grad), _local_state(state), workspace, go)
         step_adams(adam, go)
         sent = back = None
-        # While one batch is orthogonalised, the next one travels to its owners and the last one home.
+        # Both all-to-alls overlap the compute: while one batch is orthogonalised, the next one is sent to its
+        # owners and the factors of the last one are sent back.
         for batch in (*self._batches(rows), None, None):
             arriving = None if batch is None else self._send(batch, workspace, go)
             leaving = None if sent is None else self._factor(sent, workspace, go)
@@ -211,7 +213,7 @@ class RowShards:
     def _step_bank(
         self, entry: Entry, grad: Tensor, state: State, workspace: Workspace, go: Tensor | None
     ) -> None:
-        """A bank cut along dimension 0 lies in whole matrices."""
+        """A bank cut along dimension 0: this rank has whole matrices."""
         local, multipliers = _local(entry.param), entry.group["lr_mul"]
         if not local.numel():
             return
@@ -222,22 +224,22 @@ class RowShards:
         update_matrices(stacks_of(entry, local, grad, state, multipliers), entry.group, workspace, go)
 
     def _batches(self, rows: list[_Rows]) -> list[list[_Rows]]:
-        """What travels together: as much as fits; on a GPU one shape, so that the others' work hides it."""
+        """Rows exchanged together: as many as fit; on a GPU one shape, hidden by the compute of others."""
         batches: list[list[_Rows]] = []
         if rows and fuses(_local(rows[0].entry.param)):
             rows = sorted(rows, key=lambda row: (row.num_rows, row.num_cols))
         size = 0
         for row in rows:
             fresh = not batches or size + row.entry.param.numel() > self.max_elements
-            if fresh or _travels(batches[-1][0]) != _travels(row):
+            if fresh or _exchange_key(batches[-1][0]) != _exchange_key(row):
                 batches.append([])
                 size = 0
             batches[-1].append(row)
             size += row.entry.param.numel()
         return batches
 
-    def _send(self, batch: list[_Rows], workspace: Workspace, go: Tensor | None) -> _Travelling:
-        """Updates of this rank's rows, under way to their owners."""
+    def _send(self, batch: list[_Rows], workspace: Workspace, go: Tensor | None) -> _Exchange:
+        """Start sending the updates of this rank's rows to their owners."""
         by_owner = sorted(batch, key=lambda row: row.kind[:3])
         mine = [row for row in by_owner if row.owner == self.rank]
         send_sizes, receive_sizes = [0] * self.world, [0] * self.world
@@ -255,8 +257,8 @@ class RowShards:
                 _fill(rows, part, workspace, go)
         return self._all_to_all(send, send_sizes, receive_sizes, by_owner)
 
-    def _factor(self, arrived: _Travelling, workspace: Workspace, go: Tensor | None) -> _Travelling:
-        """Scaled polar factors of the matrices that this rank owns, under way to where their weights live."""
+    def _factor(self, arrived: _Exchange, workspace: Workspace, go: Tensor | None) -> _Exchange:
+        """Orthogonalise the matrices that this rank owns; start sending the scaled factors to the shards."""
         received, sizes = arrived.wait(), arrived.sizes
         mine = [row for row in arrived.rows if row.owner == self.rank]
         shards = [_runs(piece, mine, rank, self.world) for rank, piece in enumerate(received.split(sizes[1]))]
@@ -269,11 +271,11 @@ class RowShards:
 
     def _all_to_all(
         self, send: Tensor, send_sizes: list[int], receive_sizes: list[int], rows: list[_Rows]
-    ) -> _Travelling:
+    ) -> _Exchange:
         """Send `send_sizes[r]` elements to each rank r; what comes is in rank order."""
         out = send.new_empty(sum(receive_sizes))
         work = dist.all_to_all_single(out, send, receive_sizes, send_sizes, group=self.group, async_op=True)
-        return _Travelling(work, out, send, rows, (send_sizes, receive_sizes))
+        return _Exchange(work, out, send, rows, (send_sizes, receive_sizes))
 
 
 def chunk(length: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -283,7 +285,7 @@ def chunk(length: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def _is_cut(entry: Entry) -> bool:
-    """Whether the rows of single matrices lie on several ranks."""
+    """Whether several ranks hold rows of one matrix."""
     param = entry.param
     if entry.is_adam or not isinstance(param, DTensor) or Shard(0) not in param.placements:
         return False
@@ -380,14 +382,14 @@ def _write(rows: list[_Rows], updates: Tensor, workspace: Workspace, go: Tensor 
         )
 
 
-def _travels(row: _Rows) -> tuple:
+def _exchange_key(row: _Rows) -> tuple:
     """What the matrices of one exchange have in common."""
     shape = (row.num_rows, row.num_cols) if fuses(_local(row.entry.param)) else ()
     return (_wire(row), *shape)
 
 
 def _wire(row: _Rows) -> torch.dtype:
-    """The dtype that updates and factors travel in: on a GPU that of the products."""
+    """The dtype that updates and factors are sent in: on a GPU that of the products."""
     entry = row.entry
     wide = torch.promote_types(entry.param.dtype, torch.float32)
     dtypes = {form.plan.dtype for form in (entry.forms or {}).values()}
@@ -414,12 +416,3 @@ def _runs(flat: Tensor, rows: list[_Rows], rank: int, world: int) -> list[tuple[
         runs.append((run, flat[begin : begin + size].view(shape)))
         begin += size
     return runs
-
-
-def __getattr__(name: str) -> Any:
-    # The class of 0.1 stands beside NorMuon now.
-    if name == "FsdpNorMuon":
-        from leanstep.muon.optimizer import FsdpNorMuon
-
-        return FsdpNorMuon
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -177,51 +177,19 @@ def transpose_kernel(
 
 
 _GROUP, _WARPS, _STAGES = 8, 8, 4
-# Tiles by the side of the result, the first one taken unless `tune_products` finds a faster one. At 768 the
-# record's own; larger sides have tiles enough for every multiprocessor and take the largest tile.
-PRODUCT_TILES: dict[int, tuple[tuple[int, int, int], ...]] = {
-    768: ((128, 128, 64), (64, 128, 128)),
-    1024: ((128, 128, 64), (64, 128, 128)),
-    2048: ((128, 128, 64), (128, 256, 64)),
-    4096: ((128, 256, 64), (128, 128, 64)),
-}
-_TUNED: dict[int, tuple[int, int, int]] = {}
-
-
-def _size_class(side: int) -> int:
-    return next((size for size in PRODUCT_TILES if side <= size), max(PRODUCT_TILES))
+# (BLOCK_M, BLOCK_N, BLOCK_K) of symmetric products. Small results take the record's own tile. Results above
+# 2,048 rows have enough tiles for every multiprocessor and take a larger one. A long reduction over at most
+# 768 rows takes a tile that is deeper along K, as the record does.
+SMALL_TILE, LARGE_TILE, DEEP_TILE = (128, 128, 64), (128, 256, 64), (64, 128, 128)
 
 
 def product_tiles(side: int, reduction: int, element_bytes: int = 2) -> tuple[int, int, int]:
     """(BLOCK_M, BLOCK_N, BLOCK_K) of a symmetric product [side, side]."""
     if element_bytes > 2:
         return 64, 64, 32
-    size = _size_class(side)
-    if size in _TUNED:
-        return _TUNED[size]
-    # A long reduction over a small result: deeper along K, as the record has it.
-    return (64, 128, 128) if size == 768 and reduction > side else PRODUCT_TILES[size][0]
-
-
-def tune_products(x: Tensor, repeats: int = 20) -> tuple[int, int, int]:
-    """Time the candidates on x [B, R, C] (a GPU, 16 bits); results of its size use the fastest from now on.
-
-    Not called by the optimizer: a choice by the clock would give every rank its own last bits.
-    """
-    side = x.size(-2)
-    out = x.new_empty(*x.shape[:-2], side, side)
-    times = {}
-    for tiles in PRODUCT_TILES[_size_class(side)]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        xxt(x, out, tiles=tiles)
-        begin.record()
-        for _ in range(repeats):
-            xxt(x, out, tiles=tiles)
-        end.record()
-        end.synchronize()
-        times[tiles] = begin.elapsed_time(end)
-    _TUNED[_size_class(side)] = min(times, key=lambda tiles: times[tiles])
-    return _TUNED[_size_class(side)]
+    if side <= 768 and reduction > side:
+        return DEEP_TILE
+    return SMALL_TILE if side <= 2048 else LARGE_TILE
 
 
 def transpose_tiles(elements: int) -> tuple[int, int, int]:
@@ -348,7 +316,7 @@ def _product_entries() -> list[dict]:
         ("xtx", xtx_kernel, shared, {}),
         ("ba_caa", xxt_kernel, scaled, {"EPILOGUE": True}),
     )
-    candidates = sorted({tiles for several in PRODUCT_TILES.values() for tiles in several})
+    candidates = sorted([SMALL_TILE, LARGE_TILE, DEEP_TILE])
     for (name, function, signature, flags), tiles in itertools.product(kinds, candidates):
         block_m, block_n, block_k = tiles
         entries.append(

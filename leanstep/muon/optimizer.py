@@ -7,12 +7,10 @@ Gradients and state are checked before the first weight moves: a bad input raise
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from leanstep.muon.param_groups import (
@@ -75,8 +73,7 @@ class NorMuon(torch.optim.Optimizer):
             reduced to the rank that owns a parameter, which steps it and sends the weight to the others.
             None: this rank steps everything (one rank, or DDP). DTensors (FSDP2) bring their own mesh.
         averaged: with `mesh`, gradients are the same on every rank already (DDP): nothing is reduced.
-        max_elements: FSDP2 matrices travel in batches of at most this many elements.
-        adam_lr: deprecated, `adam={"lr": ...}`.
+        max_elements: FSDP2 matrices are exchanged in batches of at most this many elements.
 
     Every group has a `lr` of its own: a loop `for group in optimizer.param_groups: group["lr"] = lr` gives
     Adam's half the rate of the matrices. Multiply each group's first value instead, as schedulers do.
@@ -120,15 +117,11 @@ class NorMuon(torch.optim.Optimizer):
         mesh: Any = None,
         averaged: bool = False,
         max_elements: int = 1 << 28,
-        adam_lr: float | None = None,
     ) -> None:
         given = locals()
         if nonfinite not in ("skip", "ignore"):
             raise ValueError(f"nonfinite: expected 'skip' or 'ignore', got {nonfinite!r}")
         self._adam = check_adam(adam or {})
-        if adam_lr is not None:
-            warnings.warn('adam_lr: write adam={"lr": ...}', DeprecationWarning, stacklevel=2)
-            self._adam.setdefault("lr", adam_lr)
         self._adam.setdefault("lr", ADAM_LR_SHARE * float(lr))
         self._lr, self._options = lr, {key: given[key] for key in MATRIX_OPTIONS}
         self._nonfinite, self._mesh, self._averaged = nonfinite, mesh, averaged
@@ -179,8 +172,8 @@ class NorMuon(torch.optim.Optimizer):
 
     def _scheme(self) -> Any:
         """The ranks, once they know who does what; None for one rank."""
-        if self._ranks is not None and self._ranks.dealt is None:
-            self._ranks.deal(self._all_entries())
+        if self._ranks is not None and self._ranks.assignment is None:
+            self._ranks.assign_owners(self._all_entries())
         return self._ranks
 
     def _entry(self, group: Group, param: Tensor) -> Entry:
@@ -215,7 +208,7 @@ class NorMuon(torch.optim.Optimizer):
         ranks = self._scheme()
         if ranks is None:
             return assign({e.name: (e.param.numel(), e.flops()) for e in self._all_entries()}, 1)
-        return ranks.assignment()
+        return ranks.assignment
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, do_adam: bool | None = None) -> Any:  # type: ignore[override]
@@ -258,7 +251,7 @@ class NorMuon(torch.optim.Optimizer):
         return loss
 
     def _counted(self, go: Tensor | bool | None) -> Tensor | None:
-        """`go` if it lies on the device, its steps counted there."""
+        """`go` if it is on the device, its steps counted there."""
         if not isinstance(go, Tensor):
             return None
         if self._taken is None:
@@ -311,7 +304,7 @@ class NorMuon(torch.optim.Optimizer):
     def master(self, param: Tensor) -> Tensor:
         """The float32 weight behind a bfloat16 parameter (a copy of any other parameter).
 
-        With a mesh the low bits lie on the rank that owns the parameter; the others raise.
+        With a mesh the rank that owns the parameter has the low bits; the others raise.
         """
         low = self.state.get(param, {}).get("residual")
         if low is not None:
@@ -400,25 +393,6 @@ class NorMuon(torch.optim.Optimizer):
             for entry in self._all_entries():
                 if entry.param in self.state:
                     self.state[entry.param] = ranks.own_state(entry, self.state[entry.param])
-
-
-class ShardedNorMuon(NorMuon):
-    """Deprecated: `NorMuon(params, lr, mesh=...)`. Every `comms` of 0.1 is the owner scheme now."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.02, **options: Any) -> None:
-        warnings.warn("ShardedNorMuon: write NorMuon(mesh=...)", DeprecationWarning, stacklevel=2)
-        comms = options.pop("comms", "replicated")
-        if comms not in ("replicated", "sharded", "owner"):
-            raise ValueError(f"comms: expected one of replicated, sharded, owner, got {comms!r}")
-        super().__init__(params, lr, mesh=options.pop("process_group", None) or dist.group.WORLD, **options)
-
-
-class FsdpNorMuon(NorMuon):
-    """Deprecated: `NorMuon(params, lr)` takes DTensors."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.02, **options: Any) -> None:
-        warnings.warn("FsdpNorMuon: write NorMuon(...)", DeprecationWarning, stacklevel=2)
-        super().__init__(params, lr, **options)
 
 
 def _look(grads: Sequence[Tensor], on_device: bool) -> Tensor | bool:

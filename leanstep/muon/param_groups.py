@@ -408,38 +408,23 @@ def split_params(
     """
     if algorithm not in ("normuon", "muon"):
         raise ValueError(f"algorithm: expected 'normuon' or 'muon', got {algorithm!r}")
-    modules = list(model.modules())
     # Reversed: of the modules that share a parameter the first one counts.
-    owners = {id(p): module for module in reversed(modules) for p in module.parameters(recurse=False)}
-    tables = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    embeddings = {id(table.weight) for table in tables}
-    vocabularies = {table.num_embeddings for table in tables}
+    modules = reversed(list(model.modules()))
+    owners = {id(p): module for module in modules for p in module.parameters(recurse=False)}
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     choices, groups = [], {"normuon": [], "muon": [], "adam": []}
     for name, param in model.named_parameters():
         owner = owners[id(param)]
-        chosen = rule(name, param, owner) if rule and param.requires_grad else None
-        if not param.requires_grad:
-            chosen, reason = "frozen", "does not require a gradient"
-        elif chosen is not None:
-            if chosen not in groups:
-                raise ValueError(f"rule: expected normuon, muon, adam or None for {name}, got {chosen!r}")
-            reason = "the rule says so"
-        elif param.ndim < 2:
-            chosen, reason = "adam", f"{param.ndim}-D"
-        elif id(param) in embeddings:
-            chosen, reason = "adam", "embedding table"
-        elif isinstance(owner, nn.Linear) and owner.out_features in vocabularies:
-            reason = f"output head: {owner.out_features} outputs, as many as an embedding has entries"
-            chosen = "adam"
+        asked = rule(name, param, owner) if rule and param.requires_grad else None
+        if asked is None:
+            kind, reason = _default_choice(param, owner, tables, algorithm)
+        elif asked in groups:
+            kind, reason = asked, "the rule says so"
         else:
-            chosen, reason = algorithm, f"matrix of {type(owner).__name__}"
-            if param.ndim > 2:
-                reason = f"bank of {param.numel() // (param.size(-1) * param.size(-2))} matrices"
-                if isinstance(owner, nn.modules.conv._ConvNd):
-                    chosen, reason = "adam", "convolution; a group with flatten='conv' takes it as a matrix"
-        choices.append(Choice(name, tuple(param.shape), chosen, reason))
-        if chosen in groups:
-            groups[chosen].append((name, param))
+            raise ValueError(f"rule: expected normuon, muon, adam or None for {name}, got {asked!r}")
+        choices.append(Choice(name, tuple(param.shape), kind, reason))
+        if kind in groups:
+            groups[kind].append((name, param))
     if not any(groups.values()):
         raise ValueError("model: expected at least one trainable parameter, got none")
     options = {"normuon": muon or {}, "muon": muon or {}, "adam": adam or {}}
@@ -447,3 +432,22 @@ def split_params(
         ({"params": params, "algorithm": kind, **options[kind]} for kind, params in groups.items() if params),
         choices,
     )
+
+
+def _default_choice(
+    param: Tensor, owner: nn.Module, tables: Sequence[nn.Embedding | nn.EmbeddingBag], algorithm: str
+) -> tuple[str, str]:
+    """(algorithm, reason) of a parameter that no rule decides about."""
+    if not param.requires_grad:
+        return "frozen", "does not require a gradient"
+    if param.ndim < 2:
+        return "adam", f"{param.ndim}-D"
+    if any(param is table.weight for table in tables):
+        return "adam", "embedding table"
+    if isinstance(owner, nn.Linear) and any(owner.out_features == table.num_embeddings for table in tables):
+        return "adam", f"output head: {owner.out_features} outputs, as many as an embedding has entries"
+    if param.ndim == 2:
+        return algorithm, f"matrix of {type(owner).__name__}"
+    if isinstance(owner, nn.modules.conv._ConvNd):
+        return "adam", "convolution; a group with flatten='conv' takes it as a matrix"
+    return algorithm, f"bank of {param.numel() // (param.size(-1) * param.size(-2))} matrices"

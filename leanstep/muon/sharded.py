@@ -4,7 +4,7 @@
     owners step their parameters; only they keep state
     one all-gather brings the new weights to all ranks
 
-Two collectives per dtype however many matrices there are. Parameters are dealt out by FLOPs, the same way on
+Two collectives per dtype however many matrices there are. Parameters are assigned by FLOPs, the same way on
 every rank, without communication. FSDP2's DTensors go through `leanstep.muon.fsdp`.
 """
 
@@ -91,20 +91,17 @@ class Owners:
         self.group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.averaged = averaged
-        self.dealt: Assignment | None = None
+        self.assignment: Assignment | None = None
         self.agreement = Agreement()
 
-    def deal(self, entries: Sequence[Entry]) -> None:
-        """Decide who owns what."""
+    def assign_owners(self, entries: Sequence[Entry]) -> None:
+        """Decide which rank owns which parameter."""
         self.device = entries[0].param.device
-        self.dealt = assign({e.name: (e.param.numel(), e.flops()) for e in entries}, self.world)
-
-    def assignment(self) -> Assignment:
-        assert self.dealt is not None
-        return self.dealt
+        self.assignment = assign({e.name: (e.param.numel(), e.flops()) for e in entries}, self.world)
 
     def owner(self, entry: Entry) -> int:
-        return self.assignment().owner[entry.name]
+        assert self.assignment is not None
+        return self.assignment.owner[entry.name]
 
     def owns(self, entry: Entry) -> bool:
         """Whether this rank has the state of the parameter."""
@@ -126,7 +123,7 @@ class Owners:
 
     def update(self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None) -> None:
         """Gradients to their owners, the step there, weights to all ranks."""
-        # Weights travel in the parameter's dtype, gradients in their own: one exchange for each pair.
+        # Weights are sent in the parameter's dtype, gradients in their own: one exchange for each pair.
         kinds = _by_kind(work, lambda pair: (pair[0].param.dtype, pair[1].dtype, pair[1].device))
         launched = []
         for members in kinds:
@@ -182,8 +179,8 @@ class Owners:
             sources += [part.view_as(weight) for part, weight in zip(parts, bucket, strict=True)]
         torch._foreach_copy_(targets, sources)
 
-    # State lies with the owner; the others only count Adam's step. That one is on the host, where a group
-    # that knows devices only (NCCL) could not send it.
+    # Only the owner has the state; the others count Adam's step. The count is on the host, where a process
+    # group for devices only (NCCL) could not send it.
 
     def new_state(self, entry: Entry) -> State:
         return self.own_state(entry, new_state(entry))
@@ -211,7 +208,7 @@ class Owners:
         return {e.param: self.full_state(e, states[e.param]) for e in entries if e.param in states}
 
     def explain(self) -> str:
-        return f"owner over {self.world} ranks\n{self.assignment()}"
+        return f"owner over {self.world} ranks\n{self.assignment}"
 
 
 class _Pending:
@@ -265,12 +262,3 @@ class Agreement:
                 f"got between {int(fewest)} and {int(-most)}"
             )
         return flags[0] if on_device else bool(everywhere)
-
-
-def __getattr__(name: str) -> Any:
-    # The class of 0.1 stands beside NorMuon now.
-    if name == "ShardedNorMuon":
-        from leanstep.muon.optimizer import ShardedNorMuon
-
-        return ShardedNorMuon
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

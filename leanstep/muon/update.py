@@ -379,7 +379,7 @@ def advance(states: Sequence[State], go: Tensor | None) -> None:
     for state in states:
         steps.setdefault(state["step"].device, []).append(state["step"])
     for device, counts in steps.items():
-        # One number a count: a single tensor for all would be read by the host.
+        # One tensor per state: _foreach_add_ reads a shared one on the host.
         more = 1.0 if go is None else [go.to(device, non_blocking=True)] * len(counts)
         torch._foreach_add_(counts, more)
 

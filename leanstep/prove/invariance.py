@@ -89,7 +89,7 @@ class _Tape(TorchDispatchMode):
         read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         sources = tuple(self._produced[id(t)] for t in read if id(t) in self._produced)
         if func.is_view:
-            # The same bits in another shape: who made them stays who made them.
+            # The same bits in another shape: a view keeps its producer.
             for output in outputs:
                 if sources:
                     self._produced[id(output)] = sources[0]

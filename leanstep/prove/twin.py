@@ -34,7 +34,7 @@ _CASTS: dict[Any, torch.dtype] = {
     Tensor.bfloat16: torch.bfloat16,
     Tensor.double: torch.float64,
 }
-# These speak about bytes or about dtypes themselves: what they were given is what they get.
+# These work on bytes or on dtypes themselves: their arguments pass through unchanged.
 _AS_WRITTEN = {
     torch.frombuffer,
     torch.promote_types,

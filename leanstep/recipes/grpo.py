@@ -144,8 +144,6 @@ class Grpo(WarmStarted):
         if settings.kl_coef > 0:
             self.reference = GPT(config).to(world.device).requires_grad_(False)
 
-    # --- one step of the loop ---
-
     def step(self, i: int) -> Metrics:
         return self._warm_step() if i < self.warm_steps else self._policy_step(i)
 
@@ -187,8 +185,6 @@ class Grpo(WarmStarted):
             "tokens": len(rollout.tokens),
             "lr": lr,
         }
-
-    # --- sampling and scoring ---
 
     def roll_out(self) -> Rollout:
         """Sample completions, score them, and take their log-probs under the current weights."""
@@ -241,8 +237,6 @@ class Grpo(WarmStarted):
             shards=VocabShards(total=self.task.vocab),
         ).logp
 
-    # --- the objective ---
-
     def loss_and_gradients(self, rollout: Rollout, select: str) -> dict[str, Any]:
         """One policy loss and its backward pass; `select` decides only how many rows the head computes."""
         objective = PolicyObjective(
@@ -277,8 +271,6 @@ class Grpo(WarmStarted):
 
     def _pack(self, sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
         return pack(sequences, self.world.device)
-
-    # --- evaluation and state ---
 
     @torch.no_grad()
     def evaluate(self) -> Mapping[str, float]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.preference import (
+from leanstep.lens import (
     AllocatorConfig,
     ContextReader,
     GateConfig,
@@ -152,8 +152,6 @@ class Lens(WarmStarted):
         # The controller has its own optimizer: its gradients never mix with the base model's.
         self.lens_optimizer = torch.optim.AdamW(self.lens.parameters(), lr=settings.lens_lr, weight_decay=0.1)
 
-    # --- one step of the loop ---
-
     def step(self, i: int) -> Metrics:
         tokens, answers = self.task.draw(self.options.samples, self.generator)
         batch = self.contexts(self.variants(len(tokens), self.generator))
@@ -186,8 +184,6 @@ class Lens(WarmStarted):
         """Short warm-up, then linear to a tenth."""
         progress = (i - first) / max(last - first, 1)
         return min(1.0, (i - first + 1) / 20) * (1 - 0.9 * progress)
-
-    # --- working contexts and what the base model makes of them ---
 
     def variants(self, count: int, generator: torch.Generator) -> list[list[Variant]]:
         """Baseline and random contexts of `count` sequences."""
@@ -266,8 +262,6 @@ class Lens(WarmStarted):
                 keep[block * task.block + 1 : (block + 1) * task.block] = False
             chosen.append(Variant(torch.arange(task.tokens)[keep], lods[keep]))
         return chosen
-
-    # --- evaluation and state ---
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

@@ -162,171 +162,220 @@ def run(
     """
     world = world or current_world()
     cadence = cadence or recipe.cadence
-    total = recipe.num_steps if stop_after is None else min(stop_after, recipe.num_steps)
-    settings = {"recipe": recipe.name, **recipe.settings}
-    directory, log = out / "checkpoints", MetricsLog(out / "metrics.jsonl")
-    speak = (say or _print_line) if world.is_main else _silence
-    figures = ""
-    _prepare(out, directory, settings, resume=resume, world=world)
+    last = recipe.num_steps if stop_after is None else min(stop_after, recipe.num_steps)
+    progress = _Progress(recipe, out, world, (say or _print_line) if world.is_main else _silence)
+    progress.begin(resume=resume)
 
-    interval, done, clock_s, resumed_from = Interval(), 0, 0.0, None
-    if resume:
-        found = _load(recipe, interval, directory, settings, world, speak)
-        if found is not None:
-            done, clock_s, resumed_from = found.step, float(found.state["train_time_s"]), found.step
-            checkpoint.restore_random_state(found.state["random"], world, speak)
-            speak(f"resumed at step {done}/{recipe.num_steps} from {found.path}")
-        else:
-            speak(f"no checkpoint in {directory}: starting at step 0")
-    world.barrier()  # every rank has read before the first write
-    if world.is_main:
-        log.truncate_to(done if resumed_from is not None else -1, say=speak)
-    board = Board(out / "tensorboard", done) if world.is_main else None
-
-    evaluations = [line for line in log.read() if line.get("eval")] if world.is_main else []
-    saved: Path | None = found.path if resume and found is not None else None
-
-    def evaluate() -> bool:
-        """One evaluation line; true when the target is reached."""
-        before = checkpoint.random_state()
-        values = dict(recipe.evaluate())
-        checkpoint.set_random_state(before)
-        line = {"step": done, "eval": True, **values, "train_time_s": round(clock_s, 6)}
-        evaluations.append(line)
-        if world.is_main:
-            log.append(line)
-            assert board is not None
-            board.add(done, values)
-            shown = " ".join(f"{k}:{v:.4f}" for k, v in values.items() if isinstance(v, float))
-            speak(f"step:{done}/{recipe.num_steps} {shown} train_time:{clock_s * 1000:.0f}ms")
-        loss = values.get("val_loss", 0.0)
-        if world.any(not math.isfinite(loss)):
-            raise Diverged(f"val_loss: {loss} at {_where(done, recipe, saved)}")
-        return world.any(target_loss is not None and "val_loss" in values and loss <= target_loss)
-
-    def save() -> None:
-        nonlocal saved
-        state = {
-            "recipe": recipe.state_dict(),
-            "interval": world.gather(interval.state_dict()),
-            "train_time_s": clock_s,
-            "random": world.gather(checkpoint.random_state()),
-        }
-        bad = interval.nonfinite_loss() or checkpoint.find_nonfinite(state["recipe"], "weights")
-        if world.any(bad is not None):
-            raise Diverged(f"{bad or 'weights'}: not finite after {_where(done, recipe, saved)}")
-        if world.is_main:
-            log.sync()
-            checkpoint.save(directory, done, state, settings=settings, keep=keep)
-        saved = checkpoint.checkpoint_path(directory, done)
-        world.barrier()
-
-    def due(every: int) -> bool:
-        return every > 0 and done % every == 0
-
-    stopped_by = "end" if total == recipe.num_steps else "limit"
-    with _Signals() as signals, contextlib.ExitStack() as stack:
-        if board is not None:
-            stack.callback(board.close)
-        if done == 0 and cadence.evaluate > 0:
-            evaluate()
-        while done < total:
-            start = time.perf_counter()
-            metrics = recipe.step(done)
-            elapsed = time.perf_counter() - start
-            clock_s += elapsed
-            done += 1
-            interval.add(metrics, elapsed)
-            if due(cadence.log) or done == recipe.num_steps:
-                start = time.perf_counter()
-                values = _over_ranks(interval.read(), world)
-                # The read waits for the device: what the steps left running belongs to their time.
-                clock_s += time.perf_counter() - start
-                interval = Interval()
-                line = {"step": done, **values, "train_time_s": round(clock_s, 6)}
-                if world.is_main:
-                    log.append(line)
-                    assert board is not None
-                    board.add(done, line)
-                figures = describe(values)
-                if not math.isfinite(values.get("loss", 0.0)):
-                    raise Diverged(f"loss: {values['loss']} at {_where(done, recipe, saved)}")
+    stopped_by = "end" if last == recipe.num_steps else "limit"
+    with _Signals() as signals, contextlib.closing(progress):
+        if progress.step == 0 and cadence.evaluate > 0:
+            progress.evaluate()
+        while progress.step < last:
+            progress.take_step()
+            finished = progress.step == recipe.num_steps
+            if finished or progress.is_due(cadence.log):
+                progress.log_interval()
             if report is not None and world.is_main:
-                report(f"{done}/{recipe.num_steps} {figures}", done / recipe.num_steps)
+                share = progress.step / recipe.num_steps
+                report(f"{progress.step}/{recipe.num_steps} {progress.figures}", share)
             signalled = world.any(signals.received is not None)
             reached = False
-            if not signalled and (due(cadence.evaluate) or done == recipe.num_steps):
-                reached = evaluate()
+            if not signalled and (finished or progress.is_due(cadence.evaluate)):
+                reached = progress.evaluate_against(target_loss)
                 signalled = world.any(signals.received is not None)
-            if signalled or reached or due(cadence.save) or done == total:
-                save()
+            if signalled or reached or progress.step == last or progress.is_due(cadence.save):
+                progress.save(keep)
             if signalled:
                 stopped_by = signals.received or "SIGTERM"
-                speak(f"{stopped_by}: saved step {done}/{recipe.num_steps}, stopping")
+                progress.say(f"{stopped_by}: saved step {progress.step}/{recipe.num_steps}, stopping")
                 break
             if reached:
                 stopped_by = "target"
                 break
-    return Outcome(stopped_by, done, clock_s, resumed_from, saved, evaluations)
+    return Outcome(
+        stopped_by,
+        progress.step,
+        progress.train_time_s,
+        progress.resumed_from,
+        progress.saved,
+        progress.evaluations,
+    )
 
 
-def _prepare(out: Path, directory: Path, settings: Mapping[str, Any], *, resume: bool, world: World) -> None:
-    present = checkpoint.list_checkpoints(directory)
-    if present and not resume:
-        raise CheckpointError(
-            f"out: {out} already holds a run ({present[-1].name}); "
-            "pass resume to continue it or name another directory"
+class _Progress:
+    """How far a run is: its clock, the half-filled log interval, and what it wrote to disk.
+
+    Args:
+        recipe: what is trained.
+        out: directory of the run.
+        world: the process group; the main rank writes.
+        say: receives one-line messages.
+    """
+
+    def __init__(self, recipe: Recipe, out: Path, world: World, say: Callable[[str], None]) -> None:
+        self.recipe, self.out, self.world, self.say = recipe, out, world, say
+        self.settings = {"recipe": recipe.name, **recipe.settings}
+        self.directory = out / "checkpoints"
+        self.log = MetricsLog(out / "metrics.jsonl")
+        self.board: Board | None = None
+        self.interval = Interval()
+        self.step = 0
+        self.train_time_s = 0.0
+        self.resumed_from: int | None = None
+        self.saved: Path | None = None
+        self.evaluations: list[dict[str, Any]] = []
+        # What the last log line said, for a progress bar.
+        self.figures = ""
+
+    def begin(self, *, resume: bool) -> None:
+        """Prepare the directory and, with `resume`, continue from its newest whole checkpoint."""
+        self._prepare_directory(resume=resume)
+        if resume:
+            self._resume()
+        self.world.barrier()  # every rank has read before the first write
+        if self.world.is_main:
+            self.log.truncate_to(-1 if self.resumed_from is None else self.resumed_from, say=self.say)
+            self.board = Board(self.out / "tensorboard", self.step)
+            self.evaluations = [line for line in self.log.read() if line.get("eval")]
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+
+    def is_due(self, every: int) -> bool:
+        return every > 0 and self.step % every == 0
+
+    def take_step(self) -> None:
+        start = time.perf_counter()
+        metrics = self.recipe.step(self.step)
+        elapsed = time.perf_counter() - start
+        self.train_time_s += elapsed
+        self.step += 1
+        self.interval.add(metrics, elapsed)
+
+    def log_interval(self) -> None:
+        """One log line over the steps since the last one; raises when the loss is not finite."""
+        start = time.perf_counter()
+        values = _over_ranks(self.interval.read(), self.world)
+        # The read waits for the device: what the steps left running belongs to their time.
+        self.train_time_s += time.perf_counter() - start
+        self.interval = Interval()
+        line = {"step": self.step, **values, "train_time_s": round(self.train_time_s, 6)}
+        self._write(line, line)
+        self.figures = describe(values)
+        if not math.isfinite(values.get("loss", 0.0)):
+            raise Diverged(f"loss: {values['loss']} at {self._where()}")
+
+    def evaluate(self) -> dict[str, float]:
+        """One evaluation line; raises when the loss is not finite."""
+        before = checkpoint.random_state()
+        values = dict(self.recipe.evaluate())
+        checkpoint.set_random_state(before)
+        line = {"step": self.step, "eval": True, **values, "train_time_s": round(self.train_time_s, 6)}
+        self.evaluations.append(line)
+        self._write(line, values)
+        shown = " ".join(f"{k}:{v:.4f}" for k, v in values.items() if isinstance(v, float))
+        milliseconds = self.train_time_s * 1000
+        self.say(f"step:{self.step}/{self.recipe.num_steps} {shown} train_time:{milliseconds:.0f}ms")
+        loss = values.get("val_loss", 0.0)
+        if self.world.any(not math.isfinite(loss)):
+            raise Diverged(f"val_loss: {loss} at {self._where()}")
+        return values
+
+    def evaluate_against(self, target_loss: float | None) -> bool:
+        """Evaluate; whether `val_loss` is at or below the target, the same answer on every rank."""
+        loss = self.evaluate().get("val_loss")
+        return self.world.any(target_loss is not None and loss is not None and loss <= target_loss)
+
+    def save(self, keep: int) -> None:
+        """Write a checkpoint and keep the newest `keep`; raises when the weights are not finite."""
+        state = {
+            "recipe": self.recipe.state_dict(),
+            "interval": self.world.gather(self.interval.state_dict()),
+            "train_time_s": self.train_time_s,
+            "random": self.world.gather(checkpoint.random_state()),
+        }
+        bad = self.interval.nonfinite_loss() or checkpoint.find_nonfinite(state["recipe"], "weights")
+        if self.world.any(bad is not None):
+            raise Diverged(f"{bad or 'weights'}: not finite after {self._where()}")
+        if self.world.is_main:
+            self.log.sync()
+            checkpoint.save(self.directory, self.step, state, settings=self.settings, keep=keep)
+        self.saved = checkpoint.checkpoint_path(self.directory, self.step)
+        self.world.barrier()
+
+    def _write(self, line: dict[str, Any], values: Mapping[str, Any]) -> None:
+        """The line into the log, and its values to TensorBoard; on the main rank."""
+        if self.board is not None:
+            self.log.append(line)
+            self.board.add(self.step, values)
+
+    def _where(self) -> str:
+        saved = self.saved
+        last = f"the last good checkpoint is {saved}" if saved is not None else "there is no checkpoint yet"
+        return f"step {self.step}/{self.recipe.num_steps}, stopping; {last}"
+
+    def _prepare_directory(self, *, resume: bool) -> None:
+        present = checkpoint.list_checkpoints(self.directory)
+        if present and not resume:
+            raise CheckpointError(
+                f"out: {self.out} already holds a run ({present[-1].name}); "
+                "pass resume to continue it or name another directory"
+            )
+        self.world.barrier()
+        if self.world.is_main:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            checkpoint.remove_leftovers(self.directory)
+            checkpoint.remove_leftovers(self.out)
+            settings = json.dumps(self.settings, indent=2) + "\n"
+            write_atomically(self.out / "settings.json", settings.encode())
+        self.world.barrier()
+
+    def _resume(self) -> None:
+        loaded = self._load_latest()
+        if loaded is None:
+            self.say(f"no checkpoint in {self.directory}: starting at step 0")
+            return
+        self.step = self.resumed_from = loaded.step
+        self.train_time_s = float(loaded.state["train_time_s"])
+        self.saved = loaded.path
+        checkpoint.restore_random_state(loaded.state["random"], self.world, self.say)
+        self.say(f"resumed at step {self.step}/{self.recipe.num_steps} from {loaded.path}")
+
+    def _load_latest(self) -> checkpoint.Loaded | None:
+        """Put the newest usable checkpoint into recipe and interval; None when there is none at all."""
+        if not checkpoint.list_checkpoints(self.directory):
+            return None
+        template = {
+            "recipe": self.recipe.state_dict(),
+            "interval": [self.interval.state_dict()],
+            "train_time_s": 0.0,
+            "random": [{"torch": torch.get_rng_state(), "python": random.getstate()}],
+        }
+        return checkpoint.load_latest(
+            self.directory,
+            settings=self.settings,
+            say=self.say,
+            use=lambda loaded: self._use(loaded, template),
         )
-    world.barrier()
-    if world.is_main:
-        directory.mkdir(parents=True, exist_ok=True)
-        checkpoint.remove_leftovers(directory)
-        checkpoint.remove_leftovers(out)
-        write_atomically(out / "settings.json", (json.dumps(settings, indent=2) + "\n").encode())
-    world.barrier()
 
-
-def _load(
-    recipe: Recipe,
-    interval: Interval,
-    directory: Path,
-    settings: Mapping[str, Any],
-    world: World,
-    say: Callable[[str], None],
-) -> checkpoint.Loaded | None:
-    """Put the newest usable checkpoint into the recipe and the interval; None when there is none at all."""
-    if not checkpoint.list_checkpoints(directory):
-        return None
-    template = {
-        "recipe": recipe.state_dict(),
-        "interval": [interval.state_dict()],
-        "train_time_s": 0.0,
-        "random": [{"torch": torch.get_rng_state(), "python": random.getstate()}],
-    }
-
-    def use(found: checkpoint.Loaded) -> None:
-        if found.step > recipe.num_steps:
-            raise CheckpointError(f"step {found.step} lies beyond the run's {recipe.num_steps} steps")
-        checkpoint.check_like(template, found.state)
-        bad = checkpoint.find_nonfinite(found.state["recipe"], "weights")
+    def _use(self, loaded: checkpoint.Loaded, template: dict[str, Any]) -> None:
+        """Load one checkpoint; raises `CheckpointError` when it does not fit this run."""
+        if loaded.step > self.recipe.num_steps:
+            raise CheckpointError(f"step {loaded.step} lies beyond the run's {self.recipe.num_steps} steps")
+        checkpoint.check_like(template, loaded.state)
+        bad = checkpoint.find_nonfinite(loaded.state["recipe"], "weights")
         if bad is not None:
             raise CheckpointError(f"{bad} is not finite")
-        intervals = found.state["interval"]
+        intervals = loaded.state["interval"]
         try:
-            recipe.load_state_dict(found.state["recipe"])
-            interval.load_state_dict(intervals[world.rank % len(intervals)], world.device)
+            self.recipe.load_state_dict(loaded.state["recipe"])
+            self.interval.load_state_dict(intervals[self.world.rank % len(intervals)], self.world.device)
         except CheckpointError:
             raise
         except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise CheckpointError(f"does not fit this run ({reason})") from error
-
-    return checkpoint.load_latest(directory, settings=settings, say=say, use=use)
-
-
-def _where(done: int, recipe: Recipe, saved: Path | None) -> str:
-    last = f"the last good checkpoint is {saved}" if saved is not None else "there is no checkpoint yet"
-    return f"step {done}/{recipe.num_steps}, stopping; {last}"
 
 
 def _over_ranks(values: dict[str, float | int], world: World) -> dict[str, float | int]:

@@ -107,7 +107,7 @@ def test_registers_stay_near_the_records_kernels(rows):
 def test_every_kernel_file_is_found_and_lists_what_it_ships():
     assert {"leanstep.logprob.engine.kernel", "leanstep.muon.kernel"} <= set(aot.KERNEL_MODULES)
     assert [name for name in aot.KERNEL_MODULES if importlib.util.find_spec(name) is None] == []
-    assert {package for package, _ in aot.shipped_kernels()} >= {"logprob", "muon", "preference"}
+    assert {package for package, _ in aot.shipped_kernels()} >= {"logprob", "muon", "lens"}
 
 
 @pytest.mark.parametrize("arguments", [0, 1])

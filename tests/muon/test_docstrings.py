@@ -13,7 +13,6 @@ import leanstep.muon as package
 from leanstep.muon import from_master, polar, reference, transpose_copy
 
 CONSTANTS = {"NEWTON_SCHULZ", "POLAR_EXPRESS"}
-DEPRECATED = {"FsdpNorMuon", "ShardedNorMuon"}
 # What the code of a docstring must have computed; the names are those of the docstring and of `world`.
 MEANS = {
     "NorMuon": "torch.allclose(weight, stepped, atol=1e-5)",
@@ -52,7 +51,7 @@ def world() -> dict[str, object]:
     return names | {"high_of_exact": high}
 
 
-@pytest.mark.parametrize("name", sorted(set(package.__all__) - CONSTANTS - DEPRECATED))
+@pytest.mark.parametrize("name", sorted(set(package.__all__) - CONSTANTS))
 def test_docstring_names_shapes_and_its_code_means_the_same(name):
     doc = inspect.getdoc(getattr(package, name)) or ""
     assert "[" in doc, f"{name}: no shape"
@@ -64,11 +63,6 @@ def test_docstring_names_shapes_and_its_code_means_the_same(name):
     for block in blocks:
         exec(block, names)
     assert eval(MEANS[name], names), name
-
-
-@pytest.mark.parametrize("name", sorted(DEPRECATED))
-def test_deprecated_names_say_what_to_write(name):
-    assert (inspect.getdoc(getattr(package, name)) or "").startswith("Deprecated: `NorMuon(")
 
 
 def test_polar_ends_where_the_docstring_says():

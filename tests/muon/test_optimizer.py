@@ -393,7 +393,7 @@ def test_every_option_is_a_keyword_with_a_default():
         NorMuon([nn.Parameter(torch.zeros(4, 6))], beta3=1)
 
 
-def test_adams_options_are_defaults_of_its_groups_and_the_old_keyword_warns():
+def test_adams_options_are_defaults_of_its_groups():
     model = small_model()
     adam = {"lr": 0.004, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.1}
     matrices, rest = NorMuon(split_params(model), lr=0.02, adam=adam).param_groups
@@ -401,8 +401,6 @@ def test_adams_options_are_defaults_of_its_groups_and_the_old_keyword_warns():
     assert matrices["lr"] == 0.02 and matrices["weight_decay"] == 1.2
     own = split_params(model, adam={"betas": (0.5, 0.6)})
     assert NorMuon(own, adam=adam).param_groups[1]["betas"] == (0.5, 0.6)
-    with pytest.warns(DeprecationWarning, match="adam_lr: write adam="):
-        assert NorMuon(split_params(model), adam_lr=0.004).param_groups[1]["lr"] == 0.004
     assert NorMuon(split_params(model), lr=0.023).param_groups[1]["lr"] == pytest.approx(0.008)
 
 

@@ -19,7 +19,6 @@ from leanstep.muon.polar import (
     choose_dtype,
     choose_panels,
     commuting_product,
-    cpu_bfloat16_speedup,
     explain,
     gram_matrix,
     plan_polar,
@@ -213,7 +212,6 @@ def test_plan_follows_shape_and_dtype_and_says_why():
 
 
 def test_cpu_dtype_follows_the_measured_speed(monkeypatch):
-    assert cpu_bfloat16_speedup() > 0
     for speed, expected in ((0.01, torch.float32), (2.5, torch.bfloat16)):
         monkeypatch.setattr(
             sys.modules["leanstep.muon.polar"], "cpu_bfloat16_speedup", lambda speed=speed: speed

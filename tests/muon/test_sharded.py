@@ -310,28 +310,6 @@ def test_gradients_that_wait_are_means_and_state_is_copied_between_owners(everyt
     assert len(refused) == 1 and refused[0].startswith("up: expected the call on its owner, rank")
 
 
-def test_the_classes_of_0_1_warn_and_name_the_new_one(monkeypatch):
-    from leanstep.muon import fsdp, sharded
-
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
-    for comms in ("replicated", "sharded", "owner"):
-        with pytest.warns(DeprecationWarning, match=r"NorMuon\(mesh=...\)"):
-            optimizer = sharded.ShardedNorMuon(
-                [nn.Parameter(torch.zeros(3, 2))], comms=comms, process_group="all"
-            )
-        assert isinstance(optimizer, NorMuon) and optimizer.assignment().owner == {"param_0": 0}
-    with (
-        pytest.warns(DeprecationWarning),
-        pytest.raises(ValueError, match=r"^comms: expected one of replicated"),
-    ):
-        sharded.ShardedNorMuon([nn.Parameter(torch.zeros(3, 2))], comms="ring")
-    with pytest.warns(DeprecationWarning, match="FsdpNorMuon: write NorMuon"):
-        fsdp.FsdpNorMuon([nn.Parameter(torch.zeros(3, 2))])
-    with pytest.raises(AttributeError, match="has no attribute 'Ring'"):
-        sharded.Ring  # noqa: B018
-
-
 def test_biggest_first_to_the_least_loaded_ties_to_the_lowest_rank():
     got = assign({"a": (4, 4.0), "b": (9, 9.0), "c": (4, 4.0), "d": (1, 1.0)}, 2)
     assert got.owner == {"a": 1, "b": 0, "c": 1, "d": 1}

@@ -1,6 +1,6 @@
 """Kernels and public paths on the test device: interpreted on a CPU, compiled by `make test-gpu`.
 
-Twins of the interpreter's tests in logprob, muon, preference and gpt, on tensors of the `device` fixture, and
+Twins of the interpreter's tests in logprob, muon, lens and gpt, on tensors of the `device` fixture, and
 what only a device can show: no host read in a path, a CUDA graph that replays it, a second GPU.
 """
 
@@ -15,13 +15,13 @@ import torch
 pytest.importorskip("triton")
 
 from leanstep.gpt import GPT, GPTConfig, ReferenceGPT
+from leanstep.lens import lens_loss
+from leanstep.lens.cases import make_batch
 from leanstep.logprob import linear_logprobs, linear_policy_loss, token_logprobs
 from leanstep.logprob.engine import kernel as passes
 from leanstep.logprob.objective import PolicyBatch
 from leanstep.muon import NorMuon
 from leanstep.muon import kernel as products
-from leanstep.preference import lens_loss
-from leanstep.preference.cases import make_batch
 
 # The interpreter's bf16 products are known to be wrong; a GPU runs in nothing else.
 HALF = {"cpu": torch.float16, "cuda": torch.bfloat16}
@@ -134,7 +134,7 @@ def test_an_optimizer_step_equals_that_of_the_cpu(dtype, device):
         assert error(a.float() - before, b.float() - before) < (2e-3 if dtype == torch.float32 else 3e-2)
 
 
-def test_the_preference_objective_equals_its_readable_form(device):
+def test_the_lens_objective_equals_its_readable_form(device):
     params = {"samples": 3, "variants": 3, "tokens": 96, "block": 4, "max_lod": 2, "max_pairs": 8}
     batch, config = make_batch(params, torch.Generator().manual_seed(0), device)
     scores = torch.randn(batch.pos.shape).tanh().to(device)

@@ -39,10 +39,8 @@ PATHS = {
     ),
     "muon": ("NorMuon, fp32", "NorMuon, bf16", "NorMuon, banks", "polar", "transpose_copy, transpose_add"),
     "gpt": ("GPT", "GPT, mean_loss", "GPT, untied"),
-    "preference": (
-        *("bradley_terry", "hinge", "plackett_luce", "draw_pairs"),
-        *("LensObjective, float32", "LensObjective, bfloat16"),
-    ),
+    "ragged": ("bradley_terry", "hinge", "plackett_luce", "draw_pairs"),
+    "lens": ("LensObjective, float32", "LensObjective, bfloat16"),
 }
 # A product with a shorter side than this has no tile for tensor cores: a gate's outer product, a bias.
 SMALLEST_TILE = 16
@@ -128,7 +126,7 @@ def is_square(storage: Storage, tokens: int) -> bool:
     return len(sides) > 1 or any(n % tokens**2 == 0 for n in sides)
 
 
-@pytest.mark.parametrize(("room", "name"), [p for p in ALL if p.values[0] in ("gpt", "preference")])
+@pytest.mark.parametrize(("room", "name"), [p for p in ALL if p.values[0] in ("gpt", "ragged", "lens")])
 def test_no_storage_is_tokens_by_tokens(paths, room, name):
     storages = paths.recording.storages
     found = {

@@ -279,7 +279,7 @@ def _squared_relu(given: Mapping[str, Any]) -> Kernel:
 
 
 def _lens(name: str, given: Mapping[str, Any]) -> Kernel:
-    """preference: each tensor argument once; a few hundred rows, so the start dominates."""
+    """lens: each tensor argument once; a few hundred rows, so the start dominates."""
     tensors = [t for t in given.values() if hasattr(t, "nbytes") and hasattr(t, "stride")]
     return Kernel(
         "softmax",

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leanstep.lens import LensObjective
+from leanstep.lens.cases import make_batch
 from leanstep.logprob import PolicyBatch, linear_logprobs, linear_policy_loss, token_logprobs
 from leanstep.muon import NorMuon
-from leanstep.preference import LensObjective
-from leanstep.preference.cases import make_batch
 
 pace = torch.optim.SGD([nn.Parameter(torch.zeros(1, device="cuda"))], lr=0.0)
 steps = 0

@@ -339,22 +339,10 @@ def gpt(size: str) -> None:
 LENSES = {"tiny": (3, 96, 4), "seed": (13, 2_048, 32), "large": (32, 4_096, 32)}
 
 
-def preference(size: str) -> None:
-    from leanstep.preference import LensObjective
-    from leanstep.preference.cases import make_batch
-    from leanstep.preference.ragged import bradley_terry, draw_pairs, hinge, make_groups, plackett_luce
+def ragged(size: str) -> None:
+    from leanstep.objectives import bradley_terry, draw_pairs, hinge, make_groups, plackett_luce
 
-    samples, tokens, block = LENSES[size]
-    params = {
-        "samples": samples,
-        "variants": 3,
-        "tokens": tokens,
-        "block": block,
-        "max_lod": 2,
-        "max_pairs": 8,
-    }
-    batches = [make_batch(params, torch.Generator().manual_seed(n), torch.device("cuda")) for n in range(2)]
-    config = batches[0][1]
+    samples, tokens, _ = LENSES[size]
     # Groups as a loader that works ahead leaves them: offsets on the device.
     count = 16 * samples
     scores, labels = normal(count, dtype=FP32, grad=True), normal(count, dtype=FP32)
@@ -367,6 +355,23 @@ def preference(size: str) -> None:
         backward(bradley_terry(scores, pairs=(pairs.i, pairs.j), weights=pairs.weight))
 
     path("draw_pairs", size, tokens, drawn)
+
+
+def lens(size: str) -> None:
+    from leanstep.lens import LensObjective
+    from leanstep.lens.cases import make_batch
+
+    samples, tokens, block = LENSES[size]
+    params = {
+        "samples": samples,
+        "variants": 3,
+        "tokens": tokens,
+        "block": block,
+        "max_lod": 2,
+        "max_pairs": 8,
+    }
+    batches = [make_batch(params, torch.Generator().manual_seed(n), torch.device("cuda")) for n in range(2)]
+    config = batches[0][1]
     for dtype in (FP32, BF16):
         objective = LensObjective(config)
 
@@ -382,7 +387,8 @@ ROOMS = {
     "objectives": (objectives, HEADS),
     "muon": (muon, MATRICES),
     "gpt": (gpt, MODELS),
-    "preference": (preference, LENSES),
+    "ragged": (ragged, LENSES),
+    "lens": (lens, LENSES),
 }
 for room in sys.argv[1:] or ROOMS:
     run, sizes = ROOMS[room]

@@ -1,0 +1,363 @@
+"""Working contexts as padded tensors: what one call of the objective reads.
+
+V contexts · W padded length · B samples · C variants per sample · T tokens per sequence · G gists per context
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from leanstep.lens.lens_config import LensConfig
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One working context of a sequence: W entries.
+
+    Example:
+        raw = Variant([0, 1, 2, 3], [0, 0, 0, 0], loss=2.1, is_baseline=True)
+        gist = Variant([0], [1], loss=1.9)                       # one gist over four tokens (block_size=4)
+
+    Args:
+        positions: [W] first token covered by each entry, strictly ascending; a 1-D integer tensor or list.
+        lods: [W] level of detail of each entry.
+        loss: the base model's mean NLL in nats: a float, a 0-d tensor (stays on its device), or None.
+        is_baseline: the context made of raw tokens only.
+    """
+
+    positions: Tensor | Sequence[int]
+    lods: Tensor | Sequence[int]
+    loss: float | Tensor | None = None
+    is_baseline: bool = False
+
+
+# Sort keys hold a position and, below it, a LOD of at most 7.
+GIST_STEP = 8
+
+
+@dataclass(frozen=True)
+class GistList:
+    """Entries above LOD 0, and the sorted keys of all entries, for look-ups without a table.
+
+    Equivalent to, for the first context:
+        starts = batch.pos[0][batch.lod[0] > 0]                  # rows[0, 1, :len(starts)] == 8 * starts
+
+    Args:
+        rows: [V, 4, G] int64: cell in the flattened [V, W] tensors, 8 * start, LOD (-1 = padding), span.
+        key: [V * W + 1] int64, ascending: context * stride + 8 * start + LOD, and a sentinel.
+        stride: distance between the keys of two contexts, a multiple of 8 * b.
+        top_level: the highest LOD in the batch, a host integer.
+    """
+
+    rows: Tensor
+    key: Tensor
+    stride: int
+    top_level: int
+
+    def to(self, device: torch.device | str) -> GistList:
+        return replace(self, rows=self.rows.to(device), key=self.key.to(device))
+
+
+@dataclass(frozen=True)
+class LensBatch:
+    """A micro-batch of variants. Make it with `from_variants` or `from_tensors`.
+
+    Example:
+        batch = LensBatch.from_variants(samples, config, num_tokens=64)
+        batch = batch.with_losses(nll)                           # [V], from the base model, on its device
+
+    Args:
+        pos: [V, W] int64; padded entries hold `num_tokens`.
+        lod: [V, W] int8; padded entries hold 0.
+        valid: [V, W] bool.
+        loss: [B, C] float32 or float64; NaN = the variant takes no part in pairs.
+        row: [B, C] int64, the context of each variant; unused slots hold 0 (their loss is NaN).
+        tokens: [V] int64, tokens in the context's sequence.
+        baseline: [B] int64, which variant of the sample is the baseline.
+        num_tokens: the longest sequence, a host integer (it sets the size of the look-up table).
+        gists: the entries above LOD 0 by context, or None when unknown. With it the fused CPU path visits
+            only the blocks that can carry a target.
+        counts: variants per sample, host integers, or None when unknown.
+    """
+
+    pos: Tensor
+    lod: Tensor
+    valid: Tensor
+    loss: Tensor
+    row: Tensor
+    tokens: Tensor
+    baseline: Tensor
+    num_tokens: int
+    gists: GistList | None = None
+    counts: tuple[int, ...] | None = None
+
+    @property
+    def num_contexts(self) -> int:
+        return self.pos.shape[0]
+
+    @classmethod
+    def from_tensors(
+        cls,
+        pos: Tensor,
+        lod: Tensor,
+        loss: Tensor,
+        row: Tensor,
+        *,
+        num_tokens: int,
+        valid: Tensor | None = None,
+        has_loss: Tensor | None = None,
+        tokens: Tensor | None = None,
+        baseline: Tensor | None = None,
+        gists: GistList | None = None,
+        counts: tuple[int, ...] | None = None,
+    ) -> LensBatch:
+        """Check shapes and dtypes and fill the defaults. Reads no device value; `check` does."""
+        if pos.dim() != 2:
+            raise ValueError(f"pos: expected shape (V, W), got {tuple(pos.shape)}")
+        if pos.is_floating_point() or lod.is_floating_point() or row.is_floating_point():
+            raise ValueError("pos, lod, row: expected integer tensors")
+        shape_VW = tuple(pos.shape)
+        if tuple(lod.shape) != shape_VW:
+            raise ValueError(f"lod: expected shape {shape_VW} to match pos, got {tuple(lod.shape)}")
+        if valid is None:
+            valid = torch.ones_like(pos, dtype=torch.bool)
+        if tuple(valid.shape) != shape_VW or valid.dtype != torch.bool:
+            raise ValueError(
+                f"valid: expected bool of shape {shape_VW}, got {valid.dtype} {tuple(valid.shape)}"
+            )
+        if loss.dim() != 2:
+            raise ValueError(f"loss: expected shape (samples, variants), got {tuple(loss.shape)}")
+        if tuple(row.shape) != tuple(loss.shape):
+            raise ValueError(f"row: expected shape {tuple(loss.shape)} to match loss, got {tuple(row.shape)}")
+        if loss.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"loss: expected float32 or float64, got {loss.dtype}: differences need the digits"
+            )
+        if has_loss is not None:
+            if has_loss.shape != loss.shape or has_loss.dtype != torch.bool:
+                raise ValueError(
+                    f"has_loss: expected bool of shape {tuple(loss.shape)}, "
+                    f"got {has_loss.dtype} {tuple(has_loss.shape)}"
+                )
+            loss = torch.where(has_loss, loss, torch.nan)
+        if num_tokens < 1:
+            raise ValueError(f"num_tokens: expected >= 1, got {num_tokens}")
+        if tokens is None:
+            tokens = torch.full((pos.shape[0],), num_tokens, dtype=torch.int64, device=pos.device)
+        if tuple(tokens.shape) != (pos.shape[0],):
+            raise ValueError(f"tokens: expected shape ({pos.shape[0]},), got {tuple(tokens.shape)}")
+        if baseline is None:
+            baseline = torch.zeros(loss.shape[0], dtype=torch.int64, device=loss.device)
+        if tuple(baseline.shape) != (loss.shape[0],):
+            raise ValueError(f"baseline: expected shape ({loss.shape[0]},), got {tuple(baseline.shape)}")
+        return cls(
+            pos=torch.where(valid, pos.long(), num_tokens),
+            lod=torch.where(valid, lod, 0).to(torch.int8),
+            valid=valid,
+            loss=loss.detach(),
+            row=row.long(),
+            tokens=tokens,
+            baseline=baseline,
+            num_tokens=num_tokens,
+            gists=gists,
+            counts=counts,
+        )
+
+    @classmethod
+    def from_variants(
+        cls,
+        samples: Sequence[Sequence[Variant]],
+        config: LensConfig,
+        *,
+        num_tokens: int | Sequence[int],
+        device: torch.device | str | None = None,
+        loss_dtype: torch.dtype = torch.float64,
+    ) -> LensBatch:
+        """Pad the variants of a micro-batch, check them on the host, and move them in one transfer.
+
+        Args:
+            samples: the variants of each sample.
+            config: gives block size and levels for the checks.
+            num_tokens: tokens per sequence, one number or one per sample.
+            device: where the objective will run.
+            loss_dtype: dtype of host losses; losses that are tensors keep at least their own precision.
+        """
+        per_sample = [num_tokens] * len(samples) if isinstance(num_tokens, int) else list(num_tokens)
+        if len(per_sample) != len(samples):
+            raise ValueError(
+                f"num_tokens: expected {len(samples)} lengths, one per sample, got {len(per_sample)}"
+            )
+        flat = [v for variants in samples for v in variants]
+        names = [
+            f"variant {j} of sample {i}" for i, variants in enumerate(samples) for j in range(len(variants))
+        ]
+        counts = tuple(len(variants) for variants in samples)
+        width = max(counts, default=1)
+        longest = max(per_sample, default=1)
+        positions = [torch.as_tensor(v.positions, dtype=torch.int64, device="cpu") for v in flat]
+        lods = [torch.as_tensor(v.lods, dtype=torch.int8, device="cpu") for v in flat]
+        for name, p, lod in zip(names, positions, lods, strict=True):
+            if p.dim() != 1 or p.shape != lod.shape:
+                raise ValueError(
+                    f"lods: {name} has {tuple(lod.shape)} lods for positions of shape {tuple(p.shape)}"
+                )
+        if flat:
+            pos = pad_sequence(positions, batch_first=True, padding_value=longest)
+            lod = pad_sequence(lods, batch_first=True)
+            lengths = torch.tensor([len(p) for p in positions])
+        else:
+            pos, lod = torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.int8)
+            lengths = torch.zeros(0, dtype=torch.int64)
+        valid = torch.arange(pos.shape[1]) < lengths[:, None]
+        tokens = torch.tensor(
+            [t for t, c in zip(per_sample, counts, strict=True) for _ in range(c)], dtype=torch.int64
+        )
+
+        row = torch.zeros(len(samples), width, dtype=torch.int64)
+        baseline = torch.zeros(len(samples), dtype=torch.int64)
+        context = 0
+        for i, variants in enumerate(samples):
+            row[i, : len(variants)] = torch.arange(context, context + len(variants))
+            context += len(variants)
+            marked = [j for j, v in enumerate(variants) if v.is_baseline]
+            baseline[i] = marked[0] if marked else 0
+        batch = cls.from_tensors(
+            pos,
+            lod,
+            _loss_table([[v.loss for v in variants] for variants in samples], width, loss_dtype),
+            row,
+            num_tokens=longest,
+            valid=valid,
+            tokens=tokens,
+            baseline=baseline,
+            counts=counts,
+        )
+        batch.check(config)
+        return replace(batch, gists=list_gists(batch, config)).to(device)
+
+    def with_losses(self, losses: Tensor, *, gist_delta_weight: float = 0.0) -> LensBatch:
+        """The same contexts with the base model's losses [V], which stay on their device.
+
+        With `gist_delta_weight` g, variants other than the baseline count as loss + g * relu(loss -
+        baseline loss).
+        """
+        if tuple(losses.shape) != (self.num_contexts,):
+            raise ValueError(
+                f"losses: expected shape ({self.num_contexts},), one per context, got {tuple(losses.shape)}"
+            )
+        if self.counts is None:
+            raise ValueError(
+                "losses: this batch does not know its variants per sample; build it with from_variants"
+            )
+        values = losses.detach()
+        values = values if values.dtype == torch.float64 else values.float()
+        counts = torch.tensor(self.counts, dtype=torch.int64).to(values.device, non_blocking=True)
+        column = torch.arange(self.row.shape[1], device=values.device)
+        table = torch.where(column < counts[:, None], values[self.row], torch.nan)
+        if gist_delta_weight and table.numel():
+            excess = torch.relu(table - table.gather(1, self.baseline[:, None]))
+            table = torch.where(column == self.baseline[:, None], table, table + gist_delta_weight * excess)
+        return replace(self, loss=table)
+
+    def check(self, config: LensConfig) -> None:
+        """Read the tensors (a host sync: for debugging and for host data) and raise on malformed contexts."""
+        pos, lod, valid = self.pos, self.lod, self.valid
+        pair_valid = valid[:, 1:] & valid[:, :-1]
+        bad = pair_valid & (pos[:, 1:] <= pos[:, :-1])
+        if bad.any():
+            v, j = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"positions: context {v} is not strictly ascending: "
+                f"entry {j} starts at {int(pos[v, j])}, entry {j + 1} at {int(pos[v, j + 1])}"
+            )
+        bad = valid & ((pos < 0) | (pos >= self.tokens[:, None]))
+        if bad.any():
+            v, j = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"positions: context {v} entry {j} starts at {int(pos[v, j])}, "
+                f"expected 0..{int(self.tokens[v]) - 1}"
+            )
+        bad = valid & ((lod < 0) | (lod > config.max_lod))
+        if bad.any():
+            v, j = bad.nonzero()[0].tolist()
+            raise ValueError(
+                f"lods: context {v} entry {j} has LOD {int(lod[v, j])}, "
+                f"expected 0..max_lod = {config.max_lod}"
+            )
+        if self.loss.isinf().any():
+            raise ValueError("loss: expected finite losses (NaN marks a variant without one), got inf")
+        if self.row.numel() and (self.row.min() < 0 or self.row.max() >= max(self.num_contexts, 1)):
+            raise ValueError(
+                f"row: expected indices of the {self.num_contexts} contexts, got up to {int(self.row.max())}"
+            )
+
+    def to(self, device: torch.device | str | None) -> LensBatch:
+        """The same batch on another device."""
+        if device is None:
+            return self
+        moved = {
+            name: getattr(self, name).to(device)
+            for name in ("pos", "lod", "valid", "loss", "row", "tokens", "baseline")
+        }
+        return replace(self, **moved, gists=None if self.gists is None else self.gists.to(device))
+
+
+def list_gists(batch: LensBatch, config: LensConfig) -> GistList | None:
+    """The gists of right-padded contexts; None when a context overlaps itself. Reads host data."""
+    pos, lod, valid = batch.pos, batch.lod, batch.valid
+    if pos.numel() == 0 or (valid[:, 1:] & ~valid[:, :-1]).any():
+        return None
+    num_contexts, width = pos.shape
+    span = torch.tensor(config.spans())[lod.long()]
+    if (valid[:, 1:] & valid[:, :-1] & (pos[:, :-1] + span[:, :-1] > pos[:, 1:])).any():
+        return None
+    b, above = config.block_size, lod > 0
+    most = max(int(above.sum(1).max()), 1)
+    entry = torch.where(above, torch.arange(width), width).sort(dim=1).values[:, :most]
+    real = entry < width
+    entry = entry.clamp(max=width - 1)
+    start = torch.where(real, pos.gather(1, entry), batch.num_tokens)
+    level = torch.where(real, lod.long().gather(1, entry), -1)
+    first = torch.arange(num_contexts)[:, None]
+    rows = torch.stack(
+        [first * width + entry, start * GIST_STEP, level, torch.where(real, span.gather(1, entry), 0)], 1
+    )
+    # Padding sits a block behind the last token, so that no block of real tokens reaches it.
+    stride = (batch.num_tokens // b + 2) * b
+    key = (torch.where(valid, pos, stride - 1) + first * stride) * GIST_STEP + lod
+    key = torch.nn.functional.pad(key.reshape(-1), (0, 1), value=1 << 60)
+    return GistList(rows, key, stride * GIST_STEP, int(level.max()))
+
+
+def _loss_table(losses: list[list[float | Tensor | None]], width: int, dtype: torch.dtype) -> Tensor:
+    """[B, C] with NaN for missing; tensors are stacked where they are, never read."""
+    on_device = [x for row in losses for x in row if isinstance(x, Tensor)]
+    for i, row in enumerate(losses):
+        for j, x in enumerate(row):
+            if isinstance(x, Tensor) and x.dim() != 0:
+                raise ValueError(
+                    f"loss: variant {j} of sample {i}: expected a 0-d tensor, got shape {tuple(x.shape)}"
+                )
+            if not isinstance(x, Tensor) and x is not None and not abs(x) < float("inf"):
+                raise ValueError(
+                    f"loss: variant {j} of sample {i} is {x}; pass None for a variant without a loss"
+                )
+    if on_device:
+        dtype = torch.float64 if any(x.dtype == torch.float64 for x in on_device) else torch.float32
+    device = on_device[0].device if on_device else torch.device("cpu")
+    missing = torch.full((), torch.nan, dtype=dtype, device=device)
+    cells = []
+    for row in losses:
+        for j in range(width):
+            x = row[j] if j < len(row) else None
+            if isinstance(x, Tensor):
+                cells.append(x.detach().to(device, dtype))
+            else:
+                cells.append(missing if x is None else torch.full((), x, dtype=dtype, device=device))
+    table = torch.stack(cells) if cells else torch.zeros(0, dtype=dtype)
+    return table.view(len(losses), width)

@@ -1,0 +1,378 @@
+"""Loss and gradient together, in closed form: nothing is recorded, nothing is run backwards.
+
+Two layouts of the same rows. Dense: all W entries of the worse context. Compact: a flat list of the entries
+that can carry a target: the worse context's gists, and the blocks under the better one's. A raw token gets a
+target only when the better context holds a gist in its block, and gists are few: at 2,048 tokens and 1,831
+entries there are 7, so 231 entries per pair are looked at instead of 1,831. Binary search finds the blocks:
+the starts inside an aligned block are consecutive entries.
+
+V contexts · W padded length · P pairs · G gists per context · b block size · M entries looked at per pair
+(W of them, or G + G * b)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanstep.lens.batch import GIST_STEP, LensBatch
+from leanstep.lens.lens_config import LensConfig
+from leanstep.lens.lens_terms import LossCall, coverage_gradient, smooth_budget, total_of
+from leanstep.lens.pairs import Pairs, build_targets, pair_factors, span_table
+
+
+@dataclass
+class ClosedForm:
+    """Loss, terms per pair, state, and d loss / d scores (None if not asked for)."""
+
+    loss: Tensor
+    terms: dict[str, Tensor]
+    kept: Tensor
+    state: Tensor
+    grad: Tensor | None
+
+
+class AttachGradient(torch.autograd.Function):
+    """Give a loss whose gradient is already known its place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad, scores)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        grad, scores = ctx.saved_tensors
+        scaled = (grad * upstream).to(scores.dtype)
+        if torch.is_grad_enabled():
+            scaled = _RefuseSecondBackward.apply(scaled, scores)
+        return scaled, None, None
+
+
+class _RefuseSecondBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, scores: Tensor) -> Tensor:
+        return grad.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, None]:
+        raise RuntimeError('the fused objective has no second derivative; use backend="eager"')
+
+
+def closed_form_loss(call: LossCall) -> ClosedForm:
+    """Loss and gradient of one micro-batch in torch operations; scores detached, in the compute dtype."""
+    scores, batch, pairs, config = call.scores, call.batch, call.pairs, call.config
+    entries: CompactEntries | None = None
+    sign = call.sign
+    if sign is None and can_compact(batch, config):
+        entries = compact_entries(scores, batch, pairs, config)
+        x, sign_PM, span = entries.x, entries.sign, entries.span
+    else:
+        sign = build_targets(batch, pairs, config) if sign is None else sign
+        # Padding may hold anything, NaN included.
+        x = torch.where(sign != 0, scores.index_select(0, pairs.worse), 0)
+        sign_PM = sign.to(scores.dtype)
+        span = None
+        if "budget" in call.active or "smooth" in call.active:
+            spans = span_table(config, scores.device, scores.dtype)
+            span = spans[batch.lod.long()].index_select(0, pairs.worse)
+    call.built()
+    rows = row_terms(call, x, sign_PM, span)
+    grad = None
+    if rows.grad is not None and entries is not None:
+        grad = entries.scatter_back(rows.grad, scores.shape)
+    elif rows.grad is not None:
+        grad = torch.zeros_like(scores).index_add_(0, pairs.worse, rows.grad)
+    context_terms(call, scores, rows.terms, rows.kept, rows.factor, grad)
+    total = total_of(rows.terms, config)
+    loss = scores.new_zeros(()) if total is None else torch.dot(total, rows.factor)
+    return ClosedForm(loss, rows.terms, rows.kept, rows.state, grad)
+
+
+@dataclass
+class RowTerms:
+    """The terms that are sums over M entries of each pair, and their gradient; every step adds to both.
+
+    Args:
+        call: the call of the objective.
+        x: [P, M] scores, 0 where an entry has no target. `add_budget` overwrites it.
+        sign: [P, M] float, +1 expand, -1 collapse, 0 none.
+        sides: [2, P, M] 1 where an entry should expand ([0]) or collapse ([1]). Both sides are in one tensor,
+            so that every operation on them is one call.
+        up, down: [P, M] the two sides.
+        counts: [2, P] entries per side.
+        num_masked: [P] entries of both sides.
+        kept: [P] bool, whether the pair has a target.
+        factor: [P] share of the pair in the loss: 1/K for kept pairs, else 0.
+        state: moving average of the budget imbalance.
+        terms: [P] each, by name.
+        grad: [P, M] d loss / d x, None before the first term or when nobody asks for it.
+    """
+
+    call: LossCall
+    x: Tensor
+    sign: Tensor
+    sides: Tensor
+    up: Tensor
+    down: Tensor
+    counts: Tensor
+    num_masked: Tensor
+    kept: Tensor
+    factor: Tensor
+    state: Tensor
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    grad: Tensor | None = None
+
+    def add_preference(self, aligned: Tensor) -> None:
+        """Cost of scores with the wrong sign; overwrites `aligned` = sign * x."""
+        objective, dtype = self.call.config.objective, self.x.dtype
+        share = None if self.call.span_weights is None else self.call.span_weights[0]
+        scale, strength = pair_factors(self.call.pairs, self.call.config, dtype)
+        downhill = -scale
+        wrong = aligned.mul_(downhill[:, None])
+        amount = strength if share is not None else strength / self.num_masked.clamp(min=1)
+        # Without weights the mass of an entry is 1, and 1 * sign is sign.
+        plain = share is None and objective.collapse_weight == 1
+        mass = self.up + self.down if share is None else share
+        if objective.collapse_weight != 1:
+            mass = mass * torch.add(1, self.down, alpha=objective.collapse_weight - 1)
+        hinge = None
+        if objective.form == "logistic":
+            cost = torch.nn.functional.softplus(wrong)
+        else:
+            hinge = torch.relu(wrong + objective.hinge_margin)
+            cost = hinge if objective.form == "hinge" else hinge * hinge
+        self.terms["pref"] = torch.linalg.vecdot(cost, mass).mul_(amount)
+        if self.call.need_grad:
+            if hinge is None:
+                slope = torch.sigmoid_(wrong)
+            else:
+                slope = (hinge > 0).to(dtype) if objective.form == "hinge" else 2 * hinge
+            slope = slope.mul_(self.sign) if plain else slope.mul_(mass).mul_(self.sign)
+            self._add_gradient(slope.mul_((downhill * amount).mul_(self.factor)[:, None]))
+
+    def add_rank(self) -> None:
+        """How far the mean score to expand is from being `margin` above the mean score to collapse."""
+        objective = self.call.config.objective
+        weight = None if self.call.span_weights is None else self.call.span_weights[1]
+        shares = self.counts.clamp(min=1).reciprocal_()
+        means = torch.linalg.vecdot(self.sides, self.x if weight is None else self.x * weight).mul_(shares)
+        # 1 when both signs occur, else 0.
+        both = torch.minimum(self.counts[0], self.counts[1]).clamp_(max=1)
+        shortfall = torch.relu((means[1] - means[0]).add_(objective.margin)).mul_(both)
+        self.terms["rank"] = shortfall
+        if self.call.need_grad:
+            push = (shortfall > 0) * self.factor * objective.rank_weight
+            rates = shares.mul_(push).unsqueeze(2)
+            if weight is None:
+                self.grad = torch.zeros_like(self.x) if self.grad is None else self.grad
+                self.grad.addcmul_(self.up, rates[0], value=-1).addcmul_(self.down, rates[1])
+            else:
+                slope = (self.down * rates[1]).addcmul_(self.up, rates[0], value=-1)
+                self._add_gradient(slope.mul_(weight))
+
+    def add_budget(self, span: Tensor) -> None:
+        """Imbalance of the requested tokens, and its distance from the moving average. Overwrites `x`.
+
+        Args:
+            span: tokens per entry for the first columns; the others span 1.
+        """
+        objective, active, wide = self.call.config.objective, self.call.active, span.shape[1]
+        weight = None if self.call.span_weights is None else self.call.span_weights[1]
+        mass = self.x if weight is None else self.x * weight
+        mass[:, :wide].mul_(span)
+        signed = mass.sum(1)
+        size = torch.linalg.vector_norm(mass, 1, dim=1).add_(1e-6)
+        imbalance = signed / size
+        pull = None
+        if "budget" in active:
+            self.terms["budget"] = imbalance * imbalance
+            pull = imbalance * (2 * objective.budget_weight)
+        if "smooth" in active:
+            averages, self.state = smooth_budget(
+                imbalance, self.kept, self.state, objective.budget_smooth_beta
+            )
+            offset = torch.where(self.kept, imbalance - averages, 0)
+            self.terms["smooth"] = offset * offset
+            extra = offset * (2 * objective.budget_smooth_weight)
+            pull = extra if pull is None else pull + extra
+        if self.call.need_grad:
+            assert pull is not None
+            # d'_j = span (1 - d sign(x)) / D for x != 0, which is the two cases of the derivation in one.
+            pull = pull * self.factor / size
+            side = mass.sign_()
+            slope = torch.addcmul(pull[:, None], side, (imbalance * pull)[:, None], value=-1)
+            slope.mul_(side).mul_(side)
+            slope[:, :wide].mul_(span)
+            if weight is not None:
+                slope *= weight
+            self._add_gradient(slope)
+
+    def _add_gradient(self, slope: Tensor) -> None:
+        self.grad = slope if self.grad is None else self.grad.add_(slope)
+
+
+def row_terms(call: LossCall, x: Tensor, sign: Tensor, span: Tensor | None) -> RowTerms:
+    """The row terms and d(loss)/d(x) of M entries per pair.
+
+    Args:
+        x: [P, M] finite scores; where `sign` is 0 they count for nothing.
+        sign: [P, M] float, +1 expand, -1 collapse, 0 none.
+        span: tokens per entry for the first columns (the others span 1), or None when no term needs it.
+    """
+    sides = sign.new_empty(2, *sign.shape)
+    up = torch.clamp(sign, min=0, out=sides[0])
+    down = torch.sub(up, sign, out=sides[1])
+    counts = sides.sum(2)
+    num_masked = counts[0] + counts[1]
+    kept = num_masked > 0
+    factor = kept / call.denominator(kept).to(x.dtype)
+    aligned = sign * x
+    rows = RowTerms(
+        call=call,
+        x=aligned * sign,
+        sign=sign,
+        sides=sides,
+        up=up,
+        down=down,
+        counts=counts,
+        num_masked=num_masked,
+        kept=kept,
+        factor=factor,
+        state=call.state,
+    )
+    if "pref" in call.active:
+        rows.add_preference(aligned)
+    if "rank" in call.active:
+        rows.add_rank()
+    if "budget" in call.active or "smooth" in call.active:
+        assert span is not None
+        rows.add_budget(span)
+    if call.need_grad and rows.grad is None:
+        rows.grad = torch.zeros_like(x)
+    return rows
+
+
+def context_terms(
+    call: LossCall,
+    scores: Tensor,
+    terms: dict[str, Tensor],
+    kept: Tensor,
+    factor: Tensor,
+    grad: Tensor | None,
+) -> None:
+    """KL and coverage: computed per context, spread to pairs; updates `terms` and `grad` in place."""
+    batch, pairs, config, active = call.batch, call.pairs, call.config, call.active
+    prev_scores, prev_valid = call.prev_scores, call.prev_valid
+    if not (("kl" in active and prev_scores is not None) or "coverage" in active):
+        return
+    scores = scores.to(factor.dtype)
+    # How much of the loss each context carries: the sum of 1/K over its pairs.
+    load_V1 = scores.new_zeros(scores.shape[0]).index_add_(0, pairs.worse, factor)[:, None]
+    if "kl" in active and prev_scores is not None:
+        tau = config.objective.tau
+        x = torch.where(batch.valid, scores, 0)
+        before = torch.where(batch.valid, prev_scores.detach().to(scores.dtype), 0)
+        q, difference = torch.sigmoid(x / tau), (x - before) / tau
+        step = q - torch.sigmoid(before / tau)
+        count = batch.valid.sum(1).clamp(min=1)
+        mean = 0.5 * (step * difference).sum(1) / count
+        usable = torch.ones_like(count, dtype=torch.bool) if prev_valid is None else prev_valid
+        terms["kl"] = torch.where(kept, torch.where(usable, mean, 0).index_select(0, pairs.worse), 0)
+        if grad is not None:
+            slope = (step + q * (1 - q) * difference) * (0.5 / tau) / count[:, None]
+            grad += torch.where(usable[:, None] & batch.valid, slope, 0) * (
+                load_V1 * config.objective.kl_weight
+            )
+    if "coverage" in active:
+        penalty, slope = coverage_gradient(scores, batch, config)
+        terms["coverage"] = torch.where(kept, penalty.index_select(0, pairs.worse), 0)
+        if grad is not None:
+            grad += slope * (load_V1 * config.objective.coverage_weight)
+
+
+@dataclass
+class CompactEntries:
+    """M candidate entries of each pair.
+
+    Args:
+        cell: [P, M] int64 index into the flattened [V, W] scores.
+        x: [P, M] their scores.
+        sign: [P, M] +1 expand, -1 collapse, 0 none, in the scores' dtype.
+        span: [P, G] tokens under the first G columns; the others are raw tokens.
+    """
+
+    cell: Tensor
+    x: Tensor
+    sign: Tensor
+    span: Tensor
+
+    def scatter_back(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        """[V, W] from [P, M]: summed over pairs in a fixed order."""
+        flat = grad.new_zeros(shape.numel())
+        return flat.scatter_add_(0, self.cell.view(-1), grad.view(-1)).view(shape)
+
+
+def can_compact(batch: LensBatch, config: LensConfig) -> bool:
+    """True when the gist lists are known and short enough to pay."""
+    if batch.gists is None:
+        return False
+    return batch.gists.rows.shape[2] * (config.block_size + 1) <= batch.pos.shape[1] // 2
+
+
+def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: LensConfig) -> CompactEntries:
+    """Candidates of every pair with their signs; assumes contexts without overlap, as `list_gists` checks."""
+    gists = batch.gists
+    assert gists is not None
+    b, num_pairs, num_gists = config.block_size, pairs.worse.shape[0], gists.rows.shape[2]
+    block = b * GIST_STEP
+    # Compared with itself, a context gives no target: that is how dead pairs drop out.
+    better = torch.where(pairs.live, pairs.better, pairs.worse)
+    both = torch.stack([pairs.worse, better])
+    mine = gists.rows.index_select(0, both.view(-1)).view(2, num_pairs, 4, num_gists)
+    cell_gist, _, lod_worse, span = mine[0].unbind(1)
+    start = mine[:, :, 1]
+    # [0]: the worse context's gists looked up in the better; [1]: the other way round.
+    query = torch.add(start, both.flip(0)[:, :, None], alpha=gists.stride)
+    block_at = query[1] & -block if b & (b - 1) == 0 else query[1] - query[1] % block
+    slot = torch.searchsorted(gists.key, torch.cat([query, block_at[None]]))
+    # Key minus query is the LOD when an entry starts exactly there, and at least 8 otherwise.
+    found = gists.key.index_select(0, slot[:2].view(-1)).view(query.shape) - query
+    expand = found[0].view_as(lod_worse) < lod_worse
+    # A block without a request is compared with a far-away start, which matches nothing.
+    compare_at = torch.where(found[1] == 0, block_at, -(1 << 60))
+    cell_block = slot[2].clamp(max=scores.numel() - b).unsqueeze(2) + torch.arange(b, device=scores.device)
+    offset = gists.key.index_select(0, cell_block.view(-1)).view(cell_block.shape) - compare_at.unsqueeze(2)
+    if b & (b - 1) == 0:
+        raw = (offset & ~(block - GIST_STEP)) == 0
+    else:
+        raw = (offset >= 0) & (offset < block) & (offset % GIST_STEP == 0)
+    hit = torch.cat([expand, raw.view(num_pairs, num_gists * b)], 1)
+    # Gists expand, raw tokens collapse.
+    sign = hit.to(scores.dtype)
+    sign[:, num_gists:].neg_()
+    for level in range(1, min(config.max_lod, gists.top_level)):
+        _collapse_gists(sign[:, :num_gists], mine[0], mine[1], level, b)
+    cell = torch.cat([cell_gist, cell_block.view(num_pairs, num_gists * b)], 1)
+    return CompactEntries(
+        cell=cell,
+        x=scores.reshape(-1).index_select(0, cell.view(-1)).view(cell.shape),
+        sign=sign,
+        span=span.to(scores.dtype),
+    )
+
+
+def _collapse_gists(sign: Tensor, worse: Tensor, better: Tensor, level: int, block_size: int) -> None:
+    """Requests between gists: the better context is coarser where the worse holds one of `level`."""
+    _, start_worse, lod_worse, _ = worse.unbind(1)
+    _, start_better, lod_better, _ = better.unbind(1)
+    parent = block_size ** (level + 1) * GIST_STEP
+    at_level = lod_worse == level
+    same_start = start_worse[:, :, None] == start_better[:, None, :]
+    asks = (same_start & at_level[:, :, None]).any(1) & (lod_better > level)
+    same_parent = (start_worse // parent)[:, :, None] == (start_better // parent)[:, None, :]
+    reached = (same_parent & asks[:, None, :]).any(2) & at_level
+    sign.masked_fill_(reached, -1.0)

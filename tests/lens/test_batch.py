@@ -1,0 +1,119 @@
+"""Batches and configuration refuse what would train quietly wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from leanstep.lens import (
+    GateConfig,
+    LensBatch,
+    LensConfig,
+    ObjectiveConfig,
+    SamplingConfig,
+    Variant,
+    check_variant_counts,
+)
+
+CONFIG = LensConfig(block_size=2, max_lod=1)
+
+
+def make(*variants, tokens=8):
+    return LensBatch.from_variants([list(variants)], CONFIG, num_tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    "variant, message",
+    [
+        (Variant([0, 2, 1], [0, 0, 0], 1.0), "not strictly ascending"),
+        (Variant([0, 0], [0, 0], 1.0), "not strictly ascending"),
+        (Variant([0, 1], [0, 2], 1.0), r"LOD 2, expected 0..max_lod = 1"),
+        (Variant([0, 9], [0, 0], 1.0), "starts at 9, expected 0..7"),
+        (Variant([0, 1], [0, 0], math.nan), "is nan; pass None"),
+        (Variant([0, 1], [0, 0], math.inf), "is inf"),
+        (Variant([0, 1], [0], 1.0), "lods"),
+        (Variant([0, 1], [0, 0], torch.ones(1)), "expected a 0-d tensor"),
+    ],
+)
+def test_malformed_variants_are_named(variant, message):
+    with pytest.raises(ValueError, match=message):
+        make(Variant([0, 1], [0, 0], 2.0, True), variant)
+
+
+def test_tensor_doors_check_shapes():
+    pos, lod = torch.arange(4).view(2, 2), torch.zeros(2, 2, dtype=torch.int8)
+    loss, row = torch.zeros(1, 2), torch.tensor([[0, 1]])
+    good = {"pos": pos, "lod": lod, "loss": loss, "row": row, "num_tokens": 4}
+    LensBatch.from_tensors(**good)
+    for change, message in [
+        ({"lod": lod[:, :1]}, "lod: expected shape"),
+        ({"loss": loss[0]}, "loss: expected shape"),
+        ({"row": row[:, :1]}, "row: expected shape"),
+        ({"loss": loss.half()}, "loss: expected float32 or float64"),
+        ({"tokens": torch.ones(2, 1)}, "tokens: expected shape"),
+        ({"valid": torch.ones(2, 2)}, "valid: expected bool"),
+        ({"has_loss": torch.ones(1, 1, dtype=torch.bool)}, "has_loss: expected bool"),
+        ({"pos": pos.float()}, "integer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            LensBatch.from_tensors(**{**good, **change})
+
+
+def test_left_and_right_padding_agree():
+    from leanstep.lens import lens_loss
+
+    samples = [[Variant([0, 1, 2, 3], [0] * 4, 2.0, True), Variant([0, 2, 3], [1, 0, 0], 1.0)]]
+    right = LensBatch.from_variants(samples, CONFIG, num_tokens=4)
+    left = LensBatch.from_tensors(
+        torch.tensor([[0, 1, 2, 3], [9, 0, 2, 3]]),
+        torch.tensor([[0, 0, 0, 0], [1, 1, 0, 0]]),
+        right.loss,
+        right.row,
+        num_tokens=4,
+        valid=torch.tensor([[True] * 4, [False, True, True, True]]),
+    )
+    x = torch.randn(2, 4)
+    y = torch.stack([x[0], x[1].roll(1)])
+    for backend in ("eager", "fused"):
+        a = lens_loss(x, right, CONFIG, backend=backend).loss
+        torch.testing.assert_close(lens_loss(y, left, CONFIG, backend=backend).loss, a)
+
+
+@pytest.mark.parametrize(
+    ("record", "change"),
+    [
+        (ObjectiveConfig, {"temperature": 0}),
+        (SamplingConfig, {"hard_negative_ratio": 0}),
+        (SamplingConfig, {"max_pairs": 0}),
+        (ObjectiveConfig, {"budget_smooth_beta": 1.0}),
+        (ObjectiveConfig, {"form": "logit"}),
+        (ObjectiveConfig, {"rank_weight": -1}),
+        (ObjectiveConfig, {"margin": math.nan}),
+        (GateConfig, {"every": 0}),
+        (GateConfig, {"mode": "never"}),
+        (LensConfig, {"block_size": 1}),
+        (LensConfig, {"max_lod": 0}),
+        (LensConfig, {"gate": 4}),
+        (SamplingConfig, {"pair_sampling": "random"}),
+        (ObjectiveConfig, {"coverage_target": 1.5}),
+    ],
+)
+def test_bad_configuration_names_the_field(record, change):
+    name = "pairs_sampled" if "pair_sampling" in change else next(iter(change))
+    with pytest.raises(ValueError, match=f"{name}:"):
+        record(**change)
+
+
+def test_variant_counts():
+    assert check_variant_counts([3] * 13, 13, 2) == 39
+    assert check_variant_counts([3, 1, 2], 3, 2, num_pairs=4) == 6
+    for counts, message in [
+        ([3] * 12, "expected 13 samples, got 12"),
+        ([4] + [3] * 12, "sample 0 has 4 variants"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_variant_counts(counts, 13, 2)
+    with pytest.raises(ValueError, match="5 pairs from 6 variants, expected at most 4"):
+        check_variant_counts([3, 1, 2], 3, 2, num_pairs=5)
