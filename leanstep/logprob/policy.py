@@ -11,27 +11,32 @@ scalar.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leanstep.cpu import is_one
 from leanstep.logprob.deprecated import accepts_old_names
+from leanstep.logprob.engine.forward_gradients import (
+    Chunk,
+    agreed_columns,
+    arrange_chunks,
+    form_by_chunks,
+    logits_in_gradient,
+    loss_with_gradients,
+    most_saved_rows,
+)
 from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
 from leanstep.logprob.engine.passes import finishes_logits, kernels_for, row_kernels
-from leanstep.logprob.engine.softmax import RowFactors, RowGradients, RowStatistics, first_order_only
-from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
+from leanstep.logprob.engine.softmax import RowFactors, RowGradients, RowStatistics
+from leanstep.logprob.engine.tile_loop import Call
 from leanstep.logprob.engine.tiles import (
     CPU_MAX_ROWS,
     GPU_ALIGNMENT,
-    ChunkBuffer,
-    LogitsInGradient,
-    SavedLogits,
+    Arrangement,
     Tiles,
-    arrange,
     choose_tiles,
     even_slices,
     on_gpu,
@@ -63,7 +68,7 @@ from leanstep.logprob.objective import (
     row_weights,
     weighted_sum,
 )
-from leanstep.logprob.parallel import combine_statistics, resolve_group
+from leanstep.logprob.parallel import resolve_group
 
 # A chunk keeps its whole vocabulary of logits: more than a cache holds, far less than [T, V].
 CPU_CHUNK_BYTES = 128 << 20
@@ -169,105 +174,63 @@ def linear_policy_loss(
         gradient_scale=_gradient_scale(head, selected),
         round_logits=rounds,
     )
-    wants_grad = torch.is_grad_enabled()
+    policy = _Policy(call, objective, batch, weights, chunks)
     with torch.autocast(hidden.device.type, enabled=False), call.one_thread():
-        loss, logp, entropies, *found = _PolicyLoss.apply(  # type: ignore[misc]
-            *tensors, call, _Policy(objective, batch, weights, chunks, wants_grad)
-        )
-    metrics = policy_metrics(RowLosses(*found), logp, batch.old_logp, entropies, batch.mask)
+        loss, logp, entropies, *rows_out = loss_with_gradients(tensors, policy)
+    metrics = policy_metrics(RowLosses(*rows_out), logp, batch.old_logp, entropies, batch.mask)
     return PolicyLoss(loss, logp, entropies, metrics)
 
 
 @dataclass
-class _Chunk:
-    """Rows formed together; `lengths` are its sequences' (gspo), `recompute` when its logits do not fit."""
+class _Chunk(Chunk):
+    """Rows formed together; `lengths` are those of its sequences (gspo)."""
 
-    rows: slice
-    lengths: list[int] | None
-    recompute: bool
+    lengths: list[int] | None = None
 
 
 @dataclass
 class _Policy:
     """The objective of a call: what is minimised, on which data, in which chunks of rows."""
 
+    call: Call
     objective: PolicyObjective
     batch: PolicyBatch
     weights: Tensor
     chunks: list[_Chunk]
-    wants_grad: bool
+    name: str = "linear_policy_loss"
 
+    def __post_init__(self) -> None:
+        call, self.source = self.call, self.call.source
+        self.logp = torch.zeros(call.num_rows, dtype=call.head.dtype, device=self.source.hidden.device)
+        self.entropy = torch.zeros_like(self.logp) if call.moment else None
+        self.losses, self.ratio = torch.zeros_like(self.logp), torch.zeros_like(self.logp)
+        self.clipped = torch.zeros_like(self.logp, dtype=torch.bool)
 
-class _PolicyLoss(torch.autograd.Function):
-    """Forward forms the loss and its gradients, chunk by chunk; backward multiplies them by a scalar."""
+    @property
+    def row_outputs(self) -> tuple[Tensor | None, ...]:
+        return self.logp, self.entropy, self.losses, self.ratio, self.clipped
 
-    @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: Call, policy: _Policy):  # type: ignore[override, no-untyped-def]
-        dtype = call.head.dtype
-        given = (hidden, weight, bias, low_hidden, low_weight)
-        wanted = [policy.wants_grad and t is not None and t.requires_grad for t in given]
-        early = _early_gradient(call, policy.chunks, wanted[1])
-        # On a GPU rows are put in their places by the backward: zeros elsewhere need not be multiplied.
-        ctx.rows, ctx.hidden_shape = call.source.rows if on_gpu(hidden.device) else None, hidden.shape
-        whole = call
-        if ctx.rows is not None:
-            placed = RowSource(hidden.new_empty(()).expand(call.num_rows, hidden.shape[1]), None)
-            whole = replace(call, source=placed)
-        sums = whole.head_sums(wanted, early) if any(wanted) else None
-        logp = torch.zeros(call.num_rows, dtype=dtype, device=hidden.device)
-        entropy = torch.zeros_like(logp) if call.moment else None
-        losses, ratio = torch.zeros_like(logp), torch.zeros_like(logp)
-        clipped = torch.zeros_like(logp, dtype=torch.bool)
-        memory = early
-        if memory is None and sums is not None:
-            most = _most_saved_rows(policy.chunks)
-            memory = ChunkBuffer(weight, call.logit_dtype, most, call.head.columns)
-        for chunk in policy.chunks:
-            part = chunk.rows
-            some = call.rows(part)
-            if on_gpu(hidden.device):
-                # Gathered once for both directions; on a CPU a chunk is read where it lies.
-                every_row = slice(0, some.num_rows)
-                some = replace(some, source=RowSource(some.chunks(every_row)[0], None))
-            saved = SavedLogits(weight, call.logit_dtype, None if chunk.recompute else memory)
-            stats = combine_statistics(forward_tiles(some, saved)[0], call.group)
-            if some.fused and policy.objective.kind in KERNEL_KINDS:
-                written = [None if t is None else t[part] for t in (logp, entropy, losses, ratio, clipped)]
-                factors = _row_factors(some, policy, part, stats, written)
-                if sums is not None:
-                    backward_tiles(some, None, None, factors, sums, saved, first_row=part.start)
-                continue
-            final = stats.final()
-            logp[part] = final.log_prob(stats.target)
-            if entropy is not None and final.entropy is not None:
-                entropy[part] = final.entropy
-            rows, gradients = _row_gradients(policy, chunk, logp[part], final.entropy)
-            losses[part], ratio[part], clipped[part] = rows
-            if sums is not None:
-                backward_tiles(some, final, None, gradients, sums, saved, first_row=part.start)
-        # Gone before the result is made: it never lies beside the logits.
-        memory = saved = None
-        ctx.gradients = None if sums is None else sums.result()
-        quiet = (logp, entropy, losses, ratio, clipped)
-        ctx.mark_non_differentiable(*(t for t in quiet if t is not None))
-        return weighted_sum(losses, policy.weights), *quiet
+    def form(self, wanted: Sequence[bool]) -> tuple[tuple[Tensor | None, ...], HeadGradients | None]:
+        """The loss and the outputs per row, and the gradients."""
+        call, early = self.call, None
+        if wanted[1] and len(self.chunks) == 1:
+            early = logits_in_gradient(call.head, call.logit_dtype, most_saved_rows(self.chunks))
+        gradients = form_by_chunks(call, self.chunks, wanted, self._row_gradients, early)
+        return (weighted_sum(self.losses, self.weights), *self.row_outputs), gradients
 
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, g: Tensor, *_unused):  # type: ignore[no-untyped-def]
-        gradients: HeadGradients | None = ctx.gradients
-        if gradients is None:
-            raise RuntimeError("linear_policy_loss: its gradients were handed out by an earlier backward")
-        # The caller owns them now; a second backward would hand out memory that somebody accumulates into.
-        ctx.gradients = None
-        # From a device the host would have to read it: multiply whatever it is.
-        for grad in () if is_one(g) else gradients:
-            if grad is not None:
-                grad.mul_(g)
-        if ctx.rows is not None and gradients.hidden is not None:
-            hidden = gradients.hidden.new_zeros(ctx.hidden_shape)
-            gradients = gradients._replace(hidden=hidden.index_add_(0, ctx.rows, gradients.hidden))
-        return *gradients, None, None
+    def _row_gradients(self, call: Call, chunk: _Chunk, stats: RowStatistics) -> Any:
+        """The chunk's outputs per row, into their places, and its row gradients."""
+        part = chunk.rows
+        if call.fused and self.objective.kind in KERNEL_KINDS:
+            written = [None if values is None else values[part] for values in self.row_outputs]
+            return None, _row_factors(call, self, part, stats, written)
+        final = stats.final()
+        self.logp[part] = final.log_prob(stats.target)
+        if self.entropy is not None and final.entropy is not None:
+            self.entropy[part] = final.entropy
+        rows, gradients = _row_gradients(self, chunk, self.logp[part], final.entropy)
+        self.losses[part], self.ratio[part], self.clipped[part] = rows
+        return final, gradients
 
 
 def _row_factors(
@@ -322,43 +285,18 @@ def _gradient_scale(head: Head, num_rows: int) -> float:
     return 2.0 ** max(num_rows, 1).bit_length() if head.operand_dtype == torch.float16 else 1.0
 
 
-def _early_gradient(call: Call, chunks: list[_Chunk], wanted: bool) -> LogitsInGradient | None:
-    """The memory of dW for the logits, where one chunk of rows is all there is and fits."""
-    head = call.head
-    fits = LogitsInGradient.rows_that_fit(head.weight, call.logit_dtype)
-    if not wanted or len(chunks) != 1 or not head.columns:
-        return None
-    return LogitsInGradient(head.weight, call.logit_dtype) if 0 < _most_saved_rows(chunks) <= fits else None
-
-
-def _most_saved_rows(chunks: list[_Chunk]) -> int:
-    return max((c.rows.stop - c.rows.start for c in chunks if not c.recompute), default=0)
-
-
-def _arranged(source: RowSource, head: Head, chunks: list[_Chunk], bias: Tensor | None) -> Any:
+def _arranged(source: RowSource, head: Head, chunks: list[_Chunk], bias: Tensor | None) -> Arrangement:
     """Tiles as tall as the tallest chunk with saved logits, and a part of the vocabulary for each core."""
     hidden, num_rows, columns = source.hidden, source.num_rows, head.columns
-    most_rows, order = _most_saved_rows(chunks), "vocab" if len(chunks) <= 1 else "rows"
+    most_rows = most_saved_rows(chunks)
     kernels = kernels_for(hidden, head.dtype, num_rows * columns)
     overwritten = finishes_logits(kernels) and (bias is None or not bias.requires_grad)
     if overwritten and columns and len(chunks) > 1 and not any(chunk.recompute for chunk in chunks):
         # On a GPU gradients overwrite the logits of their chunk, which is one tile then.
-        return Tiles(most_rows, columns, order), 1, kernels
+        return Arrangement(Tiles(most_rows, columns, "rows"), 1, kernels)
     if not most_rows:
         most_rows = num_rows if on_gpu(hidden.device) else min(num_rows, CPU_MAX_ROWS)
-    # Several chunks: dW is summed where it lies, but 16-bit weights need fp32 sums, which "rows" order has.
-    one_core = len(chunks) > 1 and head.weight.dtype != head.dtype
-    tiles, cores, kernels = arrange(
-        num_rows,
-        columns,
-        hidden.shape[1],
-        hidden.device,
-        kernels,
-        max_rows=max(most_rows, 1),
-        chunk_rows=most_rows,
-        cores=1 if one_core else None,
-    )
-    return replace(tiles, order="vocab" if cores > 1 else order), cores, kernels
+    return arrange_chunks(source, head, kernels, most_rows, several=len(chunks) > 1)
 
 
 def _chunks(
@@ -371,14 +309,7 @@ def _chunks(
     logit_bytes: int,
 ) -> list[_Chunk]:
     """Row chunks whose logits fit the budget; with gspo whole sequences, the too long ones by themselves."""
-    num_rows, columns = source.num_rows, head.columns
-    if group is not None:
-        # Every rank must take the same number of chunks, whatever the width of its shard.
-        if head.vocabulary is None:
-            raise ValueError(
-                "shards.total: expected the whole vocabulary's size with unequal shards, got None"
-            )
-        columns = -(-head.vocabulary // group.size())
+    num_rows, columns = source.num_rows, agreed_columns(head, group)
     if on_gpu(head.weight.device):
         shape = (columns, head.weight.shape[1])
         most = gpu_chunk_rows(shape, head.weight, logit_bytes, budget)
@@ -393,21 +324,21 @@ def _chunks(
         most = max((CPU_CHUNK_BYTES if budget is None else budget) // max(row_bytes, 1), 1)
         multiple = 1
     if objective.kind in WHOLE_BATCH:
-        return [_Chunk(slice(0, num_rows), None, num_rows > most)]
+        return [_Chunk(slice(0, num_rows), num_rows > most)]
     if objective.kind != "gspo":
         if most < min(FEWEST_ROWS, num_rows):
-            return [_Chunk(slice(0, num_rows), None, True)]
-        return [_Chunk(part, None, False) for part in even_slices(num_rows, most, multiple)]
+            return [_Chunk(slice(0, num_rows), True)]
+        return [_Chunk(part) for part in even_slices(num_rows, most, multiple)]
     chunks: list[_Chunk] = []
     start = 0
     for length in checked_sequences(sequence_lengths, num_rows):
         last = chunks[-1] if chunks else None
         rows = slice(start, start + length)
         if length > most:
-            chunks.append(_Chunk(rows, [length], True))
+            chunks.append(_Chunk(rows, True, [length]))
         elif last is None or last.recompute or rows.stop - last.rows.start > most:
-            chunks.append(_Chunk(rows, [length], False))
+            chunks.append(_Chunk(rows, False, [length]))
         else:
-            chunks[-1] = _Chunk(slice(last.rows.start, rows.stop), [*(last.lengths or []), length], False)
+            chunks[-1] = _Chunk(slice(last.rows.start, rows.stop), False, [*(last.lengths or []), length])
         start += length
     return chunks

@@ -62,7 +62,6 @@ class Problem:
     kernels: Any
     group: Any
     reduce_grad: Any
-    wants_grad: bool
     logit_dtype: torch.dtype
 
     def __post_init__(self) -> None:
@@ -90,7 +89,7 @@ class Problem:
         run_on_cores(jobs, self.cores)
 
 
-class Chunk:
+class ChunkPasses:
     """One chunk of rows: the three walks.
 
     Args:
