@@ -46,9 +46,9 @@ ADVICE = (
     ),
     Advice(
         HEAD_RULES,
-        "leanstep.integrations.transformers: LeanTrainer in place of Trainer, or skip_ignored_rows(model) "
+        "leanstep.integrations.transformers: LeanTrainer in place of Trainer, or apply_leanstep(model) "
         "once. Rows with label -100 then never meet the head, and one tile of logits is held.",
-        "LeanTrainer or skip_ignored_rows(model)",
+        "LeanTrainer or apply_leanstep(model)",
         package="transformers/",
         leanstep="leanstep.integrations.transformers.LeanTrainer",
     ),

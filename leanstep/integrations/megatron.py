@@ -16,7 +16,6 @@ from torch import Tensor
 
 from leanstep.integrations.versions import require_version
 from leanstep.logprob import LMHead, LogProbs, VocabShards, linear_logprobs, token_logprobs
-from leanstep.logprob.deprecated import accepts_old_names
 
 TESTED = ("0.16",)
 
@@ -50,7 +49,6 @@ def apply_leanstep(output_layer: Any, *, allow_untested: bool = False) -> Any:
     return output_layer
 
 
-@accepts_old_names("tokens")
 def vocab_parallel_logprobs(
     logits: Tensor,
     targets: Tensor,
@@ -72,7 +70,6 @@ def vocab_parallel_logprobs(
     return token_logprobs(logits, targets, shards=shards, **options)
 
 
-@accepts_old_names("tokens")
 def output_layer_logprobs(
     hidden: Tensor,
     output_layer: Any,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,12 +82,6 @@ def apply_leanstep(model: nn.Module, *, allow_untested: bool = False, check: boo
     causal.forward = types.MethodType(forward, causal)
     setattr(causal, _MARK, True)
     return model
-
-
-def skip_ignored_rows(model: nn.Module, **options: Any) -> nn.Module:
-    """The old name of `apply_leanstep`."""
-    warnings.warn("skip_ignored_rows is deprecated, use apply_leanstep", DeprecationWarning, stacklevel=2)
-    return apply_leanstep(model, **options)
 
 
 def label_loss(

@@ -17,7 +17,6 @@ import contextlib
 import functools
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,7 +47,6 @@ __all__ = [
     "LeanKTOTrainer",
     "LeanRewardTrainer",
     "LeanSFTTrainer",
-    "apply",
     "apply_leanstep",
     "reward_loss",
 ]
@@ -108,12 +106,6 @@ def _reads(trainer: Any) -> tuple[str, ...]:
             return READS[name] + (("log_sum_sq_probs",) if getattr(trainer, "use_weighting", False) else ())
     expected = "TRL's GRPO, RLOO, DPO, KTO, SFT or DistillationTrainer"
     raise ValueError(f"trainer: expected {expected}, got {type(trainer).__name__}")
-
-
-def apply(trainer: Any, **options: Any) -> Any:
-    """The old name of `apply_leanstep`."""
-    warnings.warn("apply is deprecated, use apply_leanstep", DeprecationWarning, stacklevel=2)
-    return apply_leanstep(trainer, **options)
 
 
 def _answer_fused_calls(model: nn.Module, entropy_mode: Callable[[], Entropy], **options: Any) -> None:

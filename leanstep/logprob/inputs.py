@@ -1,26 +1,19 @@
-"""What callers may pass and what they get: records, heads of every kind, checks, the result.
+"""What callers pass and what they get: option records, LM heads of every kind, the result.
 
-An adapter on a head is never ignored: what cannot be expressed here is refused, before any work, in one line
-that names the argument. Checks look at shapes, dtypes and devices; values are checked by the device itself,
-without a sync.
+An adapter on a head is never ignored: one that `LoRA` cannot express is refused, before any work, in one line
+that names the argument. checks.py has the checks of the other arguments.
 """
 
-# T, N rows of the input · R selected rows (all without `rows`) · V vocabulary · K targets per row
+# T rows of the input · R selected rows (all without `rows`) · V vocabulary · K targets per row · r low rank
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from leanstep.logprob.engine.lm_head import Head
 from leanstep.logprob.engine.tiles import Tiles
-from leanstep.logprob.engine.vocab_subset import AllowedIds
-from leanstep.logprob.layout import to_device
-from leanstep.logprob.parallel import VocabShard, gather_weight, vocab_shard
 
 Entropy = Literal["none", "metric", "grad"]
 ENTROPY_MODES = ("none", "metric", "grad")
@@ -151,7 +144,7 @@ class VocabShards:
     reduce_grad: str = "all_reduce"
 
     def __post_init__(self) -> None:
-        # Here and not where it is used: one rank never gets there, and a typo would wait for the second.
+        # Checked early: one rank never reaches the use.
         if self.reduce_grad not in ("all_reduce", "reduce_scatter", "none"):
             expected = "all_reduce, reduce_scatter or none"
             raise ValueError(f"reduce_grad: got {self.reduce_grad!r}, expected {expected}")
@@ -192,56 +185,6 @@ class Tuning:
             expected = '"grad", "none", a whole number of bytes >= 0 or ("grad", bytes)'
             raise ValueError(f"save_logits: expected {expected}, got {given!r}")
         object.__setattr__(self, "save_logits", (pair[0], count))
-
-
-# hidden, weight, bias, low_hidden, low_weight: what gradients may flow to, in the Functions' order.
-HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-def build_head(
-    hidden: Tensor, weight: Any, transform: Transform | None, shards: VocabShards | None
-) -> tuple[Head, HeadTensors]:
-    """Check the arguments that describe a head; the caller sets its temperature.
-
-    LoRA becomes a second, thin product: low_hidden = scaling hidden @ down^T times up^T.
-    """
-    transform = Transform() if transform is None else transform
-    tensor, bias, lora = unpack_head(weight)
-    if is_dtensor(tensor):
-        tensor = gather_weight(tensor)
-    if bias is not None and is_dtensor(bias):
-        bias = gather_weight(bias)
-    check_float("hidden", hidden, 2)
-    check_float("weight", tensor, 2)
-    if tensor.shape[1] != hidden.shape[1]:
-        expected = f"[V, {hidden.shape[1]}] to match hidden"
-        raise ValueError(f"weight: expected {expected}, got {tuple(tensor.shape)}")
-    if tensor.device != hidden.device:
-        raise ValueError(f"weight: expected device {hidden.device} to match hidden, got {tensor.device}")
-    if bias is not None and bias.shape != tensor.shape[:1]:
-        raise ValueError(f"bias: expected [{tensor.shape[0]}], got {tuple(bias.shape)}")
-    low_hidden = low_weight = None
-    if lora is not None:
-        lora.check(tensor)
-        low_hidden = torch.nn.functional.linear(hidden, lora.down.to(hidden.dtype)) * lora.scaling
-        low_weight = lora.up
-    width = tensor.shape[0]
-    shard, vocabulary = VocabShard(0, width, width), width
-    if shards is not None:
-        shard, vocabulary = vocab_shard(width, shards.group, start=shards.start, total=shards.total)
-    head = Head(
-        weight=tensor.detach(),
-        bias=None if bias is None else bias.detach(),
-        low_weight=None if low_weight is None else low_weight.detach(),
-        scale=transform.scale,
-        softcap=transform.softcap,
-        temperature=1.0,
-        shard=shard,
-        vocabulary=vocabulary,
-        dtype=accumulation_dtype(hidden.dtype, tensor.dtype),
-        autocast=_autocast_dtype(hidden.device.type),
-    )
-    return head, (hidden, tensor, bias, low_hidden, low_weight)
 
 
 def unpack_head(head: Any) -> tuple[Tensor, Tensor | None, LoRA | None]:
@@ -303,147 +246,3 @@ def _refuse_hooks(module: nn.Module) -> None:
     if module._forward_hooks or module._forward_pre_hooks:
         name = type(module).__name__
         raise ValueError(f"weight: {name} has forward hooks, which would not run; pass its weight")
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What products are made of under autocast, as in nn.Linear; None outside."""
-    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if enabled else None
-
-
-def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """fp64 when anything is fp64, else fp32."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def check_entropy(entropy: str) -> None:
-    if entropy not in ENTROPY_MODES:
-        raise ValueError(f"entropy: expected one of {', '.join(ENTROPY_MODES)}, got {entropy!r}")
-
-
-def check_float(name: str, tensor: Tensor, dims: int) -> None:
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dim() != dims:
-        got = _describe(tensor)
-        raise ValueError(f"{name}: expected a floating-point tensor with {dims} dimensions, got {got}")
-
-
-def check_rows(rows: Tensor | None, device: torch.device) -> None:
-    if rows is None:
-        return
-    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
-        raise ValueError(f"rows: expected a one-dimensional int64 tensor, got {_describe(rows)}")
-    if rows.device != device:
-        raise ValueError(f"rows: expected device {device}, got {rows.device}")
-
-
-def select_per_row(name: str, values: Tensor, rows: Tensor | None, num_rows: int) -> Tensor:
-    """`values` for the selected rows: given for those already, or for all rows of the input."""
-    selected = num_rows if rows is None else rows.shape[0]
-    if values.shape[0] == selected:
-        return values
-    if rows is not None and values.shape[0] == num_rows:
-        # Sequence parallelism has its rows on the host.
-        return values.index_select(0, rows.to(values.device))
-    expected = f"{selected}" if rows is None else f"{selected} (selected rows) or {num_rows} (all rows)"
-    raise ValueError(f"{name}: expected length {expected}, got {values.shape[0]}")
-
-
-def check_targets(
-    targets: Tensor, rows: Tensor | None, num_rows: int, vocabulary: int | None, dims: tuple[int, ...] = (1,)
-) -> Tensor:
-    """Targets of the selected rows; ids outside the vocabulary are an error, on a GPU an asynchronous one."""
-    integers = isinstance(targets, Tensor) and targets.dtype in (torch.int64, torch.int32)
-    if not integers or targets.dim() not in dims:
-        wanted, got = " or ".join(map(str, dims)), _describe(targets)
-        raise ValueError(f"targets: expected an int64 tensor with {wanted} dimensions, got {got}")
-    targets = select_per_row("targets", targets.long(), rows, num_rows).contiguous()
-    if targets.numel() and vocabulary is not None:
-        check_range("targets", targets, vocabulary)
-    return targets
-
-
-def check_range(name: str, ids: Tensor, stop: int) -> None:
-    """Refuse ids outside [0, stop)."""
-    if not _is_fake(ids):
-        wrong = f"{name}: expected ids in [0, {stop})"
-        _assert_all((ids >= 0).logical_and_(ids < stop), wrong, ids)
-
-
-def _assert_all(condition: Tensor, wrong: str, values: Tensor) -> None:
-    """The device asserts, the host need not look; on a CPU at once, with the values in the message."""
-    try:
-        torch._assert_async(condition.all(), wrong)
-    except RuntimeError:
-        if values.device.type != "cpu":
-            raise
-        raise ValueError(f"{wrong}, got {values.min().item()} to {values.max().item()}") from None
-
-
-def check_temperature(
-    temperature: float | Tensor, rows: Tensor | None, num_rows: int, dtype: torch.dtype
-) -> float | Tensor:
-    """A positive float, or the positive temperatures of the selected rows in the accumulation dtype."""
-    if isinstance(temperature, Tensor):
-        if temperature.requires_grad:
-            raise ValueError("temperature: expected a constant, got a tensor that requires grad")
-        if temperature.dim() == 0:
-            temperature = temperature.expand(num_rows if rows is None else rows.shape[0])
-        if temperature.dim() != 1 or not temperature.is_floating_point():
-            expected, got = "a float or a one-dimensional float tensor", _describe(temperature)
-            raise ValueError(f"temperature: expected {expected}, got {got}")
-        temperature = select_per_row("temperature", temperature, rows, num_rows).to(dtype)
-        if temperature.numel() and not _is_fake(temperature):
-            _assert_all(temperature > 0, "temperature: expected values > 0", temperature)
-        return temperature
-    if not float(temperature) > 0:
-        raise ValueError(f"temperature: expected a value > 0, got {temperature}")
-    return float(temperature)
-
-
-def checked_allowed(
-    allowed: Any, num_rows: int, vocabulary: int | None, device: torch.device
-) -> AllowedIds | None:
-    """Validate an `Allowed`, or the same as a tuple. Reads the offsets on the host: one sync on a GPU."""
-    if allowed is None:
-        return None
-    if not isinstance(allowed, (tuple, list)) or len(allowed) not in (2, 3):
-        got = f"{len(allowed)} values" if isinstance(allowed, (tuple, list)) else type(allowed).__name__
-        raise ValueError(f"allowed: expected (ids, offsets) or (ids, offsets, has_set), got {got}")
-    ids, offsets = allowed[0], allowed[1]
-    for name, value in (("ids", ids), ("offsets", offsets)):
-        if value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
-            got = f"{value.dtype} {tuple(value.shape)}"
-            raise ValueError(f"allowed: expected one-dimensional int {name}, got {got}")
-    if offsets.shape[0] != num_rows + 1:
-        expected = f"{num_rows + 1} offsets for {num_rows} rows"
-        raise ValueError(f"allowed: expected {expected}, got {offsets.shape[0]}")
-    starts = offsets.tolist()
-    rising = all(a <= b for a, b in pairwise(starts))
-    if not rising or starts[0] != 0 or starts[-1] != ids.shape[0]:
-        got = f"{starts[0]} to {starts[-1]}" + ("" if rising else ", not rising")
-        raise ValueError(f"allowed: expected offsets that rise from 0 to {ids.shape[0]}, got {got}")
-    has_set = allowed[2] if len(allowed) == 3 else None
-    everywhere = has_set is None
-    if has_set is None:
-        has_set = torch.ones(num_rows, dtype=torch.bool, device=device)
-    if has_set.dtype != torch.bool or has_set.shape != (num_rows,):
-        got = f"{has_set.dtype} {tuple(has_set.shape)}"
-        raise ValueError(f"allowed: expected has_set bool [{num_rows}], got {got}")
-    ids = to_device(ids, device).long()
-    if ids.numel() and vocabulary is not None:
-        check_range("allowed ids", ids, vocabulary)
-    lengths = to_device(offsets, device).long().diff()
-    row_of = torch.repeat_interleave(lengths, output_size=ids.shape[0])
-    return AllowedIds(ids, row_of, starts, to_device(has_set, device), everywhere)
-
-
-def is_dtensor(tensor: Any) -> bool:
-    return type(tensor).__name__ == "DTensor" and hasattr(tensor, "placements")
-
-
-def _describe(value: object) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"

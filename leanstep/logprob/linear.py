@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.logprob.deprecated import accepts_old_names
+from leanstep.logprob.checks import check_entropy, check_head_call, check_vocabulary, checked_allowed
 from leanstep.logprob.engine.frozen import frozen_forward
 from leanstep.logprob.engine.invariant import arrange_blocks
 from leanstep.logprob.engine.kl_topk import divergences
@@ -34,20 +34,8 @@ from leanstep.logprob.inputs import (
     Transform,
     Tuning,
     VocabShards,
-    build_head,
-    check_entropy,
-    check_rows,
-    check_targets,
-    check_temperature,
-    checked_allowed,
 )
-from leanstep.logprob.parallel import (
-    combine_statistics,
-    gather_hidden_rows,
-    reduce_hidden_grad,
-    resolve_group,
-    shard_rows,
-)
+from leanstep.logprob.parallel import combine_statistics, reduce_hidden_grad
 
 # Row chunks as tall as the gradient's memory allows, so that few rows are recomputed; but chunks too small
 # for efficient GEMMs, or tiles far beyond a cache, would cost more than recomputing.
@@ -57,11 +45,6 @@ MOST_SAVED_ROWS = 4096
 OUTPUTS = ("lse", "z_loss", "argmax", "top_k", "kl", "reverse_kl")
 
 
-@accepts_old_names(
-    "tokens keep extras bias lora scale softcap label_smoothing ref_weight ref_hidden ref_bias group",
-    "vocab_start vocab_total sequence_parallel reduce_grad budget tile main_grad logits_in_grad",
-    "logit_bytes",
-)
 def linear_logprobs(
     hidden: Tensor,
     weight: Any,
@@ -122,23 +105,13 @@ def linear_logprobs(
             asked = (entropy, wants, top_k)
             return traced_linear(hidden, weight, targets, rows, temperature, transform, asked, tuning)
     smoothing = 0.0 if transform is None else transform.label_smoothing
-    group, reduce_grad = None, "none"
-    rows_given, total_rows = rows, hidden.shape[0]
-    if shards is not None:
-        group, reduce_grad = resolve_group(shards.group), shards.reduce_grad
-    if shards is not None and shards.sequence_parallel and group is not None:
-        total_rows = hidden.shape[0] * group.size()
-        host_rows = torch.arange(total_rows) if rows is None else rows
-        blocks = shard_rows(host_rows, total_rows, group, hidden.device)
-        hidden = gather_hidden_rows(hidden, blocks, group)
-        rows, reduce_grad = None, "none"
-    else:
-        check_rows(rows, hidden.device)
-    head, tensors = build_head(hidden, weight, transform, shards)
-    if smoothing and head.vocabulary is None:
-        raise ValueError("shards.total: expected the whole vocabulary's size for label_smoothing, got None")
-    targets = check_targets(targets, rows_given, total_rows, head.vocabulary, (1, 2))
-    head.temperature = check_temperature(temperature, rows_given, total_rows, head.dtype)
+    checked = check_head_call(
+        hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
+    )
+    head, tensors, source, group = checked.head, checked.tensors, checked.source, checked.group
+    hidden, rows, targets = tensors[0], checked.rows, checked.targets(targets, (1, 2))
+    if smoothing:
+        check_vocabulary(head, "for label_smoothing")
     ids = checked_allowed(allowed, targets.shape[0], head.vocabulary, hidden.device)
     if ids is not None and (wants or smoothing or targets.dim() == 2):
         raise ValueError("allowed: expected no outputs, label_smoothing or several targets per row beside it")
@@ -151,7 +124,6 @@ def linear_logprobs(
                 return LogProbs(
                     sparse_logprobs(hidden, tensor, bias, rows, head, targets, ids, tuning.budget)
                 )
-        source = RowSource(hidden.detach(), rows)
         num_rows, columns = source.num_rows, head.columns
         needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         save_where, save_bytes = tuning.save_logits  # type: ignore[misc]
@@ -201,7 +173,7 @@ def linear_logprobs(
         call = Call(
             head=head,
             source=source,
-            low=None if low_hidden is None else RowSource(low_hidden.detach(), rows),
+            low=checked.low,
             targets=targets,
             tiles=tiles,
             cores=cores,
@@ -215,7 +187,7 @@ def linear_logprobs(
             kl="kl" in wants,
             reverse_kl="reverse_kl" in wants,
             group=group,
-            reduce_grad=reduce_grad,
+            reduce_grad=checked.reduce_grad,
             main_grad=tuning.main_grad,
             in_gradient=in_gradient,
             save_bytes=save_bytes if needs_grad else 0,  # type: ignore[arg-type]

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from leanstep.cpu import num_threads, run_on_cores
-from leanstep.logprob.deprecated import accepts_old_names
+from leanstep.logprob.checks import (
+    accumulation_dtype,
+    check_entropy,
+    check_float,
+    check_rows,
+    check_targets,
+    check_temperature,
+    checked_allowed,
+    local_columns,
+)
 from leanstep.logprob.engine.passes import (
     Finish,
     NativePasses,
@@ -36,26 +45,10 @@ from leanstep.logprob.engine.softmax import (
 from leanstep.logprob.engine.tiles import Scratch, checked_tile, default_budget, even_slices
 from leanstep.logprob.engine.torch_ops import REMEMBERED, traced_token
 from leanstep.logprob.engine.vocab_subset import AllowedIds
-from leanstep.logprob.inputs import (
-    Allowed,
-    Entropy,
-    LogProbs,
-    Tuning,
-    VocabShards,
-    accumulation_dtype,
-    check_entropy,
-    check_float,
-    check_rows,
-    check_targets,
-    check_temperature,
-    checked_allowed,
-)
-from leanstep.logprob.parallel import VocabShard, combine_statistics, vocab_shard
+from leanstep.logprob.inputs import Allowed, Entropy, LogProbs, Tuning, VocabShards
+from leanstep.logprob.parallel import VocabShard, combine_statistics
 
 
-@accepts_old_names(
-    "tokens keep return_lse chunk_rows group vocab_start vocab_total",
-)
 def token_logprobs(
     logits: Tensor,
     targets: Tensor,
@@ -112,12 +105,9 @@ def token_logprobs(
         return traced_token(logits, targets, rows, entropy, temperature, wants, tuning or Tuning())
     num_rows, width = logits.shape
     dtype = accumulation_dtype(logits.dtype)
-    group, shard, vocabulary = None, VocabShard(0, width, width), width
-    if shards is not None:
-        if shards.sequence_parallel:
-            raise ValueError("shards: sequence_parallel has no meaning for logits that exist, got True")
-        group = shards.group
-        shard, vocabulary = vocab_shard(width, group, start=shards.start, total=shards.total)
+    if shards is not None and shards.sequence_parallel:
+        raise ValueError("shards: sequence_parallel has no meaning for logits that exist, got True")
+    shard, vocabulary = local_columns(width, shards)
     targets = check_targets(targets, rows, num_rows, vocabulary)
     ids = checked_allowed(allowed, targets.shape[0], vocabulary, logits.device)
     if ids is not None and wants:
@@ -138,7 +128,7 @@ def token_logprobs(
         # Where nothing is copied, one launch may see all rows.
         chunk_rows=_chunk_rows(tuning, logits, dtype, cores, at_once=in_kernel and rows is None),
         shard=shard,
-        group=group,
+        group=None if shards is None else shards.group,
         dtype=dtype,
         reuse_buffer=reuse_buffer,
         kernels=kernels,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.logprob.deprecated import accepts_old_names
+from leanstep.logprob.checks import CheckedCall, check_head_call, check_options
 from leanstep.logprob.engine.forward_gradients import (
     Chunk,
     agreed_columns,
@@ -42,18 +42,7 @@ from leanstep.logprob.engine.tiles import (
     on_gpu,
 )
 from leanstep.logprob.engine.torch_ops import traced_policy
-from leanstep.logprob.inputs import (
-    Entropy,
-    Transform,
-    Tuning,
-    VocabShards,
-    build_head,
-    check_entropy,
-    check_rows,
-    check_targets,
-    check_temperature,
-    select_per_row,
-)
+from leanstep.logprob.inputs import Entropy, Transform, Tuning, VocabShards
 from leanstep.logprob.objective import (
     WHOLE_BATCH,
     Normalizer,
@@ -68,7 +57,6 @@ from leanstep.logprob.objective import (
     row_weights,
     weighted_sum,
 )
-from leanstep.logprob.parallel import resolve_group
 
 # A chunk keeps its whole vocabulary of logits: more than a cache holds, far less than [T, V].
 CPU_CHUNK_BYTES = 128 << 20
@@ -78,10 +66,6 @@ KERNEL_KINDS = ("clip", "cispo")
 FEWEST_ROWS = 64
 
 
-@accepts_old_names(
-    "tokens old_logp advantages mask ref_logp sequence_lengths bias lora scale softcap",
-    "entropy_metric budget group vocab_start vocab_total reduce_grad",
-)
 def linear_policy_loss(
     hidden: Tensor,
     weight: Any,
@@ -124,61 +108,79 @@ def linear_policy_loss(
         `linear_logprobs` and `policy_loss` need 3 GEMMs as well.
     """
     objective = checked_objective(objective)
-    check_entropy(entropy)
-    if transform is not None and transform.label_smoothing:
-        raise ValueError(f"transform: expected label_smoothing 0 here, got {transform.label_smoothing}")
-    if shards is not None and shards.sequence_parallel:
-        raise ValueError("shards: expected sequence_parallel=False here, got True")
-    if tuning is not None and (tuning.tile or tuning.main_grad is not None or tuning.invariant):
-        raise ValueError("tuning: expected no tile, no main_grad and not invariant here, only a budget")
-    budget = None if tuning is None else tuning.budget
+    tuning = check_options(transform, shards, tuning, entropy=entropy)
     if torch.compiler.is_compiling() and shards is None:
-        options = (objective, normalizer, rows, entropy, temperature, transform, tuning or Tuning())
+        options = (objective, normalizer, rows, entropy, temperature, transform, tuning)
         return traced_policy(hidden, weight, targets, batch, *options)
-    head, tensors = build_head(hidden, weight, transform, shards)
-    check_rows(rows, hidden.device)
-    num_rows, dtype = hidden.shape[0], head.dtype
-    head.temperature = check_temperature(temperature, rows, num_rows, dtype)
-    targets = check_targets(targets, rows, num_rows, head.vocabulary)
-    selected, lengths = targets.shape[0], batch.sequence_lengths
+    checked = check_head_call(
+        hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
+    )
+    targets = checked.targets(targets)
+    batch = _selected_batch(batch, checked)
+    weights = _checked_weights(batch, objective, normalizer, checked)
+    chunks = _chunks(objective, batch.sequence_lengths, checked, tuning)
+    call = _policy_call(checked, targets, chunks, tuning, "grad" if objective.entropy_coef else entropy)
+    policy = _Policy(call, objective, batch, weights, chunks)
+    with torch.autocast(hidden.device.type, enabled=False), call.one_thread():
+        loss, logp, entropies, *row_losses = loss_with_gradients(checked.tensors, policy)
+    metrics = policy_metrics(RowLosses(*row_losses), logp, batch.old_logp, entropies, batch.mask)
+    return PolicyLoss(loss, logp, entropies, metrics)
 
-    def per_row(name: str) -> Any:
-        values = getattr(batch, name)
+
+def _selected_batch(batch: PolicyBatch, checked: CheckedCall) -> PolicyBatch:
+    """The batch's tensors for the selected rows, detached, in the dtype of sums."""
+
+    def per_row(name: str, values: Tensor | None) -> Any:
         if values is None:
             return None
         if values.dim() != 1:
             raise ValueError(f"{name}: expected one dimension, got {tuple(values.shape)}")
-        return select_per_row(name, values, rows, num_rows).detach().to(dtype)
+        return checked.per_row(name, values).detach().to(checked.head.dtype)
 
-    names = ("old_logp", "advantages", "mask", "ref_logp")
-    batch = PolicyBatch(**{name: per_row(name) for name in names}, sequence_lengths=lengths)
-    weights = row_weights(batch.mask, selected, normalizer, lengths, dtype, hidden.device)
+    return PolicyBatch(
+        old_logp=per_row("old_logp", batch.old_logp),
+        advantages=per_row("advantages", batch.advantages),
+        mask=per_row("mask", batch.mask),
+        ref_logp=per_row("ref_logp", batch.ref_logp),
+        sequence_lengths=batch.sequence_lengths,
+    )
+
+
+def _checked_weights(
+    batch: PolicyBatch,
+    objective: PolicyObjective,
+    normalizer: Normalizer | float | Tensor,
+    checked: CheckedCall,
+) -> Tensor:
+    """The rows' weights in the loss, [T']."""
+    source, dtype = checked.source, checked.head.dtype
+    lengths, device = batch.sequence_lengths, source.hidden.device
+    weights = row_weights(batch.mask, source.num_rows, normalizer, lengths, dtype, device)
     if objective.kl_coef and batch.ref_logp is None:
         raise ValueError("ref_logp: expected reference log-probs because kl_coef is not 0, got None")
-    group = None if shards is None else resolve_group(shards.group)
-    source, low = RowSource(hidden.detach(), rows), tensors[3]
-    rounds = tuning is not None and tuning.round_logits
-    chunks = _chunks(objective, lengths, source, head, budget, group, 2 if rounds else head.dtype.itemsize)
-    tiles, cores, kernels = _arranged(source, head, chunks, tensors[2])
-    call = Call(
+    return weights
+
+
+def _policy_call(
+    checked: CheckedCall, targets: Tensor, chunks: list[_Chunk], tuning: Tuning, entropy: Entropy
+) -> Call:
+    """The engine's description of the call, with the tiles chosen for its chunks."""
+    head, source = checked.head, checked.source
+    tiles, cores, kernels = _arranged(source, head, chunks, checked.tensors[2])
+    return Call(
         head=head,
         source=source,
-        low=None if low is None else RowSource(low.detach(), rows),
+        low=checked.low,
         targets=targets,
         tiles=tiles,
         cores=cores,
         kernels=kernels,
-        entropy="grad" if objective.entropy_coef else entropy,
-        group=group,
-        reduce_grad="none" if shards is None else shards.reduce_grad,
-        gradient_scale=_gradient_scale(head, selected),
-        round_logits=rounds,
+        entropy=entropy,
+        group=checked.group,
+        reduce_grad=checked.reduce_grad,
+        gradient_scale=_gradient_scale(head, source.num_rows),
+        round_logits=tuning.round_logits,
     )
-    policy = _Policy(call, objective, batch, weights, chunks)
-    with torch.autocast(hidden.device.type, enabled=False), call.one_thread():
-        loss, logp, entropies, *rows_out = loss_with_gradients(tensors, policy)
-    metrics = policy_metrics(RowLosses(*rows_out), logp, batch.old_logp, entropies, batch.mask)
-    return PolicyLoss(loss, logp, entropies, metrics)
 
 
 @dataclass
@@ -302,32 +304,18 @@ def _arranged(source: RowSource, head: Head, chunks: list[_Chunk], bias: Tensor 
 def _chunks(
     objective: PolicyObjective,
     sequence_lengths: Sequence[int] | None,
-    source: RowSource,
-    head: Head,
-    budget: int | None,
-    group: Any,
-    logit_bytes: int,
+    checked: CheckedCall,
+    tuning: Tuning,
 ) -> list[_Chunk]:
     """Row chunks whose logits fit the budget; with gspo whole sequences, the too long ones by themselves."""
-    num_rows, columns = source.num_rows, agreed_columns(head, group)
-    if on_gpu(head.weight.device):
-        shape = (columns, head.weight.shape[1])
-        most = gpu_chunk_rows(shape, head.weight, logit_bytes, budget)
-        multiple = GPU_ALIGNMENT
-    else:
-        # A tile's width follows the local shard; ranks must not count with it.
-        work_columns = columns
-        if group is None:
-            width, device = source.hidden.shape[1], source.hidden.device
-            work_columns = min(choose_tiles(num_rows, columns, width, device=device).columns, columns)
-        row_bytes = head.dtype.itemsize * (columns + 2 * work_columns)
-        most = max((CPU_CHUNK_BYTES if budget is None else budget) // max(row_bytes, 1), 1)
-        multiple = 1
+    num_rows = checked.source.num_rows
+    most = _most_rows(checked, tuning)
     if objective.kind in WHOLE_BATCH:
         return [_Chunk(slice(0, num_rows), num_rows > most)]
     if objective.kind != "gspo":
         if most < min(FEWEST_ROWS, num_rows):
             return [_Chunk(slice(0, num_rows), True)]
+        multiple = GPU_ALIGNMENT if on_gpu(checked.head.weight.device) else 1
         return [_Chunk(part) for part in even_slices(num_rows, most, multiple)]
     chunks: list[_Chunk] = []
     start = 0
@@ -342,3 +330,19 @@ def _chunks(
             chunks[-1] = _Chunk(slice(last.rows.start, rows.stop), False, [*(last.lengths or []), length])
         start += length
     return chunks
+
+
+def _most_rows(checked: CheckedCall, tuning: Tuning) -> int:
+    """Rows whose logits fit the budget: the same number on every rank."""
+    head, source = checked.head, checked.source
+    columns = agreed_columns(head, checked.group)
+    if on_gpu(head.weight.device):
+        logit_bytes = 2 if tuning.round_logits else head.dtype.itemsize
+        return gpu_chunk_rows((columns, head.weight.shape[1]), head.weight, logit_bytes, tuning.budget)
+    # A tile's width follows the local shard; ranks must not count with it.
+    work_columns = columns
+    if checked.group is None:
+        width, device = source.hidden.shape[1], source.hidden.device
+        work_columns = min(choose_tiles(source.num_rows, columns, width, device=device).columns, columns)
+    row_bytes = head.dtype.itemsize * (columns + 2 * work_columns)
+    return max((CPU_CHUNK_BYTES if tuning.budget is None else tuning.budget) // max(row_bytes, 1), 1)

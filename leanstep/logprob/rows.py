@@ -10,7 +10,6 @@ Everything is computed from Python integers on the host; a plan costs one host-t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -426,9 +425,3 @@ def _join(pieces: list[Tensor], like: Tensor) -> Tensor:
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces) if pieces else like[:0]
-
-
-def select_keep(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The old name of `select_allowed`."""
-    warnings.warn("select_keep is deprecated, use select_allowed", DeprecationWarning, stacklevel=2)
-    return select_allowed(*arguments)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
-from leanstep.logprob.inputs import check_float, unpack_head
+from leanstep.logprob.checks import check_float
+from leanstep.logprob.inputs import unpack_head
 from leanstep.logprob.layout import to_device
 from leanstep.objectives.distill import linear_distill_loss
 from leanstep.objectives.teachers import SoftLabels

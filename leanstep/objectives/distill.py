@@ -20,6 +20,7 @@ from torch import Tensor
 
 from leanstep.cpu import one_thread_each
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
+from leanstep.logprob.checks import CheckedCall, check_head_call, check_options, select_per_row
 from leanstep.logprob.engine.forward_gradients import (
     agreed_columns,
     arrange_chunks,
@@ -40,8 +41,6 @@ from leanstep.logprob.engine.tiles import (
     even_slices,
     on_gpu,
 )
-from leanstep.logprob.inputs import build_head, check_rows, check_targets, check_temperature, select_per_row
-from leanstep.logprob.parallel import resolve_group
 from leanstep.objectives.distill_tiles import ChunkPasses, Problem
 from leanstep.objectives.divergences import Divergence, checked_divergence
 from leanstep.objectives.divergences import divergence as plain_divergence
@@ -141,61 +140,75 @@ def linear_distill_loss(
     Use something else when: the divergence of each row needs a gradient of its own.
     """
     kind = checked_divergence(divergence)
-    if shards is not None and shards.sequence_parallel:
-        raise ValueError("shards: expected sequence_parallel=False here, got True")
-    if transform is not None and transform.label_smoothing:
-        raise ValueError(f"transform: expected label_smoothing 0 here, got {transform.label_smoothing}")
-    if tuning is not None and (tuning.tile or tuning.main_grad is not None or tuning.invariant):
-        # Gradients are formed before the factor that backward brings is known.
-        raise ValueError("tuning: expected no tile, no main_grad and not invariant here, only a budget")
-    head, tensors = build_head(hidden, weight, transform, shards)
-    check_rows(rows, hidden.device)
-    head.temperature = check_temperature(temperature, None, len(hidden), head.dtype)
-    if isinstance(head.temperature, Tensor):
+    tuning = check_options(transform, shards, tuning)
+    if hard is not None and not 0 <= hard.weight <= 1:
+        raise ValueError(f"hard.weight: expected 0 <= value <= 1, got {hard.weight}")
+    checked = check_head_call(
+        hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
+    )
+    if isinstance(checked.head.temperature, Tensor):
         raise ValueError("temperature: expected one number for all rows, got a tensor")
-    source = RowSource(hidden.detach(), rows)
-    weights = _row_weights(row_weights, normalizer, source, head.dtype)
-    hard_targets = None
-    if hard is not None:
-        if not 0 <= hard.weight <= 1:
-            raise ValueError(f"hard.weight: expected 0 <= value <= 1, got {hard.weight}")
-        hard_targets = check_targets(hard.targets, rows, len(hidden), head.vocabulary)
+    weights = _row_weights(row_weights, normalizer, checked.source, checked.head.dtype)
     if isinstance(teacher, TeacherTopK):
         if hard is not None:
             raise ValueError("hard: expected None with TeacherTopK; add linear_cross_entropy to its loss")
         options = {"transform": transform, "shards": shards, "tuning": tuning}
         return _top_k_loss(hidden, weight, teacher, kind, float(temperature), rows, weights, options)
-    named = [(teacher, 1.0)] if not isinstance(teacher, Sequence) else list(teacher)
-    opened = [(open_teacher(one, head, source, shards), float(factor)) for one, factor in named]
-    for tiles, _ in opened:
+    teachers = _open_teachers(teacher, kind, checked, shards)
+    problem = _problem(checked, teachers, kind, weights, hard, tuning)
+    one_thread = one_thread_each() if problem.cores > 1 else contextlib.nullcontext()
+    with torch.autocast(hidden.device.type, enabled=False), one_thread:
+        return DistillLoss(*loss_with_gradients(checked.tensors, _DistillLoss(problem)))
+
+
+def _open_teachers(
+    teacher: Teacher | Sequence[tuple[Teacher, float]],
+    kind: Divergence,
+    checked: CheckedCall,
+    shards: VocabShards | None,
+) -> list[tuple[HeadTiles | GivenTiles, float]]:
+    """The teachers' tiles and their weights."""
+    weighted = [(teacher, 1.0)] if not isinstance(teacher, Sequence) else list(teacher)
+    teachers = [
+        (open_teacher(one, checked.head, checked.source, shards), float(factor)) for one, factor in weighted
+    ]
+    for tiles, _ in teachers:
         if isinstance(tiles, GivenTiles) and tiles.is_probability and not kind.cross_entropy:
             raise ValueError('divergence: expected "cross_entropy" with SoftLabels')
-    group = None if shards is None else resolve_group(shards.group)
-    budget = None if tuning is None else tuning.budget
-    in_gradient = torch.is_grad_enabled() and tensors[1].requires_grad
-    logit_dtype = _logit_dtype(head, opened, source, tuning)
-    chunks = _chunks(head, source.num_rows, len(opened), logit_dtype, in_gradient, budget, group)
-    tiles, cores, kernels = _arranged(head, source, chunks, len(opened))
-    problem = Problem(
+    return teachers
+
+
+def _problem(
+    checked: CheckedCall,
+    teachers: list[tuple[HeadTiles | GivenTiles, float]],
+    kind: Divergence,
+    weights: Tensor,
+    hard: HardLabels | None,
+    tuning: Tuning,
+) -> Problem:
+    """The call as its passes take it, with the chunks and tiles chosen for it."""
+    head, source, group = checked.head, checked.source, checked.group
+    in_gradient = torch.is_grad_enabled() and checked.tensors[1].requires_grad
+    logit_dtype = _logit_dtype(head, teachers, source, tuning)
+    chunks = _chunks(head, source.num_rows, len(teachers), logit_dtype, in_gradient, tuning.budget, group)
+    tiles, cores, kernels = _arranged(head, source, chunks, len(teachers))
+    return Problem(
         head=head,
         source=source,
-        low=None if tensors[3] is None else RowSource(tensors[3].detach(), rows),
-        teachers=opened,
+        low=checked.low,
+        teachers=teachers,
         kind=kind,
         weights=weights,
-        targets=hard_targets,
+        targets=None if hard is None else checked.targets(hard.targets),
         hard_weight=0.0 if hard is None else hard.weight,
         chunks=chunks,
         tiles=tiles,
         cores=cores,
         kernels=kernels,
         group=group,
-        reduce_grad="none" if shards is None else shards.reduce_grad,
+        reduce_grad=checked.reduce_grad,
         logit_dtype=logit_dtype,
     )
-    one_thread = one_thread_each() if cores > 1 else contextlib.nullcontext()
-    with torch.autocast(hidden.device.type, enabled=False), one_thread:
-        return DistillLoss(*loss_with_gradients(tensors, _DistillLoss(problem)))
 
 
 @dataclass

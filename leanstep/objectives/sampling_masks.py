@@ -26,21 +26,14 @@ from torch.utils.checkpoint import checkpoint
 
 from leanstep.cpu import sparse_zeros
 from leanstep.logprob import Allowed, LMHead, ReferenceHead, Transform, Tuning, VocabShards, linear_logprobs
+from leanstep.logprob.checks import check_head_call, check_options, check_vocabulary, checked_allowed
 from leanstep.logprob.engine.lm_head import Head
 from leanstep.logprob.engine.softmax import EXPONENT_FLOOR, finite_shift, first_order_only
 from leanstep.logprob.engine.tiles import default_budget, even_slices
 from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, AllowedIds
-from leanstep.logprob.inputs import (
-    Entropy,
-    build_head,
-    check_entropy,
-    check_rows,
-    check_targets,
-    check_temperature,
-    checked_allowed,
-)
+from leanstep.logprob.inputs import Entropy
 from leanstep.logprob.layout import to_device
-from leanstep.logprob.parallel import reduce_hidden_grad, resolve_group
+from leanstep.logprob.parallel import reduce_hidden_grad
 from leanstep.objectives.distill_tiles import all_reduce_
 
 
@@ -106,29 +99,21 @@ def linear_masked_logprobs(
     Peak extra memory: two [m, D] blocks of gathered rows (budget), one [unique ids, D] sum; dW, or main_grad.
     Collectives: 2 forward, 1 backward with a group; 2 and 1 more if some rows have no set; else none.
     """
-    check_entropy(entropy)
-    if transform is not None and transform.label_smoothing:
-        raise ValueError(f"transform: expected label_smoothing 0 here, got {transform.label_smoothing}")
-    if shards is not None and shards.sequence_parallel:
-        raise ValueError("shards: expected sequence_parallel=False here, got True")
-    tuning = Tuning() if tuning is None else tuning
-    if tuning.invariant:
-        raise ValueError("tuning: expected invariant=False here, got True")
-    head, tensors = build_head(hidden, weight, transform, shards)
-    if tensors[3] is not None:
-        raise ValueError("weight: expected a head without LoRA here; merge it first")
-    if head.vocabulary is None:
-        raise ValueError("shards.total: expected the whole vocabulary's size with unequal shards, got None")
-    check_rows(rows, hidden.device)
-    head.temperature = check_temperature(temperature, rows, len(hidden), head.dtype)
+    tuning = check_options(transform, shards, tuning, entropy=entropy, only_budget=False)
     if not all(x is None or isinstance(x, Tensor) for x in kept):
         got = type(next(x for x in kept if x is not None and not isinstance(x, Tensor))).__name__
         raise ValueError(f"kept: expected Allowed(ids, offsets) of flat tensors, got one with a {got}")
     *sets, targets = _on_host([*kept, targets])
-    targets = check_targets(targets, rows, len(hidden), head.vocabulary)
-    allowed = checked_allowed(sets, len(targets), head.vocabulary, targets.device)
+    checked = check_head_call(
+        hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
+    )
+    head, tensors, group = checked.head, checked.tensors, checked.group
+    if checked.low is not None:
+        raise ValueError("weight: expected a head without LoRA here; merge it first")
+    vocabulary = check_vocabulary(head, "with unequal shards")
+    targets = checked.targets(targets)
+    allowed = checked_allowed(sets, len(targets), vocabulary, targets.device)
     assert allowed is not None
-    group = None if shards is None else resolve_group(shards.group)
     plan = _plan(allowed, targets, head, hidden.device)
     own = _reference(reference, head, hidden)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -141,7 +126,7 @@ def linear_masked_logprobs(
             path = MaskPath(0, 0, len(targets))
         else:
             call = _Call(
-                head, rows, plan, own, entropy, group, "none" if shards is None else shards.reduce_grad,
+                head, rows, plan, own, entropy, group, checked.reduce_grad,
                 _step(tuning.budget, hidden, head), tuning.main_grad,
             )  # fmt: skip
             found = _SparseMask.apply(*tensors[:3], call)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob import Transform, VocabShards
+from leanstep.logprob.checks import build_head, check_float, check_vocabulary, select_per_row
 from leanstep.logprob.engine.lm_head import Head, RowSource
-from leanstep.logprob.inputs import build_head, check_float, select_per_row
 from leanstep.objectives.divergences import log_one_minus_exp
 
 
@@ -123,14 +123,9 @@ class GivenTiles:
 
     def _soften(self, teacher: SoftLabels, student: Head) -> None:
         if teacher.label_smoothing:
-            if student.vocabulary is None:
-                raise ValueError(
-                    "shards.total: expected the whole vocabulary's size for label_smoothing, got None"
-                )
-            self.keep, self.added = (
-                1.0 - teacher.label_smoothing,
-                teacher.label_smoothing / student.vocabulary,
-            )
+            vocabulary = check_vocabulary(student, "for label_smoothing")
+            self.keep = 1.0 - teacher.label_smoothing
+            self.added = teacher.label_smoothing / vocabulary
         if teacher.class_weights is not None:
             start = student.shard.start
             self.factors = teacher.class_weights[start : start + student.columns].to(

@@ -50,7 +50,7 @@ def test_transformers_trainer_scores_the_prompt(watched) -> None:
     # and the last row of all predicts nothing: 32 dead rows either way.
     assert findings["dead-rows", "logits = self.lm_head(hidden_states)"] == 8 * 32
     assert watch.findings()[0].rule == "dead-rows"
-    assert "skip_ignored_rows" in watch.findings()[0].fix
+    assert "apply_leanstep(model)" in watch.findings()[0].fix
     assert {rule for rule, _ in findings} == {"dead-rows", "host-sync"}
     assert sum(count for (rule, _), count in findings.items() if rule == "host-sync") == 5
     assert all(f.callers for f in watch.findings())

@@ -167,11 +167,3 @@ def test_an_unknown_version_is_refused(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda package: "6.1.0")
     with pytest.raises(UnknownVersion, match=r"transformers: version 6.1.0"):
         apply_leanstep(causal_lm("llama"))
-
-
-def test_the_old_name_of_the_adapter_still_works():
-    from leanstep.integrations.transformers import skip_ignored_rows
-
-    with pytest.warns(DeprecationWarning, match="use apply_leanstep"):
-        model = skip_ignored_rows(causal_lm("llama"))
-    assert model.forward.__func__ is not type(model).forward

@@ -277,13 +277,3 @@ def test_an_unknown_trl_version_is_refused(tmp_path, monkeypatch):
 def test_something_else_than_a_grpo_trainer_is_refused():
     with pytest.raises(ValueError, match=r"expected TRL's GRPO, RLOO, .*, got object"):
         apply_leanstep(object())
-
-
-def test_the_old_name_of_the_adapter_still_works():
-    from leanstep.integrations.trl import apply
-
-    with (
-        pytest.warns(DeprecationWarning, match="use apply_leanstep"),
-        pytest.raises(ValueError, match="trainer"),
-    ):
-        apply(object())

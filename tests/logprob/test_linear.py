@@ -317,7 +317,7 @@ def test_per_row_values_are_selected_on_their_own_device():
     """Sequence parallelism hands over host rows; tokens and temperatures of full length lie on the GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from leanstep.logprob.inputs import check_targets, check_temperature
+    from leanstep.logprob.checks import check_targets, check_temperature
 
     with FakeTensorMode():
         # Made without values: a CUDA build of torch 2.8 would copy known ones to a GPU for real.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from leanstep.cpu import is_one
+from leanstep.logprob.checks import check_vocabulary
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, HeadSums, RowSource
 from leanstep.logprob.engine.softmax import (
     FinalStatistics,
@@ -82,9 +83,7 @@ def agreed_columns(head: Head, group: Any) -> int:
     """
     if group is None:
         return head.columns
-    if head.vocabulary is None:
-        raise ValueError("shards.total: expected the whole vocabulary's size with unequal shards, got None")
-    return -(-head.vocabulary // group.size())
+    return -(-check_vocabulary(head, "with unequal shards") // group.size())
 
 
 def arrange_chunks(

@@ -1,0 +1,334 @@
+"""Checks of the arguments that the public head functions share: done once, here, before any work.
+
+`check_options` refuses options that a function does not support, `check_head_call` checks the tensors and
+returns them as the engine takes them. An error names the argument, says what was expected and what came.
+Checks look at shapes, dtypes and devices; values are checked on the device itself, without a host sync.
+"""
+
+# T, N rows of the input · R selected rows (all without `rows`) · V vocabulary · K targets per row
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanstep.logprob.engine.lm_head import Head, RowSource
+from leanstep.logprob.engine.vocab_subset import AllowedIds
+from leanstep.logprob.inputs import ENTROPY_MODES, Transform, Tuning, VocabShards, unpack_head
+from leanstep.logprob.layout import to_device
+from leanstep.logprob.parallel import (
+    VocabShard,
+    gather_hidden_rows,
+    gather_weight,
+    resolve_group,
+    shard_rows,
+    vocab_shard,
+)
+
+# hidden, weight, bias, low_hidden, low_weight: what gradients may flow to, in the Functions' order.
+HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass
+class CheckedCall:
+    """The arguments of a head function after the checks.
+
+    Attributes:
+        head: the LM head with the temperature of the selected rows.
+        tensors: hidden, weight, bias and the LoRA branch, attached to the autograd graph.
+        rows: [R] rows of hidden to score, or None for all of them.
+        source, low: the selected rows of hidden and of the LoRA branch (None without one), detached.
+        group: the process group of the vocabulary shards, or None for one rank.
+        reduce_grad: how the hidden gradient is reduced over `group`.
+        given_rows, num_rows: `rows` and the number of rows as the caller counts them; they differ from those
+            of `tensors` where sequence parallelism has gathered the selected rows.
+    """
+
+    head: Head
+    tensors: HeadTensors
+    rows: Tensor | None
+    source: RowSource
+    low: RowSource | None
+    group: Any
+    reduce_grad: str
+    given_rows: Tensor | None
+    num_rows: int
+
+    def targets(self, targets: Tensor, dims: tuple[int, ...] = (1,)) -> Tensor:
+        """The targets of the selected rows, [R] or [R, K]."""
+        return check_targets(targets, self.given_rows, self.num_rows, self.head.vocabulary, dims)
+
+    def per_row(self, name: str, values: Tensor) -> Tensor:
+        """One value per selected row, from a tensor with one per selected row or one per row."""
+        return select_per_row(name, values, self.given_rows, self.num_rows)
+
+
+def check_options(
+    transform: Transform | None,
+    shards: VocabShards | None,
+    tuning: Tuning | None,
+    *,
+    entropy: str = "none",
+    only_budget: bool = True,
+) -> Tuning:
+    """Refuse what only `linear_logprobs` supports; returns the tuning, the default one for None.
+
+    only_budget: the function chooses its own tiles and returns the weight's gradient.
+    """
+    check_entropy(entropy)
+    if transform is not None and transform.label_smoothing:
+        raise ValueError(f"transform: expected label_smoothing 0 here, got {transform.label_smoothing}")
+    if shards is not None and shards.sequence_parallel:
+        raise ValueError("shards: expected sequence_parallel=False here, got True")
+    tuning = Tuning() if tuning is None else tuning
+    if only_budget and (tuning.tile or tuning.main_grad is not None or tuning.invariant):
+        raise ValueError("tuning: expected no tile, no main_grad and not invariant here, only a budget")
+    if tuning.invariant:
+        raise ValueError("tuning: expected invariant=False here, got True")
+    return tuning
+
+
+def check_head_call(
+    hidden: Tensor,
+    weight: Any,
+    *,
+    rows: Tensor | None,
+    temperature: float | Tensor,
+    transform: Transform | None,
+    shards: VocabShards | None,
+) -> CheckedCall:
+    """Check what describes a head and its rows. The caller has targets and other per-row tensors checked by
+    the result.
+
+    With sequence parallelism the selected rows are gathered over the ranks (1 collective).
+    """
+    check_float("hidden", hidden, 2)
+    group = None if shards is None else resolve_group(shards.group)
+    reduce_grad = "none" if shards is None else shards.reduce_grad
+    given_rows, num_rows = rows, hidden.shape[0]
+    if shards is not None and shards.sequence_parallel and group is not None:
+        num_rows = hidden.shape[0] * group.size()
+        host_rows = torch.arange(num_rows) if rows is None else rows
+        hidden = gather_hidden_rows(hidden, shard_rows(host_rows, num_rows, group, hidden.device), group)
+        rows, reduce_grad = None, "none"
+    else:
+        check_rows(rows, hidden.device)
+    head, tensors = build_head(hidden, weight, transform, shards)
+    head.temperature = check_temperature(temperature, given_rows, num_rows, head.dtype)
+    low_hidden = tensors[3]
+    return CheckedCall(
+        head=head,
+        tensors=tensors,
+        rows=rows,
+        source=RowSource(hidden.detach(), rows),
+        low=None if low_hidden is None else RowSource(low_hidden.detach(), rows),
+        group=group,
+        reduce_grad=reduce_grad,
+        given_rows=given_rows,
+        num_rows=num_rows,
+    )
+
+
+def build_head(
+    hidden: Tensor, weight: Any, transform: Transform | None, shards: VocabShards | None
+) -> tuple[Head, HeadTensors]:
+    """Check the arguments that describe a head; the caller sets its temperature.
+
+    LoRA becomes a second, thin product: low_hidden = scaling hidden @ down^T times up^T.
+    """
+    transform = Transform() if transform is None else transform
+    tensor, bias, lora = unpack_head(weight)
+    if is_dtensor(tensor):
+        tensor = gather_weight(tensor)
+    if bias is not None and is_dtensor(bias):
+        bias = gather_weight(bias)
+    check_float("hidden", hidden, 2)
+    check_float("weight", tensor, 2)
+    if tensor.shape[1] != hidden.shape[1]:
+        expected = f"[V, {hidden.shape[1]}] to match hidden"
+        raise ValueError(f"weight: expected {expected}, got {tuple(tensor.shape)}")
+    if tensor.device != hidden.device:
+        raise ValueError(f"weight: expected device {hidden.device} to match hidden, got {tensor.device}")
+    if bias is not None and bias.shape != tensor.shape[:1]:
+        raise ValueError(f"bias: expected [{tensor.shape[0]}], got {tuple(bias.shape)}")
+    low_hidden = low_weight = None
+    if lora is not None:
+        lora.check(tensor)
+        low_hidden = torch.nn.functional.linear(hidden, lora.down.to(hidden.dtype)) * lora.scaling
+        low_weight = lora.up
+    shard, vocabulary = local_columns(tensor.shape[0], shards)
+    head = Head(
+        weight=tensor.detach(),
+        bias=None if bias is None else bias.detach(),
+        low_weight=None if low_weight is None else low_weight.detach(),
+        scale=transform.scale,
+        softcap=transform.softcap,
+        temperature=1.0,
+        shard=shard,
+        vocabulary=vocabulary,
+        dtype=accumulation_dtype(hidden.dtype, tensor.dtype),
+        autocast=_autocast_dtype(hidden.device.type),
+    )
+    return head, (hidden, tensor, bias, low_hidden, low_weight)
+
+
+def local_columns(width: int, shards: VocabShards | None) -> tuple[VocabShard, int | None]:
+    """Which columns of the vocabulary `width` local ones are, and its real size where one rank knows it."""
+    if shards is None:
+        return VocabShard(0, width, width), width
+    return vocab_shard(width, shards.group, start=shards.start, total=shards.total)
+
+
+def check_vocabulary(head: Head, needed: str) -> int:
+    """The size of the whole vocabulary; `needed` says what needs it."""
+    if head.vocabulary is None:
+        raise ValueError(f"shards.total: expected the whole vocabulary's size {needed}, got None")
+    return head.vocabulary
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What products are made of under autocast, as in nn.Linear; None outside."""
+    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if enabled else None
+
+
+def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """fp64 when anything is fp64, else fp32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def check_entropy(entropy: str) -> None:
+    if entropy not in ENTROPY_MODES:
+        raise ValueError(f"entropy: expected one of {', '.join(ENTROPY_MODES)}, got {entropy!r}")
+
+
+def check_float(name: str, tensor: Tensor, dims: int) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dim() != dims:
+        got = _describe(tensor)
+        raise ValueError(f"{name}: expected a floating-point tensor with {dims} dimensions, got {got}")
+
+
+def check_rows(rows: Tensor | None, device: torch.device) -> None:
+    if rows is None:
+        return
+    if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
+        raise ValueError(f"rows: expected a one-dimensional int64 tensor, got {_describe(rows)}")
+    if rows.device != device:
+        raise ValueError(f"rows: expected device {device}, got {rows.device}")
+
+
+def select_per_row(name: str, values: Tensor, rows: Tensor | None, num_rows: int) -> Tensor:
+    """`values` for the selected rows: given for those already, or for all rows of the input."""
+    selected = num_rows if rows is None else rows.shape[0]
+    if values.shape[0] == selected:
+        return values
+    if rows is not None and values.shape[0] == num_rows:
+        # Sequence parallelism has its rows on the host.
+        return values.index_select(0, rows.to(values.device))
+    expected = f"{selected}" if rows is None else f"{selected} (selected rows) or {num_rows} (all rows)"
+    raise ValueError(f"{name}: expected length {expected}, got {values.shape[0]}")
+
+
+def check_targets(
+    targets: Tensor, rows: Tensor | None, num_rows: int, vocabulary: int | None, dims: tuple[int, ...] = (1,)
+) -> Tensor:
+    """Targets of the selected rows; ids outside the vocabulary are an error, on a GPU an asynchronous one."""
+    integers = isinstance(targets, Tensor) and targets.dtype in (torch.int64, torch.int32)
+    if not integers or targets.dim() not in dims:
+        wanted, got = " or ".join(map(str, dims)), _describe(targets)
+        raise ValueError(f"targets: expected an int64 tensor with {wanted} dimensions, got {got}")
+    targets = select_per_row("targets", targets.long(), rows, num_rows).contiguous()
+    if targets.numel() and vocabulary is not None:
+        check_range("targets", targets, vocabulary)
+    return targets
+
+
+def check_range(name: str, ids: Tensor, stop: int) -> None:
+    """Refuse ids outside [0, stop)."""
+    if not _is_fake(ids):
+        wrong = f"{name}: expected ids in [0, {stop})"
+        _assert_all((ids >= 0).logical_and_(ids < stop), wrong, ids)
+
+
+def _assert_all(condition: Tensor, wrong: str, values: Tensor) -> None:
+    """The device asserts, the host need not look; on a CPU at once, with the values in the message."""
+    try:
+        torch._assert_async(condition.all(), wrong)
+    except RuntimeError:
+        if values.device.type != "cpu":
+            raise
+        raise ValueError(f"{wrong}, got {values.min().item()} to {values.max().item()}") from None
+
+
+def check_temperature(
+    temperature: float | Tensor, rows: Tensor | None, num_rows: int, dtype: torch.dtype
+) -> float | Tensor:
+    """A positive float, or the positive temperatures of the selected rows in the accumulation dtype."""
+    if isinstance(temperature, Tensor):
+        if temperature.requires_grad:
+            raise ValueError("temperature: expected a constant, got a tensor that requires grad")
+        if temperature.dim() == 0:
+            temperature = temperature.expand(num_rows if rows is None else rows.shape[0])
+        if temperature.dim() != 1 or not temperature.is_floating_point():
+            expected, got = "a float or a one-dimensional float tensor", _describe(temperature)
+            raise ValueError(f"temperature: expected {expected}, got {got}")
+        temperature = select_per_row("temperature", temperature, rows, num_rows).to(dtype)
+        if temperature.numel() and not _is_fake(temperature):
+            _assert_all(temperature > 0, "temperature: expected values > 0", temperature)
+        return temperature
+    if not float(temperature) > 0:
+        raise ValueError(f"temperature: expected a value > 0, got {temperature}")
+    return float(temperature)
+
+
+def checked_allowed(
+    allowed: Any, num_rows: int, vocabulary: int | None, device: torch.device
+) -> AllowedIds | None:
+    """Validate an `Allowed`, or the same as a tuple. Reads the offsets on the host: one sync on a GPU."""
+    if allowed is None:
+        return None
+    if not isinstance(allowed, (tuple, list)) or len(allowed) not in (2, 3):
+        got = f"{len(allowed)} values" if isinstance(allowed, (tuple, list)) else type(allowed).__name__
+        raise ValueError(f"allowed: expected (ids, offsets) or (ids, offsets, has_set), got {got}")
+    ids, offsets = allowed[0], allowed[1]
+    for name, value in (("ids", ids), ("offsets", offsets)):
+        if value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
+            got = f"{value.dtype} {tuple(value.shape)}"
+            raise ValueError(f"allowed: expected one-dimensional int {name}, got {got}")
+    if offsets.shape[0] != num_rows + 1:
+        expected = f"{num_rows + 1} offsets for {num_rows} rows"
+        raise ValueError(f"allowed: expected {expected}, got {offsets.shape[0]}")
+    starts = offsets.tolist()
+    rising = all(a <= b for a, b in pairwise(starts))
+    if not rising or starts[0] != 0 or starts[-1] != ids.shape[0]:
+        got = f"{starts[0]} to {starts[-1]}" + ("" if rising else ", not rising")
+        raise ValueError(f"allowed: expected offsets that rise from 0 to {ids.shape[0]}, got {got}")
+    has_set = allowed[2] if len(allowed) == 3 else None
+    everywhere = has_set is None
+    if has_set is None:
+        has_set = torch.ones(num_rows, dtype=torch.bool, device=device)
+    if has_set.dtype != torch.bool or has_set.shape != (num_rows,):
+        got = f"{has_set.dtype} {tuple(has_set.shape)}"
+        raise ValueError(f"allowed: expected has_set bool [{num_rows}], got {got}")
+    ids = to_device(ids, device).long()
+    if ids.numel() and vocabulary is not None:
+        check_range("allowed ids", ids, vocabulary)
+    lengths = to_device(offsets, device).long().diff()
+    row_of = torch.repeat_interleave(lengths, output_size=ids.shape[0])
+    return AllowedIds(ids, row_of, starts, to_device(has_set, device), everywhere)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    return type(tensor).__name__ == "DTensor" and hasattr(tensor, "placements")
+
+
+def _describe(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return tensor.is_meta or type(tensor).__name__ == "FakeTensor"
