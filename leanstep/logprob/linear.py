@@ -19,13 +19,13 @@ from leanstep.logprob.checks import check_entropy, check_head_call, check_vocabu
 from leanstep.logprob.engine.frozen import frozen_forward
 from leanstep.logprob.engine.invariant import arrange_blocks
 from leanstep.logprob.engine.kl_topk import divergences
-from leanstep.logprob.engine.lm_head import Head, RowSource
+from leanstep.logprob.engine.lm_head import Head, RowSource, main_grad_mark
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import FinalStatistics, RowGradients, first_order_only
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.tiles import CPU_MAX_ROWS, LogitsInGradient, SavedLogits, arrange, on_gpu
 from leanstep.logprob.engine.torch_ops import REMEMBERED, traced_linear
-from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, sparse_logprobs
+from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, AllowedIds, SparseCall, sparse_logprobs
 from leanstep.logprob.inputs import (
     Allowed,
     Entropy,
@@ -82,7 +82,9 @@ def linear_logprobs(
         transform: `Transform(scale, softcap, label_smoothing)`.
         outputs: any of "lse", "z_loss" (lse squared), "argmax", ("top_k", k), "kl", "reverse_kl".
         reference: `ReferenceHead(weight, hidden, bias)`, the constant head of the exact KL.
-        allowed: `Allowed(ids, offsets, has_set)`: log-probs over these ids and the target only.
+        allowed: `Allowed(ids, offsets, has_set)`: log-prob and entropy of the softmax over these ids and the
+            target only, as in `linear_masked_logprobs`; `Allowed(..., whole_entropy=True)`: the entropy stays
+            that of the whole vocabulary.
         shards: `VocabShards(group, start, total, ...)`, where each rank holds some columns.
         tuning: `Tuning(budget, tile, save_logits, main_grad, round_logits, invariant)`.
 
@@ -119,11 +121,10 @@ def linear_logprobs(
     if tuning.invariant:
         _check_invariant(wants, allowed, low_hidden, shards)
     with torch.autocast(hidden.device.type, enabled=False):
-        if ids is not None and ids.everywhere and low_hidden is None and group is None and entropy == "none":
-            if ids.mean_size < SPARSE_FRACTION * head.columns:
-                return LogProbs(
-                    sparse_logprobs(hidden, tensor, bias, rows, head, targets, ids, tuning.budget)
-                )
+        if ids is not None and low_hidden is None and group is None and _is_sparse(ids, head, entropy):
+            pairs = ids.sorted_pairs(targets, head.columns)
+            sparse = SparseCall(head, rows, pairs, entropy, budget=tuning.budget, main_grad=tuning.main_grad)
+            return LogProbs(*sparse_logprobs(hidden, tensor, bias, sparse)[:2])
         num_rows, columns = source.num_rows, head.columns
         needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         save_where, save_bytes = tuning.save_logits  # type: ignore[misc]
@@ -281,10 +282,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 call = replace(call, source=sums.hold_rows(call.source))
             backward_tiles(call, final, allowed_final, gradients, sums, saved, divergences=saved_kl)
             grads = sums.result()
-        if call.main_grad is not None and hasattr(weight, "grad_added_to_main_grad"):
-            # Megatron's reducers wait for a gradient to arrive; this mark tells them not to read it.
-            weight.grad_added_to_main_grad = True
-            grads = grads._replace(weight=torch.empty_like(weight))
+        if call.main_grad is not None:
+            grads = grads._replace(weight=main_grad_mark(weight))
         return *grads, None
 
 
@@ -329,6 +328,12 @@ class _FrozenLinearLogProbs(torch.autograd.Function):
             else:
                 out.index_add_(0, rows[part], grad)
         return out, None, None, None, None, None
+
+
+def _is_sparse(allowed: AllowedIds, head: Head, entropy: str) -> bool:
+    """Whether the allowed rows of the weight are all that is needed, and few."""
+    short = allowed.everywhere and allowed.mean_size < SPARSE_FRACTION * head.columns
+    return short and (entropy == "none" or not allowed.whole_entropy)
 
 
 def _bytes_per_logit(head: Head, *, simple: bool, bias_gradient: bool, rounded: bool) -> int:

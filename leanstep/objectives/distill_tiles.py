@@ -35,6 +35,7 @@ from leanstep.logprob.engine.softmax import (
     tile_ids,
 )
 from leanstep.logprob.engine.tiles import Scratch, TileMemory, Tiles, column_parts
+from leanstep.logprob.parallel import all_reduce_
 from leanstep.objectives.divergences import Divergence, log_probs_, tile_terms_
 from leanstep.objectives.teachers import GivenTiles, HeadTiles
 
@@ -343,9 +344,3 @@ class ChunkPasses:
                 sums[number].add(du, self.h, self.low_h, head.weight_tile(columns), self.part, columns)
 
         problem.run_parts(walk)
-
-
-def all_reduce_(values: Tensor, group: Any, op: Any) -> None:
-    """Combine over ranks in place; nothing to do without a group."""
-    if group is not None:
-        dist.all_reduce(values, op, group=group)
