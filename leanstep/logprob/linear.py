@@ -1,7 +1,8 @@
 """Log-probs and entropy straight from hidden states: the [T, V] logits never exist.
 
-Rows are selected before the projection, and logits live one tile at a time. Those that find room in the
-memory of the weight's gradient wait there for the backward, which recomputes the others.
+Rows are selected before the projection, and one tile of logits exists at a time. Tiles that fit the memory of
+the weight's gradient are saved there for the backward, which recomputes the others. A call is checked
+(`_check_problem`), then tiles are chosen (`_choose_tiles`), then the loops of engine/tile_loop.py run.
 """
 
 # T rows · T' selected rows · D model · V local vocabulary · K targets per row
@@ -9,22 +10,49 @@ memory of the weight's gradient wait there for the backward, which recomputes th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from leanstep.logprob.checks import check_entropy, check_head_call, check_vocabulary, checked_allowed
-from leanstep.logprob.engine.frozen import frozen_forward
-from leanstep.logprob.engine.invariant import arrange_blocks
-from leanstep.logprob.engine.kl_topk import divergences
+from leanstep.logprob.checks import (
+    CheckedCall,
+    accumulation_dtype,
+    check_entropy,
+    check_head_call,
+    check_vocabulary,
+    checked_allowed,
+)
+from leanstep.logprob.engine.frozen import FrozenLinearLogProbs
+from leanstep.logprob.engine.invariant import RowBlocks, arrange_blocks
+from leanstep.logprob.engine.kl_topk import TopK, divergences
 from leanstep.logprob.engine.lm_head import Head, RowSource, main_grad_mark
 from leanstep.logprob.engine.passes import kernels_for
-from leanstep.logprob.engine.softmax import FinalStatistics, RowGradients, first_order_only
+from leanstep.logprob.engine.softmax import FinalStatistics, RowGradients, RowStatistics, first_order_only
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
-from leanstep.logprob.engine.tiles import CPU_MAX_ROWS, LogitsInGradient, SavedLogits, arrange, on_gpu
-from leanstep.logprob.engine.torch_ops import REMEMBERED, traced_linear
+from leanstep.logprob.engine.tiles import (
+    CPU_MAX_ROWS,
+    Arrangement,
+    LogitsInGradient,
+    SavedLogits,
+    Tiles,
+    arrange,
+    on_gpu,
+)
+from leanstep.logprob.engine.torch_ops import (
+    NUM_STATISTICS,
+    fake_gradients,
+    flat_head,
+    gradients_of,
+    head_of,
+    leaves_of,
+    or_empty,
+    packed_statistics,
+    recording,
+    under_autocast,
+    unpacked_statistics,
+)
 from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, AllowedIds, SparseCall, sparse_logprobs
 from leanstep.logprob.inputs import (
     Allowed,
@@ -35,12 +63,15 @@ from leanstep.logprob.inputs import (
     Tuning,
     VocabShards,
 )
-from leanstep.logprob.parallel import combine_statistics, reduce_hidden_grad
+from leanstep.logprob.parallel import combine_statistics
 
 # Row chunks as tall as the gradient's memory allows, so that few rows are recomputed; but chunks too small
 # for efficient GEMMs, or tiles far beyond a cache, would cost more than recomputing.
 FEWEST_SAVED_ROWS = 256
 MOST_SAVED_ROWS = 4096
+
+# What a forward loop finds out: statistics of the rows, and their largest logits where asked for.
+Known = tuple[RowStatistics, TopK | None]
 
 OUTPUTS = ("lse", "z_loss", "argmax", "top_k", "kl", "reverse_kl")
 
@@ -99,117 +130,242 @@ def linear_logprobs(
     Collectives: 2 forward, 1 backward with a group; else none.
     Use something else when: V < 1,000 and all rows count; the plain version is as fast.
     """
-    check_entropy(entropy)
-    wants, top_k = _checked_outputs(outputs)
+    request = _requested(entropy, outputs)
     tuning = Tuning() if tuning is None else tuning
     if torch.compiler.is_compiling() and tuning.main_grad is None and not tuning.invariant:
         if reference is None and allowed is None and shards is None:
-            asked = (entropy, wants, top_k)
-            return traced_linear(hidden, weight, targets, rows, temperature, transform, asked, tuning)
-    smoothing = 0.0 if transform is None else transform.label_smoothing
+            return _traced(hidden, weight, targets, rows, temperature, transform, request, tuning)
     checked = check_head_call(
         hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
     )
-    head, tensors, source, group = checked.head, checked.tensors, checked.source, checked.group
-    hidden, rows, targets = tensors[0], checked.rows, checked.targets(targets, (1, 2))
+    problem = _check_problem(checked, targets, request, transform, reference, allowed, shards, tuning)
+    return _scored(problem)
+
+
+class _Request(NamedTuple):
+    """What a call wants to know about its rows: the entropy's mode, the outputs' names, k of top_k."""
+
+    entropy: Entropy
+    names: set[str]
+    top_k: int
+
+
+def _requested(entropy: Entropy, outputs: Sequence[str | tuple[str, int]]) -> _Request:
+    check_entropy(entropy)
+    names, top_k = set(), 0
+    for output in [outputs] if isinstance(outputs, str) else outputs:
+        name, k = (output, 0) if isinstance(output, str) else output
+        if name not in OUTPUTS or (name == "top_k") != (k > 0):
+            expected = "lse, z_loss, argmax, kl, reverse_kl or ('top_k', k > 0)"
+            raise ValueError(f"outputs: expected {expected}, got {output!r}")
+        names.add(name)
+        top_k = max(top_k, k)
+    return _Request(entropy, names, top_k)
+
+
+@dataclass
+class _Problem:
+    """A call whose arguments are checked: what to compute, and not yet how."""
+
+    checked: CheckedCall
+    targets: Tensor
+    request: _Request
+    smoothing: float
+    allowed: AllowedIds | None
+    reference: tuple[Head, RowSource] | None
+    tuning: Tuning
+    # Where an earlier forward loop on the same tensors has run already.
+    known: Known | None = None
+
+    def __post_init__(self) -> None:
+        self.needs_grad = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in self.checked.tensors
+        )
+
+    @property
+    def saves_in_gradient(self) -> bool:
+        """Whether the memory of the weight's gradient may hold logits."""
+        saves = self.tuning.save_logits[0] == "grad"  # type: ignore[index]
+        trained = self.needs_grad and self.checked.tensors[1].requires_grad
+        return saves and trained and self.tuning.main_grad is None
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether a row has one target, and its log-prob is not smoothed."""
+        return not self.smoothing and self.targets.dim() == 1
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether reading the allowed rows of the weight alone gives all that is asked for, at less cost."""
+        ids = self.allowed
+        if ids is None or not ids.everywhere or (ids.whole_entropy and self.request.entropy != "none"):
+            return False
+        if self.checked.low is not None or self.checked.group is not None:
+            return False
+        return ids.mean_size < SPARSE_FRACTION * self.checked.head.columns
+
+    @property
+    def forms_jacobians(self) -> bool:
+        """Whether the head is frozen, and the rows' Jacobians are formed in the forward loop."""
+        hidden, weight, bias = self.checked.tensors[:3]
+        if not self.needs_grad or not hidden.requires_grad:
+            return False
+        if self.tuning.invariant or self.known is not None:
+            return False
+        if weight.requires_grad or (bias is not None and bias.requires_grad) or self.checked.low is not None:
+            return False
+        if self.allowed is not None or self.reference is not None or not self.is_simple:
+            return False
+        if not on_gpu(hidden.device):
+            return True
+        # With an entropy gradient the Jacobians take 3 GEMMs as well, and more passes.
+        return self.request.entropy != "grad" and not self.request.names and self.checked.group is None
+
+
+def _check_problem(
+    checked: CheckedCall,
+    targets: Tensor,
+    request: _Request,
+    transform: Transform | None,
+    reference: ReferenceHead | None,
+    allowed: Any,
+    shards: VocabShards | None,
+    tuning: Tuning,
+) -> _Problem:
+    """Check what only `linear_logprobs` takes."""
+    head, smoothing = checked.head, 0.0 if transform is None else transform.label_smoothing
     if smoothing:
         check_vocabulary(head, "for label_smoothing")
-    ids = checked_allowed(allowed, targets.shape[0], head.vocabulary, hidden.device)
-    if ids is not None and (wants or smoothing or targets.dim() == 2):
+    targets = checked.targets(targets, (1, 2))
+    ids = checked_allowed(allowed, targets.shape[0], head.vocabulary, checked.source.hidden.device)
+    if ids is not None and (request.names or smoothing or targets.dim() == 2):
         raise ValueError("allowed: expected no outputs, label_smoothing or several targets per row beside it")
-    tensor, bias, low_hidden = tensors[1:4]
     if tuning.invariant:
-        _check_invariant(wants, allowed, low_hidden, shards)
-    with torch.autocast(hidden.device.type, enabled=False):
-        if ids is not None and low_hidden is None and group is None and _is_sparse(ids, head, entropy):
-            pairs = ids.sorted_pairs(targets, head.columns)
-            sparse = SparseCall(head, rows, pairs, entropy, budget=tuning.budget, main_grad=tuning.main_grad)
-            return LogProbs(*sparse_logprobs(hidden, tensor, bias, sparse)[:2])
-        num_rows, columns = source.num_rows, head.columns
-        needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        save_where, save_bytes = tuning.save_logits  # type: ignore[misc]
-        in_gradient = needs_grad and save_where == "grad" and tensor.requires_grad
-        in_gradient = in_gradient and tuning.main_grad is None
-        reference_head = _reference_head(wants, head, hidden, reference, rows)
-        trained = any(t is not None and t.requires_grad for t in (tensor, bias))
-        many_passes = bool(top_k or "argmax" in wants) or ids is not None or reference_head is not None
-        frozen = torch.is_grad_enabled() and hidden.requires_grad and not trained
-        frozen = frozen and low_hidden is None and ids is None and reference_head is None
-        frozen = frozen and not smoothing and targets.dim() == 1 and REMEMBERED.get() is None
-        if on_gpu(hidden.device):
-            # With an entropy gradient the Jacobians take 3 GEMMs as well, and more passes.
-            frozen = frozen and entropy != "grad" and not wants and group is None
-        bias_gradient = needs_grad and bias is not None and bias.requires_grad
-        simple = not smoothing and targets.dim() == 1
-        element_bytes = _bytes_per_logit(
-            head, simple=simple, bias_gradient=bias_gradient, rounded=tuning.round_logits
-        )
-        sizes = {
-            "budget": tuning.budget,
-            "tile": tuning.tile,
-            "max_rows": _tallest_tile(head, in_gradient),
-        }
-        blocks = None
-        if tuning.invariant:
-            frozen, ranks = False, 1 if group is None else group.size()
-            blocks, arrangement = arrange_blocks(head, hidden, num_rows, ranks=ranks, **sizes)
-            places = blocks.places(hidden.device)
-            source = RowSource(source.hidden, places if rows is None else rows[places])
-            targets = targets[places]
-            if isinstance(head.temperature, Tensor):
-                head.temperature = head.temperature[places]
-        else:
-            arrangement = arrange(
-                num_rows,
-                columns,
-                hidden.shape[1],
-                hidden.device,
-                kernels_for(hidden, head.dtype, num_rows * columns),
-                cores=0 if many_passes or frozen else None if num_rows <= columns else 1,
-                element_bytes=element_bytes,
-                trained=needs_grad and tensor.requires_grad,
-                **sizes,
-            )
-        tiles, cores, kernels = arrangement
-        call = Call(
-            head=head,
-            source=source,
-            low=checked.low,
-            targets=targets,
-            tiles=tiles,
-            cores=cores,
-            kernels=kernels,
-            entropy=entropy,
-            lse=bool({"lse", "z_loss"} & wants),
-            allowed=ids,
-            smoothing=smoothing,
-            top_k=max(top_k, int("argmax" in wants)),
-            reference=reference_head,
-            kl="kl" in wants,
-            reverse_kl="reverse_kl" in wants,
-            group=group,
-            reduce_grad=checked.reduce_grad,
-            main_grad=tuning.main_grad,
-            in_gradient=in_gradient,
-            save_bytes=save_bytes if needs_grad else 0,  # type: ignore[arg-type]
-            round_logits=tuning.round_logits,
-            blocks=blocks,
-        )
-        function = _FrozenLinearLogProbs if frozen else _LinearLogProbs
-        with call.one_thread():
-            found: Any = function.apply(*tensors, call)
-        if blocks is not None:
-            found = [None if values is None else blocks.picked(values) for values in found]
-        logp, entropy_values, lse, kl, reverse_kl, values, best = found
+        _check_invariant(request.names, allowed, checked.low, shards)
+    reference_head = _reference_head(request.names, checked, reference)
+    return _Problem(checked, targets, request, smoothing, ids, reference_head, tuning)
+
+
+def _scored(problem: _Problem) -> LogProbs:
+    """Choose how to compute, then compute."""
+    with torch.autocast(problem.checked.source.hidden.device.type, enabled=False):
+        if problem.is_sparse:
+            return _run_sparse(problem)
+        call = _choose_blocks(problem) if problem.tuning.invariant else _choose_tiles(problem)
+        logp, entropy, lse, kl, reverse_kl, values, best = _run(problem, call)
+    names = problem.request.names
     return LogProbs(
         logp=logp,
-        entropy=entropy_values,
-        lse=lse if "lse" in wants else None,
-        z_loss=lse.square() if "z_loss" in wants else None,
-        argmax=best[:, 0] if "argmax" in wants else None,
-        top_k=(values, best) if "top_k" in wants else None,
+        entropy=entropy,
+        lse=lse if "lse" in names else None,
+        z_loss=lse.square() if "z_loss" in names else None,
+        argmax=best[:, 0] if "argmax" in names else None,
+        top_k=(values, best) if "top_k" in names else None,
         kl=kl,
         reverse_kl=reverse_kl,
+    )
+
+
+def _run_sparse(problem: _Problem) -> LogProbs:
+    checked, allowed, tuning = problem.checked, problem.allowed, problem.tuning
+    assert allowed is not None
+    call = SparseCall(
+        checked.head,
+        checked.rows,
+        allowed.sorted_pairs(problem.targets, checked.head.columns),
+        problem.request.entropy,
+        budget=tuning.budget,
+        main_grad=tuning.main_grad,
+    )
+    hidden, weight, bias = checked.tensors[:3]
+    logp, entropy, _ = sparse_logprobs(hidden, weight, bias, call)
+    return LogProbs(logp, entropy)
+
+
+def _run(problem: _Problem, call: Call) -> Any:
+    """logp, entropy, lse, kl, reverse_kl, top-k values and ids, each None where nobody asks for it."""
+    tensors = problem.checked.tensors
+    with call.one_thread():
+        if problem.forms_jacobians:
+            return FrozenLinearLogProbs.apply(*tensors, call)
+        results: Any = _LinearLogProbs.apply(*tensors, call, problem.known)
+    if call.blocks is None:
+        return results
+    return [None if values is None else call.blocks.picked(values) for values in results]
+
+
+def _choose_tiles(problem: _Problem) -> Call:
+    """The tiles, cores and passes that suit the shapes, and what is asked for beside log-probs."""
+    checked, tuning, request = problem.checked, problem.tuning, problem.request
+    head, (hidden, weight, bias) = checked.head, checked.tensors[:3]
+    num_rows, columns = checked.source.num_rows, head.columns
+    many_passes = bool(request.top_k or "argmax" in request.names) or problem.forms_jacobians
+    many_passes = many_passes or problem.allowed is not None or problem.reference is not None
+    bias_gradient = problem.needs_grad and bias is not None and bias.requires_grad
+    arrangement = arrange(
+        num_rows,
+        columns,
+        hidden.shape[1],
+        hidden.device,
+        kernels_for(hidden, head.dtype, num_rows * columns),
+        budget=tuning.budget,
+        tile=tuning.tile,
+        max_rows=_tallest_tile(head, problem.saves_in_gradient),
+        cores=0 if many_passes else None if num_rows <= columns else 1,
+        element_bytes=_bytes_per_logit(
+            head, simple=problem.is_simple, bias_gradient=bias_gradient, rounded=tuning.round_logits
+        ),
+        trained=problem.needs_grad and weight.requires_grad,
+    )
+    return _call(problem, arrangement)
+
+
+def _choose_blocks(problem: _Problem) -> Call:
+    """Blocks of rows and tiles for `tuning.invariant`: a row's bits do not depend on the other rows."""
+    checked, tuning = problem.checked, problem.tuning
+    head, source, group = checked.head, checked.source, checked.group
+    blocks, arrangement = arrange_blocks(
+        head,
+        source.hidden,
+        source.num_rows,
+        ranks=1 if group is None else group.size(),
+        budget=tuning.budget,
+        tile=tuning.tile,
+        max_rows=_tallest_tile(head, problem.saves_in_gradient),
+    )
+    places = blocks.places(source.hidden.device)
+    if isinstance(head.temperature, Tensor):
+        head.temperature = head.temperature[places]
+    blocked = RowSource(source.hidden, places if source.rows is None else source.rows[places])
+    problem = replace(problem, checked=replace(checked, source=blocked), targets=problem.targets[places])
+    return _call(problem, arrangement, blocks)
+
+
+def _call(problem: _Problem, arrangement: Arrangement, blocks: RowBlocks | None = None) -> Call:
+    checked, tuning, (entropy, names, top_k) = problem.checked, problem.tuning, problem.request
+    return Call(
+        head=checked.head,
+        source=checked.source,
+        low=checked.low,
+        targets=problem.targets,
+        tiles=arrangement.tiles,
+        cores=arrangement.cores,
+        kernels=arrangement.kernels,
+        entropy=entropy,
+        lse=bool({"lse", "z_loss"} & names),
+        allowed=problem.allowed,
+        smoothing=problem.smoothing,
+        top_k=max(top_k, int("argmax" in names)),
+        reference=problem.reference,
+        kl="kl" in names,
+        reverse_kl="reverse_kl" in names,
+        group=checked.group,
+        reduce_grad=checked.reduce_grad,
+        main_grad=tuning.main_grad,
+        in_gradient=problem.saves_in_gradient,
+        save_bytes=tuning.save_logits[1] if problem.needs_grad else 0,  # type: ignore[arg-type, index]
+        round_logits=tuning.round_logits,
+        blocks=blocks,
     )
 
 
@@ -217,14 +373,12 @@ class _LinearLogProbs(torch.autograd.Function):
     """Forward: statistics tile by tile. Backward: the same tiles again, turned into gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: Call):  # type: ignore[override, no-untyped-def]
+    def forward(  # type: ignore[override]
+        ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: Call, known: Known | None
+    ):  # type: ignore[no-untyped-def]
         ctx.set_materialize_grads(False)
-        saved, memory, best = _saved_logits(call), REMEMBERED.get(), None
-        stats = None if memory is None else memory.statistics()
-        if stats is None:
-            stats, best = forward_tiles(call, saved)
-            if memory is not None:
-                memory.keep(stats)
+        saved = _saved_logits(call)
+        stats, best = forward_tiles(call, saved) if known is None else known
         if call.group is not None and call.blocks is None:
             stats = combine_statistics(stats, call.group)
             best = None if best is None else best.over_ranks(call.group)
@@ -284,56 +438,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grads = sums.result()
         if call.main_grad is not None:
             grads = grads._replace(weight=main_grad_mark(weight))
-        return *grads, None
-
-
-class _FrozenLinearLogProbs(torch.autograd.Function):
-    """Neither weight nor bias needs a gradient: the rows' Jacobians are formed in the forward loop."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: Call):  # type: ignore[override, no-untyped-def]
-        ctx.set_materialize_grads(False)
-        stats, best, jacobians = frozen_forward(call, call.entropy == "grad", call.lse)
-        best = None if best is None else best.over_ranks(call.group)
-        final = stats.final()
-        ctx.save_for_backward(call.source.rows, *jacobians)
-        ctx.call, ctx.hidden_shape = call, hidden.shape
-        values, ids = (None, None) if best is None else (best.values, best.ids)
-        metric = final.entropy if call.entropy == "metric" else None
-        ctx.mark_non_differentiable(*(t for t in (values, ids, metric) if t is not None))
-        lse = final.log_sum_exp() if call.lse else None
-        return final.log_prob(stats.target), final.entropy, lse, None, None, values, ids
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, g_logp, g_entropy, g_lse, *_unused):  # type: ignore[no-untyped-def]
-        rows, *jacobians = ctx.saved_tensors
-        call: Call = ctx.call
-        dtype, num_rows = call.head.dtype, call.num_rows
-        flowing = [
-            (g.to(dtype).unsqueeze(-1), jacobian)
-            for g, jacobian in zip((g_logp, g_entropy, g_lse), jacobians, strict=True)
-            if g is not None and jacobian is not None
-        ]
-        out = jacobians[0].new_zeros(ctx.hidden_shape)
-        # Ranks add their shares before anything is rounded; alone, a chunk of rows at a time is enough.
-        parts = call.row_slices if call.group is None else [slice(0, num_rows)]
-        for part in parts:
-            grad = jacobians[0].new_zeros(jacobians[0][part].shape, dtype=dtype)
-            for g, jacobian in flowing:
-                grad.addcmul_(jacobian[part].to(dtype), g[part])
-            grad = reduce_hidden_grad(grad, call.group, call.reduce_grad).to(out.dtype)
-            if rows is None:
-                out[part] = grad
-            else:
-                out.index_add_(0, rows[part], grad)
-        return out, None, None, None, None, None
-
-
-def _is_sparse(allowed: AllowedIds, head: Head, entropy: str) -> bool:
-    """Whether the allowed rows of the weight are all that is needed, and few."""
-    short = allowed.everywhere and allowed.mean_size < SPARSE_FRACTION * head.columns
-    return short and (entropy == "none" or not allowed.whole_entropy)
+        return *grads, None, None
 
 
 def _bytes_per_logit(head: Head, *, simple: bool, bias_gradient: bool, rounded: bool) -> int:
@@ -362,7 +467,9 @@ def _saved_logits(call: Call) -> SavedLogits:
     return SavedLogits(weight, dtype, early, call.save_bytes)
 
 
-def _check_invariant(wants: set[str], allowed: Any, low_hidden: Any, shards: VocabShards | None) -> None:
+def _check_invariant(
+    wants: set[str], allowed: Any, low: RowSource | None, shards: VocabShards | None
+) -> None:
     """Refuse what makes no promise about bits."""
     if torch.compiler.is_compiling():
         raise ValueError("tuning.invariant: expected a call outside of torch.compile")
@@ -370,30 +477,19 @@ def _check_invariant(wants: set[str], allowed: Any, low_hidden: Any, shards: Voc
         raise ValueError(f"outputs: expected lse or z_loss with tuning.invariant, got {sorted(wants)}")
     if allowed is not None:
         raise ValueError("allowed: expected None with tuning.invariant")
-    if low_hidden is not None:
+    if low is not None:
         raise ValueError("weight: expected a head without LoRA with tuning.invariant; merge it first")
     if shards is not None and shards.group is not None and shards.start is not None:
         raise ValueError("shards.start: expected None (equal shards) with tuning.invariant")
 
 
-def _checked_outputs(outputs: Sequence[str | tuple[str, int]]) -> tuple[set[str], int]:
-    """The names asked for, and k of ("top_k", k)."""
-    names, top_k = set(), 0
-    for output in [outputs] if isinstance(outputs, str) else outputs:
-        name, k = (output, 0) if isinstance(output, str) else output
-        if name not in OUTPUTS or (name == "top_k") != (k > 0):
-            expected = "lse, z_loss, argmax, kl, reverse_kl or ('top_k', k > 0)"
-            raise ValueError(f"outputs: expected {expected}, got {output!r}")
-        names.add(name)
-        top_k = max(top_k, k)
-    return names, top_k
-
-
 def _reference_head(
-    wants: set[str], head: Head, hidden: Tensor, reference: ReferenceHead | None, rows: Tensor | None
+    wants: set[str], checked: CheckedCall, reference: ReferenceHead | None
 ) -> tuple[Head, RowSource] | None:
+    """The constant head of a KL and its hidden rows."""
     if not {"kl", "reverse_kl"} & wants:
         return None
+    head, hidden = checked.head, checked.tensors[0]
     if reference is None or (reference.weight is None and reference.hidden is None):
         raise ValueError("reference: expected a ReferenceHead with weight or hidden for a KL, got neither")
     # The head itself, without its adapter, is the usual reference of a LoRA run.
@@ -407,6 +503,137 @@ def _reference_head(
     if ref_hidden.shape[0] != hidden.shape[0]:
         raise ValueError(f"reference.hidden: expected {hidden.shape[0]} rows, got {ref_hidden.shape[0]}")
     bias = None if bias is None else bias.detach()
-    return replace(head, weight=weight.detach(), bias=bias, low_weight=None), RowSource(
-        ref_hidden.detach(), rows
+    constant = replace(head, weight=weight.detach(), bias=bias, low_weight=None)
+    return constant, RowSource(ref_hidden.detach(), checked.rows)
+
+
+# The function as a torch.library op. numbers: temperature, LoRA's scaling, scale, softcap, smoothing; counts:
+# lse, top_k, budget, rows and columns of a tile, round_logits.
+
+
+def _op_problem(
+    tensors: Sequence[Any], targets: Tensor, rows: Any, temperatures: Any, numbers: Sequence[float],
+    counts: Sequence[int], entropy: Any, autocast: torch.dtype | None,
+) -> _Problem:  # fmt: skip
+    """The problem that an op's arguments describe."""
+    hidden, weight, bias, down, up = tensors
+    lse, top_k, budget, tile_rows, tile_columns, rounds = counts
+    names = {name for name, wanted in (("lse", lse), ("top_k", top_k)) if wanted}
+    transform = Transform(numbers[2], numbers[3] or None, numbers[4])
+    tile = (tile_rows or None, tile_columns or None) if tile_rows or tile_columns else None
+    tuning = Tuning(budget or None, tile, "none", round_logits=bool(rounds))
+    with under_autocast(autocast, hidden):
+        checked = check_head_call(
+            hidden,
+            head_of(weight, bias, down, up, numbers[1]),
+            rows=rows,
+            temperature=numbers[0] if temperatures is None else temperatures,
+            transform=transform,
+            shards=None,
+        )
+    request = _Request(entropy, names, top_k)
+    return _check_problem(checked, targets, request, transform, None, None, None, tuning)
+
+
+def _statistics(problem: _Problem) -> Known:
+    """Only the forward loop."""
+    with torch.autocast(problem.checked.source.hidden.device.type, enabled=False):
+        call = _choose_tiles(problem)
+        with call.one_thread():
+            return forward_tiles(call, _saved_logits(call))
+
+
+@torch.library.custom_op("leanstep::linear_logprobs", mutates_args=())
+def _linear_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
+    targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, numbers: list[float],
+    counts: list[int], entropy: str, autocast: torch.dtype | None,
+) -> list[Tensor]:  # fmt: skip
+    """logp, entropy, lse, top-k values and ids, and the statistics: [T'] each."""
+    constants = (targets, rows, temperatures, numbers, counts, entropy, autocast)
+    with torch.no_grad():
+        problem = _op_problem((hidden, weight, bias, down, up), *constants)
+        known = _statistics(problem)
+        statistics = packed_statistics(known[0])
+        out = _scored(replace(problem, known=known))
+    return or_empty([out.logp, out.entropy, out.lse, *(out.top_k or (None, None)), *statistics], out.logp)
+
+
+@_linear_op.register_fake
+def _(hidden, weight, bias, down, up, targets, rows, temperatures, numbers, counts, entropy, autocast):
+    dtype = accumulation_dtype(hidden.dtype, weight.dtype)
+    num_rows = len(hidden) if rows is None else len(rows)
+    lse, k, *_ = counts
+    moment, row, several = entropy != "none", (num_rows,), (num_rows, *targets.shape[1:])
+    shapes = [several, row if moment else 0, row if lse else 0, (num_rows, k) if k else 0]
+    ids = hidden.new_empty((num_rows, k), dtype=torch.int64) if k else hidden.new_empty(0, dtype=dtype)
+    statistics = [row, row, row if moment else 0, several, row if numbers[4] else 0]
+    made = [hidden.new_empty(shape, dtype=dtype) for shape in (*shapes, *statistics)]
+    return [*made[:4], ids, *made[4:]]
+
+
+@torch.library.custom_op("leanstep::linear_logprobs_backward", mutates_args=())
+def _linear_backward_op(
+    upstream: list[Tensor], statistics: list[Tensor], needed: list[bool],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
+    targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, numbers: list[float],
+    counts: list[int], entropy: str, autocast: torch.dtype | None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of hidden, weight, bias, down and up."""
+    leaves = leaves_of((hidden, weight, bias, down, up), needed)
+    # Top-k has no gradient.
+    constants = (targets, rows, temperatures, numbers, [counts[0], 0, *counts[2:]], entropy, autocast)
+    with recording():
+        problem = _op_problem(leaves, *constants)
+        out = _scored(replace(problem, known=(unpacked_statistics(statistics), None)))
+        outputs = [out.logp, out.entropy if entropy == "grad" else None, out.lse]
+        return gradients_of(outputs, upstream, leaves)
+
+
+@_linear_backward_op.register_fake
+def _(upstream, statistics, needed, hidden, weight, bias, down, up, *_constants):
+    return fake_gradients((hidden, weight, bias, down, up), needed, upstream[0])
+
+
+def _save_linear(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.constants = inputs[8:]
+    ctx.save_for_backward(*inputs[:8], *output[-NUM_STATISTICS:])
+    ctx.mark_non_differentiable(*output[3:], *([output[1]] if inputs[10] != "grad" else []))
+
+
+def _linear_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
+    saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:5])
+    grads = _linear_backward_op(list(upstream[:3]), list(saved[8:]), needed, *saved[:8], *ctx.constants)
+    return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * 7
+
+
+_linear_op.register_autograd(_linear_backward, setup_context=_save_linear)
+
+
+def _traced(
+    hidden: Tensor,
+    weight: Any,
+    targets: Tensor,
+    rows: Tensor | None,
+    temperature: float | Tensor,
+    transform: Transform | None,
+    request: _Request,
+    tuning: Tuning,
+) -> LogProbs:
+    """`linear_logprobs` inside a compiled region."""
+    transform, (entropy, names, top_k) = transform or Transform(), request
+    head, temperatures, numbers, autocast = flat_head(weight, temperature, hidden)
+    numbers += [transform.scale, transform.softcap or 0.0, transform.label_smoothing]
+    tile = (tuning.tile.rows, tuning.tile.columns) if isinstance(tuning.tile, Tiles) else tuning.tile
+    sides = [0, 0] if tile is None else [tile[0] or 0, tile[1] or 0]
+    wants_lse, k = int(bool({"lse", "z_loss"} & names)), max(top_k, int("argmax" in names))
+    counts = [wants_lse, k, tuning.budget or 0, *sides, int(tuning.round_logits)]
+    out = _linear_op(hidden, *head, targets, rows, temperatures, numbers, counts, entropy, autocast)
+    return LogProbs(
+        logp=out[0],
+        entropy=out[1] if entropy != "none" else None,
+        lse=out[2] if "lse" in names else None,
+        z_loss=out[2].square() if "z_loss" in names else None,
+        argmax=out[4][:, 0] if "argmax" in names else None,
+        top_k=(out[3], out[4]) if "top_k" in names else None,
     )

@@ -26,14 +26,8 @@ from leanstep.logprob.checks import (
     checked_allowed,
     local_columns,
 )
-from leanstep.logprob.engine.passes import (
-    Finish,
-    NativePasses,
-    Passes,
-    finishes_logits,
-    kernels_for,
-    suited,
-)
+from leanstep.logprob.engine.pass_interface import Finish, Passes
+from leanstep.logprob.engine.passes import NativePasses, finishes_logits, kernels_for, suited
 from leanstep.logprob.engine.softmax import (
     FinalStatistics,
     RowFactors,
@@ -43,7 +37,14 @@ from leanstep.logprob.engine.softmax import (
     logit_gradient,
 )
 from leanstep.logprob.engine.tiles import Scratch, checked_tile, default_budget, even_slices
-from leanstep.logprob.engine.torch_ops import REMEMBERED, traced_token
+from leanstep.logprob.engine.torch_ops import (
+    NUM_STATISTICS,
+    gradients_of,
+    or_empty,
+    packed_statistics,
+    recording,
+    unpacked_statistics,
+)
 from leanstep.logprob.engine.vocab_subset import AllowedIds
 from leanstep.logprob.inputs import Allowed, Entropy, LogProbs, Tuning, VocabShards
 from leanstep.logprob.parallel import VocabShard, combine_statistics
@@ -93,25 +94,45 @@ def token_logprobs(
     Collectives: 2 forward, 0 backward with a group; else none.
     Use something else when: a second derivative is needed (`reference.reference_logprobs`).
     """
-    check_float("logits", logits, 2)
     check_entropy(entropy)
-    check_rows(rows, logits.device)
-    wants = {outputs} if isinstance(outputs, str) else set(outputs)
-    if wants - {"lse", "z_loss"}:
+    names = {outputs} if isinstance(outputs, str) else set(outputs)
+    if names - {"lse", "z_loss"}:
         raise ValueError(f"outputs: expected lse or z_loss from logits, got {outputs!r}")
-    if tuning is not None and tuning.invariant:
-        raise ValueError("tuning: expected invariant=False here: the logits were made elsewhere")
-    if torch.compiler.is_compiling() and allowed is None and shards is None and not reuse_buffer:
-        return traced_token(logits, targets, rows, entropy, temperature, wants, tuning or Tuning())
-    num_rows, width = logits.shape
-    dtype = accumulation_dtype(logits.dtype)
+    if allowed is not None and names:
+        raise ValueError("outputs: lse has no single meaning with allowed ids, expected ()")
     if shards is not None and shards.sequence_parallel:
         raise ValueError("shards: sequence_parallel has no meaning for logits that exist, got True")
+    tuning = Tuning() if tuning is None else tuning
+    if tuning.invariant:
+        raise ValueError("tuning: expected invariant=False here: the logits were made elsewhere")
+    check_float("logits", logits, 2)
+    check_rows(rows, logits.device)
+    if torch.compiler.is_compiling() and allowed is None and shards is None and not reuse_buffer:
+        return _traced(logits, targets, rows, entropy, temperature, names, tuning)
+    chunks = _chosen_chunks(
+        logits, targets, rows, entropy, temperature, allowed, shards, tuning, reuse_buffer=reuse_buffer
+    )
+    return _scored(logits, chunks, names)
+
+
+def _chosen_chunks(
+    logits: Tensor,
+    targets: Tensor,
+    rows: Tensor | None,
+    entropy: Entropy,
+    temperature: float | Tensor,
+    allowed: Any,
+    shards: VocabShards | None,
+    tuning: Tuning,
+    *,
+    reuse_buffer: bool = False,
+) -> _Chunks:
+    """Check what belongs to the rows, and choose how many of them are read at a time, by which passes."""
+    num_rows, width = logits.shape
+    dtype = accumulation_dtype(logits.dtype)
     shard, vocabulary = local_columns(width, shards)
     targets = check_targets(targets, rows, num_rows, vocabulary)
     ids = checked_allowed(allowed, targets.shape[0], vocabulary, logits.device)
-    if ids is not None and wants:
-        raise ValueError("outputs: lse has no single meaning with allowed ids, expected ()")
     if reuse_buffer:
         _check_reusable(logits, rows, dtype)
     kernels = kernels_for(logits, dtype, targets.shape[0] * shard.real)
@@ -119,7 +140,7 @@ def token_logprobs(
     cores = num_threads() if kernels is NativePasses and rows is None else 1
     kernels = suited(kernels, cores)
     in_kernel = finishes_logits(kernels) and ids is None and logits.stride(-1) == 1
-    chunks = _Chunks(
+    return _Chunks(
         targets=targets,
         rows=rows,
         entropy=entropy,
@@ -135,9 +156,13 @@ def token_logprobs(
         cores=cores,
         in_kernel=in_kernel,
     )
-    logp, entropy_values, lse = _TokenLogProbs.apply(logits, chunks)  # type: ignore[misc]
-    z_loss = lse.square() if "z_loss" in wants else None
-    return LogProbs(logp, entropy_values, lse if "lse" in wants else None, z_loss)
+
+
+def _scored(logits: Tensor, chunks: _Chunks, names: set[str], known: RowStatistics | None = None) -> LogProbs:
+    """Read the chunks; `known` are statistics of an earlier forward on the same logits."""
+    logp, entropy, lse = _TokenLogProbs.apply(logits, chunks, known)  # type: ignore[misc]
+    z_loss = lse.square() if "z_loss" in names else None
+    return LogProbs(logp, entropy, lse if "lse" in names else None, z_loss)
 
 
 @dataclass
@@ -209,42 +234,11 @@ class _Chunks:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, call: _Chunks) -> tuple[Tensor, Tensor | None, Tensor]:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, logits: Tensor, call: _Chunks, known: RowStatistics | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.set_materialize_grads(False)
-        selected = call.targets.shape[0]
-        stats = RowStatistics.empty(
-            selected,
-            dtype=call.dtype,
-            device=logits.device,
-            moment=call.entropy != "none",
-            allowed=call.two_softmaxes,
-        )
-        needed = 0 if call.kernels is not None else 1 + (call.entropy != "none")
-
-        def add_chunk(part: slice, scratch: Scratch) -> None:
-            shape = (part.stop - part.start, call.shard.real)
-            source = call.source(logits, part, lambda: scratch.tile(0, *shape))
-            targets = call.targets[part]
-            rows = stats.rows(part.start, part.stop)
-            if call.allowed is not None and call.shard.real:
-                subset = call.allowed.restrict(source, part, targets, call.shard.start)
-                if call.two_softmaxes:
-                    rows.allowed_part().update_(subset, [subset], kernels=call.kernels)
-                else:
-                    source = subset
-            if call.shard.real:
-                where = (targets, call.shard.start)
-                work = scratch.tiles(needed, *shape)
-                rows.update_(source, work, *where, kernels=call.kernels, **call.finishing(part))
-
-        memory = REMEMBERED.get()
-        known = None if memory is None else memory.statistics()
-        if known is not None:
-            stats = known
-        else:
-            call.over_chunks(logits, add_chunk)
-            if memory is not None:
-                memory.keep(stats)
+        stats = _statistics(logits, call) if known is None else known
         stats = combine_statistics(stats, call.group)
         final, allowed_final = stats.final(), stats.allowed_final()
         ctx.call = call
@@ -316,7 +310,39 @@ class _TokenLogProbs(torch.autograd.Function):
         call.over_chunks(logits, write_chunk)
         if call.reuse_buffer:
             ctx.call = None
-        return grad, None
+        return grad, None, None
+
+
+def _statistics(logits: Tensor, call: _Chunks) -> RowStatistics:
+    """Statistics of the selected rows over this shard's columns, chunk by chunk."""
+    selected = call.targets.shape[0]
+    stats = RowStatistics.empty(
+        selected,
+        dtype=call.dtype,
+        device=logits.device,
+        moment=call.entropy != "none",
+        allowed=call.two_softmaxes,
+    )
+    needed = 0 if call.kernels is not None else 1 + (call.entropy != "none")
+
+    def add_chunk(part: slice, scratch: Scratch) -> None:
+        shape = (part.stop - part.start, call.shard.real)
+        source = call.source(logits, part, lambda: scratch.tile(0, *shape))
+        targets = call.targets[part]
+        rows = stats.rows(part.start, part.stop)
+        if call.allowed is not None and call.shard.real:
+            subset = call.allowed.restrict(source, part, targets, call.shard.start)
+            if call.two_softmaxes:
+                rows.allowed_part().update_(subset, [subset], kernels=call.kernels)
+            else:
+                source = subset
+        if call.shard.real:
+            where = (targets, call.shard.start)
+            work = scratch.tiles(needed, *shape)
+            rows.update_(source, work, *where, kernels=call.kernels, **call.finishing(part))
+
+    call.over_chunks(logits, add_chunk)
+    return stats
 
 
 def _gradient_buffer(logits: Tensor, call: _Chunks) -> tuple[Tensor, bool]:
@@ -333,18 +359,16 @@ def _gradient_buffer(logits: Tensor, call: _Chunks) -> tuple[Tensor, bool]:
     return grad, logits.dtype == call.dtype or call.in_kernel
 
 
-def _chunk_rows(
-    tuning: Tuning | None, logits: Tensor, dtype: torch.dtype, cores: int, *, at_once: bool
-) -> int:
+def _chunk_rows(tuning: Tuning, logits: Tensor, dtype: torch.dtype, cores: int, *, at_once: bool) -> int:
     num_rows, width = logits.shape
-    if tuning is not None and tuning.tile is not None:
+    if tuning.tile is not None:
         tile = checked_tile(tuning.tile, num_rows, width)
         if tile.columns < width:
             raise ValueError(f"tile: expected all {width} columns (or None) for logits, got {tile.columns}")
         return tile.rows
     if at_once:
         return max(num_rows, 1)
-    budget = default_budget(logits.device) if tuning is None or tuning.budget is None else tuning.budget
+    budget = default_budget(logits.device) if tuning.budget is None else tuning.budget
     return max(budget // cores // (2 * dtype.itemsize * max(width, 1)), 1)
 
 
@@ -364,3 +388,90 @@ def _check_reusable(logits: Tensor, rows: Tensor | None, dtype: torch.dtype) -> 
             "reuse_buffer: expected contiguous fp32 or fp64 logits that are not a leaf, all rows; "
             f"got {problem}"
         )
+
+
+# The function as a torch.library op. counts: lse, budget, rows of a chunk.
+
+
+def _op_chunks(
+    logits: Tensor, targets: Tensor, rows: Any, temperatures: Any, temperature: float, counts: Sequence[int],
+    entropy: Any,
+) -> _Chunks:  # fmt: skip
+    """The chunks that an op's arguments describe."""
+    tuning = Tuning(counts[1] or None, (counts[2], None) if counts[2] else None)
+    given = temperature if temperatures is None else temperatures
+    return _chosen_chunks(logits, targets, rows, entropy, given, None, None, tuning)
+
+
+@torch.library.custom_op("leanstep::token_logprobs", mutates_args=())
+def _token_op(
+    logits: Tensor, targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, temperature: float,
+    counts: list[int], entropy: str,
+) -> list[Tensor]:  # fmt: skip
+    """logp, entropy, lse and the statistics: [R] each."""
+    with torch.no_grad():
+        chunks = _op_chunks(logits, targets, rows, temperatures, temperature, counts, entropy)
+        known = _statistics(logits, chunks)
+        statistics = packed_statistics(known)
+        out = _scored(logits, chunks, {"lse"} if counts[0] else set(), known)
+    return or_empty([out.logp, out.entropy, out.lse, *statistics], out.logp)
+
+
+@_token_op.register_fake
+def _(logits, targets, rows, temperatures, temperature, counts, entropy):
+    num_rows, moment = len(logits) if rows is None else len(rows), entropy != "none"
+    dtype = accumulation_dtype(logits.dtype)
+    wanted = (True, moment, bool(counts[0]), True, True, moment, True, False)
+    return [logits.new_empty(num_rows if want else 0, dtype=dtype) for want in wanted]
+
+
+@torch.library.custom_op("leanstep::token_logprobs_backward", mutates_args=())
+def _token_backward_op(
+    upstream: list[Tensor], statistics: list[Tensor], logits: Tensor, targets: Tensor, rows: Tensor | None,
+    temperatures: Tensor | None, temperature: float, counts: list[int], entropy: str,
+) -> Tensor:  # fmt: skip
+    """The gradient of the logits."""
+    leaf = logits.detach().requires_grad_()
+    with recording():
+        chunks = _op_chunks(leaf, targets, rows, temperatures, temperature, counts, entropy)
+        out = _scored(leaf, chunks, {"lse"} if counts[0] else set(), unpacked_statistics(statistics))
+        outputs = [out.logp, out.entropy if entropy == "grad" else None, out.lse]
+        return gradients_of(outputs, upstream, [leaf])[0]
+
+
+@_token_backward_op.register_fake
+def _(upstream, statistics, logits, *_constants):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _save_token(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.constants = inputs[4:]
+    ctx.save_for_backward(*inputs[:4], *output[-NUM_STATISTICS:])
+    ctx.mark_non_differentiable(*output[3:], *([output[1]] if inputs[6] != "grad" else []))
+
+
+def _token_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
+    saved = ctx.saved_tensors
+    return _token_backward_op(list(upstream[:3]), list(saved[4:]), *saved[:4], *ctx.constants), *(None,) * 6
+
+
+_token_op.register_autograd(_token_backward, setup_context=_save_token)
+
+
+def _traced(
+    logits: Tensor,
+    targets: Tensor,
+    rows: Tensor | None,
+    entropy: str,
+    temperature: float | Tensor,
+    names: set[str],
+    tuning: Tuning,
+) -> LogProbs:
+    """`token_logprobs` inside a compiled region."""
+    per_row = temperature if isinstance(temperature, Tensor) else None
+    number = 1.0 if isinstance(temperature, Tensor) else float(temperature)
+    tile_rows = tuning.tile[0] if isinstance(tuning.tile, tuple) else None
+    counts = [int(bool(names)), tuning.budget or 0, tile_rows or 0]
+    out = _token_op(logits, targets, rows, per_row, number, counts, entropy)
+    lse, z_loss = out[2] if "lse" in names else None, out[2].square() if "z_loss" in names else None
+    return LogProbs(out[0], out[1] if entropy != "none" else None, lse, z_loss)

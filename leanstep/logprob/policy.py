@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.logprob.checks import CheckedCall, check_head_call, check_options
+from leanstep.logprob.checks import CheckedCall, accumulation_dtype, check_head_call, check_options
 from leanstep.logprob.engine.forward_gradients import (
     Chunk,
     agreed_columns,
@@ -27,24 +27,33 @@ from leanstep.logprob.engine.forward_gradients import (
     loss_with_gradients,
     most_saved_rows,
 )
-from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
+from leanstep.logprob.engine.gpu.gpu_tiles import GPU_ALIGNMENT, gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
 from leanstep.logprob.engine.passes import finishes_logits, kernels_for, row_kernels
 from leanstep.logprob.engine.softmax import RowFactors, RowGradients, RowStatistics
 from leanstep.logprob.engine.tile_loop import Call
 from leanstep.logprob.engine.tiles import (
     CPU_MAX_ROWS,
-    GPU_ALIGNMENT,
     Arrangement,
     Tiles,
     choose_tiles,
     even_slices,
     on_gpu,
 )
-from leanstep.logprob.engine.torch_ops import traced_policy
+from leanstep.logprob.engine.torch_ops import (
+    fake_gradients,
+    flat_head,
+    gradients_of,
+    head_of,
+    leaves_of,
+    or_empty,
+    recording,
+    under_autocast,
+)
 from leanstep.logprob.inputs import Entropy, Transform, Tuning, VocabShards
 from leanstep.logprob.objective import (
     WHOLE_BATCH,
+    CovarianceChoice,
     Normalizer,
     PolicyBatch,
     PolicyLoss,
@@ -111,7 +120,7 @@ def linear_policy_loss(
     tuning = check_options(transform, shards, tuning, entropy=entropy)
     if torch.compiler.is_compiling() and shards is None:
         options = (objective, normalizer, rows, entropy, temperature, transform, tuning)
-        return traced_policy(hidden, weight, targets, batch, *options)
+        return _traced(hidden, weight, targets, batch, *options)
     checked = check_head_call(
         hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
     )
@@ -346,3 +355,105 @@ def _most_rows(checked: CheckedCall, tuning: Tuning) -> int:
         work_columns = min(choose_tiles(source.num_rows, columns, width, device=device).columns, columns)
     row_bytes = head.dtype.itemsize * (columns + 2 * work_columns)
     return max((CPU_CHUNK_BYTES if tuning.budget is None else tuning.budget) // max(row_bytes, 1), 1)
+
+
+# The function as a torch.library op: the forward forms the gradients, backward multiplies them. An op takes
+# only tensors and numbers, so every tensor is a parameter of its own. names: kind, kl, normalizer, entropy,
+# rounding; numbers: temperature, LoRA's scaling, scale, softcap, clip_low, clip_high, kl_coef, entropy_coef,
+# dual_clip, temperatures, covariance.
+
+
+@torch.library.custom_op("leanstep::linear_policy_loss", mutates_args=())
+def _policy_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
+    targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, old_logp: Tensor, advantages: Tensor,
+    mask: Tensor | None, ref_logp: Tensor | None, normalizer: Tensor | None, lengths: list[int] | None,
+    names: str, numbers: list[float], budget: int, autocast: torch.dtype | None, needed: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Loss, logp, entropy, metrics, and the gradients of hidden, weight, bias, down and up."""
+    kind, kl, norm, entropy, logits = names.split()
+    low, high, kl_coef, entropy_coef, dual, *more = numbers[4:]
+    choice = (tuple(more[:2]), CovarianceChoice(*more[2:]))
+    leaves: list[Any] = leaves_of((hidden, weight, bias, down, up), needed)
+    with recording(any(needed)), under_autocast(autocast, hidden):
+        out = linear_policy_loss(
+            leaves[0],
+            head_of(leaves[1], leaves[2], leaves[3], leaves[4], numbers[1]),
+            targets,
+            PolicyBatch(old_logp, advantages, mask, ref_logp, lengths),
+            objective=PolicyObjective(kind, low, high, dual or None, kl, kl_coef, entropy_coef, *choice),  # type: ignore[arg-type]
+            normalizer=norm if normalizer is None else normalizer,  # type: ignore[arg-type]
+            rows=rows,
+            entropy=entropy,  # type: ignore[arg-type]
+            temperature=numbers[0] if temperatures is None else temperatures,
+            transform=Transform(numbers[2], numbers[3] or None),
+            tuning=Tuning(budget or None, round_logits=logits == "rounded"),
+        )
+        gradients = or_empty([None] * 5, hidden)
+        if any(needed):
+            gradients = gradients_of([out.loss], [torch.ones_like(out.loss)], leaves)
+    metrics = torch.stack(list(out.metrics.values()))
+    return [*or_empty([out.loss.detach(), out.logp, out.entropy, metrics], hidden), *gradients]
+
+
+@_policy_op.register_fake
+def _(
+    hidden, weight, bias, down, up, targets, rows, temperatures, old_logp, advantages, mask, ref_logp,
+    normalizer, lengths, names, numbers, budget, autocast, needed,
+):  # fmt: skip
+    num_rows = len(hidden) if rows is None else len(rows)
+    moment = names.split()[3] != "none" or numbers[7] != 0
+    shapes = [(), num_rows, num_rows if moment else 0, 3 + moment]
+    made = [hidden.new_empty(shape, dtype=accumulation_dtype(hidden.dtype, weight.dtype)) for shape in shapes]
+    return [*made, *fake_gradients((hidden, weight, bias, down, up), needed, hidden)]
+
+
+def _save_policy(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*output[4:])
+    ctx.needed, ctx.num_inputs = inputs[-1], len(inputs)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _policy_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
+    pairs = zip(ctx.saved_tensors, ctx.needed, strict=True)
+    grads = [grad * upstream[0].to(grad.dtype) if need else None for grad, need in pairs]
+    return *grads, *(None,) * (ctx.num_inputs - len(grads))
+
+
+_policy_op.register_autograd(_policy_backward, setup_context=_save_policy)
+
+
+def _traced(
+    hidden: Tensor,
+    weight: Any,
+    targets: Tensor,
+    batch: PolicyBatch,
+    objective: PolicyObjective,
+    normalizer: Any,
+    rows: Tensor | None,
+    entropy: str,
+    temperature: float | Tensor,
+    transform: Transform | None,
+    tuning: Tuning,
+) -> PolicyLoss:
+    """`linear_policy_loss` inside a compiled region."""
+    transform = transform or Transform()
+    head, temperatures, numbers, autocast = flat_head(weight, temperature, hidden)
+    numbers += [transform.scale, transform.softcap or 0.0, objective.clip_low, objective.clip_high]
+    numbers += [objective.kl_coef, objective.entropy_coef, objective.dual_clip or 0.0]
+    numbers += [*objective.temperatures, *objective.covariance]
+    needed = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, *head)]
+    given = (batch.old_logp, batch.advantages, batch.mask, batch.ref_logp)
+    lengths = None if batch.sequence_lengths is None else list(batch.sequence_lengths)
+    named = normalizer if isinstance(normalizer, str) else "-"
+    if isinstance(normalizer, (int, float)):
+        normalizer = torch.full((), float(normalizer), device=hidden.device)
+    logits = "rounded" if tuning.round_logits else "exact"
+    names = f"{objective.kind} {objective.kl} {named} {entropy} {logits}"
+    divisor = None if isinstance(normalizer, str) else normalizer
+    constants = (lengths, names, numbers, tuning.budget or 0, autocast, needed)
+    out = _policy_op(hidden, *head, targets, rows, temperatures, *given, divisor, *constants)
+    keys = ["clip_fraction", "mean_ratio", "approx_kl"]
+    keys += ["entropy"] if entropy != "none" or objective.entropy_coef else []
+    metrics = dict(zip(keys, out[3].unbind(), strict=True))
+    return PolicyLoss(out[0], out[1], out[2] if len(keys) == 4 else None, metrics)

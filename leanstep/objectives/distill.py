@@ -28,11 +28,10 @@ from leanstep.logprob.engine.forward_gradients import (
     logits_in_gradient,
     loss_with_gradients,
 )
-from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
+from leanstep.logprob.engine.gpu.gpu_tiles import GPU_ALIGNMENT, gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, HeadSums, RowSource
 from leanstep.logprob.engine.passes import finishes_logits, kernels_for
 from leanstep.logprob.engine.tiles import (
-    GPU_ALIGNMENT,
     Arrangement,
     ChunkBuffer,
     LogitsInGradient,

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from leanstep.cpu import run_on_cores
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
-from leanstep.logprob.engine.passes import Compared, LabelGradient, finishes_logits
+from leanstep.logprob.engine.pass_interface import Compared, LabelGradient
+from leanstep.logprob.engine.passes import finishes_logits
 from leanstep.logprob.engine.softmax import (
     EXPONENT_FLOOR,
     FinalStatistics,

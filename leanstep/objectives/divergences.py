@@ -53,7 +53,7 @@ class Divergence:
             raise ValueError(f"divergence: expected cross_entropy with a = 1, b = 0, mix = 0, got {self}")
 
     def mode(self, is_probability: bool) -> int:
-        """Which of the formulas of `logprob.engine.passes.Compared` this is."""
+        """Which of the formulas of `logprob.engine.pass_interface.Compared` this is."""
         if self.cross_entropy:
             return 4 if is_probability else 3
         return {0.0: 0, 1.0: 1}.get(self.mix, 2)

@@ -16,12 +16,12 @@ cost as much as a tile does, the logits of a chunk of rows wait for their final 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.gpu.gpu_tiles import gpu_chunk_rows
+from leanstep.logprob.engine.gpu.gpu_tiles import GPU_ALIGNMENT, gpu_chunk_rows
 from leanstep.logprob.engine.kl_topk import TopK
 from leanstep.logprob.engine.lm_head import HeadSums, RowSource, product
 from leanstep.logprob.engine.softmax import (
@@ -30,12 +30,12 @@ from leanstep.logprob.engine.softmax import (
     RowStatistics,
     exponentials,
     finite_shift,
+    first_order_only,
     read_targets_,
     tile_ids,
 )
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
 from leanstep.logprob.engine.tiles import (
-    GPU_ALIGNMENT,
     ChunkBuffer,
     SavedLogits,
     Scratch,
@@ -44,7 +44,7 @@ from leanstep.logprob.engine.tiles import (
     even_slices,
     on_gpu,
 )
-from leanstep.logprob.parallel import combine_statistics
+from leanstep.logprob.parallel import combine_statistics, reduce_hidden_grad
 
 
 class RowJacobians(NamedTuple):
@@ -53,6 +53,49 @@ class RowJacobians(NamedTuple):
     logp: Tensor
     entropy: Tensor | None
     lse: Tensor | None
+
+
+class FrozenLinearLogProbs(torch.autograd.Function):
+    """Neither weight nor bias needs a gradient: the rows' Jacobians are formed in the forward loop."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: Call):  # type: ignore[override, no-untyped-def]
+        ctx.set_materialize_grads(False)
+        stats, best, jacobians = frozen_forward(call, call.entropy == "grad", call.lse)
+        best = None if best is None else best.over_ranks(call.group)
+        final = stats.final()
+        ctx.save_for_backward(call.source.rows, *jacobians)
+        ctx.call, ctx.hidden_shape = call, hidden.shape
+        values, ids = (None, None) if best is None else (best.values, best.ids)
+        metric = final.entropy if call.entropy == "metric" else None
+        ctx.mark_non_differentiable(*(t for t in (values, ids, metric) if t is not None))
+        lse = final.log_sum_exp() if call.lse else None
+        return final.log_prob(stats.target), final.entropy, lse, None, None, values, ids
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, g_logp, g_entropy, g_lse, *_unused):  # type: ignore[no-untyped-def]
+        rows, *jacobians = ctx.saved_tensors
+        call: Call = ctx.call
+        dtype, num_rows = call.head.dtype, call.num_rows
+        flowing = [
+            (g.to(dtype).unsqueeze(-1), jacobian)
+            for g, jacobian in zip((g_logp, g_entropy, g_lse), jacobians, strict=True)
+            if g is not None and jacobian is not None
+        ]
+        out = jacobians[0].new_zeros(ctx.hidden_shape)
+        # Ranks add their shares before anything is rounded; alone, a chunk of rows at a time is enough.
+        parts = call.row_slices if call.group is None else [slice(0, num_rows)]
+        for part in parts:
+            grad = jacobians[0].new_zeros(jacobians[0][part].shape, dtype=dtype)
+            for g, jacobian in flowing:
+                grad.addcmul_(jacobian[part].to(dtype), g[part])
+            grad = reduce_hidden_grad(grad, call.group, call.reduce_grad).to(out.dtype)
+            if rows is None:
+                out[part] = grad
+            else:
+                out.index_add_(0, rows[part], grad)
+        return out, None, None, None, None, None
 
 
 def frozen_forward(

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from leanstep.logprob.engine.passes import Compared, Finish, LabelGradient
+from leanstep.logprob.engine.pass_interface import Compared, Finish, LabelGradient
 
 # exp of this is exactly 0 in fp32: a finite stand-in for -inf in products (see softmax.py).
 _FLOOR = tl.constexpr(-110.0)

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.passes import Finish, aligned, gathered, mixed_product
+from leanstep.logprob.engine.pass_interface import Finish
+from leanstep.logprob.engine.passes import aligned, gathered, mixed_product
 from leanstep.logprob.engine.tiles import LogitsInGradient, Tiles, on_gpu, row_stride
 from leanstep.logprob.parallel import VocabShard, reduce_hidden_grad
 

@@ -15,13 +15,14 @@ import ctypes
 import functools
 from ctypes import c_float, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from leanstep.cpu import has_memory, load_library, num_threads
+from leanstep.logprob.engine.pass_interface import Compared, LabelGradient
 
 # Below this many logits the first build (a second, once per machine) costs more than C++ saves.
 NATIVE_LOGITS = 1 << 18
@@ -60,64 +61,6 @@ def aligned(tile: Tensor) -> Tensor:
     return tile.clone(memory_format=torch.contiguous_format)
 
 
-class Finish(NamedTuple):
-    """What is left to do to a product h W^T before it is a logit; Triton does it while it reads the tile.
-
-        z = tanh(u + factor bias) scale         (without the tanh where not `capped`)
-
-    Args:
-        bias: [W], of the tile's columns, any float dtype; None: there is none.
-        factor: of the bias.
-        capped: whether the logits have a softcap.
-        scale: [R] fp32; None: 1.
-    """
-
-    bias: Tensor | None
-    factor: float
-    capped: bool
-    scale: Tensor | None
-
-
-class Compared(NamedTuple):
-    """Two softmaxes and their divergence D = a KL(q || m) + b KL(p || m), m = mix q + (1 - mix) p.
-
-    Args:
-        statistics: max and log-sum of the student's rows, then of the teacher's, [R] fp32 each.
-        mode: 0: m is p, 1: m is q, 2: between, 3: 0 without q log q, 4: 3 with q itself in the tile.
-    """
-
-    statistics: tuple[Tensor, Tensor, Tensor, Tensor]
-    mode: int
-    a: float
-    b: float
-    mix: float
-
-
-class LabelGradient(NamedTuple):
-    """Cross-entropy at temperature 1 mixed into a divergence; targets, factor and log_sum are [R]."""
-
-    targets: Tensor
-    factor: Tensor
-    log_sum: Tensor
-    temperature: float
-
-
-class Passes(Protocol):
-    """What kernel.py, `NativePasses` and `PlannedPasses` have in common."""
-
-    @property
-    def update_statistics(self) -> Any: ...
-
-    @property
-    def scale_exponentials(self) -> Any: ...
-
-    @property
-    def divergence_sums(self) -> Any: ...
-
-    @property
-    def divergence_gradient(self) -> Any: ...
-
-
 def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> Any:
     """The passes for a call with so many logits, made of `given`, summed in `dtype`; None for torch's own.
 
@@ -126,9 +69,9 @@ def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> Any:
     """
     if dtype != torch.float32:
         return None
+    if launches_triton(given):
+        return _triton()
     if isinstance(given, FakeTensor) and not torch.compiler.is_compiling():
-        if launches_triton(given):
-            return _triton()
         there = given.is_cuda or NativePasses.is_built()
         return PlannedPasses if num_logits >= NATIVE_LOGITS and there else None
     if given.is_cuda:

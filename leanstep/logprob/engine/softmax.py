@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.passes import Passes
+from leanstep.logprob.engine.pass_interface import Passes
 
 # exp of these is exactly 0, also as a subnormal: a finite stand-in for -inf in products.
 EXPONENT_FLOOR = {torch.float32: -110.0, torch.float64: -800.0}

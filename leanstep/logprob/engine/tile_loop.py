@@ -28,7 +28,8 @@ from leanstep.cpu import one_thread_each, run_on_cores
 from leanstep.logprob.engine.invariant import RowBlocks, merged
 from leanstep.logprob.engine.kl_topk import TopK, add_kl_gradient_, update_pair_
 from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
-from leanstep.logprob.engine.passes import Passes, finishes_logits
+from leanstep.logprob.engine.pass_interface import Passes
+from leanstep.logprob.engine.passes import finishes_logits
 from leanstep.logprob.engine.softmax import (
     FinalStatistics,
     RowFactors,

@@ -24,8 +24,11 @@ import torch
 from torch import Tensor
 
 from leanstep.cpu import num_threads
+from leanstep.logprob.engine.gpu.gpu_tiles import ROW_ELEMENTS, gpu_tiles, round_down, units_of
 from leanstep.logprob.engine.passes import suited
 
+# Types of device that `on_gpu` takes for a CPU. Without any, CPU tensors take a GPU's tiles: tests do that.
+CPU_TYPES = ("cpu",)
 # Logits and work area in fp32, and a 16-bit copy where the weight has 16 bits.
 TILE_ELEMENT_BYTES = 10
 # Logits and work area then fit a share of the last-level cache that other cores leave; larger is slower.
@@ -40,10 +43,6 @@ CPU_MAX_ROWS = 1024
 # gradient in 16 bits written over it.
 GPU_TILE_BYTES = 544 << 20
 GPU_ELEMENT_BYTES = 4
-# Sides of tiles are multiples of this, as the blocks of matrix products are; a row of logits begins at a
-# multiple of `ROW_ELEMENTS`, so that every operand is aligned to 16 bytes.
-GPU_ALIGNMENT = 128
-ROW_ELEMENTS = 8
 
 # Tiles side by side pay from this many multiply-adds per core on, and while the hidden gradients of the other
 # parts of the vocabulary stay small.
@@ -63,14 +62,10 @@ class Tiles:
     columns: int
     order: Literal["rows", "vocab"] = "vocab"
 
-    @property
-    def tile_bytes(self) -> int:
-        return TILE_ELEMENT_BYTES * self.rows * self.columns
-
 
 def on_gpu(device: torch.device | str) -> bool:
-    """Whether tiles are made for a GPU: everything that is not a CPU."""
-    return torch.device(device).type != "cpu"
+    """Whether a call takes the tiles and products of a GPU: on everything that is not a CPU."""
+    return torch.device(device).type not in CPU_TYPES
 
 
 def even_slices(length: int, at_most: int, multiple: int = 1) -> list[slice]:
@@ -166,9 +161,6 @@ def choose_tiles(
             columns = narrowest
             rows = max(min(rows, elements // columns), 1)
         return Tiles(rows, min(columns, vocab), order)
-    # Only a GPU's tiles need it.
-    from leanstep.logprob.engine.gpu.gpu_tiles import gpu_tiles, units_of
-
     element_bytes = element_bytes if kernels else TILE_ELEMENT_BYTES
     sums_bytes = 4 * width if trained else 0
     return Tiles(*gpu_tiles(num_rows, vocab, width, budget, (element_bytes, sums_bytes), units_of(device)))
@@ -187,10 +179,6 @@ def checked_tile(tile: tuple[int | None, int | None] | Tiles, num_rows: int, voc
     if rows <= 0 or columns <= 0:
         raise ValueError(f"tile: expected (rows, columns) > 0, got ({rows}, {columns})")
     return Tiles(min(rows, max(num_rows, 1)), min(columns, max(vocab, 1)), order)
-
-
-def round_down(value: int, multiple: int) -> int:
-    return max(value // multiple * multiple, multiple if value >= multiple else value)
 
 
 class Arrangement(NamedTuple):

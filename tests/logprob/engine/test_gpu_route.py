@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import types
 
 import pytest
@@ -13,7 +12,7 @@ pytest.importorskip("triton")
 
 from leanstep.logprob import LMHead, PolicyObjective, Transform, Tuning, policy_loss
 from leanstep.logprob import linear_logprobs as unflattened
-from leanstep.logprob.engine import frozen, kernel, lm_head, passes, tile_loop, tiles
+from leanstep.logprob.engine import kernel, lm_head, passes, tiles
 from leanstep.logprob.engine.gpu import gpu_tiles
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles, row_stride, tile_slices
 
@@ -27,15 +26,8 @@ T, V, D = 13, 157, 24
 @pytest.fixture
 def gpu_route(monkeypatch):
     """CPU tensors take the route of a GPU."""
-    for module in (tiles, lm_head, tile_loop, frozen):
-        monkeypatch.setattr(module, "on_gpu", lambda device: True)
+    monkeypatch.setattr(tiles, "CPU_TYPES", ())
     monkeypatch.setattr(passes, "launches_triton", lambda given: given.dtype != torch.float64)
-    for name in ("linear", "logits", "policy"):
-        module = importlib.import_module(f"leanstep.logprob.{name}")
-        chosen = lambda given, dtype, count: kernel if dtype == torch.float32 else None  # noqa: E731
-        monkeypatch.setattr(module, "kernels_for", chosen)
-        if hasattr(module, "on_gpu"):
-            monkeypatch.setattr(module, "on_gpu", lambda device: True)
 
 
 def inputs(dtype, seed=0):

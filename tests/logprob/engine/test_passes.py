@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 from leanstep.logprob import PolicyObjective, Tiles
 from leanstep.logprob.engine import kernel
 from leanstep.logprob.engine.gpu import kernel as rowwise
-from leanstep.logprob.engine.passes import Compared, Finish, LabelGradient, kernels_for, suited
+from leanstep.logprob.engine.pass_interface import Compared, Finish, LabelGradient
 from leanstep.logprob.engine.passes import NativePasses as native
 from leanstep.logprob.engine.passes import PlannedPasses as planned
+from leanstep.logprob.engine.passes import kernels_for, suited
 from leanstep.logprob.engine.softmax import RowFactors, RowGradients, RowStatistics
 from leanstep.logprob.engine.tiles import laid_over
 from leanstep.logprob.objective import policy_losses

@@ -1,10 +1,9 @@
-"""torch.compile(fullgraph=True) of models that end in a door: no break, the numbers of eager."""
+"""torch.compile(fullgraph=True) of models that end in a head function: no break, the numbers of eager."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from logprob.flat import linear_logprobs as flat_logprobs
 from torch import nn
 
 from leanstep.cpu import find_compiler
@@ -14,7 +13,9 @@ from leanstep.logprob import (
     LoRA,
     PolicyBatch,
     PolicyObjective,
+    Tiles,
     Transform,
+    Tuning,
     linear_logprobs,
     linear_policy_loss,
     token_logprobs,
@@ -174,4 +175,14 @@ def test_no_gradient_where_none_is_needed():
     (found,) = torch.autograd.grad(compiled(hidden, HEAD[1]).sum(), hidden)
     (expected,) = torch.autograd.grad(scores(hidden, HEAD[1])[0].sum(), hidden)
     torch.testing.assert_close(found, expected)
-    assert flat_logprobs(HEAD[0], HEAD[1], TARGETS).logp.shape == (T,)
+
+
+@pytest.mark.parametrize("tile", [(4, 16), (None, 16), (4, None), Tiles(4, 16)], ids=str)
+def test_a_tile_of_the_callers_own(tile):
+    truth = torch.log_softmax(HEAD[0].double() @ HEAD[1].double().T, -1).gather(1, TARGETS[:, None])[:, 0]
+    compiled = torch.compile(
+        lambda h, w: linear_logprobs(h, w, TARGETS, tuning=Tuning(tile=tile)).logp,
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    torch.testing.assert_close(compiled(*HEAD).double(), truth, rtol=1e-5, atol=1e-5)

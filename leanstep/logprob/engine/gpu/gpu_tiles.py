@@ -15,19 +15,22 @@ import math
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.tiles import GPU_ALIGNMENT, ROW_ELEMENTS, round_down
-
+# Sides of tiles are multiples of this, as the blocks of matrix products are; a row of logits begins at a
+# multiple of `ROW_ELEMENTS`, so that every operand is aligned to 16 bytes.
+GPU_ALIGNMENT = 128
+ROW_ELEMENTS = 8
 # Logits of whole rows that wait for their gradient.
 GPU_CHUNK_BYTES = 1 << 30
-# No last tile narrower than this: its products would be all start and end.
+# No last tile narrower than this: start-up cost would dominate its products.
 LEAST_REST = 1024
 # Blocks of a product, and the units of a device that cannot be asked (an H100's).
 BLOCK_ROWS, BLOCK_COLUMNS, UNITS = 128, 256, 132
-# What an H100 moves while all units multiply one term of their blocks, and the terms they could multiply
-# while a product starts: published rates, fitted starts (leanstep/rehearse).
-BYTES_A_TERM, START_TERMS = 35_000, 460
-# What a MiB more must save: a third of a microsecond.
-TERMS_A_MIB = 30
+# Times are counted in steps along a product's inner dimension k: one step multiplies one column of A with one
+# row of B, in the blocks of all units at once. Bytes that an H100 moves per step, and the steps that a
+# product's start takes: published rates, fitted starts (leanstep/rehearse).
+BYTES_PER_K_STEP, START_K_STEPS = 35_000, 460
+# What one MiB of memory more must save: a third of a microsecond.
+K_STEPS_PER_MIB = 30
 # Into how many equal parts rows and vocabulary may be cut to find sides that qualify.
 MOST_PARTS = 32
 
@@ -56,7 +59,7 @@ def gpu_tiles(
     """Rows and columns of tiles in vocabulary order, multiples of 128; the last tiles take what is left.
 
     dW of a tile's columns is summed over its row chunks and written once; the hidden gradient is summed over
-    tiles of columns. The products read and write both sums themselves, and over thousands of terms hide it.
+    tiles of columns. The products read and write both sums themselves, and over thousands of steps hide it.
     Of the sides that fit, those whose products take the least time, as far as it is worth the memory.
 
     Args:
@@ -74,7 +77,7 @@ def gpu_tiles(
     def price(columns: int) -> float:
         rows = tallest(columns)
         time = product_time((num_rows, rows), (vocab, columns), width, units, logit_bytes, bool(sums_bytes))
-        return time + TERMS_A_MIB * (logit_bytes * rows * columns >> 20)
+        return time + K_STEPS_PER_MIB * (logit_bytes * rows * columns >> 20)
 
     def fits(columns: int) -> bool:
         rest = (vocab - 1) % columns + 1
@@ -106,6 +109,10 @@ def even_size(length: int, at_most: int) -> int:
     return size if at_most < GPU_ALIGNMENT else -(-size // GPU_ALIGNMENT) * GPU_ALIGNMENT
 
 
+def round_down(value: int, multiple: int) -> int:
+    return max(value // multiple * multiple, multiple if value >= multiple else value)
+
+
 def waves(m: int, n: int, units: int) -> float:
     """How often the units are filled by the blocks of a product [m, n]."""
     # Blocks lie either way.
@@ -123,7 +130,7 @@ def product_time(
     logit_bytes: int,
     trained: bool,
 ) -> float:
-    """Of all products, two of them for logits, in terms that all units could multiply meanwhile.
+    """Time of all products, two of them for logits, in steps along k of a product that fills all units.
 
     Args:
         rows, columns: how many there are, and how many a tile has at most.
@@ -131,8 +138,9 @@ def product_time(
     """
 
     def product(m: int, n: int, k: int, moved: int) -> float:
-        terms = waves(m, n, units) * k
-        return (terms**3 + ((moved + 2 * (m + n) * k) / BYTES_A_TERM) ** 3) ** (1 / 3) + START_TERMS
+        steps = waves(m, n, units) * k
+        transfer_steps = (moved + 2 * (m + n) * k) / BYTES_PER_K_STEP
+        return (steps**3 + transfer_steps**3) ** (1 / 3) + START_K_STEPS
 
     whole = rows[0] <= rows[1]
     cuts = [[(size, length // size), (length % size, 1)] for length, size in (rows, columns)]
