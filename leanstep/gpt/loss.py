@@ -9,24 +9,18 @@ exist as a whole and no product is computed twice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from leanstep.logprob.engine.forward_gradients import Chunk, arrange_chunks, form_by_chunks
 from leanstep.logprob.engine.lm_head import Head, RowSource, product
 from leanstep.logprob.engine.passes import kernels_for
-from leanstep.logprob.engine.softmax import RowGradients
-from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
-from leanstep.logprob.engine.tiles import (
-    GPU_ELEMENT_BYTES,
-    ChunkBuffer,
-    SavedLogits,
-    arrange,
-    default_budget,
-    even_slices,
-)
+from leanstep.logprob.engine.softmax import RowGradients, RowStatistics
+from leanstep.logprob.engine.tile_loop import Call
+from leanstep.logprob.engine.tiles import GPU_ELEMENT_BYTES, default_budget, even_slices
 from leanstep.logprob.parallel import VocabShard
 
 # Logits of one chunk of rows on a CPU; elsewhere the engine's budget.
@@ -138,10 +132,10 @@ def _make_call(
     transposed: bool,
     chunk_rows: int | None,
     float8: bool,
-) -> tuple[Call, int]:
-    """The engine's description of this head, and the rows of a chunk."""
+) -> tuple[Call, list[Chunk]]:
+    """The engine's description of this head, and its chunks of rows."""
     weight_VE = (head.T if transposed else head).detach()
-    vocab, width = weight_VE.shape
+    vocab = weight_VE.shape[0]
     dtype = torch.float64 if torch.float64 in (hidden.dtype, head.dtype) else torch.float32
     fixed = (VocabShard(0, vocab, vocab), vocab, dtype)
     rounded = Float8.of(hidden.detach(), weight_VE) if float8 else None
@@ -156,51 +150,40 @@ def _make_call(
         budget = CPU_CHUNK_BYTES if on_cpu else default_budget(hidden.device)
         chunk_rows = max(budget // (dtype.itemsize * vocab), 64)
     chunk_rows = max(min(chunk_rows, num_rows), 1)
-    kernels = kernels_for(hidden, dtype, num_rows * vocab)
-    several = num_rows > chunk_rows
-    tiles, cores, kernels = arrange(
-        num_rows,
-        vocab,
-        width,
-        hidden.device,
-        kernels,
-        max_rows=chunk_rows,
-        chunk_rows=chunk_rows,
-        # Several chunks of 16-bit weights need fp32 sums of dW, which only the order by rows has.
-        cores=1 if several and head.dtype != dtype else None,
+    source = RowSource(hidden.detach(), None)
+    tiles, cores, kernels = arrange_chunks(
+        source,
+        lm_head,
+        kernels_for(hidden, dtype, num_rows * vocab),
+        chunk_rows,
+        several=num_rows > chunk_rows,
         element_bytes=GPU_ELEMENT_BYTES + 2,
     )
-    tiles = replace(tiles, order="vocab" if not several or cores > 1 else "rows")
     targets = index[:, 0] if index.shape[1] == 1 else index
-    source = RowSource(hidden.detach(), None)
-    return Call(lm_head, source, None, targets, tiles, cores, kernels), chunk_rows
+    call = Call(lm_head, source, None, targets, tiles, cores, kernels)
+    return call, [Chunk(rows) for rows in even_slices(num_rows, chunk_rows)]
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Forward forms the loss and its gradients; backward multiplies them by a scalar."""
+    """Forward forms the loss and its gradients; backward multiplies them by a scalar, as often as asked."""
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, head: Tensor, weights: Tensor, call: Call, chunk_rows, wants_grad, transposed
+        ctx, hidden: Tensor, head: Tensor, weights: Tensor, call: Call, chunks, wants_grad, transposed
     ):
         wanted = [wants_grad and need for need in ctx.needs_input_grad[:2]] + [False] * 3
-        weight, dtype = call.head.weight, call.head.dtype
-        sums = memory = None
-        if any(wanted):
-            sums, memory = call.head_sums(wanted), ChunkBuffer(weight, dtype, chunk_rows, call.head.columns)
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for rows in even_slices(call.num_rows, chunk_rows):
-            some, saved = call.rows(rows), SavedLogits(weight, dtype, memory)
-            stats, _ = forward_tiles(some, saved)
+
+        def row_gradients(_call: Call, chunk: Chunk, stats: RowStatistics):
             final = stats.final()
             # Row by row, then in float64: the sum over rows is far larger than a row.
-            loss -= (weights[rows] * final.log_prob(stats.target)).sum(dtype=torch.float64)
-            if sums is not None:
-                row_gradients = RowGradients(-weights[rows])
-                backward_tiles(some, final, None, row_gradients, sums, saved, first_row=rows.start)
+            loss.sub_((weights[chunk.rows] * final.log_prob(stats.target)).sum(dtype=torch.float64))
+            return final, RowGradients(-weights[chunk.rows])
+
+        gradients = form_by_chunks(call, chunks, wanted, row_gradients)
         ctx.transposed = transposed
-        ctx.save_for_backward(*(sums.result()[:2] if sums is not None else (None, None)))
-        return loss.to(dtype)
+        ctx.save_for_backward(*((None, None) if gradients is None else gradients[:2]))
+        return loss.to(call.head.dtype)
 
     @staticmethod
     @once_differentiable
@@ -271,7 +254,7 @@ def head_loss(
     with torch.autocast(hidden.device.type, enabled=False):
         wide = torch.float64 if torch.float64 in (hidden.dtype, head.dtype) else torch.float32
         index, weights = ahead_targets(targets.long(), tuple(mtp), wide)
-        call, chunk_rows = _make_call(hidden, head, index, softcap, transposed, tile_rows, float8)
+        call, chunks = _make_call(hidden, head, index, softcap, transposed, tile_rows, float8)
         weights = weights[:, 0] if weights.shape[1] == 1 else weights
         wants_grad = torch.is_grad_enabled()
-        return _HeadLoss.apply(hidden, head, weights, call, chunk_rows, wants_grad, transposed)
+        return _HeadLoss.apply(hidden, head, weights, call, chunks, wants_grad, transposed)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leanstep.logprob.engine.lm_head import Head, RowSource
 from leanstep.logprob.engine.vocab_subset import AllowedIds
-from leanstep.logprob.inputs import ENTROPY_MODES, Transform, Tuning, VocabShards, unpack_head
+from leanstep.logprob.inputs import ENTROPY_MODES, Allowed, Transform, Tuning, VocabShards, unpack_head
 from leanstep.logprob.layout import to_device
 from leanstep.logprob.parallel import (
     VocabShard,
@@ -291,10 +291,10 @@ def checked_allowed(
     """Validate an `Allowed`, or the same as a tuple. Reads the offsets on the host: one sync on a GPU."""
     if allowed is None:
         return None
-    if not isinstance(allowed, (tuple, list)) or len(allowed) not in (2, 3):
+    if not isinstance(allowed, (tuple, list)) or len(allowed) not in (2, 3, 4):
         got = f"{len(allowed)} values" if isinstance(allowed, (tuple, list)) else type(allowed).__name__
         raise ValueError(f"allowed: expected (ids, offsets) or (ids, offsets, has_set), got {got}")
-    ids, offsets = allowed[0], allowed[1]
+    ids, offsets, has_set, whole_entropy = Allowed(*allowed)
     for name, value in (("ids", ids), ("offsets", offsets)):
         if value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
             got = f"{value.dtype} {tuple(value.shape)}"
@@ -307,7 +307,6 @@ def checked_allowed(
     if not rising or starts[0] != 0 or starts[-1] != ids.shape[0]:
         got = f"{starts[0]} to {starts[-1]}" + ("" if rising else ", not rising")
         raise ValueError(f"allowed: expected offsets that rise from 0 to {ids.shape[0]}, got {got}")
-    has_set = allowed[2] if len(allowed) == 3 else None
     everywhere = has_set is None
     if has_set is None:
         has_set = torch.ones(num_rows, dtype=torch.bool, device=device)
@@ -319,7 +318,7 @@ def checked_allowed(
         check_range("allowed ids", ids, vocabulary)
     lengths = to_device(offsets, device).long().diff()
     row_of = torch.repeat_interleave(lengths, output_size=ids.shape[0])
-    return AllowedIds(ids, row_of, starts, to_device(has_set, device), everywhere)
+    return AllowedIds(ids, row_of, starts, to_device(has_set, device), everywhere, whole_entropy)
 
 
 def is_dtensor(tensor: Any) -> bool:

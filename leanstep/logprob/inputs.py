@@ -111,17 +111,22 @@ class ReferenceHead:
 
 
 class Allowed(NamedTuple):
-    """The ids that a row's log-prob runs over besides its target (top-p, top-k replay); ragged lists.
+    """The ids that a row's softmax runs over besides its target (top-p, top-k replay); ragged lists.
+
+    Log-prob and entropy are those of the distribution over these ids, in `linear_logprobs`, `token_logprobs`
+    and `linear_masked_logprobs` alike.
 
     Args:
         ids: [M] int, the rows' global ids one after another.
         offsets: [R + 1] int, row i has ids[offsets[i] : offsets[i + 1]].
         has_set: [R] bool, False leaves a row unrestricted; None: every row has a set.
+        whole_entropy: the entropy runs over the whole vocabulary all the same, as slime computes it.
     """
 
     ids: Tensor
     offsets: Tensor
     has_set: Tensor | None = None
+    whole_entropy: bool = False
 
 
 @dataclass(frozen=True)

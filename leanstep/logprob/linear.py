@@ -27,7 +27,7 @@ from leanstep.logprob.checks import (
 from leanstep.logprob.engine.frozen import FrozenLinearLogProbs
 from leanstep.logprob.engine.invariant import RowBlocks, arrange_blocks
 from leanstep.logprob.engine.kl_topk import TopK, divergences
-from leanstep.logprob.engine.lm_head import Head, RowSource
+from leanstep.logprob.engine.lm_head import Head, RowSource, main_grad_mark
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import FinalStatistics, RowGradients, RowStatistics, first_order_only
 from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
@@ -53,7 +53,7 @@ from leanstep.logprob.engine.torch_ops import (
     under_autocast,
     unpacked_statistics,
 )
-from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, AllowedIds, sparse_logprobs
+from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, AllowedIds, SparseCall, sparse_logprobs
 from leanstep.logprob.inputs import (
     Allowed,
     Entropy,
@@ -113,7 +113,9 @@ def linear_logprobs(
         transform: `Transform(scale, softcap, label_smoothing)`.
         outputs: any of "lse", "z_loss" (lse squared), "argmax", ("top_k", k), "kl", "reverse_kl".
         reference: `ReferenceHead(weight, hidden, bias)`, the constant head of the exact KL.
-        allowed: `Allowed(ids, offsets, has_set)`: log-probs over these ids and the target only.
+        allowed: `Allowed(ids, offsets, has_set)`: log-prob and entropy of the softmax over these ids and the
+            target only, as in `linear_masked_logprobs`; `Allowed(..., whole_entropy=True)`: the entropy stays
+            that of the whole vocabulary.
         shards: `VocabShards(group, start, total, ...)`, where each rank holds some columns.
         tuning: `Tuning(budget, tile, save_logits, main_grad, round_logits, invariant)`.
 
@@ -196,7 +198,7 @@ class _Problem:
     def is_sparse(self) -> bool:
         """Whether reading the allowed rows of the weight alone gives all that is asked for, at less cost."""
         ids = self.allowed
-        if ids is None or not ids.everywhere or self.request.entropy != "none":
+        if ids is None or not ids.everywhere or (ids.whole_entropy and self.request.entropy != "none"):
             return False
         if self.checked.low is not None or self.checked.group is not None:
             return False
@@ -248,7 +250,7 @@ def _scored(problem: _Problem) -> LogProbs:
     """Choose how to compute, then compute."""
     with torch.autocast(problem.checked.source.hidden.device.type, enabled=False):
         if problem.is_sparse:
-            return LogProbs(_run_sparse(problem))
+            return _run_sparse(problem)
         call = _choose_blocks(problem) if problem.tuning.invariant else _choose_tiles(problem)
         logp, entropy, lse, kl, reverse_kl, values, best = _run(problem, call)
     names = problem.request.names
@@ -264,12 +266,20 @@ def _scored(problem: _Problem) -> LogProbs:
     )
 
 
-def _run_sparse(problem: _Problem) -> Tensor:
-    checked, allowed = problem.checked, problem.allowed
+def _run_sparse(problem: _Problem) -> LogProbs:
+    checked, allowed, tuning = problem.checked, problem.allowed, problem.tuning
     assert allowed is not None
+    call = SparseCall(
+        checked.head,
+        checked.rows,
+        allowed.sorted_pairs(problem.targets, checked.head.columns),
+        problem.request.entropy,
+        budget=tuning.budget,
+        main_grad=tuning.main_grad,
+    )
     hidden, weight, bias = checked.tensors[:3]
-    budget = problem.tuning.budget
-    return sparse_logprobs(hidden, weight, bias, checked.rows, checked.head, problem.targets, allowed, budget)
+    logp, entropy, _ = sparse_logprobs(hidden, weight, bias, call)
+    return LogProbs(logp, entropy)
 
 
 def _run(problem: _Problem, call: Call) -> Any:
@@ -426,10 +436,8 @@ class _LinearLogProbs(torch.autograd.Function):
                 call = replace(call, source=sums.hold_rows(call.source))
             backward_tiles(call, final, allowed_final, gradients, sums, saved, divergences=saved_kl)
             grads = sums.result()
-        if call.main_grad is not None and hasattr(weight, "grad_added_to_main_grad"):
-            # Megatron's reducers wait for a gradient to arrive; this mark tells them not to read it.
-            weight.grad_added_to_main_grad = True
-            grads = grads._replace(weight=torch.empty_like(weight))
+        if call.main_grad is not None:
+            grads = grads._replace(weight=main_grad_mark(weight))
         return *grads, None, None
 
 

@@ -80,8 +80,8 @@ def token_logprobs(
         entropy: "none"; "metric": a value without gradient; "grad".
         temperature: > 0, a float or one per row.
         outputs: "lse" (log-sum-exp) or "z_loss" (its square), differentiable.
-        allowed: `Allowed(ids, offsets, has_set)`: the log-prob's softmax runs over these ids and the target
-            only. Entropy always sees the whole vocabulary.
+        allowed: `Allowed(ids, offsets, has_set)`: log-prob and entropy of the softmax over these ids and the
+            target only; `Allowed(..., whole_entropy=True)`: the entropy stays that of the whole vocabulary.
         shards: `VocabShards(group, start, total)`, where each rank holds some columns.
         tuning: `Tuning(budget=)` bytes for a chunk of rows, or `Tuning(tile=(rows, None))`.
         reuse_buffer: backward writes the gradient into the storage of `logits`. Only for contiguous fp32 or
@@ -184,6 +184,11 @@ class _Chunks:
     # The kernel reads the caller's logits, 16 bits or 32, and divides by the temperature itself.
     in_kernel: bool = False
 
+    @property
+    def two_softmaxes(self) -> bool:
+        """Whether log-prob and entropy run over different ids."""
+        return self.allowed is not None and self.allowed.whole_entropy and self.entropy != "none"
+
     def over_chunks(self, logits: Tensor, work: Callable[[slice, Scratch], None]) -> None:
         """Do the work on every chunk of rows, on all cores where one call of a kernel is one core's."""
         selected = self.targets.shape[0]
@@ -260,13 +265,12 @@ class _TokenLogProbs(torch.autograd.Function):
                 "token_logprobs(reuse_buffer=True): the logits were overwritten by an earlier backward"
             )
         logits, *vectors = ctx.saved_tensors
-        restricted = call.allowed is not None
-        if restricted:
+        if call.two_softmaxes:
             allowed_final = FinalStatistics.restored(vectors[0], vectors[1], None)
             final = allowed_final if vectors[2] is None else FinalStatistics.restored(*vectors[2:])
         else:
             final = allowed_final = FinalStatistics.restored(*vectors[:3])
-        two_softmaxes = restricted and g_entropy is not None
+        two_softmaxes = call.two_softmaxes and g_entropy is not None
         main = allowed_final if g_entropy is None else final
         gradients = RowGradients(None if two_softmaxes else g_logp, g_entropy, g_lse)
         every_row, slope = slice(0, call.targets.shape[0]), 1.0 / call.temperature
@@ -282,8 +286,8 @@ class _TokenLogProbs(torch.autograd.Function):
             out = grad[part][:, : call.shard.real] if in_place else scratch.tile(0, *shape, narrow)
             source = call.source(logits, part, lambda: out)
             subset = None
-            if restricted and g_logp is not None and call.shard.real:
-                assert call.allowed is not None
+            needs_subset = g_logp is not None or not two_softmaxes
+            if call.allowed is not None and needs_subset and call.shard.real:
                 subset = call.allowed.restrict(source, part, targets, call.shard.start)
                 if not two_softmaxes:
                     source = subset
@@ -312,13 +316,12 @@ class _TokenLogProbs(torch.autograd.Function):
 def _statistics(logits: Tensor, call: _Chunks) -> RowStatistics:
     """Statistics of the selected rows over this shard's columns, chunk by chunk."""
     selected = call.targets.shape[0]
-    single = call.allowed is not None and call.entropy == "none"
     stats = RowStatistics.empty(
         selected,
         dtype=call.dtype,
         device=logits.device,
         moment=call.entropy != "none",
-        allowed=call.allowed is not None and not single,
+        allowed=call.two_softmaxes,
     )
     needed = 0 if call.kernels is not None else 1 + (call.entropy != "none")
 
@@ -329,10 +332,10 @@ def _statistics(logits: Tensor, call: _Chunks) -> RowStatistics:
         rows = stats.rows(part.start, part.stop)
         if call.allowed is not None and call.shard.real:
             subset = call.allowed.restrict(source, part, targets, call.shard.start)
-            if single:
-                source = subset
-            else:
+            if call.two_softmaxes:
                 rows.allowed_part().update_(subset, [subset], kernels=call.kernels)
+            else:
+                source = subset
         if call.shard.real:
             where = (targets, call.shard.start)
             work = scratch.tiles(needed, *shape)

@@ -130,6 +130,12 @@ def combine_statistics(stats: RowStatistics, group: Any) -> RowStatistics:
     return stats.replaced(maxima, sums)
 
 
+def all_reduce_(values: Tensor, group: Any, op: Any) -> None:
+    """Combine over ranks in place; nothing to do without a group."""
+    if group is not None:
+        dist.all_reduce(values, op, group=group)
+
+
 def reduce_hidden_grad(grad_ND: Tensor, group: Any, mode: ReduceGrad = "all_reduce") -> Tensor:
     """Add the shards' contributions to the hidden gradient.
 

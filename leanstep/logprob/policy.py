@@ -11,26 +11,31 @@ scalar.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leanstep.cpu import is_one
-from leanstep.logprob.checks import accumulation_dtype, check_head_call, check_options, check_vocabulary
+from leanstep.logprob.checks import CheckedCall, accumulation_dtype, check_head_call, check_options
+from leanstep.logprob.engine.forward_gradients import (
+    Chunk,
+    agreed_columns,
+    arrange_chunks,
+    form_by_chunks,
+    logits_in_gradient,
+    loss_with_gradients,
+    most_saved_rows,
+)
 from leanstep.logprob.engine.gpu.gpu_tiles import GPU_ALIGNMENT, gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, RowSource
 from leanstep.logprob.engine.passes import finishes_logits, kernels_for, row_kernels
-from leanstep.logprob.engine.softmax import RowFactors, RowGradients, RowStatistics, first_order_only
-from leanstep.logprob.engine.tile_loop import Call, backward_tiles, forward_tiles
+from leanstep.logprob.engine.softmax import RowFactors, RowGradients, RowStatistics
+from leanstep.logprob.engine.tile_loop import Call
 from leanstep.logprob.engine.tiles import (
     CPU_MAX_ROWS,
-    ChunkBuffer,
-    LogitsInGradient,
-    SavedLogits,
+    Arrangement,
     Tiles,
-    arrange,
     choose_tiles,
     even_slices,
     on_gpu,
@@ -61,7 +66,6 @@ from leanstep.logprob.objective import (
     row_weights,
     weighted_sum,
 )
-from leanstep.logprob.parallel import combine_statistics
 
 # A chunk keeps its whole vocabulary of logits: more than a cache holds, far less than [T, V].
 CPU_CHUNK_BYTES = 128 << 20
@@ -120,27 +124,59 @@ def linear_policy_loss(
     checked = check_head_call(
         hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
     )
-    head, tensors, source = checked.head, checked.tensors, checked.source
-    targets, group, dtype = checked.targets(targets), checked.group, head.dtype
-    selected, lengths = source.num_rows, batch.sequence_lengths
+    targets = checked.targets(targets)
+    batch = _selected_batch(batch, checked)
+    weights = _checked_weights(batch, objective, normalizer, checked)
+    chunks = _chunks(objective, batch.sequence_lengths, checked, tuning)
+    call = _policy_call(checked, targets, chunks, tuning, "grad" if objective.entropy_coef else entropy)
+    policy = _Policy(call, objective, batch, weights, chunks)
+    with torch.autocast(hidden.device.type, enabled=False), call.one_thread():
+        loss, logp, entropies, *row_losses = loss_with_gradients(checked.tensors, policy)
+    metrics = policy_metrics(RowLosses(*row_losses), logp, batch.old_logp, entropies, batch.mask)
+    return PolicyLoss(loss, logp, entropies, metrics)
 
-    def per_row(name: str) -> Any:
-        values = getattr(batch, name)
+
+def _selected_batch(batch: PolicyBatch, checked: CheckedCall) -> PolicyBatch:
+    """The batch's tensors for the selected rows, detached, in the dtype of sums."""
+
+    def per_row(name: str, values: Tensor | None) -> Any:
         if values is None:
             return None
         if values.dim() != 1:
             raise ValueError(f"{name}: expected one dimension, got {tuple(values.shape)}")
-        return checked.per_row(name, values).detach().to(dtype)
+        return checked.per_row(name, values).detach().to(checked.head.dtype)
 
-    names = ("old_logp", "advantages", "mask", "ref_logp")
-    batch = PolicyBatch(**{name: per_row(name) for name in names}, sequence_lengths=lengths)
-    weights = row_weights(batch.mask, selected, normalizer, lengths, dtype, hidden.device)
+    return PolicyBatch(
+        old_logp=per_row("old_logp", batch.old_logp),
+        advantages=per_row("advantages", batch.advantages),
+        mask=per_row("mask", batch.mask),
+        ref_logp=per_row("ref_logp", batch.ref_logp),
+        sequence_lengths=batch.sequence_lengths,
+    )
+
+
+def _checked_weights(
+    batch: PolicyBatch,
+    objective: PolicyObjective,
+    normalizer: Normalizer | float | Tensor,
+    checked: CheckedCall,
+) -> Tensor:
+    """The rows' weights in the loss, [T']."""
+    source, dtype = checked.source, checked.head.dtype
+    lengths, device = batch.sequence_lengths, source.hidden.device
+    weights = row_weights(batch.mask, source.num_rows, normalizer, lengths, dtype, device)
     if objective.kl_coef and batch.ref_logp is None:
         raise ValueError("ref_logp: expected reference log-probs because kl_coef is not 0, got None")
-    logit_bytes = 2 if tuning.round_logits else head.dtype.itemsize
-    chunks = _chunks(objective, lengths, source, head, tuning.budget, group, logit_bytes)
-    tiles, cores, kernels = _arranged(source, head, chunks, tensors[2])
-    call = Call(
+    return weights
+
+
+def _policy_call(
+    checked: CheckedCall, targets: Tensor, chunks: list[_Chunk], tuning: Tuning, entropy: Entropy
+) -> Call:
+    """The engine's description of the call, with the tiles chosen for its chunks."""
+    head, source = checked.head, checked.source
+    tiles, cores, kernels = _arranged(source, head, chunks, checked.tensors[2])
+    return Call(
         head=head,
         source=source,
         low=checked.low,
@@ -148,111 +184,64 @@ def linear_policy_loss(
         tiles=tiles,
         cores=cores,
         kernels=kernels,
-        entropy="grad" if objective.entropy_coef else entropy,
-        group=group,
+        entropy=entropy,
+        group=checked.group,
         reduce_grad=checked.reduce_grad,
-        gradient_scale=_gradient_scale(head, selected),
+        gradient_scale=_gradient_scale(head, source.num_rows),
         round_logits=tuning.round_logits,
     )
-    wants_grad = torch.is_grad_enabled()
-    with torch.autocast(hidden.device.type, enabled=False), call.one_thread():
-        loss, logp, entropies, *found = _PolicyLoss.apply(  # type: ignore[misc]
-            *tensors, call, _Policy(objective, batch, weights, chunks, wants_grad)
-        )
-    metrics = policy_metrics(RowLosses(*found), logp, batch.old_logp, entropies, batch.mask)
-    return PolicyLoss(loss, logp, entropies, metrics)
 
 
 @dataclass
-class _Chunk:
-    """Rows formed together; `lengths` are its sequences' (gspo), `recompute` when its logits do not fit."""
+class _Chunk(Chunk):
+    """Rows formed together; `lengths` are those of its sequences (gspo)."""
 
-    rows: slice
-    lengths: list[int] | None
-    recompute: bool
+    lengths: list[int] | None = None
 
 
 @dataclass
 class _Policy:
     """The objective of a call: what is minimised, on which data, in which chunks of rows."""
 
+    call: Call
     objective: PolicyObjective
     batch: PolicyBatch
     weights: Tensor
     chunks: list[_Chunk]
-    wants_grad: bool
+    name: str = "linear_policy_loss"
 
+    def __post_init__(self) -> None:
+        call, self.source = self.call, self.call.source
+        self.logp = torch.zeros(call.num_rows, dtype=call.head.dtype, device=self.source.hidden.device)
+        self.entropy = torch.zeros_like(self.logp) if call.moment else None
+        self.losses, self.ratio = torch.zeros_like(self.logp), torch.zeros_like(self.logp)
+        self.clipped = torch.zeros_like(self.logp, dtype=torch.bool)
 
-class _PolicyLoss(torch.autograd.Function):
-    """Forward forms the loss and its gradients, chunk by chunk; backward multiplies them by a scalar."""
+    @property
+    def row_outputs(self) -> tuple[Tensor | None, ...]:
+        return self.logp, self.entropy, self.losses, self.ratio, self.clipped
 
-    @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: Call, policy: _Policy):  # type: ignore[override, no-untyped-def]
-        dtype = call.head.dtype
-        given = (hidden, weight, bias, low_hidden, low_weight)
-        wanted = [policy.wants_grad and t is not None and t.requires_grad for t in given]
-        early = _early_gradient(call, policy.chunks, wanted[1])
-        # On a GPU rows are put in their places by the backward: zeros elsewhere need not be multiplied.
-        ctx.rows, ctx.hidden_shape = call.source.rows if on_gpu(hidden.device) else None, hidden.shape
-        whole = call
-        if ctx.rows is not None:
-            placed = RowSource(hidden.new_empty(()).expand(call.num_rows, hidden.shape[1]), None)
-            whole = replace(call, source=placed)
-        sums = whole.head_sums(wanted, early) if any(wanted) else None
-        logp = torch.zeros(call.num_rows, dtype=dtype, device=hidden.device)
-        entropy = torch.zeros_like(logp) if call.moment else None
-        losses, ratio = torch.zeros_like(logp), torch.zeros_like(logp)
-        clipped = torch.zeros_like(logp, dtype=torch.bool)
-        memory = early
-        if memory is None and sums is not None:
-            most = _most_saved_rows(policy.chunks)
-            memory = ChunkBuffer(weight, call.logit_dtype, most, call.head.columns)
-        for chunk in policy.chunks:
-            part = chunk.rows
-            some = call.rows(part)
-            if on_gpu(hidden.device):
-                # Gathered once for both directions; on a CPU a chunk is read where it lies.
-                every_row = slice(0, some.num_rows)
-                some = replace(some, source=RowSource(some.chunks(every_row)[0], None))
-            saved = SavedLogits(weight, call.logit_dtype, None if chunk.recompute else memory)
-            stats = combine_statistics(forward_tiles(some, saved)[0], call.group)
-            if some.fused and policy.objective.kind in KERNEL_KINDS:
-                written = [None if t is None else t[part] for t in (logp, entropy, losses, ratio, clipped)]
-                factors = _row_factors(some, policy, part, stats, written)
-                if sums is not None:
-                    backward_tiles(some, None, None, factors, sums, saved, first_row=part.start)
-                continue
-            final = stats.final()
-            logp[part] = final.log_prob(stats.target)
-            if entropy is not None and final.entropy is not None:
-                entropy[part] = final.entropy
-            rows, gradients = _row_gradients(policy, chunk, logp[part], final.entropy)
-            losses[part], ratio[part], clipped[part] = rows
-            if sums is not None:
-                backward_tiles(some, final, None, gradients, sums, saved, first_row=part.start)
-        # Gone before the result is made: it never lies beside the logits.
-        memory = saved = None
-        ctx.gradients = None if sums is None else sums.result()
-        quiet = (logp, entropy, losses, ratio, clipped)
-        ctx.mark_non_differentiable(*(t for t in quiet if t is not None))
-        return weighted_sum(losses, policy.weights), *quiet
+    def form(self, wanted: Sequence[bool]) -> tuple[tuple[Tensor | None, ...], HeadGradients | None]:
+        """The loss and the outputs per row, and the gradients."""
+        call, early = self.call, None
+        if wanted[1] and len(self.chunks) == 1:
+            early = logits_in_gradient(call.head, call.logit_dtype, most_saved_rows(self.chunks))
+        gradients = form_by_chunks(call, self.chunks, wanted, self._row_gradients, early)
+        return (weighted_sum(self.losses, self.weights), *self.row_outputs), gradients
 
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, g: Tensor, *_unused):  # type: ignore[no-untyped-def]
-        gradients: HeadGradients | None = ctx.gradients
-        if gradients is None:
-            raise RuntimeError("linear_policy_loss: its gradients were handed out by an earlier backward")
-        # The caller owns them now; a second backward would hand out memory that somebody accumulates into.
-        ctx.gradients = None
-        # From a device the host would have to read it: multiply whatever it is.
-        for grad in () if is_one(g) else gradients:
-            if grad is not None:
-                grad.mul_(g)
-        if ctx.rows is not None and gradients.hidden is not None:
-            hidden = gradients.hidden.new_zeros(ctx.hidden_shape)
-            gradients = gradients._replace(hidden=hidden.index_add_(0, ctx.rows, gradients.hidden))
-        return *gradients, None, None
+    def _row_gradients(self, call: Call, chunk: _Chunk, stats: RowStatistics) -> Any:
+        """The chunk's outputs per row, into their places, and its row gradients."""
+        part = chunk.rows
+        if call.fused and self.objective.kind in KERNEL_KINDS:
+            written = [None if values is None else values[part] for values in self.row_outputs]
+            return None, _row_factors(call, self, part, stats, written)
+        final = stats.final()
+        self.logp[part] = final.log_prob(stats.target)
+        if self.entropy is not None and final.entropy is not None:
+            self.entropy[part] = final.entropy
+        rows, gradients = _row_gradients(self, chunk, self.logp[part], final.entropy)
+        self.losses[part], self.ratio[part], self.clipped[part] = rows
+        return final, gradients
 
 
 def _row_factors(
@@ -307,91 +296,65 @@ def _gradient_scale(head: Head, num_rows: int) -> float:
     return 2.0 ** max(num_rows, 1).bit_length() if head.operand_dtype == torch.float16 else 1.0
 
 
-def _early_gradient(call: Call, chunks: list[_Chunk], wanted: bool) -> LogitsInGradient | None:
-    """The memory of dW for the logits, where one chunk of rows is all there is and fits."""
-    head = call.head
-    fits = LogitsInGradient.rows_that_fit(head.weight, call.logit_dtype)
-    if not wanted or len(chunks) != 1 or not head.columns:
-        return None
-    return LogitsInGradient(head.weight, call.logit_dtype) if 0 < _most_saved_rows(chunks) <= fits else None
-
-
-def _most_saved_rows(chunks: list[_Chunk]) -> int:
-    return max((c.rows.stop - c.rows.start for c in chunks if not c.recompute), default=0)
-
-
-def _arranged(source: RowSource, head: Head, chunks: list[_Chunk], bias: Tensor | None) -> Any:
+def _arranged(source: RowSource, head: Head, chunks: list[_Chunk], bias: Tensor | None) -> Arrangement:
     """Tiles as tall as the tallest chunk with saved logits, and a part of the vocabulary for each core."""
     hidden, num_rows, columns = source.hidden, source.num_rows, head.columns
-    most_rows, order = _most_saved_rows(chunks), "vocab" if len(chunks) <= 1 else "rows"
+    most_rows = most_saved_rows(chunks)
     kernels = kernels_for(hidden, head.dtype, num_rows * columns)
     overwritten = finishes_logits(kernels) and (bias is None or not bias.requires_grad)
     if overwritten and columns and len(chunks) > 1 and not any(chunk.recompute for chunk in chunks):
         # On a GPU gradients overwrite the logits of their chunk, which is one tile then.
-        return Tiles(most_rows, columns, order), 1, kernels
+        return Arrangement(Tiles(most_rows, columns, "rows"), 1, kernels)
     if not most_rows:
         most_rows = num_rows if on_gpu(hidden.device) else min(num_rows, CPU_MAX_ROWS)
-    # Several chunks: dW is summed where it lies, but 16-bit weights need fp32 sums, which "rows" order has.
-    one_core = len(chunks) > 1 and head.weight.dtype != head.dtype
-    tiles, cores, kernels = arrange(
-        num_rows,
-        columns,
-        hidden.shape[1],
-        hidden.device,
-        kernels,
-        max_rows=max(most_rows, 1),
-        chunk_rows=most_rows,
-        cores=1 if one_core else None,
-    )
-    return replace(tiles, order="vocab" if cores > 1 else order), cores, kernels
+    return arrange_chunks(source, head, kernels, most_rows, several=len(chunks) > 1)
 
 
 def _chunks(
     objective: PolicyObjective,
     sequence_lengths: Sequence[int] | None,
-    source: RowSource,
-    head: Head,
-    budget: int | None,
-    group: Any,
-    logit_bytes: int,
+    checked: CheckedCall,
+    tuning: Tuning,
 ) -> list[_Chunk]:
     """Row chunks whose logits fit the budget; with gspo whole sequences, the too long ones by themselves."""
-    num_rows, columns = source.num_rows, head.columns
-    if group is not None:
-        # Every rank must take the same number of chunks, whatever the width of its shard.
-        columns = -(-check_vocabulary(head, "with unequal shards") // group.size())
-    if on_gpu(head.weight.device):
-        shape = (columns, head.weight.shape[1])
-        most = gpu_chunk_rows(shape, head.weight, logit_bytes, budget)
-        multiple = GPU_ALIGNMENT
-    else:
-        # A tile's width follows the local shard; ranks must not count with it.
-        work_columns = columns
-        if group is None:
-            width, device = source.hidden.shape[1], source.hidden.device
-            work_columns = min(choose_tiles(num_rows, columns, width, device=device).columns, columns)
-        row_bytes = head.dtype.itemsize * (columns + 2 * work_columns)
-        most = max((CPU_CHUNK_BYTES if budget is None else budget) // max(row_bytes, 1), 1)
-        multiple = 1
+    num_rows = checked.source.num_rows
+    most = _most_rows(checked, tuning)
     if objective.kind in WHOLE_BATCH:
-        return [_Chunk(slice(0, num_rows), None, num_rows > most)]
+        return [_Chunk(slice(0, num_rows), num_rows > most)]
     if objective.kind != "gspo":
         if most < min(FEWEST_ROWS, num_rows):
-            return [_Chunk(slice(0, num_rows), None, True)]
-        return [_Chunk(part, None, False) for part in even_slices(num_rows, most, multiple)]
+            return [_Chunk(slice(0, num_rows), True)]
+        multiple = GPU_ALIGNMENT if on_gpu(checked.head.weight.device) else 1
+        return [_Chunk(part) for part in even_slices(num_rows, most, multiple)]
     chunks: list[_Chunk] = []
     start = 0
     for length in checked_sequences(sequence_lengths, num_rows):
         last = chunks[-1] if chunks else None
         rows = slice(start, start + length)
         if length > most:
-            chunks.append(_Chunk(rows, [length], True))
+            chunks.append(_Chunk(rows, True, [length]))
         elif last is None or last.recompute or rows.stop - last.rows.start > most:
-            chunks.append(_Chunk(rows, [length], False))
+            chunks.append(_Chunk(rows, False, [length]))
         else:
-            chunks[-1] = _Chunk(slice(last.rows.start, rows.stop), [*(last.lengths or []), length], False)
+            chunks[-1] = _Chunk(slice(last.rows.start, rows.stop), False, [*(last.lengths or []), length])
         start += length
     return chunks
+
+
+def _most_rows(checked: CheckedCall, tuning: Tuning) -> int:
+    """Rows whose logits fit the budget: the same number on every rank."""
+    head, source = checked.head, checked.source
+    columns = agreed_columns(head, checked.group)
+    if on_gpu(head.weight.device):
+        logit_bytes = 2 if tuning.round_logits else head.dtype.itemsize
+        return gpu_chunk_rows((columns, head.weight.shape[1]), head.weight, logit_bytes, tuning.budget)
+    # A tile's width follows the local shard; ranks must not count with it.
+    work_columns = columns
+    if checked.group is None:
+        width, device = source.hidden.shape[1], source.hidden.device
+        work_columns = min(choose_tiles(source.num_rows, columns, width, device=device).columns, columns)
+    row_bytes = head.dtype.itemsize * (columns + 2 * work_columns)
+    return max((CPU_CHUNK_BYTES if tuning.budget is None else tuning.budget) // max(row_bytes, 1), 1)
 
 
 # The function as a torch.library op: the forward forms the gradients, backward multiplies them. An op takes

@@ -7,11 +7,16 @@ from torch import Tensor
 
 
 def reference_logprobs(
-    logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0, allowed: list[list[int]] | None = None
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float | Tensor = 1.0,
+    allowed: list[list[int]] | None = None,
+    whole_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of `targets` [N] and entropy, [N] each, of softmax(logits / temperature).
 
-    `allowed` restricts each row's log-prob (never its entropy) to the listed ids and the target.
+    `allowed` restricts each row's softmax to the listed ids and the target; with `whole_entropy` the entropy
+    stays that of the whole vocabulary.
     Plain code: a logit of -inf makes the entropy NaN.
     """
     if isinstance(temperature, Tensor):
@@ -20,10 +25,12 @@ def reference_logprobs(
     log_p = torch.log_softmax(z, -1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     if allowed is not None:
-        kept = torch.zeros_like(z, dtype=torch.bool).scatter_(1, targets.unsqueeze(-1), True)
+        inside = torch.zeros_like(z, dtype=torch.bool).scatter_(1, targets.unsqueeze(-1), True)
         for row, ids in enumerate(allowed):
-            kept[row, ids] = True
-        log_p = torch.log_softmax(z.masked_fill(~kept, -torch.inf), -1)
+            inside[row, ids] = True
+        log_p = torch.log_softmax(z.masked_fill(~inside, -torch.inf), -1)
+        if not whole_entropy:
+            entropy = -(log_p.exp() * torch.where(inside, log_p, 0.0)).sum(-1)
     return log_p.gather(1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
@@ -38,6 +45,7 @@ def reference_linear_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
     allowed: list[list[int]] | None = None,
+    whole_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same from hidden [T, D] and weight [V, D]: all rows are projected, then `rows` are picked."""
     logits = scale * torch.nn.functional.linear(hidden, weight, bias)
@@ -45,4 +53,4 @@ def reference_linear_logprobs(
         logits = softcap * torch.tanh(logits / softcap)
     if rows is not None:
         logits = logits.index_select(0, rows)
-    return reference_logprobs(logits, targets, temperature, allowed)
+    return reference_logprobs(logits, targets, temperature, allowed, whole_entropy)

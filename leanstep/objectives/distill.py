@@ -18,24 +18,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leanstep.cpu import is_one, one_thread_each
+from leanstep.cpu import one_thread_each
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
-from leanstep.logprob.checks import check_head_call, check_options, check_vocabulary, select_per_row
+from leanstep.logprob.checks import CheckedCall, check_head_call, check_options, select_per_row
+from leanstep.logprob.engine.forward_gradients import (
+    agreed_columns,
+    arrange_chunks,
+    gradient_source,
+    logits_in_gradient,
+    loss_with_gradients,
+)
 from leanstep.logprob.engine.gpu.gpu_tiles import GPU_ALIGNMENT, gpu_chunk_rows
-from leanstep.logprob.engine.lm_head import Head, HeadSums, RowSource
+from leanstep.logprob.engine.lm_head import Head, HeadGradients, HeadSums, RowSource
 from leanstep.logprob.engine.passes import finishes_logits, kernels_for
-from leanstep.logprob.engine.softmax import first_order_only
 from leanstep.logprob.engine.tiles import (
     Arrangement,
     ChunkBuffer,
     LogitsInGradient,
     TileMemory,
     Tiles,
-    arrange,
     even_slices,
     on_gpu,
 )
-from leanstep.objectives.distill_tiles import Chunk, Problem
+from leanstep.objectives.distill_tiles import ChunkPasses, Problem
 from leanstep.objectives.divergences import Divergence, checked_divergence
 from leanstep.objectives.divergences import divergence as plain_divergence
 from leanstep.objectives.teachers import (
@@ -140,30 +145,57 @@ def linear_distill_loss(
     checked = check_head_call(
         hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
     )
-    head, tensors, source, group = checked.head, checked.tensors, checked.source, checked.group
-    if isinstance(head.temperature, Tensor):
+    if isinstance(checked.head.temperature, Tensor):
         raise ValueError("temperature: expected one number for all rows, got a tensor")
-    weights = _row_weights(row_weights, normalizer, source, head.dtype)
+    weights = _row_weights(row_weights, normalizer, checked.source, checked.head.dtype)
     if isinstance(teacher, TeacherTopK):
         if hard is not None:
             raise ValueError("hard: expected None with TeacherTopK; add linear_cross_entropy to its loss")
         options = {"transform": transform, "shards": shards, "tuning": tuning}
         return _top_k_loss(hidden, weight, teacher, kind, float(temperature), rows, weights, options)
-    named = [(teacher, 1.0)] if not isinstance(teacher, Sequence) else list(teacher)
-    opened = [(open_teacher(one, head, source, shards), float(factor)) for one, factor in named]
-    for tiles, _ in opened:
+    teachers = _open_teachers(teacher, kind, checked, shards)
+    problem = _problem(checked, teachers, kind, weights, hard, tuning)
+    one_thread = one_thread_each() if problem.cores > 1 else contextlib.nullcontext()
+    with torch.autocast(hidden.device.type, enabled=False), one_thread:
+        return DistillLoss(*loss_with_gradients(checked.tensors, _DistillLoss(problem)))
+
+
+def _open_teachers(
+    teacher: Teacher | Sequence[tuple[Teacher, float]],
+    kind: Divergence,
+    checked: CheckedCall,
+    shards: VocabShards | None,
+) -> list[tuple[HeadTiles | GivenTiles, float]]:
+    """The teachers' tiles and their weights."""
+    weighted = [(teacher, 1.0)] if not isinstance(teacher, Sequence) else list(teacher)
+    teachers = [
+        (open_teacher(one, checked.head, checked.source, shards), float(factor)) for one, factor in weighted
+    ]
+    for tiles, _ in teachers:
         if isinstance(tiles, GivenTiles) and tiles.is_probability and not kind.cross_entropy:
             raise ValueError('divergence: expected "cross_entropy" with SoftLabels')
-    wants_grad = torch.is_grad_enabled()
-    in_gradient = wants_grad and tensors[1].requires_grad
-    logit_dtype = _logit_dtype(head, opened, source, tuning)
-    chunks = _chunks(head, source.num_rows, len(opened), logit_dtype, in_gradient, tuning.budget, group)
-    tiles, cores, kernels = _arranged(head, source, chunks, len(opened))
-    problem = Problem(
+    return teachers
+
+
+def _problem(
+    checked: CheckedCall,
+    teachers: list[tuple[HeadTiles | GivenTiles, float]],
+    kind: Divergence,
+    weights: Tensor,
+    hard: HardLabels | None,
+    tuning: Tuning,
+) -> Problem:
+    """The call as its passes take it, with the chunks and tiles chosen for it."""
+    head, source, group = checked.head, checked.source, checked.group
+    in_gradient = torch.is_grad_enabled() and checked.tensors[1].requires_grad
+    logit_dtype = _logit_dtype(head, teachers, source, tuning)
+    chunks = _chunks(head, source.num_rows, len(teachers), logit_dtype, in_gradient, tuning.budget, group)
+    tiles, cores, kernels = _arranged(head, source, chunks, len(teachers))
+    return Problem(
         head=head,
         source=source,
         low=checked.low,
-        teachers=opened,
+        teachers=teachers,
         kind=kind,
         weights=weights,
         targets=None if hard is None else checked.targets(hard.targets),
@@ -174,60 +206,53 @@ def linear_distill_loss(
         kernels=kernels,
         group=group,
         reduce_grad=checked.reduce_grad,
-        wants_grad=wants_grad,
         logit_dtype=logit_dtype,
     )
-    one_thread = one_thread_each() if cores > 1 else contextlib.nullcontext()
-    with torch.autocast(hidden.device.type, enabled=False), one_thread:
-        found = _DistillLoss.apply(*tensors, problem)
-    return DistillLoss(*found)  # type: ignore[misc]
 
 
-class _DistillLoss(torch.autograd.Function):
-    """Forward forms the loss and its gradients, chunk by chunk; backward multiplies them by a scalar."""
+@dataclass
+class _DistillLoss:
+    """The loss of a `Problem` and its gradients."""
 
-    @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, problem: Problem):  # type: ignore[override, no-untyped-def]
-        head, num_rows = problem.head, problem.source.num_rows
-        given = (hidden, weight, bias, low_hidden, low_weight)
-        wanted = [problem.wants_grad and t is not None and t.requires_grad for t in given]
-        early = _early_gradient(problem, wanted[1])
-        sums: list[HeadSums] = []
-        if any(wanted):
-            options: dict[str, Any] = {"reduce": (problem.group, problem.reduce_grad), "early": early}
-            sums = [HeadSums(head, problem.source, problem.low, problem.tiles, wanted, **options)]
-            sums += [sums[0].fork() for _ in problem.column_parts[1:]]
-        rows = torch.zeros((3, num_rows), dtype=head.dtype, device=hidden.device)
-        memories: list[TileMemory] = [
-            ChunkBuffer(hidden, problem.logit_dtype, problem.tallest, head.columns)
-            for _ in range(len(problem.teachers) + (early is None))
-        ]
-        if early is not None:
-            memories.insert(0, early)
+    problem: Problem
+    name: str = "linear_distill_loss"
+
+    def __post_init__(self) -> None:
+        self.source = self.problem.source
+
+    def form(self, wanted: Sequence[bool]) -> tuple[tuple[Tensor | None, ...], HeadGradients | None]:
+        """Loss, divergence, cross-entropy of the labels and entropy per row, and the gradients."""
+        problem, hidden = self.problem, self.source.hidden
+        early = _early_gradient(problem) if wanted[1] else None
+        sums = _head_sums(problem, wanted, early) if any(wanted) else []
+        memories: list[TileMemory] = [] if early is None else [early]
+        while len(memories) <= len(problem.teachers):
+            memories.append(ChunkBuffer(hidden, problem.logit_dtype, problem.tallest, problem.head.columns))
+        rows = torch.zeros((3, self.source.num_rows), dtype=problem.head.dtype, device=hidden.device)
         scratches = problem.scratches()
         for part in problem.chunks:
-            rows[:, part] = Chunk(problem, part, memories, scratches).run(sums)
+            rows[:, part] = ChunkPasses(problem, part, memories, scratches).run(sums)
         for fork in sums[1:]:
             sums[0].join(fork)
-        ctx.gradients = sums[0].result() if sums else None
+        gradients = sums[0].result() if sums else None
         soft, hard, entropy = rows
         mixed = soft if problem.targets is None else torch.lerp(soft, hard, problem.hard_weight)
         loss = torch.where(problem.weights == 0, 0.0, mixed * problem.weights).sum()
-        hard = None if problem.targets is None else hard
-        ctx.mark_non_differentiable(*(t for t in (soft, hard, entropy) if t is not None))
-        return loss, soft, hard, entropy
+        return (loss, soft, None if problem.targets is None else hard, entropy), gradients
 
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, g: Tensor, *_unused):  # type: ignore[no-untyped-def]
-        if ctx.gradients is None:
-            raise RuntimeError("linear_distill_loss: its gradients were handed out by an earlier backward")
-        gradients, ctx.gradients = ctx.gradients, None
-        # From a device the host would have to read it: multiply whatever it is.
-        for grad in () if is_one(g) else gradients:
-            if grad is not None:
-                grad.mul_(g)
-        return *gradients, None
+
+def _head_sums(problem: Problem, wanted: Sequence[bool], early: LogitsInGradient | None) -> list[HeadSums]:
+    """Sums of the gradients, one for each part of the vocabulary."""
+    sums = HeadSums(
+        problem.head,
+        gradient_source(problem.source),
+        problem.low,
+        problem.tiles,
+        wanted,
+        reduce=(problem.group, problem.reduce_grad),
+        early=early,
+    )
+    return [sums, *(sums.fork() for _ in problem.column_parts[1:])]
 
 
 def _top_k_loss(
@@ -288,9 +313,7 @@ def _chunks(
 
     A single chunk needs room for the teachers' alone where the student's lie in its weight's gradient.
     """
-    columns = head.columns
-    if group is not None:
-        columns = -(-check_vocabulary(head, "with unequal shards") // group.size())
+    columns = agreed_columns(head, group)
     fewest, row_bytes = FEWEST_ROWS if budget is None else 1, (1 + teachers) * dtype.itemsize
     if on_gpu(head.weight.device):
         shape = (columns, head.weight.shape[1])
@@ -317,36 +340,24 @@ def _logit_dtype(
 
 def _arranged(head: Head, source: RowSource, chunks: list[slice], teachers: int) -> Arrangement:
     """Tiles as tall as a chunk, and a part of the vocabulary for each core where kernels do the passes."""
-    hidden, num_rows, columns = source.hidden, source.num_rows, head.columns
-    tallest = max((c.stop - c.start for c in chunks), default=1)
-    kernels = kernels_for(hidden, head.dtype, num_rows * columns) if teachers == 1 else None
-    # Several chunks: dW is summed where it lies, but 16-bit weights need fp32 sums, which "rows" order has.
-    one_core = kernels is None or (len(chunks) > 1 and head.weight.dtype != head.dtype)
-    tiles, cores, kernels = arrange(
-        num_rows,
-        columns,
-        hidden.shape[1],
-        hidden.device,
-        kernels,
-        max_rows=tallest,
-        chunk_rows=tallest,
-        cores=1 if one_core else None,
+    hidden, tallest = source.hidden, max((c.stop - c.start for c in chunks), default=1)
+    kernels = kernels_for(hidden, head.dtype, source.num_rows * head.columns) if teachers == 1 else None
+    tiles, cores, kernels = arrange_chunks(
+        source, head, kernels, tallest, several=len(chunks) > 1, one_core=kernels is None
     )
     width = tiles.columns
     if kernels is None and not on_gpu(hidden.device):
         width = min(width, PLAIN_COLUMNS)
-    return Arrangement(
-        Tiles(tallest, width, "vocab" if len(chunks) <= 1 or cores > 1 else "rows"), cores, kernels
-    )
+    return Arrangement(Tiles(tallest, width, tiles.order), cores, kernels)
 
 
-def _early_gradient(problem: Problem, wanted: bool) -> LogitsInGradient | None:
+def _early_gradient(problem: Problem) -> LogitsInGradient | None:
     """The memory of dW for the student's logits, where one chunk of rows is all there is and fits."""
-    head, columns = problem.head, [c for part in problem.column_parts for c in part]
-    if not wanted or len(problem.chunks) != 1 or not columns:
+    if len(problem.chunks) != 1:
         return None
-    if problem.tallest > LogitsInGradient.rows_that_fit(head.weight, problem.logit_dtype):
+    early = logits_in_gradient(problem.head, problem.logit_dtype, problem.tallest)
+    if early is None:
         return None
-    early = LogitsInGradient(head.weight, problem.logit_dtype)
-    fits = all(early.reserve(slice(0, problem.tallest), c) for c in columns)
-    return early if fits else None
+    every_column = [columns for part in problem.column_parts for columns in part]
+    fits = [early.reserve(slice(0, problem.tallest), columns) for columns in every_column]
+    return early if all(fits) else None

@@ -36,6 +36,7 @@ from leanstep.logprob.engine.softmax import (
     tile_ids,
 )
 from leanstep.logprob.engine.tiles import Scratch, TileMemory, Tiles, column_parts
+from leanstep.logprob.parallel import all_reduce_
 from leanstep.objectives.divergences import Divergence, log_probs_, tile_terms_
 from leanstep.objectives.teachers import GivenTiles, HeadTiles
 
@@ -63,7 +64,6 @@ class Problem:
     kernels: Any
     group: Any
     reduce_grad: Any
-    wants_grad: bool
     logit_dtype: torch.dtype
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Problem:
         run_on_cores(jobs, self.cores)
 
 
-class Chunk:
+class ChunkPasses:
     """One chunk of rows: the three walks.
 
     Args:
@@ -345,9 +345,3 @@ class Chunk:
                 sums[number].add(du, self.h, self.low_h, head.weight_tile(columns), self.part, columns)
 
         problem.run_parts(walk)
-
-
-def all_reduce_(values: Tensor, group: Any, op: Any) -> None:
-    """Combine over ranks in place; nothing to do without a group."""
-    if group is not None:
-        dist.all_reduce(values, op, group=group)

@@ -2,39 +2,43 @@
 
 A sampler with top-p or top-k draws from a few ids; training scores its tokens under the same restriction
 (ids and offsets as vLLM emits them). Only the kept rows of the weight are read, both ways: O(sum |K_i| D)
-instead of O(T' V D). A row whose support is its target alone never enters the head: log-prob, entropy and KL
-are 0, and so are its gradients. With x = z - m over the kept ids of a row, and y those of the reference:
-
-    logp = x_target - log s           H = log s - t / s,  t = sum e^x x
-    KL(p || q) = sum e^x (x - y) / s - log s + log s_q
-
-    dz = g (1[target] - p) - g_H p (log p + H) + g_kl p (log p - log q - KL)
+instead of O(T' V D) (logprob/engine/vocab_subset.py). A row whose support is its target alone never enters
+the head: log-prob, entropy and KL are 0, and so are its gradients.
 """
 
 # T rows · R selected rows · M (row, id) pairs of this shard · D model · V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from leanstep.cpu import sparse_zeros
 from leanstep.logprob import Allowed, LMHead, ReferenceHead, Transform, Tuning, VocabShards, linear_logprobs
-from leanstep.logprob.checks import check_head_call, check_options, check_vocabulary, checked_allowed
+from leanstep.logprob.checks import (
+    HeadTensors,
+    check_head_call,
+    check_options,
+    check_vocabulary,
+    checked_allowed,
+)
 from leanstep.logprob.engine.lm_head import Head
-from leanstep.logprob.engine.softmax import EXPONENT_FLOOR, finite_shift, first_order_only
-from leanstep.logprob.engine.tiles import default_budget, even_slices
-from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, AllowedIds
+from leanstep.logprob.engine.tiles import even_slices
+from leanstep.logprob.engine.vocab_subset import (
+    SPARSE_FRACTION,
+    AllowedIds,
+    Pairs,
+    SparseCall,
+    sparse_logprobs,
+)
 from leanstep.logprob.inputs import Entropy
 from leanstep.logprob.layout import to_device
-from leanstep.logprob.parallel import reduce_hidden_grad
-from leanstep.objectives.distill_tiles import all_reduce_
+
+# logp, entropy and KL, [R] each; None where not asked for.
+RowOutputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class MaskPath(NamedTuple):
@@ -76,7 +80,8 @@ def linear_masked_logprobs(
         logp = log_p.gather(1, targets[:, None])[:, 0]
         entropy = -torch.where(mask, log_p.exp() * log_p, 0.0).sum(-1)
 
-    (`linear_logprobs(allowed=)` restricts the log-prob alone; its entropy is that of the whole vocabulary.)
+    `linear_logprobs(allowed=kept)` gives the same log-prob and entropy. Here there is also a KL, and shards
+    of the vocabulary or rows without a set leave the other rows at the cost of their kept ids.
 
     Args:
         hidden: [T, D].
@@ -84,7 +89,8 @@ def linear_masked_logprobs(
         targets: [T'] ids aligned with `rows`.
         kept: `Allowed(ids, offsets, has_set)`; a row with has_set False runs over the whole vocabulary. On
             the host together with `targets` the pairs are found without a host read of the device; from a
-            device they are read in one.
+            device they are read in one. `whole_entropy=True`: the entropy stays that of the whole vocabulary,
+            at the cost of a `linear_logprobs` without a set.
         rows: [T'] int64, rows to score.
         entropy: "none", "metric" or "grad".
         temperature: > 0, a float or one per row.
@@ -100,14 +106,12 @@ def linear_masked_logprobs(
     Collectives: 2 forward, 1 backward with a group; 2 and 1 more if some rows have no set; else none.
     """
     tuning = check_options(transform, shards, tuning, entropy=entropy, only_budget=False)
-    if not all(x is None or isinstance(x, Tensor) for x in kept):
-        got = type(next(x for x in kept if x is not None and not isinstance(x, Tensor))).__name__
-        raise ValueError(f"kept: expected Allowed(ids, offsets) of flat tensors, got one with a {got}")
+    _check_flat(kept)
     *sets, targets = _on_host([*kept, targets])
     checked = check_head_call(
         hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
     )
-    head, tensors, group = checked.head, checked.tensors, checked.group
+    head, tensors = checked.head, checked.tensors
     if checked.low is not None:
         raise ValueError("weight: expected a head without LoRA here; merge it first")
     vocabulary = check_vocabulary(head, "with unequal shards")
@@ -115,51 +119,62 @@ def linear_masked_logprobs(
     allowed = checked_allowed(sets, len(targets), vocabulary, targets.device)
     assert allowed is not None
     plan = _plan(allowed, targets, head, hidden.device)
-    own = _reference(reference, head, hidden)
+    call = SparseCall(
+        head,
+        rows,
+        plan.pairs,
+        "none" if allowed.whole_entropy else entropy,
+        _reference(reference, head, hidden),
+        checked.group,
+        checked.reduce_grad,
+        tuning.budget,
+        tuning.main_grad,
+    )
     with torch.autocast(hidden.device.type, enabled=False):
-        if (
-            group is None
-            and plan.whole is None
-            and plan.num_pairs > SPARSE_FRACTION * head.columns * len(targets)
-        ):
-            found = _dense(hidden, tensors, rows, head, plan, allowed, own, tuning.budget)
-            path = MaskPath(0, 0, len(targets))
+        if _is_dense(plan, call):
+            outputs, path = _dense(hidden, tensors, call, plan, allowed), MaskPath(0, 0, len(targets))
         else:
-            call = _Call(
-                head, rows, plan, own, entropy, group, checked.reduce_grad,
-                _step(tuning.budget, hidden, head), tuning.main_grad,
-            )  # fmt: skip
-            found = _SparseMask.apply(*tensors[:3], call)
+            outputs = sparse_logprobs(tensors[0], tensors[1], tensors[2], call)
             path = MaskPath(plan.sparse_rows, plan.singletons, 0)
-    logp, entropies, kl = found  # type: ignore[misc]
+    options = {"transform": transform, "shards": shards, "tuning": replace(tuning, tile=None)}
     if plan.whole is not None:
-        options = {"transform": transform, "shards": shards, "tuning": replace(tuning, tile=None)}
-        whole = (hidden, weight, rows, head.temperature, entropy, reference, options)
-        logp, entropies, kl = _whole_vocabulary(whole, plan, (logp, entropies, kl))
+        outputs = _with_whole_rows(outputs, hidden, weight, call, plan, reference, options)
         path = path._replace(dense=len(plan.whole))
-    wants = entropy != "none"
-    if entropy == "metric" and entropies is not None:
-        entropies = entropies.detach()
-    return MaskedLogProbs(logp, entropies if wants else None, kl if own is not None else None, path)
+    logp, entropies, kl = outputs
+    if allowed.whole_entropy and entropy != "none":
+        entropies = linear_logprobs(
+            hidden,
+            weight,
+            plan.targets,
+            rows=rows,
+            entropy=entropy,
+            temperature=head.temperature,
+            **options,
+        ).entropy
+    return MaskedLogProbs(logp, entropies, kl, path)
+
+
+def _check_flat(kept: Any) -> None:
+    """Refuse lists of ids in place of flat tensors."""
+    for values in kept[:3]:
+        if values is not None and not isinstance(values, Tensor):
+            got = type(values).__name__
+            raise ValueError(f"kept: expected Allowed(ids, offsets) of flat tensors, got one with a {got}")
 
 
 @dataclass
 class _Plan:
-    """Pairs (row, id) of this shard, in row order, without those of rows whose target stands alone.
+    """What is computed: the pairs of this shard, without those of rows whose target is all they allow.
 
     Args:
-        row_of, ids: [M]; ids are local. is_target: [M]. touched, slot: the ids that occur, and which of them.
+        targets: [R].
         whole: rows without a set, or None.
         num_pairs: over all shards.
+        sparse_rows, singletons: rows with pairs, and rows whose target is all they allow.
     """
 
     targets: Tensor
-    row_of: Tensor
-    ids: Tensor
-    is_target: Tensor
-    touched: Tensor
-    slot: Tensor
-    alone: Tensor
+    pairs: Pairs
     whole: Tensor | None
     num_pairs: int
     sparse_rows: int
@@ -193,155 +208,43 @@ def _plan(allowed: AllowedIds, targets: Tensor, head: Head, device: torch.device
     row_of, ids = row_of[take], ids[take]
     is_target = ids == targets[row_of]
     ids = ids - shard.start
-    touched, slot = torch.unique(ids, return_inverse=True)
+    unique_ids, slot = torch.unique(ids, return_inverse=True)
     whole = None if allowed.everywhere else (~restricted).nonzero().flatten()
     whole = None if whole is None or not len(whole) else whole
     singletons = int(alone.sum())
-    sparse_rows = len(targets) - singletons - (0 if whole is None else len(whole))
-    moved = [to_device(x, device) for x in (targets, row_of, ids, is_target, touched, slot, alone)]
-    whole = None if whole is None else to_device(whole, device)
-    return _Plan(*moved, whole=whole, num_pairs=num_pairs, sparse_rows=sparse_rows, singletons=singletons)
+    return _Plan(
+        targets=to_device(targets, device),
+        pairs=Pairs(
+            num_rows=len(targets),
+            row_of=to_device(row_of, device),
+            ids=to_device(ids, device),
+            is_target=to_device(is_target, device),
+            unique_ids=to_device(unique_ids, device),
+            slot=to_device(slot, device),
+            alone=to_device(alone, device),
+        ),
+        whole=None if whole is None else to_device(whole, device),
+        num_pairs=num_pairs,
+        sparse_rows=len(targets) - singletons - (0 if whole is None else len(whole)),
+        singletons=singletons,
+    )
 
 
-@dataclass
-class _Call:
-    head: Head
-    rows: Tensor | None
-    plan: _Plan
-    reference: tuple[Head, Tensor] | None
-    entropy: str
-    group: Any
-    reduce_grad: Any
-    step: int
-    main_grad: Tensor | None
-
-    def pairs(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows of hidden and of the weight for some pairs at a time, [m, D] each."""
-        plan, dtype = self.plan, self.head.dtype
-        for part in even_slices(len(plan.ids), self.step):
-            picked = plan.row_of[part] if self.rows is None else self.rows[plan.row_of[part]]
-            yield (
-                part,
-                hidden.index_select(0, picked).to(dtype),
-                weight.index_select(0, plan.ids[part]).to(dtype),
-            )
-
-    def logits(self, head: Head, hidden: Tensor, slope: bool) -> tuple[Tensor, Tensor | None]:
-        """z [M] of a head at the pairs, and dz/du."""
-        u = torch.zeros(len(self.plan.ids), dtype=head.dtype, device=hidden.device)
-        for part, h, w in self.pairs(hidden, head.weight):
-            u[part] = torch.linalg.vecdot(h, w)
-        if head.bias is not None:
-            u += head.bias[self.plan.ids].to(u.dtype)
-        temperature = head.temperature
-        if isinstance(temperature, Tensor):
-            temperature = temperature[self.plan.row_of]
-        z, slopes = u * head.scale, torch.full_like(u, head.scale) if slope else None
-        if head.softcap is not None:
-            tanh = torch.tanh(z / head.softcap)
-            z = head.softcap * tanh
-            slopes = None if slopes is None else slopes * (1.0 - tanh.square())
-        return z / temperature, None if slopes is None else slopes / temperature
-
-
-class _SparseMask(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, call: _Call):  # type: ignore[override, no-untyped-def]
-        ctx.set_materialize_grads(False)
-        plan, head = call.plan, call.head
-        num_rows, row_of = len(plan.targets), plan.row_of
-        z, slope = call.logits(head, hidden, True)
-        q = None if call.reference is None else call.logits(*call.reference, False)[0]
-        heads = [z] if q is None else [z, q]
-        maxima = z.new_full((len(heads), num_rows), -torch.inf)
-        for number, values in enumerate(heads):
-            maxima[number] = maxima[number].scatter_reduce(0, row_of, values, "amax")
-        all_reduce_(maxima, call.group, dist.ReduceOp.MAX)
-        shifts = finite_shift(maxima)
-        x = z - shifts[0][row_of]
-        e = x.exp()
-        bounded = x.clamp(min=EXPONENT_FLOOR[x.dtype])
-        columns = [e, e * bounded, torch.where(plan.is_target, x, 0.0)]
-        y = None
-        if q is not None:
-            y = q - shifts[1][row_of]
-            columns += [y.exp(), torch.where(e == 0, 0.0, e * (bounded - y))]
-        sums = torch.stack([z.new_zeros(num_rows).index_add(0, row_of, c) for c in columns])
-        all_reduce_(sums, call.group, dist.ReduceOp.SUM)
-        # Rows that take no part have an empty sum here: as if their only outcome had probability 1.
-        total = torch.where(sums[0] == 0, 1.0, sums[0])
-        log_sum = total.log()
-        dead = (sums[0] == 0) & (maxima[0] == -torch.inf) & ~plan.alone
-        logp = torch.where(dead, -torch.inf, sums[2] - log_sum)
-        entropy = log_sum - sums[1] / total
-        kl = ref_log_sum = None
-        if q is not None:
-            ref_log_sum = torch.where(sums[3] == 0, 1.0, sums[3]).log()
-            kl = sums[4] / total - log_sum + ref_log_sum
-        log_p = x - log_sum[row_of]
-        gap = None
-        if y is not None and kl is not None and ref_log_sum is not None:
-            gap = log_p - (y - ref_log_sum[row_of])
-        ctx.save_for_backward(hidden, weight, bias, log_p, slope, entropy, kl, gap, dead)
-        ctx.call = call
-        return logp, entropy, kl
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, g, g_entropy, g_kl):  # type: ignore[no-untyped-def]
-        hidden, weight, bias, log_p, slope, entropy, kl, gap, dead = ctx.saved_tensors
-        call: _Call = ctx.call
-        plan, head, row_of = call.plan, call.head, call.plan.row_of
-        p = log_p.exp()
-        dz = torch.zeros_like(p)
-        if g is not None:
-            # A row with every logit at -inf has no gradient, not even at its target.
-            dz += torch.where(dead, 0.0, g.to(p.dtype))[row_of] * (plan.is_target.to(p.dtype) - p)
-        finite = log_p.clamp(min=EXPONENT_FLOOR[p.dtype])
-        if g_entropy is not None and call.entropy == "grad":
-            dz -= g_entropy.to(p.dtype)[row_of] * p * (finite + entropy[row_of])
-        if g_kl is not None and kl is not None:
-            usable = (p > 0) & kl.isfinite()[row_of]
-            dz += torch.where(usable, g_kl.to(p.dtype)[row_of] * p * (gap - kl[row_of]), 0.0)
-        du = dz * slope
-        selected = hidden.shape[0] if call.rows is None else call.rows.shape[0]
-        needs = ctx.needs_input_grad
-        d_hidden = hidden.new_zeros((selected, hidden.shape[1]), dtype=head.dtype) if needs[0] else None
-        sums = hidden.new_zeros((len(plan.touched), hidden.shape[1]), dtype=head.dtype) if needs[1] else None
-        for part, h, w in call.pairs(hidden, weight):
-            if d_hidden is not None:
-                d_hidden.index_add_(0, row_of[part], w.mul_(du[part].unsqueeze(-1)))
-            if sums is not None:
-                sums.index_add_(0, plan.slot[part], h.mul_(du[part].unsqueeze(-1)))
-        d_weight = d_bias = None
-        if sums is not None and call.main_grad is not None:
-            call.main_grad.index_add_(0, plan.touched, sums.to(call.main_grad.dtype))
-        elif sums is not None:
-            d_weight = sparse_zeros(weight)
-            d_weight.index_copy_(0, plan.touched, sums.to(weight.dtype))
-        if bias is not None and needs[2]:
-            d_bias = torch.zeros_like(bias, dtype=head.dtype).index_add_(0, plan.ids, du).to(bias.dtype)
-        if d_hidden is not None:
-            d_hidden = reduce_hidden_grad(d_hidden, call.group, call.reduce_grad).to(hidden.dtype)
-            if call.rows is not None:
-                d_hidden = torch.zeros_like(hidden).index_add_(0, call.rows, d_hidden)
-        return d_hidden, d_weight, d_bias, None
+def _is_dense(plan: _Plan, call: SparseCall) -> bool:
+    """Whether all columns of the head cost less than gathering the weight's rows pair by pair."""
+    if call.group is not None or plan.whole is not None or call.main_grad is not None:
+        return False
+    return plan.num_pairs > SPARSE_FRACTION * call.head.columns * len(plan.targets)
 
 
 def _dense(
-    hidden: Tensor,
-    tensors: Any,
-    rows: Tensor | None,
-    head: Head,
-    plan: _Plan,
-    allowed: AllowedIds,
-    reference: tuple[Head, Tensor] | None,
-    budget: int | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    hidden: Tensor, tensors: HeadTensors, call: SparseCall, plan: _Plan, allowed: AllowedIds
+) -> RowOutputs:
     """Large sets: all columns of a chunk of rows, masked, in plain torch; recomputed in the backward."""
-    size = max((budget or (64 << 20)) // (6 * head.dtype.itemsize * max(head.columns, 1)), 1)
+    head, rows, reference = call.head, call.rows, call.reference
+    size = max((call.budget or (64 << 20)) // (6 * head.dtype.itemsize * max(head.columns, 1)), 1)
     ids, row_of = allowed.ids.to(hidden.device), allowed.row_of.to(hidden.device)
-    found = []
+    chunks = []
     for part in even_slices(len(plan.targets), size):
         inside = slice(allowed.starts[part.start], allowed.starts[part.stop])
         where = (row_of[inside] - part.start, ids[inside])
@@ -363,11 +266,12 @@ def _dense(
             return log_p.gather(1, targets).squeeze(-1), -(p * finite).sum(-1), kl
 
         picked = hidden[part] if rows is None else hidden.index_select(0, rows[part])
-        found.append(checkpoint(run, picked, tensors[1], tensors[2], use_reentrant=False))
-    if not found:
-        empty = hidden.new_zeros(0, dtype=head.dtype)
-        return empty, empty, empty
-    return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True))  # type: ignore[return-value]
+        chunks.append(checkpoint(run, picked, tensors[1], tensors[2], use_reentrant=False))
+    logps, entropies, kls = zip(*chunks, strict=True)
+    entropy = None if call.entropy == "none" else torch.cat(entropies)
+    if entropy is not None and call.entropy == "metric":
+        entropy = entropy.detach()
+    return torch.cat(logps), entropy, None if reference is None else torch.cat(kls)
 
 
 def _masked_log_softmax(
@@ -383,28 +287,33 @@ def _masked_log_softmax(
     return torch.log_softmax(z.masked_fill(~mask, -torch.inf), -1)
 
 
-def _whole_vocabulary(
-    call: tuple[Any, ...], plan: _Plan, found: tuple[Tensor, Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows without a set: `linear_logprobs`, put among the others."""
-    hidden, weight, rows, temperature, entropy, reference, options = call
-    assert plan.whole is not None
+def _with_whole_rows(
+    outputs: RowOutputs,
+    hidden: Tensor,
+    weight: Any,
+    call: SparseCall,
+    plan: _Plan,
+    reference: ReferenceHead | None,
+    options: dict[str, Any],
+) -> RowOutputs:
+    """`outputs` with the rows without a set in their places, computed by `linear_logprobs`."""
+    rows, temperature, whole = call.rows, call.head.temperature, plan.whole
+    assert whole is not None
     out = linear_logprobs(
         hidden,
         weight,
-        plan.targets[plan.whole],
-        rows=plan.whole if rows is None else rows[plan.whole],
-        entropy=entropy,
-        temperature=temperature[plan.whole] if isinstance(temperature, Tensor) else temperature,
+        plan.targets[whole],
+        rows=whole if rows is None else rows[whole],
+        entropy=call.entropy,  # type: ignore[arg-type]
+        temperature=temperature[whole] if isinstance(temperature, Tensor) else temperature,
         outputs=() if reference is None else ("kl",),
         reference=reference,
         **options,
     )
-    merged = [
-        None if mine is None or theirs is None else mine.index_copy(0, plan.whole, theirs)
-        for mine, theirs in zip(found, (out.logp, out.entropy, out.kl), strict=True)
-    ]
-    return merged[0], merged[1] if merged[1] is not None else found[1], merged[2]  # type: ignore[return-value]
+    return tuple(  # type: ignore[return-value]
+        None if mine is None or theirs is None else mine.index_copy(0, whole, theirs)
+        for mine, theirs in zip(outputs, (out.logp, out.entropy, out.kl), strict=True)
+    )
 
 
 def _reference(reference: ReferenceHead | None, head: Head, hidden: Tensor) -> tuple[Head, Tensor] | None:
@@ -422,9 +331,3 @@ def _reference(reference: ReferenceHead | None, head: Head, hidden: Tensor) -> t
         raise ValueError(f"reference: expected {expected}, got {got}")
     bias = None if given.bias is None else given.bias.detach()
     return replace(head, weight=given.weight.detach(), bias=bias), ref_hidden.detach()
-
-
-def _step(budget: int | None, hidden: Tensor, head: Head) -> int:
-    """Pairs at a time."""
-    row_bytes = 3 * head.dtype.itemsize * max(hidden.shape[1], 1)
-    return max((budget or default_budget(hidden.device)) // row_bytes, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from logprob.flat import token_logprobs
@@ -15,6 +17,7 @@ from logprob.golden import (
     ragged,
 )
 
+from leanstep.logprob import Allowed
 from leanstep.logprob.reference import reference_logprobs
 
 CORE = core_cases()
@@ -57,16 +60,21 @@ def assert_no_further_than_plain(candidate, baseline, truth, k=2.0, floor=3e-7):
         assert error <= k * plain_error + floor * scale, f"{name}: {error} against {plain_error}"
 
 
+SETS = (torch.tensor([0, 4, 4, 9]), torch.tensor([0, 1, 1, 1, 3, 3, 4, 4]))
+
+
 @pytest.mark.parametrize(("name", "case"), CORE, ids=[name for name, _ in CORE])
 @pytest.mark.parametrize("chunk_rows", [None, -1, 3])
 def test_upstream_outputs(name, case, chunk_rows):
     dtype = dtype_of(case)
     logits, tokens = numbers(case["logits"]).to(dtype), torch.tensor(case["tokens"])
     g_logp, g_entropy = numbers(case["grad_log_prob"]), numbers(case["grad_entropy"])
-    keep = ragged(case.get("keep_ids"))
+    sets = ragged(case.get("keep_ids"))
+    # Upstream takes the entropy over the whole vocabulary.
+    allowed = None if sets is None else Allowed(*sets, whole_entropy=True)
     for expected in expected_runs(case):
         leaf = logits.clone().requires_grad_()
-        out = token_logprobs(leaf, tokens, entropy=expected["mode"], allowed=keep, chunk_rows=chunk_rows)
+        out = token_logprobs(leaf, tokens, entropy=expected["mode"], allowed=allowed, chunk_rows=chunk_rows)
         close = dict(zip(("atol", "rtol"), VALUE_TOLERANCE[dtype], strict=True))
         torch.testing.assert_close(out.logp.double(), numbers(expected["log_prob"]), **close)
         if expected["mode"] == "none":
@@ -97,17 +105,14 @@ def test_upstream_outputs(name, case, chunk_rows):
         {"entropy": "metric", "temperature": 0.7},
         {"entropy": "grad", "temperature": torch.linspace(0.5, 2.0, 7, dtype=torch.float64), "chunk_rows": 3},
         {"entropy": "none", "rows": torch.tensor([5, 1, 1, 6])},
-        {"entropy": "grad", "allowed": (torch.tensor([0, 4, 4, 9]), torch.tensor([0, 1, 1, 1, 3, 3, 4, 4]))},
+        {"entropy": "grad", "allowed": SETS},
+        {"entropy": "grad", "allowed": (*SETS, None, True)},
         {
             "entropy": "none",
-            "allowed": (
-                torch.tensor([0, 4, 4, 9]),
-                torch.tensor([0, 1, 1, 1, 3, 3, 4, 4]),
-                torch.tensor([True, False, True, True, True, True, False]),
-            ),
+            "allowed": (*SETS, torch.tensor([True, False, True, True, True, True, False])),
         },
     ],
-    ids=["lse", "metric", "row-temperature", "rows", "keep", "keep-some"],
+    ids=["lse", "metric", "row-temperature", "rows", "allowed", "whole-entropy", "allowed-some"],
 )
 def test_gradcheck(options):
     logits, tokens, _ = random_case(7, 13, torch.float64)
@@ -128,6 +133,17 @@ def test_no_further_from_truth_than_plain_code(n, v, which):
     assert_no_further_than_plain(
         run(logits, tokens, upstream, which), plain(logits, tokens, upstream, which), truth
     )
+
+
+@pytest.mark.parametrize("which", ["both", "logp", "entropy"])
+@pytest.mark.parametrize("whole_entropy", [False, True])
+def test_allowed_ids_against_plain_code(which, whole_entropy):
+    logits, tokens, upstream = random_case(7, 13)
+    lists = [SETS[0][start:stop].tolist() for start, stop in pairwise(SETS[1].tolist())]
+    options = {"allowed": lists, "whole_entropy": whole_entropy}
+    truth = plain(logits, tokens, upstream, which, dtype=torch.float64, **options)
+    ours = run(logits, tokens, upstream, which, allowed=(*SETS, None, whole_entropy), chunk_rows=3)
+    assert_no_further_than_plain(ours, plain(logits, tokens, upstream, which, **options), truth)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from leanstep.logprob import Allowed, LMHead, LoRA, ReferenceHead, Transform, Tuning
+from leanstep.logprob import Allowed, LMHead, LoRA, ReferenceHead, Transform, Tuning, linear_logprobs
 from leanstep.objectives import linear_masked_logprobs
 from leanstep.objectives.reference import reference_logits, reference_masked
 
@@ -57,6 +57,18 @@ def test_equals_plain_masked_code(kept):
     theirs = reference_masked(logits[ROWS], TARGETS, kept, other[ROWS])
     compare(out[:3], theirs, (hidden, weight, bias))
     assert out.path == ((4, 2, 0) if kept is KEPT else (0, 0, 6))
+
+
+@pytest.mark.parametrize("whole_entropy", [False, True])
+@pytest.mark.parametrize("kept", [KEPT, [list(range(90))] * 6], ids=["sparse", "dense"])
+def test_a_record_means_the_same_to_linear_logprobs(kept, whole_entropy):
+    """`kept=` here and `allowed=` there: the same log-prob, the same entropy, the same gradients."""
+    hidden, weight, bias, *_ = tensors()
+    record = allowed(kept)._replace(whole_entropy=whole_entropy)
+    options = {"rows": ROWS, "entropy": "grad", "temperature": 0.7, "transform": Transform(0.9, 4.0)}
+    ours = linear_masked_logprobs(hidden, LMHead(weight, bias), TARGETS, record, **options)
+    theirs = linear_logprobs(hidden, LMHead(weight, bias), TARGETS, allowed=record, **options)
+    compare(ours[:2], theirs[:2], (hidden, weight, bias))
 
 
 def test_gradcheck():
@@ -130,6 +142,15 @@ def test_no_rows_and_gradient_into_main_grad():
     (expected,) = torch.autograd.grad(plain.logp.sum(), weight)
     out.logp.sum().backward()
     torch.testing.assert_close(main - 1, expected)
+
+
+def test_large_sets_add_to_main_grad_too():
+    hidden, weight, *_ = tensors()
+    main, kept = torch.ones_like(weight), allowed([list(range(90))] * 6)
+    for tuning in (Tuning(main_grad=main), None):
+        linear_masked_logprobs(hidden, weight, TARGETS, kept, rows=ROWS, tuning=tuning).logp.sum().backward()
+        assert (weight.grad is None) == (tuning is not None)
+    torch.testing.assert_close(main - 1, weight.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -194,6 +194,17 @@ def product(
     return out.add_(fresh) if accumulate else out.copy_(fresh)
 
 
+def main_grad_mark(weight: Any) -> Tensor | None:
+    """What autograd gets for a weight whose gradient was added to its main_grad: None, or Megatron's mark.
+
+    Megatron's reducers wait for a gradient to arrive; the mark tells them not to read it.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
+
+
 class HeadGradients(NamedTuple):
     """Gradients of the head's inputs; None where not wanted."""
 

@@ -100,7 +100,7 @@ class Call:
         self.num_rows = self.source.num_rows
         # The entropy follows from t, the statistics' moment.
         self.moment = self.entropy != "none"
-        self.two_softmaxes = self.allowed is not None and self.moment
+        self.two_softmaxes = self.allowed is not None and self.moment and self.allowed.whole_entropy
         # Whether the kernels make logits of products and 16-bit gradients: they alone then look at a tile.
         others = (self.allowed, self.reference, self.smoothing or None, self.top_k or None)
         self.fused = finishes_logits(self.kernels) and type(self.head) is Head
@@ -356,10 +356,11 @@ class TileGradient:
         everything = slice(0, call.num_rows)
         some = gradients.rows(everything, call.head.row_slope(everything) * call.gradient_scale)
         self.kl = some if some.kl is not None or some.reverse_kl is not None else None
-        # With allowed ids the log-prob has a softmax of its own; the entropy's, if wanted, is a second one.
-        if call.allowed is not None and some.logp is not None and allowed_final is not None:
+        # The entropy of the whole vocabulary, if wanted, is that of a second softmax.
+        one_softmax = some.entropy is None or not call.two_softmaxes
+        if call.allowed is not None and allowed_final is not None and (one_softmax or some.logp is not None):
             self.restricts = True
-            if some.entropy is None:
+            if one_softmax:
                 final = allowed_final
             else:
                 self.second = RowFactors.of(allowed_final, RowGradients(some.logp))

@@ -1,12 +1,17 @@
 """Softmax restricted to allowed ids (top-p or top-k replay), dense and sparse.
 
-A row's log-prob runs over its allowed ids plus its target, always; entropy never looks at the restriction.
-Dense: a mask for one tile at a time ([N, V] booleans would cost N V bytes). Sparse, where every row has a
-short set and no entropy is wanted: only the allowed rows of the weight are read, both ways, O(sum |K_i| D)
-instead of O(T' V D).
+A row's log-prob runs over its allowed ids plus its target, always. So does its entropy, unless the record
+asks for the entropy of the whole vocabulary. Dense: a mask for one tile at a time ([N, V] booleans would cost
+N V bytes). Sparse, where every row has a short set: only the allowed rows of the weight are read, both ways,
+O(sum |K_i| D) instead of O(T' V D). With x = z - m over the allowed ids of a row, and y those of a reference:
+
+    logp = x_target - log s           H = log s - t / s,  t = sum e^x x
+    KL(p || q) = sum e^x (x - y) / s - log s + log s_q
+
+    dz = g (1[target] - p) - g_H p (log p + H) + g_kl p (log p - log q - KL)
 """
 
-# N rows · M allowed ids of all rows, or (row, id) pairs · W columns of a tile · T' selected rows · D model
+# N rows · M allowed ids of all rows, or (row, id) pairs · W columns of a tile · R selected rows · D model
 
 from __future__ import annotations
 
@@ -15,11 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from leanstep.logprob.engine.lm_head import Head, RowSource
-from leanstep.logprob.engine.softmax import first_order_only, tile_ids
+from leanstep.cpu import sparse_zeros
+from leanstep.logprob.engine.lm_head import Head, main_grad_mark
+from leanstep.logprob.engine.softmax import EXPONENT_FLOOR, finite_shift, first_order_only, tile_ids
 from leanstep.logprob.engine.tiles import default_budget, even_slices
+from leanstep.logprob.parallel import all_reduce_, reduce_hidden_grad
 
 # Below this share of the vocabulary, gathering weight rows beats projecting onto all of them.
 SPARSE_FRACTION = 1 / 16
@@ -35,6 +43,7 @@ class AllowedIds:
         starts: host copy of the offsets, N + 1 numbers.
         has_set: [N] bool; False leaves a row unrestricted.
         everywhere: whether it is known on the host that every row has a set.
+        whole_entropy: whether the entropy runs over the whole vocabulary.
     """
 
     ids: Tensor
@@ -42,6 +51,7 @@ class AllowedIds:
     starts: list[int]
     has_set: Tensor
     everywhere: bool
+    whole_entropy: bool = False
 
     @property
     def mean_size(self) -> float:
@@ -71,95 +81,210 @@ class AllowedIds:
         keys = torch.unique(keys)
         return keys // vocabulary, keys % vocabulary
 
-    def sorted_pairs(self, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(row, id) of every allowed id and every target in row order, and which repeat the one before.
-
-        As many as came in: a device need not tell the host how many are left.
-        """
+    def sorted_pairs(self, targets: Tensor, vocabulary: int) -> Pairs:
+        """Every allowed id and every target in row order, as many as came in: the host reads nothing."""
         rows = torch.cat([self.row_of, torch.arange(len(targets), device=targets.device)])
         keys = (torch.cat([self.ids, targets]) + rows * vocabulary).sort().values
         repeats = torch.zeros_like(keys, dtype=torch.bool)
         repeats[1:] = keys[1:] == keys[:-1]
-        return keys // vocabulary, keys % vocabulary, repeats
+        row_of, ids = keys // vocabulary, keys % vocabulary
+        return Pairs(len(targets), row_of, ids, (ids == targets[row_of]) & ~repeats, repeats)
 
 
-def sparse_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, head: Head,
-                    targets: Tensor, allowed: AllowedIds, budget: int | None) -> Tensor:  # fmt: skip
-    """logp [T'] over allowed ids and targets, differentiable in hidden, weight and bias."""
-    row_of, ids, repeats = allowed.sorted_pairs(targets, head.columns)
-    step = max(
-        (budget or default_budget(hidden.device)) // (3 * head.dtype.itemsize * max(hidden.shape[1], 1)), 1
-    )
-    return _Sparse.apply(hidden, weight, bias, rows, head, targets, (row_of, ids, repeats), step)  # type: ignore[return-value]
+@dataclass
+class Pairs:
+    """The (row, id) pairs of this shard that a sparse head computes, in row order.
+
+    Args:
+        num_rows: R, rows without a pair included.
+        row_of, ids: [M]; ids are local columns.
+        is_target: [M] bool.
+        repeats: [M] bool, pairs that repeat the one before and count for nothing; None: there are none.
+        unique_ids, slot: the ids that occur, and the number of each pair's among them; None: not known.
+        alone: [R] bool, rows without a pair because their target is all they allow; None: there are none.
+    """
+
+    num_rows: int
+    row_of: Tensor
+    ids: Tensor
+    is_target: Tensor
+    repeats: Tensor | None = None
+    unique_ids: Tensor | None = None
+    slot: Tensor | None = None
+    alone: Tensor | None = None
 
 
-class _Sparse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, rows, head, targets, pairs, step):  # type: ignore[override, no-untyped-def]
-        row_of, ids, repeats = pairs
-        ctx.set_materialize_grads(False)
-        u = torch.zeros(len(ids), dtype=head.dtype, device=hidden.device)
-        for part, h, w in _pairs(hidden, weight, rows, head, row_of, ids, step):
+@dataclass
+class SparseCall:
+    """Everything constant about one call of the sparse head.
+
+    Args:
+        rows: [R] rows of hidden, or None for all of them.
+        entropy: "none", "metric" or "grad".
+        reference: the KL's head and its hidden.
+        budget: bytes for gathered rows; None chooses by the device.
+        main_grad: [V, D]; the weight's gradient is added to it and not returned.
+    """
+
+    head: Head
+    rows: Tensor | None
+    pairs: Pairs
+    entropy: str = "none"
+    reference: tuple[Head, Tensor] | None = None
+    group: Any = None
+    reduce_grad: Any = "none"
+    budget: int | None = None
+    main_grad: Tensor | None = None
+
+    def gathered(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Rows of hidden and of the weight for some pairs at a time, [m, D] each."""
+        pairs, dtype = self.pairs, self.head.dtype
+        pair_bytes = 3 * dtype.itemsize * max(hidden.shape[1], 1)
+        step = max((self.budget or default_budget(hidden.device)) // pair_bytes, 1)
+        for part in even_slices(len(pairs.ids), step):
+            picked = pairs.row_of[part] if self.rows is None else self.rows[pairs.row_of[part]]
+            yield (
+                part,
+                hidden.index_select(0, picked).to(dtype),
+                weight.index_select(0, pairs.ids[part]).to(dtype),
+            )
+
+    def logits(self, head: Head, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """z [M] of a head at the pairs, and dz/du."""
+        pairs = self.pairs
+        u = torch.zeros(len(pairs.ids), dtype=head.dtype, device=hidden.device)
+        for part, h, w in self.gathered(hidden, head.weight):
             u[part] = torch.linalg.vecdot(h, w)
-        if bias is not None:
-            u += bias[ids].to(u.dtype)
+        if head.bias is not None:
+            u += head.bias[pairs.ids].to(u.dtype)
         temperature = head.temperature
         if isinstance(temperature, Tensor):
-            temperature = temperature[row_of]
+            temperature = temperature[pairs.row_of]
         z, slope = u * head.scale, torch.full_like(u, head.scale)
         if head.softcap is not None:
             tanh = torch.tanh(z / head.softcap)
             z, slope = head.softcap * tanh, slope * (1.0 - tanh.square())
-        z, slope = (z / temperature).masked_fill(repeats, -torch.inf), slope / temperature
-        top = torch.full((len(targets),), -torch.inf, dtype=z.dtype, device=z.device)
-        top = top.scatter_reduce(0, row_of, z, "amax")
-        shift = torch.where(top == -torch.inf, 0.0, top)
-        x = z - shift[row_of]
-        sums = torch.zeros_like(shift).index_add_(0, row_of, x.exp())
-        log_p = x - torch.where(sums == 0, 1.0, sums).log()[row_of]
-        is_target = (ids == targets[row_of]) & ~repeats
-        # Each row has its target exactly once.
-        logp = torch.zeros_like(shift).index_add_(0, row_of, torch.where(is_target, log_p, 0.0))
-        ctx.save_for_backward(hidden, weight, bias, rows, row_of, ids, log_p.exp(), slope, is_target)
-        ctx.head, ctx.step = head, step
-        return logp
+        z = z / temperature
+        if pairs.repeats is not None:
+            z = z.masked_fill(pairs.repeats, -torch.inf)
+        return z, slope / temperature
+
+
+def sparse_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, call: SparseCall
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """logp, entropy and KL to the reference, [R] each, over the pairs; None where not asked for.
+
+    Differentiable in hidden, weight and bias. Rows without a pair: log-prob, entropy and KL of a row that is
+    `alone` are 0, those of the others are the caller's to replace.
+    Collectives: 2 forward, 1 backward with a group; else none.
+    """
+    return _Sparse.apply(hidden, weight, bias, call)  # type: ignore[return-value]
+
+
+class _Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, call: SparseCall):  # type: ignore[override, no-untyped-def]
+        ctx.set_materialize_grads(False)
+        pairs, row_of = call.pairs, call.pairs.row_of
+        z, slope = call.logits(call.head, hidden)
+        q = None if call.reference is None else call.logits(*call.reference)[0]
+        heads = [z] if q is None else [z, q]
+        maxima = z.new_full((len(heads), pairs.num_rows), -torch.inf)
+        for number, values in enumerate(heads):
+            maxima[number] = maxima[number].scatter_reduce(0, row_of, values, "amax")
+        all_reduce_(maxima, call.group, dist.ReduceOp.MAX)
+        shifts = finite_shift(maxima)
+        x = z - shifts[0][row_of]
+        e = x.exp()
+        bounded = x.clamp(min=EXPONENT_FLOOR[x.dtype])
+        columns = {"sum": e, "target": torch.where(pairs.is_target, x, 0.0)}
+        if call.entropy != "none":
+            columns["moment"] = e * bounded
+        y = None
+        if q is not None:
+            y = q - shifts[1][row_of]
+            columns["ref_sum"] = y.exp()
+            columns["gap"] = torch.where(e == 0, 0.0, e * (bounded - y))
+        packed = torch.stack([z.new_zeros(pairs.num_rows).index_add(0, row_of, c) for c in columns.values()])
+        all_reduce_(packed, call.group, dist.ReduceOp.SUM)
+        sums = dict(zip(columns, packed, strict=True))
+        # Rows without a pair have an empty sum: as if their only outcome had probability 1.
+        total = torch.where(sums["sum"] == 0, 1.0, sums["sum"])
+        log_sum = total.log()
+        dead = (sums["sum"] == 0) & (maxima[0] == -torch.inf)
+        if pairs.alone is not None:
+            dead &= ~pairs.alone
+        logp = torch.where(dead, -torch.inf, sums["target"] - log_sum)
+        log_p = x - log_sum[row_of]
+        entropy = log_sum - sums["moment"] / total if "moment" in sums else None
+        kl = gap = None
+        if y is not None:
+            ref_log_sum = torch.where(sums["ref_sum"] == 0, 1.0, sums["ref_sum"]).log()
+            kl = sums["gap"] / total - log_sum + ref_log_sum
+            gap = log_p - (y - ref_log_sum[row_of])
+        ctx.save_for_backward(hidden, weight, bias, log_p, slope, entropy, kl, gap, dead)
+        ctx.call = call
+        if entropy is not None and call.entropy == "metric":
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy, kl
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, g: Tensor | None):  # type: ignore[no-untyped-def]
-        hidden, weight, bias, rows, row_of, ids, prob, slope, is_target = ctx.saved_tensors
-        head = ctx.head
-        if g is None:
-            return (None,) * 8
-        du = g.to(prob.dtype)[row_of] * (is_target.to(prob.dtype) - prob) * slope
-        selected = hidden.shape[0] if rows is None else rows.shape[0]
-        d_hidden = d_weight = d_bias = None
-        if ctx.needs_input_grad[0]:
-            d_hidden = hidden.new_zeros((selected, hidden.shape[1]), dtype=head.dtype)
-        if ctx.needs_input_grad[1]:
-            d_weight = torch.zeros_like(weight, dtype=head.dtype, memory_format=torch.contiguous_format)
-        if bias is not None and ctx.needs_input_grad[2]:
-            d_bias = torch.zeros_like(bias, dtype=head.dtype).index_add_(0, ids, du).to(bias.dtype)
-        for part, h, w in _pairs(hidden, weight, rows, head, row_of, ids, ctx.step):
-            if d_hidden is not None:
-                d_hidden.index_add_(0, row_of[part], w * du[part].unsqueeze(-1))
-            if d_weight is not None:
-                d_weight.index_add_(0, ids[part], h * du[part].unsqueeze(-1))
+    def backward(ctx: Any, g, g_entropy, g_kl):  # type: ignore[no-untyped-def]
+        hidden, weight, bias, log_p, slope, entropy, kl, gap, dead = ctx.saved_tensors
+        call: SparseCall = ctx.call
+        pairs, row_of = call.pairs, call.pairs.row_of
+        p = log_p.exp()
+        dz = torch.zeros_like(p)
+        if g is not None:
+            # A row with every logit at -inf has no gradient, not even at its target.
+            dz += torch.where(dead, 0.0, g.to(p.dtype))[row_of] * (pairs.is_target.to(p.dtype) - p)
+        if g_entropy is not None:
+            finite = log_p.clamp(min=EXPONENT_FLOOR[p.dtype])
+            dz -= g_entropy.to(p.dtype)[row_of] * p * (finite + entropy[row_of])
+        if g_kl is not None and kl is not None:
+            usable = (p > 0) & kl.isfinite()[row_of]
+            dz += torch.where(usable, g_kl.to(p.dtype)[row_of] * p * (gap - kl[row_of]), 0.0)
+        du = dz * slope
+        wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        d_hidden, d_weight = _push(call, hidden, weight, du, wants_hidden, wants_weight)
+        d_bias = None
+        if bias is not None and wants_bias:
+            d_bias = torch.zeros_like(bias, dtype=p.dtype).index_add_(0, pairs.ids, du).to(bias.dtype)
         if d_hidden is not None:
-            d_hidden = d_hidden.to(hidden.dtype)
-            if rows is not None:
-                d_hidden = torch.zeros_like(hidden).index_add_(0, rows, d_hidden)
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), d_bias, *(None,) * 5
+            d_hidden = reduce_hidden_grad(d_hidden, call.group, call.reduce_grad).to(hidden.dtype)
+            if call.rows is not None:
+                d_hidden = torch.zeros_like(hidden).index_add_(0, call.rows, d_hidden)
+        return d_hidden, d_weight, d_bias, None
 
 
-def _pairs(
-    hidden: Tensor, weight: Tensor, rows: Tensor | None, head: Head, row_of: Tensor, ids: Tensor, step: int
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    source = RowSource(hidden, rows)
-    for part in even_slices(len(ids), step):
-        picked = row_of[part] if source.rows is None else source.rows[row_of[part]]
-        yield (
-            part,
-            hidden.index_select(0, picked).to(head.dtype),
-            weight.index_select(0, ids[part]).to(head.dtype),
-        )
+def _push(
+    call: SparseCall, hidden: Tensor, weight: Tensor, du: Tensor, wants_hidden: bool, wants_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the selected rows of hidden, in the dtype of sums, and of the weight."""
+    pairs, dtype, width = call.pairs, call.head.dtype, hidden.shape[1]
+    d_hidden = hidden.new_zeros((pairs.num_rows, width), dtype=dtype) if wants_hidden else None
+    slot, num_slots = pairs.slot, len(weight) if pairs.unique_ids is None else len(pairs.unique_ids)
+    slot = pairs.ids if slot is None else slot
+    sums = hidden.new_zeros((num_slots, width), dtype=dtype) if wants_weight else None
+    for part, h, w in call.gathered(hidden, weight):
+        if d_hidden is not None:
+            d_hidden.index_add_(0, pairs.row_of[part], w.mul_(du[part].unsqueeze(-1)))
+        if sums is not None:
+            sums.index_add_(0, slot[part], h.mul_(du[part].unsqueeze(-1)))
+    return d_hidden, None if sums is None else _weight_gradient(call, weight, sums)
+
+
+def _weight_gradient(call: SparseCall, weight: Tensor, sums: Tensor) -> Tensor | None:
+    """dW from the sums of all ids, or of the unique ones; None where it is added to `main_grad`."""
+    ids, main_grad = call.pairs.unique_ids, call.main_grad
+    if main_grad is not None:
+        if ids is None:
+            main_grad.add_(sums)
+        else:
+            main_grad.index_add_(0, ids, sums.to(main_grad.dtype))
+        return main_grad_mark(weight)
+    if ids is None:
+        return sums.to(weight.dtype)
+    return sparse_zeros(weight).index_copy_(0, ids, sums.to(weight.dtype))
