@@ -13,6 +13,31 @@ def seconds(value: float | None) -> str:
     return f"{value * 1e6:.3g} µs"
 
 
+def about(value: float) -> str:
+    """12 s, 1.2 ms, 45 µs: an estimate in seconds, with no more figures than it deserves."""
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
+        if value >= factor:
+            return f"{_two_figures(value / factor)} {unit}"
+    return f"{_two_figures(value * 1e6)} µs"
+
+
+def about_range(low: float, high: float) -> str:
+    """1.2–45 ms: an estimate between two numbers of seconds, in one unit."""
+    factor, unit = (1e-3, "ms") if high >= 1e-3 else (1e-6, "µs")
+    return f"{_two_figures(low / factor)}–{_two_figures(high / factor)} {unit}"
+
+
+def _two_figures(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def ms(value: float) -> str:
+    """1,234 ms, 12.3 ms, 456 µs: a predicted number of milliseconds, to be compared with others."""
+    if value >= 100:
+        return f"{value:,.0f} ms"
+    return f"{value:.1f} ms" if value >= 1 else f"{value * 1e3:.0f} µs"
+
+
 def duration(value: float) -> str:
     """141 s, 27 min 41 s: how long a person waited."""
     minutes, rest = divmod(round(value), 60)
@@ -29,6 +54,11 @@ def size(num_bytes: float | None) -> str:
             return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.3g} {unit}"
         value /= 1024
     return f"{value:.3g} TiB"
+
+
+def gib(num_bytes: float) -> str:
+    """58.14 GiB, 3.4 MiB: a share of a device's memory, close to its limit perhaps."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def ratio(value: float | None) -> str:

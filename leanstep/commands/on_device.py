@@ -16,6 +16,7 @@ from leanstep.rehearse import what_if
 from leanstep.rehearse.cuda_allocator import memory_of
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Event, HostWait, Kernel, Launch, Line, Recording
+from leanstep.units import gib
 
 Data = dict[str, Any]
 Place = Callable[[Line | None], bool]
@@ -153,9 +154,7 @@ def gains(findings: Sequence[Data], files: Sequence[str], recording: Recording, 
                 memory = memory_of(recording, device.memory_bytes, device.context_bytes, points=1)
                 least = min(memory.without.values(), default=memory.allocated)
                 entry["gain_bytes"] = memory.allocated - least
-                entry["why"] = (
-                    f"{entry['gain_bytes'] / 2**30:.2f} GiB of {memory.allocated / 2**30:.2f} GiB peak"
-                )
+                entry["why"] = f"{gib(entry['gain_bytes'])} of {gib(memory.allocated)} peak"
         else:
             then = what_if.last_step(recording, device, transform)
             saved = max(0.0, now.step_s - then.step_s) if then is not None else 0.0

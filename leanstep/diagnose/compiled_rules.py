@@ -53,8 +53,8 @@ _LAUNCHES: dict[str, _Counted] = {
         "", lambda kernel, names, limits: bool(names & _COPIES) and kernel.bytes >= limits["op_bytes"]
     ),
 }
-# Rules on what is kept for the backward.
-_KEPT = ("full-vocab", "retained-chunks", "attention-matrix")
+# Rules about what is saved for the backward.
+_SAVED = ("full-vocab", "retained-chunks", "attention-matrix")
 
 
 @dataclass
@@ -134,40 +134,56 @@ def _removed(finding: Finding, code: CompiledCode, limits: dict[str, float], tak
     graphs = [graph for graph in code.graphs if graph.level != "calls"]
     if not graphs or not _is_in(place, graphs):
         return None
-    rule = _LAUNCHES.get(finding.rule)
-    if rule is not None:
-        need = limits[rule.limit] if rule.limit else rule.at_least
-        # A fill counts that is as large as those of the finding, not the small one of another op beside it.
-        fills = finding.evidence["bytes"] / finding.count if finding.rule == "zero-fill" else 0.0
-        found, least = 0.0, fills / 2
-        for graph in graphs:
-            matching = [
-                kernel
-                for kernel in graph.kernels
-                if (names := _names_on(kernel, place))
-                and rule.counts(kernel, names, limits)
-                and kernel.bytes >= least
-            ]
-            found += len(matching) * max(code.runs_per_step(graph), 1.0)
-        unit = graphs[0].level
-        left = f"{found:.0f} of {finding.count} left" if found else "nothing left of it"
-        return None if found >= need else f"{left} ({unit})"
-    if finding.rule in _KEPT:
-        kept = sum(saved.bytes for graph in graphs for saved in graph.saved if saved.place == place)
-        # The threshold is that of all lines together: a line survives with what made it a finding. A compiler
-        # may keep the product in place of what was made of it: as wide, on a line that is no finding itself.
-        need = min(limits["bytes"], finding.evidence.get("bytes", limits["bytes"]))
-        # Shapes read "[1024, 8192] float32".
-        shapes = finding.evidence.get("shapes", ())
-        widths = {text.partition("]")[0].rpartition(" ")[2].strip("[") for text in shapes}
-        moved = sum(
-            saved.bytes
-            for graph in graphs
-            for saved in graph.saved
-            if saved.place not in taken and saved.shape and str(saved.shape[-1]) in widths
+    if finding.rule in _LAUNCHES:
+        launches = sum(
+            _launches(finding, graph, limits) * max(code.runs_per_step(graph), 1.0) for graph in graphs
         )
-        return None if max(kept, moved) >= need else f"{size(kept)} kept for the backward"
+        return _too_few_launches(finding, launches, limits, graphs[0].level)
+    if finding.rule in _SAVED:
+        return _too_few_bytes(finding, graphs, limits, taken)
     return None
+
+
+def _launches(finding: Finding, graph: Graph, limits: dict[str, float]) -> int:
+    """Kernels of a graph that do on the finding's line what its rule is about."""
+    counts, place = _LAUNCHES[finding.rule].counts, place_of_line(finding.line)
+    # A fill counts that is as large as those of the finding, not a small one of another op on the line.
+    fill_bytes = finding.evidence["bytes"] / finding.count if finding.rule == "zero-fill" else 0.0
+    return sum(
+        1
+        for kernel in graph.kernels
+        if kernel.bytes >= fill_bytes / 2
+        and (names := _names_on(kernel, place))
+        and counts(kernel, names, limits)
+    )
+
+
+def _too_few_launches(finding: Finding, launches: float, limits: dict[str, float], unit: str) -> str | None:
+    rule = _LAUNCHES[finding.rule]
+    if launches >= (limits[rule.limit] if rule.limit else rule.at_least):
+        return None
+    left = f"{launches:.0f} of {finding.count} left" if launches else "nothing left of it"
+    return f"{left} ({unit})"
+
+
+def _too_few_bytes(
+    finding: Finding, graphs: Sequence[Graph], limits: dict[str, float], taken: set[Place]
+) -> str | None:
+    """A line survives with what made it a finding; the threshold is that of all lines together."""
+    place = place_of_line(finding.line)
+    saved = [tensor for graph in graphs for tensor in graph.saved]
+    on_line = sum(tensor.bytes for tensor in saved if tensor.place == place)
+    # A compiler may save the product instead of what was computed from it: as wide, on a line that is no
+    # finding itself. Shapes read "[1024, 8192] float32".
+    shapes = finding.evidence.get("shapes", ())
+    widths = {text.partition("]")[0].rpartition(" ")[2].strip("[") for text in shapes}
+    elsewhere = sum(
+        tensor.bytes
+        for tensor in saved
+        if tensor.place not in taken and tensor.shape and str(tensor.shape[-1]) in widths
+    )
+    need = min(limits["bytes"], finding.evidence.get("bytes", limits["bytes"]))
+    return None if max(on_line, elsewhere) >= need else f"{size(on_line)} kept for the backward"
 
 
 def _is_in(place: Place, graphs: Sequence[Graph]) -> bool:

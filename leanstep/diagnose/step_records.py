@@ -255,6 +255,8 @@ class RunRecord:
         self.fill_ratio = limits["zero-fill"]["ratio"]
         # By storage.
         self.parameters: dict[int, Parameter] = {}
+        # Storages of parameters that some optimizer holds.
+        self.held: set[int] = set()
         # Ids of the code of functions that wrote a parameter outside the backward.
         self.writers: set[int] = set()
         self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
@@ -361,7 +363,7 @@ class Hit:
 
 @dataclass
 class Finding:
-    """One line, one rule: the six answers."""
+    """A rule that fired on a line."""
 
     rule: str
     line: Line

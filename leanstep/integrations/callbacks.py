@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from leanstep import units
 from leanstep.diagnose.cost import is_small
 from leanstep.diagnose.mfu import step_flops, utilisation
 from leanstep.diagnose.outputs import gate, screen
@@ -168,7 +169,7 @@ class StepReport:
         again = flops.all / flops.model - 1 if flops.model else 0.0
         return (
             f"\n  MFU {share:.1%} of {name}: {flops.model:.3g} FLOPs of the model's products in "
-            f"{screen.duration(self.step_seconds)}; {again:.0%} on top recomputed or the optimizer's"
+            f"{units.about(self.step_seconds)}; {again:.0%} on top recomputed or the optimizer's"
         )
 
     def _tell(self, text: str) -> None:

@@ -79,19 +79,6 @@ def paired_shift(reference: list[float], variant: list[float]) -> dict[str, floa
     }
 
 
-def runs_needed(
-    sd: float, shift: float, *, paired: bool, confidence: float = CONFIDENCE, power: float = POWER
-) -> int:
-    """How many runs (per arm, when unpaired) find a shift of this size with the given power.
-
-    Normal approximation: (z_{1-a/2} + z_{power})^2 (sd / shift)^2, doubled without pairing.
-    """
-    from scipy import stats
-
-    z = float(stats.norm.ppf(0.5 + confidence / 2) + stats.norm.ppf(power))
-    return math.ceil((1 if paired else 2) * (z * sd / shift) ** 2)
-
-
 def first_divergence(reference: list[float], variant: list[float]) -> int | None:
     """The first step whose losses differ by more than 1e-6 relative, or None."""
     for step, (a, b) in enumerate(zip(reference, variant, strict=True)):

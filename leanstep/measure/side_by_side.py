@@ -73,6 +73,20 @@ class _Rows:
         self.box_s = box_s
         self.gone: set[str] = set()  # rows that failed while they were timed
 
+    def without_missing(
+        self, implementations: list[Implementation], params: Params, device: torch.device | str
+    ) -> list[Implementation]:
+        """Those that can run here; the rows of the others say why they cannot."""
+        runnable = []
+        for implementation in implementations:
+            reason = implementation.missing(params, device)
+            if reason is None:
+                runnable.append(implementation)
+            else:
+                row = self.by_name[implementation.name]
+                row.available, row.note = False, reason
+        return runnable
+
     def attempt(self, name: str, function: Callable[[], Any], what: str = "given up") -> Any:
         """`function()`, or None and a note beside the row: its time is up, its memory full, a peer failed."""
         try:
@@ -148,37 +162,20 @@ def run_bench(
     if dtype is not None or torch.device(device).type == "cuda":
         head["dtype"] = parity.dtype_name(dtype or case.dtype_on(device))
     dtype = dtype or case.dtype_on(device)
-    result = BenchResult(case.name, _size_label(size, overrides), head)
     rows = _Rows(chosen, max(TIME_BOX * budget_s, MIN_BOX_S))
-    result.rows = list(rows.by_name.values())
-
-    runnable: list[Implementation] = []
-    for implementation in chosen:
-        reason = implementation.missing(params, device)
-        if reason is None:
-            runnable.append(implementation)
-        else:
-            rows.by_name[implementation.name].available = False
-            rows.by_name[implementation.name].note = reason
+    result = BenchResult(case.name, _size_label(size, overrides), head, list(rows.by_name.values()))
+    runnable = rows.without_missing(chosen, params, device)
+    bench = _Bench(case, size, dtype, device, runnable, rows, result.failed)
 
     # What torch imports for these two is no row's own time.
     call_counting_reads(dict)
     measure_peak(dict, {}, device)
 
     report("parity with fp64", 0.0)
-    for implementation in runnable:
-        if implementation.kind == "fast":
-            # Proving sizes first: odd shapes find what a round bench size hides.
-            for proving_size in case.prove_sizes:
-                if implementation.missing(case.params(proving_size), device) is None:
-                    found = parity.check_in_time(
-                        case, implementation, dtype, proving_size, box_s=rows.box_s, device=device
-                    )
-                    result.failed += [row for row in found if not row.ok]
-
+    _check_proving_sizes(bench)
     workload = case.workload(params, dtype, device)
     result.input_bytes = workload.num_bytes
-    steps, first_calls = _first_calls(case, workload, size, runnable, rows, result, device, dtype)
+    steps, first_calls = _first_calls(bench, workload)
 
     report("time", 0.2)
     timings = interleave(
@@ -206,65 +203,107 @@ def run_bench(
     return result
 
 
-def _first_calls(
-    case: Case,
-    workload: Workload,
-    size: str,
-    runnable: list[Implementation],
-    rows: _Rows,
-    result: BenchResult,
-    device: torch.device | str,
-    dtype: torch.dtype,
-) -> tuple[dict[str, Step], dict[str, float]]:
+@dataclass
+class _Bench:
+    """What is measured, and where: the steps of `run_bench` read it and fill `rows` and `failed`."""
+
+    case: Case
+    size: str
+    dtype: torch.dtype
+    device: torch.device | str
+    runnable: list[Implementation]
+    rows: _Rows
+    failed: list[parity.ParityRow]
+
+
+def _check_proving_sizes(bench: _Bench) -> None:
+    """Check the fast paths at the proving sizes: odd shapes find what a round bench size hides."""
+    for implementation in bench.runnable:
+        if implementation.kind != "fast":
+            continue
+        for size in bench.case.prove_sizes:
+            if implementation.missing(bench.case.params(size), bench.device) is not None:
+                continue
+            checks = parity.check_in_time(
+                bench.case, implementation, bench.dtype, size, box_s=bench.rows.box_s, device=bench.device
+            )
+            bench.failed += [row for row in checks if not row.ok]
+
+
+class _Comparison:
+    """Outputs of the rows against fp64, at `case.truth_size` where the measured size would take minutes."""
+
+    def __init__(self, bench: _Bench, workload: Workload) -> None:
+        case, rows = bench.case, bench.rows
+        self.bench, self.workload, self.size = bench, workload, bench.size
+        self.at_truth_size = case.truth_size is not None and case.truth_size != bench.size
+        if case.truth_size is not None and self.at_truth_size:
+            self.size = case.truth_size
+            self.workload = case.workload(case.params(self.size), bench.dtype, bench.device)
+        reference = case.reference
+        self.truth: Outputs | None = None
+        self.plain: Outputs | None = None
+        if reference in bench.runnable:
+            truth = functools.partial(parity.truth_of, case, self.workload)
+            self.truth = rows.attempt(reference.name, truth, "no fp64 reference")
+        if self.truth is not None and (self.at_truth_size or case.error_baseline):
+            plain = functools.partial(parity.plain_of, case, self.workload)
+            self.plain = rows.attempt(reference.name, plain, "no baseline error")
+
+    def call(self, implementation: Implementation) -> tuple[Step, Outputs, float]:
+        """Build the step and call it once: the step, its outputs, its seconds."""
+        step = implementation.build(self.workload)
+        outputs, seconds = timed_call(step, self.bench.device)
+        return step, outputs, seconds
+
+    def outputs_at_truth_size(self, implementation: Implementation) -> Outputs | None:
+        bench = self.bench
+        missing = implementation.missing(bench.case.params(self.size), bench.device)
+        if self.truth is None or missing is not None:
+            return None
+        call = functools.partial(self.call, implementation)
+        called = bench.rows.attempt(implementation.name, call, "not compared with fp64")
+        return called[1] if called else None
+
+    def compare(self, implementation: Implementation, outputs: Outputs | None) -> None:
+        """Fill in the error of a row; a fast path that is too far off has failed."""
+        bench = self.bench
+        if self.plain is None and not self.at_truth_size and implementation is bench.case.reference:
+            # In the dtype that is measured the reference itself is the baseline of the error.
+            self.plain = outputs
+        if self.truth is None or self.plain is None or outputs is None:
+            return
+        errors = parity.compare(
+            bench.case, implementation, bench.dtype, self.size, self.truth, self.plain, outputs
+        )
+        if errors:
+            bench.rows.by_name[implementation.name].max_error = max(row.error for row in errors)
+        if implementation.kind == "fast":
+            bench.failed += [row for row in errors if not row.ok]
+
+
+def _first_calls(bench: _Bench, workload: Workload) -> tuple[dict[str, Step], dict[str, float]]:
     """Build and call every row once: its errors against fp64, and the seconds of a first call.
 
-    The comparison is made at `case.truth_size` where the measured size would take minutes in fp64; then the
-    first calls are left to the timing.
+    Where the comparison is made at another size, the first calls are left to the timing.
     """
-    at = case.truth_size if case.truth_size not in (None, size) else None
-    compared = case.workload(case.params(at), dtype, device) if at else workload
-    reference = case.reference if case.reference in runnable else None
-    truth: Outputs | None = None
-    plain: Outputs | None = None
-    if reference is not None:
-        truth = rows.attempt(reference.name, lambda: parity.truth_of(case, compared), "no fp64 reference")
-    if truth is not None and (at or case.error_baseline):
-        plain = rows.attempt(
-            case.reference.name, lambda: parity.plain_of(case, compared), "no baseline error"
-        )
+    comparison = _Comparison(bench, workload)
     steps: dict[str, Step] = {}
     seconds: dict[str, float] = {}
-    for implementation in runnable:
+    for implementation in bench.runnable:
         name = implementation.name
-
-        def call(implementation: Implementation = implementation) -> tuple[Step, Outputs, float]:
-            step = implementation.build(compared)
-            outputs, elapsed = timed_call(step, device)
-            return step, outputs, elapsed
-
-        outputs: Outputs | None = None
-        if at:
-            built = rows.attempt(name, functools.partial(implementation.build, workload))
-            if built is None:
+        if comparison.at_truth_size:
+            step = bench.rows.attempt(name, functools.partial(implementation.build, workload))
+            if step is None:
                 continue
-            steps[name] = built
-            if truth is not None and implementation.missing(case.params(at), device) is None:
-                called = rows.attempt(name, call, "not compared with fp64")
-                outputs = called[1] if called else None
+            steps[name] = step
+            outputs = comparison.outputs_at_truth_size(implementation)
         else:
-            called = rows.attempt(name, call)
+            called = bench.rows.attempt(name, functools.partial(comparison.call, implementation))
             if called is None:
                 continue
             steps[name], outputs, seconds[name] = called
-            # In the dtype that is measured the reference itself is the baseline of the error.
-            plain = outputs if plain is None and implementation is reference else plain
-        if truth is None or plain is None or outputs is None:
-            continue
-        found = parity.compare(case, implementation, dtype, at or size, truth, plain, outputs)
-        if found:
-            rows.by_name[name].max_error = max(row.error for row in found)
-        if implementation.kind == "fast":
-            result.failed += [row for row in found if not row.ok]
+        comparison.compare(implementation, outputs)
     return steps, seconds
 
 

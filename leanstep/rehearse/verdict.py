@@ -16,8 +16,9 @@ from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Free, Launch, Recording, Request
 from leanstep.rehearse.time_model import Clock, Timing
+from leanstep.units import gib, ms
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 LINES = 40
 _SHARD_RANKS = (2, 4, 8, 16, 32, 64)
 Data = dict[str, Any]
@@ -158,13 +159,13 @@ def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timin
     if timing is None:
         return found
 
-    def ms(transform: what_if.Transform) -> float | None:
+    def milliseconds(transform: what_if.Transform) -> float | None:
         then = what_if.last_step(recording, device, transform)
         return then.step_s * 1e3 if then is not None else None
 
-    found["no_syncs_ms"] = ms(what_if.without_waits())
-    found["fused_ms"] = ms(what_if.fused)
-    found["fused_optimizer_ms"] = ms(what_if.fused_optimizer(recording.storages))
+    found["no_syncs_ms"] = milliseconds(what_if.without_waits())
+    found["fused_ms"] = milliseconds(what_if.fused)
+    found["fused_optimizer_ms"] = milliseconds(what_if.fused_optimizer(recording.storages))
     found["free_host_ms"] = timing.device_s * 1e3
     return found
 
@@ -195,7 +196,7 @@ def verdict(report: Data) -> str:
     if time is not None:
         low, high = time["interval_ms"]
         parts.append(
-            f"{_ms(time['step_ms'])} a step ({_ms(low)} to {_ms(high)}), bound by {_BOUND[time['bound_by']]}"
+            f"{ms(time['step_ms'])} a step ({ms(low)} to {ms(high)}), bound by {_BOUND[time['bound_by']]}"
         )
         if report["ended"] == "early":
             parts.append(f"the script ended after {report['steps']} of {report['asked_steps']} steps")
@@ -213,16 +214,6 @@ _BOUND = {
     "syncs": "host syncs",
     "link": "communication",
 }
-
-
-def _ms(value: float) -> str:
-    return (
-        f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms" if value >= 1 else f"{value * 1e3:.0f} us"
-    )
-
-
-def _size(value: float) -> str:
-    return f"{value / GIB:.2f} GiB" if value >= GIB else f"{value / MIB:.1f} MiB"
 
 
 # What makes it fit -----------------------------------------------------------------------------------
@@ -353,7 +344,7 @@ def _compiled_line(report: Data) -> str:
     if any("ran eagerly" in note for note in report["notes"]):
         return "  torch.compile ran eagerly"
     eager = (report["time"] or {}).get("eager_ms")
-    beside = f"eagerly {_ms(eager)} predicted" if eager is not None else "--eager gives the other figure"
+    beside = f"eagerly {ms(eager)} predicted" if eager is not None else "--eager gives the other figure"
     return f"  torch.compile: priced as fused runs between products (an ideal); {beside}"
 
 
@@ -361,7 +352,7 @@ def _device_lines(devices: Sequence[Data]) -> list[str]:
     found = []
     for d in devices:
         fits = "fits" if d["fits"] else "NO   "
-        step = _ms(d["step_ms"]) if d["step_ms"] is not None else "-"
+        step = ms(d["step_ms"]) if d["step_ms"] is not None else "-"
         bound = _BOUND.get(d["bound_by"], "-")
         mfu = f"{100 * d['mfu']:.0f}% MFU" if d["mfu"] else ""
         room = f"{d['needed'] / GIB:.1f} of {d['capacity'] / GIB:.1f} GiB"
@@ -372,13 +363,13 @@ def _device_lines(devices: Sequence[Data]) -> list[str]:
 def _memory_lines(memory: Data) -> list[str]:
     at = memory["at"]
     lines = [
-        f"memory (predicted)  allocated {_size(memory['allocated'])}, reserved {_size(memory['reserved'])}, "
-        f"context {_size(memory['context'])} apart; peak in step {at['step']} at {at['line']}",
-        "  " + ", ".join(f"{name} {_size(size)}" for name, size in memory["categories"].items()),
+        f"memory (predicted)  allocated {gib(memory['allocated'])}, reserved {gib(memory['reserved'])}, "
+        f"context {gib(memory['context'])} apart; peak in step {at['step']} at {at['line']}",
+        "  " + ", ".join(f"{name} {gib(size)}" for name, size in memory["categories"].items()),
     ]
     for owner in memory["owners"][:6]:
         lines.append(
-            f"  {_size(owner['bytes']):>10s}  {owner['storages']:5d} x {owner['category']:15s}"
+            f"  {gib(owner['bytes']):>10s}  {owner['storages']:5d} x {owner['category']:15s}"
             f" {owner['when']:9s} {owner['line']}  largest {owner['largest']}"
         )
     return lines
@@ -388,18 +379,18 @@ def _time_lines(report: Data) -> list[str]:
     time = report["time"]
     if time is None:
         return []
-    link = f", links {_ms(time['link_ms'])}" if time["link_ms"] else ""
+    link = f", links {ms(time['link_ms'])}" if time["link_ms"] else ""
     lines = [
-        f"time (predicted)  device {_ms(time['device_ms'])}, host {_ms(time['host_ms'])}{link}; "
+        f"time (predicted)  device {ms(time['device_ms'])}, host {ms(time['host_ms'])}{link}; "
         f"{time['kernels']:,} kernels, {time['calls']:,} calls, {time['syncs']} syncs; "
         f"MFU {100 * time['mfu']:.0f}% of {time['mfu_dtype']}",
-        "  " + ", ".join(f"{name} {_ms(ms)}" for name, ms in list(time["classes"].items())[:8]),
+        "  " + ", ".join(f"{name} {ms(value)}" for name, value in list(time["classes"].items())[:8]),
     ]
     lines += [
-        f"  {_ms(e['device_ms']):>10s}  {e['kernels']:5d} kernels  {e['line']}" for e in report["lines"][:6]
+        f"  {ms(e['device_ms']):>10s}  {e['kernels']:5d} kernels  {e['line']}" for e in report["lines"][:6]
     ]
     for sync in report["syncs"][:4]:
-        gain = _ms(sync["saved_ms"]) if sync["saved_ms"] >= 1e-3 else "nothing"
+        gain = ms(sync["saved_ms"]) if sync["saved_ms"] >= 1e-3 else "nothing"
         lines.append(
             f"  sync  {sync['count']:4d} x {sync['kind']:16s} {sync['line']}  without it: {gain} less"
         )
@@ -410,7 +401,7 @@ def _what_if_lines(report: Data) -> list[str]:
     found, what = [], report["what_if"]
     if report["time"] is not None:
         parts = [
-            f"{name} {_ms(what[key])}"
+            f"{name} {ms(what[key])}"
             for key, name in (
                 ("no_syncs_ms", "no syncs"),
                 ("fused_ms", "pointwise fused (an ideal)"),
@@ -422,15 +413,13 @@ def _what_if_lines(report: Data) -> list[str]:
         found.append("what if (predicted)  " + ", ".join(parts))
     for width, size in what["without"].items():
         found.append(
-            f"  no activation [..., {width}]: peak {_size(size)}"
-            f" instead of {_size(report['memory']['allocated'])}"
+            f"  no activation [..., {width}]: peak {gib(size)}"
+            f" instead of {gib(report['memory']['allocated'])}"
         )
     for entry in what.get("changes", []):
-        got = (
-            f"{_ms(entry['step_ms'])}, peak {_size(entry['allocated'])}" if not entry["why"] else entry["why"]
-        )
+        got = f"{ms(entry['step_ms'])}, peak {gib(entry['allocated'])}" if not entry["why"] else entry["why"]
         found.append(f"  {entry['text']}: {got}")
     for entry in report.get("to_fit", []):
-        got = f"{_size(entry['needed'])}" if entry["needed"] is not None else entry["why"] or "still too much"
+        got = f"{gib(entry['needed'])}" if entry["needed"] is not None else entry["why"] or "still too much"
         found.append(f"  to fit: {entry['text']}: {'fits, ' if entry['fits'] else ''}{got} ({entry['how']})")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -88,10 +89,13 @@ def test_an_optimizers_loop_is_priced_with_its_python() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    (finding,) = [f for f in record(step).findings() if f.rule == "unbatched-optimizer"]
-    assert finding.work.loop_ops >= 200 and finding.work.moved_bytes > 0
-    rates = cost.calibrate()
-    assert rates.loop_op_s >= rates.op_s
+    watch = record(step)
+    (finding,) = [f for f in watch.findings() if f.rule == "unbatched-optimizer"]
+    work = finding.work
+    assert work.loop_ops >= 200 and work.moved_bytes > 0 and not work.ops
+    (priced,) = cost.price([finding], watch.steps, 0.1, RATES)
+    expected = work.loop_ops * RATES.loop_op_s + work.moved_bytes / RATES.bytes_per_s
+    assert priced.seconds == pytest.approx(expected)
 
 
 def test_advice_fits_the_place(tmp_path) -> None:

@@ -12,6 +12,7 @@ from toy_case import fast, implementation, syncing, toy_case, wrong_gradient
 
 from leanstep.measure import side_by_side
 from leanstep.measure.side_by_side import run_bench
+from leanstep.measure.timing import Timing
 from leanstep.report.tables import bench_table
 
 ROW_KEYS = {
@@ -38,18 +39,17 @@ def rows_of(case, **options):
 
 @pytest.fixture(scope="module")
 def together():
-    """One bench for all that only look at rows: a right path, a wrong one, one that reads, a scaled one."""
+    """One bench for all that only look at rows: a right path, a wrong one, one that reads."""
 
     def annotate(rows):
         return {"fast": f"{rows['fast']['median_s'] / rows['limit']['median_s']:.1f}× the limit"}
 
-    part = implementation("part", fast, time_scale=10.0, note="a tenth of the rows, times ten")
     sized = implementation("sized", fast, unavailable=lambda p: "too large" if p["rows"] > 10**6 else None)
     reading, broken = implementation("syncing", syncing), implementation("broken", wrong_gradient)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side_by_side, "MIN_BOX_S", 1_000.0)
         return rows_of(
-            toy_case("toy", implementation("fast", fast), reading, broken, part, sized, annotate=annotate)
+            toy_case("toy", implementation("fast", fast), reading, broken, sized, annotate=annotate)
         )
 
 
@@ -91,9 +91,15 @@ def test_only_the_chosen_rows_and_the_reference_run():
     assert list(rows) == ["reference", "limit"]
 
 
-def test_a_scaled_row_reports_the_time_of_the_whole_workload(together):
-    _, rows = together
-    assert rows["part"]["time_ratio"] < 1.0 and "tenth" in rows["part"]["note"]
+def test_a_scaled_row_reports_the_time_of_the_whole_workload(monkeypatch):
+    timing = Timing(median_s=0.5, p20_s=0.25, p80_s=0.75, samples=3, first_call_s=0.5)
+    monkeypatch.setattr(side_by_side, "interleave", lambda steps, **_: dict.fromkeys(steps, timing))
+    part = implementation("part", fast, time_scale=10.0, note="a tenth of the rows, times ten")
+    _, rows = rows_of(toy_case("toy", implementation("fast", fast), part))
+    times = ("median_s", "p20_s", "p80_s", "time_ratio")
+    assert [rows["fast"][name] for name in times] == [0.5, 0.25, 0.75, 1.0]
+    assert [rows["part"][name] for name in times] == [5.0, 2.5, 7.5, 0.1]
+    assert rows["part"]["note"] == "a tenth of the rows, times ten"
 
 
 def test_notes_can_be_added_from_the_measured_rows(together):

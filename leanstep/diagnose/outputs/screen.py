@@ -159,7 +159,7 @@ def cost_text(findings: Sequence[Finding]) -> str:
     if first.seconds_range is not None:
         low = sum(f.seconds_range[0] for f in findings if f.seconds_range)
         high = sum(f.seconds_range[1] for f in findings if f.seconds_range)
-        return f"{duration_range(low, high)} on a GPU"
+        return f"{units.about_range(low, high)} on a GPU"
     if first.rule == "dead-rows":
         return f"{100 * first.count / first.evidence['rows']:.0f} % of the head"
     if first.work.held_bytes and first.rule != "unused-grad":
@@ -167,23 +167,7 @@ def cost_text(findings: Sequence[Finding]) -> str:
     seconds = sum(f.seconds or 0.0 for f in findings)
     shares = [f.share for f in findings if f.share is not None]
     share = f" ({min(sum(shares), 1.0):.0%} of the step)" if shares and seconds else ""
-    return f"{duration(seconds)}{share}"
-
-
-def duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{_figures(seconds / scale)} {unit}"
-    return f"{_figures(seconds * 1e6)} µs"
-
-
-def duration_range(low: float, high: float) -> str:
-    unit, scale = ("ms", 1e-3) if high >= 1e-3 else ("µs", 1e-6)
-    return f"{_figures(low / scale)}–{_figures(high / scale)} {unit}"
-
-
-def _figures(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
+    return f"{units.about(seconds)}{share}"
 
 
 def entries_of(findings: Sequence[Finding]) -> list[Entry]:
@@ -211,7 +195,7 @@ def header(watch: Any, script: str) -> str:
     after = f" after {watch.warmup_done}" if watch.warmup_done else ""
     parts.append(f"{steps} step{'s' * (steps != 1)} recorded{after}")
     if watch.step_seconds:
-        took = duration(watch.step_seconds)
+        took = units.about(watch.step_seconds)
         parts.append(
             f"step at most {took} (as recorded)" if watch.step_is_bound else f"step {took} unrecorded"
         )
@@ -240,8 +224,23 @@ def screen(
     exception: str | None = None,
 ) -> str:
     """The terminal's text: header, entries, what was not seen. `exception`: what the script ended with."""
-    lines = [header(watch, script)]
-    shown = [f for f in findings if not f.baselined]
+    entries = entries_of([f for f in findings if not f.baselined])
+    visible = entries
+    if not show_all:
+        visible = [e for e in entries if not all(is_small(f) for f in e.findings)][:MAX_ENTRIES]
+    lines = [header(watch, script), *_remarks(watch, exception), "", *_verdict(watch, entries)]
+    for number, entry in enumerate(visible, 1):
+        lines += _entry_lines(number, entry, width)
+    lines += _hidden([entry for entry in entries if entry not in visible])
+    footer = _footer(watch, sum(f.baselined for f in findings), silenced)
+    if footer:
+        lines += ["", *footer]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _remarks(watch: Any, exception: str | None) -> list[str]:
+    """What limits the recording: no steps, no boundary between them, no lines of the backward."""
+    lines = []
     if watch.steps and watch.boundary == "none":
         lines.append("  No optimizer step seen: the whole run is taken as one step.")
     missing = source.missing_private_names()
@@ -251,38 +250,37 @@ def screen(
         lines.append(f"  No step was recorded: the script raised {exception} before its first step was over.")
     elif not watch.steps:
         lines.append("  No step was recorded: the script ended within the warm-up (--warmup 0 records it).")
-    entries = entries_of(shown)
-    visible = [e for e in entries if show_all or not all(is_small(f) for f in e.findings)]
-    if not show_all:
-        visible = visible[:MAX_ENTRIES]
-    lines.append("")
+    return lines
+
+
+def _verdict(watch: Any, entries: Sequence[Entry]) -> list[str]:
+    """What comes before any entry: much waiting for the batch, or that there is nothing to show."""
     waiting = shares_of(watch).get("before the model", 0.0)
     if waiting >= MUCH_WAITING:
-        lines.append(
-            f"  {waiting:.0%} of the step passes before the model's first op: making the batch, logging.\n"
-            "  More workers, prefetching or cheaper preparation come first."
-        )
-    elif watch.steps and not entries:
-        lines.append("  Nothing to complain about.")
-    for number, entry in enumerate(visible, 1):
-        lines.extend(_entry_lines(number, entry, width))
-    hidden = [entry for entry in entries if entry not in visible]
-    if hidden:
-        rules = Counter(entry.first.rule for entry in hidden)
-        names = ", ".join(f"{count} × {rule}" for rule, count in rules.most_common())
-        many = len(hidden) != 1
-        lines.append(
-            f"  and {len(hidden)} smaller one{'s' * many}: {names} (--all shows {'them' if many else 'it'})"
-        )
-    footer = [*watch.compiled.lines(), *_not_seen(watch)]
-    baselined = sum(f.baselined for f in findings)
+        return [
+            f"  {waiting:.0%} of the step passes before the model's first op: making the batch, logging.",
+            "  More workers, prefetching or cheaper preparation come first.",
+        ]
+    return ["  Nothing to complain about."] if watch.steps and not entries else []
+
+
+def _hidden(entries: Sequence[Entry]) -> list[str]:
+    if not entries:
+        return []
+    rules = Counter(entry.first.rule for entry in entries)
+    names = ", ".join(f"{count} × {rule}" for rule, count in rules.most_common())
+    if len(entries) == 1:
+        return [f"  and 1 smaller one: {names} (--all shows it)"]
+    return [f"  and {len(entries)} smaller ones: {names} (--all shows them)"]
+
+
+def _footer(watch: Any, baselined: int, silenced: int) -> list[str]:
+    lines = [*watch.compiled.lines(), *_not_seen(watch)]
     if baselined:
-        footer.append(f"Suppressed by baseline: {baselined}.")
+        lines.append(f"Suppressed by baseline: {baselined}.")
     if silenced:
-        footer.append(f"Silenced by comments: {silenced}.")
-    if footer:
-        lines += ["", *footer]
-    return "\n".join(line.rstrip() for line in lines)
+        lines.append(f"Silenced by comments: {silenced}.")
+    return lines
 
 
 def _entry_lines(number: int, entry: Entry, width: int) -> list[str]:

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -286,42 +286,57 @@ class CompiledCode:
         utils: Any = sys.modules.get("torch._dynamo.utils")
         if utils is None or not self._began:
             return []
-        metrics = [m for m in utils.get_compilation_metrics() if (m.start_time or 0.0) >= self._began]
-        seconds: dict[tuple[str, int], float] = {}
-        found: dict[tuple[str, str, int, str], Interruption] = {}
-        for metric in metrics:
-            took = metric.entire_frame_compile_time_s or 0.0
-            if not _is_shown(metric.co_filename or "", metric.co_name or ""):
-                continue
-            if metric.fail_reason is not None:
-                file = metric.fail_user_frame_filename or metric.co_filename or ""
-                line = metric.fail_user_frame_lineno or metric.co_firstlineno or 0
-                _add(found, "not compiled", file, line, metric.fail_reason, took)
-                continue
-            resumed = _RESUMED.match(metric.co_name or "")
-            if resumed and metric.recompile_reason is None:
-                key = (metric.co_filename or "", int(resumed[2]))
-                seconds[key] = seconds.get(key, 0.0) + took
-            if metric.recompile_reason is not None:
-                _add(found, "recompilation", metric.co_filename or "", metric.co_firstlineno or 0,
-                     metric.recompile_reason, took)  # fmt: skip
+        interruptions = _Interruptions()
+        for metric in utils.get_compilation_metrics():
+            if (metric.start_time or 0.0) >= self._began:
+                interruptions.add_compilation(metric)
         for reason in utils.graph_break_reasons[self._breaks_before :]:
-            frame = next((f for f in reversed(reason.user_stack) if _is_shown(f.filename, f.name)), None)
-            if frame is not None:
-                place = (frame.filename, frame.lineno or 0)
-                _add(found, "graph break", *place, reason.reason, seconds.pop(place, 0.0))
-        return sorted(found.values(), key=lambda one: -one.seconds)
+            interruptions.add_break(reason)
+        return interruptions.most_expensive_first()
 
 
-def _add(
-    found: dict[tuple[str, str, int, str], Interruption], kind: str, file: str, line: int, reason: str,
-    seconds: float,
-) -> None:  # fmt: skip
-    text = first_sentence(reason)
-    key = (kind, file, line, text)
-    before = found.get(key)
-    count, spent = (before.count + 1, before.seconds + seconds) if before is not None else (1, seconds)
-    found[key] = Interruption(kind, file, line, text, spent, count)
+class _Interruptions:
+    """Interruptions of one kind, line and reason, joined."""
+
+    def __init__(self) -> None:
+        self._joined: dict[tuple[str, Place, str], Interruption] = {}
+        # Seconds that Dynamo spent on the code after a graph break, by the line of the break.
+        self._resumed_s: dict[Place, float] = {}
+
+    def add_compilation(self, metric: Any) -> None:
+        """One frame that Dynamo compiled, or tried to."""
+        file, name = metric.co_filename or "", metric.co_name or ""
+        if not _is_shown(file, name):
+            return
+        seconds = metric.entire_frame_compile_time_s or 0.0
+        first_line = metric.co_firstlineno or 0
+        if metric.fail_reason is not None:
+            place = (metric.fail_user_frame_filename or file, metric.fail_user_frame_lineno or first_line)
+            self._add("not compiled", place, metric.fail_reason, seconds)
+        elif metric.recompile_reason is not None:
+            self._add("recompilation", (file, first_line), metric.recompile_reason, seconds)
+        elif resumed := _RESUMED.match(name):
+            place = (file, int(resumed[2]))
+            self._resumed_s[place] = self._resumed_s.get(place, 0.0) + seconds
+
+    def add_break(self, reason: Any) -> None:
+        """A graph break; the compilation of the code after it is charged to the first break on a line."""
+        frame = next((f for f in reversed(reason.user_stack) if _is_shown(f.filename, f.name)), None)
+        if frame is not None:
+            place = (frame.filename, frame.lineno or 0)
+            self._add("graph break", place, reason.reason, self._resumed_s.pop(place, 0.0))
+
+    def _add(self, kind: str, place: Place, reason: str, seconds: float) -> None:
+        text = first_sentence(reason)
+        key = (kind, place, text)
+        before = self._joined.get(key)
+        if before is None:
+            self._joined[key] = Interruption(kind, *place, text, seconds, 1)
+        else:
+            self._joined[key] = replace(before, seconds=before.seconds + seconds, count=before.count + 1)
+
+    def most_expensive_first(self) -> list[Interruption]:
+        return sorted(self._joined.values(), key=lambda one: -one.seconds)
 
 
 def first_sentence(reason: str) -> str:

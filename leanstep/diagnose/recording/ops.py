@@ -1,15 +1,17 @@
-"""What is known about an ATen op before it runs: whether it has a kernel, what it writes and multiplies."""
+"""Ops: what is known about one before it runs (`OpInfo`), and about one run of it (`OpRun`)."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leanstep.diagnose.recording.fused_products import FusedProducts
+from leanstep.diagnose.recording.lineage import Product
+from leanstep.diagnose.recording.source import Site
 from leanstep.host_reads import is_candidate
 
 # Ops that launch nothing: they rename, allocate without writing, or ask a question about shapes.
@@ -32,86 +34,136 @@ MATMULS = {
     "_addmm_activation": (1, 2),
     "_scaled_mm": (0, 1),
 }
-# Backward ops that write a whole buffer for a small gradient: the gradient is their first argument ...
-WHOLE_BUFFER = frozenset(("select_backward", "slice_backward", "unfold_backward", "diagonal_backward"))
-# ... or it goes into zeros made a moment ago: position of the gradient among the arguments.
-INTO_ZEROS = {
-    "index_put": 2,
-    "index_put_": 2,
-    "_index_put_impl_": 2,
-    "scatter_add": 3,
-    "scatter_add_": 3,
-    "index_add": 3,
-    "index_add_": 3,
-}
-ZEROS = frozenset(("zeros", "new_zeros", "zeros_like"))
-ADDS = frozenset(("add", "add_", "sub", "sub_", "copy_"))
-FOREACH_ADDS = frozenset(("_foreach_add_", "_foreach_add", "_foreach_sub_", "_foreach_sub", "_foreach_copy_"))
 # The address of a tensor's storage, which `untyped_storage()._cdata` is as well, for half the time.
 storage_of: Callable[[Tensor], int] = getattr(
     torch._C, "_storage_address", lambda tensor: tensor.untyped_storage()._cdata
 )
 HALF = (torch.bfloat16, torch.float16)
+# The types of most tensors.
+_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 
 
 class OpInfo:
-    """The static half of a record; made once per op overload."""
+    """What is known about an op before it runs; made once per overload.
+
+    `handler` counts what is special about the op, see `op_handlers.py`; most ops have none.
+    `makes_buffer`: the output is a new buffer, and not that of a cast or a matmul.
+    """
 
     __slots__ = (
-        "adds", "cast", "clone", "counted", "foreach_adds", "fresh", "into_zeros", "matmul", "maybe_read",
-        "name", "plain", "products", "renames", "schema_name", "view", "whole_buffer", "writes", "zeros",
+        "counted", "handler", "makes_buffer", "matmul", "maybe_read", "name", "products", "renames",
+        "schema_name", "tensor_positions", "view", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.schema_name: str = schema.name
         namespace, _, self.name = schema.name.partition("::")
+        is_aten = namespace == "aten"
         self.view = bool(getattr(func, "is_view", False))
         self.counted = not (self.view or self.name in NO_KERNEL or namespace in ("profiler", "prim"))
-        self.matmul = MATMULS.get(self.name) if namespace == "aten" else None
-        self.products = FusedProducts.of(schema) if namespace == "aten" else None
-        self.cast = self.name == "_to_copy"
-        self.clone = self.name == "clone"
-        self.adds = self.name in ADDS
-        self.foreach_adds = self.name in FOREACH_ADDS
-        self.whole_buffer = self.name in WHOLE_BUFFER
-        self.into_zeros = INTO_ZEROS.get(self.name)
-        self.zeros = self.name in ZEROS
-        self.renames = namespace == "aten" and self.name in ("detach", "alias", "lift_fresh")
+        self.matmul = MATMULS.get(self.name) if is_aten else None
+        self.products = FusedProducts.of(schema) if is_aten else None
+        self.renames = is_aten and self.name in ("detach", "alias", "lift_fresh")
         self.maybe_read = is_candidate(schema.name)
+        self.tensor_positions = tuple(
+            i for i, argument in enumerate(schema.arguments) if "Tensor" in str(argument.type)
+        )
         # Arguments that the op writes in place, by position; `out=` tensors are keyword-only, no parameters.
         self.writes = tuple(
             i
             for i, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write and not argument.kwarg_only
         )
-        self.fresh = self.counted and all(r.alias_info is None for r in schema.returns)
-        self.plain = not (
-            self.matmul or self.cast or self.clone or self.adds or self.foreach_adds or self.whole_buffer
-            or self.into_zeros is not None or self.zeros or self.products
-        )  # fmt: skip
+        returns_new = all(r.alias_info is None for r in schema.returns)
+        self.makes_buffer = self.counted and returns_new and not self.matmul and self.name != "_to_copy"
+        self.handler: Callable[[Any, OpRun], None] | None = None
 
 
-def matmul_shape(info: OpInfo, args: tuple[Any, ...]) -> tuple[int, int, int, int, bool]:
-    """(batch, rows, inner, columns, second factor is column-major) of a matmul."""
-    assert info.matmul is not None
-    a, b = args[info.matmul[0]], args[info.matmul[1]]
-    inner = a.shape[-1]
-    if info.name == "linear":
-        return 1, a.numel() // max(inner, 1), inner, b.shape[0], True
-    columns = 1 if b.ndim == 1 else b.shape[-1]
-    batch = a.shape[0] if a.ndim == 3 else 1
-    column_major = b.ndim > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
-    return batch, a.shape[-2], inner, columns, column_major
+class OpRun:
+    """One run of an op: what the recorder knows about it, filled in step by step.
+
+    One is made per op of the step, so it has slots, and only what is needed of an op is set.
+    """
+
+    __slots__ = (
+        "args", "built_in", "chain", "created_node", "data_inputs", "direct", "first_read", "flags", "flops",
+        "grad", "in_engine", "info", "kwargs", "max_bytes", "node", "number", "opaque", "outs", "phase",
+        "product", "read_bytes", "site", "tainted", "tensors", "trained", "written_bytes",
+    )  # fmt: skip
+
+    # Where it runs, set by `Recorder._locate`. `direct`: dispatched by a line, not by the backward of one.
+    site: Site
+    flags: int
+    phase: str
+    direct: bool
+    # The autograd node that runs, None outside the engine; the sequence number that the next node will get.
+    node: Any
+    number: int
+    in_engine: bool
+    # The node is torch's own: the op works on gradients, and no line dispatched it.
+    built_in: bool
+    # Whether gradients are on, and whether the op made a node; not set in built-in nodes.
+    grad: bool
+    created_node: bool
+    # Code ids of the functions that called an op of a forward without gradients.
+    chain: tuple[int, ...]
+    # Length of the log of parameter reads before the op.
+    first_read: int
+    # Sizes: of all inputs, of all outputs, of the largest of both.
+    read_bytes: int
+    written_bytes: int
+    max_bytes: int
+    # What the inputs depend on: any parameter, one that an optimizer holds, a product with a weight.
+    tainted: bool
+    trained: bool
+    product: Product | None
+    # Inputs that depend on no parameter, with their storages.
+    data_inputs: list[tuple[int, Tensor]]
+    outs: Sequence[Tensor]
+
+    def __init__(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        self.info, self.args, self.kwargs = info, args, kwargs
+        self.tensors = tensors_among(args, info.tensor_positions)
+        # An input has no storage, such as a sparse tensor: the op is counted and not looked into.
+        self.opaque = False
+        self.flops = 0
+
+
+def tensors_among(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[Tensor]:
+    """The tensors among an op's arguments and in its lists of tensors."""
+    tensors: list[Tensor] = []
+    count = len(args)
+    for position in positions:
+        if position >= count:
+            break
+        arg = args[position]
+        kind = type(arg)
+        # A look-up costs less than `isinstance` of torch's classes.
+        if kind in _TENSORS:
+            tensors.append(arg)
+        elif kind is list or kind is tuple:
+            tensors.extend(item for item in arg if isinstance(item, Tensor))
+        elif arg is not None and isinstance(arg, Tensor):
+            tensors.append(arg)
+    return tensors
+
+
+def output_tensors(out: Any) -> Sequence[Tensor]:
+    if type(out) in _TENSORS or isinstance(out, Tensor):
+        return (out,)
+    if isinstance(out, (tuple, list)):
+        return [item for item in out if isinstance(item, Tensor)]
+    return ()
 
 
 def different_order(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape walk through memory in a different order of their dimensions."""
+    """Whether two tensors of one shape store their dimensions in a different order."""
     if a.shape != b.shape or a.ndim < 2:
         return False
     dims = [d for d, size in enumerate(a.shape) if size > 1]
     strides_a, strides_b = a.stride(), b.stride()
-    # A dimension of stride 0 is broadcast: it has no place in the order.
+    # A dimension of stride 0 is broadcast and has no position in the order.
     dims = [d for d in dims if strides_a[d] and strides_b[d]]
     return sorted(dims, key=lambda d: -strides_a[d]) != sorted(dims, key=lambda d: -strides_b[d])
 
@@ -123,7 +175,7 @@ def out_of_order(tensor: Tensor) -> bool:
 
 
 def widens(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of `source` has an exact twin in `target`, so that coming back loses nothing."""
+    """Whether `target` represents every value of `source` exactly, so that casting back loses nothing."""
     if source == target:
         return False
     if source == torch.bool:

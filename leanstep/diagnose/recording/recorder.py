@@ -7,20 +7,20 @@ strides, versions and rows only past the byte thresholds. No value on a device i
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leanstep.diagnose.recording import source
-from leanstep.diagnose.recording.habits import MIN_BYTES
-from leanstep.diagnose.recording.ops import OpInfo, matmul_shape, storage_of
+from leanstep.diagnose.recording.op_handlers import handler_of
+from leanstep.diagnose.recording.ops import OpInfo, OpRun, output_tensors, storage_of
 from leanstep.diagnose.recording.read_counts import ReadCounter
 from leanstep.diagnose.recording.source import (
     IN_CHECKPOINT,
     IN_COMPILED,
     IN_ENGINE,
-    IN_LEANSTEP,
     IN_OPTIM,
     IN_TRANSFORM,
     UNKNOWN,
@@ -46,11 +46,7 @@ from leanstep.diagnose.step_records import (
 )
 from leanstep.host_reads import op_read, read_target
 
-LARGE_BYTES = 1024 * 1024
 _NO_CHAIN: tuple[int, ...] = ()
-# What most arguments are; `isinstance` of torch's classes costs more than the rest of the question.
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
-_SCALARS = frozenset({int, float, bool, type(None)})
 _grad_enabled = torch.is_grad_enabled
 
 
@@ -67,8 +63,6 @@ class Recorder(RunRecord):
         self.on_first_node: Any = None
         self.node_seen = False
         self.accelerator = False
-        # Storages of parameters that some optimizer holds.
-        self.held: set[int] = set()
         self.errors: list[str] = []
         self._infos: dict[int, OpInfo] = {}
         self.reads = ReadCounter(self)
@@ -84,19 +78,19 @@ class Recorder(RunRecord):
         return self._ops, self._calls, self._hooks
 
     def start(self) -> None:
-        """Begin to listen; autograd nodes made before are nobody's."""
+        """Start recording; autograd nodes that exist already have no line."""
         if source.sequence_number is not None:
             self._last_number = source.sequence_number()
         self.state.families.model_seen = False
         self.active = True
 
     def failed(self, error: Exception) -> None:
-        """A fault of the recorder must not become a fault of the user's step."""
+        """Note an error of the recorder, which must not break the user's step."""
         if len(self.errors) < 10:
             self.errors.append(f"{type(error).__name__}: {error}")
 
     def new_step(self) -> None:
-        """Forget what belongs to the step that just ended."""
+        """Drop what belongs to the step that just ended."""
         self.stack.new_step()
         self._copies.clear()
         self.lines.new_step()
@@ -111,239 +105,215 @@ class Recorder(RunRecord):
         info = self._infos.get(id(func))
         if info is None:
             info = self._infos[id(func)] = OpInfo(func)
+            info.handler = handler_of(info)
         if info.renames:
-            # Saving a tensor for the backward detaches it: the most frequent op of all, and no work.
-            if self._copies.held and args:
-                self._copies.follow((args[0],), out)
-            if info.name == "lift_fresh":
-                # torch.tensor(...) made it a moment ago; its storage may be where a value of the model was.
-                storage = out.untyped_storage()._cdata
-                self.state.tainted.discard(storage)
-                self.state.families.made(storage)
+            self._on_rename(info, args, out)
             return
-        grad = _grad_enabled()
-        current_node = source.current_node
-        node = current_node() if current_node is not None else None
-        in_engine = node is not None
-        frame = sys._getframe(2)
-        site, flags = self.stack.locate(frame, in_engine or current_node is None)
-        direct = site is not None
-        if current_node is None and flags & IN_ENGINE:
-            in_engine = True
-        number = source.sequence_number() if source.sequence_number is not None else -1
+        op = OpRun(info, args, kwargs)
+        self._locate(op, sys._getframe(2))
+        op.first_read = len(self.state.read_log)
+        if info.view:
+            if not op.built_in:
+                self._read_weights(op)
+        elif op.built_in:
+            op.outs = output_tensors(out)
+            _add_sizes(op)
+        else:
+            self._follow_inputs(op)
+            if info.writes and not op.in_engine and not op.created_node:
+                self._on_parameter_writes(op)
+            op.outs = output_tensors(out)
+            self._follow_outputs(op)
+        if info.maybe_read:
+            self._on_possible_read(op)
+        if self._copies.held:
+            self._copies.follow(op.tensors, out)
+        if info.counted:
+            self.state.count(op)
 
-        built_in = False
-        chain = _NO_CHAIN
-        if in_engine:
+    def _on_rename(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
+        """Saving a tensor for the backward detaches it: the most frequent op of all, and no work."""
+        if self._copies.held and args:
+            self._copies.follow((args[0],), out)
+        if info.name == "lift_fresh":
+            # torch.tensor(...) allocated it a moment ago, perhaps where a value of the model was.
+            storage = out.untyped_storage()._cdata
+            self.state.tainted.discard(storage)
+            self.state.families.made(storage)
+
+    # Where an op runs
+
+    def _locate(self, op: OpRun, frame: FrameType) -> None:
+        """The line and the phase of an op."""
+        current_node, sequence_number = source.current_node, source.sequence_number
+        op.node = node = current_node() if current_node is not None else None
+        site, flags = self.stack.locate(frame, node is not None or current_node is None)
+        op.flags = flags
+        op.direct = direct = site is not None
+        op.number = number = sequence_number() if sequence_number is not None else -1
+        if node is not None or (current_node is None and flags & IN_ENGINE):
+            self._in_backward = op.in_engine = True
+            op.built_in = not direct
+            op.chain = _NO_CHAIN
             if site is None:
-                phase, built_in = BACKWARD, True
+                op.phase = BACKWARD
                 site = self.lines.site_of(node, self.parameters)
             else:
-                phase = RECOMPUTE if flags & IN_CHECKPOINT else BACKWARD
-            self._in_backward = True
+                op.phase = RECOMPUTE if flags & IN_CHECKPOINT else BACKWARD
+                op.grad = _grad_enabled()
         else:
-            if self._in_backward:
-                self._end_backward()
+            op.in_engine = op.built_in = False
+            self._find_phase(op, frame)
             if site is None:
                 site = UNKNOWN
-            created = grad and (number != self._last_number if number >= 0 else _any_requires_grad(args))
-            if created:
-                if self.on_first_node is not None:
-                    self.on_first_node()
-                self.node_seen = self.state.families.model_seen = True
-            if self.stepping and not flags & IN_OPTIM and not self.stack.inside(frame, IN_OPTIM):
-                # A step() that raised never reported its end.
-                self.stepping.clear()
-            if flags & IN_OPTIM or (self.stepping and not created):
-                phase = OPTIMIZER
-            else:
-                phase = FORWARD
-                if not grad:
-                    chain = self.stack.chain(frame)
+        op.site = site
         if number != self._last_number:
             self._last_number = number
-            if direct and not self.lines.add(number - 1, site):
-                most = f"more than {source.MAX_MAP_ENTRIES:,} autograd nodes in one step"
-                self.note("dropped", "", f"{most}: lines of later backward ops are unknown")
+            if direct:
+                self._add_node(number - 1, site)
         if flags & (IN_COMPILED | IN_TRANSFORM):
             self._note_flags(flags, site)
 
-        state = self.state
-        reads_before = len(state.read_log)
-        learn = grad and (not in_engine or phase == RECOMPUTE) and phase != OPTIMIZER
-        tensors: list[Tensor] = []
-        for arg in args:
-            kind = type(arg)
-            if kind in _TENSORS:
-                tensors.append(arg)
-            elif kind in _SCALARS:
+    def _find_phase(self, op: OpRun, frame: FrameType) -> None:
+        """Tell an op of the forward from one of an optimizer, outside of the backward."""
+        if self._in_backward:
+            self._end_backward()
+        op.grad = grad = _grad_enabled()
+        number = op.number
+        created = grad and (number != self._last_number if number >= 0 else _any_requires_grad(op.args))
+        op.created_node = created
+        if created:
+            if self.on_first_node is not None:
+                self.on_first_node()
+            self.node_seen = self.state.families.model_seen = True
+        in_optimizer = op.flags & IN_OPTIM
+        if self.stepping and not in_optimizer and not self.stack.inside(frame, IN_OPTIM):
+            # A step() that raised never reported its end.
+            self.stepping.clear()
+        if in_optimizer or (self.stepping and not created):
+            op.phase = OPTIMIZER
+            op.chain = _NO_CHAIN
+        else:
+            op.phase = FORWARD
+            op.chain = _NO_CHAIN if grad else self.stack.chain(frame)
+
+    def _add_node(self, number: int, site: Site) -> None:
+        if not self.lines.add(number, site):
+            most = f"more than {source.MAX_MAP_ENTRIES:,} autograd nodes in one step"
+            self.note("dropped", "", f"{most}: lines of later backward ops are unknown")
+
+    # What its inputs depend on
+
+    def _read_weights(self, op: OpRun) -> None:
+        """Log the weights among the inputs of a view: a slice of a bank is read here."""
+        for tensor in op.tensors:
+            try:
+                storage = storage_of(tensor)
+            except RuntimeError:
                 continue
-            elif kind is list or kind is tuple:
-                tensors.extend(item for item in arg if isinstance(item, Tensor))
-            elif isinstance(arg, Tensor):
-                tensors.append(arg)
-        plain = info.plain
-        max_bytes = total_bytes = 0
-        tainted = False
+            self._log_weight(op, tensor, storage)
+
+    def _follow_inputs(self, op: OpRun) -> None:
+        """Add up the bytes of the inputs, and note what they depend on."""
+        state, held = self.state, self.held
         products, product = state.products.of, None
-        held, trained = self.held, False
-        own: list[tuple[int, Tensor]] = []
-        if built_in:
-            # The engine's own ops work on gradients: only their sizes are of interest.
-            for tensor in tensors:
-                try:
-                    num_bytes = tensor.nbytes
-                except RuntimeError:
-                    plain = True
-                    continue
-                total_bytes += num_bytes
-                if num_bytes > max_bytes:
-                    max_bytes = num_bytes
-        else:
-            for tensor in tensors:
-                try:
-                    num_bytes = tensor.nbytes
-                    storage = storage_of(tensor)
-                except RuntimeError:
-                    # Sparse tensors have no storage of their own: counted as ops, not looked into.
-                    plain = True
-                    continue
-                total_bytes += num_bytes
-                if num_bytes > max_bytes:
-                    max_bytes = num_bytes
-                if products and storage in products:
-                    product = products[storage]
-                if held and (storage in held or storage in state.trained):
-                    trained = True
-                if learn and tensor.requires_grad and tensor.is_leaf:
-                    # A leaf cut out of the graph (detach().requires_grad_()) is an activation.
-                    if (
-                        type(tensor) is torch.nn.Parameter
-                        or storage in self.parameters
-                        or storage not in state.tainted
-                    ):
-                        self._learn(tensor, storage, site)
-                if storage in self.parameters:
-                    tainted = True
-                    if not in_engine or phase == RECOMPUTE:
-                        state.read_log.append(storage + int(tensor.storage_offset()))
-                elif type(tensor) is torch.nn.Parameter:
-                    state.read_log.append(storage)
-                    state.frozen[storage] = tensor.numel()
-                elif storage in state.tainted or tensor.requires_grad:
-                    tainted = True
-                else:
-                    own.append((storage, tensor))
-
-        if info.view:
-            if self._copies.held:
-                self._copies.follow(tensors, out)
-            return
-        if info.writes and not in_engine and not (grad and created):
-            phase = self._parameter_writes(info, args, site, phase)
-
-        outs: Any
-        if type(out) in _TENSORS or isinstance(out, Tensor):
-            outs = (out,)
-        elif isinstance(out, (tuple, list)):
-            outs = [item for item in out if isinstance(item, Tensor)]
-        else:
-            outs = ()
-        written = 0
-        out_storages: list[int] = []
-        for tensor in outs:
+        total = largest = 0
+        tainted = trained = False
+        data_inputs = []
+        for tensor in op.tensors:
             try:
                 num_bytes = tensor.nbytes
-                storage = storage_of(tensor) if not built_in else 0
+                storage = storage_of(tensor)
+            except RuntimeError:
+                op.opaque = True
+                continue
+            total += num_bytes
+            if num_bytes > largest:
+                largest = num_bytes
+            if products and storage in products:
+                product = products[storage]
+            if held and (storage in held or storage in state.trained):
+                trained = True
+            if self._log_weight(op, tensor, storage):
+                tainted = tainted or storage in self.parameters
+            elif storage in state.tainted or tensor.requires_grad:
+                tainted = True
+            else:
+                data_inputs.append((storage, tensor))
+        op.read_bytes, op.max_bytes = total, largest
+        op.tainted, op.trained = tainted, trained
+        op.product, op.data_inputs = product, data_inputs
+
+    def _log_weight(self, op: OpRun, tensor: Tensor, storage: int) -> bool:
+        """Log the read of a parameter or of a frozen weight; False if the tensor is neither."""
+        state = self.state
+        is_parameter = type(tensor) is torch.nn.Parameter
+        if storage in state.tainted and not is_parameter and storage not in self.parameters:
+            # An activation, also as a leaf that was cut out of the graph (detach().requires_grad_()).
+            return False
+        # In a backward written in Python; not in a forward that a checkpoint runs again.
+        in_backward = op.in_engine and op.phase != RECOMPUTE
+        if op.grad and not in_backward and op.phase != OPTIMIZER:
+            if tensor.requires_grad and tensor.is_leaf:
+                self._learn(tensor, storage, op.site)
+        if storage in self.parameters:
+            if not in_backward:
+                state.read_log.append(storage + int(tensor.storage_offset()))
+        elif is_parameter:
+            state.read_log.append(storage)
+            state.frozen[storage] = tensor.numel()
+        else:
+            return False
+        return True
+
+    def _follow_outputs(self, op: OpRun) -> None:
+        """Add up the bytes of the outputs, and note what they depend on."""
+        state = self.state
+        products = state.products.of
+        tainted, largest = op.tainted, op.max_bytes
+        written = 0
+        storages: list[int] = []
+        for tensor in op.outs:
+            try:
+                num_bytes = tensor.nbytes
+                storage = storage_of(tensor)
             except RuntimeError:
                 continue
             written += num_bytes
-            if num_bytes > max_bytes:
-                max_bytes = num_bytes
-            if built_in:
-                continue
-            if trained:
-                state.trained.add(storage)
-            elif held:
-                state.trained.discard(storage)
-            if tainted:
-                state.tainted.add(storage)
-            else:
-                state.tainted.discard(storage)
-                out_storages.append(storage)
+            if num_bytes > largest:
+                largest = num_bytes
+            storages.append(storage)
             if products and storage in products:
                 del products[storage]
-        if not built_in and not tainted:
-            state.families.join(own, out_storages)
-        elif own:
-            state.families.meet_model(own)
-        if held and grad and tainted and phase == FORWARD:
-            (state.trained_sites if trained else state.idle_sites).add(site)
-        if product is not None:
-            state.products.follow(info.name, args, product, outs)
+        op.written_bytes, op.max_bytes = written, largest
+        if tainted:
+            state.tainted.update(storages)
+            if op.data_inputs:
+                state.families.meet_model(op.data_inputs)
+        else:
+            state.tainted.difference_update(storages)
+            state.families.join(op.data_inputs, storages)
+        if self.held:
+            self._follow_trained(op, storages)
+        if op.product is not None:
+            state.products.follow(op.info.name, op.args, op.product, op.outs)
 
-        if info.maybe_read:
-            kind = op_read(info.schema_name, args, kwargs)
-            if kind is not None:
-                self.reads.count(kind, tensors[0] if tensors else None, site, phase, flags, tainted)
-        if self._copies.held:
-            self._copies.follow(tensors, out)
-        if not info.counted:
-            return
+    def _follow_trained(self, op: OpRun, storages: list[int]) -> None:
+        """Note whether a parameter that an optimizer holds leads to the outputs."""
+        state = self.state
+        if op.trained:
+            state.trained.update(storages)
+        else:
+            state.trained.difference_update(storages)
+        if op.tainted and op.grad and op.phase == FORWARD:
+            (state.trained_sites if op.trained else state.idle_sites).add(op.site)
 
-        state.num_ops += 1
-        state.written_bytes += written
-        flops = 0
-        if not plain:
-            if info.matmul:
-                shape = matmul_shape(info, args)
-                flops = 2 * shape[0] * shape[1] * shape[2] * shape[3]
-                state.on_matmul(
-                    info, args, outs, shape, site, phase, direct, chain, number, node if built_in else None
-                )
-                if phase == BACKWARD and not built_in and not flags & IN_LEANSTEP:
-                    state.on_backward_product(info, args)
-            elif info.products is not None:
-                flops = state.on_fused(info.products.count(args, kwargs, outs), phase, chain)
-            elif info.cast:
-                state.on_cast(tensors[0], outs[0], site, phase)
-            elif built_in or phase == BACKWARD:
-                state.on_backward_write(info, args, outs, site)
-            if direct and written >= self.layout_bytes and not info.matmul:
-                state.on_layout(info, args, kwargs, outs, site)
-        if written >= LARGE_BYTES and state.wide:
-            state.on_large(outs)
-        if direct and written >= MIN_BYTES and outs and not flags & IN_LEANSTEP:
-            state.habits.on_op(info, args, outs, site, phase)
-            if info.clone and not in_engine:
-                storage = tensors[0].untyped_storage()._cdata
-                if storage in self.parameters or storage in self.held:
-                    state.habits.on_clone(tensors[0], outs[0], site)
-        if (
-            not grad
-            and not in_engine
-            and info.fresh
-            and max_bytes >= self.churn_bytes
-            and not info.cast
-            and not info.matmul
-        ):
-            state.churn.made(outs, site, self.churn_bytes, state.weight_matmuls)
-
-        key = (site, info, phase, direct, chain)
-        entry = state.ops.get(key)
-        if entry is None:
-            entry = state.ops[key] = [0, 0, 0, 0, 0, 0, 0, reads_before, 0]
-        entry[0] += 1
-        if max_bytes <= self.tiny_bytes:
-            entry[1] += 1
-        if max_bytes <= self.small_bytes:
-            entry[2] += 1
-        if max_bytes > entry[3]:
-            entry[3] = max_bytes
-        entry[4] += total_bytes + written
-        entry[5] += written
-        entry[6] += flops
-        entry[8] = len(state.read_log)
+    def _on_possible_read(self, op: OpRun) -> None:
+        kind = op_read(op.info.schema_name, op.args, op.kwargs)
+        if kind is not None:
+            target = op.tensors[0] if op.tensors else None
+            tainted = not op.built_in and op.tainted
+            self.reads.count(kind, target, op.site, op.phase, op.flags, tainted)
 
     def _end_backward(self) -> None:
         self._in_backward = False
@@ -361,22 +331,21 @@ class Recorder(RunRecord):
             self.state.first_uses[storage] = site
             parameter.first_use = site
 
-    def _parameter_writes(self, info: OpInfo, args: tuple[Any, ...], site: Site, phase: str) -> str:
+    def _on_parameter_writes(self, op: OpRun) -> None:
         """A parameter written outside the backward: this is an update, and its function an optimizer."""
-        for position in info.writes:
-            if position >= len(args):
+        for position in op.info.writes:
+            if position >= len(op.args):
                 continue
-            target = args[position]
+            target = op.args[position]
             for tensor in target if isinstance(target, (list, tuple)) else (target,):
                 if not isinstance(tensor, Tensor):
                     continue
                 storage = tensor.untyped_storage()._cdata
                 if storage in self.parameters:
                     self.state.written.add(storage)
-                    if phase != OPTIMIZER:
-                        self.writers.add(site.code_id)
-                        phase = OPTIMIZER
-        return phase
+                    if op.phase != OPTIMIZER:
+                        self.writers.add(op.site.code_id)
+                        op.phase = OPTIMIZER
 
     def _note_flags(self, flags: int, site: Site) -> None:
         where = f"{source.short_path(site.line.file)}:{site.line.number}"
@@ -429,6 +398,29 @@ def _identity(value: Any) -> Any:
 
 
 hide_from_compiler(Recorder._pack, _identity)
+
+
+def _add_sizes(op: OpRun) -> None:
+    """The engine's own ops work on gradients: only their sizes matter."""
+    total = written = largest = 0
+    for tensor in op.tensors:
+        try:
+            num_bytes = tensor.nbytes
+        except RuntimeError:
+            op.opaque = True
+            continue
+        total += num_bytes
+        if num_bytes > largest:
+            largest = num_bytes
+    for tensor in op.outs:
+        try:
+            num_bytes = tensor.nbytes
+        except RuntimeError:
+            continue
+        written += num_bytes
+        if num_bytes > largest:
+            largest = num_bytes
+    op.read_bytes, op.written_bytes, op.max_bytes = total, written, largest
 
 
 def _any_requires_grad(args: tuple[Any, ...]) -> bool:

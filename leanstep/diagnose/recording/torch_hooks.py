@@ -257,7 +257,7 @@ def others_at_work(known_threads: set[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def _compiler_threads() -> set[str]:
-    """Names of the threads in which Inductor waits for its compilers; they are named as anybody's pool is."""
+    """Names of the threads that wait for Inductor's compilers: they have a pool's default names."""
     compiler = getattr(sys.modules.get("torch._inductor.async_compile"), "AsyncCompile", None)
     pool: Any = getattr(compiler, "pool", None)
     if not hasattr(pool, "cache_info") or not pool.cache_info().currsize:

@@ -37,7 +37,6 @@ _WAIT = re.compile(
 )
 _COPY_CALL = re.compile(r"(cuda|hip|cu)Memcpy")
 _LAUNCH = re.compile(r"Launch")
-# The profiler's own end waits for the device as well; it is no part of the program.
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATE = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
 _NO_CAUSE_US = 1.0
@@ -282,46 +281,49 @@ class Timeline:
         if not self.has_device:
             return
         copies = {int(self.link[i]): int(i) for i in each(self.active) if self.kind[i] == COPY}
-        launches = self.start[[c for c in map(self.call_of, each(self.active)) if c >= 0]]
-        last_launch = float(launches.max()) if len(launches) else float("inf")
+        last_launch = self._last_launch()
         by_owner: dict[int, Wait] = {}
-        for index in each(self.order):
-            if self.kind[index] != RUNTIME:
+        for call in each(self.order):
+            if self.kind[call] != RUNTIME:
                 continue
-            name = self.text(index)
-            copy = copies.get(int(self.link[index]), -1)
-            kind = _direction(self.text(copy)) if copy >= 0 else ""
-            # CUDA returns early from a copy on the device, ROCm may wait for it.
-            waits = _WAIT.match(name) is not None
-            waits = waits and (kind != "on device" or bool(self.end[index] >= self.end[copy]))
-            if not waits and copy >= 0 and _COPY_CALL.match(name) and kind in ("to host", "to device"):
-                # An asynchronous copy from or to memory that is not pinned returns when it is done.
-                waits = bool(self.end[index] >= self.end[copy])
-            if not waits and not (kind == "to host" and self.shown[index] in by_owner):
-                if kind != "to device":
-                    continue
-            owner = int(self.shown[index]) if self.shown[index] >= 0 else index
-            if not waits:
-                # The copy that a later wait in the same op waits for.
-                self._copy_before(by_owner, owner, index, copy)
-                continue
-            if self.start[index] > last_launch and owner == index:
-                continue
-            wait = by_owner.get(owner)
-            if wait is None or wait.owner != owner:
-                wait = by_owner[owner] = Wait(owner, float(self.start[index]), float(self.end[index]))
-            wait.start = min(wait.start, float(self.start[index]))
-            wait.end = max(wait.end, float(self.end[index]))
-            wait.calls.append(name)
-            if kind:
-                wait.to_device |= kind == "to device"
-                wait.copied_bytes += self.trace.bytes_of.get(copy, 0)
+            owner = int(self.shown[call]) if self.shown[call] >= 0 else call
+            copy = copies.get(int(self.link[call]), -1)
+            direction = _direction(self.text(copy)) if copy >= 0 else ""
+            if self._host_waits(call, copy, direction):
+                # The profiler's own end waits for the device as well; it is no part of the program.
+                if owner != call or self.start[call] <= last_launch:
+                    self._add_wait(by_owner, owner, call, copy, direction)
+            elif direction == "to device" or (direction == "to host" and self.shown[call] in by_owner):
+                if owner != call:
+                    self._add_copy_before(by_owner, owner, call, copy)
         self.waits = sorted((w for w in by_owner.values() if w.calls), key=lambda w: w.end)
 
-    def _copy_before(self, by_owner: dict[int, Wait], owner: int, index: int, copy: int) -> None:
-        if owner == index:
-            return
-        wait = by_owner.setdefault(owner, Wait(owner, float(self.start[index]), float(self.end[index])))
+    def _last_launch(self) -> float:
+        launches = self.start[[c for c in map(self.call_of, each(self.active)) if c >= 0]]
+        return float(launches.max()) if len(launches) else float("inf")
+
+    def _host_waits(self, call: int, copy: int, direction: str) -> bool:
+        """Whether a runtime call returns only when the device is done."""
+        name = self.text(call)
+        outlasts_copy = copy >= 0 and bool(self.end[call] >= self.end[copy])
+        if _WAIT.match(name):
+            # CUDA returns early from a copy on the device, ROCm may wait for it.
+            return direction != "on device" or outlasts_copy
+        # An asynchronous copy from or to memory that is not pinned returns when it is done.
+        return direction in ("to host", "to device") and bool(_COPY_CALL.match(name)) and outlasts_copy
+
+    def _add_wait(self, by_owner: dict[int, Wait], owner: int, call: int, copy: int, direction: str) -> None:
+        start, end = float(self.start[call]), float(self.end[call])
+        wait = by_owner.setdefault(owner, Wait(owner, start, end))
+        wait.start, wait.end = min(wait.start, start), max(wait.end, end)
+        wait.calls.append(self.text(call))
+        if direction:
+            wait.to_device |= direction == "to device"
+            wait.copied_bytes += self.trace.bytes_of.get(copy, 0)
+
+    def _add_copy_before(self, by_owner: dict[int, Wait], owner: int, call: int, copy: int) -> None:
+        """Add the copy that a later call in the same op waits for."""
+        wait = by_owner.setdefault(owner, Wait(owner, float(self.start[call]), float(self.end[call])))
         wait.to_device = True
         wait.copied_bytes += self.trace.bytes_of.get(copy, 0)
 
