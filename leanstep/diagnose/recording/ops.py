@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.diagnose.recording.fused_products import FusedProducts
+from leanstep.flops import MATMULS, FusedProducts, matmul_sizes
 from leanstep.host_reads import is_candidate
 
 # Ops that launch nothing: they rename, allocate without writing, or ask a question about shapes.
@@ -17,21 +17,6 @@ NO_KERNEL = frozenset(
     "_unsafe_view _reshape_alias detach detach_ alias lift lift_fresh set_ resize_ is_same_size "
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided _local_scalar_dense".split()
 )
-# name -> positions of the two factors
-MATMULS = {
-    "mm": (0, 1),
-    "bmm": (0, 1),
-    "addmm": (1, 2),
-    "addmm_": (1, 2),
-    "baddbmm": (1, 2),
-    "baddbmm_": (1, 2),
-    "addbmm": (1, 2),
-    "linear": (0, 1),
-    "mv": (0, 1),
-    "addmv": (1, 2),
-    "_addmm_activation": (1, 2),
-    "_scaled_mm": (0, 1),
-}
 # Backward ops that write a whole buffer for a small gradient: the gradient is their first argument ...
 WHOLE_BUFFER = frozenset(("select_backward", "slice_backward", "unfold_backward", "diagonal_backward"))
 # ... or it goes into zeros made a moment ago: position of the gradient among the arguments.
@@ -96,13 +81,9 @@ def matmul_shape(info: OpInfo, args: tuple[Any, ...]) -> tuple[int, int, int, in
     """(batch, rows, inner, columns, second factor is column-major) of a matmul."""
     assert info.matmul is not None
     a, b = args[info.matmul[0]], args[info.matmul[1]]
-    inner = a.shape[-1]
-    if info.name == "linear":
-        return 1, a.numel() // max(inner, 1), inner, b.shape[0], True
-    columns = 1 if b.ndim == 1 else b.shape[-1]
-    batch = a.shape[0] if a.ndim == 3 else 1
-    column_major = b.ndim > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
-    return batch, a.shape[-2], inner, columns, column_major
+    batch, rows, inner, columns = matmul_sizes(info.name, a.shape, b.shape)
+    transposed = b.ndim > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
+    return batch, rows, inner, columns, transposed or info.name == "linear"
 
 
 def different_order(a: Tensor, b: Tensor) -> bool:

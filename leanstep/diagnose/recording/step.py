@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from leanstep.diagnose.recording.buffers import Churn, LiveBytes
-from leanstep.diagnose.recording.fused_products import Counted
 from leanstep.diagnose.recording.habits import Habits
 from leanstep.diagnose.recording.lineage import (
     HEAD_RATIO,
@@ -37,6 +36,7 @@ from leanstep.diagnose.step_records import (
     Tally,
     tally,
 )
+from leanstep.flops import Counted
 
 MAX_CASTS = 200_000
 # Below this many runs of an op nobody asks which parameters were read meanwhile.
