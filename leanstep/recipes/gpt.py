@@ -185,8 +185,9 @@ def build(
         stages = (replace(s, tokens=round(s.tokens * settings.tokens)) for s in schedule.stages)
         schedule = replace(schedule, stages=tuple(stages))
     shards = _find_data(chosen, settings.data, settings.vocab_size, settings.bos)
+    model_fields = {**chosen.model_fields, "vocab_size": shards.vocab_size}
     return GPTTraining(
-        GPTConfig.preset(chosen.model, **{**chosen.model_fields, "vocab_size": shards.vocab_size}),
+        GPTConfig.preset(chosen.model, **model_fields),
         schedule,
         shards,
         seed=seed,
