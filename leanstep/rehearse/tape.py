@@ -81,7 +81,7 @@ class DeviceCall(NamedTuple):
         return tensors_in(written)
 
     def is_view(self) -> bool:
-        """Whether an output aliases an argument; a call that writes one of them is no view."""
+        """Whether an output aliases an argument."""
         return any(r.alias_info is not None for r in self.func._schema.returns)
 
 
@@ -435,11 +435,11 @@ class Tape(TorchDispatchMode):
         return self._call(call.func, (call.args[0], rows, *call.args[2:]), call.kwargs)
 
     def _masked_fill(self, call: DeviceCall) -> Any:
-        """`x[mask] = 0.0` as torch runs it; NotImplemented where other indices stand beside the mask."""
+        """`x[mask] = 0.0` as torch runs it; NotImplemented with other indices or a mask on the host."""
         target, indices, value = call.args[:3]
         defined = [(position, index) for position, index in enumerate(indices) if index is not None]
         (position, mask), *others = defined
-        if others or mask.dtype != torch.bool:
+        if others or mask.dtype != torch.bool or mask.device != target.device:
             return NotImplemented
         aten = torch.ops.aten
         for _ in range(target.dim() - position - mask.dim()):

@@ -281,14 +281,15 @@ class StepBuilder:
         strides = tensors.strides[second]
         column_major = name == "linear" or (len(strides) > 1 and strides[-1] != 1 and strides[-2] == 1)
         dtype = DTYPES[tensors.types[first]]
-        key = MatmulKey(site, phase, direct, dtype, (*sizes, column_major))
+        batch, rows, inner, columns = sizes
+        key = MatmulKey(site, phase, direct, dtype, (batch, rows, inner, columns, column_major))
         step = self.steps[number]
         step.matmuls[key] = step.matmuls.get(key, 0) + 1
         record.flops += sizes.flops
         step.flops += sizes.flops
-        if sizes.batch == 1 and phase in (FORWARD, RECOMPUTE):
-            self._products[number].append((sizes.rows, sizes.inner, sizes.columns))
-        return sizes.batch * sizes.rows * sizes.columns * dtype.itemsize
+        if batch == 1 and phase in (FORWARD, RECOMPUTE):
+            self._products[number].append((rows, inner, columns))
+        return batch * rows * columns * dtype.itemsize
 
     def _look_at_layout(
         self, number: int, index: int, name: str, site: Site, phase: str, direct: bool, copies: dict[int, int]

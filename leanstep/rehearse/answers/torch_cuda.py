@@ -21,11 +21,14 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from leanstep.rehearse.answers import cuda_graphs, parameters
+from leanstep.rehearse.events import HostWait
 from leanstep.rehearse.shadows import check_ordinal, devices_here
 from leanstep.rehearse.tape import Tape
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
+# Kernels of the simulated device; they are removed with this object.
+_LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 class DeviceProperties(types.SimpleNamespace):
@@ -46,6 +49,7 @@ def install(tape: Tape, device: Any) -> None:
     _generators()
     _pinned_memory(tape)
     _tensor_reads(tape)
+    _list_reads(tape)
     parameters.install(tape)
     _attention(tape, device)
     _files(tape)
@@ -371,6 +375,20 @@ def _pinned_memory(tape: Tape) -> None:
         return out
 
     torch.UntypedStorage.resize_ = resize_
+
+
+def _list_reads(tape: Tape) -> None:
+    """`torch.tensor([a, b])` of device tensors reads each element, unseen by a dispatch mode."""
+
+    def read(tensor: Tensor) -> Any:
+        place, events = tape.lines.place(), tape.recording.events
+        last = events[-1] if events else None
+        # One sync in the source, several waits.
+        again = isinstance(last, HostWait) and (last.kind, last.line) == ("torch.tensor", place.line)
+        tape.wait("torch.tensor", place, counts=not again)
+        return tape.shadows.item(tensor, place.line)
+
+    _LIBRARY.impl("_local_scalar_dense", read, "CUDA")
 
 
 def _tensor_reads(tape: Tape) -> None:
