@@ -1,4 +1,4 @@
-"""Which operations make the host look at a device value: the one list that diagnose and bench share.
+"""Which operations make the host look at a device value: the one list of diagnose, prove, bench and rehearse.
 
 On a GPU each of them waits until the device has drained its queue. On a CPU they cost nothing by themselves,
 so a training step can be judged before it is run on a GPU.
@@ -33,12 +33,22 @@ ALWAYS_READ: dict[str, str] = {
     "aten::_linalg_check_errors": "linalg check",
 }
 # A read for some arguments only: see `op_read`.
-SOMETIMES_READ = ("aten::index", "aten::index_put", "aten::index_put_", "aten::repeat_interleave")
+SOMETIMES_READ = (
+    "aten::index",
+    "aten::index_put",
+    "aten::index_put_",
+    "aten::repeat_interleave",
+    "aten::histc",
+)
 SOMETIMES_READ_OR_COPY = (*SOMETIMES_READ, "aten::_to_copy", "aten::copy_")
 
 # Python calls that dispatch no read on a CPU tensor, though they hand its values to the host: functions of
 # torch, and methods of Tensor by name.
-READ_FUNCTIONS: dict[Any, str] = {torch.tensor: "torch.tensor", torch.as_tensor: "torch.tensor"}
+READ_FUNCTIONS: dict[Any, str] = {
+    torch.tensor: "torch.tensor",
+    torch.as_tensor: "torch.tensor",
+    torch.nn.functional.one_hot: "one_hot",
+}
 READ_METHODS: dict[str, str] = {
     "tolist": "tolist",
     "cpu": "cpu",
@@ -58,6 +68,8 @@ NATIVE_TYPES: frozenset[type] = frozenset(
 RUNS_USER_CODE: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 _BOOLEAN = (torch.bool, torch.uint8)
+# Calls of one_hot that are running: see `_run_one_hot`.
+_one_hot_calls: list[Any] = []
 
 
 def is_candidate(name: str) -> bool:
@@ -74,25 +86,34 @@ def op_read(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None
     """
     kind = ALWAYS_READ.get(name)
     if kind is not None:
-        return kind
+        return None if _one_hot_calls and kind == "scalar" else kind
     if name == "aten::index":
         return "boolean index" if _has_boolean(args[1]) else None
     if name in ("aten::index_put", "aten::index_put_"):
-        # One value under a mask becomes a masked fill, which needs no row numbers. The backward of a boolean
-        # index is charged to that index: one read per place in the source, where it can be removed.
-        one_value = args[2].numel() == 1 and not (len(args) > 3 and args[3])
-        if one_value or not _has_boolean(args[1]) or torch._C._current_autograd_node() is not None:
+        # The backward of a boolean index is charged to that index: one read per place in the source, where it
+        # can be removed.
+        in_backward = torch._C._current_autograd_node() is not None
+        if not _has_boolean(args[1]) or is_masked_fill(args) or in_backward:
             return None
         return "boolean index"
     kwargs = kwargs or {}
     if name == "aten::repeat_interleave":
         return "repeat_interleave" if kwargs.get("output_size") is None else None
+    if name == "aten::histc":  # without bounds they are read from the values
+        low = args[2] if len(args) > 2 else kwargs.get("min", 0)
+        high = args[3] if len(args) > 3 else kwargs.get("max", 0)
+        return "histc" if low == high else None
     if name == "aten::_to_copy":
         target = kwargs.get("device")
         return "cpu" if target is not None and _leaves_device(args[0], torch.device(target)) else None
     if name == "aten::copy_":
         return "cpu" if isinstance(args[1], Tensor) and _leaves_device(args[1], args[0].device) else None
     return None
+
+
+def is_masked_fill(args: Sequence[Any]) -> bool:
+    """Whether an index_put of these arguments writes one value: under a mask it needs no row numbers."""
+    return args[2].numel() == 1 and not (len(args) > 3 and args[3])
 
 
 def call_kind(func: Any) -> str | None:
@@ -271,6 +292,11 @@ def run_read_call(
     if kind is None:
         return func(*args, **kwargs)
     target = read_target(args)
+    if kind == "one_hot":
+        result = _run_one_hot(func, args, kwargs)
+        if (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) == -1:
+            count("scalar", target)
+        return result
     known = kind != "cpu" and copies.holds(target)
     before = total()
     result = func(*args, **kwargs)
@@ -279,6 +305,18 @@ def run_read_call(
     if kind == "cpu":
         copies.add(result)
     return result
+
+
+def _run_one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one_hot without its reads: on a CPU it checks the range of the classes, a device does not.
+
+    On a device it reads the largest class where the number of classes is not passed, and no more.
+    """
+    _one_hot_calls.append(func)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _one_hot_calls.pop()
 
 
 @contextmanager

@@ -19,16 +19,36 @@ ALLOWED = {
     "muon": {"cpu"},
     "gpt": {"muon", "logprob", "cpu"},
     "measure": {"case", "cpu", "host_reads"},
-    "diagnose": {"host_reads", "files", "units"},
+    "diagnose": {"host_reads", "flops", "files", "units"},
     "prove": {"measure", "diagnose", "host_reads", "files", "cpu"},
     "fix": {"diagnose", "prove", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"lens", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
-    "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files", "logprob", "objectives", "muon"},
+    "rehearse": {
+        "case",
+        "cpu",
+        "host_reads",
+        "flops",
+        "measure",
+        "report",
+        "files",
+        "logprob",
+        "objectives",
+        "muon",
+    },
     # A callback records the steps of a trainer and holds them against the table of devices.
-    "integrations": {"logprob", "objectives", "muon", "gpt", "case", "diagnose", "rehearse"},
+    "integrations": {
+        "logprob",
+        "objectives",
+        "muon",
+        "gpt",
+        "case",
+        "diagnose",
+        "rehearse",
+        "flops",
+    },
 }
 
 

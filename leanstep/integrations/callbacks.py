@@ -23,10 +23,11 @@ import torch
 
 from leanstep import units
 from leanstep.diagnose.cost import is_small
-from leanstep.diagnose.mfu import step_flops, utilisation
+from leanstep.diagnose.mfu import step_flops
 from leanstep.diagnose.outputs import gate, screen
 from leanstep.diagnose.step_records import Finding
 from leanstep.diagnose.watch import Watch
+from leanstep.flops import operand_type, utilisation
 from leanstep.rehearse.devices import DEVICES, Device, device_named
 
 
@@ -358,9 +359,7 @@ def _peaks(device: Device | None) -> Callable[[str], float]:
     assert device is not None
 
     def peak(dtype: str) -> float:
-        if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
-            dtype = "tf32"
-        return device.flops("float8" if dtype.startswith("float8") else dtype)
+        return device.flops(operand_type(dtype, tf32=torch.get_float32_matmul_precision() != "highest"))
 
     return peak
 

@@ -70,7 +70,8 @@ def apply_leanstep(model: nn.Module, *, allow_untested: bool = False, check: boo
         kwargs.pop("logits_to_keep", None)
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        outputs = self.base_model(*args, **{**kwargs, "use_cache": False})
+        kwargs["use_cache"] = False
+        outputs = self.base_model(*args, **kwargs)
         loss = label_loss(self, outputs.last_hidden_state, labels, shift_labels, num_items_in_batch)
         aux_loss = None
         if kwargs.get("output_router_logits"):

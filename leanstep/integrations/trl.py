@@ -130,7 +130,8 @@ def _answer_fused_calls(model: nn.Module, entropy_mode: Callable[[], Entropy], *
             return stock(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        backbone = self.base_model(*args, **{**kwargs, "use_cache": False})
+        kwargs["use_cache"] = False
+        backbone = self.base_model(*args, **kwargs)
         shifted = shift_labels is not None
         target = shift_labels if shifted else labels
         if target is None:

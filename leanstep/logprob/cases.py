@@ -402,6 +402,8 @@ register(
     )
 )
 
+POLICY_SHARED: Any = {**SHARED, "dtypes": (torch.float32, torch.float64)}
+
 register(
     Case(
         name="policy-loss",
@@ -422,6 +424,6 @@ register(
             Implementation("limit", "limit", _bare_gemms(1), note="3 bare GEMMs on the selected rows"),
         ),
         sizes=_sizes(),
-        **{**SHARED, "dtypes": (torch.float32, torch.float64)},
+        **POLICY_SHARED,
     )
 )

@@ -62,6 +62,7 @@ class Kernel(NamedTuple):
         "all_to_all"), else "".
     elements: of a kernel that computes an address for each of them (broadcast, strided, cast, gather, ...):
         it may be bound by instructions, not by bytes. 0: vectorised.
+    repeated: those of `flops` that a forward has done before: the scores of an attention backward.
     """
 
     kind: str
@@ -73,6 +74,15 @@ class Kernel(NamedTuple):
     alignment: int = 16
     name: str = ""
     elements: float = 0.0
+    repeated: float = 0.0
+
+
+class Product(NamedTuple):
+    """FLOPs of a call in one part of the step ("forward", "backward", "recompute", "optimizer")."""
+
+    part: str
+    dtype: str
+    flops: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,7 @@ class Launch:
     reads, writes: storage ids (keys of `Recording.storages`), one for each tensor.
     traffic: bytes of each read, then of each write; as long as reads + writes.
     region: number of the compiled region it belongs to (`Recording.regions`), 0 when eager.
+    products: what it multiplies, counted by `leanstep.flops`.
     """
 
     name: str
@@ -93,6 +104,7 @@ class Launch:
     writes: tuple[int, ...] = ()
     traffic: tuple[int, ...] = ()
     region: int = 0
+    products: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +113,19 @@ class HostWait:
 
     kind: "item", "equal", "to host", "to device", "to device, pageable", "boolean index", "nonzero", ...,
         "synchronize".
+    counts: False for the backward of a boolean index: it takes time, but the sync is that of the index.
     """
 
     kind: str
     line: Line | None
     phase: str
     step: int
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Alloc:
-    """A storage of the device is born. All else about it: `Recording.storages[storage]`."""
+    """A device allocation. All else about it: `Recording.storages[storage]`."""
 
     storage: int
     nbytes: int  # rounded up to ROUNDING_BYTES
@@ -122,7 +136,7 @@ class Alloc:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A storage dies."""
+    """The end of a device allocation."""
 
     storage: int
     step: int

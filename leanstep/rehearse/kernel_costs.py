@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from leanstep.flops import MATMULS, attention_flops, convolution_flops, matmul_sizes, operand_type
 from leanstep.rehearse.events import Kernel
 
 # Elements of one block's chunk, and chunks and tensors of one launch, in torch's multi-tensor kernels.
@@ -56,11 +57,9 @@ FREE = frozenset(
     "unsafe_split sym_storage_offset storage_offset _version prim_layout layout empty_permuted "
     "unsafe_chunk _nested_view".split()
 )
-# name -> positions of the two factors
-GEMM = {
-    **{"mm": (0, 1), "bmm": (0, 1), "_scaled_mm": (0, 1), "_int_mm": (0, 1), "_grouped_mm": (0, 1)},
-    **{"addmm": (1, 2), "addmm_": (1, 2), "baddbmm": (1, 2), "baddbmm_": (1, 2), "_addmm_activation": (1, 2)},
-}
+# Product -> positions of the two factors. A matrix times a vector is priced as a reduction.
+GEMM = {name: at for name, at in MATMULS.items() if name not in ("mv", "addmv", "addbmm", "linear")}
+GEMM |= {"_int_mm": (0, 1), "_grouped_mm": (0, 1)}
 FILL = frozenset(
     "zeros zero_ fill_ full zeros_like ones_like full_like new_zeros new_full new_ones ones arange "
     "normal_ uniform_ randn rand randint bernoulli_ scalar_tensor random_ exponential_ eye linspace "
@@ -72,17 +71,15 @@ GATHER = frozenset(
     "_unsafe_index take_along_dim".split()
 )
 SCATTER = frozenset(
-    "embedding_dense_backward index_add index_add_ scatter_add scatter_add_ index_put index_put_ "
-    "_index_put_impl_ scatter scatter_ index_copy_ index_copy _unsafe_index_put scatter_reduce "
-    "scatter_reduce_ nll_loss_backward nll_loss2d_backward select_scatter slice_scatter masked_scatter "
-    "masked_scatter_".split()
+    "index_add index_add_ scatter_add scatter_add_ index_put index_put_ _index_put_impl_ scatter scatter_ "
+    "index_copy_ index_copy _unsafe_index_put scatter_reduce scatter_reduce_ select_scatter slice_scatter "
+    "masked_scatter masked_scatter_".split()
 )
 SOFTMAX = frozenset(
     "_log_softmax _log_softmax_backward_data _softmax _softmax_backward_data logsumexp".split()
 )
-NORM = frozenset(
-    "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
-    "_fused_rms_norm _fused_rms_norm_backward".split()
+ROW_NORM = frozenset(
+    "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward".split()
 )
 REDUCE = frozenset(
     "sum mean amax amin aminmax max min argmax argmin var var_mean std std_mean linalg_vector_norm norm "
@@ -90,8 +87,34 @@ REDUCE = frozenset(
     "nansum bincount histc searchsorted bucketize median kthvalue _unique2 unique_dim "
     "unique_consecutive isin".split()
 )
-COPIED_FIRST = frozenset("masked_fill index_fill masked_scatter slice_scatter select_scatter".split())
-OPTIMIZER = ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
+# Out of place: the first argument is copied, then changed in place.
+COPIED_FIRST = frozenset(("masked_fill", "index_fill"))
+MULTI_TENSOR = ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
+
+
+class Call(NamedTuple):
+    """One ATen call: its name without namespace and overload, device tensors in the order of the schema."""
+
+    name: str
+    ins: Sequence[Shape]
+    outs: Sequence[Shape]
+    info: Mapping[str, Any]
+
+    @property
+    def read(self) -> int:
+        return sum(t.nbytes for t in self.ins)
+
+    @property
+    def written(self) -> int:
+        return sum(t.nbytes for t in self.outs)
+
+    @property
+    def dtype(self) -> str:
+        return self.outs[0].dtype if self.outs else self.ins[0].dtype
+
+    @property
+    def backward(self) -> bool:
+        return "backward" in self.name
 
 
 def kernels(
@@ -106,79 +129,45 @@ def kernels(
             beta (of addmm), tf32 (fp32 products may use it), accumulate (of index_put), out_size (of conv),
             dim (of softmax; the last one without it).
     """
-    info = info or {}
     if name in FREE or not (ins or outs):
         return []
-    name = name.removesuffix("_copy") if name.removesuffix("_copy") in FREE else name
-    if name in GEMM:
-        return [_gemm(name, ins, outs, info)]
-    if "attention" in name:
-        return [_attention(name, ins, info)]
-    if "convolution" in name:
-        return _conv(name, ins, outs, info)
-    if name.startswith(OPTIMIZER):
-        return [_multi_tensor(ins, outs, info)]
-    if name in SCATTER:
-        return _scatter(name, ins, outs, info)
-    if name in SOFTMAX:
-        return [_softmax(ins, outs, info)]
-    if name in NORM or "batch_norm" in name:
-        return _normalization(name, ins, outs)
-    read, written = sum(t.nbytes for t in ins), sum(t.nbytes for t in outs)
-    dtype = outs[0].dtype if outs else ins[0].dtype
-    if name in FILL:
-        return [Kernel("fill", written or read, 0.0, dtype)]
-    if name in GATHER:
-        # Only the selected elements are read, as many as are written, and the indices.
-        indices = sum(t.nbytes for t in ins if t.dtype.startswith(("int", "bool")))
-        chosen = outs[0].nbytes if outs else 0
-        if name.startswith("nll_loss"):  # mean over what was gathered: one element for each target
-            chosen = len(ins) > 1 and ins[1].numel * ins[0].width
-        row = outs[0].size[-1] if outs and outs[0].size else 1
-        aligned = alignment((row, ins[0].width))
-        elements = 1.8 * chosen / max(1, ins[0].width)
-        return [Kernel("gather", 2 * chosen + indices, 0.0, dtype, alignment=aligned, elements=elements)]
-    if name in REDUCE:
-        passes = {"sort": 8, "topk": 3, "median": 8, "kthvalue": 3, "_unique2": 8}.get(name, 1)
-        kept = max(1, outs[0].numel if outs else 1)
-        if passes == 1 and ins and ins[0].numel // kept > CHUNK_ELEMENTS:
-            passes, read = 2, read / 2  # few long sums: a second stage adds up the blocks' parts
-        return [Kernel("reduce", passes * read + written, 0.0, dtype, launches=passes)]
-    if name in COPIED_FIRST and ins and outs:
-        # Out of place: the first argument is copied, then changed in place.
-        return [
-            _pointwise("copy_", ins[:1], outs[:1], dtype),
-            _pointwise(name, [outs[0], *ins[1:]], outs, dtype),
-        ]
-    return [_pointwise(name, ins, outs, dtype)]
+    return _cost_of(name)(Call(name, ins, outs, info or {}))
 
 
-def _gemm(name: str, ins: Sequence[Shape], outs: Sequence[Shape], info: Mapping[str, Any]) -> Kernel:
-    first, second = GEMM[name]
-    a, b = ins[first], ins[second]
-    batch = a.size[0] if len(a.size) == 3 else b.size[0] if len(b.size) == 3 else 1
-    m, k, n = a.size[-2], a.size[-1], b.size[-1]
-    width = outs[0].width if outs else a.width
-    result = batch * m * n
-    moved = a.numel * a.width + b.numel * b.width + result * width
-    if (
-        first == 1 and len(ins[0].size) >= 2 and info.get("beta", 1) != 0
-    ):  # a matrix to add to, not a bias row
-        moved += ins[0].nbytes
-    if name == "_grouped_mm" and len(a.size) == 2:  # rows of A are shared out among the groups
-        batch, result = 1, m * n
-        moved = a.numel * a.width + b.numel * b.width + result * width
+def _cost_of(name: str) -> Callable[[Call], list[Kernel]]:
+    exact = _ATEN_COSTS.get(name)
+    if exact is not None:
+        return exact
+    for part, cost in _ATEN_COSTS_BY_PART.items():
+        if part in name:
+            return cost
+    return _multi_tensor if name.startswith(MULTI_TENSOR) else _pointwise
+
+
+# Products
+
+
+def _gemm(call: Call) -> list[Kernel]:
+    first, second = GEMM[call.name]
+    a, b = call.ins[first], call.ins[second]
+    sizes = matmul_sizes(call.name, a.size, b.size)
+    batch, m, k, n = sizes
+    width = call.outs[0].width if call.outs else a.width
+    moved = a.numel * a.width + b.numel * b.width + batch * m * n * width
+    # A matrix to add to, not a bias row.
+    if first == 1 and len(call.ins[0].size) >= 2 and call.info.get("beta", 1) != 0:
+        moved += call.ins[0].nbytes
     leading = [(max(t.stride[-2:]) if min(t.size[-2:]) > 1 else max(t.size[-2:]), t.width) for t in (a, b)]
-    aligned = alignment(*leading, (n, width)) if n > 8 and m > 8 else 16
-    return Kernel(
-        "gemm", moved, 2.0 * batch * m * n * k, _matrix_dtype(a.dtype, info), (batch, m, n, k), 1, aligned
-    )
-
-
-def _matrix_dtype(dtype: str, info: Mapping[str, Any]) -> str:
-    if dtype.startswith("float8"):
-        return "float8"
-    return "tf32" if dtype == "float32" and info.get("tf32") else dtype
+    return [
+        Kernel(
+            "gemm",
+            moved,
+            float(sizes.flops),
+            operand_type(a.dtype, call.info.get("tf32", False)),
+            (batch, m, n, k),
+            alignment=alignment(*leading, (n, width)) if n > 8 and m > 8 else 16,
+        )
+    ]
 
 
 def attention_kernel(
@@ -196,168 +185,297 @@ def attention_kernel(
         (batch, t, heads, d), s = q.size, k.size[1]
     else:
         (batch, heads, t, d), s = q.size, k.size[2]
-    products = 5 if backward else 2
     # Backward: q, k, v, o, do and three gradients, dq by way of fp32.
     moved = (q.nbytes + k.nbytes) * (4.5 if backward else 2)
-    kind = ("attention_bwd" if backward else "attention") + ("_efficient" if efficient else "")
-    flops = 2.0 * products * batch * heads * t * s * d * share
-    return Kernel(kind, moved, flops, q.dtype, (batch * heads, t, s, d))
+    flops = attention_flops(batch * heads * t * s * share, d, d, backward=backward)
+    return Kernel(
+        ("attention_bwd" if backward else "attention") + ("_efficient" if efficient else ""),
+        moved,
+        flops.model + flops.repeated,
+        q.dtype,
+        (batch * heads, t, s, d),
+        repeated=flops.repeated,
+    )
 
 
-def _attention(name: str, ins: Sequence[Shape], info: Mapping[str, Any]) -> Kernel:
-    backward = "backward" in name
-    q, k = (ins[1], ins[2]) if backward else (ins[0], ins[1])
-    layout = info.get("layout") or ("thd" if len(q.size) == 3 else "bhtd")
-    t, s = {"bhtd": (2, 2), "bthd": (1, 1), "thd": (0, 0)}[layout]
-    share = 0.5 if info.get("causal") and q.size[t] == k.size[s] else 1.0
-    efficient = not ("flash" in name or "cudnn" in name)
-    return attention_kernel(q, k, backward=backward, share=share, efficient=efficient, layout=layout)
+def _attention(call: Call) -> list[Kernel]:
+    q, k = call.ins[1:3] if call.backward else call.ins[:2]
+    layout = call.info.get("layout") or ("thd" if len(q.size) == 3 else "bhtd")
+    rows = {"bhtd": 2, "bthd": 1, "thd": 0}[layout]
+    share = 0.5 if call.info.get("causal") and q.size[rows] == k.size[rows] else 1.0
+    efficient = not ("flash" in call.name or "cudnn" in call.name)
+    return [attention_kernel(q, k, backward=call.backward, share=share, efficient=efficient, layout=layout)]
 
 
-def _conv(name: str, ins: Sequence[Shape], outs: Sequence[Shape], info: Mapping[str, Any]) -> list[Kernel]:
+def _convolution(call: Call) -> list[Kernel]:
     """Implicit GEMM; backward is one for the data (not in the first layer) and one for the weight.
 
-    Matrix units want channels last: tensors in NCHW order are turned before and after.
+    Matrix units want channels last: tensors in NCHW order are transposed before and after.
     """
-    backward = name == "convolution_backward"
+    ins, outs = call.ins, call.outs
+    backward = call.name == "convolution_backward"
     x, w = (ins[1], ins[2]) if backward else (ins[0], ins[1])
     y = ins[0] if backward else outs[0] if outs else None
-    size = y.size if y is not None else info.get("out_size") or (x.size[0], w.size[0], *x.size[2:])
-    result = math.prod(size) * (y.width if y is not None else x.width)
+    size = y.size if y is not None else call.info.get("out_size") or (x.size[0], w.size[0], *x.size[2:])
+    result_bytes = math.prod(size) * (y.width if y is not None else x.width)
     groups = max(1, x.size[1] // max(1, w.size[1]))
-    rows, taps, channels = (
-        math.prod(size) // max(1, size[1]),
-        w.numel // max(1, w.size[0]),
-        w.size[0] // groups,
-    )
-    flops, moved = 2.0 * rows * w.size[0] * taps, x.nbytes + w.nbytes + result
-    dtype = _matrix_dtype(x.dtype, {"tf32": info.get("conv_tf32")})
-    found = [Kernel("conv", moved, flops, dtype, (groups, rows, channels, taps))]
-    turned, launches = moved, 4  # input, filter, result, and a result to clear
+    rows = math.prod(size) // max(1, size[1])
+    taps, channels = w.numel // max(1, w.size[0]), w.size[0] // groups
+    moved = x.nbytes + w.nbytes + result_bytes
+    flops = float(convolution_flops(rows * w.size[0], w.size))
+    dtype = operand_type(x.dtype, call.info.get("conv_tf32", False))
+    made = [Kernel("conv", moved, flops, dtype, (groups, rows, channels, taps))]
     if backward:
         of_weight = Kernel("conv", moved, flops, dtype, (groups, channels, taps, rows))
         of_data = Kernel("conv", moved, flops, dtype, (groups, rows, taps, channels))
-        found = [of_weight] if x.size[1] <= 4 else [of_data, of_weight]
-        turned, launches = len(found) * moved, 4 * len(found)
-    if not (len(x.stride) > 2 and x.stride[1] == 1 and x.size[1] > 1):
-        elements = turned / x.width
-        found.append(Kernel("strided", 2 * turned, 0.0, x.dtype, launches=launches, elements=elements))
-    return found
+        made = [of_weight] if x.size[1] <= 4 else [of_data, of_weight]
+    channels_last = len(x.stride) > 2 and x.stride[1] == 1 and x.size[1] > 1
+    if not channels_last:
+        # Per product: input, filter, result, and a result to clear.
+        transposed, launches = len(made) * moved, 4 * len(made)
+        elements = transposed / x.width
+        made.append(Kernel("strided", 2 * transposed, 0.0, x.dtype, launches=launches, elements=elements))
+    return made
 
 
-def _multi_tensor(ins: Sequence[Shape], outs: Sequence[Shape], info: Mapping[str, Any]) -> Kernel:
+# Several tensors, indices
+
+
+def _multi_tensor(call: Call) -> list[Kernel]:
     """One pass over all tensors of a _foreach_ call or a fused optimizer."""
-    moved = sum(t.nbytes for t in ins) + sum(t.nbytes for t in outs)
-    tensors = max(1, len(ins) // max(1, info.get("lists", 1)))
-    lead = ins[:tensors] or outs
+    tensors = max(1, len(call.ins) // max(1, call.info.get("lists", 1)))
+    lead = call.ins[:tensors] or call.outs
     chunks = sum(-(-t.numel // CHUNK_ELEMENTS) for t in lead)
     launches = max(1, -(-chunks // CHUNKS_PER_LAUNCH), -(-tensors // TENSORS_PER_LAUNCH))
-    return Kernel("multi", moved, 0.0, lead[0].dtype, (), launches)
+    return [Kernel("multi", call.read + call.written, 0.0, lead[0].dtype, (), launches)]
 
 
-def _scatter(name: str, ins: Sequence[Shape], outs: Sequence[Shape], info: Mapping[str, Any]) -> list[Kernel]:
-    written = sum(t.nbytes for t in outs)
-    dtype = outs[0].dtype if outs else ins[0].dtype
-    if name == "embedding_dense_backward":  # zeros, then a sort of the indices and a sum by row
-        rows = ins[1].numel
-        return [
-            Kernel("fill", written, 0.0, dtype),
-            Kernel("scatter", 2 * ins[0].nbytes + 24 * rows, 0.0, dtype, (), 5),
-        ]
-    if name.startswith("nll_loss"):  # zeros, then one element for each target
-        rows = ins[2].numel if len(ins) > 2 else 1
-        return [Kernel("fill", written, 0.0, dtype), Kernel("scatter", rows * (8 + ins[1].width), 0.0, dtype)]
-    source = max((t.nbytes for t in ins[1:] if not t.dtype.startswith("int")), default=0) or sum(
-        t.nbytes for t in ins[1:]
-    )
-    copied = 0 if name.endswith("_") else 2 * ins[0].nbytes
+def _fill(call: Call) -> list[Kernel]:
+    return [Kernel("fill", call.written or call.read, 0.0, call.dtype)]
+
+
+def _gather(call: Call) -> list[Kernel]:
+    """Only the selected elements are read, as many as are written, and the indices."""
+    ins, outs = call.ins, call.outs
+    indices = sum(t.nbytes for t in ins if t.dtype.startswith(("int", "bool")))
+    selected = outs[0].nbytes if outs else 0
+    if call.name.startswith("nll_loss"):  # mean over what was gathered: one element for each target
+        selected = ins[1].numel * ins[0].width if len(ins) > 1 else 0
+    row = outs[0].size[-1] if outs and outs[0].size else 1
+    return [
+        Kernel(
+            "gather",
+            2 * selected + indices,
+            0.0,
+            call.dtype,
+            alignment=alignment((row, ins[0].width)),
+            elements=1.8 * selected / max(1, ins[0].width),
+        )
+    ]
+
+
+def _scatter(call: Call) -> list[Kernel]:
+    ins = call.ins
+    floats = [t.nbytes for t in ins[1:] if not t.dtype.startswith("int")]
+    source = max(floats, default=0) or sum(t.nbytes for t in ins[1:])
+    copied = 0 if call.name.endswith("_") else 2 * ins[0].nbytes
+    if not call.info.get("accumulate"):
+        return [Kernel("scatter", 3 * source + copied, 0.0, call.dtype)]
+    # Sorted first, so that equal indices add up in a fixed order.
     indices = sum(t.numel for t in ins[1:] if t.dtype.startswith("int"))
-    if info.get("accumulate"):  # sorted first, so that equal indices add up in a fixed order
-        return [Kernel("scatter", 3 * source + copied + 24 * indices, 0.0, dtype, (), 6)]
-    return [Kernel("scatter", 3 * source + copied, 0.0, dtype)]
+    return [Kernel("scatter", 3 * source + copied + 24 * indices, 0.0, call.dtype, (), 6)]
 
 
-def _softmax(ins: Sequence[Shape], outs: Sequence[Shape], info: Mapping[str, Any]) -> Kernel:
-    x = ins[0]
-    length = max(1, x.size[info.get("dim", -1)] if x.size else 1)
-    moved = sum(t.nbytes for t in ins) + sum(t.nbytes for t in outs)
+def _embedding_backward(call: Call) -> list[Kernel]:
+    """Zeros, then a sort of the indices and a sum by row."""
+    rows = call.ins[1].numel
+    return [
+        Kernel("fill", call.written, 0.0, call.dtype),
+        Kernel("scatter", 2 * call.ins[0].nbytes + 24 * rows, 0.0, call.dtype, (), 5),
+    ]
+
+
+def _nll_loss_backward(call: Call) -> list[Kernel]:
+    """Zeros, then one element for each target."""
+    ins = call.ins
+    rows = ins[2].numel if len(ins) > 2 else 1
+    return [
+        Kernel("fill", call.written, 0.0, call.dtype),
+        Kernel("scatter", rows * (8 + ins[1].width), 0.0, call.dtype),
+    ]
+
+
+# Rows
+
+
+def _softmax(call: Call) -> list[Kernel]:
+    x = call.ins[0]
+    length = max(1, x.size[call.info.get("dim", -1)] if x.size else 1)
     sizes = (max(1, x.numel // length), length)
-    return Kernel("softmax", moved, 0.0, x.dtype, sizes, alignment=alignment((length, x.width)))
+    aligned = alignment((length, x.width))
+    return [Kernel("softmax", call.read + call.written, 0.0, x.dtype, sizes, alignment=aligned)]
 
 
-def _normalization(name: str, ins: Sequence[Shape], outs: Sequence[Shape]) -> list[Kernel]:
-    """sizes = (blocks, elements that a block walks one step after the other, all its passes counted)."""
-    backward = "backward" in name
-    x = ins[1] if backward and len(ins) > 1 else ins[0]
-    moved = sum(t.nbytes for t in ins) + sum(t.nbytes for t in outs)
-    if "batch_norm" in name:
-        channels = x.size[1] if len(x.size) > 1 else 1
-        each = x.numel // max(1, channels)
-        # torch's own kernels: a block a channel, one element a thread and step; libraries take four.
-        library = "cudnn" in name or "miopen" in name
-        length = each * (2 if backward else 1) // (4 if library else 1)
-        launches = 1 if backward or library else 3
-        # Statistics first, then a second pass over the input.
-        return [Kernel("batch_norm", moved + x.nbytes, 0.0, x.dtype, (channels, max(1, length)), launches)]
-    weights = [t for t in ins[1:] if 1 < t.numel < x.numel]
-    passes = 4 if backward else 2
-    if "group_norm" in name:
-        statistics = next((t for t in ins[2:] if len(t.size) == 2), None) if backward else None
-        rows = statistics.numel if statistics else max(1, x.size[0] * 32 if x.numel > x.size[0] * 32 else 1)
-        scaled = any(len(t.size) == 1 for t in weights)
-        launches = (3 if backward else 2) + (2 if backward else 1) * scaled
-        return [Kernel("norm", moved, 0.0, x.dtype, (rows, passes * x.numel // rows), launches)]
-    per_row = [t for t in ins[2:] if backward and len(t.size) == len(x.size) and t.numel < x.numel]
-    inner = max((t.numel for t in weights if t not in per_row), default=0)
-    if per_row:
-        rows = per_row[0].numel
+def _reduce(call: Call) -> list[Kernel]:
+    passes = {"sort": 8, "topk": 3, "median": 8, "kthvalue": 3, "_unique2": 8}.get(call.name, 1)
+    read, results = call.read, max(1, call.outs[0].numel if call.outs else 1)
+    if passes == 1 and call.ins and call.ins[0].numel // results > CHUNK_ELEMENTS:
+        passes, read = 2, read / 2  # few long sums: a second stage adds up the blocks' parts
+    return [Kernel("reduce", passes * read + call.written, 0.0, call.dtype, launches=passes)]
+
+
+# Normalisations: sizes = (blocks, elements that one block reads in turn, over all its passes).
+
+
+def _normalized(call: Call) -> Shape:
+    """The input of the layer, in forward and backward."""
+    return call.ins[1] if call.backward and len(call.ins) > 1 else call.ins[0]
+
+
+def _batch_norm(call: Call) -> list[Kernel]:
+    x = _normalized(call)
+    channels = x.size[1] if len(x.size) > 1 else 1
+    each = x.numel // max(1, channels)
+    # torch's own kernels: one block per channel, one element per thread and iteration; libraries take four.
+    library = "cudnn" in call.name or "miopen" in call.name
+    length = each * (2 if call.backward else 1) // (4 if library else 1)
+    launches = 1 if call.backward or library else 3
+    # Statistics first, then a second pass over the input.
+    moved = call.read + call.written + x.nbytes
+    return [Kernel("batch_norm", moved, 0.0, x.dtype, (channels, max(1, length)), launches)]
+
+
+def _group_norm(call: Call) -> list[Kernel]:
+    x = _normalized(call)
+    statistics = next((t for t in call.ins[2:] if len(t.size) == 2), None) if call.backward else None
+    if statistics:
+        rows = statistics.numel
+    else:
+        rows = x.size[0] * 32 if x.numel > x.size[0] * 32 else 1
+    scaled = any(len(t.size) == 1 for t in _row_weights(call, x))
+    launches = 3 + 2 * scaled if call.backward else 2 + scaled
+    return [_norm_kernel(call, x, max(1, rows), launches)]
+
+
+def _row_norm(call: Call) -> list[Kernel]:
+    """Layer norm and RMS norm."""
+    x = _normalized(call)
+    statistics = [
+        t for t in call.ins[2:] if call.backward and len(t.size) == len(x.size) and t.numel < x.numel
+    ]
+    inner = max((t.numel for t in _row_weights(call, x) if t not in statistics), default=0)
+    if statistics:
+        rows = statistics[0].numel
     elif inner:
         rows = x.numel // inner
+    elif len(call.outs) > 1:
+        rows = call.outs[-1].numel
     else:
-        rows = outs[-1].numel if len(outs) > 1 else x.numel // max(1, x.size[-1] if x.size else 1)
-    rows = max(1, rows)
-    found = [Kernel("norm", moved, 0.0, x.dtype, (rows, passes * x.numel // rows))]
-    if backward and inner:  # the weight's gradient sums over rows in a kernel of its own
-        found.append(Kernel("norm", 2 * x.nbytes, 0.0, x.dtype, launches=2 if "rms" in name else 1))
-    return found
+        rows = x.numel // max(1, x.size[-1] if x.size else 1)
+    made = [_norm_kernel(call, x, max(1, rows))]
+    if call.backward and inner:  # the weight's gradient sums over rows in a kernel of its own
+        launches = 2 if "rms" in call.name else 1
+        made.append(Kernel("norm", 2 * x.nbytes, 0.0, x.dtype, launches=launches))
+    return made
 
 
-def _pointwise(name: str, ins: Sequence[Shape], outs: Sequence[Shape], dtype: str) -> Kernel:
-    """One pass. Gapless operands of one size and dtype move 16 bytes a thread; all else computes addresses.
+def _row_weights(call: Call, x: Shape) -> list[Shape]:
+    return [t for t in call.ins[1:] if 1 < t.numel < x.numel]
 
-    `elements` is weighted by the dimensions that are left after merging neighbours: each costs a division.
+
+def _norm_kernel(call: Call, x: Shape, rows: int, launches: int = 1) -> Kernel:
+    passes = 4 if call.backward else 2
+    sizes = (rows, passes * x.numel // rows)
+    return Kernel("norm", call.read + call.written, 0.0, x.dtype, sizes, launches)
+
+
+# Elementwise
+
+
+class Access(NamedTuple):
+    """How a pass addresses its operands.
+
+    elements: of the largest operand. dimensions: left after merging neighbours that every operand reads
+    without a gap. broadcasts: an operand is smaller. wasted_bytes: of sectors that a thread uses in part.
     """
-    moved = float(sum(t.nbytes for t in ins) + sum(t.nbytes for t in outs))
-    tensors = [t for t in (*ins, *outs) if t.numel > 1]
+
+    elements: int
+    dimensions: int
+    broadcasts: bool
+    wasted_bytes: float
+
+
+def _pointwise(call: Call) -> list[Kernel]:
+    """One pass.
+
+    Gapless operands of one size and dtype move 16 bytes per thread; all else computes addresses. `elements`
+    is weighted by the dimensions that are left after merging neighbours: each costs a division.
+    """
+    moved, tensors = float(call.read + call.written), _arrays(call)
     if not tensors:
-        return Kernel("pointwise", moved, 0.0, dtype)
+        return [Kernel("pointwise", moved, 0.0, call.dtype)]
+    access, mixed = _access(tensors, call.outs), _has_mixed_types(tensors)
+    if access.dimensions <= 1 and not access.broadcasts and not access.wasted_bytes:
+        if mixed and not _narrows(call):
+            return [Kernel("cast", moved, 0.0, call.dtype, elements=1.2 * access.elements)]
+        return [Kernel("pointwise", moved, 0.0, call.dtype)]
+    elements = access.elements * (1 + 0.15 * max(0, access.dimensions - 2)) * (1.2 if mixed else 1.0)
+    kind = "broadcast" if access.broadcasts and not access.wasted_bytes else "strided"
+    return [Kernel(kind, moved + access.wasted_bytes, 0.0, call.dtype, elements=elements)]
+
+
+def _copied_first(call: Call) -> list[Kernel]:
+    if not (call.ins and call.outs):
+        return _pointwise(call)
+    copy = Call("copy_", call.ins[:1], call.outs[:1], call.info)
+    change = call._replace(ins=[call.outs[0], *call.ins[1:]])
+    return _pointwise(copy) + _pointwise(change)
+
+
+def _pool(call: Call) -> list[Kernel]:
+    """Every window visits its inputs, every input its windows."""
+    tensors = _arrays(call)
+    if not tensors:
+        return _pointwise(call)
+    elements = (4.0 if call.backward else 2.25) * max(t.numel for t in tensors)
+    return [Kernel("strided", float(call.read + call.written), 0.0, call.dtype, elements=elements)]
+
+
+def _cat(call: Call) -> list[Kernel]:
+    if not _arrays(call):
+        return _pointwise(call)
+    elements = 1.8 * (sum(t.numel for t in call.outs) or sum(t.numel for t in call.ins))
+    return [Kernel("broadcast", float(call.read + call.written), 0.0, call.dtype, elements=elements)]
+
+
+def _arrays(call: Call) -> list[Shape]:
+    """Operands of more than one element."""
+    return [t for t in (*call.ins, *call.outs) if t.numel > 1]
+
+
+def _access(tensors: Sequence[Shape], outs: Sequence[Shape]) -> Access:
     size = max((t.size for t in tensors), key=math.prod)
     count = math.prod(size)
-    if "pool" in name:  # every window visits its inputs, every input its windows
-        return Kernel("strided", moved, 0.0, dtype, elements=(4.0 if "backward" in name else 2.25) * count)
-    if name in ("cat", "stack"):
-        total = sum(t.numel for t in outs) or sum(t.numel for t in ins)
-        return Kernel("broadcast", moved, 0.0, dtype, elements=1.8 * total)
     strides = [_expanded(t, size) for t in tensors]
     lead = strides[-1] if outs and outs[-1].numel == count else strides[0]
     order = sorted((i for i, n in enumerate(size) if n > 1), key=lambda i: (-lead[i], i))
-    left = _dimensions_left(size, strides, order)
-    smaller = any(t.numel < count for t in tensors)
-    waste = 0.0
+    wasted = 0.0
     for tensor, stride in zip(tensors, strides, strict=True):
         # Neighbouring threads load from different sectors; the cache serves most of them again.
         if order and tensor.numel == count and stride[order[-1]] > 1:
-            waste += tensor.nbytes * max(0.0, _SECTOR_BYTES / tensor.width / 2.5 - 1)
+            wasted += tensor.nbytes * max(0.0, _SECTOR_BYTES / tensor.width / 2.5 - 1)
+    broadcasts = any(t.numel < count for t in tensors)
+    return Access(count, _dimensions_left(size, strides, order), broadcasts, wasted)
+
+
+def _has_mixed_types(tensors: Sequence[Shape]) -> bool:
     floats = {t.dtype for t in tensors if "float" in t.dtype}
-    mixed = len(floats) > 1 or (bool(floats) and any(t.dtype.startswith("int") for t in tensors))
-    if left <= 1 and not smaller and not waste:
-        narrowing = len(ins) == 1 and len(outs) == 1 and (ins[0].dtype, outs[0].dtype) in _NARROWING
-        if not mixed or narrowing:
-            return Kernel("pointwise", moved, 0.0, dtype)
-        return Kernel("cast", moved, 0.0, dtype, elements=1.2 * count)
-    elements = count * (1 + 0.15 * max(0, left - 2)) * (1.2 if mixed else 1.0)
-    kind = "broadcast" if smaller and not waste else "strided"
-    return Kernel(kind, moved + waste, 0.0, dtype, elements=elements)
+    return len(floats) > 1 or (bool(floats) and any(t.dtype.startswith("int") for t in tensors))
+
+
+def _narrows(call: Call) -> bool:
+    one_each = len(call.ins) == 1 and len(call.outs) == 1
+    return one_each and (call.ins[0].dtype, call.outs[0].dtype) in _NARROWING
 
 
 def _expanded(tensor: Shape, size: tuple[int, ...]) -> tuple[int, ...]:
@@ -371,13 +489,39 @@ def _expanded(tensor: Shape, size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _dimensions_left(size: tuple[int, ...], strides: Sequence[tuple[int, ...]], order: Sequence[int]) -> int:
-    """Dimensions left when neighbours that every operand walks without a gap become one."""
+    """Dimensions left when neighbours that every operand reads without a gap become one."""
     left = 0
     for i, j in zip(order, (*order[1:], None), strict=True):
         if j is None or any(stride[i] != stride[j] * size[j] for stride in strides):
             left += 1
     gapped = bool(order) and any(stride[order[-1]] > 1 for stride in strides)
     return max(left, 2) if gapped else left
+
+
+_ATEN_COSTS: dict[str, Callable[[Call], list[Kernel]]] = {
+    **dict.fromkeys(GEMM, _gemm),
+    **dict.fromkeys(SCATTER, _scatter),
+    "embedding_dense_backward": _embedding_backward,
+    "nll_loss_backward": _nll_loss_backward,
+    "nll_loss2d_backward": _nll_loss_backward,
+    **dict.fromkeys(SOFTMAX, _softmax),
+    **dict.fromkeys(ROW_NORM, _row_norm),
+    "native_group_norm": _group_norm,
+    "native_group_norm_backward": _group_norm,
+    **dict.fromkeys(FILL, _fill),
+    **dict.fromkeys(GATHER, _gather),
+    **dict.fromkeys(REDUCE, _reduce),
+    **dict.fromkeys(COPIED_FIRST, _copied_first),
+    "cat": _cat,
+    "stack": _cat,
+}
+# Families whose many members share a part of their names.
+_ATEN_COSTS_BY_PART: dict[str, Callable[[Call], list[Kernel]]] = {
+    "attention": _attention,
+    "convolution": _convolution,
+    "batch_norm": _batch_norm,
+    "pool": _pool,
+}
 
 
 # Kernels that are not ATen's.

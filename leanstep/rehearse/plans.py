@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from leanstep.flops import MATMULS, Counted
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import GEMM
 from leanstep.rehearse.shadows import CHOICES
@@ -56,7 +57,7 @@ class Arguments:
             if any(p is float for p in parts):
                 return
             parts.append(torch.get_default_dtype())
-        if name in GEMM or "conv" in name:
+        if name in GEMM or name in MATMULS or "conv" in name or "attention" in name:
             parts += (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
         self.key = tuple(parts)
 
@@ -69,7 +70,10 @@ class Arguments:
                 self.tensors.append(value)
                 usable = usable and value.fake_mode is fake_mode
                 parts += (
-                    *(value.shape, value.stride(), value.dtype, value.fake_device),
+                    value.shape,
+                    value.stride(),
+                    value.dtype,
+                    value.fake_device,
                     value.storage_offset(),
                 )
             elif kind in _KINDS:
@@ -104,6 +108,16 @@ class _Output(NamedTuple):
     constant: Any = None
 
 
+class Taped(NamedTuple):
+    """What the tape noted of a call: its kernels, the tensors it reads and writes, and what it multiplies."""
+
+    kernels: tuple[Kernel, ...]
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    traffic: tuple[int, ...]
+    counted: tuple[Counted, ...]
+
+
 class Plan(NamedTuple):
     """All about a call that was seen before."""
 
@@ -114,6 +128,7 @@ class Plan(NamedTuple):
     reads: tuple[int, ...]
     writes: tuple[int, ...]  # positions among the arguments' tensors, then the outputs
     traffic: tuple[int, ...]
+    counted: tuple[Counted, ...]
     decides: bool  # one of the calls whose result may be known without all operands
 
     def build(self, tensors: Sequence[Tensor]) -> list[Any]:
@@ -148,47 +163,54 @@ class Plan(NamedTuple):
 
 
 def plan_of(
-    name: str,
-    tensors: Sequence[Tensor],
-    out: Any,
-    mutated: Sequence[Tensor],
-    launch: tuple[Sequence[Kernel], Sequence[Tensor], Sequence[Tensor], Sequence[int]],
+    name: str, tensors: Sequence[Tensor], out: Any, mutated: Sequence[Tensor], taped: Taped
 ) -> Plan | None:
-    """The plan of a call that just ran on fakes; None when its outputs do not follow from shapes alone.
-
-    launch: kernels, tensors read, tensors written, traffic of both.
-    """
+    """The plan of a call that just ran on fakes; None when its outputs do not follow from shapes alone."""
     container = type(out) if isinstance(out, (tuple, list)) else None
-    outs = list(out) if container is not None else [out]
     if container not in (None, tuple, list):
         return None
+    outs = list(out) if container is not None else [out]
     positions = {id(t): i for i, t in enumerate(tensors)}
+    specs = _output_specs(outs, tensors, positions)
+    if specs is None:
+        return None
+    places = {id(t): len(tensors) + i for i, t in enumerate(outs)} | positions
+    short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
+    try:
+        return Plan(
+            outputs=specs,
+            container=container,
+            mutated=tuple(positions[id(t)] for t in mutated),
+            kernels=taped.kernels,
+            reads=tuple(positions[id(t)] for t in taped.reads),
+            writes=tuple(places[id(t)] for t in taped.writes),
+            traffic=taped.traffic,
+            counted=taped.counted,
+            decides=name in CHOICES or short in ("or", "and"),
+        )
+    except KeyError:
+        return None
+
+
+def _output_specs(
+    outs: Sequence[Any], tensors: Sequence[Tensor], positions: dict[int, int]
+) -> tuple[_Output, ...] | None:
+    """How to build each output; None when one does not follow from shapes."""
     storages = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(tensors)))}
     specs: list[_Output] = []
     fresh: set[int] = set()
     for value in outs:
+        spec: _Output | None = None
         if id(value) in positions:
-            specs.append(_Output(same=positions[id(value)]))
+            spec = _Output(same=positions[id(value)])
         elif value is None or type(value) in (int, float, bool):
-            specs.append(_Output(constant=value))
+            spec = _Output(constant=value)
         elif type(value) is FakeTensor:
             spec = _describe(value, storages, fresh)
-            if spec is None:
-                return None
-            specs.append(spec)
-        else:
+        if spec is None:
             return None
-    kernels, reads, writes, traffic = launch
-    places = {**positions, **{id(t): len(tensors) + i for i, t in enumerate(outs) if id(t) not in positions}}
-    short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
-    try:
-        return Plan(
-            *(tuple(specs), container, tuple(positions[id(t)] for t in mutated), tuple(kernels)),
-            *(tuple(positions[id(t)] for t in reads), tuple(places[id(t)] for t in writes)),
-            *(tuple(traffic), name in CHOICES or short in ("or", "and")),
-        )
-    except KeyError:
-        return None
+        specs.append(spec)
+    return tuple(specs)
 
 
 def _describe(tensor: FakeTensor, storages: dict[int, int], fresh: set[int]) -> _Output | None:

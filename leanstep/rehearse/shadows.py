@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +33,8 @@ PARTLY_ELEMENTS = 4096
 OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 WITHOUT_VALUES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 CHOICES = frozenset({"multinomial", "argmax"})
-# Calls whose output shape depends on values: the host must learn it.
-DYNAMIC = frozenset(
-    {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"}
-)
-INDEXED = frozenset({"index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"})
+# An output of a call whose shape depends on values: shape, dtype, and its value if it is known.
+Record = tuple[Sequence[int], torch.dtype, "Tensor | None"]
 
 
 def is_mask(index: Any) -> bool:
@@ -76,7 +74,7 @@ def devices_here() -> int:
 
 
 def check_ordinal(device: Any) -> None:
-    """Raise as CUDA does for a device that is not there."""
+    """Raise as CUDA does for a device that does not exist."""
     named = isinstance(device, str | torch.device)
     index = torch.device(device).index if named else device
     devices = devices_here()
@@ -161,12 +159,22 @@ class Shadows:
         key, nbytes = storage_key(tensor), tensor.untyped_storage().nbytes()
         elements = nbytes // tensor.element_size()
         if tensor.numel() < elements <= PARTLY_ELEMENTS and key not in self.stale:
-            mask = self.partial.setdefault(key, torch.zeros(elements, dtype=torch.bool))
+            if key not in self.partial:
+                self.partial[key] = torch.zeros(elements, dtype=torch.bool)
+                self._forget_when_freed(tensor)
+            mask = self.partial[key]
             if mask.numel() == elements:  # else: seen as two dtypes
                 self._unknown(tensor).fill_(True)
                 return
         tensor._shadow = None  # pyright: ignore[reportAttributeAccessIssue]
-        self.stale.add(key)
+        if key not in self.stale:
+            self.stale.add(key)
+            self._forget_when_freed(tensor)
+
+    def _forget_when_freed(self, tensor: Tensor) -> None:
+        """Not all storages are on the tape: a host tensor's key would make the next one there unknown."""
+        storage = tensor.untyped_storage()
+        weakref.finalize(storage, self.freed, storage._cdata).atexit = False
 
     def copied_in(self, target: Tensor, value: Tensor | None) -> None:
         """Known values were copied into a device tensor."""
@@ -188,8 +196,8 @@ class Shadows:
             copies = tensor.numel() // max(1, value.numel())
             self.copied_in(tensor, value.reshape(1, -1).expand(copies, -1).reshape(tensor.shape))
 
-    def died(self, key: int) -> None:
-        """A storage is gone; its key may come again."""
+    def freed(self, key: int) -> None:
+        """A storage was freed; its key may come again."""
         self.stale.discard(key)
         self.partial.pop(key, None)
 
@@ -220,11 +228,19 @@ class Shadows:
             self.assume(line, "item", assumed)
         return assumed
 
-    def equal(self, left: Tensor, right: Tensor, line: Line | None) -> bool:
-        pair = self.get(left), self.get(right)
-        if pair[0] is not None and pair[1] is not None:
-            return torch.equal(pair[0], pair[1])
-        self.assume(line, "equal", True)
+    def compare(
+        self,
+        func: Callable[..., bool],
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        line: Line | None,
+    ) -> bool:
+        """What the host reads of `equal` or `allclose`: the truth if both tensors are known, else True."""
+        values = [self.get(a) if isinstance(a, Tensor) else a for a in args]
+        if all(value is not None for value in values):
+            return func(*values, **kwargs)
+        self.assume(line, name, True)
         return True
 
     def on_host(self, source: Tensor, dtype: torch.dtype, line: Line | None) -> Tensor:
@@ -262,30 +278,13 @@ class Shadows:
         """Run a call on the shadows too, when every operand has one; else its results are unknown."""
         flat, spec = tree_flatten((args, kwargs))
         operands = [x for x in flat if isinstance(x, Tensor)]
+        values = [self.get(x) for x in operands]
         # Of what is known in part a view may be known, and what is written over it is.
         overwrites = name in OVERWRITES and mutated
-        in_part = overwrites or (len(operands) == 1 and not mutated and _is_view(func))
-        values = [self.get(x) for x in operands]
-        if in_part:
+        if overwrites or (len(operands) == 1 and not mutated and _is_view(func)):
             values[0] = self.in_part(operands[0])
-        known = all(v is not None for v in values)
-        small = sum(v.numel() for v in values if v is not None) <= 4 * SHADOW_ELEMENTS
-        cheap = name not in GEMM and "attention" not in name and name not in WITHOUT_VALUES
-        if known and small and cheap and sum(t.numel() for t in outs) <= SHADOW_ELEMENTS:
-            real_of = iter(values)
-            cpu = torch.device("cpu")
-            host = [
-                next(real_of) if isinstance(x, Tensor) else cpu if isinstance(x, torch.device) else x
-                for x in flat
-            ]
-            host_args, host_kwargs = tree_unflatten(host, spec)
-            for key in ("pin_memory", "non_blocking"):
-                host_kwargs.pop(key, None)
-            try:
-                with self._own_randomness(func):
-                    real = tensors_in(func(*host_args, **host_kwargs))
-            except Exception:  # no CPU kernel for it: then the value is not known
-                real = []
+        if _is_cheap(name, values, outs):
+            real = self._run_on_host(func, flat, spec, values)
             if len(real) == len(outs):
                 if overwrites and self.partial:
                     self._unknown(operands[0]).fill_(False)
@@ -294,6 +293,25 @@ class Shadows:
                         self.put(out, value)
                 return
         self._choose(name, values, operands, outs, mutated, line)
+
+    def _run_on_host(
+        self, func: Callable[..., Any], flat: list[Any], spec: Any, values: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """A call's results on known values; empty when there is no CPU kernel for it."""
+        real_of = iter(values)
+        cpu = torch.device("cpu")
+        host = [
+            next(real_of) if isinstance(x, Tensor) else cpu if isinstance(x, torch.device) else x
+            for x in flat
+        ]
+        host_args, host_kwargs = tree_unflatten(host, spec)
+        for key in ("pin_memory", "non_blocking"):
+            host_kwargs.pop(key, None)
+        try:
+            with self._own_randomness(func):
+                return tensors_in(func(*host_args, **host_kwargs))
+        except Exception:
+            return []
 
     @contextlib.contextmanager
     def _own_randomness(self, func: Any):
@@ -337,15 +355,14 @@ class Shadows:
         for tensor in mutated:
             self.forget(tensor)
 
-    def masks_to_rows(self, indices: Sequence[Any], line: Line | None) -> tuple[list[Any], int]:
-        """Boolean indices as integer ones (without a shadow: every element), and how many host waits."""
-        rows, waits = [], 0
+    def masks_to_rows(self, indices: Sequence[Any], line: Line | None) -> list[Any]:
+        """Boolean indices as integer ones (without a shadow: every element)."""
+        rows = []
         for index in indices:
             if not is_mask(index):
                 rows.append(index)
                 continue
             value = self.get(index)
-            waits += index.device.type == "cuda"
             if value is None:
                 self.assume(line, "boolean index", "all elements")
                 count, columns = index.numel(), [None] * index.dim()
@@ -354,42 +371,95 @@ class Shadows:
                 count = columns[0].numel()
             for column in columns:
                 rows.append(self.fresh((count,), torch.int64, index.device, column))
-        return rows, waits
+        return rows
 
     def fresh(self, shape: Sequence[int], dtype: torch.dtype, device: Any, value: Tensor | None) -> Tensor:
         with self.fake_mode:
-            made = torch.empty(shape, dtype=dtype, device=device)
-        self.put(made, value)
-        return made
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        self.put(tensor, value)
+        return tensor
 
     def dynamic(
-        self, func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], line: Any
-    ):
-        """Outputs of a call whose shape depends on values, as (shape, dtype, value or None) records.
+        self,
+        func: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        line: Line | None,
+    ) -> list[Record]:
+        """Outputs of a call of `DYNAMIC`.
 
         Without shadows every element counts as selected, every value as different.
         """
-        given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        values = [self.get(t) for t in given]
-        if all(v is not None for v in values):
-            host_args = [self.get(a) if isinstance(a, Tensor) else a for a in args]
-            host_kwargs = {k: self.get(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        host_args = [self.get(a) if isinstance(a, Tensor) else a for a in args]
+        host_kwargs = {k: self.get(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+        pairs = [*zip(args, host_args, strict=True), *((v, host_kwargs[k]) for k, v in kwargs.items())]
+        if all(value is not None for tensor, value in pairs if isinstance(tensor, Tensor)):
             real = func(*host_args, **host_kwargs)
             real = real if isinstance(real, (tuple, list)) else (real,)
             return [(r.shape, r.dtype, r) for r in real]
         self.assume(line, name, "all elements")
-        x = args[0]
-        if name == "nonzero":
-            return [((x.numel(), x.dim()), torch.int64, None)]
-        if name == "masked_select":
-            return [((max(x.numel(), args[1].numel()),), x.dtype, None)]
-        if name == "repeat_interleave":
-            return [((kwargs.get("output_size") or x.numel(),), torch.int64, None)]
-        if name == "unique_dim":
-            n = x.shape[args[1]]
-            return [(x.shape, x.dtype, None), ((n,), torch.int64, None), ((n,), torch.int64, None)]
-        return [
-            ((x.numel(),), x.dtype, None),
-            (x.shape, torch.int64, None),
-            ((x.numel(),), torch.int64, None),
-        ]
+        arguments = named_arguments(func, args, kwargs)
+        return [(shape, dtype, None) for shape, dtype in DYNAMIC[name](arguments)]
+
+
+def _is_cheap(name: str, values: Sequence[Tensor | None], outs: Sequence[Tensor]) -> bool:
+    """Whether a call can run on its shadows: all are known and small, and it multiplies no matrices."""
+    if any(v is None for v in values):
+        return False
+    small = sum(v.numel() for v in values if v is not None) <= 4 * SHADOW_ELEMENTS
+    cheap = name not in GEMM and "attention" not in name and name not in WITHOUT_VALUES
+    return small and cheap and sum(t.numel() for t in outs) <= SHADOW_ELEMENTS
+
+
+# Calls whose output shapes depend on values
+
+
+Arguments = Mapping[str, Any]
+Sizes = list[tuple[Sequence[int], torch.dtype]]
+
+
+def _nonzero(given: Arguments) -> Sizes:
+    x = given["self"]
+    return [((x.numel(), x.dim()), torch.int64)]
+
+
+def _masked_select(given: Arguments) -> Sizes:
+    x, mask = given["self"], given["mask"]
+    return [((max(x.numel(), mask.numel()),), x.dtype)]
+
+
+def _repeat_interleave(given: Arguments) -> Sizes:
+    return [((given["output_size"] or given["repeats"].numel(),), torch.int64)]
+
+
+def _bincount(given: Arguments) -> Sizes:
+    x, weights = given["self"], given["weights"]
+    dtype = torch.int64
+    if weights is not None:
+        dtype = torch.float32 if weights.dtype == torch.float32 else torch.float64
+    # A program that passes minlength has as many bins.
+    return [((given["minlength"] or x.numel(),), dtype)]
+
+
+def _unique(given: Arguments) -> Sizes:
+    """Values, inverse and counts, of all elements or of slices along `dim`."""
+    x, dim = given["self"], given.get("dim")
+    if dim is None:
+        return [((x.numel(),), x.dtype), (x.shape, torch.int64), ((x.numel(),), torch.int64)]
+    length = x.shape[dim]
+    return [(x.shape, x.dtype), ((length,), torch.int64), ((length,), torch.int64)]
+
+
+# Call -> sizes of its outputs if every element is selected and every value is different.
+DYNAMIC: dict[str, Callable[[Arguments], Sizes]] = {
+    "nonzero": _nonzero,
+    "masked_select": _masked_select,
+    "repeat_interleave": _repeat_interleave,
+    "bincount": _bincount,
+    "_unique": lambda given: _unique(given)[:2],
+    "_unique2": _unique,
+    "unique_dim": _unique,
+    "unique_consecutive": _unique,
+    "unique_dim_consecutive": _unique,
+}

@@ -1,35 +1,38 @@
 """The dispatch mode of a rehearsal: CUDA tensors fake, CPU tensors real, calls below autograd on a tape.
 
 A call without a fake tensor is the host's own work and runs as it is. One with fake tensors runs under
-`FakeTensorMode`: shapes, strides and storage identity, no data. The tape notes its kernels, its line, the
-storages that are born and die, and where the host waits for the device.
+`FakeTensorMode`: shapes, strides and storage identity, no data. The tape notes its kernels, its line, what it
+allocates and frees, and where the host waits for the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from leanstep.flops import CountCall, Counted, counter_of, operand_type
+from leanstep.host_reads import is_masked_fill, op_read
 from leanstep.rehearse import events
 from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
 from leanstep.rehearse.events import Kernel, Line
 from leanstep.rehearse.kernel_costs import FREE, kernels, registered_cost
 from leanstep.rehearse.lines import Lines, Place
-from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, plan_of
+from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, Taped, plan_of
 from leanstep.rehearse.shadows import (
     DYNAMIC,
-    INDEXED,
     Shadows,
     device_asked_for,
     device_tensors,
@@ -51,10 +54,54 @@ FACTORIES = frozenset({"randn", "rand", "empty", "zeros", "ones", "full"})
 FLOATS = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Tensors = Sequence[Tensor]
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
+# Reads of `leanstep.host_reads` that a recording calls by another name.
+WAITS = {"scalar": "item"}
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_CHECKPOINT = torch.utils.checkpoint.__file__
+
+
+class DeviceCall(NamedTuple):
+    """A call with tensors of the device. read: the kind of host read that it makes, or None."""
+
+    func: Any
+    name: str
+    args: Any
+    kwargs: dict[str, Any]
+    where: torch.device | None
+    place: Place
+    read: str | None
+
+    def mutated(self) -> list[Tensor]:
+        """Tensors among the arguments that it writes."""
+        written = [
+            self.args[i] if i < len(self.args) else self.kwargs.get(argument.name)
+            for i, argument in enumerate(self.func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        return tensors_in(written)
+
+    def is_view(self) -> bool:
+        """Whether an output aliases an argument."""
+        return any(r.alias_info is not None for r in self.func._schema.returns)
 
 
 def _traffic(*groups: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(shape_of(t).nbytes for group in groups for t in group)
+
+
+def _counted_in(kernels: Iterable[Kernel]) -> tuple[Counted, ...]:
+    """FLOPs of kernels that are not torch's, as their prices state them."""
+    return tuple(Counted(k.dtype, int(k.flops - k.repeated), int(k.repeated)) for k in kernels if k.flops)
+
+
+def _is_recomputed() -> bool:
+    """Whether a checkpoint computes this call again: its frame is between the call and the engine."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _ENGINE:
+        if frame.f_code.co_filename == _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Tape(TorchDispatchMode):
@@ -81,6 +128,7 @@ class Tape(TorchDispatchMode):
         self.most_on_host = 1 << 30  # floats of a host tensor; more are on their way to the device
         self.collective: Any = None  # tapes a call of c10d; set where torch.distributed is answered
         self._names: dict[Any, str] = {}
+        self._counters: dict[Any, CountCall | None] = {}
         self._whole: set[Any] = set()  # calls that are not made of others
         self._plans: dict[Any, Plan | None] = {}
 
@@ -88,7 +136,7 @@ class Tape(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    # Events ------------------------------------------------------------------------------------------
+    # Events
 
     def add(self, event: events.Event) -> None:
         self.recording.events.append(event)
@@ -104,10 +152,10 @@ class Tape(TorchDispatchMode):
             ours = [e for e in self.recording.events if isinstance(e, events.Alloc | events.Free)]
             self.recording.events = taped + ours
 
-    def wait(self, kind: str, place: Place | None = None) -> None:
+    def wait(self, kind: str, place: Place | None = None, *, counts: bool = True) -> None:
         """The host waits for the device."""
         place = place or self.lines.place()
-        self.add(events.HostWait(kind, place.line, place.phase, self.step))
+        self.add(events.HostWait(kind, place.line, place.phase, self.step, counts))
 
     def custom(
         self, name: str, made: Sequence[Kernel], reads: Any = (), writes: Any = (), forget: bool = True
@@ -117,15 +165,20 @@ class Tape(TorchDispatchMode):
         into = device_tensors(writes)
         for tensor in into if forget else ():
             self.shadows.forget(tensor)
-        self._launch(name, tuple(made), device_tensors(reads), into, place)
+        self._launch(name, tuple(made), device_tensors(reads), into, place, _counted_in(made))
 
     def _launch(
-        self, name: str, made: tuple[Kernel, ...], reads: Tensors, writes: Tensors, place: Place
+        self,
+        name: str,
+        made: tuple[Kernel, ...],
+        reads: Tensors,
+        writes: Tensors,
+        place: Place,
+        counted: tuple[Counted, ...] = (),
     ) -> None:
-        self._taped(
-            *(name, made, tuple(self.hold(t, place) for t in reads)),
-            *(tuple(self.hold(t, place) for t in writes), _traffic(reads, writes), place),
-        )
+        read_ids = tuple(self.hold(t, place) for t in reads)
+        written_ids = tuple(self.hold(t, place) for t in writes)
+        self._taped(name, made, read_ids, written_ids, _traffic(reads, writes), place, counted)
 
     def _taped(
         self,
@@ -135,20 +188,39 @@ class Tape(TorchDispatchMode):
         writes: tuple[int, ...],
         traffic: tuple[int, ...],
         place: Place,
+        counted: tuple[Counted, ...],
     ) -> None:
         if not self.has_workspace and any(k.kind == "gemm" for k in made):
             self.has_workspace = True
-            self._born(self.workspace_bytes, (self.workspace_bytes,), "uint8", _WORKSPACE, "library")
-        self.add(
-            events.Launch(
-                *(name, made, place.line, place.phase, self.step, reads, writes, traffic, place.region)
-            )
+            self.allocate(self.workspace_bytes, (self.workspace_bytes,), "uint8", _WORKSPACE, "library")
+        launch = events.Launch(
+            name=name,
+            kernels=made,
+            line=place.line,
+            phase=place.phase,
+            step=self.step,
+            reads=reads,
+            writes=writes,
+            traffic=traffic,
+            region=place.region,
+            products=self._products(counted, place) if counted else (),
         )
+        self.add(launch)
 
-    # Memory ------------------------------------------------------------------------------------------
+    @staticmethod
+    def _products(counted: Sequence[Counted], place: Place) -> tuple[events.Product, ...]:
+        """What a call multiplies, by the part of the step that it belongs to."""
+        part = place.phase
+        if part == "backward" and _is_recomputed():
+            part = "recompute"
+        own = [events.Product(part, c.dtype, c.flops) for c in counted]
+        again = [events.Product("recompute", c.dtype, c.repeated) for c in counted if c.repeated]
+        return (*own, *again)
+
+    # Memory
 
     def hold(self, tensor: Tensor, place: Place) -> int:
-        """The number of a device tensor's storage, which is born when it was not seen before."""
+        """The number of a device tensor's storage; one that was not seen before is an allocation."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         nbytes = events.round_up(storage.nbytes())
@@ -157,17 +229,18 @@ class Tape(TorchDispatchMode):
             known = self.recording.storages[number]
             if known.nbytes == nbytes or known.category == "registers":
                 return number
-            self._died(key)
+            self._free(key)
         if key not in self._watched:
             self._watched[key] = weakref.ref(storage, lambda _: self._forget_storage(key))
         category = self._category or "temporary"
         if self.in_registers:
             nbytes, category = 0, "registers"
-        number = self._born(nbytes, tuple(tensor.shape), str(tensor.dtype)[6:], place, category)
+        number = self.allocate(nbytes, tuple(tensor.shape), str(tensor.dtype)[6:], place, category)
         self._numbers[key] = number
         return number
 
-    def _born(self, nbytes: int, shape: tuple[int, ...], dtype: str, place: Place, category: str) -> int:
+    def allocate(self, nbytes: int, shape: tuple[int, ...], dtype: str, place: Place, category: str) -> int:
+        """Tape an allocation: its number."""
         number = len(self.recording.storages)
         made = events.Storage(number, nbytes, shape, dtype, place.line, place.phase, self.step, category)
         self.recording.storages[number] = made
@@ -178,7 +251,7 @@ class Tape(TorchDispatchMode):
             self.window_peak_bytes = max(self.window_peak_bytes, self.live_bytes)
         return number
 
-    def _died(self, key: int) -> None:
+    def _free(self, key: int) -> None:
         number = self._numbers.pop(key, None)
         if number is None:
             return
@@ -189,8 +262,8 @@ class Tape(TorchDispatchMode):
 
     def _forget_storage(self, key: int) -> None:
         self._watched.pop(key, None)
-        self.shadows.died(key)
-        self._died(key)
+        self.shadows.freed(key)
+        self._free(key)
 
     def resized(self, storage: Any) -> None:
         """`UntypedStorage.resize_`: sharded parameters free and fill their storages this way."""
@@ -198,9 +271,9 @@ class Tape(TorchDispatchMode):
         if number is None or self.recording.storages[number].nbytes == events.round_up(storage.nbytes()):
             return
         old = self.recording.storages[number]
-        self._died(storage._cdata)
+        self._free(storage._cdata)
         place = self.lines.place()
-        made = self._born(events.round_up(storage.nbytes()), old.shape, old.dtype, place, old.category)
+        made = self.allocate(events.round_up(storage.nbytes()), old.shape, old.dtype, place, old.category)
         self._numbers[storage._cdata] = made
 
     def classify(self, tensors: Iterable[Any], category: str) -> None:
@@ -238,7 +311,7 @@ class Tape(TorchDispatchMode):
         weakref.finalize(storage, self.pinned.discard, key).atexit = False
         return tensor
 
-    # Calls -------------------------------------------------------------------------------------------
+    # Calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with self.lock:
@@ -247,16 +320,12 @@ class Tape(TorchDispatchMode):
             return self._call(func, args, dict(kwargs or {}))
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        name = self._names.get(func)
-        if name is None:
-            name = func.__name__.partition(".")[0] if hasattr(func, "_schema") else str(func)
-            self._names[func] = name
+        name = self._name(func)
         if name in QUESTIONS:
             return func(*args, **kwargs)
-        if func not in self._whole and is_composite(func):
+        if self._is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
-        self._whole.add(func)
         given = Arguments(func, name, args, kwargs, self.fake_mode)
         plan = self._plans.get(given.key)
         if plan is not None:
@@ -267,32 +336,42 @@ class Tape(TorchDispatchMode):
         where = device_asked_for(args, kwargs)
         pinned = kwargs.pop("pin_memory", None)
         if not given.fakes and (where is None or where.type != "cuda"):
-            large = name in FACTORIES and math.prod(args[0]) > self.most_on_host
-            if large and kwargs.get("dtype") in FLOATS and str(where) != "meta":
-                with self.fake_mode:
-                    # Overloads that take a generator want it named.
-                    return func(*args, **{k: None if k == "generator" else v for k, v in kwargs.items()})
-            out = func(*args, **kwargs)  # the host's own work
-            return self.pin(out) if pinned else out
+            out = self._on_host(func, name, args, kwargs, where)
+            return self.pin(out) if pinned and not isinstance(out, FakeTensor) else out
         if not hasattr(func, "_schema"):  # a higher-order operator: its body comes back here
             with self.fake_mode:
                 return func(*args, **kwargs)
         if "generator" in kwargs:
             kwargs["generator"] = None
-        place = self.lines.place()
-        got = self._answer(func, name, args, kwargs, where, place)
-        if got is not NotImplemented:
-            return got
-        if any(t.device.type == "meta" for t in given.tensors if not isinstance(t, FakeTensor)):
-            args, kwargs = tree_map_only(Tensor, self._without_meta, (args, kwargs))
-        with self.fake_mode:
-            # An optimizer in one kernel gives nothing back, and not each has a fake implementation.
-            nothing = name.startswith("_fused_") and not func._schema.returns
-            out = None if nothing else func(*args, **kwargs)
-        if self.collective is not None and func.namespace in ("c10d", "_c10d_functional"):
-            self.collective(name, args, out)
-            return out
-        return self._tape(func, name, args, kwargs, out, place, given)
+        read = op_read(func._schema.name, args, kwargs)
+        call = DeviceCall(func, name, args, kwargs, where, self.lines.place(), read)
+        answer = self._answer(call)
+        return self._on_device(call, given) if answer is NotImplemented else answer
+
+    def _name(self, func: Any) -> str:
+        name = self._names.get(func)
+        if name is None:
+            name = func.__name__.partition(".")[0] if hasattr(func, "_schema") else str(func)
+            self._names[func] = name
+        return name
+
+    def _is_composite(self, func: Any) -> bool:
+        if func in self._whole:
+            return False
+        if is_composite(func):
+            return True
+        self._whole.add(func)
+        return False
+
+    def _on_host(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], where: Any) -> Any:
+        """The host's own work; a large tensor that will be copied to the device stays fake."""
+        large = name in FACTORIES and math.prod(args[0]) > self.most_on_host
+        if large and kwargs.get("dtype") in FLOATS and str(where) != "meta":
+            if "generator" in kwargs:  # overloads that take one want it named
+                kwargs["generator"] = None
+            with self.fake_mode:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _repeat(
         self, plan: Plan, func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]
@@ -311,43 +390,81 @@ class Tape(TorchDispatchMode):
             named = [*tensors, *outs]
             reads = tuple([self.hold(named[i], place) for i in plan.reads])
             writes = tuple([self.hold(named[i], place) for i in plan.writes])
-            self._taped(name, plan.kernels, reads, writes, plan.traffic, place)
+            self._taped(name, plan.kernels, reads, writes, plan.traffic, place, plan.counted)
         return plan.result(outs)
 
-    def _answer(self, func: Any, name: str, args: Any, kwargs: Any, where: Any, place: Place) -> Any:
-        """Calls through which the host learns something of the device."""
-        if name == "_local_scalar_dense":
-            if args[0].device.type == "cuda":
-                self.wait("item", place)
-            return self.shadows.item(args[0], place.line)
-        if name == "equal":
-            if device_tensors(args):
-                self.wait("equal", place)
-            return self.shadows.equal(args[0], args[1], place.line)
-        if name in ("_to_copy", "copy_"):
-            return self._copy(name, args, kwargs, where, place)
-        if name in INDEXED and any(is_mask(i) for i in args[1]):
-            rows, waits = self.shadows.masks_to_rows(args[1], place.line)
-            for _ in range(waits):
-                self.wait("boolean index", place)
-            for row in device_tensors(rows):
-                self.hold(row, place)
-            return self._call(func, (args[0], rows, *args[2:]), kwargs)
-        if name in DYNAMIC and device_tensors(args):
-            if kwargs.get("output_size") is None:
-                self.wait(name, place)
-            device = args[0].device
-            found = self.shadows.dynamic(func, name, args, kwargs, place.line)
-            outs = [self.shadows.fresh(shape, dtype, device, value) for shape, dtype, value in found]
-            made = kernels(name, [shape_of(t) for t in device_tensors(args)], [shape_of(t) for t in outs], {})
-            self._launch(name, tuple(made), device_tensors(args), outs, place)
-            return outs[0] if len(func._schema.returns) == 1 else tuple(outs)
-        if name.startswith("_amp_foreach_non_finite"):
-            args[1]._reads_as = 0.0
-        return NotImplemented
+    def _answer(self, call: DeviceCall) -> Any:
+        """Calls through which the host learns something of the device, or copies to it."""
+        if call.name.startswith("_amp_foreach_non_finite"):
+            call.args[1]._reads_as = 0.0
+        answer = _ANSWERS.get(call.name)
+        if answer is None:
+            self._wait_for(call, call.args)
+            return NotImplemented
+        return answer(self, call)
 
-    def _copy(self, name: str, args: Any, kwargs: Any, where: Any, place: Place) -> Any:
+    def _wait_for(self, call: DeviceCall, tensors: Any) -> None:
+        """The host waits if the call is a read and one of these tensors is on the device."""
+        if call.read is not None and device_tensors(tensors):
+            self.wait(WAITS.get(call.read, call.read), call.place)
+
+    def _item(self, call: DeviceCall) -> Any:
+        self._wait_for(call, call.args)
+        return self.shadows.item(call.args[0], call.place.line)
+
+    def _compare(self, call: DeviceCall) -> bool:
+        self._wait_for(call, call.args)
+        return self.shadows.compare(call.func, call.name, call.args, call.kwargs, call.place.line)
+
+    def _index(self, call: DeviceCall) -> Any:
+        """A boolean mask as row numbers, which the host must count; one value under a mask is a fill."""
+        masks = [i for i in call.args[1] if is_mask(i)]
+        if not masks:
+            return NotImplemented
+        self._wait_for(call, masks)
+        if len(call.args) > 2 and is_masked_fill(call.args):
+            filled = self._masked_fill(call)
+            if filled is not NotImplemented:
+                return filled
+        elif call.read is None and device_tensors(masks):
+            # In backward the rows are counted again: time, but no read of its own in the source.
+            self.wait("boolean index", call.place, counts=False)
+        rows = self.shadows.masks_to_rows(call.args[1], call.place.line)
+        for row in device_tensors(rows):
+            self.hold(row, call.place)
+        return self._call(call.func, (call.args[0], rows, *call.args[2:]), call.kwargs)
+
+    def _masked_fill(self, call: DeviceCall) -> Any:
+        """`x[mask] = 0.0` as torch runs it; NotImplemented with other indices or a mask on the host."""
+        target, indices, value = call.args[:3]
+        defined = [(position, index) for position, index in enumerate(indices) if index is not None]
+        (position, mask), *others = defined
+        if others or mask.dtype != torch.bool or mask.device != target.device:
+            return NotImplemented
+        aten = torch.ops.aten
+        for _ in range(target.dim() - position - mask.dim()):
+            mask = self._call(aten.unsqueeze.default, (mask, -1), {})
+        if value.dim():
+            value = self._call(aten.view.default, (value, []), {})
+        fill = aten.masked_fill_.Tensor if call.name.endswith("_") else aten.masked_fill.Tensor
+        return self._call(fill, (target, mask, value), {})
+
+    def _dynamic(self, call: DeviceCall) -> Any:
+        """A call whose output shape depends on values."""
+        reads = device_tensors((call.args, call.kwargs))
+        if not reads:
+            return NotImplemented
+        self._wait_for(call, reads)
+        records = self.shadows.dynamic(call.func, call.name, call.args, call.kwargs, call.place.line)
+        device = call.args[0].device
+        outs = [self.shadows.fresh(shape, dtype, device, value) for shape, dtype, value in records]
+        made = kernels(call.name, [shape_of(t) for t in reads], [shape_of(t) for t in outs], {})
+        self._launch(call.name, tuple(made), reads, outs, call.place)
+        return outs[0] if len(call.func._schema.returns) == 1 else tuple(outs)
+
+    def _copy(self, call: DeviceCall) -> Any:
         """Copies between host and device; others are kernels like any."""
+        name, args, kwargs, where, place = call.name, call.args, call.kwargs, call.where, call.place
         source = args[0] if name == "_to_copy" else args[1]
         here = source.device.type
         there = args[0].device.type if name == "copy_" else where.type if where is not None else here
@@ -388,43 +505,66 @@ class Tape(TorchDispatchMode):
         with self.fake_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
-    def _tape(
-        self, func: Any, name: str, args: Any, kwargs: Any, out: Any, place: Place, given: Arguments
-    ) -> Any:
-        schema = func._schema
-        written = [
-            args[i] if i < len(args) else kwargs.get(a.name)
-            for i, a in enumerate(schema.arguments)
-            if a.alias_info is not None and a.alias_info.is_write
-        ]
-        mutated = tensors_in(written)
+    def _on_device(self, call: DeviceCall, given: Arguments) -> Any:
+        """Run a call on fake tensors and tape it."""
+        func, name, args, kwargs = call.func, call.name, call.args, call.kwargs
+        if any(t.device.type == "meta" for t in given.tensors if not isinstance(t, FakeTensor)):
+            args, kwargs = tree_map_only(Tensor, self._without_meta, (args, kwargs))
+            call = call._replace(args=args, kwargs=kwargs)
+        with self.fake_mode:
+            # An optimizer in one kernel returns nothing, and not each has a fake implementation.
+            nothing = name.startswith("_fused_") and not func._schema.returns
+            out = None if nothing else func(*args, **kwargs)
+        if self.collective is not None and func.namespace in ("c10d", "_c10d_functional"):
+            self.collective(name, args, out)
+            return out
+        return self._tape(call, out, given)
+
+    def _tape(self, call: DeviceCall, out: Any, given: Arguments) -> Any:
+        func, name, args, kwargs = call.func, call.name, call.args, call.kwargs
+        mutated = call.mutated()
         if mutated and not isinstance(mutated[0], FakeTensor):
             return mutated[0]  # a real host tensor changed by unknown values keeps its own
         outs = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
-        self.shadows.follow(func, name, args, kwargs, outs, mutated, place.line)
+        self.shadows.follow(func, name, args, kwargs, outs, mutated, call.place.line)
         reads = device_tensors((args, kwargs))
         writes = device_tensors(outs) or device_tensors(mutated)
         if not reads and not writes:
             return out  # parameters on their way: host memory that is not there
-        is_view = not mutated and any(r.alias_info is not None for r in schema.returns)
-        if name in FREE or is_view:
-            made: list[Kernel] = []
-        else:
-            if name == "copy_":
-                reads = device_tensors(args[1])
-            elif name in WRITES_ONLY:
-                reads = []
-            elif "out" in kwargs:
-                reads = device_tensors((args, {k: v for k, v in kwargs.items() if k != "out"}))
-            named = named_arguments(func, args, kwargs)
-            costs = registered_cost(f"{func.namespace}::{name}", with_shapes(named))
-            before, after = [shape_of(t) for t in reads], [shape_of(t) for t in writes]
-            made = list(costs) if costs is not None else kernels(name, before, after, _info(named))
-        self._launch(name, tuple(made), reads, writes, place)
-        if given.key is not None and len(self._plans) < MOST_PLANS and not name.startswith("_amp_"):
-            launch = (made, reads, writes, _traffic(reads, writes))
-            self._plans[given.key] = plan_of(name, given.tensors, out, mutated, launch)
+        made: tuple[Kernel, ...] = ()
+        counted: tuple[Counted, ...] = ()
+        if name not in FREE and (mutated or not call.is_view()):
+            reads = _reads(call, reads)
+            made, counted = self._price(call, reads, writes, outs)
+        self._launch(name, made, reads, writes, call.place, counted)
+        repeats = given.key is not None and call.read is None and not name.startswith("_amp_")
+        if repeats and len(self._plans) < MOST_PLANS:
+            taped = Taped(made, reads, writes, _traffic(reads, writes), counted)
+            self._plans[given.key] = plan_of(name, given.tensors, out, mutated, taped)
         return out
+
+    def _price(
+        self, call: DeviceCall, reads: Tensors, writes: Tensors, outs: Tensors
+    ) -> tuple[tuple[Kernel, ...], tuple[Counted, ...]]:
+        """A call's kernels, and what it multiplies."""
+        func, name = call.func, call.name
+        named = named_arguments(func, call.args, call.kwargs)
+        made = registered_cost(f"{func.namespace}::{name}", with_shapes(named))
+        if made is None:
+            before, after = [shape_of(t) for t in reads], [shape_of(t) for t in writes]
+            made = tuple(kernels(name, before, after, _info(named)))
+        return made, self._count(call, outs) if func.namespace == "aten" else _counted_in(made)
+
+    def _count(self, call: DeviceCall, outs: Tensors) -> tuple[Counted, ...]:
+        """What a call of torch's multiplies."""
+        if call.func not in self._counters:
+            self._counters[call.func] = counter_of(call.func._schema)
+        counter = self._counters[call.func]
+        counted = None if counter is None else counter(call.args, call.kwargs, outs)
+        if counted is None:
+            return ()
+        dtype = operand_type(counted.dtype, _uses_tf32(call.name))
+        return (Counted(dtype, counted.flops, counted.repeated),)
 
     def finish(self) -> events.Recording:
         """The recording, complete."""
@@ -438,12 +578,43 @@ class Tape(TorchDispatchMode):
 _WORKSPACE = Place(Line("cuBLAS workspace", 0, ""), "forward", 0)
 
 
+_ANSWERS: dict[str, Callable[[Tape, DeviceCall], Any]] = {
+    "_local_scalar_dense": Tape._item,
+    "equal": Tape._compare,
+    "allclose": Tape._compare,
+    "_to_copy": Tape._copy,
+    "copy_": Tape._copy,
+    **dict.fromkeys(("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"), Tape._index),
+    **dict.fromkeys(DYNAMIC, Tape._dynamic),
+}
+
+
+def _reads(call: DeviceCall, reads: Tensors) -> Tensors:
+    """Tensors that a call reads: of its device tensors, those that it does not merely write."""
+    if call.name == "copy_":
+        return device_tensors(call.args[1])
+    if call.name in WRITES_ONLY:
+        return []
+    if "out" in call.kwargs:
+        return device_tensors((call.args, {k: v for k, v in call.kwargs.items() if k != "out"}))
+    return reads
+
+
 def _info(given: dict[str, Any]) -> dict[str, Any]:
     """What shapes do not tell of a call."""
     lists = [v for v in given.values() if isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor)]
     return {
-        **{"causal": bool(given.get("is_causal")), "lists": len(lists), "beta": given.get("beta", 1)},
+        "causal": bool(given.get("is_causal")),
+        "lists": len(lists),
+        "beta": given.get("beta", 1),
         "accumulate": bool(given.get("accumulate")),
-        "tf32": torch.get_float32_matmul_precision() != "highest",
-        "conv_tf32": torch.backends.cudnn.allow_tf32,
+        "tf32": _uses_tf32("matmul"),
+        "conv_tf32": _uses_tf32("convolution"),
     }
+
+
+def _uses_tf32(name: str) -> bool:
+    """Whether a float32 product of this call may use TF32."""
+    if "conv" in name:
+        return torch.backends.cudnn.allow_tf32
+    return torch.get_float32_matmul_precision() != "highest"

@@ -10,11 +10,12 @@ figures alone.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from leanstep.flops import StepFlops
 from leanstep.rehearse.devices import DEVICES, Device
 from leanstep.rehearse.events import GRAPH_REPLAY, Event, HostWait, Kernel, Launch
 
@@ -77,12 +78,29 @@ RATES: Mapping[str, Rates] = MappingProxyType(
 ERRORS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         "nvidia": {
-            **{"all": 1.2, "gemm": 1.2, "conv": 1.6, "attention": 1.4, "pointwise": 1.1},
-            **{"broadcast": 1.15, "strided": 1.2, "gather": 1.42, "reduce": 1.31, "norm": 1.1},
+            "all": 1.2,
+            "gemm": 1.2,
+            "conv": 1.6,
+            "attention": 1.4,
+            "pointwise": 1.1,
+            "broadcast": 1.15,
+            "strided": 1.2,
+            "gather": 1.42,
+            "reduce": 1.31,
+            "norm": 1.1,
         },
         "amd": {
-            **{"all": 1.2, "gemm": 1.2, "conv": 1.2, "attention": 1.2, "pointwise": 1.15, "gather": 1.34},
-            **{"batch_norm": 1.32, "reduce": 1.37, "norm": 1.23, "softmax": 1.25, "fill": 1.15},
+            "all": 1.2,
+            "gemm": 1.2,
+            "conv": 1.2,
+            "attention": 1.2,
+            "pointwise": 1.15,
+            "gather": 1.34,
+            "batch_norm": 1.32,
+            "reduce": 1.37,
+            "norm": 1.23,
+            "softmax": 1.25,
+            "fill": 1.15,
         },
     }
 )
@@ -94,8 +112,16 @@ _TO_80_PERCENT = 1.28 / 0.674
 
 # Tiles (rows, columns) of a product that libraries choose from.
 TILES = (
-    *((256, 128), (128, 256), (128, 128), (128, 64), (64, 128)),
-    *((64, 64), (32, 64), (64, 32), (16, 64), (64, 16)),
+    (256, 128),
+    (128, 256),
+    (128, 128),
+    (128, 64),
+    (64, 128),
+    (64, 64),
+    (32, 64),
+    (64, 32),
+    (16, 64),
+    (64, 16),
 )
 SPLITS = (1, 2, 4, 8, 16, 32)
 # Rows of a softmax up to this many bytes stay in the registers or the shared memory of their block.
@@ -313,12 +339,12 @@ class Clock:
                 self.device = max(self.device, self.link)
             self._launch(event)
         elif isinstance(event, HostWait):
-            self.join()
+            self._join()
+            self.waits += event.counts
 
-    def join(self) -> None:
+    def _join(self) -> None:
         """The host waits for all that was launched."""
         end = max(self.device, self.link)
-        self.waits += 1
         self.waited += max(0.0, end - self.host)
         self.device = end
         self.host = max(self.host, end) + self.costs.wait_us * 1e-6
@@ -361,6 +387,7 @@ class Timing:
 
     device_s: kernels alone, host_s: calls alone (an infinitely fast device), link_s: collectives alone.
     classes: device seconds by kind of kernel; interval_s: 80% of steps are expected inside it.
+    flops: what the step multiplies, by part; the model's are the numerator of MFU (`leanstep.flops`).
     """
 
     step_s: float
@@ -370,14 +397,14 @@ class Timing:
     kernels: int
     calls: int
     waits: int
-    flops: float
+    flops: StepFlops = field(default_factory=StepFlops)
     classes: dict[str, float] = field(default_factory=dict)
     interval_s: tuple[float, float] = (0.0, 0.0)
     bound_by: str = "device"
 
-    def mfu(self, device: Device, dtype: str = "bfloat16") -> float:
-        """Share of the device's peak in `dtype` that the step's products and attention amount to."""
-        return self.flops / (self.step_s * device.flops(dtype)) if self.step_s > 0 else 0.0
+    def mfu(self, device: Device) -> float:
+        """The model's products as a share of the device's peak, each against that of its operand type."""
+        return self.flops.seconds_at(device.flops) / self.step_s if self.step_s > 0 else 0.0
 
 
 def time_steps(
@@ -393,12 +420,13 @@ def time_steps(
     stops = deque(ends)
     before, host_before = (0.0, 0.0, 0.0, 0, 0, 0), 0.0
     classes_before: dict[str, float] = {}
-    flops = 0.0
+    products: Counter[tuple[str, str]] = Counter()
     for index, event in enumerate(events):
         clock.play(event)
         alone.play(event)
         if isinstance(event, Launch):
-            flops += sum(kernel.flops for kernel in event.kernels)
+            for product in event.products:
+                products[product.part, product.dtype] += product.flops
         if stops and index + 1 == stops[0]:
             stops.popleft()
             link = clock.classes.get("collective", 0.0)
@@ -413,11 +441,12 @@ def time_steps(
                 kernels=int(step[3]),
                 calls=int(step[4]),
                 waits=int(step[5]),
-                flops=flops,
+                flops=StepFlops.of(products),
                 classes={k: v for k, v in classes.items() if v > 0},
             )
             found.append(_judged(timing, device))
-            before, host_before, classes_before, flops = after, alone.host, dict(clock.classes), 0.0
+            before, host_before, classes_before = after, alone.host, dict(clock.classes)
+            products.clear()
     return found
 
 

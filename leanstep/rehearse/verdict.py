@@ -98,7 +98,6 @@ def _time(
 ) -> Data | None:
     if timing is None:
         return None
-    dtype = _product_dtype(recording)
     found = {
         "step_ms": timing.step_s * 1e3,
         "interval_ms": [t * 1e3 for t in timing.interval_s],
@@ -109,9 +108,9 @@ def _time(
         "kernels": timing.kernels,
         "calls": timing.calls,
         "syncs": timing.waits,
-        "flops": timing.flops,
-        "mfu": timing.mfu(device, dtype),
-        "mfu_dtype": dtype,
+        "flops": timing.flops.model,
+        "mfu": timing.mfu(device),
+        "mfu_dtype": _product_dtype(timing),
         "classes": {k: v * 1e3 for k, v in sorted(timing.classes.items(), key=lambda item: -item[1])},
         "compiled": bool(recording.regions),
     }
@@ -121,21 +120,10 @@ def _time(
     return found
 
 
-def _product_dtype(recording: Recording) -> str:
-    """The operand type of most of the last step's FLOPs: what MFU is relative to."""
-    counts: Counter[str] = Counter()
-    for event in _last(recording):
-        for kernel in event.kernels:
-            counts[kernel.dtype] += int(kernel.flops)
-    best = counts.most_common(1)
-    return best[0][0] if best and best[0][1] else "bfloat16"
-
-
-def _last(recording: Recording) -> list[Launch]:
-    if not recording.steps:
-        return []
-    step = recording.steps[-1]
-    return [e for e in recording.events[step.first : step.last] if isinstance(e, Launch)]
+def _product_dtype(timing: Timing) -> str:
+    """The operand type of most of the model's FLOPs."""
+    by_type = timing.flops.by_type
+    return max(by_type, key=lambda name: by_type[name], default="bfloat16")
 
 
 def _lines(recording: Recording, device: Device) -> list[Data]:
@@ -183,7 +171,7 @@ def _summary(recording: Recording, device: Device) -> Data:
         "step_ms": timing.step_s * 1e3 if timing is not None else None,
         "interval_ms": [t * 1e3 for t in timing.interval_s] if timing is not None else None,
         "bound_by": timing.bound_by if timing is not None else None,
-        "mfu": timing.mfu(device, _product_dtype(recording)) if timing is not None else None,
+        "mfu": timing.mfu(device) if timing is not None else None,
     }
 
 

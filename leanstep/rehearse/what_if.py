@@ -163,7 +163,10 @@ def _one_kernel(
     # The line of the call that moves most stands for the run.
     heaviest = max((event for _, event in run), key=lambda event: sum(event.traffic))
     kernel = Kernel("pointwise", moved + sum(written.values()))
-    return replace(heaviest, name="fused", kernels=(kernel,), reads=(), writes=(), traffic=())
+    products = tuple(product for _, event in run for product in event.products)
+    return replace(
+        heaviest, name="fused", kernels=(kernel,), reads=(), writes=(), traffic=(), products=products
+    )
 
 
 def fused_optimizer(storages: dict[int, Storage]) -> Transform:
@@ -191,7 +194,9 @@ def fused_optimizer(storages: dict[int, Storage]) -> Transform:
         launches = max(1, -(-len(touched) // 120))
         kernel = Kernel("multi", float(sum(touched.values())), launches=launches)
         where = next((i for i, e in enumerate(out) if isinstance(e, Launch) and e.phase == "optimizer"), None)
-        one = replace(first, name="fused optimizer", kernels=(kernel,), reads=(), writes=(), traffic=())
+        one = replace(
+            first, name="fused optimizer", kernels=(kernel,), reads=(), writes=(), traffic=(), products=()
+        )
         out.insert(len(out) if where is None else where, one)
         return out
 
@@ -216,7 +221,7 @@ def sync_gains(recording: Recording, device: Device, at_most: int = 8) -> list[S
     step = recording.steps[-1]
     counts: Counter[tuple[str, str]] = Counter()
     for event in recording.events[step.first : step.last]:
-        if isinstance(event, HostWait):
+        if isinstance(event, HostWait) and event.counts:
             counts[place(event.line), event.kind] += 1
     found = []
     for (line, kind), count in counts.most_common(at_most):

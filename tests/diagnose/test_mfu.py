@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import leanstep
 from leanstep import diagnose
-from leanstep.diagnose.mfu import StepFlops, step_flops, utilisation
-from leanstep.diagnose.recording.fused_products import num_pairs
+from leanstep.diagnose.mfu import step_flops
+from leanstep.flops import StepFlops, num_pairs, utilisation
 from leanstep.integrations.callbacks import StepReport
 from leanstep.rehearse.devices import DEVICES, device_named
 

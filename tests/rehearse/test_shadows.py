@@ -1,8 +1,14 @@
-"""What the host reads of a device that is not there."""
+"""What the host reads of a simulated device."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from leanstep.rehearse.shadows import Shadows
 
 TRUTH = {
     "count": 5,
@@ -51,3 +57,18 @@ def test_an_absorbing_operand_decides_alone(seen):
 
 def test_draws_of_the_device_leave_the_hosts_random_numbers_alone(seen):
     assert seen["host_randomness"] is True
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(2)])
+def test_a_freed_storage_is_forgotten(part):
+    """Its address may be that of the next tensor, which would then pass for unknown."""
+    fake_mode = FakeTensorMode()
+    shadows = Shadows(fake_mode)
+    with fake_mode:
+        tensor = torch.empty(8)
+        written = tensor[part]
+    shadows.forget(written)
+    assert len(shadows.stale) + len(shadows.partial) == 1
+    del tensor, written
+    gc.collect()
+    assert not shadows.stale and not shadows.partial

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from leanstep.rehearse.devices import DEVICES, device_named, devices_named
-from leanstep.rehearse.events import HostWait, Kernel, Launch
+from leanstep.rehearse.events import HostWait, Kernel, Launch, Product
 from leanstep.rehearse.kernel_costs import Shape, kernels
-from leanstep.rehearse.time_model import ERRORS, RATES, Clock, HostCosts, Timing, seconds, time_steps
+from leanstep.rehearse.time_model import ERRORS, RATES, Clock, HostCosts, seconds, time_steps
 
 H100, A100, V100 = DEVICES["h100"], DEVICES["a100"], DEVICES["v100"]
 COSTS = HostCosts(call_us=10, backward_us=5, view_us=2, launch_us=2, wait_us=12)
@@ -119,11 +119,17 @@ def test_a_device_without_traces_has_a_wider_interval():
     assert on[1].interval_s[1] / on[1].step_s > on[0].interval_s[1] / on[0].step_s
 
 
-def test_mfu_counts_products_against_the_peak():
-    product = Kernel("gemm", 1e6, 989e9, "bfloat16", (1, 4096, 4096, 4096))
-    timing = time_steps([launch(product)], [1], H100, COSTS)[-1]
-    assert timing.mfu(H100) == pytest.approx(989e9 / timing.step_s / 989e12)
-    assert Timing(0, 0, 0, 0, 0, 0, 0, 1.0).mfu(H100) == 0
+def test_mfu_holds_the_models_products_against_the_peak_of_their_types():
+    kernel = Kernel("gemm", 1e6, 989e9, "bfloat16", (1, 4096, 4096, 4096))
+    parts = {"forward": 400e9, "backward": 589e9, "recompute": 300e9, "optimizer": 200e9}
+    products = [Product(part, "bfloat16", int(flops)) for part, flops in parts.items()]
+    products.append(Product("forward", "float32", 67 * 10**9))
+    call = replace(launch(kernel), products=tuple(products))
+    first, second = time_steps([call, call], [1, 2], H100, COSTS)
+    assert first.mfu(H100) == pytest.approx(2e-3 / first.step_s)  # a millisecond at each of the two peaks
+    assert second.flops == first.flops
+    assert (first.flops.model, first.flops.all) == (1056 * 10**9, 1556 * 10**9)
+    assert replace(first, step_s=0).mfu(H100) == 0
 
 
 def product(m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 1) -> Kernel:

@@ -17,7 +17,6 @@ from leanstep.diagnose.recording.buffers import LiveBytes
 from leanstep.diagnose.recording.habits import MIN_BYTES
 from leanstep.diagnose.recording.lineage import HEAD_RATIO, Product
 from leanstep.diagnose.recording.ops import (
-    MATMULS,
     OpInfo,
     OpRun,
     different_order,
@@ -27,6 +26,7 @@ from leanstep.diagnose.recording.ops import (
 from leanstep.diagnose.recording.source import IN_LEANSTEP, Site
 from leanstep.diagnose.recording.step import HeadProduct, StepState
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, HeadRecord, tally
+from leanstep.flops import MATMULS, matmul_sizes
 
 Handler = Callable[[StepState, OpRun], None]
 MAX_CASTS = 200_000
@@ -75,13 +75,9 @@ def on_matmul(state: StepState, op: OpRun) -> None:
 
 def matmul_shape(name: str, first: Tensor, second: Tensor) -> tuple[int, int, int, int, bool]:
     """(batch, rows, inner, columns, second factor is column-major) of a matmul."""
-    inner = first.shape[-1]
-    if name == "linear":
-        return 1, first.numel() // max(inner, 1), inner, second.shape[0], True
-    columns = 1 if second.ndim == 1 else second.shape[-1]
-    batch = first.shape[0] if first.ndim == 3 else 1
-    column_major = second.ndim > 1 and second.stride(-1) != 1 and second.stride(-2) == 1
-    return batch, first.shape[-2], inner, columns, column_major
+    batch, rows, inner, columns = matmul_sizes(name, first.shape, second.shape)
+    transposed = second.ndim > 1 and second.stride(-1) != 1 and second.stride(-2) == 1
+    return batch, rows, inner, columns, transposed or name == "linear"
 
 
 def _follow_wide_product(state: StepState, op: OpRun, product: Product) -> None:

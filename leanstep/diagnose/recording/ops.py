@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.diagnose.recording.fused_products import FusedProducts
 from leanstep.diagnose.recording.lineage import Product
 from leanstep.diagnose.recording.source import Site
+from leanstep.flops import MATMULS, FusedProducts
 from leanstep.host_reads import is_candidate
 
 # Ops that launch nothing: they rename, allocate without writing, or ask a question about shapes.
@@ -19,21 +19,6 @@ NO_KERNEL = frozenset(
     "_unsafe_view _reshape_alias detach detach_ alias lift lift_fresh set_ resize_ is_same_size "
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided _local_scalar_dense".split()
 )
-# name -> positions of the two factors
-MATMULS = {
-    "mm": (0, 1),
-    "bmm": (0, 1),
-    "addmm": (1, 2),
-    "addmm_": (1, 2),
-    "baddbmm": (1, 2),
-    "baddbmm_": (1, 2),
-    "addbmm": (1, 2),
-    "linear": (0, 1),
-    "mv": (0, 1),
-    "addmv": (1, 2),
-    "_addmm_activation": (1, 2),
-    "_scaled_mm": (0, 1),
-}
 # The address of a tensor's storage, which `untyped_storage()._cdata` is as well, for half the time.
 storage_of: Callable[[Tensor], int] = getattr(
     torch._C, "_storage_address", lambda tensor: tensor.untyped_storage()._cdata

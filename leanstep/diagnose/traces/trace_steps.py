@@ -11,7 +11,6 @@ from collections import defaultdict
 
 import numpy as np
 
-from leanstep.diagnose.recording.ops import MATMULS
 from leanstep.diagnose.recording.source import UNKNOWN, Line, Site
 from leanstep.diagnose.step_records import (
     BACKWARD,
@@ -38,6 +37,7 @@ from leanstep.diagnose.traces.timeline import (
 )
 from leanstep.diagnose.traces.trace_file import DTYPES, FRAME, OP, Tensors, different_order
 from leanstep.diagnose.traces.trace_lines import Places
+from leanstep.flops import MATMULS, matmul_sizes
 from leanstep.host_reads import ALWAYS_READ, SOMETIMES_READ
 
 # Without shapes an op counts as tiny when it took no longer than this.
@@ -277,20 +277,18 @@ class StepBuilder:
         if len(dims) <= max(first, second) or len(dims[first]) < 2 or not dims[second]:
             return 0
         a, b = dims[first], dims[second]
-        batch = a[0] if len(a) == 3 and name != "linear" else 1
-        columns = b[0] if name == "linear" else 1 if len(b) == 1 else b[-1]
-        rows = int(np.prod(a[:-1], dtype=np.int64)) // batch
+        sizes = matmul_sizes(name, a, b)
         strides = tensors.strides[second]
         column_major = name == "linear" or (len(strides) > 1 and strides[-1] != 1 and strides[-2] == 1)
         dtype = DTYPES[tensors.types[first]]
-        key = MatmulKey(site, phase, direct, dtype, (batch, rows, a[-1], columns, column_major))
+        batch, rows, inner, columns = sizes
+        key = MatmulKey(site, phase, direct, dtype, (batch, rows, inner, columns, column_major))
         step = self.steps[number]
         step.matmuls[key] = step.matmuls.get(key, 0) + 1
-        flops = 2 * batch * rows * a[-1] * columns
-        record.flops += flops
-        step.flops += flops
+        record.flops += sizes.flops
+        step.flops += sizes.flops
         if batch == 1 and phase in (FORWARD, RECOMPUTE):
-            self._products[number].append((rows, a[-1], columns))
+            self._products[number].append((rows, inner, columns))
         return batch * rows * columns * dtype.itemsize
 
     def _look_at_layout(

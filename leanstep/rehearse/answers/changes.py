@@ -221,7 +221,7 @@ def _forget_setup(tape: Tape) -> None:
 
 
 def _install_lean_head(_: str) -> None:
-    """Logits of a wide linear layer stay unmade until somebody needs more than their cross-entropy."""
+    """Logits of a wide linear layer are not computed until more than their cross-entropy is needed."""
     from torch import nn
     from torch.nn import functional
 
@@ -242,16 +242,20 @@ def _lazy_logits(linear: Any) -> Any:
     import torch
     from torch.nn import functional
 
-    from leanstep.logprob import LMHead, linear_logprobs
-
-    reshaping = {
-        *(torch.Tensor.view, torch.Tensor.reshape, torch.Tensor.flatten, torch.Tensor.contiguous),
-        *(torch.Tensor.float, torch.Tensor.to, torch.Tensor.__getitem__),
-    }
+    unchanged = torch._C.DisableTorchFunctionSubclass
     asking = {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
+    reshaping = {
+        torch.Tensor.view,
+        torch.Tensor.reshape,
+        torch.Tensor.flatten,
+        torch.Tensor.contiguous,
+        torch.Tensor.float,
+        torch.Tensor.to,
+        torch.Tensor.__getitem__,
+    }
 
     class Logits(torch.Tensor):
-        """What `linear(hidden, weight, bias)` would be."""
+        """The result of `linear(hidden, weight, bias)`, which is computed when it is needed."""
 
         hidden: Any
         head: Any
@@ -265,62 +269,82 @@ def _lazy_logits(linear: Any) -> Any:
             self.hidden, self.head = hidden, (weight, bias)
             return self
 
-        def made(self) -> Any:
+        def compute(self) -> Any:
             return linear(self.hidden, *self.head).to(self.dtype)
+
+        def reshaped(self, func: Any, args: Any) -> Any:
+            """The same logits in another shape or type; None where the last dimension changes."""
+            with unchanged():
+                like = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args)
+            if like.shape[-1] != self.shape[-1]:
+                return None
+            hidden = self.hidden
+            if func is torch.Tensor.__getitem__:
+                hidden = hidden[args[0]]
+            else:
+                hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
+            return Logits(hidden, *self.head, dtype=like.dtype)
 
         @classmethod
         def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            real = [a.made() if isinstance(a, Logits) else a for a in args]
-            return func(*real, **(kwargs or {}))
+            return func(*_computed(args), **(kwargs or {}))
 
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            first = args[0] if args else None
             if func in asking or getattr(func, "__name__", "") == "__get__":
-                with torch._C.DisableTorchFunctionSubclass():
+                with unchanged():
                     return func(*args, **kwargs)
+            first = args[0] if args else None
             if func is functional.cross_entropy and isinstance(first, Logits):
-                return _cross_entropy(first, *args[1:], **kwargs)
-            if func in reshaping and isinstance(first, Logits):
-                with torch._C.DisableTorchFunctionSubclass():
-                    like = func(torch.empty(first.shape, dtype=first.dtype, device="meta"), *args[1:])
-                if like.shape[-1] == first.shape[-1] and "device" not in kwargs:
-                    hidden = first.hidden
-                    if func is torch.Tensor.__getitem__:
-                        hidden = hidden[args[1]]
-                    else:
-                        hidden = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
-                    return Logits(hidden, *first.head, dtype=like.dtype)
-            real = [a.made() if isinstance(a, Logits) else a for a in args]
-            return func(*real, **{k: v.made() if isinstance(v, Logits) else v for k, v in kwargs.items()})
+                return _lean_cross_entropy(first, *args[1:], **kwargs)
+            if func in reshaping and isinstance(first, Logits) and "device" not in kwargs:
+                logits = first.reshaped(func, args[1:])
+                if logits is not None:
+                    return logits
+            return func(*_computed(args), **dict(zip(kwargs, _computed(kwargs.values()), strict=True)))
 
-    def _cross_entropy(
-        logits: Any,
-        target: Any,
-        weight: Any = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Any:
-        if weight is not None or label_smoothing or target.is_floating_point() or logits.dim() != 2:
-            return functional.cross_entropy(
-                logits.made(), target, weight, ignore_index=ignore_index, reduction=reduction
-            )
-        hidden, (table, bias) = logits.hidden, logits.head
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
-            hidden, table = hidden.to(dtype), table.to(dtype)
-        used = target != ignore_index
-        logp = linear_logprobs(hidden, LMHead(table, bias), target.clamp_min(0)).logp
-        loss = -(logp * used)
-        if reduction == "none":
-            return loss
-        return loss.sum() if reduction == "sum" else loss.sum() / used.sum()
+    def _computed(values: Iterable[Any]) -> list[Any]:
+        return [value.compute() if isinstance(value, Logits) else value for value in values]
 
     return Logits
+
+
+def _lean_cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross-entropy of lazy logits: by `linear_logprobs` where it can, else of the computed ones."""
+    import torch
+    from torch.nn import functional
+
+    from leanstep.logprob import LMHead, linear_logprobs
+
+    if weight is not None or label_smoothing or target.is_floating_point() or logits.dim() != 2:
+        return functional.cross_entropy(
+            logits.compute(),
+            target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+    hidden, (table, bias) = logits.hidden, logits.head
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        hidden, table = hidden.to(dtype), table.to(dtype)
+    used = target != ignore_index
+    logp = linear_logprobs(hidden, LMHead(table, bias), target.clamp_min(0)).logp
+    loss = -(logp * used)
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / used.sum()
 
 
 def _install_default_device(_: str) -> None:

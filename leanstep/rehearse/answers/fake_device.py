@@ -1,4 +1,4 @@
-"""The CUDA device that is not there: a small library that makes a CPU build of torch believe in one.
+"""A simulated CUDA device: a small library that makes a CPU build of torch see one.
 
 `library` builds it once into the cache; `load` must run before `import torch`, because torch looks its CUDA
 hooks up once. So the process that asks for a rehearsal builds, and the process of the rehearsal loads.
@@ -17,10 +17,15 @@ SOURCE = Path(__file__).with_name("stub.cpp")
 RAN_WITH = "torch 2.13"
 # Private names that the tape and the answers rest on.
 NEEDED = (
-    *("_C._current_autograd_node", "_C._autograd._get_sequence_nr", "_C._set_only_lift_cpu_tensors"),
-    *("_subclasses.fake_tensor.init_gpu_context", "utils._foreach_utils._foreach_supported_types"),
-    *("optim.optimizer._foreach_supported_types", "autograd._engine_run_backward"),
-    *("ops.aten._scaled_dot_product_flash_attention", "ops.aten._scaled_dot_product_efficient_attention"),
+    "_C._current_autograd_node",
+    "_C._autograd._get_sequence_nr",
+    "_C._set_only_lift_cpu_tensors",
+    "_subclasses.fake_tensor.init_gpu_context",
+    "utils._foreach_utils._foreach_supported_types",
+    "optim.optimizer._foreach_supported_types",
+    "autograd._engine_run_backward",
+    "ops.aten._scaled_dot_product_flash_attention",
+    "ops.aten._scaled_dot_product_efficient_attention",
 )
 
 
@@ -55,8 +60,13 @@ def library() -> Path:
             "(pip install torch --index-url https://download.pytorch.org/whl/cpu)"
         )
     flags = (
-        *("-std=c++20", "-O1", "-shared", "-fPIC", f'-DTORCH_IS="{version}"'),
-        *(f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"),
+        "-std=c++20",
+        "-O1",
+        "-shared",
+        "-fPIC",
+        f'-DTORCH_IS="{version}"',
+        f"-I{root}/include",
+        f"-I{root}/include/torch/csrc/api/include",
     )
     link = (
         f"-L{root}/lib",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,17 +25,34 @@ from leanstep.rehearse.tape import Tape
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 # c10d call -> collective; the payload is the larger side of what it moves.
 COLLECTIVES = {
-    **{"allreduce_": "all_reduce", "all_reduce": "all_reduce", "all_reduce_": "all_reduce"},
-    **{"allreduce_coalesced_": "all_reduce", "all_reduce_coalesced": "all_reduce", "reduce_": "all_reduce"},
-    **{"all_reduce_coalesced_": "all_reduce", "all_gather_into_tensor_coalesced": "all_gather"},
-    **{"_allgather_base_": "all_gather", "allgather_": "all_gather", "all_gather_into_tensor": "all_gather"},
-    **{"all_gather_into_tensor_out": "all_gather", "allgather_into_tensor_coalesced_": "all_gather"},
-    **{"_reduce_scatter_base_": "reduce_scatter", "reduce_scatter_": "reduce_scatter"},
-    **{"reduce_scatter_tensor": "reduce_scatter", "reduce_scatter_tensor_coalesced_": "reduce_scatter"},
-    **{"reduce_scatter_tensor_out": "reduce_scatter", "reduce_scatter_tensor_coalesced": "reduce_scatter"},
-    **{"broadcast_": "broadcast", "broadcast": "broadcast", "scatter_": "broadcast", "gather_": "all_gather"},
-    **{"alltoall_base_": "all_to_all", "alltoall_": "all_to_all", "all_to_all_single": "all_to_all"},
-    **{"send": "broadcast", "recv_": "broadcast"},
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "reduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "gather_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+    "scatter_": "broadcast",
+    "send": "broadcast",
+    "recv_": "broadcast",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
 }
 
 
@@ -82,7 +100,7 @@ def _leave_out_shapes(tape: Tape) -> None:
             return find(self, op_schema)
         finally:
             ours = [e for e in record.events if isinstance(e, Alloc | Free)]
-            times = Counter(e.storage for e in ours)  # twice: born and dead meanwhile
+            times = Counter(e.storage for e in ours)  # twice: allocated and freed meanwhile
             record.events = taped + [e for e in ours if times[e.storage] == 1]
             tape.peak_bytes, tape.window_peak_bytes = peaks
 
@@ -101,7 +119,7 @@ def _answer_spawn(tape: Tape) -> None:
 
 
 def _answer_objects() -> None:
-    """Pickled objects travel as bytes that nobody sends: every rank says what this one does."""
+    """Nothing is sent: every rank holds the object that this one has."""
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         object_list[:] = [obj] * len(object_list)
@@ -188,49 +206,16 @@ def _ddp_class(tape: Tape) -> type[torch.nn.Module]:
             **__: Any,
         ):
             super().__init__()
-            self._ranks = tape.ranks if process_group is None else process_group.size()
             self.module, self.require_backward_grad_sync = module, True
+            ranks = tape.ranks if process_group is None else process_group.size()
             params = [p for p in module.parameters() if p.requires_grad]
-            self._waiting: dict[int, list[int]] = {}
-            limit, cap = FIRST_BUCKET_BYTES, int((bucket_cap_mb or 25) * (1 << 20))
-            buckets: list[list[Tensor]] = [[]]
-            for p in reversed(params):
-                if buckets[-1] and sum(q.numel() * q.element_size() for q in buckets[-1]) >= limit:
-                    buckets.append([])
-                    limit = cap
-                buckets[-1].append(p)
-            self._flat = []
-            for bucket in filter(None, buckets):
-                if not gradient_as_bucket_view:
-                    size = sum(p.numel() for p in bucket)
-                    self._flat.append(torch.empty(size, dtype=bucket[0].dtype, device=bucket[0].device))
-                    tape.classify([self._flat[-1]], "communication")
-                self._watch(bucket, None if gradient_as_bucket_view else self._flat[-1])
-
-        def _watch(self, bucket: list[Tensor], flat: Tensor | None) -> None:
-            missing: set[int] = set()
-
-            def arrived(p: Tensor) -> None:
-                if not self.require_backward_grad_sync:
-                    return
-                if not missing:
-                    missing.update(id(q) for q in bucket)
-                if flat is not None and p.grad is not None:
-                    copied = shape_of(p.grad).nbytes
-                    tape.custom("bucket copy", [Kernel("pointwise", 2 * copied)], [p.grad], [flat])
-                missing.discard(id(p))
-                if not missing:
-                    into = [flat] if flat is not None else [q.grad for q in bucket if q.grad is not None]
-                    payload = sum(shape_of(t).nbytes for t in into)
-                    _reduce(tape, "all_reduce", payload, into, self._ranks)
-                    if flat is not None:  # and back into the gradients
-                        grads = [q.grad for q in bucket if q.grad is not None]
-                        tape.custom(
-                            "bucket copy", [Kernel("multi", 2 * shape_of(flat).nbytes)], [flat], grads
-                        )
-
-            for p in bucket:
-                p.register_post_accumulate_grad_hook(arrived)
+            cap = int((bucket_cap_mb or 25) * (1 << 20))
+            self._buckets = [
+                _Bucket(tape, bucket, ranks, copies=not gradient_as_bucket_view)
+                for bucket in _split_into_buckets(params, cap)
+            ]
+            for bucket in self._buckets:
+                bucket.watch(self)
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return self.module(*args, **kwargs)
@@ -247,3 +232,56 @@ def _ddp_class(tape: Tape) -> type[torch.nn.Module]:
             return super().state_dict(*args, **kwargs)
 
     return DistributedDataParallel
+
+
+def _split_into_buckets(params: Sequence[Tensor], cap: int) -> list[list[Tensor]]:
+    """Parameters from the last one on; a bucket is full when it has reached its bytes."""
+    buckets: list[list[Tensor]] = [[]]
+    limit = FIRST_BUCKET_BYTES
+    for p in reversed(params):
+        if buckets[-1] and sum(q.numel() * q.element_size() for q in buckets[-1]) >= limit:
+            buckets.append([])
+            limit = cap
+        buckets[-1].append(p)
+    return [bucket for bucket in buckets if bucket]
+
+
+class _Bucket:
+    """Gradients that are reduced together; `copies`: in a buffer of their own, beside the gradients."""
+
+    def __init__(self, tape: Tape, params: list[Tensor], ranks: int, *, copies: bool) -> None:
+        self.tape, self.params, self.ranks = tape, params, ranks
+        self.missing: set[int] = set()  # gradients of this backward that have not arrived
+        self.flat: Tensor | None = None
+        if copies:
+            size = sum(p.numel() for p in params)
+            self.flat = torch.empty(size, dtype=params[0].dtype, device=params[0].device)
+            tape.classify([self.flat], "communication")
+
+    def watch(self, owner: Any) -> None:
+        """Reduce when the last gradient has arrived, unless the owner is inside `no_sync`."""
+
+        def arrived(p: Tensor) -> None:
+            if owner.require_backward_grad_sync:
+                self._arrived(p)
+
+        for p in self.params:
+            p.register_post_accumulate_grad_hook(arrived)
+
+    def _arrived(self, p: Tensor) -> None:
+        if not self.missing:
+            self.missing.update(id(q) for q in self.params)
+        if self.flat is not None and p.grad is not None:
+            copied = Kernel("pointwise", 2 * shape_of(p.grad).nbytes)
+            self.tape.custom("bucket copy", [copied], [p.grad], [self.flat])
+        self.missing.discard(id(p))
+        if not self.missing:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        grads = [q.grad for q in self.params if q.grad is not None]
+        into = grads if self.flat is None else [self.flat]
+        _reduce(self.tape, "all_reduce", sum(shape_of(t).nbytes for t in into), into, self.ranks)
+        if self.flat is not None:  # and back into the gradients
+            copied = Kernel("multi", 2 * shape_of(self.flat).nbytes)
+            self.tape.custom("bucket copy", [copied], [self.flat], grads)

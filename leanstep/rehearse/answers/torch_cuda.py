@@ -1,4 +1,4 @@
-"""What programs ask of torch.cuda and of torch's own plumbing, answered for the device that is not there.
+"""What programs ask of torch.cuda and of torch's internals, answered for a simulated device.
 
 `install` patches the process for good. Each function below replaces one group of answers.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from typing import Any
 
@@ -20,11 +21,14 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from leanstep.rehearse.answers import cuda_graphs, parameters
+from leanstep.rehearse.events import HostWait
 from leanstep.rehearse.shadows import check_ordinal, devices_here
 from leanstep.rehearse.tape import Tape
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
+# Kernels of the simulated device; they are removed with this object.
+_LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 class DeviceProperties(types.SimpleNamespace):
@@ -44,7 +48,8 @@ def install(tape: Tape, device: Any) -> None:
     _streams(tape)
     _generators()
     _pinned_memory(tape)
-    _tensor_reads()
+    _tensor_reads(tape)
+    _list_reads(tape)
     parameters.install(tape)
     _attention(tape, device)
     _files(tape)
@@ -58,10 +63,7 @@ def install(tape: Tape, device: Any) -> None:
     proxy_tensor.CONSTANT_NUMEL_LIMIT = -1
     torch._C._set_only_lift_cpu_tensors(True)
     # Without FakeTensor in these lists the optimizers fall back to one launch per tensor.
-    for supported in (
-        _foreach_utils._foreach_supported_types,
-        _optimizer_types,
-    ):
+    for supported in (_foreach_utils._foreach_supported_types, _optimizer_types):
         if FakeTensor not in supported:
             supported.append(FakeTensor)
 
@@ -72,9 +74,13 @@ def _constants_of_dynamo() -> None:
     from torch._dynamo.variables import torch as known
 
     folded = (
-        *(torch.cuda.get_device_properties, torch.cuda.is_available, torch.cuda.current_device),
-        *(torch.cuda.is_initialized, torch.accelerator.is_available),
-        *(torch.accelerator.current_accelerator, torch.accelerator.current_device_index),
+        torch.cuda.get_device_properties,
+        torch.cuda.is_available,
+        torch.cuda.current_device,
+        torch.cuda.is_initialized,
+        torch.accelerator.is_available,
+        torch.accelerator.current_accelerator,
+        torch.accelerator.current_device_index,
     )
     known.constant_fold_functions.update(dict.fromkeys(folded))  # pyright: ignore
     utils.common_constant_types.add(DeviceProperties)
@@ -82,45 +88,58 @@ def _constants_of_dynamo() -> None:
 
 def _set(target: Any, **answers: Any) -> None:
     for name, answer in answers.items():
-        if isinstance(answer, types.FunctionType):
-            # An object for each name: Dynamo has rules by object and refuses one that follows two of them.
-            answer = types.FunctionType(*_parts(answer))
-        setattr(target, name, answer)
+        setattr(target, name, _copy(answer) if isinstance(answer, types.FunctionType) else answer)
 
 
-def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    return (
-        *(function.__code__, function.__globals__, function.__name__),
-        *(function.__defaults__, function.__closure__),
+def _copy(function: types.FunctionType) -> types.FunctionType:
+    """An object for each name: Dynamo has rules by object and refuses one that follows two of them."""
+    return types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
     )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _check_device(*given: Any, **named: Any) -> None:
+    """`torch.cuda.set_device` and the like: the only effect is an error for a wrong number."""
+    check_ordinal((*given, *named.values())[-1])
 
 
 def _device_answers(tape: Tape, device: Any) -> None:
-    major, minor = device.capability
-    properties = DeviceProperties(
-        **{"name": device.name, "major": major, "minor": minor, "total_memory": device.memory_bytes},
-        **{"multi_processor_count": device.units, "L2_cache_size": int(device.l2_bytes), "warp_size": 32},
-        **{"max_threads_per_multi_processor": 2048, "regs_per_multiprocessor": 65_536, "uuid": "0"},
-        **{
-            "shared_memory_per_block": 49_152,
-            "shared_memory_per_block_optin": 166_912 if major < 9 else 232_448,
-        },
-        **{"shared_memory_per_multiprocessor": 167_936 if major < 9 else 233_472, "gcnArchName": ""},
-        **{
-            "is_integrated": 0,
-            "is_multi_gpu_board": 0,
-            "clock_rate": 1_500_000,
-            "max_threads_per_block": 1024,
-        },
+    memory, randomness = _memory_answers(tape, device), _randomness_answers()
+    _set(torch.cuda, **memory, **randomness)
+    _set(torch.cuda.memory, **memory)
+    _set(torch.cuda.random, **{k: v for k, v in randomness.items() if hasattr(torch.cuda.random, k)})
+    _set_presence()
+    _set_properties(device)
+    _set_synchronize(tape)
+    _set(
+        torch.cuda.nvtx,
+        range_push=_nothing,
+        range_pop=_nothing,
+        mark=_nothing,
+        range=lambda *_, **__: contextlib.nullcontext(),
     )
+    torch.version.cuda = "12.8"
+    # nn.DataParallel on the one device.
+    torch._C._scatter = lambda tensor, *_: (tensor.to("cuda", non_blocking=True),)  # pyright: ignore
 
+
+def _memory_answers(tape: Tape, device: Any) -> dict[str, Any]:
     def memory_stats(*_: Any) -> dict[str, int]:
         return {
             "allocated_bytes.all.current": tape.live_bytes,
             "allocated_bytes.all.peak": tape.window_peak_bytes,
             "reserved_bytes.all.current": tape.live_bytes,
             "reserved_bytes.all.peak": tape.window_peak_bytes,
-            **{"num_alloc_retries": 0, "num_ooms": 0},
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
         }
 
     def reset_peak(*_: Any) -> None:
@@ -129,75 +148,123 @@ def _device_answers(tape: Tape, device: Any) -> None:
     def free_and_total(*_: Any) -> tuple[int, int]:
         return device.memory_bytes - tape.live_bytes - device.context_bytes, device.memory_bytes
 
+    return {
+        "memory_allocated": lambda *_: tape.live_bytes,
+        "memory_reserved": lambda *_: tape.live_bytes,
+        "max_memory_allocated": lambda *_: tape.window_peak_bytes,
+        "max_memory_reserved": lambda *_: tape.window_peak_bytes,
+        "memory_stats": memory_stats,
+        "mem_get_info": free_and_total,
+        "reset_peak_memory_stats": reset_peak,
+        "reset_max_memory_allocated": reset_peak,
+        "empty_cache": _nothing,
+        "ipc_collect": _nothing,
+        "memory_summary": lambda *_, **__: "",
+        "memory_snapshot": lambda *_, **__: [],
+        "set_per_process_memory_fraction": _nothing,
+    }
+
+
+def _randomness_answers() -> dict[str, Any]:
+    """Nobody reads what the device draws: its generators have no state."""
+
     def no_state(*_: Any) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8)
 
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    def chosen(*given: Any, **named: Any) -> None:
-        check_ordinal((*given, *named.values())[-1])
-
-    def synchronize(*_: Any) -> None:
-        tape.wait("synchronize")
-
-    memory = {
-        **{"memory_allocated": lambda *_: tape.live_bytes, "memory_reserved": lambda *_: tape.live_bytes},
-        **{"max_memory_allocated": lambda *_: tape.window_peak_bytes, "memory_stats": memory_stats},
-        **{"max_memory_reserved": lambda *_: tape.window_peak_bytes, "mem_get_info": free_and_total},
-        **{"reset_peak_memory_stats": reset_peak, "reset_max_memory_allocated": reset_peak},
-        **{"empty_cache": nothing, "ipc_collect": nothing, "memory_summary": lambda *_, **__: ""},
-        **{"set_per_process_memory_fraction": nothing, "memory_snapshot": lambda *_, **__: []},
+    return {
+        "manual_seed": _nothing,
+        "manual_seed_all": _nothing,
+        "seed": _nothing,
+        "seed_all": _nothing,
+        "initial_seed": lambda: 0,
+        "get_rng_state": no_state,
+        "get_rng_state_all": lambda: [no_state()],
+        "set_rng_state": _nothing,
+        "set_rng_state_all": _nothing,
     }
-    randomness = {
-        **{"manual_seed": nothing, "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing},
-        **{"get_rng_state": no_state, "set_rng_state": nothing, "set_rng_state_all": nothing},
-        **{"get_rng_state_all": lambda: [no_state()], "initial_seed": lambda: 0},
-    }
+
+
+def _set_presence() -> None:
+    """There is a device, and which one is chosen."""
     # As a context manager and as a function: `with torch.cuda.device(0)`.
     guard = type(
         "device",
         (),
-        {"__init__": chosen, "__enter__": nothing, "__exit__": nothing, "idx": 0, "prev_idx": 0},
+        {
+            "__init__": _check_device,
+            "__enter__": _nothing,
+            "__exit__": _nothing,
+            "idx": 0,
+            "prev_idx": 0,
+        },
     )
     _set(
         torch.cuda,
-        **memory,
-        **randomness,
-        **{
-            "is_available": lambda: True,
-            "is_initialized": lambda: True,
-            "init": nothing,
-            "_lazy_init": nothing,
-        },
-        **{"device_count": devices_here, "current_device": lambda: 0, "set_device": chosen, "device": guard},
-        **{"device_of": guard, "_is_compiled": lambda: True, "_lazy_call": nothing},
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        init=_nothing,
+        _lazy_init=_nothing,
+        _lazy_call=_nothing,
+        _is_compiled=lambda: True,
+        device_count=devices_here,
+        current_device=lambda: 0,
+        set_device=_check_device,
+        device=guard,
+        device_of=guard,
+        can_device_access_peer=lambda *_: False,
+    )
+    _set(
+        torch.accelerator,
+        is_available=lambda: True,
+        device_count=devices_here,
+        current_device_index=lambda: 0,
+        set_device_index=_check_device,
+        set_device_idx=_check_device,
+        current_accelerator=lambda *_, **__: torch.device("cuda"),
+    )
+    torch.backends.cuda.is_built = lambda: True
+
+
+def _set_properties(device: Any) -> None:
+    major, minor = device.capability
+    has_bf16 = device.capability >= (8, 0)
+    properties = DeviceProperties(
+        name=device.name,
+        major=major,
+        minor=minor,
+        total_memory=device.memory_bytes,
+        multi_processor_count=device.units,
+        L2_cache_size=int(device.l2_bytes),
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65_536,
+        shared_memory_per_block=49_152,
+        shared_memory_per_block_optin=166_912 if major < 9 else 232_448,
+        shared_memory_per_multiprocessor=167_936 if major < 9 else 233_472,
+        gcnArchName="",
+        uuid="0",
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        clock_rate=1_500_000,
+    )
+    _set(
+        torch.cuda,
         get_device_properties=lambda *_: properties,
         get_device_name=lambda *_: device.name,
         get_device_capability=lambda *_: device.capability,
         get_arch_list=lambda: [f"sm_{major}{minor}"],
-        is_bf16_supported=lambda *_, **__: device.capability >= (8, 0),
-        is_tf32_supported=lambda *_, **__: device.capability >= (8, 0),
-        can_device_access_peer=lambda *_: False,
-        synchronize=synchronize,
+        is_bf16_supported=lambda *_, **__: has_bf16,
+        is_tf32_supported=lambda *_, **__: has_bf16,
     )
-    _set(torch.cuda.memory, **memory)
-    _set(torch.cuda.random, **{k: v for k, v in randomness.items() if hasattr(torch.cuda.random, k)})
-    _set(
-        torch.cuda.nvtx,
-        **{"range_push": nothing, "range_pop": nothing, "mark": nothing},
-        range=lambda *_, **__: contextlib.nullcontext(),
-    )
-    torch.version.cuda = "12.8"
-    # nn.DataParallel on the one device.
-    torch._C._scatter = lambda tensor, *_: (tensor.to("cuda", non_blocking=True),)  # pyright: ignore
-    torch.backends.cuda.is_built = lambda: True
-    _set(
-        torch.accelerator,
-        **{"is_available": lambda: True, "device_count": devices_here, "current_device_index": lambda: 0},
-        **{"set_device_index": chosen, "set_device_idx": chosen, "synchronize": lambda *_: synchronize()},
-        current_accelerator=lambda *_, **__: torch.device("cuda"),
-    )
+
+
+def _set_synchronize(tape: Tape) -> None:
+    def synchronize(*_: Any) -> None:
+        tape.wait("synchronize")
+
+    _set(torch.cuda, synchronize=synchronize)
+    _set(torch.accelerator, synchronize=synchronize)
 
 
 def _streams(tape: Tape) -> None:
@@ -263,8 +330,12 @@ def _streams(tape: Tape) -> None:
 
     _set(
         torch.cuda,
-        **{"Stream": Stream, "Event": Event, "ExternalStream": Stream, "stream": on_stream},
-        **{"current_stream": lambda *_: only, "default_stream": lambda *_: only},
+        Stream=Stream,
+        Event=Event,
+        ExternalStream=Stream,
+        stream=on_stream,
+        current_stream=lambda *_: only,
+        default_stream=lambda *_: only,
         set_stream=lambda stream: None,
     )
     _set(torch.cuda.streams, Stream=Stream, Event=Event)
@@ -306,16 +377,44 @@ def _pinned_memory(tape: Tape) -> None:
     torch.UntypedStorage.resize_ = resize_
 
 
-def _tensor_reads() -> None:
+def _list_reads(tape: Tape) -> None:
+    """`torch.tensor([a, b])` of device tensors reads each element, unseen by a dispatch mode."""
+
+    def read(tensor: Tensor) -> Any:
+        place, events = tape.lines.place(), tape.recording.events
+        last = events[-1] if events else None
+        # One sync in the source, several waits.
+        again = isinstance(last, HostWait) and (last.kind, last.line) == ("torch.tensor", place.line)
+        tape.wait("torch.tensor", place, counts=not again)
+        return tape.shadows.item(tensor, place.line)
+
+    _LIBRARY.impl("_local_scalar_dense", read, "CUDA")
+
+
+def _tensor_reads(tape: Tape) -> None:
+    represent = FakeTensor.__repr__
+
     def describe(self: FakeTensor, spec: str) -> str:
-        return format(self.item() if self.dim() == 0 else str(tuple(self.shape)), spec)
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        if self.fake_device.type == "cuda":
+            tape.wait("print")
+        return format(str(tuple(self.shape)), spec)
+
+    def printed(self: FakeTensor, **options: Any) -> str:
+        """A program that prints a tensor waits for it; torch's own messages do not."""
+        caller = sys._getframe(1).f_code.co_filename
+        if self.fake_device.type == "cuda" and not tape.lines.is_foreign(caller):
+            tape.wait("print")
+        return represent(self, **options)
 
     def numpy(self: FakeTensor, *_: Any, **__: Any) -> Any:
         if self.fake_device.type == "cuda":
             raise TypeError("numpy() of a tensor on cuda:0: expected one on the host, use .cpu() first")
         return torch.ones(self.shape, dtype=self.dtype).numpy()
 
-    _set(FakeTensor, tolist=lambda self: self.cpu().tolist(), __format__=describe, numpy=numpy)
+    _set(FakeTensor, numpy=numpy, tolist=lambda self: self.cpu().tolist())
+    _set(FakeTensor, __format__=describe, __repr__=printed)
 
 
 def _attention(tape: Tape, device: Any) -> None:

@@ -38,8 +38,9 @@ def install(tape: Tape, device: Any) -> None:
             _launched(tape, _name(self), {**named, **kwargs, "grid": _grid(grid, {**named, **kwargs})})
 
     def first_config(self: Any, *args: Any, **kwargs: Any) -> None:
-        chosen = self.configs[0].all_kwargs() if self.configs else {}
-        self.fn.run(*args, **{**chosen, **kwargs})
+        options = self.configs[0].all_kwargs() if self.configs else {}
+        options.update(kwargs)
+        self.fn.run(*args, **options)
 
     def with_heuristics(self: Any, *args: Any, **kwargs: Any) -> None:
         self.fn.run(*args, **kwargs)
@@ -117,13 +118,13 @@ def _install_driver(device: Any) -> None:
     major, minor = device.capability
     shared = 166_912 if major < 9 else 232_448
     properties = {
-        **{"max_shared_mem": shared, "multiprocessor_count": device.units, "warpSize": 32},
-        **{
-            "max_num_regs": 65_536,
-            "sm_clock_rate": 1_500_000,
-            "mem_clock_rate": 1_500_000,
-            "mem_bus_width": 5120,
-        },
+        "max_shared_mem": shared,
+        "multiprocessor_count": device.units,
+        "warpSize": 32,
+        "max_num_regs": 65_536,
+        "sm_clock_rate": 1_500_000,
+        "mem_clock_rate": 1_500_000,
+        "mem_bus_width": 5120,
     }
     vendor = "hip" if getattr(device, "vendor", "") == "amd" else "cuda"
     driver: Any = types.SimpleNamespace(
@@ -296,9 +297,15 @@ def _fused_head(products: int, given: Mapping[str, Any]) -> Kernel:
     hidden, weight = given["E"], given["C"]
     rows, vocab, width = int(given["B"]), int(given["V"]), int(given["D"])
     moved = products * (hidden.nbytes + weight.nbytes)
-    flops = 2.0 * products * rows * vocab * width
+    one = 2.0 * rows * vocab * width
     return Kernel(
-        "gemm", moved, flops, hidden.dtype, (products, rows, vocab, width), name="cut-cross-entropy"
+        "gemm",
+        moved,
+        products * one,
+        hidden.dtype,
+        (products, rows, vocab, width),
+        name="cut-cross-entropy",
+        repeated=one if products > 1 else 0.0,
     )
 
 
