@@ -1,0 +1,210 @@
+"""Every implementation of a case at several values of one parameter: peak memory, time, and what fits.
+
+`run_sweep` rehearses each implementation at each value. Where the values are `FIT`, it searches for the
+largest value that fits each device instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from leanstep.case import Case, Implementation
+from leanstep.rehearse import what_if
+from leanstep.rehearse.answers.fake_device import RehearsalError
+from leanstep.rehearse.cuda_allocator import live_at, replay
+from leanstep.rehearse.devices import Device
+from leanstep.rehearse.events import Recording, Request
+
+Data = dict[str, Any]
+Rehearse = Callable[[Request], Recording]
+# In place of values: search for the largest one.
+FIT = "fit"
+# The search ends when a value that does not fit is closer than 1/200, or at LARGEST.
+PRECISION, LARGEST = 200, 1 << 26
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to rehearse.
+
+    request: the case, with the settings that stay the same.
+    values: of the parameter `key`, or `FIT`.
+    devices: to judge by; the first one is the device that the code runs on.
+    reserve_bytes: what the rest of the program (model, optimizer) already holds.
+    """
+
+    case: Case
+    request: Request
+    key: str
+    values: tuple[Any, ...] | str
+    implementations: tuple[Implementation, ...]
+    devices: tuple[Device, ...]
+    reserve_bytes: int = 0
+
+    def request_for(self, implementation: Implementation, value: Any) -> Request:
+        settings = {**self.request.settings, self.key: value}
+        return replace(self.request, settings=settings, implementation=implementation.name)
+
+    def room(self, device: Device) -> int:
+        """Bytes of a device that the case may use."""
+        return max(0, device.memory_bytes - device.context_bytes - self.reserve_bytes)
+
+    def start(self) -> int:
+        """The value that the search starts from: the one the case has without a sweep."""
+        settings = dict(self.request.settings)
+        settings.pop("dtype", None)
+        size = str(settings.pop("size", self.case.default_size))
+        return max(1, self.case.params(size, settings)[self.key])
+
+
+def run_sweep(sweep: Sweep, rehearse: Rehearse, report: Callable[[str, float], None]) -> list[Data]:
+    """One row for each implementation, with one cell for each value (or, under FIT, for each device).
+
+    rehearse: `stage.rehearse`. report: told what comes next and the share that is done.
+    """
+    rows = []
+    for number, implementation in enumerate(sweep.implementations):
+        report(implementation.name, number / len(sweep.implementations))
+        rows.append(
+            {
+                "impl": implementation.name,
+                "kind": implementation.kind,
+                "note": implementation.note,
+                "cells": _cells(sweep, implementation, rehearse),
+            }
+        )
+    return rows
+
+
+def _cells(sweep: Sweep, implementation: Implementation, rehearse: Rehearse) -> list[Data]:
+    def cell(value: Any) -> Data:
+        return _cell(sweep, implementation, value, rehearse)
+
+    # A package that is not installed is missing at every value: no need to start a rehearsal.
+    missing = replace(implementation, unavailable=None).missing({}, "cuda")
+    if sweep.values == FIT:
+        if missing is not None:
+            return [{"device": device.key, "value": None, "why": missing} for device in sweep.devices]
+        return _fit_cells(sweep, cell)
+    if missing is not None:
+        return [{"value": value, "why": missing} for value in sweep.values]
+    return [cell(value) for value in sweep.values]
+
+
+def _cell(sweep: Sweep, implementation: Implementation, value: Any, rehearse: Rehearse) -> Data:
+    """Figures of one rehearsal, or `why` there are none."""
+    try:
+        recording = rehearse(sweep.request_for(implementation, value))
+    except RehearsalError as error:
+        about_this_row = f"{sweep.case.name}, {implementation.name}: "
+        if not str(error).startswith(about_this_row):
+            raise
+        return {"value": value, "why": str(error).removeprefix(about_this_row)}
+    if recording.ended != "steps":
+        reason = recording.refused.reason if recording.refused is not None else "a step is missing"
+        return {"value": value, "why": reason}
+    return {"value": value, "why": None, **_figures(sweep, recording)}
+
+
+def _figures(sweep: Sweep, recording: Recording) -> Data:
+    events, storages = recording.events, recording.storages
+    peak = replay(events, storages)
+    live = [storages[number] for number in live_at(events, peak.index)]
+    categories: dict[str, int] = {}
+    for storage in live:
+        categories[storage.category] = categories.get(storage.category, 0) + storage.nbytes
+    timing = what_if.last_step(recording, sweep.devices[0])
+    return {
+        "peak_bytes": peak.allocated,
+        "reserved_bytes": peak.reserved,
+        "largest_buffer_bytes": max((storage.nbytes for storage in live), default=0),
+        "categories": dict(sorted(categories.items(), key=lambda item: -item[1])),
+        "flops": timing.flops if timing is not None else None,
+        "devices": {
+            device.key: _on_device(sweep, recording, device, peak.reserved) for device in sweep.devices
+        },
+    }
+
+
+def _on_device(sweep: Sweep, recording: Recording, device: Device, reserved: int) -> Data:
+    """Whether it fits, and the time of a step that does."""
+    room = sweep.room(device)
+    # An allocator that runs out of memory first frees what it only caches: it may fit with less.
+    fits = reserved <= room or replay(recording.events, recording.storages, room).failed is None
+    timing = what_if.last_step(recording, device) if fits else None
+    return {
+        "fits": fits,
+        "step_ms": timing.step_s * 1e3 if timing is not None else None,
+        "bound_by": timing.bound_by if timing is not None else None,
+    }
+
+
+def _fit_cells(sweep: Sweep, cell: Callable[[int], Data]) -> list[Data]:
+    """For each device the cell of the largest value that fits; value 0 where not even 1 does."""
+    known: dict[int, Data] = {}
+
+    def cell_of(value: int) -> Data:
+        if value not in known:
+            known[value] = cell(value)
+        return known[value]
+
+    found = []
+    for device in sweep.devices:
+
+        def probe(value: int, device: Device = device) -> tuple[bool, int]:
+            got = cell_of(value)
+            if got["why"] is not None:
+                raise _Stopped(got)
+            return got["devices"][device.key]["fits"], got["reserved_bytes"]
+
+        try:
+            largest = largest_fitting(probe, sweep.room(device), sweep.start())
+            nothing = {"value": 0, "why": f"not even {sweep.key} = 1 fits"}
+            found.append({"device": device.key, **(cell_of(largest) if largest else nothing)})
+        except _Stopped as stopped:
+            found.append({"device": device.key, **stopped.cell})
+    return found
+
+
+class _Stopped(Exception):
+    """A rehearsal of the search was refused."""
+
+    def __init__(self, cell: Data):
+        super().__init__(cell["why"])
+        self.cell = cell
+
+
+def largest_fitting(probe: Callable[[int], tuple[bool, int]], room: int, start: int) -> int:
+    """The largest value that fits, to within 1/PRECISION; 0 where 1 does not fit.
+
+    probe: value -> (whether it fits, bytes that it needs). The value returned was probed. Memory mostly grows
+    in proportion, so a straight line through the last two probes gives the next value; every third one halves
+    the interval, whatever the line says.
+    """
+    low, high = 0, 0  # the largest value that fits, the smallest that does not (0: none yet)
+    points: list[tuple[int, int]] = []
+    value = start
+    while True:
+        fits, needed = probe(value)
+        points.append((value, needed))
+        if fits:
+            low = value
+        else:
+            high = value
+        if low >= LARGEST or (high and high - low <= max(1, low // PRECISION)):
+            return low
+        value = _next_value(points, low, high, room)
+
+
+def _next_value(points: list[tuple[int, int]], low: int, high: int, room: int) -> int:
+    (before, bytes_before), (value, needed) = points[-2:] if len(points) > 1 else [(0, 0), *points]
+    end = high or min(8 * low, LARGEST) + 1
+    halved = (low + high) // 2 if high else end - 1
+    if needed == bytes_before or (high and len(points) % 3 == 0):
+        return halved
+    guess = value + (room - needed) * (value - before) / (needed - bytes_before)
+    # A little to the other side of the limit than the last value: the interval closes from both sides.
+    guess = round(guess * (1 + (0.4 if value == low else -0.4) / PRECISION))
+    return guess if low < guess < end else halved
