@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from leanstep.rehearse.stage import RehearsalError, rehearse
 from leanstep.rehearse.sweep import FIT, Sweep, run_sweep
 
 Data = dict[str, Any]
+Report = Callable[[str, float], None]
 GIB = 2**30
 # A reason in a row of the table is cut here; the JSON has all of it.
 REASON_WIDTH = 100
@@ -129,23 +130,28 @@ def _check_countable(case: Case, settings: dict[str, Any], key: str) -> None:
 def run(sweep: Sweep, json: str | None, html: str | None) -> int:
     """Rehearse, print the tables, write the JSON object. Returns 3 where no rehearsal came to its end."""
     out = console(json)
-    try:
-        with progress_bar(out, sweep.case.name) as report:
-            rows = run_sweep(sweep, lambda request: rehearse(request, quiet=True), report)
-    except RehearsalError as error:
-        raise BadInput(f"rehearse: {error}") from None
-    result = to_json(sweep, rows)
+    with progress_bar(out, sweep.case.name) as report:
+        result = rehearse_sweep(sweep, report)
     out.print(text(result), markup=False, highlight=False, soft_wrap=True)
     write_json(result, json)
     if html is not None:
         from leanstep.report import page
 
         page.add_section(html, "sweep", result)
-    return 0 if any(cell["why"] is None for row in rows for cell in row["cells"]) else 3
+    return 0 if any(cell["why"] is None for row in result["rows"] for cell in row["cells"]) else 3
+
+
+def rehearse_sweep(sweep: Sweep, report: Report = lambda what, share: None) -> Data:
+    """The result as docs/rehearse.md describes it."""
+    try:
+        rows = run_sweep(sweep, lambda request: rehearse(request, quiet=True), report)
+    except RehearsalError as error:
+        raise BadInput(f"rehearse: {error}") from None
+    return to_json(sweep, rows)
 
 
 def to_json(sweep: Sweep, rows: list[Data]) -> Data:
-    """The contract of docs/rehearse.md."""
+    """The rows with what they were rehearsed for."""
     from leanstep.measure.timing import environment
 
     settings = dict(sweep.request.settings)

@@ -179,9 +179,9 @@ class _Stopped(Exception):
 def largest_fitting(probe: Callable[[int], tuple[bool, int]], room: int, start: int) -> int:
     """The largest value that fits, to within 1/PRECISION; 0 where 1 does not fit.
 
-    probe: value -> (whether it fits, bytes that it needs). The value returned was probed. Memory mostly grows
-    in proportion, so a straight line through the last two probes gives the next value; every third one halves
-    the interval, whatever the line says.
+    probe: value -> (whether it fits, bytes that it needs), called for the value returned, too. Large values
+    take long to rehearse, and memory mostly grows along a line. So the line through the last two probes gives
+    the next value, and the search ends when that line leaves no larger one; every fourth probe bisects.
     """
     low, high = 0, 0  # the largest value that fits, the smallest that does not (0: none yet)
     points: list[tuple[int, int]] = []
@@ -189,22 +189,24 @@ def largest_fitting(probe: Callable[[int], tuple[bool, int]], room: int, start: 
     while True:
         fits, needed = probe(value)
         points.append((value, needed))
-        if fits:
-            low = value
-        else:
-            high = value
-        if low >= LARGEST or (high and high - low <= max(1, low // PRECISION)):
+        low, high = (value, high) if fits else (low, value)
+        closest = low + max(1, low / PRECISION)
+        limit = _limit_on_line(points, room)
+        if low >= LARGEST or 0 < high <= closest or (fits and len(points) > 1 and 0 < limit < closest):
             return low
-        value = _next_value(points, low, high, room)
+        value = _next_value(limit, low, high, bisect=len(points) % 4 == 0)
 
 
-def _next_value(points: list[tuple[int, int]], low: int, high: int, room: int) -> int:
+def _limit_on_line(points: list[tuple[int, int]], room: int) -> float:
+    """The value where a line through the last two probes reaches the room; 0: there is none."""
     (before, bytes_before), (value, needed) = points[-2:] if len(points) > 1 else [(0, 0), *points]
-    end = high or min(8 * low, LARGEST) + 1
-    halved = (low + high) // 2 if high else end - 1
-    if needed == bytes_before or (high and len(points) % 3 == 0):
-        return halved
-    guess = value + (room - needed) * (value - before) / (needed - bytes_before)
-    # A little to the other side of the limit than the last value: the interval closes from both sides.
-    guess = round(guess * (1 + (0.4 if value == low else -0.4) / PRECISION))
-    return guess if low < guess < end else halved
+    slope = (needed - bytes_before) / (value - before)
+    return value + (room - needed) / slope if slope > 0 else 0.0
+
+
+def _next_value(limit: float, low: int, high: int, bisect: bool) -> int:
+    """A little below the limit, where the line is right it fits; else the middle, or eight times as much."""
+    guess = int(limit * (1 - 0.5 / PRECISION))
+    if low < guess < (high or min(64 * low, LARGEST)) and not (high and bisect):
+        return guess
+    return (low + high) // 2 if high else min(8 * low, LARGEST)
