@@ -325,10 +325,22 @@ def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], An
         tape.most_on_host = usual
         step = chosen.build(workload)
         while True:
-            step()
+            outputs = [torch._C._WeakTensorRef(t) for t in step().values()]
+            _wait_until_freed(outputs)
             steps.mark(())
 
     return run
+
+
+def _wait_until_freed(tensors: list[Any]) -> None:
+    """Autograd's thread may hold the last gradients a moment longer: they are not part of the next step.
+
+    tensors: weak references. Those that an optimizer keeps are never freed, so the wait has an end.
+    """
+    for _ in range(50):
+        if all(tensor.expired() for tensor in tensors):
+            return
+        time.sleep(1e-3)
 
 
 def _script_program(request: Request) -> Callable[[], Any]:

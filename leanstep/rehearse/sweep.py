@@ -157,7 +157,9 @@ def _fit_cells(sweep: Sweep, cell: Callable[[int], Data]) -> list[Data]:
             got = cell_of(value)
             if got["why"] is not None:
                 raise _Stopped(got)
-            return got["devices"][device.key]["fits"], got["reserved_bytes"]
+            fits, needed = got["devices"][device.key]["fits"], got["reserved_bytes"]
+            # Where it fits because the allocator freed its cache, its tensors decide.
+            return fits, got["peak_bytes"] if fits and needed > sweep.room(device) else needed
 
         try:
             largest = largest_fitting(probe, sweep.room(device), sweep.start())
