@@ -318,6 +318,7 @@ def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], An
     if missing is not None:
         raise RehearsalError(f"{case.name}, {chosen.name}: {missing}")
     steps.by_hand = True
+    weak: Any = torch._C._WeakTensorRef  # pyright: ignore[reportAttributeAccessIssue]
 
     def run() -> None:
         usual, tape.most_on_host = tape.most_on_host, SHADOW_ELEMENTS
@@ -325,8 +326,7 @@ def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], An
         tape.most_on_host = usual
         step = chosen.build(workload)
         while True:
-            outputs = [torch._C._WeakTensorRef(t) for t in step().values()]
-            _wait_until_freed(outputs)
+            _wait_until_freed([weak(output) for output in step().values()])
             steps.mark(())
 
     return run
