@@ -1,4 +1,4 @@
-"""`leanstep`: demo · diagnose · fix · bench · prove · rehearse · plan · train · kernels · gpu-report.
+"""`leanstep`: demo · diagnose · fix · bench · prove · rehearse · train · kernels · gpu-report.
 
 Exit codes: 0 fine; 1 the thing asked about fell short; 2 bad input, with one line and no traceback.
 The commands' bodies live in `leanstep/commands/`, one module each.
@@ -33,10 +33,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 COMMANDS = {
     "demo": ("leanstep.commands.demo", "demo"),
     "diagnose": ("leanstep.commands.diagnose", "diagnose"),
-    "fix": ("leanstep.commands.prove", "fix"),
+    "fix": ("leanstep.commands.fix", "fix"),
     "bench": ("leanstep.commands.bench", "bench"),
     "prove": ("leanstep.commands.prove", "prove"),
-    "plan": ("leanstep.commands.plan", "plan_app"),
     "train": ("leanstep.commands.train", "train"),
     "rehearse": ("leanstep.commands.rehearse", "rehearse"),
     "kernels": ("leanstep.commands.kernels", "kernels"),

@@ -171,41 +171,28 @@ def _rehearse(board: Board, examples: Path) -> tuple[dict[str, Any], list[str]]:
     board.show("peers", "rehearsal on an H100 that is not there")
     try:
         section, lines = rehearse_example(examples)
-        return {"rehearse": section, "plan": plan_at_published_size()}, lines
+        return {"rehearse": section, "sweep": sweep_at_published_size()}, lines
     except BadInput as error:
         return {"rehearse": {"runs": []}}, [f"no rehearsal: {error}"]
 
 
-def plan_at_published_size() -> dict[str, Any]:
+def sweep_at_published_size() -> dict[str, Any]:
     """Predicted peaks of the published out-of-memory case against the device it ran on."""
-    from leanstep.commands.rehearse import head_jobs, rehearse_jobs
-    from leanstep.measure.timing import environment
-    from leanstep.rehearse.cuda_allocator import replay
+    from leanstep.commands.sweep import rehearse_sweep, typed_sweep
     from leanstep.rehearse.devices import device_named
+    from leanstep.rehearse.events import Request
 
-    tokens, vocab, hidden = 205_280, 76_032, 2_560
-    methods = {
-        "plain": ("full logits", "reference"),
-        "gathered-step": ("full logits, rows gathered after the head", "peer"),
-        "linear": ("leanstep: rows before the head, tiles", "fast"),
-    }
-    device = device_named("h200")
-    wanted = [(method, fraction) for method in methods for fraction in SWEPT]
-    planned = rehearse_jobs(head_jobs(tokens, vocab, hidden, "fp32", 1024, wanted), device)
-    rows = []
-    for (method, fraction), job in zip(wanted, planned, strict=True):
-        label, kind = methods[method]
-        peak = replay(job.events, job.storages).allocated
-        rows.append({"method": label, "kind": kind, "x": fraction, "peak_bytes": peak})
+    settings = {"tokens": 205_280, "vocab": 76_032, "hidden": 2_560, "chunk": 1024, "dtype": "fp32"}
+    request = Request("logprob-linear", case=True, device="h200", steps=2, settings=settings)
+    fractions = "response_frac=" + ",".join(f"{fraction:g}" for fraction in SWEPT)
     return {
-        **environment(),
+        **rehearse_sweep(
+            typed_sweep(request, [fractions], [device_named("h200")], "reference,slime-gather,leanstep", 0.0)
+        ),
         "title": "Predicted peak of the published out-of-memory case",
-        "summary": f"{tokens:,} tokens, vocabulary {vocab:,}, width {hidden:,}, fp32, log-prob and entropy "
-        "with gradients, against an H200 of 141 GB. One buffer of logits alone is 58.1 GiB. Rehearsed as "
-        "CUDA code on a device that is not there, like `leanstep plan logprob`.",
-        "x_title": "response fraction",
-        "rows": rows,
-        "devices": {"H200": device.memory_bytes},
+        "summary": "205,280 tokens, vocabulary 76,032, width 2,560, fp32: log-probs, entropy, gradients on "
+        "an H200 of 141 GB. One buffer of logits alone is 58.1 GiB. Predicted by `leanstep rehearse "
+        "logprob-linear --sweep response_frac=…`.",
     }
 
 

@@ -4,17 +4,20 @@ leanstep prove CASE...                        registered cases; --drift trains p
 leanstep prove before.py after.py             do two scripts make the same update?
 leanstep prove train.py --same A --same B     does one script, cut in two ways?
 leanstep prove train.py --invariant           does a row keep its bits in other company?
-leanstep fix train.py                         repairs of findings, each proven on a copy
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
+import torch
 import typer
+from rich.console import Console
 
+from leanstep.case import Case
 from leanstep.commands import BadInput, FellShort
 from leanstep.commands.terminal import (
     HtmlOption,
@@ -23,7 +26,6 @@ from leanstep.commands.terminal import (
     Outputs,
     case_names,
     check_implementations,
-    check_writable,
     console,
     kept_for_json,
     parse_device,
@@ -35,7 +37,6 @@ from leanstep.commands.terminal import (
     split_scripts,
     write_json,
 )
-from leanstep.units import ratio, seconds
 
 # Steps of a case's training runs under --drift, and updates of a script that are compared.
 DRIFT_STEPS, SCRIPT_STEPS = 60, 2
@@ -106,57 +107,94 @@ def prove(
         raise BadInput(
             f"prove: one script, {scripts[0]}; expected a second one to compare with, --same or --invariant"
         )
-    from leanstep.measure.drift import run_drift
-    from leanstep.measure.parity import prove_case
+    if runs < 2:
+        raise BadInput(f"--runs: expected at least 2 paired runs, got {runs}")
+    proof = _CaseProof(
+        cases=select_cases(cases),
+        implementations=split_list(impl, "--impl"),
+        dtypes=parse_dtypes(dtype),
+        device=parse_device(device),
+        drift_runs=runs if drift else 0,
+        drift_steps=steps or DRIFT_STEPS,
+    )
+    _prove_cases(proof, json, html)
+
+
+@dataclass(frozen=True)
+class _CaseProof:
+    """Registered cases to prove. drift_runs: pairs of training runs for each; 0: no drift."""
+
+    cases: list[Case]
+    implementations: tuple[str, ...] | None
+    dtypes: tuple[torch.dtype, ...] | None
+    device: torch.device
+    drift_runs: int
+    drift_steps: int
+
+    def check(self) -> None:
+        check_implementations(self.cases, self.implementations)
+        if self.drift_runs and not self.with_training():
+            names = ", ".join(case.name for case in self.cases)
+            raise BadInput(f"--drift: none of {names} has a training run to compare")
+
+    def with_training(self) -> list[Case]:
+        return [case for case in self.cases if case.drift is not None]
+
+
+def _prove_cases(proof: _CaseProof, json: str | None, html: str | None) -> None:
     from leanstep.measure.timing import environment
     from leanstep.report.tables import drift_table, prove_table
 
-    chosen = select_cases(cases)
-    names = split_list(impl, "--impl")
-    check_implementations(chosen, names)
-    dtypes = parse_dtypes(dtype)
-    where = parse_device(device)
-    steps = steps or DRIFT_STEPS
-    if runs < 2:
-        raise BadInput(f"--runs: expected at least 2 paired runs, got {runs}")
-    able = [case for case in chosen if case.drift is not None]
-    if drift and not able:
-        names_of = ", ".join(case.name for case in chosen)
-        raise BadInput(f"--drift: none of {names_of} has a training run to compare")
-
+    proof.check()
     out = console(json)
-    rows: list[dict[str, Any]] = []
-    drifts: list[dict[str, Any]] = []
-    with progress_bar(out, "prove") as report, kept_for_json(json):
-        for index, case in enumerate(chosen):
-            report(case.name, index / len(chosen))
-            rows += [
-                row.to_json() for row in prove_case(case, dtypes=dtypes, implementations=names, device=where)
-            ]
+    rows = _parity_rows(proof, out, json)
     out.print(prove_table(rows))
-    if drift:
-        for case in able:
-            with progress_bar(out, f"drift {case.name}") as report, kept_for_json(json):
-                found = run_drift(
-                    case, runs=runs, steps=steps, on_run=lambda name, done, total: report(name, done / total)
-                )
-            drifts += [row.to_json() for row in found]
-        out.print(drift_table(drifts))
-    result = {**environment(where), "rows": rows}
-    if drift:
-        result["drift"] = drifts
+    result = {**environment(proof.device), "rows": rows}
+    if proof.drift_runs:
+        result["drift"] = _drift_rows(proof, out, json)
+        out.print(drift_table(result["drift"]))
     write_json(result, json)
     if html:
         from leanstep.report.page import add_section
 
         add_section(html, "prove", result)
-    bad = [row for row in rows if not row["ok"]] + [row for row in drifts if not row["ok"]]
     if not rows:
         raise BadInput("prove: nothing to prove for this choice of cases and implementations")
-    if bad:
-        first = bad[0]
+    failed = [row for row in [*rows, *result.get("drift", [])] if not row["ok"]]
+    if failed:
+        first = failed[0]
         what = first.get("tensor", "drift of the loss")
-        raise FellShort(f"prove: {len(bad)} checks failed, first {first['case']}/{first['impl']} {what}")
+        raise FellShort(f"prove: {len(failed)} checks failed, first {first['case']}/{first['impl']} {what}")
+
+
+def _parity_rows(proof: _CaseProof, out: Console, json: str | None) -> list[dict[str, Any]]:
+    """Each tensor of each fast path against fp64."""
+    from leanstep.measure.parity import prove_case
+
+    rows = []
+    with progress_bar(out, "prove") as report, kept_for_json(json):
+        for index, case in enumerate(proof.cases):
+            report(case.name, index / len(proof.cases))
+            rows += prove_case(
+                case, dtypes=proof.dtypes, implementations=proof.implementations, device=proof.device
+            )
+    return [row.to_json() for row in rows]
+
+
+def _drift_rows(proof: _CaseProof, out: Console, json: str | None) -> list[dict[str, Any]]:
+    """Losses of paired training runs, tested for a shift."""
+    from leanstep.measure.drift import run_drift
+
+    rows = []
+    for case in proof.with_training():
+        with progress_bar(out, f"drift {case.name}") as report, kept_for_json(json):
+            rows += run_drift(
+                case,
+                runs=proof.drift_runs,
+                steps=proof.drift_steps,
+                on_run=lambda name, done, total, report=report: report(name, done / total),
+            )
+    return [row.to_json() for row in rows]
 
 
 def _prove_pair(
@@ -248,95 +286,3 @@ def _prove_invariant(scripts: list[str], args: list[str], outputs: Outputs) -> N
         raise BadInput(f"prove: {proof.problem}")
     if not proof.ok:
         raise FellShort(f"prove: {proof.sentence()}")
-
-
-def fix(
-    script: Annotated[str, typer.Argument(help="The training script, or a folder with a train.py.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
-    rule: Annotated[
-        str | None, typer.Option("--rule", metavar="RULES", help="Only repairs of these rules: ids, or any.")
-    ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Apply what is offered.")] = False,
-    budget: Annotated[float, typer.Option("--budget", help="Seconds of timing per repair.")] = 5.0,
-    json: JsonOption = None,
-) -> None:
-    """Repair the findings that need no thought: diff, proof and measurement of each; --write applies them.
-
-    A repair is tried on a copy. It is offered when its finding is gone, the update is the same (as
-    leanstep prove says it) and a step is not slower. Whatever else the file holds stays as it is.
-
-    Example: leanstep fix train.py --rule unbatched-optimizer -- --batch-size 8
-    """
-    from leanstep.commands.diagnose import script_path
-    from leanstep.diagnose.outputs.gate import parse_rules
-
-    path = script_path(script)
-    try:
-        rules = parse_rules(rule) if rule is not None else ()
-    except ValueError as error:
-        raise BadInput(f"--rule: {error}") from None
-    if budget <= 0:
-        raise BadInput(f"--budget: expected seconds above 0, got {budget}")
-    check_writable(json, "--json")
-    try:
-        from leanstep.fix import Settings, find_fixes
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("libcst"):
-            raise
-        raise BadInput("fix: expected the package libcst; pip install libcst") from None
-    out = console(json)
-    with progress_bar(out, "fix") as report:
-        done = iter(range(19))
-        found = find_fixes(
-            path,
-            args or [],
-            Settings(rules, budget_s=budget, fork=True),
-            lambda what: report(what, next(done, 19) / 20),
-        )
-    if write:
-        found.write()
-    for line in _fix_lines(found, write):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
-    write_json({**found.as_dict(), "written": write and bool(found.changed)}, json)
-
-
-def _fix_lines(found: Any, write: bool) -> list[str]:
-    from leanstep.diagnose.recording.source import short_path
-
-    lines = []
-    for offer in found.offers:
-        first, *others = offer.findings
-        more = f" and {len(others)} more" if others else ""
-        lines.append(f"{first.rule}  {_where(first)}{more}: {offer.title}")
-        lines.append(f"    proven: {offer.proof.sentence()}")
-        lines.append(f"    measured: {_measured_words(offer.bench)}")
-    if found.together is not None:
-        lines.append(
-            f"all together: {_measured_words(found.together.bench)}; {found.together.proof.sentence()}"
-        )
-    if found.changed:
-        lines += ["", found.diff().rstrip("\n"), ""]
-    for finding, why in found.refused:
-        lines.append(f"left alone: {finding.rule}  {_where(finding)}: {why}")
-    if not found.offers:
-        lines.append("Nothing to repair mechanically.")
-    else:
-        files = ", ".join(short_path(str(path)) for path in found.changed)
-        lines.append(f"Applied to {files}." if write else f"--write applies this to {files}.")
-    return lines
-
-
-def _where(finding: Any) -> str:
-    from leanstep.diagnose.recording.source import short_path
-
-    return f"{short_path(finding.line.file)}:{finding.line.number}"
-
-
-def _measured_words(bench: Any) -> str:
-    before, after = bench.before, bench.after
-    words = [f"step {seconds(before.median_s)} → {seconds(after.median_s)} ({ratio(bench.time_ratio)})"]
-    for name, unit in (("host_syncs", "host reads"), ("ops", "ops")):
-        old, new = getattr(before, name), getattr(after, name)
-        if old is not None and new is not None and old != new:
-            words.append(f"{unit} {old:,} → {new:,}")
-    return ", ".join(words)

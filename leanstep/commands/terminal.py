@@ -254,34 +254,3 @@ def _number(text: str) -> int | float:
         except ValueError:
             continue
     raise BadInput(f"--sweep: expected a number, got {text!r}")
-
-
-def check_at_least_one(**values: int) -> None:
-    """Every option of these names and values is a count."""
-    for name, value in values.items():
-        if value < 1:
-            raise BadInput(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
-
-
-def parse_fractions(text: str) -> list[float]:
-    """1,0.25 of --response-frac."""
-    try:
-        values = [float(item) for item in text.split(",")]
-    except ValueError:
-        raise BadInput(f"--response-frac: expected numbers separated by commas, got {text!r}") from None
-    for value in values:
-        if not 0 <= value <= 1:
-            raise BadInput(f"--response-frac: expected fractions between 0 and 1, got {value:g}")
-    return values
-
-
-def parse_integers(text: str, argument: str) -> list[int]:
-    """1,2,4, each at least 1."""
-    try:
-        values = [int(item) for item in text.split(",")]
-    except ValueError:
-        raise BadInput(f"{argument}: expected whole numbers separated by commas, got {text!r}") from None
-    for value in values:
-        if value < 1:
-            raise BadInput(f"{argument}: expected at least 1, got {value}")
-    return values

@@ -33,6 +33,8 @@ Tensors = dict[str, Tensor]
 Constants = dict[str, Any]
 
 
+# What the gradients of a workload are for. "hidden": a frozen head; "none": old and reference log-probs.
+GRADIENTS = {"both": ("hidden", "weight"), "hidden": ("hidden",), "none": ()}
 OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.28, kl="k3", kl_coef=0.04, entropy_coef=0.01)
 
 
@@ -66,7 +68,11 @@ def make_linear(
         "upstream:logp": normal(generator, len(rows)).to(device),
         "upstream:entropy": normal(generator, len(rows), scale=0.1).to(device),
     }
-    return Workload(tensors, {"sequence_lengths": lengths})
+    gradients = params.get("gradients", "both")
+    if gradients not in GRADIENTS:
+        raise ValueError(f"gradients: expected {', '.join(GRADIENTS)}, got {gradients!r}")
+    constants = {"sequence_lengths": lengths, "chunk": params.get("chunk", 0), "gradients": gradients}
+    return Workload(tensors, constants)
 
 
 def make_logits(
@@ -80,7 +86,7 @@ def make_logits(
         "upstream:logp": normal(generator, len(rows)).to(device),
         "upstream:entropy": normal(generator, len(rows), scale=0.1).to(device),
     }
-    return Workload(tensors, {"all_rows": len(rows) == params["tokens"]})
+    return Workload(tensors, {"all_rows": len(rows) == params["tokens"], "chunk": params["chunk"]})
 
 
 def make_policy(
@@ -120,14 +126,23 @@ def _linear_gather_after(t: Tensors, constants: Constants) -> Tensors:
     return {"logp": logp, "entropy": entropy}
 
 
-def _linear_fast(t: Tensors, constants: Constants, **options: Any) -> Tensors:
-    out = linear_logprobs(t["hidden"], t["weight"], t["targets"], rows=t["rows"], entropy="grad", **options)
+def _linear_fast(t: Tensors, constants: Constants, save_logits: str = "grad") -> Tensors:
+    tuning = Tuning(tile=_chunk_tile(constants), save_logits=save_logits)
+    out = linear_logprobs(
+        t["hidden"], t["weight"], t["targets"], rows=t["rows"], entropy="grad", tuning=tuning
+    )
     assert out.entropy is not None
     return {"logp": out.logp, "entropy": out.entropy}
 
 
 def _linear_recompute(t: Tensors, constants: Constants) -> Tensors:
-    return _linear_fast(t, constants, tuning=Tuning(save_logits="none"))
+    return _linear_fast(t, constants, save_logits="none")
+
+
+def _chunk_tile(constants: Constants) -> tuple[int, None] | None:
+    """Tiles of `chunk` rows and all columns; 0: leanstep chooses."""
+    chunk = constants.get("chunk", 0)
+    return (chunk, None) if chunk else None
 
 
 def _logits_reference(t: Tensors, constants: Constants) -> Tensors:
@@ -136,7 +151,8 @@ def _logits_reference(t: Tensors, constants: Constants) -> Tensors:
 
 def _logits_fast(t: Tensors, constants: Constants) -> Tensors:
     rows = None if constants["all_rows"] else t["rows"]
-    out = token_logprobs(t["logits"], t["targets"], rows=rows, entropy="grad")
+    tuning = Tuning(tile=_chunk_tile(constants))
+    out = token_logprobs(t["logits"], t["targets"], rows=rows, entropy="grad", tuning=tuning)
     assert out.entropy is not None
     return {"logp": out.logp, "entropy": out.entropy}
 
@@ -262,6 +278,7 @@ def _drift(implementation: str, seed: int, steps: int) -> list[float]:
 
 
 def _sizes(**cpu: Any) -> dict[str, dict[str, Any]]:
+    """Named sizes. chunk: rows per chunk, where an implementation has chunks of rows; 0: its own choice."""
     shared = {"tokens": 2048, "hidden": 1024, "vocab": 32000, "response_frac": 0.25, "samples": 8, **cpu}
     return {
         "tiny": {**shared, "tokens": 48, "hidden": 16, "vocab": 97, "samples": 4},
@@ -276,12 +293,22 @@ def _sizes(**cpu: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-HEAD = ("hidden", "weight")
-
-
 def _head_row(name: str, kind: Kind, function: Any, note: str = "", **options: Any) -> Implementation:
-    """A row with gradients of the hidden states and the head."""
-    return Implementation(name, kind, with_gradients(function, HEAD), note=note, **options)
+    """A row with gradients of the hidden states and the head, unless the workload asks for fewer."""
+
+    def build(workload: Workload) -> Step:
+        wrt = GRADIENTS[workload.constants.get("gradients", "both")]
+        return with_gradients(function, wrt)(workload) if wrt else _without_gradients(function, workload)
+
+    return Implementation(name, kind, build, note=note, **options)
+
+
+def _without_gradients(function: Any, workload: Workload) -> Step:
+    @torch.no_grad()
+    def step() -> Tensors:
+        return function(workload.tensors, workload.constants)
+
+    return step
 
 
 def _peer_rows(name: str, module: str, all_rows: Any, same_rows: Any, note: str) -> list[Implementation]:
@@ -323,9 +350,16 @@ register(
                 unavailable=_no_compiler,
                 note="the reference, compiled",
             ),
+            Implementation(
+                "slime-gather",
+                "peer",
+                with_gradients(peers.slime_logits, ("logits",)),
+                unavailable=_no_rows,
+                note="slime pull 2076: rows picked, fused loss in chunks",
+            ),
             Implementation("limit", "limit", _logits_streams, note="two reads and one write of [T, V]"),
         ),
-        sizes=_sizes(response_frac=1.0),
+        sizes=_sizes(response_frac=1.0, chunk=0),
         **SHARED,
     )
 )
@@ -340,6 +374,13 @@ register(
             _head_row("leanstep", "fast", _linear_fast, "3 GEMMs: logits wait in the gradient's memory"),
             _head_row("leanstep-recompute", "fast", _linear_recompute, '4 GEMMs: save_logits="none"'),
             _head_row("gather-after", "peer", _linear_gather_after, "rows picked from the logits"),
+            _head_row(
+                "slime-gather",
+                "peer",
+                peers.slime_linear,
+                "slime pull 2076: rows picked from the logits, fused loss in chunks",
+                unavailable=_no_rows,
+            ),
             *_peer_rows(
                 "trl-chunked",
                 "trl",
@@ -396,7 +437,7 @@ register(
                 "limit-recompute", "limit", _bare_gemms(2), note="4 bare GEMMs on the selected rows"
             ),
         ),
-        sizes=_sizes(),
+        sizes=_sizes(chunk=0, gradients="both"),
         drift=_drift,
         **SHARED,
     )

@@ -46,19 +46,19 @@ def _trl(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 def verl_all_rows(t: Tensors, constants: Constants) -> Tensors:
-    return picked(t, *_verl(t["hidden"], t["weight"], t["targets"]))
+    return picked(t, *_verl(t["hidden"], t["weight"], t["targets"], constants))
 
 
 def verl_same_rows(t: Tensors, constants: Constants) -> Tensors:
     hidden, targets = selected(t)
-    logp, entropy = _verl(hidden, t["weight"], targets)
+    logp, entropy = _verl(hidden, t["weight"], targets, constants)
     return {"logp": logp, "entropy": entropy}
 
 
-def _verl(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _verl(hidden: Tensor, weight: Tensor, targets: Tensor, constants: Constants) -> tuple[Tensor, Tensor]:
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    return FusedLinearForPPO(chunk_size=512)(hidden, weight, targets)
+    return FusedLinearForPPO(chunk_size=constants.get("chunk") or 512)(hidden, weight, targets)
 
 
 def verl_triton(t: Tensors, constants: Constants) -> Tensors:
@@ -135,3 +135,47 @@ def liger_grpo(t: Tensors, constants: Constants) -> Tensors:
         old_per_token_logps=t["old_logp"].view(shape),
     )
     return {"loss_without_entropy": loss}
+
+
+def slime_linear(t: Tensors, constants: Constants) -> Tensors:
+    """slime pull 2076 in a training step: the logits of all rows exist, those of the response are picked."""
+    logits = torch.nn.functional.linear(t["hidden"], t["weight"])
+    return slime_logits({**t, "logits": logits}, constants)
+
+
+def slime_logits(t: Tensors, constants: Constants) -> Tensors:
+    logits, targets = t["logits"], t["targets"]
+    if len(t["rows"]) < len(logits):
+        logits, targets = logits.index_select(0, t["rows"]), targets.index_select(0, t["rows"])
+    chunk = constants.get("chunk") or len(logits)
+    parts = [_SlimeLoss.apply(*part) for part in zip(logits.split(chunk), targets.split(chunk), strict=True)]
+    return {"logp": torch.cat([logp for logp, _ in parts]), "entropy": torch.cat([e for _, e in parts])}
+
+
+class _SlimeLoss(torch.autograd.Function):
+    """Log-prob and entropy of a chunk of logits the way slime pull 2076 fuses them, without Megatron.
+
+    One buffer of the chunk's size is its softmax and, in the backward, its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        softmax = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        softmax.sub_(softmax.amax(-1, keepdim=True))
+        target = softmax.gather(1, targets[:, None])[:, 0]
+        total = softmax.exp_().sum(-1, keepdim=True)
+        softmax.div_(total)
+        entropy = torch.special.entr(softmax).sum(-1)
+        ctx.softmax, ctx.dtype = softmax, logits.dtype
+        ctx.save_for_backward(targets, entropy)
+        return target - total[:, 0].log(), entropy
+
+    @staticmethod
+    def backward(ctx: Any, g_logp: Tensor, g_entropy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        targets, entropy = ctx.saved_tensors
+        softmax, g_logp = ctx.softmax, g_logp[:, None]
+        tiny = torch.finfo(softmax.dtype).tiny
+        factor = softmax.clamp(min=tiny).log_().add_(entropy[:, None])
+        softmax.mul_(factor.mul_(g_entropy[:, None]).add_(g_logp).neg_())
+        softmax.scatter_add_(1, targets[:, None], g_logp.to(softmax.dtype))
+        return softmax.to(ctx.dtype), None

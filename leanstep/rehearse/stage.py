@@ -318,6 +318,7 @@ def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], An
     if missing is not None:
         raise RehearsalError(f"{case.name}, {chosen.name}: {missing}")
     steps.by_hand = True
+    weak: Any = torch._C._WeakTensorRef  # pyright: ignore[reportAttributeAccessIssue]
 
     def run() -> None:
         usual, tape.most_on_host = tape.most_on_host, SHADOW_ELEMENTS
@@ -325,10 +326,21 @@ def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], An
         tape.most_on_host = usual
         step = chosen.build(workload)
         while True:
-            step()
+            _wait_until_freed([weak(output) for output in step().values()])
             steps.mark(())
 
     return run
+
+
+def _wait_until_freed(tensors: list[Any]) -> None:
+    """Autograd's thread may hold the last gradients a moment longer: they are not part of the next step.
+
+    tensors: weak references. Those that an optimizer keeps are never freed, so the wait has an end.
+    """
+    for _ in range(50):
+        if all(tensor.expired() for tensor in tensors):
+            return
+        time.sleep(1e-3)
 
 
 def _script_program(request: Request) -> Callable[[], Any]:

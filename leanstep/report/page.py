@@ -1,8 +1,8 @@
 """One self-contained HTML page that several commands write into.
 
 The page carries its own data: a JSON block with every section's payload. Adding a section reads that block,
-merges the new payload and renders the page again, so `bench`, `prove`, `diagnose`, `plan` and `demo` can all
-write to the same file, in any order. Scripts and styles are inlined; nothing is fetched.
+merges the new payload and renders the page again, so `bench`, `prove`, `diagnose`, `rehearse` and `demo` can
+all write to the same file, in any order. Scripts and styles are inlined; nothing is fetched.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Data = dict[str, Any]
 def add_section(path: str | Path, kind: str, payload: Data) -> None:
     """Add `payload` (the JSON contract of `leanstep KIND --json`) to the page at `path`, or make the page.
 
-    What the page already holds stays; the same case, script or plan measured again replaces its older self.
+    What the page already holds stays; the same case, script or sweep measured again replaces its older self.
     A file that is not a leanstep page is refused, never overwritten.
     """
     add_sections(path, {kind: payload})

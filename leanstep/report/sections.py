@@ -11,7 +11,7 @@ from leanstep.report import charts, excerpts
 
 Data = dict[str, Any]
 
-ORDER = ("demo", "diagnose", "rehearse", "plan", "bench", "prove")
+ORDER = ("demo", "diagnose", "rehearse", "sweep", "bench", "prove")
 ENVIRONMENT = ("leanstep", "torch", "python", "device", "threads")
 
 
@@ -26,8 +26,8 @@ def prepare(kind: str, payload: Data) -> Data:
             for example in payload["examples"]
         ]
         return {**payload, "examples": examples}
-    if kind == "plan":
-        return {"plans": payload["plans"] if "plans" in payload else [payload]}
+    if kind == "sweep":
+        return {"sweeps": payload["sweeps"] if "sweeps" in payload else [payload]}
     if kind == "rehearse":
         return {"runs": payload["runs"] if "runs" in payload else [payload]}
     return payload
@@ -47,7 +47,7 @@ def _with_source(report: Data) -> Data:
 
 
 def merge(kind: str, held: Data | None, new: Data) -> Data:
-    """The newer payload replaces the older one of the same case and size, script, or plan; the rest stays."""
+    """The newer payload replaces the older one of the same case and size, script or sweep; the rest stays."""
     if held is None or kind == "demo":
         return new
     if kind == "bench":
@@ -62,15 +62,15 @@ def merge(kind: str, held: Data | None, new: Data) -> Data:
         return merged
     if kind == "diagnose":
         return {"scripts": _by_key(held["scripts"], new["scripts"], lambda s: s["script"])}
-    if kind == "plan":
-        return {"plans": _by_key(held["plans"], new["plans"], _plan_key)}
+    if kind == "sweep":
+        return {"sweeps": _by_key(held["sweeps"], new["sweeps"], _sweep_title)}
     if kind == "rehearse":
         return {"runs": _by_key(held["runs"], new["runs"], lambda r: (r["script"], r["device"]))}
     return new
 
 
-def _plan_key(plan: Data) -> str:
-    return str(plan.get("title") or plan.get("subject") or plan.get("plan") or "")
+def _sweep_title(sweep: Data) -> str:
+    return sweep.get("title") or f"{sweep['case']}: predicted peak by {sweep['sweep'].replace('_', ' ')}"
 
 
 def _by_key(held: list[Data], new: list[Data], key: Any) -> list[Data]:
@@ -88,8 +88,8 @@ def view(sections: dict[str, Data]) -> Data:
         shown["diagnose"] = [findings_view(script) for script in sections["diagnose"]["scripts"]]
     if "rehearse" in sections:
         shown["rehearse"] = [_rehearsal(run) for run in sections["rehearse"]["runs"]]
-    if "plan" in sections:
-        shown["plan"] = [_plan(plan) for plan in sections["plan"]["plans"]]
+    if "sweep" in sections:
+        shown["predicted_sweeps"] = [_sweep(sweep) for sweep in sections["sweep"]["sweeps"]]
     if "bench" in sections:
         shown["bench"], shown["sweeps"] = _bench(sections["bench"]["results"])
     if "prove" in sections:
@@ -302,42 +302,36 @@ def _milliseconds(value: float) -> str:
     return units.seconds(value * 1e-3)
 
 
-def _plan(plan: Data) -> Data:
-    """A plan's own chart when its rows carry methods and peaks, and its rows as a table in any case."""
-    rows = plan.get("rows", [])
-    chart, drawn, devices = None, rows, plan.get("devices", {})
-    if plan.get("plan") == "logprob":
-        drawn, devices = _logprob_peaks(plan)
-    if drawn and all({"method", "kind", "x", "peak_bytes"} <= set(row) for row in drawn):
-        chart = charts.capacity(drawn, devices, x_title=plan.get("x_title", "response fraction"))
+def _sweep(sweep: Data) -> Data:
+    """The predicted peaks of a case over a parameter as a chart where its values are numbers, and a table."""
+    drawn = [
+        {"method": row["impl"], "kind": row["kind"], "x": got["value"], "peak_bytes": got["peak_bytes"]}
+        for row in sweep["rows"]
+        for got in row["cells"]
+        if got["why"] is None and isinstance(got["value"], (int, float))
+    ]
+    chart = None
+    if drawn and sweep["values"] != "fit":
+        devices = {key.upper(): device["room_bytes"] for key, device in sweep["devices"].items()}
+        chart = charts.capacity(drawn, devices, x_title=sweep["sweep"].replace("_", " "))
+    rows = [_sweep_row(sweep, row, got) for row in sweep["rows"] for got in row["cells"]]
+    params = ", ".join(f"{key} {cell(key, value)}" for key, value in sweep["params"].items())
     return {
-        "title": _plan_key(plan),
-        "summary": plan.get("summary", ""),
+        "title": _sweep_title(sweep),
+        "summary": sweep.get("summary", params),
         "chart": chart,
-        "tables": tables_of({"rows": rows}) if rows else tables_of(plan),
+        "tables": tables_of({"rows": rows}),
     }
 
 
-# The methods of `leanstep plan logprob` that a chart holds side by side, and the device it is drawn against.
-_DRAWN = {"plain": "reference", "gathered-loss": "peer", "gathered-step": "peer", "linear": "fast"}
-_DRAWN_DEVICE = "h200"
-
-
-def _logprob_peaks(plan: Data) -> tuple[list[Data], dict[str, int]]:
-    """Rows for the capacity chart."""
-    rows = []
-    fractions = sorted({row["response_frac"] for row in plan["rows"]})
-    for row in plan["rows"]:
-        if row["method"] not in _DRAWN:
-            continue
-        # Plain code computes every row: one figure for all fractions.
-        for fraction in fractions if row["method"] == "plain" else [row["response_frac"]]:
-            kind = _DRAWN[row["method"]]
-            rows.append(
-                {"method": row["method"], "kind": kind, "x": fraction, "peak_bytes": row["simulated_bytes"]}
-            )
-    held = plan.get("capacities", {})
-    return rows, {name.upper(): size for name, size in held.items() if name == _DRAWN_DEVICE}
+def _sweep_row(sweep: Data, row: Data, got: Data) -> Data:
+    """One line of the table: a value of an implementation, and whether it fits each device."""
+    shown = {"implementation": row["impl"], sweep["sweep"]: got["value"], "peak_bytes": got.get("peak_bytes")}
+    for key in sweep["devices"]:
+        there = got.get("devices", {}).get(key)
+        step_s = there["step_ms"] / 1e3 if there and there["fits"] else None
+        shown |= {f"{key} fits": there["fits"] if there else None, f"{key} step_s": step_s}
+    return {**shown, "note": got["why"] or row["note"]}
 
 
 def tables_of(payload: Data) -> list[Data]:
@@ -376,7 +370,12 @@ def _environments(sections: dict[str, Data]) -> list[Data]:
     """What each part was measured on, equal ones once."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for kind, payload in sections.items():
-        heads = [payload, *payload.get("results", []), *payload.get("scripts", []), *payload.get("plans", [])]
+        heads = [
+            payload,
+            *payload.get("results", []),
+            *payload.get("scripts", []),
+            *payload.get("sweeps", []),
+        ]
         for head in heads:
             if "torch" in head:
                 values = tuple(head.get(key) for key in ENVIRONMENT)

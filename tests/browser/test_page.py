@@ -26,7 +26,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "index.html"
     add_section(path, "demo", samples.demo_payload(folder))
     add_section(path, "diagnose", samples.diagnose_report(folder))
-    add_section(path, "plan", samples.plan_report())
+    add_section(path, "sweep", samples.sweep_report())
     add_section(path, "bench", {"results": [samples.bench_result(), *samples.sweep_results()]})
     add_section(path, "prove", samples.prove_result())
     return path

@@ -117,7 +117,7 @@ def test_a_dtype_is_measured_proven_and_named(toy, capsys):
 def test_version_and_help(capsys):
     assert run(["--version"]) == 0
     assert capsys.readouterr().out.startswith("leanstep 0.")
-    for command in ("demo", "diagnose", "bench", "prove", "plan", "train", "kernels"):
+    for command in ("demo", "diagnose", "bench", "prove", "rehearse", "train", "kernels"):
         assert run([command, "--help"]) == 0
         assert "Example" in capsys.readouterr().out, command
 

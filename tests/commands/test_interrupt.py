@@ -35,7 +35,7 @@ cli.main()
 COMMANDS = {
     "bench": ["bench", "endless"],
     "prove": ["prove", "endless"],
-    "plan": ["plan", "logprob", "--tokens", "64", "--vocab", "64", "--hidden", "8"],
+    "sweep": ["rehearse", "logprob-linear", "--sweep", "tokens=64,128"],
 }
 
 

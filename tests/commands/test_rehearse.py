@@ -1,4 +1,4 @@
-"""`leanstep rehearse` and `plan --device` around the engine: options, JSON, exit codes, bad input."""
+"""`leanstep rehearse` around the engine: options, JSON, exit codes, bad input."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ OPTIONS: dict[str, Any] = {
     "module": False,
     "settings": None,
     "impl": None,
+    "sweep": None,
+    "reserve_gb": 0.0,
     "json": None,
     "html": None,
     "what_if": None,
@@ -86,7 +88,7 @@ def test_a_case_gets_its_bare_products_and_the_ratio(asked: list[Request], capsy
     [
         ({"device": "h1000"}, r"--device: expected one of .*h100.*, got 'h1000'"),
         ({"device": "h100,a100,v100,t4,b200"}, "--device: expected 1 to 4 devices"),
-        ({"settings": "tokens=4"}, "--set, --impl: for registered cases; train.py is a script"),
+        ({"settings": "tokens=4"}, "--set, --impl, --sweep: for registered cases; train.py is a script"),
         (
             {"target": "logprob-linear", "settings": "tokens"},
             "--set: expected name=value pairs, got 'tokens'",

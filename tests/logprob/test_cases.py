@@ -48,8 +48,9 @@ def test_plain_rows_run(case_name, impl):
 
 
 @pytest.mark.parametrize(
-    ("impl", "module"), [("trl-chunked", "trl"), ("trl-chunked-rows", "trl"), ("verl-fused", "verl"),
-                         ("liger-chunked", "liger_kernel"), ("torch-linear-ce", "torch")]
+    ("impl", "module"), [("slime-gather", "torch"), ("trl-chunked", "trl"), ("trl-chunked-rows", "trl"),
+                         ("verl-fused", "verl"), ("liger-chunked", "liger_kernel"),
+                         ("torch-linear-ce", "torch")]
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_peers_agree_where_they_give_the_same_thing(impl, module):

@@ -236,7 +236,7 @@ def test_bad_input_is_named(change, message):
 
 @pytest.mark.parametrize("kept", [{}, {"save_logits": ("grad", 1 << 40)}, {"save_logits": "none"}], ids=str)
 def test_planning_runs_the_real_code_on_fake_tensors(kept):
-    """`leanstep plan` does: neither path may look at a value, in forward or backward."""
+    """A rehearsal does: neither path may look at a value, in forward or backward."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

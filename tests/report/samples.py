@@ -135,24 +135,55 @@ def diagnose_report(folder: Path, name: str = "train.py", *, clean: bool = False
     }
 
 
-def plan_report() -> dict[str, Any]:
+def sweep_report() -> dict[str, Any]:
+    fractions = [1.0, 0.5, 0.25, 0.1]
+    room = 139 * 2**30
+
+    def cell(fraction: float, peak: float) -> dict[str, Any]:
+        fits = peak * 2**30 < room
+        there = {
+            "fits": fits,
+            "step_ms": 1e3 * fraction if fits else None,
+            "bound_by": "device" if fits else None,
+        }
+        figures = {"peak_bytes": int(peak * 2**30), "reserved_bytes": int(peak * 2**30), "flops": 1e12}
+        return {"value": fraction, "why": None, **figures, "devices": {"h200": there}}
+
     rows = [
-        {"method": method, "kind": kind, "x": x, "peak_bytes": int((base + slope * x) * 2**30)}
-        for method, kind, base, slope in (
-            ("plain", "reference", 176.2, 0.0),
-            ("gathered after the head", "peer", 117.6, 116.3),
+        {
+            "impl": name,
+            "kind": kind,
+            "note": "",
+            "cells": [cell(x, base + slope * x) for x in fractions],
+        }
+        for name, kind, base, slope in (
+            ("reference", "reference", 176.2, 0.0),
+            ("gather-after", "peer", 117.6, 116.3),
             ("leanstep", "fast", 5.2, 0.02),
         )
-        for x in (1.0, 0.5, 0.25, 0.1)
     ]
+    missing = [{"value": x, "why": "trl is not installed"} for x in fractions]
     return {
         **ENVIRONMENT,
-        "title": "Peak at the published size",
-        "summary": "T = 205,280, V = 76,032, D = 2,560, fp32.",
-        "x_title": "response fraction",
-        "rows": rows,
-        "devices": {"H200": 141_000_000_000},
+        "predicted": True,
+        "case": "logprob-linear",
+        "sweep": "response_frac",
+        "values": fractions,
+        "params": {"tokens": 205_280, "vocab": 76_032, "hidden": 2_560, "dtype": "fp32"},
+        "ranks": 1,
+        "reserve_bytes": 0,
+        "devices": {"h200": {"name": "NVIDIA H200", "memory_bytes": 141_000_000_000, "room_bytes": room}},
+        "rows": [*rows, {"impl": "trl-chunked", "kind": "peer", "note": "", "cells": missing}],
     }
+
+
+def capacity_rows() -> list[dict[str, Any]]:
+    return [
+        {"method": row["impl"], "kind": row["kind"], "x": cell["value"], "peak_bytes": cell["peak_bytes"]}
+        for row in sweep_report()["rows"]
+        for cell in row["cells"]
+        if cell["why"] is None
+    ]
 
 
 def demo_payload(folder: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def figures(tmp_path: Path) -> dict[str, charts.Figure]:
         "bench memory": charts.bench_memory(samples.bench_result()),
         "sweep time": charts.sweep(samples.sweep_results(), "response_frac", "median_s"),
         "sweep memory": charts.sweep(samples.sweep_results(), "response_frac", "extra_bytes"),
-        "capacity": charts.capacity(samples.plan_report()["rows"], {"H200": 141_000_000_000}, x_title="x"),
+        "capacity": charts.capacity(samples.capacity_rows(), {"H200": 141_000_000_000}, x_title="x"),
         "empty sweep": charts.sweep([], "response_frac", "median_s"),
         "no bars": charts.horizontal_bars([], [], [], [], "unit"),
         **{name: figure for name, figure in demo.items() if name.endswith("_chart")},
@@ -94,10 +94,10 @@ def test_swept_value(label: str, expected: float | None):
 
 
 def test_capacity_draws_one_line_per_method_and_device():
-    figure = charts.capacity(samples.plan_report()["rows"], {"H200": 141_000_000_000}, x_title="x")
+    figure = charts.capacity(samples.capacity_rows(), {"H200": 141_000_000_000}, x_title="x")
     assert [line["name"] for line in figure["data"]] == [
-        "plain",
-        "gathered after the head",
+        "reference",
+        "gather-after",
         "leanstep",
         "H200, 131 GiB",
     ]

@@ -23,14 +23,14 @@ def full_page(tmp_path: Path) -> Path:
     path = tmp_path / "index.html"
     page.add_section(path, "demo", samples.demo_payload(tmp_path))
     page.add_section(path, "diagnose", samples.diagnose_report(tmp_path))
-    page.add_section(path, "plan", samples.plan_report())
+    page.add_section(path, "sweep", samples.sweep_report())
     page.add_section(path, "bench", {"results": [samples.bench_result(), *samples.sweep_results()]})
     page.add_section(path, "prove", samples.prove_result())
     return path
 
 
 def test_sections_accumulate(full_page: Path):
-    assert set(data_of(full_page)) == {"demo", "diagnose", "plan", "bench", "prove"}
+    assert set(data_of(full_page)) == {"demo", "diagnose", "sweep", "bench", "prove"}
     text = full_page.read_text(encoding="utf-8")
     for anchor in ("lens", "rl", "speedrun", "diagnose", "rows", "bench", "prove", "environment"):
         assert f'id="{anchor}"' in text, anchor
@@ -157,11 +157,16 @@ def test_unknown_kinds_become_tables(tmp_path: Path):
     assert "128 KiB" in text and "sm_90" in text and "shared bytes" in text
 
 
-def test_a_plan_without_methods_is_a_table(tmp_path: Path):
+def test_a_search_for_what_fits_is_a_table(tmp_path: Path):
     path = tmp_path / "page.html"
-    page.add_section(path, "plan", {"subject": "muon", "rows": [{"what": "momentum", "peak_bytes": 2**30}]})
+    report = samples.sweep_report()
+    row = report["rows"][2]
+    cell = {**row["cells"][0], "device": "h200", "value": 6_890_000}
+    page.add_section(
+        path, "sweep", {**report, "sweep": "tokens", "values": "fit", "rows": [{**row, "cells": [cell]}]}
+    )
     text = path.read_text(encoding="utf-8")
-    assert "<h3>muon</h3>" in text and "1 GiB" in text
+    assert "<h3>logprob-linear: predicted peak by tokens</h3>" in text and "6,890,000" in text
 
 
 def test_two_environments_are_told_apart():
@@ -170,25 +175,15 @@ def test_two_environments_are_told_apart():
     assert [e["parts"] for e in shown] == ["bench", "prove"]
 
 
-def test_a_logprob_plan_is_drawn_from_its_simulated_peaks():
-    rows = [
-        {"method": method, "response_frac": fraction, "simulated_bytes": simulated}
-        for method, fraction, simulated in (
-            ("plain", 1.0, 3 * 2**30),
-            ("linear", 1.0, 2**30),
-            ("linear", 0.5, 2**30),
-        )
-    ]
-    plan = {
-        "plan": "logprob",
-        "rows": [*rows, {**rows[1], "method": "frozen"}],
-        "capacities": {"h200": 2**37, "h100": 1},
-    }
-    (shown,) = sections.view({"plan": sections.prepare("plan", plan)})["plan"]
-    plain, linear, device = shown["chart"]["data"]
-    assert shown["title"] == "logprob"
-    assert (plain["x"], plain["y"]) == ([0.5, 1.0], [3.0, 3.0]) and (linear["x"], linear["y"]) == (
-        [0.5, 1.0],
-        [1.0, 1.0],
-    )
-    assert device["name"].startswith("H200")
+def test_a_sweep_is_drawn_against_what_the_device_has_room_for():
+    sweep = samples.sweep_report()
+    (shown,) = sections.view({"sweep": sections.prepare("sweep", sweep)})["predicted_sweeps"]
+    reference, _, fast, device = shown["chart"]["data"]
+    assert shown["title"] == "logprob-linear: predicted peak by response frac"
+    assert (reference["x"], fast["x"]) == ([0.1, 0.25, 0.5, 1.0],) * 2
+    assert reference["y"] == pytest.approx([176.2] * 4)
+    assert device["name"] == "H200, 139 GiB"
+    (table,) = shown["tables"]
+    assert table["columns"][:4] == ["implementation", "response frac", "peak bytes", "h200 fits"]
+    assert table["rows"][0][:5] == ["reference", "1", "176 GiB", "no", "-"]
+    assert table["rows"][-1][-1] == "trl is not installed"

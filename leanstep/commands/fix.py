@@ -1,0 +1,103 @@
+"""`leanstep fix`: mechanical fixes of findings, each proven and measured on a copy."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from leanstep.commands import BadInput
+from leanstep.commands.terminal import JsonOption, check_writable, console, progress_bar, write_json
+from leanstep.units import ratio, seconds
+
+
+def fix(
+    script: Annotated[str, typer.Argument(help="The training script, or a folder with a train.py.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
+    rule: Annotated[
+        str | None, typer.Option("--rule", metavar="RULES", help="Only repairs of these rules: ids, or any.")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Apply what is offered.")] = False,
+    budget: Annotated[float, typer.Option("--budget", help="Seconds of timing per repair.")] = 5.0,
+    json: JsonOption = None,
+) -> None:
+    """Repair the findings that need no thought: diff, proof and measurement of each; --write applies them.
+
+    A repair is tried on a copy. It is offered when its finding is gone, the update is the same (as
+    leanstep prove says it) and a step is not slower. Whatever else the file holds stays as it is.
+
+    Example: leanstep fix train.py --rule unbatched-optimizer -- --batch-size 8
+    """
+    from leanstep.commands.diagnose import script_path
+    from leanstep.diagnose.outputs.gate import parse_rules
+
+    path = script_path(script)
+    try:
+        rules = parse_rules(rule) if rule is not None else ()
+    except ValueError as error:
+        raise BadInput(f"--rule: {error}") from None
+    if budget <= 0:
+        raise BadInput(f"--budget: expected seconds above 0, got {budget}")
+    check_writable(json, "--json")
+    try:
+        from leanstep.fix import Settings, find_fixes
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("libcst"):
+            raise
+        raise BadInput("fix: expected the package libcst; pip install libcst") from None
+    out = console(json)
+    with progress_bar(out, "fix") as report:
+        done = iter(range(19))
+        found = find_fixes(
+            path,
+            args or [],
+            Settings(rules, budget_s=budget, fork=True),
+            lambda what: report(what, next(done, 19) / 20),
+        )
+    if write:
+        found.write()
+    for line in _fix_lines(found, write):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    write_json({**found.as_dict(), "written": write and bool(found.changed)}, json)
+
+
+def _fix_lines(found: Any, write: bool) -> list[str]:
+    from leanstep.diagnose.recording.source import short_path
+
+    lines = []
+    for offer in found.offers:
+        first, *others = offer.findings
+        more = f" and {len(others)} more" if others else ""
+        lines.append(f"{first.rule}  {_where(first)}{more}: {offer.title}")
+        lines.append(f"    proven: {offer.proof.sentence()}")
+        lines.append(f"    measured: {_measured_words(offer.bench)}")
+    if found.together is not None:
+        lines.append(
+            f"all together: {_measured_words(found.together.bench)}; {found.together.proof.sentence()}"
+        )
+    if found.changed:
+        lines += ["", found.diff().rstrip("\n"), ""]
+    for finding, why in found.refused:
+        lines.append(f"left alone: {finding.rule}  {_where(finding)}: {why}")
+    if not found.offers:
+        lines.append("Nothing to repair mechanically.")
+    else:
+        files = ", ".join(short_path(str(path)) for path in found.changed)
+        lines.append(f"Applied to {files}." if write else f"--write applies this to {files}.")
+    return lines
+
+
+def _where(finding: Any) -> str:
+    from leanstep.diagnose.recording.source import short_path
+
+    return f"{short_path(finding.line.file)}:{finding.line.number}"
+
+
+def _measured_words(bench: Any) -> str:
+    before, after = bench.before, bench.after
+    words = [f"step {seconds(before.median_s)} → {seconds(after.median_s)} ({ratio(bench.time_ratio)})"]
+    for name, unit in (("host_syncs", "host reads"), ("ops", "ops")):
+        old, new = getattr(before, name), getattr(after, name)
+        if old is not None and new is not None and old != new:
+            words.append(f"{unit} {old:,} → {new:,}")
+    return ", ".join(words)

@@ -1,0 +1,214 @@
+"""Every implementation of a case at several values of one parameter: peak memory, time, and what fits.
+
+`run_sweep` rehearses each implementation at each value. Where the values are `FIT`, it searches for the
+largest value that fits each device instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from leanstep.case import Case, Implementation
+from leanstep.rehearse import what_if
+from leanstep.rehearse.answers.fake_device import RehearsalError
+from leanstep.rehearse.cuda_allocator import live_at, replay
+from leanstep.rehearse.devices import Device
+from leanstep.rehearse.events import Recording, Request
+
+Data = dict[str, Any]
+Rehearse = Callable[[Request], Recording]
+# In place of values: search for the largest one.
+FIT = "fit"
+# The search ends when a value that does not fit is closer than 1/200, or at LARGEST.
+PRECISION, LARGEST = 200, 1 << 26
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to rehearse.
+
+    request: the case, with the settings that stay the same.
+    values: of the parameter `key`, or `FIT`.
+    devices: to judge by; the first one is the device that the code runs on.
+    reserve_bytes: what the rest of the program (model, optimizer) already holds.
+    """
+
+    case: Case
+    request: Request
+    key: str
+    values: tuple[Any, ...] | str
+    implementations: tuple[Implementation, ...]
+    devices: tuple[Device, ...]
+    reserve_bytes: int = 0
+
+    def request_for(self, implementation: Implementation, value: Any) -> Request:
+        settings = {**self.request.settings, self.key: value}
+        return replace(self.request, settings=settings, implementation=implementation.name)
+
+    def room(self, device: Device) -> int:
+        """Bytes of a device that the case may use."""
+        return max(0, device.memory_bytes - device.context_bytes - self.reserve_bytes)
+
+    def start(self) -> int:
+        """The value that the search starts from: the one the case has without a sweep."""
+        settings = dict(self.request.settings)
+        settings.pop("dtype", None)
+        size = str(settings.pop("size", self.case.default_size))
+        return max(1, self.case.params(size, settings)[self.key])
+
+
+def run_sweep(sweep: Sweep, rehearse: Rehearse, report: Callable[[str, float], None]) -> list[Data]:
+    """One row for each implementation, with one cell for each value (or, under FIT, for each device).
+
+    rehearse: `stage.rehearse`. report: told what comes next and the share that is done.
+    """
+    rows = []
+    for number, implementation in enumerate(sweep.implementations):
+        report(implementation.name, number / len(sweep.implementations))
+        rows.append(
+            {
+                "impl": implementation.name,
+                "kind": implementation.kind,
+                "note": implementation.note,
+                "cells": _cells(sweep, implementation, rehearse),
+            }
+        )
+    return rows
+
+
+def _cells(sweep: Sweep, implementation: Implementation, rehearse: Rehearse) -> list[Data]:
+    def cell(value: Any) -> Data:
+        return _cell(sweep, implementation, value, rehearse)
+
+    # A package that is not installed is missing at every value: no need to start a rehearsal.
+    missing = replace(implementation, unavailable=None).missing({}, "cuda")
+    if sweep.values == FIT:
+        if missing is not None:
+            return [{"device": device.key, "value": None, "why": missing} for device in sweep.devices]
+        return _fit_cells(sweep, cell)
+    if missing is not None:
+        return [{"value": value, "why": missing} for value in sweep.values]
+    return [cell(value) for value in sweep.values]
+
+
+def _cell(sweep: Sweep, implementation: Implementation, value: Any, rehearse: Rehearse) -> Data:
+    """Figures of one rehearsal, or `why` there are none."""
+    try:
+        recording = rehearse(sweep.request_for(implementation, value))
+    except RehearsalError as error:
+        about_this_row = f"{sweep.case.name}, {implementation.name}: "
+        if not str(error).startswith(about_this_row):
+            raise
+        return {"value": value, "why": str(error).removeprefix(about_this_row)}
+    if recording.ended != "steps":
+        reason = recording.refused.reason if recording.refused is not None else "a step is missing"
+        return {"value": value, "why": reason}
+    return {"value": value, "why": None, **_figures(sweep, recording)}
+
+
+def _figures(sweep: Sweep, recording: Recording) -> Data:
+    events, storages = recording.events, recording.storages
+    peak = replay(events, storages)
+    live = [storages[number] for number in live_at(events, peak.index)]
+    categories: dict[str, int] = {}
+    for storage in live:
+        categories[storage.category] = categories.get(storage.category, 0) + storage.nbytes
+    timing = what_if.last_step(recording, sweep.devices[0])
+    return {
+        "peak_bytes": peak.allocated,
+        "reserved_bytes": peak.reserved,
+        "largest_buffer_bytes": max((storage.nbytes for storage in live), default=0),
+        "categories": dict(sorted(categories.items(), key=lambda item: -item[1])),
+        "flops": timing.flops if timing is not None else None,
+        "devices": {
+            device.key: _on_device(sweep, recording, device, peak.reserved) for device in sweep.devices
+        },
+    }
+
+
+def _on_device(sweep: Sweep, recording: Recording, device: Device, reserved: int) -> Data:
+    """Whether it fits, and the time of a step that does."""
+    room = sweep.room(device)
+    # An allocator that runs out of memory first frees what it only caches: it may fit with less.
+    fits = reserved <= room or replay(recording.events, recording.storages, room).failed is None
+    timing = what_if.last_step(recording, device) if fits else None
+    return {
+        "fits": fits,
+        "step_ms": timing.step_s * 1e3 if timing is not None else None,
+        "bound_by": timing.bound_by if timing is not None else None,
+    }
+
+
+def _fit_cells(sweep: Sweep, cell: Callable[[int], Data]) -> list[Data]:
+    """For each device the cell of the largest value that fits; value 0 where not even 1 does."""
+    known: dict[int, Data] = {}
+
+    def cell_of(value: int) -> Data:
+        if value not in known:
+            known[value] = cell(value)
+        return known[value]
+
+    found = []
+    for device in sweep.devices:
+
+        def probe(value: int, device: Device = device) -> tuple[bool, int]:
+            got = cell_of(value)
+            if got["why"] is not None:
+                raise _Stopped(got)
+            fits, needed = got["devices"][device.key]["fits"], got["reserved_bytes"]
+            # Where it fits because the allocator freed its cache, its tensors decide.
+            return fits, got["peak_bytes"] if fits and needed > sweep.room(device) else needed
+
+        try:
+            largest = largest_fitting(probe, sweep.room(device), sweep.start())
+            nothing = {"value": 0, "why": f"not even {sweep.key} = 1 fits"}
+            found.append({"device": device.key, **(cell_of(largest) if largest else nothing)})
+        except _Stopped as stopped:
+            found.append({"device": device.key, **stopped.cell})
+    return found
+
+
+class _Stopped(Exception):
+    """A rehearsal of the search was refused."""
+
+    def __init__(self, cell: Data):
+        super().__init__(cell["why"])
+        self.cell = cell
+
+
+def largest_fitting(probe: Callable[[int], tuple[bool, int]], room: int, start: int) -> int:
+    """The largest value that fits, to within 1/PRECISION; 0 where 1 does not fit.
+
+    probe: value -> (whether it fits, bytes that it needs), called for the value returned, too. Large values
+    take long to rehearse, and memory mostly grows along a line. So the line through the last two probes gives
+    the next value, and the search ends when that line leaves no larger one; every fourth probe bisects.
+    """
+    low, high = 0, 0  # the largest value that fits, the smallest that does not (0: none yet)
+    points: list[tuple[int, int]] = []
+    value = start
+    while True:
+        fits, needed = probe(value)
+        points.append((value, needed))
+        low, high = (value, high) if fits else (low, value)
+        closest = low + max(1, low / PRECISION)
+        limit = _limit_on_line(points, room)
+        if low >= LARGEST or 0 < high <= closest or (fits and len(points) > 1 and 0 < limit < closest):
+            return low
+        value = _next_value(limit, low, high, bisect=len(points) % 4 == 0)
+
+
+def _limit_on_line(points: list[tuple[int, int]], room: int) -> float:
+    """The value where a line through the last two probes reaches the room; 0: there is none."""
+    (before, bytes_before), (value, needed) = points[-2:] if len(points) > 1 else [(0, 0), *points]
+    slope = (needed - bytes_before) / (value - before)
+    return value + (room - needed) / slope if slope > 0 else 0.0
+
+
+def _next_value(limit: float, low: int, high: int, bisect: bool) -> int:
+    """A little below the limit, where the line is right it fits; else the middle, or eight times as much."""
+    guess = int(limit * (1 - 0.5 / PRECISION))
+    if low < guess < (high or min(64 * low, LARGEST)) and not (high and bisect):
+        return guess
+    return (low + high) // 2 if high else min(8 * low, LARGEST)
