@@ -18,15 +18,17 @@ ALLOWED = {
     "objectives": {"logprob", "cpu"},
     "muon": {"cpu"},
     "gpt": {"muon", "logprob", "cpu"},
-    "measure": {"case", "cpu", "host_reads"},
-    "diagnose": {"host_reads", "files", "units"},
-    "prove": {"measure", "diagnose", "host_reads", "files", "cpu"},
-    "fix": {"diagnose", "prove", "files"},
+    "measure": {"case", "cpu", "script"},
+    "diagnose": {"script", "files", "units"},
+    "prove": {"measure", "diagnose", "script", "files", "cpu"},
+    # The user's script: runs below every command that watches it.
+    "script": {"files"},
+    "fix": {"diagnose", "prove", "script", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"preference", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
-    "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files", "logprob", "objectives", "muon"},
+    "rehearse": {"case", "cpu", "script", "measure", "report", "files", "logprob", "objectives", "muon"},
     # A callback records the steps of a trainer and holds them against the table of devices.
     "integrations": {"preference", "logprob", "objectives", "muon", "gpt", "case", "diagnose", "rehearse"},
 }

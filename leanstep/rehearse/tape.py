@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from leanstep.rehearse import events
 from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
-from leanstep.rehearse.events import Kernel, Line
+from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import FREE, kernels, registered_cost
 from leanstep.rehearse.lines import Lines, Place
 from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, plan_of
@@ -41,6 +41,7 @@ from leanstep.rehearse.shadows import (
     tensors_in,
     with_shapes,
 )
+from leanstep.script.lines import Line
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 # Asked of fake tensors while Python looks at them: answered without a record.

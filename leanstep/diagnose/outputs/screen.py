@@ -16,9 +16,9 @@ import leanstep
 from leanstep import units
 from leanstep.diagnose.cost import is_small
 from leanstep.diagnose.recording import source
-from leanstep.diagnose.recording.source import Line, short_path
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import Finding
+from leanstep.script.lines import Line, short_path
 
 SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("schema.json")

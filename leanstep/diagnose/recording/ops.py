@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leanstep.diagnose.recording.fused_products import FusedProducts
-from leanstep.host_reads import is_candidate
+from leanstep.script.syncs import is_candidate
 
 # Ops that launch nothing: they rename, allocate without writing, or ask a question about shapes.
 NO_KERNEL = frozenset(

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from leanstep.diagnose.recording import source
 from leanstep.diagnose.recording.lineage import moves_to_device
-from leanstep.diagnose.recording.source import IN_DATA, IN_LEANSTEP, IN_OPTIM, Site
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER
-from leanstep.host_reads import HostCopies, call_read, run_read_call
+from leanstep.script.lines import IN_DATA, IN_LEANSTEP, IN_OPTIM, Site
+from leanstep.script.syncs import HostCopies, call_read, run_read_call
 
 
 class ReadCounter:

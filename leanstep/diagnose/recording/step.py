@@ -22,7 +22,6 @@ from leanstep.diagnose.recording.lineage import (
     count_distinct,
 )
 from leanstep.diagnose.recording.ops import OpInfo, different_order, out_of_order, widens
-from leanstep.diagnose.recording.source import Line, Site
 from leanstep.diagnose.step_records import (
     FORWARD,
     OPTIMIZER,
@@ -37,6 +36,7 @@ from leanstep.diagnose.step_records import (
     Tally,
     tally,
 )
+from leanstep.script.lines import Line, Site
 
 MAX_CASTS = 200_000
 # Below this many runs of an op nobody asks which parameters were read meanwhile.

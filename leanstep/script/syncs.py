@@ -1,4 +1,4 @@
-"""Which operations make the host look at a device value: the one list that diagnose and bench share.
+"""Which operations make the host look at a device value: the one list, shared by all commands.
 
 On a GPU each of them waits until the device has drained its queue. On a CPU they cost nothing by themselves,
 so a training step can be judged before it is run on a GPU.
@@ -54,8 +54,17 @@ READ_CALLS = READ_FUNCTIONS | {getattr(Tensor, name): kind for name, kind in REA
 NATIVE_TYPES: frozenset[type] = frozenset(
     map(type, (Tensor.add, torch.add, Tensor.shape, Tensor.__getitem__, Tensor.shape.__get__))  # pyright: ignore
 )
+
+
+def torchs_own(func: Any) -> Any:
+    """The function of torch behind one that `script.steps` put in its place."""
+    return getattr(func, "_leanstep_original", func)
+
+
 # User code runs inside these calls, so a function mode must stay on in there: see `run_under`.
-RUNS_USER_CODE: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+RUNS_USER_CODE: frozenset[Any] = frozenset(
+    map(torchs_own, (Tensor.backward, torch.autograd.backward, torch.autograd.grad))
+)
 
 _BOOLEAN = (torch.bool, torch.uint8)
 
@@ -226,7 +235,7 @@ class _CallReads(TorchFunctionMode):
         self.reads, self.copies = reads, copies
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = torchs_own(func), kwargs or {}
         if func in RUNS_USER_CODE:
             return run_under(self, func, args, kwargs)
         kind = call_read(func, args, kwargs)
