@@ -20,7 +20,7 @@ ALLOWED = {
     "gpt": {"muon", "logprob", "cpu"},
     "measure": {"case", "cpu", "script"},
     "diagnose": {"script", "files", "units"},
-    "prove": {"measure", "diagnose", "script", "files", "cpu"},
+    "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
     # The user's script: runs below every command that watches it.
     "script": {"files"},
     "fix": {"diagnose", "prove", "script", "files"},
@@ -28,7 +28,18 @@ ALLOWED = {
     "recipes": {"preference", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
-    "rehearse": {"case", "cpu", "script", "measure", "report", "files", "logprob", "objectives", "muon"},
+    "rehearse": {
+        "units",
+        "case",
+        "cpu",
+        "script",
+        "measure",
+        "report",
+        "files",
+        "logprob",
+        "objectives",
+        "muon",
+    },
     # A callback records the steps of a trainer and holds them against the table of devices.
     "integrations": {"preference", "logprob", "objectives", "muon", "gpt", "case", "diagnose", "rehearse"},
 }

@@ -229,6 +229,7 @@ class Watch(StepListener):
         self._note_others()
         if self._incomplete:
             self._incomplete = False
+            self.warmup_done += 1
         elif self.warmup_done < self.num_warmup:
             self.warmup_done += 1
             self._dropped = record

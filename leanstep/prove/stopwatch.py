@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from leanstep import units
 from leanstep.files import BadInput
 from leanstep.measure.peaks import recorded_allocations
 from leanstep.prove.script_jobs import (
@@ -121,6 +122,8 @@ def bench_scripts(
             row.median_s = statistics.median(ordered)
             row.p20_s, row.p80_s = ordered[round(0.2 * last)], ordered[round(0.8 * last)]
             row.samples = len(ordered)
+            if row.iterations:
+                result.notes.append(f"{row.script}: {units.steps(row.steps, row.iterations)}")
         for side, job in enumerate((before, after)):
             say(f"memory and host reads of {job.label}", 0.8 + 0.1 * side)
             counted = _counted(job, Path(folder), fork)

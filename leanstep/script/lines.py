@@ -21,7 +21,9 @@ from typing import NamedTuple
 IN_OPTIM, IN_DATA, IN_CHECKPOINT, IN_ENGINE, IN_COMPILED, IN_TRANSFORM, IN_LEANSTEP = (
     1 << i for i in range(7)
 )
-LIBRARY, USER = 1 << 8, 1 << 9
+# Torch's reads of step counters, which its optimizers keep on the host, and of overflows of gradients.
+IN_COUNTER, IN_SCALER = 1 << 7, 1 << 8
+LIBRARY, USER = 1 << 9, 1 << 10
 
 # Not resolved: a frame's file name keeps the links on the way to it. torch itself is not imported here: a
 # rehearsal loads its simulated device first.
@@ -255,9 +257,11 @@ def judge_code(file: str, function: str) -> int:
     if file.startswith(TORCH_FOLDER):
         inner = file[len(TORCH_FOLDER) :].replace(os.sep, "/")
         if inner.startswith("optim/"):
-            return IN_OPTIM
+            return IN_OPTIM | IN_COUNTER if function == "_get_value" else IN_OPTIM
         if inner.startswith("utils/data/"):
             return IN_DATA
+        if inner == "amp/grad_scaler.py":
+            return IN_SCALER
         if inner == "utils/checkpoint.py":
             return IN_CHECKPOINT
         if inner == "autograd/graph.py" and function == "_engine_run_backward":
@@ -289,6 +293,18 @@ def nearest_line(frames: Iterable[tuple[str, int, str]], kinds: int = USER | LIB
 def traceback_frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
     """(file, number, function) of each frame, innermost last."""
     return [(f.f_code.co_filename, number, f.f_code.co_name) for f, number in traceback.walk_tb(trace)]
+
+
+def reads_host_data(frame: FrameType | None) -> bool:
+    """Whether a read comes from code that keeps its values on the host: step counters, samplers of data."""
+    while frame is not None:
+        verdict = judge_code(frame.f_code.co_filename, frame.f_code.co_name)
+        if verdict >= LIBRARY:
+            return False
+        if verdict & (IN_COUNTER | IN_DATA):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def short_path(file: str) -> str:

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -65,6 +66,15 @@ def replace_function(place: Any, name: str, handler: Callable[..., Any]) -> Call
     return lambda: setattr(place, name, original)
 
 
+def _running_frames() -> set[FrameType]:
+    frames: set[FrameType] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.add(frame)
+        frame = frame.f_back
+    return frames
+
+
 class StepListener:
     """What a `StepMarker` reports. Each method may be overridden."""
 
@@ -104,7 +114,8 @@ class StepMarker:
         # The optimizers that stepped since the last step ended, and those that step in every round.
         self._round: set[int] = set()
         self._regulars: set[int] = set()
-        self._in_optimizer = self._watches_generate = False
+        self._watches_generate = False
+        self._stepping: list[tuple[Optimizer, FrameType]] = []
         self._attempts = self._depth = 0
         self._stepped_in_backward = False
         self._by_hand = _HandWrittenUpdates()
@@ -152,13 +163,18 @@ class StepMarker:
         self._listener.optimizer_constructed()
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._stepping.append((optimizer, sys._getframe(1)))
+        if self._is_nested(optimizer):
+            return None
         if not in_engine():
             self._close_round_before(id(optimizer))
-        self._in_optimizer = True
         return self._listener.optimizer_begins(optimizer, args, kwargs)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._in_optimizer = False
+        is_nested = self._is_nested(optimizer)
+        self._stepping.pop()
+        if is_nested:
+            return
         self._listener.optimizer_ends(optimizer)
         if in_engine():
             # From a gradient hook: all optimizers of this backward make one update, which ends with it.
@@ -167,6 +183,13 @@ class StepMarker:
             self._optimizers.discard(optimizer)
         else:
             self._attempted(optimizer)
+
+    def _is_nested(self, optimizer: Optimizer) -> bool:
+        """Whether the step() under way was called by this optimizer's own step(), as a subclass does."""
+        running = _running_frames()
+        # A step() that raised has no end: its frame is no longer running.
+        self._stepping = [entry for entry in self._stepping if entry[1] in running]
+        return sum(other is optimizer for other, _ in self._stepping) > 1
 
     def _scaled_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """A GradScaler that finds an overflow does not call the optimizer; it is a step all the same."""
@@ -234,7 +257,7 @@ class StepMarker:
         if self._depth:
             # Tensor.backward calls torch.autograd.backward; reentrant checkpoints call it inside another.
             return call()
-        if not self._in_optimizer and self._by_hand.has_update(inputs):
+        if not self._stepping and self._by_hand.has_update(inputs):
             self._update_by_hand()
         self._listener.backward_begins(outputs)
         self._depth += 1
@@ -242,7 +265,7 @@ class StepMarker:
             result = call()
         finally:
             self._depth -= 1
-        if not self._in_optimizer and not self._stepped_in_backward:
+        if not self._stepping and not self._stepped_in_backward:
             self._by_hand.note_backward(self._optimizers, outputs, inputs)
         self._listener.backward_ends(result)
         if self._stepped_in_backward:

@@ -6,6 +6,7 @@ so a training step can be judged before it is run on a GPU.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from leanstep.script.lines import reads_host_data
 
 # Always a read, whatever the arguments. The size or the value of the result is data on the device.
 ALWAYS_READ: dict[str, str] = {
@@ -221,12 +224,15 @@ class _OpReads(TorchDispatchMode):
         name = func._schema.name
         if is_candidate(name):
             kind = op_read(name, args, kwargs)
-            if kind is not None and not self.copies.holds(read_target(args)):
+            if kind is not None and not self._is_on_host(args):
                 self.reads.kinds[kind] += 1
         result = func(*args, **(kwargs or {}))
         if self.copies.held:
             self.copies.follow(_tensors(args), result)
         return result
+
+    def _is_on_host(self, args: Sequence[Any]) -> bool:
+        return self.copies.holds(read_target(args)) or reads_host_data(sys._getframe(2))
 
 
 class _CallReads(TorchFunctionMode):
@@ -245,7 +251,8 @@ class _CallReads(TorchFunctionMode):
         return self.reads.total
 
     def _count(self, kind: str, target: Tensor | None) -> None:
-        self.reads.kinds[kind] += 1
+        if not reads_host_data(sys._getframe(1)):
+            self.reads.kinds[kind] += 1
 
 
 def run_under(mode: TorchFunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

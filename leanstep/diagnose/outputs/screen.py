@@ -52,6 +52,7 @@ def as_json(
         "steps": {
             "warmup": watch.warmup_done,
             "recorded": len(watch.steps),
+            "iterations": watch.iterations,
             "boundary": watch.boundary,
             "ops": ops[len(ops) // 2] if ops else 0,
             "step_seconds": watch.step_seconds,
@@ -207,9 +208,8 @@ def header(watch: Any, script: str) -> str:
         f"torch {torch.__version__}",
         f"{device}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}",
     ]
-    steps = len(watch.steps)
     after = f" after {watch.warmup_done}" if watch.warmup_done else ""
-    parts.append(f"{steps} step{'s' * (steps != 1)} recorded{after}")
+    parts.append(f"{units.steps(len(watch.steps), watch.iterations)} recorded{after}")
     if watch.step_seconds:
         took = duration(watch.step_seconds)
         parts.append(

@@ -49,7 +49,7 @@ class TraceRun:
         self._add_idle()
         # What the screen and the JSON ask a Watch for.
         self.warmup_done, self.num_warmup = 0, 0
-        self.boundary = self.timeline.boundary
+        self.boundary, self.iterations = self.timeline.boundary, None
         self.step_seconds, self.step_is_bound = self.timeline.step_us / 1e6, False
         self.recorder = SimpleNamespace(accelerator=self.timeline.has_device)
         self.clock = SimpleNamespace(parts=None)
