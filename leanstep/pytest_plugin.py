@@ -201,7 +201,7 @@ class Budget:
 
     def _held_lines(self, most: int = 3) -> list[str]:
         """The lines that keep most memory for the backward, and the advice where a rule knows the case."""
-        from leanstep.diagnose.recording.source import Line, short_path
+        from leanstep.script.lines import Line, short_path
         from leanstep.units import size
 
         held: dict[Line, int] = {}

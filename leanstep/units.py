@@ -61,6 +61,12 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def steps(count: int, iterations: int | None = None) -> str:
+    """12 steps, 1 step, 12 steps in 3 iterations."""
+    text = f"{count} step{'s' * (count != 1)}"
+    return f"{text} in {iterations} iteration{'s' * (iterations != 1)}" if iterations else text
+
+
 def ratio(value: float | None) -> str:
     """3.2×, 0.97×, 412×."""
     if value is None:

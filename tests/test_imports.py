@@ -18,18 +18,21 @@ ALLOWED = {
     "objectives": {"logprob", "cpu"},
     "muon": {"cpu"},
     "gpt": {"muon", "logprob", "cpu"},
-    "measure": {"case", "cpu", "host_reads"},
-    "diagnose": {"host_reads", "flops", "files", "units"},
-    "prove": {"measure", "diagnose", "host_reads", "files", "cpu"},
-    "fix": {"diagnose", "prove", "files"},
+    "measure": {"case", "cpu", "script"},
+    "diagnose": {"script", "flops", "files", "units"},
+    "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
+    # The user's script: runs below every command that watches it.
+    "script": {"files"},
+    "fix": {"diagnose", "prove", "script", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"lens", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
     "rehearse": {
+        "units",
         "case",
         "cpu",
-        "host_reads",
+        "script",
         "flops",
         "measure",
         "report",

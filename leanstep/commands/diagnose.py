@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json as json_text
 import sys
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +13,11 @@ import typer
 
 from leanstep.commands import BadInput
 from leanstep.commands.terminal import MarkdownOption, add_markdown, check_writable, console, write_json
-from leanstep.diagnose import run_script
 from leanstep.diagnose.outputs import gate, screen
-from leanstep.diagnose.run_script import Outcome, Program, Stop
 from leanstep.diagnose.step_records import RULE_IDS, Finding, Limits
 from leanstep.diagnose.watch import Watch
 from leanstep.files import write_text
+from leanstep.script.run import Outcome, Program, Stop, is_first_rank, run_script
 
 _SCRIPT = Annotated[
     str | None, typer.Argument(help="The training script, or a folder with a train.py.", show_default=False)
@@ -52,6 +53,11 @@ _SELECT = Annotated[
     str | None, typer.Option("--select", metavar="RULES", help=f"Only these: {', '.join(RULE_IDS)}.")
 ]
 _IGNORE = Annotated[str | None, typer.Option("--ignore", metavar="RULES", help="Not these.")]
+_ON = Annotated[bool, typer.Option("--run-on", help="Let the script run to its end after the recording.")]
+_SELECT = Annotated[
+    str | None, typer.Option("--select", metavar="RULES", help=f"Only these: {', '.join(RULE_IDS)}.")
+]
+_IGNORE = Annotated[str | None, typer.Option("--ignore", metavar="RULES", help="Not these.")]
 _FAKE = Annotated[
     bool, typer.Option("--fake", help="Run the first step without data: does the host look at values?")
 ]
@@ -62,7 +68,72 @@ _TRACE = Annotated[
     str | None,
     typer.Option("--trace", metavar="FILE", help="Judge this torch.profiler trace; a second one: compare."),
 ]
-_RANKS = Annotated[str, typer.Option("--ranks", help="0: rank 0 reports itself; all: merged by line.")]
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """The rules that fail the run, and those that are shown or left out; empty: none named."""
+
+    fail_on: tuple[str, ...]
+    select: tuple[str, ...]
+    ignore: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, fail_on: str | None, select: str | None, ignore: str | None) -> _Rules:
+        named = (("--fail-on", fail_on), ("--select", select), ("--ignore", ignore))
+        return cls(*(_checked(o, gate.parse_rules, v) if v is not None else () for o, v in named))
+
+
+@dataclass(frozen=True)
+class _Baseline:
+    """The file of known findings, read or written."""
+
+    path: str | None
+    write: bool
+
+    def check(self) -> None:
+        if self.write and self.path is None:
+            raise BadInput("--write-baseline: expected --baseline FILE to say where")
+        if self.path is not None and not self.write and not Path(self.path).is_file():
+            raise BadInput(f"--baseline: no such file: {self.path} (--write-baseline makes it)")
+        if self.write:
+            check_writable(self.path, "--baseline")
+
+    def apply(self, findings: list[Finding]) -> None:
+        """Mark the findings that are known; when writing, all of them."""
+        if self.path is None:
+            return
+        if not self.write:
+            _checked("--baseline", lambda file: gate.mark_baselined(findings, file), self.path)
+            return
+        text = json_text.dumps(gate.baseline_of(findings), indent=1, ensure_ascii=False) + "\n"
+        write_text(self.path, text, "--baseline")
+        for finding in findings:
+            finding.baselined = True
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where the report goes besides the screen."""
+
+    json: str | None
+    html: str | None
+    sarif: str | None
+    markdown: str | None
+
+    def check(self) -> None:
+        for option in ("json", "html", "sarif", "markdown"):
+            check_writable(getattr(self, option), f"--{option}")
+
+    def write(self, report: dict[str, Any], findings: list[Finding], title: str) -> None:
+        from leanstep.diagnose.outputs.sarif import as_markdown, as_sarif
+
+        write_json(report, self.json)
+        if self.html is not None:
+            _write_html(self.html, report, findings)
+        if self.sarif is not None:
+            write_json(as_sarif(findings), self.sarif)
+        add_markdown(as_markdown(findings, title), self.markdown)
 
 
 def diagnose(
@@ -85,8 +156,6 @@ def diagnose(
     run_on: _RUN_ON = False,
     select: _SELECT = None,
     ignore: _IGNORE = None,
-    fake: _FAKE = False,
-    ranks_shown: _RANKS = "0",
     on: _ON = None,
     trace: _TRACE = None,
 ) -> None:
@@ -104,95 +173,61 @@ def diagnose(
         raise typer.Exit(_diff(args or [], threshold or [], json))
     if trace is not None:
         running = {
-            "-m": module, "--fake": fake, "--on": on, "--run-on": run_on, "--steps": steps != 3,
-            "--warmup": warmup != 1, "--ranks": ranks_shown != "0",
+            "-m": module, "--on": on, "--run-on": run_on, "--steps": steps != 3, "--warmup": warmup != 1,
         }  # fmt: skip
         judging = {
             "--html": html, "--sarif": sarif, "--markdown": markdown, "--fail-on": fail_on,
             "--baseline": baseline, "--annotations": annotations, "--explain": explain, "--select": select,
             "--ignore": ignore,
         }  # fmt: skip
-        traces = [trace, *([script] if script is not None else []), *(args or [])]
-        _check_trace_options(running, judging, traces)
+        _check_trace_options(running, judging, [trace, *([script] if script else []), *(args or [])])
         if script is not None:
             raise typer.Exit(_compare_traces(trace, script, threshold or [], show_all, json))
     program, arguments = (Program(trace), []) if trace else _program(script, args or [], module)
-    rules = _checked("--fail-on", gate.parse_rules, fail_on) if fail_on is not None else ()
-    wanted = _checked("--select", gate.parse_rules, select) if select is not None else ()
-    unwanted = _checked("--ignore", gate.parse_rules, ignore) if ignore is not None else ()
+    rules = _Rules.parse(fail_on, select, ignore)
     limits = _checked("--threshold", Limits.parse, threshold or [])
-    if ranks_shown not in ("0", "all"):
-        raise BadInput(f"--ranks: expected 0 or all, got {ranks_shown!r}")
-    if write_baseline and baseline is None:
-        raise BadInput("--write-baseline: expected --baseline FILE to say where")
-    if baseline is not None and not write_baseline and not Path(baseline).is_file():
-        raise BadInput(f"--baseline: no such file: {baseline} (--write-baseline makes it)")
-    for option, target in (
-        ("--json", json),
-        ("--html", html),
-        ("--sarif", sarif),
-        ("--markdown", markdown),
-        ("--baseline", baseline if write_baseline else None),
-    ):
-        check_writable(target, option)
-    device = _device(on)
-    if device is not None and program.module:
-        raise BadInput("--on: expected a script; a rehearsal takes no -m")
-    if fake:
-        raise typer.Exit(_run_fake(program, arguments, json))
+    known = _Baseline(baseline, write_baseline)
+    known.check()
+    files = _Files(json, html, sarif, markdown)
+    files.check()
+    device = _device(on, program)
 
-    watch: Any
     if trace is not None:
-        from leanstep.diagnose.traces.trace_report import TraceRun
-
-        watch, outcome = _checked("--trace", lambda path: TraceRun(path, limits), trace), Outcome()
+        watch, outcome = _read_trace(trace, limits), Outcome()
     else:
         watch = Watch(steps, warmup, limits, timed_warmup=True, on_done=None if run_on else _raise_stop)
         outcome = _run(program, arguments, watch, json)
-    if not run_script.is_first_rank() and ranks_shown == "0":
+    if not is_first_rank():
         raise typer.Exit(outcome.code)
-    findings, silenced = gate.without_allowed(gate.selected(watch.findings(), wanted, unwanted))
-    if write_baseline and baseline is not None:
-        _write_baseline(findings, baseline)
-    elif baseline is not None:
-        _checked("--baseline", lambda file: gate.mark_baselined(findings, file), baseline)
+    findings, silenced = gate.without_allowed(gate.selected(watch.findings(), rules.select, rules.ignore))
+    known.apply(findings)
     report = screen.as_json(watch, findings, str(program), arguments, outcome.code, outcome.exception)
-    if ranks_shown == "all":
-        merged = run_script.gather_ranks(report)
-        if merged is None:
-            raise typer.Exit(outcome.code)
-        report = merged
-    _show(watch, findings, program, outcome, silenced, show_all, explain, annotations, json)
+    _show(watch, findings, program, outcome, silenced, show_all, json)
+    if explain is not None:
+        _explain(findings, explain, json)
+    if annotations:
+        _say("\n".join(screen.annotation_lines(findings)), json)
     if device is not None:
         from leanstep.commands.on_device import add_gains
 
-        lines = add_gains(report, [f.line.file for f in findings], program.name, arguments, device)
-        console(json).print("\n" + lines, markup=False, highlight=False, soft_wrap=True)
-    write_json(report, json)
-    if html is not None:
-        _write_html(html, report, findings)
-    _write_for_tools(findings, str(program), sarif, markdown)
-    raise typer.Exit(_exit_code(outcome, watch, findings, rules))
+        _say("\n" + add_gains(report, findings, program, arguments, device), json)
+    files.write(report, findings, str(program))
+    raise typer.Exit(_exit_code(outcome, watch, findings, rules.fail_on))
 
 
 def _program(script: str | None, args: list[str], module: str | None) -> tuple[Program, list[str]]:
     if module is not None:
-        # What stands where the script would be is an argument of the module.
+        # What is where the script would be is an argument of the module.
         return Program(module, module=True), [*([script] if script is not None else []), *args]
     if script is None:
         raise BadInput("SCRIPT: expected a training script, a folder with a train.py, or -m package.module")
-    return Program(str(script_path(script))), args
+    return Program.find(script), args
 
 
-def script_path(script: str) -> Path:
-    path = Path(script)
-    if path.is_dir():
-        path = path / "train.py"
-        if not path.is_file():
-            raise BadInput(f"SCRIPT: the folder {script} has no train.py")
-    if not path.is_file():
-        raise BadInput(f"SCRIPT: no such file: {script}")
-    return path
+def _read_trace(path: str, limits: Limits) -> Any:
+    from leanstep.diagnose.traces.trace_report import TraceRun
+
+    return _checked("--trace", lambda file: TraceRun(file, limits), path)
 
 
 def _check_trace_options(running: dict[str, Any], judging: dict[str, Any], traces: list[str]) -> None:
@@ -222,12 +257,15 @@ def _compare_traces(before: str, after: str, threshold: list[str], show_all: boo
     return 1 if comparison.is_worse else 0
 
 
-def _device(name: str | None) -> Any:
+def _device(name: str | None, program: Program) -> Any:
     if name is None:
         return None
     from leanstep.rehearse.devices import device_named
 
-    return _checked("--on", device_named, name)
+    device = _checked("--on", device_named, name)
+    if program.module:
+        raise BadInput("--on: expected a script; a rehearsal takes no -m")
+    return device
 
 
 def _checked(option: str, parse: Any, value: Any) -> Any:
@@ -243,52 +281,20 @@ def _raise_stop() -> None:
 
 def _run(program: Program, args: list[str], watch: Watch, json: str | None) -> Outcome:
     if json != "-":
-        return run_script.run_script(program, args, watch)
+        return run_script(program, args, watch)
     # Standard output belongs to the JSON object: what the script prints goes to standard error.
     with redirect_stdout(sys.stderr):
-        return run_script.run_script(program, args, watch)
+        return run_script(program, args, watch)
 
 
-def _run_fake(program: Program, args: list[str], json: str | None) -> int:
-    from leanstep.diagnose.recording.source import short_path
-    from leanstep.diagnose.run_script import run_fake
-
-    with redirect_stdout(sys.stderr):
-        verdict, outcome = run_fake(program, args)
-    out = console(json)
-    report: dict[str, Any] = {"script": str(program), "steps": verdict.steps, "read": None}
-    if verdict.line is not None:
-        place = f"{short_path(verdict.line.file)}:{verdict.line.number}"
-        report["read"] = {
-            "file": short_path(verdict.line.file),
-            "line": verdict.line.number,
-            "op": verdict.op,
-            "code": verdict.line.code,
-        }
-        out.print(f"host-sync  {place}  {verdict.op}\n    {verdict.line.code}", markup=False, soft_wrap=True)
-        out.print("The host looks at a value here; later reads were not reached.", markup=False)
-    elif outcome.exception is None:
-        ran = "The first step, and what follows it," if verdict.steps else "The script"
-        out.print(f"{ran} ran without data: nothing forced the host to look.", markup=False)
-    write_json(report, json)
-    if outcome.code:
-        return outcome.code
-    return 1 if verdict.line is not None else 0
-
-
-def _write_baseline(findings: list[Finding], path: str) -> None:
-    import json
-
-    write_text(
-        path, json.dumps(gate.baseline_of(findings), indent=1, ensure_ascii=False) + "\n", "--baseline"
-    )
-    for finding in findings:
-        finding.baselined = True
+def _say(text: str, json: str | None) -> None:
+    if text:
+        console(json).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(
     watch: Any, findings: list[Finding], program: Program, outcome: Outcome, silenced: int, show_all: bool,
-    explain: int | None, annotate: bool, json: str | None,
+    json: str | None,
 ) -> None:  # fmt: skip
     target = console(json)
     width = max(target.width, 60) if target.is_terminal else screen.WIDTH
@@ -296,29 +302,17 @@ def _show(
         watch, findings, str(program), silenced=silenced, show_all=show_all, width=width,
         exception=outcome.exception,
     )  # fmt: skip
-    target.print(text, markup=False, highlight=False, soft_wrap=True)
-    if explain is not None:
-        entries = screen.entries_of([f for f in findings if not f.baselined])
-        if explain > len(entries):
-            raise BadInput(
-                f"--explain: expected 1 to {len(entries)}, got {explain}"
-                if entries
-                else "--explain: no findings"
-            )
-        target.print(
-            "\n" + screen.explain(entries[explain - 1]), markup=False, highlight=False, soft_wrap=True
-        )
-    if annotate:
-        for command in screen.annotation_lines(findings):
-            target.print(command, markup=False, highlight=False, soft_wrap=True)
+    _say(text, json)
 
 
-def _write_for_tools(findings: list[Finding], title: str, sarif: str | None, markdown: str | None) -> None:
-    from leanstep.diagnose.outputs.sarif import as_markdown, as_sarif
-
-    if sarif is not None:
-        write_json(as_sarif(findings), sarif)
-    add_markdown(as_markdown(findings, title), markdown)
+def _explain(findings: list[Finding], number: int, json: str | None) -> None:
+    """Print one entry of the screen in full."""
+    entries = screen.entries_of([f for f in findings if not f.baselined])
+    if not entries:
+        raise BadInput("--explain: no findings")
+    if number > len(entries):
+        raise BadInput(f"--explain: expected 1 to {len(entries)}, got {number}")
+    _say("\n" + screen.explain(entries[number - 1]), json)
 
 
 def _diff(paths: list[str], threshold: list[str], json: str | None) -> int:

@@ -81,8 +81,8 @@ def diagnose_script(path: Path, *, steps: int = 2) -> dict[str, Any]:
     from leanstep.diagnose import Limits
     from leanstep.diagnose.cost import is_small
     from leanstep.diagnose.outputs import screen
-    from leanstep.diagnose.run_script import Stop, run_script
     from leanstep.diagnose.watch import Watch
+    from leanstep.script.run import Program, Stop, run_script
 
     def stop() -> None:
         raise Stop
@@ -90,7 +90,7 @@ def diagnose_script(path: Path, *, steps: int = 2) -> dict[str, Any]:
     watch = Watch(steps, 1, Limits(), timed_warmup=True, on_done=stop)
     said = io.StringIO()
     with _siblings_forgotten(path.parent), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        outcome = run_script(path, [], watch)
+        outcome = run_script(Program(str(path)), [], watch)
     if outcome.exception == "KeyboardInterrupt":
         raise KeyboardInterrupt
     if outcome.code:

@@ -28,10 +28,10 @@ def fix(
 
     Example: leanstep fix train.py --rule unbatched-optimizer -- --batch-size 8
     """
-    from leanstep.commands.diagnose import script_path
     from leanstep.diagnose.outputs.gate import parse_rules
+    from leanstep.script.run import Program
 
-    path = script_path(script)
+    path = Program.find(script).file
     try:
         rules = parse_rules(rule) if rule is not None else ()
     except ValueError as error:
@@ -62,7 +62,7 @@ def fix(
 
 
 def _fix_lines(found: Any, write: bool) -> list[str]:
-    from leanstep.diagnose.recording.source import short_path
+    from leanstep.script.lines import short_path
 
     lines = []
     for offer in found.offers:
@@ -88,7 +88,7 @@ def _fix_lines(found: Any, write: bool) -> list[str]:
 
 
 def _where(finding: Any) -> str:
-    from leanstep.diagnose.recording.source import short_path
+    from leanstep.script.lines import short_path
 
     return f"{short_path(finding.line.file)}:{finding.line.number}"
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from leanstep.commands import BadInput
+from leanstep.diagnose.step_records import Finding
 from leanstep.rehearse import what_if
 from leanstep.rehearse.cuda_allocator import memory_of
 from leanstep.rehearse.devices import Device
-from leanstep.rehearse.events import Event, HostWait, Kernel, Launch, Line, Recording
+from leanstep.rehearse.events import Event, HostWait, Kernel, Launch, Recording
+from leanstep.script.lines import Line
+from leanstep.script.run import Program
 from leanstep.units import gib
 
 Data = dict[str, Any]
@@ -24,17 +26,7 @@ Place = Callable[[Line | None], bool]
 
 def at(file: str, number: int) -> Place:
     """Whether an event comes from this line of this file."""
-    wanted = Path(file).resolve()
-    known: dict[str, bool] = {}
-
-    def matches(line: Line | None) -> bool:
-        if line is None or line.number != number:
-            return False
-        if line.file not in known:
-            known[line.file] = Path(line.file).resolve() == wanted
-        return known[line.file]
-
-    return matches
+    return lambda line: line is not None and (line.file, line.number) == (file, number)
 
 
 def without_reads(here: Place) -> what_if.Transform:
@@ -189,18 +181,20 @@ def text(report: Data, findings: Sequence[Data]) -> str:
     return "\n".join(lines)
 
 
-def add_gains(report: Data, files: Sequence[str], script: str, args: Sequence[str], device: Device) -> str:
+def add_gains(
+    report: Data, findings: Sequence[Finding], program: Program, args: Sequence[str], device: Device
+) -> str:
     """Rehearse the script, put `on` into the diagnose report, return the lines to show."""
     from leanstep.rehearse.events import Request
     from leanstep.rehearse.stage import RehearsalError, rehearse
 
     try:
-        recording = rehearse(Request(script, tuple(args), device=device.key), quiet=True)
+        recording = rehearse(Request(program.name, tuple(args), device=device.key), quiet=True)
     except RehearsalError as error:
         raise BadInput(f"--on: {error}") from None
     if not any(isinstance(event, Launch) and event.kernels for event in recording.events):
         raise BadInput(
-            f"--on: {script} launched nothing on the device: does it ask torch.cuda.is_available()?"
+            f"--on: {program} launched nothing on the device: does it ask torch.cuda.is_available()?"
         )
-    report["on"] = gains(report["findings"], files, recording, device)
+    report["on"] = gains(report["findings"], [f.line.file for f in findings], recording, device)
     return text(report["on"], report["findings"])

@@ -20,6 +20,7 @@ import leanstep
 from leanstep.case import CASE_MODULES, Case, all_cases, get_case
 from leanstep.commands import BadInput
 from leanstep.files import finite, write_text
+from leanstep.script.run import Program
 
 # The options that every command with a result has.
 JsonOption = Annotated[
@@ -123,16 +124,19 @@ class Outputs:
 
 
 def split_scripts(words: list[str] | None) -> tuple[list[str], list[str]]:
-    """Scripts at the front of what was typed, and the arguments behind them; no scripts: it names cases."""
+    """Scripts or folders at the front of what was typed, and the arguments behind; none: it names cases."""
     words = words or []
     count = 0
-    while count < min(len(words), 2) and words[count].endswith(".py"):
+    while count < min(len(words), 2) and _is_script(words[count]):
         count += 1
     scripts, rest = words[:count], words[count:]
     for script in scripts:
-        if not Path(script).is_file():
-            raise BadInput(f"SCRIPT: no such file: {script}")
+        Program.find(script)
     return scripts, rest
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") or (Path(word).is_dir() and word not in case_names())
 
 
 def say_above(console: Console, line: str) -> None:

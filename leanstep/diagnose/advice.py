@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from leanstep.diagnose.recording.source import short_path
 from leanstep.diagnose.step_records import Finding
+from leanstep.script.lines import short_path
 
 HEAD_RULES = ("dead-rows", "full-vocab", "retained-chunks")
 

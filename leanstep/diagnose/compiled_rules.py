@@ -19,8 +19,8 @@ from leanstep.diagnose.recording.compiled_code import (
     Place,
     place_of_line,
 )
-from leanstep.diagnose.recording.source import short_path
 from leanstep.diagnose.step_records import Finding, Limits, StepRecord
+from leanstep.script.lines import short_path
 from leanstep.units import size
 
 _CASTS = {"_to_copy", "convert_element_type", "to", "float", "half", "bfloat16"}

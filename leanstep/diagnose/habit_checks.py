@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from leanstep.diagnose.recording.source import UNKNOWN_LINE, Line
 from leanstep.diagnose.step_records import FORWARD, Hit, OpKey, OpRecord, StepRecord, Tally, Work, by_line
+from leanstep.script.lines import UNKNOWN_LINE, Line
 
 
 def attention_matrix(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:

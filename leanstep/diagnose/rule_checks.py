@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import torch
 
 from leanstep.diagnose.recording.ops import HALF
-from leanstep.diagnose.recording.source import UNKNOWN_LINE, Line, Site
 from leanstep.diagnose.step_records import (
     OPTIMIZER,
     HeadRecord,
@@ -27,6 +26,7 @@ from leanstep.diagnose.step_records import (
     Work,
     by_line,
 )
+from leanstep.script.lines import UNKNOWN_LINE, Line, Site
 
 MIB = 1024 * 1024
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from leanstep.diagnose import advice, habit_checks, rule_checks
-from leanstep.diagnose.recording.source import Line
 from leanstep.diagnose.step_records import Finding, Hit, Limits, StepRecord
+from leanstep.script.lines import Line
 from leanstep.units import size
 
 Hits = dict[str, dict[Line, Hit]]

@@ -1,8 +1,7 @@
-"""`watch()`: what is entered while a training runs, where its steps end, and how everything is left again.
+"""`watch()`: what is entered while a training runs, and how everything is left again.
 
-A step ends when the next one begins: at the first op that creates an autograd node after an optimizer's
-`step()` returned, so several optimizers, averages and logging stay together. What runs between the two counts
-as part of the step that follows, like the preparation of its batch; each step has it once either way.
+`script.steps` finds the steps. What runs between two updates (averages, logging, the preparation of a batch)
+is part of the step that follows.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from leanstep.diagnose import compiled_rules, cost, rules
-from leanstep.diagnose.recording import source, torch_hooks
+from leanstep.diagnose.recording import torch_hooks
 from leanstep.diagnose.recording.compiled_code import CompiledCode
 from leanstep.diagnose.recording.recorder import Recorder
 from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode
 from leanstep.diagnose.step_clock import StepClock
 from leanstep.diagnose.step_records import Findings, Limits, StepRecord
+from leanstep.script.steps import StepListener, StepMarker, in_engine
 
 # A step that takes longer than this is not run once more only to be timed.
 MAX_TIMED_S = 10.0
@@ -40,7 +39,7 @@ def step() -> None:
         _current.step()
 
 
-class Watch:
+class Watch(StepListener):
     """Records training steps. Use it through `watch()`.
 
     Args:
@@ -81,15 +80,20 @@ class Watch:
         self._compiler = CompiledCode()
         self.compiled = compiled_rules.CompiledReport()
         self.clock = StepClock()
+        self.marker = StepMarker(self)
+        # The parts of the step under way that have ended, and when the last of them did.
+        self._parts: list[StepRecord] = []
+        self._part_ended = 0.0
         self._dropped: StepRecord | None = None
-        self._cycle: StepRecord | None = None
-        self._cycle_optimizers: set[int] = set()
+        # The recording began inside the step under way: it is not whole.
+        self._incomplete = False
+        self._iterations: set[int] = set()
         self._scanned = False
         self._started = self._last_end = 0.0
         self._closed_at = 0.0
         # The shortest recorded step: a step without the recorder takes no longer.
         self._longest_possible: float | None = None
-        self._light = False
+        self._light = self._clock_waits = False
         self._calibration: cost.Calibration | None = None
         self._threads: set[str] = set()
         self._jit_entries = 0
@@ -109,10 +113,7 @@ class Watch:
         self._stack.enter_context(torch_hooks.watch_graphs(self._on_graph_replay))
         self._stack.enter_context(torch_hooks.sync_debug(self.recorder))
         self._stack.enter_context(self._compiler.reading())
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
-        if self._timed_warmup:
-            self._watch_for_optimizers()
+        self._stack.enter_context(self.marker)
         _current = self
         self._enter_modes()
         return self
@@ -153,46 +154,26 @@ class Watch:
         self._hooks.leave()
         self._compiler.leave()
 
-    def _watch_for_optimizers(self) -> None:
-        """The first optimizer that is made tells that steps will end: until then everything is recorded."""
-        original = torch.optim.Optimizer.__init__
-
-        def noticed(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            if self._modes_on and not self._light and self.boundary == "none" and not _in_engine():
-                self._start_light()
-
-        torch.optim.Optimizer.__init__ = noticed  # type: ignore[method-assign]
-
-        def restore() -> None:
-            torch.optim.Optimizer.__init__ = original
-
-        self._stack.callback(restore)
-
     # Steps
 
     def step(self) -> None:
         """End a step by hand. From the first call on, steps end here only."""
-        earlier: list[StepRecord] = []
         if self.boundary != "explicit" and not self.finished:
             # What the optimizers' steps divided so far is one step after all.
             self.boundary = "explicit"
-            earlier = [*self.steps, *([self._cycle] if self._cycle is not None else [])]
-            self.steps, self._cycle, self._cycle_optimizers = [], None, set()
+            self._parts = [*self.steps, *self._parts]
+            self.steps = []
             self.warmup_done = self.warmup_done if self._light else 0
-        now = time.perf_counter()
-        if self._light:
-            self._light_step(now)
-            return
-        if self.finished:
-            self._end_later_step(now)
-        elif self._modes_on:
-            parts = [*earlier, self.recorder.state.close()]
-            for part in parts[1:]:
-                parts[0].merge(part)
-            self._close_step(parts[0])
+        self._close_part()
+        self._end_step(time.perf_counter(), late=False)
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def optimizer_constructed(self) -> None:
+        """Steps will end: the warm-up can run unrecorded. Until then everything is recorded."""
+        is_undecided = self._modes_on and not self._light and self.boundary == "none"
+        if self._timed_warmup and is_undecided and not in_engine():
+            self._start_light()
+
+    def optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepping, key = self.recorder.stepping, id(optimizer)
         if key in stepping:
             # Its last step() raised: the hook after it never ran.
@@ -201,8 +182,7 @@ class Watch:
         if self.clock.running:
             self.clock.optimizer_begins()
 
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        now = time.perf_counter()
+    def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         if self.clock.running:
             self.clock.optimizer_ends()
         stepping, key = self.recorder.stepping, id(optimizer)
@@ -212,79 +192,81 @@ class Watch:
             self._hold(optimizer)
             if self._modes_on:
                 self._judge_gradients()
-        if self.boundary == "explicit" or _in_engine():
-            return
-        self.boundary = "optimizer"
+
+    def part_ends(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._part_ended = time.perf_counter()
+        if self.boundary != "explicit":
+            self.boundary = "optimizer"
+            self._close_part()
+
+    def step_ends(self, late: bool) -> None:
+        if self.boundary != "explicit":
+            self._end_step(self._part_ended, late)
+
+    def _close_part(self) -> None:
+        if not self._light and not self.finished:
+            self._parts.append(self.recorder.state.close())
+
+    def _end_step(self, now: float, late: bool) -> None:
         if self._light:
-            if key in self._cycle_optimizers or not self._cycle_optimizers:
-                self._cycle_optimizers = {key}
-                self._light_step(now)
-            else:
-                self._cycle_optimizers.add(key)
+            self._light_step(now, late)
         elif self.finished:
-            if key in self._cycle_optimizers:
-                self._end_later_step(now)
-        elif self._modes_on:
-            self._end_body(key)
+            self._end_later_step(now)
+        elif self._parts:
+            first, *others = self._parts
+            self._parts = []
+            for part in others:
+                first.merge(part)
+            self._close_step(first, late)
 
-    def _end_body(self, key: int) -> None:
-        """An optimizer has stepped: its step belongs to the recorded one, or the next one starts with it."""
-        if not self.recorder.node_seen:
-            self._cycle_optimizers.add(key)
-            return
-        self.recorder.node_seen = False
-        record = self.recorder.state.close()
-        if key in self._cycle_optimizers:
-            finished, self._cycle, self._cycle_optimizers = self._cycle, record, {key}
-            self._close_step(finished)
-        elif self._cycle is None and not self._cycle_optimizers:
-            self._cycle, self._cycle_optimizers = record, {key}
-        else:
-            # Another optimizer's turn in the same step, such as a discriminator's after the generator's.
-            if self._cycle is not None:
-                self._cycle.merge(record)
-            self._cycle_optimizers.add(key)
-
-    def _close_step(self, record: StepRecord | None) -> None:
-        """One whole step is over. `record` is None for the step whose beginning ran unrecorded."""
+    def _close_step(self, record: StepRecord, late: bool) -> None:
+        """One step is over."""
         now = time.perf_counter()
         if self._closed_at and self._modes_on:
             self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
         self._closed_at = now
         self.recorder.new_step()
         self._note_others()
-        if self.warmup_done < self.num_warmup:
+        if self._incomplete:
+            self._incomplete = False
+            self.warmup_done += 1
+        elif self.warmup_done < self.num_warmup:
             self.warmup_done += 1
             self._dropped = record
-        elif record is not None:
+        else:
             self.steps.append(record)
+            self._iterations.add(self.marker.iterations)
             if len(self.steps) > FULL_STEPS:
                 old = self.steps[-FULL_STEPS - 1]
                 old.forget_counters(rules.judge(old, self.limits))
         if len(self.steps) >= self.num_steps:
-            self._done()
+            self._done(late)
 
-    def _done(self) -> None:
+    def _done(self, late: bool) -> None:
         self.finished = True
         self.recorder.state.churn.settle(last=True)
         self.recorder.active = False
-        self._cycle = None
         self._leave_modes()
         self._last_end = time.perf_counter()
         if self._stackless:
             return  # The script is over: nothing to time, nobody to stop.
         if (self.step_seconds or 0.0) <= MAX_TIMED_S:
-            self.clock.start()
-            self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self.clock.first_op, as_it_is))
+            # Only a whole step is worth timing.
+            self._clock_waits = late
+            if not late:
+                self._start_clock()
         elif self._on_done is not None:
             self._on_done()
+
+    def _start_clock(self) -> None:
+        self.clock.start()
+        self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self.clock.first_op, as_it_is))
 
     # The unrecorded warm-up and its time
 
     def _start_light(self) -> None:
         self._leave_modes()
         self.recorder.state.reset()
-        self.recorder.node_seen = False
         self._light = True
         self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self._note_start, as_it_is))
 
@@ -293,26 +275,26 @@ class Watch:
             self._started = time.perf_counter()
         return tensor
 
-    def _light_step(self, now: float) -> None:
+    def _light_step(self, now: float, late: bool) -> None:
         start = self._last_end or self._started
         if start:
             self._measured_seconds = now - start
         self._last_end = now
         self._compiler.step_ended()
-        explicit = self.boundary == "explicit"
-        last = self.num_warmup - (not explicit)
-        self.warmup_done += explicit
-        if self.warmup_done >= last:
+        self.warmup_done += 1
+        if self.warmup_done >= self.num_warmup:
             self._light = False
+            self._incomplete = late
             self._hooks.leave()
             self._enter_modes()
-        elif not explicit:
-            self.warmup_done += 1
 
     def _end_later_step(self, now: float) -> None:
         """A step after the recorded ones: the first one's time is the step's time."""
         self._compiler.step_ended()
-        if self.clock.running:
+        if self._clock_waits:
+            self._clock_waits = False
+            self._start_clock()
+        elif self.clock.running:
             self.clock.end()
             self._hooks.leave()
             self._last_end, self._measured_seconds, self._longest_possible = now, self.clock.seconds, None
@@ -367,9 +349,8 @@ class Watch:
     def _finish(self, completed: bool) -> None:
         state = self.recorder.state
         if not self.finished:
-            if self._cycle is not None:
-                self._close_step(self._cycle)
-            elif self.boundary == "none" and completed and not self._light:
+            self.marker.finish()
+            if self.boundary == "none" and completed and not self._light:
                 self.num_warmup = self.warmup_done = 0
                 self.steps.append(state.close())
         if not self.steps and not self._light:
@@ -418,6 +399,11 @@ class Watch:
         return self.step_seconds is not None and self.step_seconds != self._measured_seconds
 
     @property
+    def iterations(self) -> int | None:
+        """How many rollouts the recorded steps belong to; None when no rollout was seen."""
+        return len(self._iterations) if self.marker.iterations else None
+
+    @property
     def _stackless(self) -> bool:
         return _current is not self
 
@@ -444,7 +430,3 @@ def watch(steps: int = 3, warmup: int = 1, limits: Limits | None = None) -> Watc
 
 # They run below compiled regions as well.
 torch_hooks.hide_from_compiler(Watch._note_start, StepClock.first_op)
-
-
-def _in_engine() -> bool:
-    return source.current_node is not None and source.current_node() is not None

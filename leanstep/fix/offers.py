@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from leanstep.diagnose.outputs import gate
-from leanstep.diagnose.recording.source import USER, judge_code, short_path
-from leanstep.diagnose.run_script import Stop, run_script
 from leanstep.diagnose.step_records import Finding
 from leanstep.diagnose.watch import Watch
 from leanstep.files import BadInput, write_atomically
@@ -30,6 +28,8 @@ from leanstep.prove.captured import Captured
 from leanstep.prove.compare import PairProof, judge
 from leanstep.prove.script_jobs import Job, call_in_child, log_to, module_path, run_job
 from leanstep.prove.stopwatch import MIN_ROUNDS, PairBench, SideRow, bench_scripts
+from leanstep.script.lines import USER, judge_code, short_path
+from leanstep.script.run import Program, Stop, run_script
 
 # What depends on this machine's speed, or comes and goes with it, is not held against a repair.
 _UNSTABLE = ("slow-dtype",)
@@ -270,7 +270,7 @@ def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...]) -> Dia
     with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
         log = Path(folder) / "log"
         with log_to(log), module_path(path):
-            outcome = run_script(Path(script), argv, watch)
+            outcome = run_script(Program(script), argv, watch)
         said = [
             line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
         ]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload
-from leanstep.host_reads import call_counting_reads
 from leanstep.measure import parity
 from leanstep.measure.peaks import measure_peak
 from leanstep.measure.timing import (
@@ -22,6 +21,7 @@ from leanstep.measure.timing import (
     time_box,
     timed_call,
 )
+from leanstep.script.syncs import call_counting_reads
 
 Progress = Callable[[str, float], None]
 # A call may take this many budgets, or this many seconds if the budget is small; a row that takes longer is

@@ -5,39 +5,46 @@
         optimizer.step()
     u.gradients["fc.weight"].norm
 
-An update is all that happens from a first `backward()` to the last `optimizer.step()` before the next one, so
-gradient accumulation and several optimizers need nothing special. Nothing in the program is edited: the
-recorder hangs on torch's hook for optimizer steps, on `torch.autograd.backward`, on gradient clipping, and on
-the first layer's call for the data. Parameters are named by the largest module that owns them.
+An update is a step as `script.steps` finds it, so gradient accumulation and several optimizers need nothing
+special. Nothing in the program is edited: beside the steps the recorder watches gradient clipping, and the
+first layer's call for the data. Parameters are named by the largest module that owns them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from leanstep.prove.captured import Captured, Update, generators, names_by_owner
 from leanstep.prove.sketches import Sketch, each, outside_modes, sketch, whole
+from leanstep.script.run import Stop
+from leanstep.script.steps import StepListener, StepMarker, replace_function
 
 # Distinct token ids that a histogram keeps: more than any vocabulary in use.
 _MAX_IDS = 1 << 20
 
 
-class Recorder:
+@dataclass
+class _Part:
+    """An update as far as one optimizer makes it; several that follow one backward share a part."""
+
+    update: Update = field(default_factory=lambda: Update(0))
+    losses: list[Tensor] = field(default_factory=list)
+    embedded: dict[int, list[Tensor]] = field(default_factory=dict)
+    arrived: list[dict[int, Sketch]] = field(default_factory=list)
+    is_over: bool = False
+
+
+class Recorder(StepListener):
     """Context manager: captures updates until it is left, or until `steps` of them and then `on_done()`.
 
     Args:
@@ -61,88 +68,66 @@ class Recorder:
         self._steps, self._full, self._parts = steps, full, parts
         self._on_done, self._on_update = on_done, on_update
         self._stack = contextlib.ExitStack()
-        self._now: Update | None = None
+        self._marker = StepMarker(self)
+        self._part: _Part | None = None
+        self._ended: list[_Part] = []
         self._names: dict[int, str] = {}
         self._held: list[Tensor] = []
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: set[int] = set()
         self._watched: set[int] = set()
         self._arrivals: dict[int, None] = {}
         self._fresh: dict[int, Sketch] = {}
-        self._arrived_parts: list[dict[int, Sketch]] = []
-        self._losses: list[Tensor] = []
-        self._embedded: dict[int, list[Tensor]] = {}
         self._seen: list[tuple[str, Any]] = []
-        self._depth = self._clipping = 0
+        self._clipping = 0
+        self._in_backward = False
         self._before: dict[int, tuple[Sketch, Tensor | None, int | None]] = {}
+        self._before_by_hand: dict[int, tuple[Tensor, Tensor]] = {}
         self._inside: Optimizer | None = None
 
     def __enter__(self) -> Captured:
-        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self._patch(torch.autograd, "backward", self._backward)
+        self._stack.enter_context(self._marker)
         for name in ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_"):
             for place in (clip_grad, nn.utils):
                 if hasattr(place, name):
-                    self._patch(place, name, self._clip)
-        self._patch(Optimizer, "add_param_group", self._new_group)
-        self._patch(nn.functional, "embedding", self._embedding)
-        self._patch(nn.functional, "linear", self._linear)
+                    self._replace(place, name, self._clip)
+        self._replace(Optimizer, "add_param_group", self._new_group)
+        self._replace(nn.functional, "embedding", self._embedding)
+        self._replace(nn.functional, "linear", self._linear)
         return self.captured
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._stack.close()
-        if self._now is not None and self._now.optimizer_steps:
-            self._close()
+        if not isinstance(error, Stop):
+            self._marker.finish()
+        self.captured.iterations = self._marker.iterations
         self.captured.order = self._forward_order()
 
-    def _patch(self, place: Any, name: str, handler: Callable[..., Any]) -> None:
-        original = getattr(place, name)
-        busy = False
-
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            nonlocal busy
-            # A compiler reads this branch as constant and goes on with torch's own function. A function mode
-            # hands the public name, which is this one, back to itself. AOTAutograd of torch 2.8 does not say
-            # that it compiles, only that it traces.
-            if torch.compiler.is_compiling() or busy or TracingContext.try_get() is not None:
-                return original(*args, **kwargs)
-            busy = True
-            try:
-                return handler(original, *args, **kwargs)
-            finally:
-                busy = False
-
-        setattr(place, name, patched)
-        self._stack.callback(setattr, place, name, original)
+    def _replace(self, place: Any, name: str, handler: Callable[..., Any]) -> None:
+        self._stack.callback(replace_function(place, name, handler))
 
     # What the program calls.
 
-    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._depth:
-            # Reentrant checkpointing calls backward inside backward.
-            return original(tensors, *args, **kwargs)
+    def backward_begins(self, outputs: Any) -> None:
         if self._inside is None:
-            self._finish_pending()
-        update = self._current()
+            self._leave_ended_part()
+        part = self._current()
         with outside_modes():
-            for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
-                if loss.numel() == 1:
-                    self._losses.append(loss.detach().clone())
-        self._depth += 1
+            for loss in (outputs,) if isinstance(outputs, Tensor) else outputs:
+                if isinstance(loss, Tensor) and loss.numel() == 1:
+                    part.losses.append(loss.detach().clone())
+        self._in_backward = True
         self._fresh = {}
-        try:
-            result = original(tensors, *args, **kwargs)
-        finally:
-            self._depth -= 1
+
+    def backward_ends(self, result: Any) -> None:
+        self._in_backward = False
+        part = self._current()
         if self._parts:
-            self._arrived_parts.append(self._fresh)
-            update.counts.append(self._take_counts())
-        return result
+            part.arrived.append(self._fresh)
+            part.update.counts.append(self._take_counts())
+        self._note_by_hand(result)
 
     def count(self, what: str, value: Any) -> None:
         """A number of tokens that the program itself counted since the last backward; a twin reports them."""
-        if self._parts and not self._depth and self._inside is None:
+        if self._parts and not self._in_backward and self._inside is None:
             self._seen.append((what, value))
 
     def _take_counts(self) -> dict[str, float]:
@@ -161,7 +146,6 @@ class Recorder:
 
     def _new_group(self, original: Any, optimizer: Optimizer, group: Any) -> Any:
         result = original(optimizer, group)
-        self._optimizers.add(optimizer)
         for parameter in optimizer.param_groups[-1]["params"]:
             self._watch(parameter)
         return result
@@ -179,7 +163,7 @@ class Recorder:
         if not self.captured.updates:
             self._arrivals.pop(key, None)
             self._arrivals[key] = None
-        if self._parts and self._depth:
+        if self._parts and self._in_backward:
             with outside_modes():
                 self._fresh[key] = sketch(whole(gradient))
 
@@ -192,32 +176,32 @@ class Recorder:
             return original(parameters, *args, **kwargs)
         finally:
             self._clipping -= 1
-            if self._now is not None:
-                self._now.clipped = dict.fromkeys(self._now.gradients, _UNREAD)
+            update = self._current().update
+            update.clipped = dict.fromkeys(update.gradients, _UNREAD)
 
     def _embedding(self, original: Any, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not self._depth:
-            self._finish_pending()
+        if torch.is_grad_enabled() and not self._in_backward:
+            self._leave_ended_part()
             with outside_modes():
-                self._embedded.setdefault(id(weight), []).append(input.detach().reshape(-1))
+                self._current().embedded.setdefault(id(weight), []).append(input.detach().reshape(-1))
                 self._first_input(input)
         return original(input, weight, *args, **kwargs)
 
     def _linear(self, original: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and not self._depth and self._inside is None:
-            self._finish_pending()
+        if torch.is_grad_enabled() and not self._in_backward and self._inside is None:
+            self._leave_ended_part()
             with outside_modes():
                 self._first_input(input)
         return original(input, *args, **kwargs)
 
     def _first_input(self, input: Tensor) -> None:
-        update = self._current()
+        update = self._current().update
         if update.first_input is None:
             update.first_input = (input.numel(), float(whole(input).double().sum()))
 
     # What the optimizer does.
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._inside is not None or not getattr(optimizer, "param_groups", None):
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -238,7 +222,7 @@ class Recorder:
 
     def _enter_step(self, optimizer: Optimizer) -> None:
         self._inside = optimizer
-        update = self._current()
+        update = self._current().update
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._name(parameters)
         with outside_modes():
@@ -265,13 +249,13 @@ class Recorder:
     def _weighted(self, p: Tensor) -> Sketch:
         """The parameter as it is now, its entries weighed by their gradients."""
         assert p.grad is not None
-        norm = self._current().gradients[self._name_of(id(p))].norm
+        norm = self._current().update.gradients[self._name_of(id(p))].norm
         return sketch(whole(p), whole(p.grad), norm / max(1, p.numel()) ** 0.5)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def optimizer_ends(self, optimizer: Optimizer) -> None:
         if self._inside is not optimizer:
             return
-        update = self._current()
+        update = self._current().update
         with outside_modes():
             moved = []
             for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -293,12 +277,9 @@ class Recorder:
             self._before = {}
         self._inside = None
         update.optimizer_steps += 1
-        self._stepped.add(id(optimizer))
-        if self._optimizers and self._stepped >= {id(o) for o in self._optimizers}:
-            self._close()
 
     def _keep_gradients(self, parameters: list[Tensor]) -> None:
-        update = self._current()
+        update = self._current().update
         self._name(parameters)
         with outside_modes():
             new = {self._name_of(id(p)): p.grad for p in parameters if p.grad is not None}
@@ -311,41 +292,92 @@ class Recorder:
 
             update.gradients.update(zip(new, each(look, list(new.values())), strict=True))
 
+    # An update without an optimizer.
+
+    def _note_by_hand(self, result: Any) -> None:
+        """Parameters and gradients of a script that has no optimizer, before it changes them."""
+        leaves = self._marker.leaves_by_hand
+        gradients = [leaf.grad for leaf in leaves]
+        if result is not None:
+            gradients = result.values() if isinstance(result, dict) else result
+        self._name(leaves)
+        with outside_modes():
+            for leaf, gradient in zip(leaves, gradients, strict=False):
+                if gradient is not None:
+                    self._before_by_hand[id(leaf)] = (whole(leaf).clone(), whole(gradient).clone())
+
+    def _update_by_hand(self) -> None:
+        update = self._current().update
+        with outside_modes():
+            for leaf in self._held:
+                if id(leaf) not in self._before_by_hand:
+                    continue
+                name, (before, gradient) = self._name_of(id(leaf)), self._before_by_hand.pop(id(leaf))
+                update.gradients[name] = sketch(gradient)
+                scale = update.gradients[name].norm / max(1, leaf.numel()) ** 0.5
+                update.changes[name] = sketch(whole(leaf) - before, gradient, scale)
+                if not self.captured.updates:
+                    self.captured.initial.setdefault(name, sketch(before))
+        self._before_by_hand = {}
+
     # Where one update ends and the next begins.
 
-    def _current(self) -> Update:
-        if self._now is None:
+    def _current(self) -> _Part:
+        if self._part is None:
             if self._full and self.captured.updates:
                 self.captured.updates[-1].drop_full()
-            self._now = Update(len(self.captured.updates) + 1)
-            self._stepped = set()
-        return self._now
+            self._part = _Part()
+        return self._part
 
-    def _finish_pending(self) -> None:
-        if self._now is not None and self._now.optimizer_steps:
-            self._close()
+    def _leave_ended_part(self) -> None:
+        """What comes belongs to another optimizer's part of the update, or to the next update."""
+        if self._part is not None and self._part.is_over:
+            self._ended.append(self._part)
+            self._part = None
 
-    def _close(self) -> None:
-        update, self._now = self._now, None
-        assert update is not None
+    def part_ends(self, optimizer: Optimizer | None) -> None:
+        if optimizer is None:
+            self._update_by_hand()
+        self._current().is_over = True
+
+    def step_ends(self, late: bool) -> None:
+        self._leave_ended_part()
+        parts, self._ended = self._ended, []
         with outside_modes():
-            update.losses = [float(loss) for loss in self._losses]
-            if self._embedded:
-                largest = max(self._embedded.values(), key=lambda parts: sum(t.numel() for t in parts))
-                ids, counts = torch.cat(largest).unique(return_counts=True)
-                update.tokens = int(counts.sum())
-                if len(ids) <= _MAX_IDS:
-                    update.ids = Counter(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
-        update.parts = [
-            {self._name_of(key): value for key, value in part.items()} for part in self._arrived_parts
-        ]
-        self._losses, self._embedded, self._arrived_parts = [], {}, []
-        update.clipped = {name: value for name, value in update.clipped.items() if value is not _UNREAD}
+            for part in parts:
+                self._complete(part)
+            update = self._merged(parts)
         self.captured.updates.append(update)
         if self._on_update is not None:
             self._on_update(update)
+        if self._part is not None:
+            # The next one has begun already: whole tensors are kept of the latest only.
+            update.drop_full()
         if self._steps is not None and len(self.captured.updates) >= self._steps and self._on_done:
             self._on_done()
+
+    def _complete(self, part: _Part) -> None:
+        update = part.update
+        update.losses = [float(loss) for loss in part.losses]
+        update.parts = [
+            {self._name_of(key): value for key, value in arrived.items()} for arrived in part.arrived
+        ]
+        update.clipped = {name: value for name, value in update.clipped.items() if value is not _UNREAD}
+
+    def _merged(self, parts: list[_Part]) -> Update:
+        update = Update(len(self.captured.updates) + 1)
+        embedded: dict[int, list[Tensor]] = {}
+        for part in parts:
+            update.add(part.update)
+            for key, ids in part.embedded.items():
+                embedded.setdefault(key, []).extend(ids)
+        if embedded:
+            largest = max(embedded.values(), key=lambda tensors: sum(t.numel() for t in tensors))
+            ids, counts = torch.cat(largest).unique(return_counts=True)
+            update.tokens = int(counts.sum())
+            if len(ids) <= _MAX_IDS:
+                update.ids = Counter(dict(zip(ids.tolist(), counts.tolist(), strict=True)))
+        return update
 
     def _note(self, text: str) -> None:
         if text not in self.captured.notes:

@@ -53,6 +53,18 @@ class Update:
         for kept in (self.gradients, self.changes):
             kept.update({name: value.with_full(None) for name, value in kept.items()})
 
+    def add(self, part: Update) -> None:
+        """Take what another optimizer of the same update did after this one."""
+        self.losses += part.losses
+        self.first_input = self.first_input or part.first_input
+        self.draws = part.draws or self.draws
+        self.optimizer_steps += part.optimizer_steps
+        self.gradients = {**part.gradients, **self.gradients}
+        self.clipped = {**part.clipped, **self.clipped}
+        self.changes = {**part.changes, **self.changes}
+        self.parts += part.parts
+        self.counts += part.counts
+
     @property
     def backward_calls(self) -> int:
         return len(self.losses)
@@ -65,7 +77,10 @@ class Update:
 
 @dataclass
 class Captured:
-    """All updates of a run, in order; `order` lists the parameters as the forward pass uses them."""
+    """All updates of a run, in order; `order` lists the parameters as the forward pass uses them.
+
+    `iterations`: rollouts that the updates followed, 0 where none was seen.
+    """
 
     updates: list[Update] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
@@ -73,6 +88,7 @@ class Captured:
     notes: list[str] = field(default_factory=list)
     error: str | None = None
     said: str = ""
+    iterations: int = 0
     rank: int = 0
     world_size: int = 1
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from leanstep import units
 from leanstep.measure.drift import CONFIDENCE, first_divergence, paired_shift
 from leanstep.measure.parity import FACTOR, FLOOR
 from leanstep.prove.capture import Captured, Update
@@ -66,6 +67,7 @@ class PairProof:
     rows: list[UpdateRow] = field(default_factory=list)
     losses: dict[str, list[float]] = field(default_factory=dict)
     steps: int = 0
+    iterations: int = 0
     parameters: int = 0
     notes: list[str] = field(default_factory=list)
     problem: str | None = None
@@ -91,8 +93,8 @@ class PairProof:
         first = self.first
         if first is None:
             return (
-                f"the same update: {len(self.rows)} checks over {self.steps} "
-                f"step{'s' * (self.steps != 1)} and {self.parameters} parameters hold"
+                f"the same update: {len(self.rows)} checks over "
+                f"{units.steps(self.steps, self.iterations)} and {self.parameters} parameters hold"
             )
         where = "" if first.what == "loss" else f" of {first.parameter}"
         same_step = [row for row in self.failed if row.step == first.step and row.what == first.what]
@@ -116,6 +118,7 @@ class PairProof:
             "problem": self.problem,
             "first": asdict(first) if first else None,
             "steps": self.steps,
+            "iterations": self.iterations,
             "parameters": self.parameters,
             "losses": self.losses,
             "notes": self.notes,
@@ -160,7 +163,7 @@ def judge(proof: PairProof, before: Captured, after: Captured, truth: Captured) 
     """Fill `proof` with rows; a problem ends the comparison, the rows so far stay."""
     _keep_losses(proof, {"before": before, "after": after, "truth": truth})
     steps = min(len(run.updates) for run in (before, after, truth))
-    proof.steps = steps
+    proof.steps, proof.iterations = steps, before.iterations
     names = {"before": (proof.before, before), "after": (proof.after, after)}
     names["truth"] = (f"the fp64 twin of {proof.before}", truth)
     try:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import Size, Tensor
 
-from leanstep.diagnose.recording.source import Line, short_path
 from leanstep.measure.parity import same_bits
+from leanstep.script.lines import Line, short_path
 
 # A relative difference up to this is rounding; above it the value itself depends on the company.
 ROUNDING = 1e-3

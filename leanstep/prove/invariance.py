@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from leanstep.diagnose.recording.source import Stack
-from leanstep.diagnose.run_script import Stop, run_script
 from leanstep.prove.first_change import InvarianceRow, TapedOp, Variant, first_change
 from leanstep.prove.script_jobs import Job, log_to, seeded, start, wait_all
 from leanstep.prove.sketches import outside_modes
+from leanstep.script.lines import Stack
+from leanstep.script.run import Stop, run_script
 
 # Positions that the padded variant adds.
 PADDING = 7
@@ -235,7 +235,7 @@ def script_invariance(job: Job) -> InvarianceProof:
     proof = InvarianceProof(job.label)
     watch = _ModelCalls(proof)
     with seeded(job.seed):
-        outcome = run_script(Path(job.script), job.argv, watch)
+        outcome = run_script(job.program, job.argv, watch)
     if outcome.exception is not None:
         proof.problem = f"{job.label} ended with {outcome.exception}: {outcome.said}"
     elif not proof.variants:

@@ -28,10 +28,9 @@ import numpy as np
 import torch
 
 from leanstep.cpu import end_idle_threads
-from leanstep.diagnose.run_script import Stop, run_script
-from leanstep.files import BadInput
 from leanstep.prove.capture import Captured, Recorder
 from leanstep.prove.twin import Twin
+from leanstep.script.run import Program, Stop, run_script
 
 # Ranks that wait for one that died are ended after this long.
 GRACE_S = 20.0
@@ -42,7 +41,7 @@ class Job:
     """One run of a script.
 
     Args:
-        script, argv: as after `python`.
+        script, argv: as after `python`; a folder may have a train.py in place of a `__main__.py`.
         steps: updates to capture; then the script is stopped.
         twin: run it in fp64. `dropout` False: without dropout.
         parts: capture each backward call apart.
@@ -64,14 +63,17 @@ class Job:
     path: tuple[str, ...] = ()
 
     @property
+    def program(self) -> Program:
+        return Program.find(self.script)
+
+    @property
     def label(self) -> str:
         return " ".join([Path(self.script).name, *self.argv])
 
 
 def run_job(job: Job, *, fork: bool = False) -> list[Captured]:
     """Run it and return what each rank captured, rank 0 first."""
-    if not Path(job.script).is_file():
-        raise BadInput(f"SCRIPT: no such file: {job.script}")
+    Program.find(job.script)
     with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
         count = job.ranks or 1
         port = free_port() if job.ranks else 0
@@ -131,7 +133,7 @@ def capture_script(job: Job) -> Captured:
     dtype = torch.get_default_dtype()
     with seeded(job.seed), module_path(job.path), eager_random_numbers(), contextlib.ExitStack() as stack:
         stack.callback(torch.set_default_dtype, dtype)
-        outcome = run_script(Path(job.script), job.argv, recorded())
+        outcome = run_script(job.program, job.argv, recorded())
     captured = recorder.captured
     if outcome.exception is not None:
         captured.error, captured.said = outcome.exception, outcome.said

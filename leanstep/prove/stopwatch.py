@@ -1,9 +1,8 @@
 """Two scripts measured side by side: a step of one, a step of the other, and so on.
 
 Each script runs in a process of its own and waits at the end of every step until it is its turn, so that both
-are exposed to the same noise and never run at the same time. A step is what lies between the first
-`optimizer.step()` of one update and that of the next. Memory, host reads and ops are counted apart, in runs
-that nobody times.
+are exposed to the same noise and never run at the same time. Memory, host reads and ops are counted apart, in
+runs that nobody times.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.diagnose.run_script import Stop, run_script
+from leanstep import units
 from leanstep.files import BadInput
-from leanstep.host_reads import count_host_reads
 from leanstep.measure.peaks import recorded_allocations
 from leanstep.prove.script_jobs import (
     Child,
@@ -37,6 +34,9 @@ from leanstep.prove.script_jobs import (
     seeded,
     start,
 )
+from leanstep.script.run import Stop, run_script
+from leanstep.script.steps import StepListener, StepMarker
+from leanstep.script.syncs import count_host_reads
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 40
 # Timed steps that are dropped; the one before them, with imports and first allocations, is not timed at all.
@@ -45,13 +45,18 @@ WARMUP = 1
 
 @dataclass
 class SideRow:
-    """One script: seconds per step, its peak above the level between steps, and what it launches."""
+    """One script: seconds per step, its peak above the level between steps, and what it launches.
+
+    `steps`: all that ran while it was timed. `iterations`: rollouts behind them, 0 where none was seen.
+    """
 
     script: str
     median_s: float | None = None
     p20_s: float | None = None
     p80_s: float | None = None
     samples: int = 0
+    steps: int = 0
+    iterations: int = 0
     peak_bytes: int | None = None
     host_syncs: int | None = None
     ops: int | None = None
@@ -108,15 +113,17 @@ def bench_scripts(
     """Measure both. Raises BadInput, in one line, for a script that ends before it could be measured."""
     say = report or (lambda what, share: None)
     result = PairBench(SideRow(before.label), SideRow(after.label))
-    rows = {0: result.before, 1: result.after}
+    rows = [result.before, result.after]
     with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
         say("time", 0.0)
-        samples = _interleaved([before, after], Path(folder), (budget_s, min_rounds), fork, say)
-        for side, values in samples.items():
+        samples = _interleaved([before, after], rows, Path(folder), (budget_s, min_rounds), fork, say)
+        for row, values in zip(rows, samples, strict=True):
             ordered, last = sorted(values), len(values) - 1
-            rows[side].median_s = statistics.median(ordered)
-            rows[side].p20_s, rows[side].p80_s = ordered[round(0.2 * last)], ordered[round(0.8 * last)]
-            rows[side].samples = len(ordered)
+            row.median_s = statistics.median(ordered)
+            row.p20_s, row.p80_s = ordered[round(0.2 * last)], ordered[round(0.8 * last)]
+            row.samples = len(ordered)
+            if row.iterations:
+                result.notes.append(f"{row.script}: {units.steps(row.steps, row.iterations)}")
         for side, job in enumerate((before, after)):
             say(f"memory and host reads of {job.label}", 0.8 + 0.1 * side)
             counted = _counted(job, Path(folder), fork)
@@ -161,23 +168,25 @@ def _talking(job: Job, folder: Path, fork: bool, kind: str) -> Iterator[tuple[Co
 
 def _interleaved(
     jobs: list[Job],
+    rows: list[SideRow],
     folder: Path,
     limits: tuple[float, int],
     fork: bool,
     say: Callable[[str, float], None],
-) -> dict[int, list[float]]:
+) -> list[list[float]]:
+    """Seconds of each job's steps; `rows` count the steps."""
     budget_s, min_rounds = limits
-    samples: dict[int, list[float]] = {side: [] for side in range(len(jobs))}
+    samples: list[list[float]] = [[] for _ in jobs]
     with contextlib.ExitStack() as stack:
         lines = [stack.enter_context(_talking(job, folder, fork, "time"))[0] for job in jobs]
         for side, job in enumerate(jobs):
             for _ in range(WARMUP):
-                _turn(lines[side], job, 0, min_rounds)
+                _turn(lines[side], job, rows[side], 0, min_rounds)
         started = time.monotonic()
         order = list(range(len(jobs)))
         for number in range(MAX_ROUNDS):
             for side in order:
-                elapsed = _turn(lines[side], jobs[side], number, min_rounds)
+                elapsed = _turn(lines[side], jobs[side], rows[side], number, min_rounds)
                 if elapsed is None:
                     return samples
                 samples[side].append(elapsed)
@@ -189,13 +198,13 @@ def _interleaved(
     return samples
 
 
-def _turn(line: Connection, job: Job, rounds: int, min_rounds: int) -> float | None:
+def _turn(line: Connection, job: Job, row: SideRow, rounds: int, min_rounds: int) -> float | None:
     """Let one script make one step; its seconds, or None when it has ended and enough was seen."""
     kind: str = "end"
     value: Any = "was killed"
     with contextlib.suppress(EOFError, OSError):
         line.send("go")
-        kind, value = line.recv()
+        kind, value, row.steps, row.iterations = line.recv()
     if kind == "step":
         return value
     if rounds >= min_rounds and value is None:
@@ -210,7 +219,7 @@ def _turn(line: Connection, job: Job, rounds: int, min_rounds: int) -> float | N
 def _counted(job: Job, folder: Path, fork: bool) -> tuple[int, int, int, list[tuple[float, int]]] | None:
     with _talking(job, folder, fork, "count") as (line, _):
         try:
-            kind, value = line.recv()
+            kind, value, _, _ = line.recv()
         except (EOFError, OSError):
             return None
         return value if kind == "counted" else None
@@ -223,7 +232,7 @@ def _other_rank(job: Job, rank: int, port: int, folder: str) -> None:
     with log_to(Path(folder) / f"{port}-{rank}.log"):
         os.environ.update(rank_environment(rank, job.ranks or 1, port))
         with seeded(job.seed), module_path(job.path):
-            run_script(Path(job.script), job.argv, contextlib.nullcontext())
+            run_script(job.program, job.argv, contextlib.nullcontext())
     os._exit(0)
 
 
@@ -235,46 +244,43 @@ def _measured_child(job: Job, address: str, key: bytes, kind: str, port: int) ->
         with Client(address, "AF_UNIX", authkey=key) as line:
             watched = _Gate(line) if kind == "time" else _Inspection(line)
             with seeded(job.seed), module_path(job.path):
-                outcome = run_script(Path(job.script), job.argv, watched)
+                outcome = run_script(job.program, job.argv, watched)
             with contextlib.suppress(OSError):
-                line.send(
-                    ("end", outcome.exception or (f"exit code {outcome.code}" if outcome.code else None))
+                watched.send(
+                    "end", outcome.exception or (f"exit code {outcome.code}" if outcome.code else None)
                 )
     os._exit(0)
 
 
-class _Steps:
-    """Calls `boundary` at the first optimizer step of every update."""
+class _Measured(StepListener):
+    """Calls `boundary` at the end of every step."""
 
     def __init__(self, line: Connection) -> None:
         self.line = line
-        self._stack = contextlib.ExitStack()
-        self._fresh = False
+        self.marker = StepMarker(self)
+        self._is_over = False
 
     def __enter__(self) -> None:
-        self._stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
-        backward = torch.autograd.backward
-
-        def noted(*args: Any, **kwargs: Any) -> None:
-            self._fresh = True
-            return backward(*args, **kwargs)
-
-        torch.autograd.backward = noted
-        self._stack.callback(setattr, torch.autograd, "backward", backward)
+        self.marker.__enter__()
 
     def __exit__(self, *details: Any) -> None:
-        self._stack.close()
+        self.marker.__exit__(*details)
+        self._is_over = True
+        self.marker.finish()
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._fresh:
-            self._fresh = False
+    def step_ends(self, late: bool) -> None:
+        # What a late end is followed by is not a whole step.
+        if not late and not self._is_over:
             self.boundary()
+
+    def send(self, kind: str, value: Any) -> None:
+        self.line.send((kind, value, self.marker.steps, self.marker.iterations))
 
     def boundary(self) -> None:
         raise NotImplementedError
 
 
-class _Gate(_Steps):
+class _Gate(_Measured):
     """Waits for its turn at every step and says how long the last one took."""
 
     def __init__(self, line: Connection) -> None:
@@ -285,7 +291,7 @@ class _Gate(_Steps):
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         if self._since is not None:
-            self.line.send(("step", time.perf_counter() - self._since))
+            self.send("step", time.perf_counter() - self._since)
         self.line.recv()
         self._since = time.perf_counter()
 
@@ -300,7 +306,7 @@ class _CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Inspection(_Steps):
+class _Inspection(_Measured):
     """The second step under the allocator's record, the third under counters."""
 
     def __init__(self, line: Connection) -> None:
@@ -329,5 +335,5 @@ class _Inspection(_Steps):
         elif self._number == 3:
             assert self._reads is not None
             peak = max((level for _, level in self._timeline), default=0)
-            self.line.send(("counted", (peak, self._reads.total, self._ops.ops, self._timeline)))
+            self.send("counted", (peak, self._reads.total, self._ops.ops, self._timeline))
             raise Stop

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from leanstep.host_reads import RUNS_USER_CODE, run_under
+from leanstep.script.syncs import RUNS_USER_CODE, run_under, torchs_own
 
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 HALF = (torch.float16, torch.bfloat16)
@@ -207,7 +207,7 @@ class _Calls(TorchFunctionMode):
         self.twin = twin
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = torchs_own(func), kwargs or {}
         twin = self.twin
         if twin.off or func in _AS_WRITTEN:
             return func(*args, **kwargs)

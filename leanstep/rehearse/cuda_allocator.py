@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from leanstep.rehearse.events import Alloc, Event, Free, Line, Recording, Storage
+from leanstep.rehearse.events import Alloc, Event, Free, Recording, Storage
+from leanstep.script.lines import Line
 
 MIB = 2**20
 SMALL_BYTES, LARGE_BYTES = MIB, 10 * MIB

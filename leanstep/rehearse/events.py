@@ -12,18 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from leanstep.script.lines import Line
+
 # The caching allocator hands out multiples of this.
 ROUNDING_BYTES = 512
 
-PHASES = ("forward", "backward", "optimizer")
 # The name of a launch that is a whole CUDA graph: one call of the host for all of its kernels.
 GRAPH_REPLAY = "cudaGraphLaunch"
-# What a storage was for. `activation`: made in forward, alive when backward begins; `buffer`: none of the
-# others, alive for more than a step; `library`: cuBLAS workspace; `communication`: buckets, gathered shards.
-CATEGORIES = (
-    *("parameter", "gradient", "optimizer state", "activation", "input", "buffer", "temporary"),
-    *("library", "communication", "registers"),
-)
 KINDS = (
     *("gemm", "conv", "attention", "attention_bwd", "attention_efficient", "attention_bwd_efficient"),
     *("pointwise", "cast", "broadcast", "strided", "softmax", "norm", "batch_norm", "reduce"),
@@ -34,17 +29,6 @@ KINDS = (
 def round_up(nbytes: int) -> int:
     """What the allocator hands out for so many bytes."""
     return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
-
-
-class Line(NamedTuple):
-    """A place in the user's program. `number` 0: not a line (`file` then names what it is)."""
-
-    file: str
-    number: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file.rpartition('/')[2]}:{self.number} {self.function}" if self.number else self.file
 
 
 class Kernel(NamedTuple):
@@ -147,7 +131,12 @@ Event = Launch | HostWait | Alloc | Free
 
 @dataclass(slots=True)
 class Storage:
-    """A storage of the device; shape and dtype are those of the tensor that brought it."""
+    """A storage of the device; shape and dtype are those of the tensor that brought it.
+
+    category: parameter, gradient, optimizer state, input, registers, library (cuBLAS workspace),
+        communication (buckets, gathered shards), activation (allocated in forward, alive when backward
+        begins), buffer (none of these, alive for more than a step), or temporary.
+    """
 
     number: int
     nbytes: int
@@ -226,6 +215,7 @@ class Request:
 class Recording:
     """One rehearsal. `steps` holds the steps that ended; with fewer than two there is no step time to report.
 
+    iterations: rollouts that the steps followed, 0 where none was seen.
     peak_bytes: most live bytes (rounded), over all events: what a replay of Alloc and Free finds, too.
     notes: sentence -> how often.
     ended: "steps" (all that were asked for), "early" (the script ended before), "refused".
@@ -237,6 +227,7 @@ class Recording:
     events: list[Event] = field(default_factory=list)
     storages: dict[int, Storage] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    iterations: int = 0
     regions: dict[int, Region] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     assumed: list[Assumed] = field(default_factory=list)

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 import threading
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from leanstep.rehearse.events import Line
+from leanstep.script.lines import Line, Stack
 
-# Frames that belong to nobody's program: wrappers that call the function they were given.
-WRAPPERS = ("/accelerate/utils/operations.py", "/transformers/utils/generic.py", "/typing_extensions.py")
-_OWN = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
 _sequence_number: Any = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
-_STDLIB = sysconfig.get_path("stdlib")
 
 
 class Place(NamedTuple):
@@ -30,7 +23,7 @@ class Place(NamedTuple):
 
 
 class Lines:
-    """The line of a call: the nearest frame outside torch, in backward that of the forward call."""
+    """The line of a call: the nearest frame of the user or a library, in backward the forward call's."""
 
     def __init__(self) -> None:
         self.main = threading.get_ident()
@@ -40,34 +33,20 @@ class Lines:
         self.called: Line | None = None  # where backward was called: sums and hooks have no line of their own
         self.fixed: tuple[Line | None, int] | None = None
         self.nested: Counter[int] = Counter()  # backward passes under way inside a backward thread
-        self._foreign: dict[str, bool] = {}
+        self._stack = Stack()
         # Sequence numbers of autograd nodes are counted by each thread on its own.
         self._made: dict[int, dict[int, tuple[Line | None, int]]] = {}
         self._last: dict[int, int] = {}
 
-    def is_foreign(self, name: str) -> bool:
-        known = self._foreign.get(name)
-        if known is None:
-            outside = name.startswith(("<", _OWN + "/", _TORCH + "/")) or name.endswith(WRAPPERS)
-            in_stdlib = name.startswith(_STDLIB + "/") and "-packages/" not in name
-            known = self._foreign[name] = outside or in_stdlib or "/triton/runtime/" in name
-        return known
-
-    def here(self) -> Line | None:
-        frame = sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            if not self.is_foreign(code.co_filename):
-                return Line(code.co_filename, frame.f_lineno, code.co_name)
-            frame = frame.f_back
-        return None
+    def here(self, in_engine: bool = False) -> Line | None:
+        return self._stack.line(sys._getframe(1), in_engine)
 
     def place(self) -> Place:
         thread = threading.get_ident()
         if self.fixed is not None:  # a captured graph knows its lines
             return Place(self.fixed[0], self.phase if thread == self.main else "backward", self.fixed[1])
-        line = self.here()
         node = torch._C._current_autograd_node()
+        line = self.here(in_engine=node is not None)
         made = self._made.setdefault(thread, {})
         if torch.is_grad_enabled():
             number = _sequence_number()
@@ -79,8 +58,7 @@ class Lines:
         if node is not None:
             table = made if self.nested[thread] else self._made.get(self.main, made)
             forward = table.get(node._sequence_nr())
-            # A frame of the user's in a backward thread is a recomputation or a backward function of his own.
             if forward is not None:
-                line = forward[0] if line is None or thread == self.main else line
-                return Place(line, "backward", forward[1])
+                # A frame of the user's in the engine is a recomputation or a backward function of his own.
+                return Place(line or forward[0], "backward", forward[1])
         return Place(line or self.called, "backward", self.region)

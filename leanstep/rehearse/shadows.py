@@ -20,8 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from leanstep.rehearse.events import Line
 from leanstep.rehearse.kernel_costs import GEMM, Shape
+from leanstep.script.lines import Line
 
 SHADOW_ELEMENTS = 1 << 20
 # The index that a choice among unknown values takes, once, so that all the host derives from it agrees.

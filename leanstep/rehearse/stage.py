@@ -14,7 +14,6 @@ import gc
 import os
 import pickle
 import re
-import runpy
 import shutil
 import signal
 import socket
@@ -28,9 +27,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from leanstep.files import BadInput
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
-from leanstep.rehearse.events import Launch, Line, Recording, Refusal, Request, Step
+from leanstep.rehearse.events import Launch, Recording, Refusal, Request
+from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
+from leanstep.script.run import Program, as_main
 
 __all__ = ["RehearsalError", "rehearse"]
 
@@ -76,7 +78,7 @@ def _lost(request: Request, code: int, folder: str) -> Recording | RehearsalErro
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
     fault = Path(folder) / _FAULTS
     found = re.findall(r'File "(.+)", line (\d+) in (.+)', fault.read_text() if fault.exists() else "")
-    line = next((Line(file, int(n), name) for file, n, name in found if "-packages/" not in file), None)
+    line = nearest_line(((file, int(number), name) for file, number, name in reversed(found)), USER)
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     refused = Refusal(line, f"the program ended its own process with {how}")
     return Recording(request, fake_device.torch_version()[0], refused=refused, ended="refused")
@@ -145,8 +147,11 @@ def _validate(request: Request) -> None:
         raise RehearsalError(f"steps: expected at least 1, got {request.steps}")
     if request.ranks < 1:
         raise RehearsalError(f"ranks: expected at least 1, got {request.ranks}")
-    if not request.module and not request.case and not Path(request.target).is_file():
-        raise RehearsalError(f"no such script: {request.target}")
+    if not request.case:
+        try:
+            Program.find(request.target, request.module)
+        except BadInput as error:
+            raise RehearsalError(str(error).removeprefix("SCRIPT: ")) from None
 
 
 def _tools(folder: Path, device: str) -> str:
@@ -168,10 +173,6 @@ def _rank_environment(ranks: int) -> dict[str, str]:
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
         **{"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
     }
-
-
-class _StepsDone(BaseException):
-    """All steps that were asked for have been seen: leave the program. No `except Exception` stops it."""
 
 
 def _serve(stub: str, descriptor: str) -> None:
@@ -225,6 +226,7 @@ def _run(request: Request) -> Recording:
 
     from leanstep.rehearse.answers import compiled, process_group, stand_ins, torch_cuda, triton_launches
     from leanstep.rehearse.devices import DEVICES
+    from leanstep.rehearse.steps import Steps, StepsDone
     from leanstep.rehearse.tape import Tape
     from leanstep.rehearse.time_model import Clock
 
@@ -241,7 +243,7 @@ def _run(request: Request) -> Recording:
 
         changes.install(tape, request.changes)
     _follow_threads(tape)
-    steps = _Steps(tape, request.steps)
+    steps = Steps(tape, request.steps)
     steps.watch()
     started = time.perf_counter()
     real_time = time.perf_counter
@@ -255,9 +257,11 @@ def _run(request: Request) -> Recording:
     gc.freeze()  # torch's own objects need no further look
     try:
         with tape, _normal_exit():
-            program()
+            variables = program()  # held: the last step's end shows in the parameters
         recording.ended = "early"
-    except _StepsDone:
+        steps.marker.finish()
+        del variables
+    except StepsDone:
         recording.ended = "steps"
     except BaseException as failure:
         recording.refused = _refusal(failure, tape)
@@ -293,7 +297,7 @@ def _follow_threads(tape: Any) -> None:
     threading.Thread.run = on_tape
 
 
-def _case_program(request: Request, tape: Any, steps: _Steps) -> Callable[[], Any]:
+def _case_program(request: Request, tape: Any, steps: Any) -> Callable[[], Any]:
     """One implementation of a registered case, on a workload whose large tensors never existed."""
     import torch
 
@@ -344,79 +348,13 @@ def _wait_until_freed(tensors: list[Any]) -> None:
 
 
 def _script_program(request: Request) -> Callable[[], Any]:
-    if request.module:
-        sys.path.insert(0, str(Path.cwd()))
-        sys.argv = [request.target, *request.args]
-        return lambda: runpy.run_module(request.target, run_name="__main__", alter_sys=True)
-    sys.path.insert(0, str(Path(request.target).resolve().parent))
-    sys.argv = [request.target, *request.args]
-    return lambda: runpy.run_path(request.target, run_name="__main__")
+    program = Program.find(request.target, request.module)
 
+    def run() -> object:
+        with as_main(program, request.args):
+            return program.run()
 
-class _Steps:
-    """Cuts the tape into steps: from one `step` of the first optimizer to its next, else at each backward."""
-
-    def __init__(self, tape: Any, wanted: int):
-        self.tape, self.wanted = tape, wanted
-        self.first: int | None = None  # the optimizer that sets the pace
-        self.optimizers = self.backwards = 0
-        self.by_hand = False  # marked by whoever runs the program
-
-    def watch(self) -> None:
-        import torch
-        from torch.optim.optimizer import (
-            register_optimizer_step_post_hook,
-            register_optimizer_step_pre_hook,
-        )
-
-        register_optimizer_step_pre_hook(lambda optimizer, *_: self._begins())
-        register_optimizer_step_post_hook(lambda optimizer, *_: self._ends(optimizer))
-        construct, run_backward = torch.optim.Optimizer.__init__, torch.autograd._engine_run_backward
-        lines = self.tape.lines
-
-        def build(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            self.optimizers += 1
-            construct(optimizer, *args, **kwargs)
-
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            thread = threading.get_ident()
-            if thread != lines.main:
-                lines.nested[thread] += 1
-                try:
-                    return run_backward(*args, **kwargs)
-                finally:
-                    lines.nested[thread] -= 1
-            if not self.by_hand and not self.optimizers and kwargs.get("accumulate_grad"):
-                self.backwards += 1
-                if self.backwards > 1:  # a hand-written update lies between two backward passes
-                    self.mark(())
-            self.tape.backward_begins()
-            lines.called = lines.here()
-            return run_backward(*args, **kwargs)
-
-        torch.optim.Optimizer.__init__ = build  # pyright: ignore[reportAttributeAccessIssue]
-        torch.autograd._engine_run_backward = backward
-
-    def _begins(self) -> None:
-        self.tape.lines.phase = "optimizer"
-
-    def _ends(self, optimizer: Any) -> None:
-        self.tape.lines.phase = "forward"
-        state = optimizer.state
-        found = [v for s in state.values() if isinstance(s, dict) for v in s.values()]
-        self.tape.classify(iter(found), "optimizer state")
-        self.first = self.first or id(optimizer)
-        if id(optimizer) == self.first and not self.by_hand:
-            self.mark(optimizer.param_groups)
-
-    def mark(self, groups: Any) -> None:
-        tape, steps = self.tape, self.tape.recording.steps
-        tape.step_ends(p for group in groups for p in group["params"])
-        first = steps[-1].last if steps else 0
-        steps.append(Step(tape.step, first, len(tape.recording.events)))
-        tape.step += 1
-        if tape.step >= self.wanted:
-            raise _StepsDone
+    return run
 
 
 def _refusal(failure: BaseException, tape: Any) -> Refusal:
@@ -425,13 +363,8 @@ def _refusal(failure: BaseException, tape: Any) -> Refusal:
 
     from leanstep.rehearse.answers.torch_cuda import Refused
 
-    line = deepest = None
-    for frame, number in traceback.walk_tb(failure.__traceback__):
-        code = frame.f_code
-        if not tape.lines.is_foreign(code.co_filename):
-            deepest = Line(code.co_filename, number, code.co_name)
-            if "-packages/" not in code.co_filename:  # the script's own, not a library's
-                line = deepest
+    frames = traceback_frames(failure.__traceback__)
+    line, deepest = nearest_line(frames, USER), nearest_line(frames) or nearest_line(frames, IN_LEANSTEP)
     said = next((s for s in str(failure).splitlines() if s.strip()), "")
     if isinstance(failure, SyntaxError) and failure.filename:  # of a file that never ran
         line = deepest = Line(failure.filename, failure.lineno or 0, "<module>")

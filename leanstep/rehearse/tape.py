@@ -24,10 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from leanstep.flops import CountCall, Counted, counter_of, operand_type
-from leanstep.host_reads import is_masked_fill, op_read
 from leanstep.rehearse import events
 from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
-from leanstep.rehearse.events import Kernel, Line
+from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import FREE, kernels, registered_cost
 from leanstep.rehearse.lines import Lines, Place
 from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, Taped, plan_of
@@ -44,6 +43,8 @@ from leanstep.rehearse.shadows import (
     tensors_in,
     with_shapes,
 )
+from leanstep.script.lines import Line
+from leanstep.script.syncs import is_masked_fill, op_read
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 # Asked of fake tensors while Python looks at them: answered without a record.
@@ -54,7 +55,7 @@ FACTORIES = frozenset({"randn", "rand", "empty", "zeros", "ones", "full"})
 FLOATS = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Tensors = Sequence[Tensor]
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
-# Reads of `leanstep.host_reads` that a recording calls by another name.
+# Reads of `leanstep.script.syncs` that a recording calls by another name.
 WAITS = {"scalar": "item"}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _CHECKPOINT = torch.utils.checkpoint.__file__

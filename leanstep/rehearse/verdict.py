@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from leanstep import units
 from leanstep.rehearse import what_if
 from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
 from leanstep.rehearse.devices import Device
@@ -43,6 +44,7 @@ def judge(
         "args": list(recording.request.args),
         "ranks": recording.request.ranks,
         "steps": len(recording.steps),
+        "iterations": recording.iterations,
         "predicted": True,
         "asked_steps": recording.request.steps,
         "ended": recording.ended,
@@ -188,6 +190,8 @@ def verdict(report: Data) -> str:
         )
         if report["ended"] == "early":
             parts.append(f"the script ended after {report['steps']} of {report['asked_steps']} steps")
+        if report["iterations"]:
+            parts.append(f"seen: {units.steps(report['steps'], report['iterations'])}")
     elif report["refused"] is not None:
         stopped = f"stopped at {report['refused']['line']}: {report['refused']['reason']}"
         return f"predicted on {report['device']}: {stopped}; until then {parts[0]}"

@@ -1,4 +1,4 @@
-"""`leanstep diagnose` as a user meets it: exit codes, tracebacks, JSON, gates, the fake run."""
+"""`leanstep diagnose` as a user meets it: exit codes, tracebacks, JSON, gates."""
 
 from __future__ import annotations
 
@@ -140,7 +140,6 @@ def test_explain_shows_the_source_and_all_six_answers(reads: str, capsys) -> Non
         (("train.py", "--baseline", "none.json"), "no such file: none.json"),
         (("train.py", "--write-baseline"), "expected --baseline"),
         (("train.py", "--json", "nowhere/out.json"), "nowhere"),
-        (("train.py", "--ranks", "2"), "expected 0 or all"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(arguments, message: str, reads: str, capsys) -> None:
@@ -385,21 +384,3 @@ def test_a_folder_runs_its_train_py(capsys) -> None:
         sys.modules.pop(name, None)
     capsys.readouterr()
     assert run(".") == 2
-
-
-def test_fake_run_stops_at_the_first_read(reads: str, capsys) -> None:
-    assert run(reads, "--fake", "--json", "fake.json") == 1
-    assert "train.py:9" in capsys.readouterr().out
-    assert json.loads(Path("fake.json").read_text(encoding="utf-8"))["read"]["line"] == 9
-    assert run(STEPS / "clean_lm.py", "--fake") == 0
-    assert "nothing forced the host to look" in capsys.readouterr().out
-
-
-def test_fake_run_reaches_what_follows_the_optimizer(capsys) -> None:
-    Path("after.py").write_text(
-        READS.replace("    total = sum(model.weight.detach()[i, 0].item() for i in range(4))\n", "").replace(
-            "optimizer.zero_grad()", "optimizer.zero_grad(); loss.item()"
-        )
-    )
-    assert run("after.py", "--fake") == 1
-    assert "after.py:10" in capsys.readouterr().out

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import socket
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import leanstep
-from leanstep.diagnose import run_script
 from leanstep.diagnose.recording import source, torch_hooks
 from leanstep.diagnose.recording.torch_hooks import others_at_work
 from leanstep.diagnose.watch import Watch
@@ -158,21 +151,6 @@ def test_disagreement_with_torchs_own_sync_warnings_is_said() -> None:
     assert "3 synchronising calls, 10 host reads" in str(torch_hooks.disagreement(10, 3))
 
 
-def test_ranks_are_merged_by_line() -> None:
-    def report(count: int) -> dict:
-        finding = {
-            "id": "host-sync:a:b", "count": count, "compiled": False, "rank": 1, "evidence": {},
-            "cost": {"share": 0.1},
-        }  # fmt: skip
-        return {"findings": [finding], "not_seen": [{"kind": "rank", "where": f"rank {count}", "note": ""}]}
-
-    merged = run_script.merge_ranks([report(3), report(9), report(4)])
-    (finding,) = merged["findings"]
-    assert finding["count"] == 9
-    assert finding["evidence"]["across_ranks"] == {"ranks": 3, "min": 3, "median": 4, "max": 9}
-    assert len(merged["not_seen"]) == 3
-
-
 def test_two_ranks_each_record_themselves(run_ranks) -> None:
     results = run_ranks(2, _train_rank)
     assert [reads for reads, _ in results] == [1, 1]
@@ -194,48 +172,6 @@ def _train_rank(rank: int, world_size: int) -> tuple[int, set[str]]:
     assert watch.recorder.errors == []
     (finding,) = watch.findings()
     return finding.count, kinds(watch)
-
-
-GATHER = """\
-import json, os, sys
-os.__dict__.pop("getuid", None)  # as on Windows
-from leanstep.diagnose import run_script
-number = int(os.environ["RANK"])
-finding = {"id": "a", "count": number + 3, "compiled": False, "rank": 1, "evidence": {}}
-finding["cost"] = {"share": 0.1}
-merged = run_script.gather_ranks({"findings": [finding], "not_seen": []}, timeout_s=float(sys.argv[1]))
-print(json.dumps(merged))
-"""
-
-
-def _gather(numbers: list[int], tmp_path: Path, timeout_s: float) -> list[dict | None]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # No folder of the machine is used: the temporary one does not even exist.
-    common = {
-        **os.environ, "PYTHONPATH": str(Path(leanstep.__file__).parents[1]), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TMPDIR": str(tmp_path / "none"),
-    }  # fmt: skip
-    command = [sys.executable, "-c", GATHER, str(timeout_s)]
-    started = [
-        subprocess.Popen(command, env={**common, "RANK": str(n)}, stdout=subprocess.PIPE, cwd=tmp_path)
-        for n in numbers
-    ]
-    return [json.loads(process.communicate(timeout=120)[0]) for process in started]
-
-
-def test_ranks_meet_without_a_folder(tmp_path) -> None:
-    first, second = _gather([0, 1], tmp_path, 60.0)
-    assert second is None and first is not None
-    assert first["findings"][0]["evidence"]["across_ranks"]["max"] == 4
-    assert first["not_seen"] == []
-
-
-def test_a_rank_that_died_is_named(tmp_path) -> None:
-    (first,) = _gather([0], tmp_path, 0.5)
-    assert first is not None and first["findings"][0]["count"] == 3
-    assert [n["note"] for n in first["not_seen"]] == ["1 of 2 ranks gave no report within 0 s"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

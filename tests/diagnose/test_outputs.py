@@ -16,10 +16,10 @@ from trace_maker import TO_HOST, waiting
 
 from leanstep import cli
 from leanstep.diagnose.outputs import report_diff, sarif, screen
-from leanstep.diagnose.recording.source import Line
 from leanstep.diagnose.rules import find
 from leanstep.diagnose.step_records import RULE_IDS, Site, StepRecord, Tally
 from leanstep.diagnose.traces.trace_report import TraceRun
+from leanstep.script.lines import Line
 
 ROOT = Path(__file__).parents[2]
 MINE = Line("train.py", 7, "step")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from leanstep.diagnose import rules
-from leanstep.diagnose.recording.source import UNKNOWN, Line, Site
 from leanstep.diagnose.step_records import (
     DEFAULTS,
     RULE_IDS,
@@ -21,6 +20,7 @@ from leanstep.diagnose.step_records import (
     StepRecord,
     Tally,
 )
+from leanstep.script.lines import UNKNOWN, Line, Site
 
 KIB, MIB = 1024, 1024 * 1024
 HERE = Site(Line("train.py", 7, "loss_fn"))

@@ -352,7 +352,6 @@ def test_bad_files_are_one_line(tmp_path: Path, capsys, content: bytes, message:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["t.json", "--fake"], "--fake: does not fit --trace"),
         (["t.json", "-m", "x"], "-m: does not fit --trace"),
         (["t.json", "--steps", "5"], "--steps: does not fit --trace"),
         (["t.json", "--on", "h100"], "--on: does not fit --trace"),

@@ -328,7 +328,7 @@ def test_eager_path_compiles_into_one_graph_and_operations_do_not_grow():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_host_reads_between_scores_and_gradient(backend):
-    from leanstep.host_reads import host_syncs
+    from leanstep.script.syncs import host_syncs
 
     batch = random_batch(seed=3)
     config = LensConfig(block_size=4, objective=ObjectiveConfig(**EVERY_TERM))

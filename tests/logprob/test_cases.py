@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from leanstep.case import get_case
-from leanstep.host_reads import host_syncs
 from leanstep.logprob.cases import response_rows
+from leanstep.script.syncs import host_syncs
 
 NAMES = ["logprob-logits", "logprob-linear", "policy-loss"]
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import leanstep
-from leanstep.diagnose import run_script
 from leanstep.prove.capture import Recorder
 from leanstep.prove.sketches import BUCKETS, SOLID, distance, sketch
+from leanstep.script import run
 
 
 def model_of(width: int = 8) -> nn.Sequential:
@@ -211,10 +211,10 @@ ENDS
 def test_what_a_rank_leaves_behind_outlives_its_script(tmp_path, monkeypatch, ends, world_size, is_kept):
     """The end of a process group may wait for a thread that waits for the interpreter."""
     monkeypatch.setenv("WORLD_SIZE", world_size)
-    monkeypatch.setattr(run_script, "_LEFT", [])
+    monkeypatch.setattr(run, "_LEFT", [])
     script = tmp_path / "leaves.py"
     script.write_text(LEAVES.replace("ENDS", ends))
-    outcome = run_script.run_script(script, [], contextlib.nullcontext())
+    outcome = run.run_script(run.Program(str(script)), [], contextlib.nullcontext())
     gc.collect()
     left = sys.__dict__.pop("left")
     assert (left() is not None) == is_kept

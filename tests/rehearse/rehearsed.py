@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from leanstep.rehearse.answers.fake_device import RehearsalError, library
-from leanstep.rehearse.events import Line, Recording, Request
+from leanstep.rehearse.events import Recording, Request
 from leanstep.rehearse.stage import rehearse
+from leanstep.script.lines import Line
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

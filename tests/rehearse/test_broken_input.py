@@ -46,7 +46,7 @@ BROKEN = {
         *((), 3, "train.py:7 <module>: the program ended with exit code 2"),
     ),
     "standard input": (X + "input()\n", (), 3, "train.py:3 <module>: the program raised EOFError"),
-    "no such script": (None, (), 2, "no such script: train.py"),
+    "no such script": (None, (), 2, "no such file: train.py"),
     "unknown device": (X, ("--device", "abacus"), 2, "--device: expected one of v100"),
     "no ranks": (X, ("--ranks", "0"), 2, "'--ranks': Input should be greater than or equal to 1"),
     "no steps": (X, ("--steps", "0"), 2, "'--steps': Input should be greater than or equal to 1"),

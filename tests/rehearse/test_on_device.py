@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from leanstep.commands import BadInput, on_device
 from leanstep.rehearse.devices import DEVICES
-from leanstep.rehearse.events import (
-    HostWait,
-    Kernel,
-    Launch,
-    Line,
-    Recording,
-    Refusal,
-    Request,
-    Step,
-    Storage,
-)
+from leanstep.rehearse.events import HostWait, Kernel, Launch, Recording, Refusal, Request, Step, Storage
 from leanstep.rehearse.time_model import RATES, HostCosts
+from leanstep.script.lines import Line
 
 H100 = DEVICES["h100"]
 FILE = "train.py"
@@ -108,12 +97,10 @@ def test_a_rule_of_the_cpu_says_so_and_memory_is_given_in_bytes():
     assert gain("full-vocab", 3, made)["gain_bytes"] == 0
 
 
-def test_files_are_compared_by_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "train.py").touch()
-    monkeypatch.chdir(tmp_path)
-    here = on_device.at(str(tmp_path / "train.py"), 3)
-    assert here(Line("train.py", 3, "main")) and not here(Line("train.py", 4, "main"))
-    assert not here(Line("other.py", 3, "main")) and not here(None)
+def test_an_event_is_at_a_line_of_one_file():
+    here = on_device.at("/home/train.py", 3)
+    assert here(Line("/home/train.py", 3, "main")) and not here(Line("/home/train.py", 4, "main"))
+    assert not here(Line("/home/other.py", 3, "main")) and not here(None)
 
 
 def test_without_a_step_one_line_says_why():

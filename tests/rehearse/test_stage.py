@@ -74,7 +74,7 @@ def test_a_program_that_cannot_be_rehearsed_is_refused_with_its_line(tmp_path, n
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (Request("train.py", device="a100"), "no such script: train.py"),
+        (Request("train.py", device="a100"), "no such file: train.py"),
         (Request("train.py", device="abacus"), "device: unknown 'abacus'"),
         (Request("train.py", device="a100", steps=0), "steps: expected at least 1, got 0"),
         (Request("train.py", device="a100", ranks=0), "ranks: expected at least 1, got 0"),

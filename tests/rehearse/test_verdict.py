@@ -18,7 +18,6 @@ from leanstep.rehearse.events import (
     HostWait,
     Kernel,
     Launch,
-    Line,
     Recording,
     Refusal,
     Region,
@@ -27,6 +26,7 @@ from leanstep.rehearse.events import (
     Storage,
 )
 from leanstep.rehearse.time_model import seconds
+from leanstep.script.lines import Line
 
 H100, A100 = DEVICES["h100"], DEVICES["a100"]
 MIB = 2**20

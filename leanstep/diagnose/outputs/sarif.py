@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 import leanstep
 from leanstep.diagnose.outputs.screen import cost_text
-from leanstep.diagnose.recording.source import Line, short_path
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import Finding
+from leanstep.script.lines import Line, short_path
 
 SCHEMA_URI = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 

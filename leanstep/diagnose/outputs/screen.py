@@ -16,9 +16,9 @@ import leanstep
 from leanstep import units
 from leanstep.diagnose.cost import is_small
 from leanstep.diagnose.recording import source
-from leanstep.diagnose.recording.source import Line, short_path
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import Finding
+from leanstep.script.lines import Line, short_path
 
 SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
@@ -52,6 +52,7 @@ def as_json(
         "steps": {
             "warmup": watch.warmup_done,
             "recorded": len(watch.steps),
+            "iterations": watch.iterations,
             "boundary": watch.boundary,
             "ops": ops[len(ops) // 2] if ops else 0,
             "step_seconds": watch.step_seconds,
@@ -191,9 +192,8 @@ def header(watch: Any, script: str) -> str:
         f"torch {torch.__version__}",
         f"{device}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}",
     ]
-    steps = len(watch.steps)
     after = f" after {watch.warmup_done}" if watch.warmup_done else ""
-    parts.append(f"{steps} step{'s' * (steps != 1)} recorded{after}")
+    parts.append(f"{units.steps(len(watch.steps), watch.iterations)} recorded{after}")
     if watch.step_seconds:
         took = units.about(watch.step_seconds)
         parts.append(

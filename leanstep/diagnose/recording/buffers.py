@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from leanstep.diagnose.recording.source import Site
 from leanstep.diagnose.step_records import Tally, tally
+from leanstep.script.lines import Site
 
 
 class LiveBytes:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from leanstep.diagnose.recording.source import LIBRARY, USER, Line, judge_code
+from leanstep.script.lines import LIBRARY, USER, Line, judge_code
 
 Place = tuple[str, int]
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from leanstep.diagnose.recording.ops import OpInfo, out_of_order
-from leanstep.diagnose.recording.source import Site
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, Tally, tally
+from leanstep.script.lines import Site
 
 # Below this an op is not looked at.
 MIN_BYTES = 16 * 1024

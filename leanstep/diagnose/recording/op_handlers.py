@@ -23,10 +23,10 @@ from leanstep.diagnose.recording.ops import (
     out_of_order,
     widens,
 )
-from leanstep.diagnose.recording.source import IN_LEANSTEP, Site
 from leanstep.diagnose.recording.step import HeadProduct, StepState
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, HeadRecord, tally
 from leanstep.flops import MATMULS, matmul_sizes
+from leanstep.script.lines import IN_LEANSTEP, Site
 
 Handler = Callable[[StepState, OpRun], None]
 MAX_CASTS = 200_000

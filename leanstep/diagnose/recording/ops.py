@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from leanstep.diagnose.recording.lineage import Product
-from leanstep.diagnose.recording.source import Site
 from leanstep.flops import MATMULS, FusedProducts
-from leanstep.host_reads import is_candidate
+from leanstep.script.lines import Site
+from leanstep.script.syncs import is_candidate
 
 # Ops that launch nothing: they rename, allocate without writing, or ask a question about shapes.
 NO_KERNEL = frozenset(

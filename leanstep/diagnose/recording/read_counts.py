@@ -11,9 +11,9 @@ from torch import Tensor
 
 from leanstep.diagnose.recording import source
 from leanstep.diagnose.recording.lineage import moves_to_device
-from leanstep.diagnose.recording.source import IN_DATA, IN_LEANSTEP, IN_OPTIM, Site
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER
-from leanstep.host_reads import HostCopies, call_read, run_read_call
+from leanstep.script.lines import IN_COUNTER, IN_DATA, IN_LEANSTEP, IN_SCALER, Site
+from leanstep.script.syncs import HostCopies, call_read, run_read_call
 
 
 class ReadCounter:
@@ -66,11 +66,13 @@ class ReadCounter:
     ) -> None:
         """One read at `site`; `tainted`: the value depends on a parameter."""
         # torch's optimizers keep their step counters on the host; a sampler's permutation is there as well.
-        if flags & (IN_OPTIM | IN_DATA | IN_LEANSTEP):
+        if flags & (IN_COUNTER | IN_DATA | IN_LEANSTEP):
             return
         if target is not None and self.copies.holds(target):
             return
         recorder = self.recorder
+        # A GradScaler asks whether gradients overflowed: these come from the model, whoever adds them up.
+        tainted |= bool(flags & IN_SCALER)
         if recorder.accelerator and target is not None and target.device.type == "cpu" and kind != "cpu":
             return
         state = recorder.state

@@ -17,17 +17,7 @@ from leanstep.diagnose.recording import source
 from leanstep.diagnose.recording.op_handlers import handler_of
 from leanstep.diagnose.recording.ops import OpInfo, OpRun, output_tensors, storage_of
 from leanstep.diagnose.recording.read_counts import ReadCounter
-from leanstep.diagnose.recording.source import (
-    IN_CHECKPOINT,
-    IN_COMPILED,
-    IN_ENGINE,
-    IN_OPTIM,
-    IN_TRANSFORM,
-    UNKNOWN,
-    AutogradLines,
-    Site,
-    Stack,
-)
+from leanstep.diagnose.recording.source import AutogradLines
 from leanstep.diagnose.recording.step import StepState
 from leanstep.diagnose.recording.torch_hooks import (
     CallMode,
@@ -44,7 +34,18 @@ from leanstep.diagnose.step_records import (
     Parameter,
     RunRecord,
 )
-from leanstep.host_reads import op_read, read_target
+from leanstep.script.lines import (
+    IN_CHECKPOINT,
+    IN_COMPILED,
+    IN_ENGINE,
+    IN_OPTIM,
+    IN_TRANSFORM,
+    UNKNOWN,
+    Site,
+    Stack,
+    short_path,
+)
+from leanstep.script.syncs import op_read, read_target
 
 _NO_CHAIN: tuple[int, ...] = ()
 _grad_enabled = torch.is_grad_enabled
@@ -348,7 +349,7 @@ class Recorder(RunRecord):
                         op.phase = OPTIMIZER
 
     def _note_flags(self, flags: int, site: Site) -> None:
-        where = f"{source.short_path(site.line.file)}:{site.line.number}"
+        where = f"{short_path(site.line.file)}:{site.line.number}"
         if flags & IN_COMPILED:
             self.state.compiled.add(site.line)
         else:

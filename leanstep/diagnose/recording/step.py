@@ -15,7 +15,6 @@ from leanstep.diagnose.recording.buffers import Churn, LiveBytes
 from leanstep.diagnose.recording.habits import MIN_BYTES, Habits
 from leanstep.diagnose.recording.lineage import Families, Family, Products, count_distinct
 from leanstep.diagnose.recording.ops import OpRun
-from leanstep.diagnose.recording.source import IN_LEANSTEP, Line, Site
 from leanstep.diagnose.step_records import (
     OPTIMIZER,
     HeadRecord,
@@ -28,6 +27,7 @@ from leanstep.diagnose.step_records import (
     Tally,
     tally,
 )
+from leanstep.script.lines import IN_LEANSTEP, Line, Site
 
 # Outputs from this size on may be what the step holds most of; never below `MIN_BYTES`.
 LARGE_BYTES = 1024 * 1024

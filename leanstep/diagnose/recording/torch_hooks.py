@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.diagnose.recording import source
 from leanstep.diagnose.recording.habits import BACKWARD_CALLS
-from leanstep.host_reads import NATIVE_TYPES, READ_CALLS, RUNS_USER_CODE, call_kind, run_under
+from leanstep.script.lines import UNKNOWN_LINE, Stack
+from leanstep.script.syncs import NATIVE_TYPES, READ_CALLS, RUNS_USER_CODE, call_kind, run_under, torchs_own
 
 function_modes_are_on = torch._C._is_torch_function_mode_enabled
 _eval_frame: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
@@ -73,7 +73,7 @@ class CallMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if type(func) in NATIVE_TYPES and func not in READ_CALLS:
             return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
+        func, kwargs = torchs_own(func), kwargs or {}
         if func in RUNS_USER_CODE:
             if self.recorder.active and func in BACKWARD_CALLS and kwargs.get("retain_graph"):
                 site, _ = self.recorder.stack.locate(sys._getframe(1), False)
@@ -231,9 +231,8 @@ def watch_graphs(on_replay: Callable[[str], None]) -> Iterator[None]:
         return
 
     def replay(self: Any, *args: Any, **kwargs: Any) -> Any:
-        site, _ = source.Stack().locate(sys._getframe(1), False)
-        line = site.line if site is not None else source.UNKNOWN_LINE
-        on_replay(f"{source.short_path(line.file)}:{line.number}")
+        site, _ = Stack().locate(sys._getframe(1), False)
+        on_replay((site.line if site is not None else UNKNOWN_LINE).place)
         return original(self, *args, **kwargs)
 
     graph.replay = replay

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from leanstep.diagnose.recording.source import LIBRARY, UNKNOWN, USER, Line, Site, judge_code
 from leanstep.diagnose.traces.evaluation_order import MODULE, slots_of
 from leanstep.diagnose.traces.timeline import Timeline, is_accumulate, node_name
 from leanstep.diagnose.traces.trace_file import FRAME, NOTE, OP
+from leanstep.script.lines import LIBRARY, UNKNOWN, USER, Line, Site, judge_code
 
 _FRAME = re.compile(r"^(.*)\((\d+)\): (.*)$")
 _BUILT_IN = re.compile(r"^<built-in (?:method|function) (\w+)")

@@ -16,12 +16,12 @@ import numpy as np
 from leanstep.diagnose import rule_checks, rules
 from leanstep.diagnose.compiled_rules import CompiledReport
 from leanstep.diagnose.cost import SYNC_SECONDS, gpu_step_seconds
-from leanstep.diagnose.recording.source import UNKNOWN_LINE, Line, Site
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, Finding, Limits, StepRecord, Tally
 from leanstep.diagnose.traces.timeline import Gap, Timeline, each, is_launch
 from leanstep.diagnose.traces.trace_file import KERNEL, NOTE, OP, read_trace
 from leanstep.diagnose.traces.trace_lines import Places
 from leanstep.diagnose.traces.trace_steps import StepBuilder
+from leanstep.script.lines import UNKNOWN_LINE, Line, Site
 from leanstep.units import seconds as in_words
 
 # The innermost line with this share of a stretch's idle time is its place.
@@ -49,7 +49,7 @@ class TraceRun:
         self._add_idle()
         # What the screen and the JSON ask a Watch for.
         self.warmup_done, self.num_warmup = 0, 0
-        self.boundary = self.timeline.boundary
+        self.boundary, self.iterations = self.timeline.boundary, None
         self.step_seconds, self.step_is_bound = self.timeline.step_us / 1e6, False
         self.recorder = SimpleNamespace(accelerator=self.timeline.has_device)
         self.clock = SimpleNamespace(parts=None)

@@ -11,7 +11,6 @@ from collections import defaultdict
 
 import numpy as np
 
-from leanstep.diagnose.recording.source import UNKNOWN, Line, Site
 from leanstep.diagnose.step_records import (
     BACKWARD,
     FORWARD,
@@ -38,7 +37,8 @@ from leanstep.diagnose.traces.timeline import (
 from leanstep.diagnose.traces.trace_file import DTYPES, FRAME, OP, Tensors, different_order
 from leanstep.diagnose.traces.trace_lines import Places
 from leanstep.flops import MATMULS, matmul_sizes
-from leanstep.host_reads import ALWAYS_READ, SOMETIMES_READ
+from leanstep.script.lines import UNKNOWN, Line, Site
+from leanstep.script.syncs import ALWAYS_READ, SOMETIMES_READ
 
 # Without shapes an op counts as tiny when it took no longer than this.
 TINY_US, TINY_KERNEL_US = 30.0, 10.0

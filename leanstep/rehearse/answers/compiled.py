@@ -18,8 +18,9 @@ from torch import Tensor
 
 from leanstep.rehearse.answers import triton_launches
 from leanstep.rehearse.answers.stand_ins import fused_attention
-from leanstep.rehearse.events import Line, Region
+from leanstep.rehearse.events import Region
 from leanstep.rehearse.tape import Tape
+from leanstep.script.lines import IN_LEANSTEP, Line, nearest_line
 
 NOTE = "torch.compile: graphs captured and priced by a fusion model, not compiled"
 EAGER = "torch.compile ran eagerly"
@@ -145,9 +146,9 @@ def _line_of(node: torch.fx.Node) -> Line | None:
     cached = node.meta.get("rehearsed_line", False)
     if cached is not False:
         return cached
-    found = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [f for f in found if "/torch/" not in f[0] and "/leanstep/rehearse/" not in f[0]]
-    line = Line(own[-1][0], int(own[-1][1]), own[-1][2]) if own else None
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [(file, int(number), function) for file, number, function in frames]
+    line = nearest_line(frames) or nearest_line(frames, IN_LEANSTEP)
     node.meta["rehearsed_line"] = line
     return line
 

@@ -1,4 +1,4 @@
-"""No optimizer object: a function updates forty parameters one by one. The whole run (four loops) is one step."""
+"""No optimizer object: a function updates forty parameters one by one. Each loop is one step."""
 import torch
 
 torch.manual_seed(0)
@@ -10,12 +10,12 @@ x = torch.randn(32, 16)
 @torch.no_grad()
 def update(parameters, rate):
     for p in parameters:
-        p.sub_(scaled(p.grad, rate))  # expect: unbatched-optimizer count=160
+        p.sub_(scaled(p.grad, rate))  # expect: unbatched-optimizer count=40
         p.grad = None
 
 
 def scaled(gradient, rate):
-    return gradient * rate  # expect: unbatched-optimizer count=160
+    return gradient * rate  # expect: unbatched-optimizer count=40
 
 
 for _ in range(4):

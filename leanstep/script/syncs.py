@@ -1,4 +1,4 @@
-"""Which operations make the host look at a device value: the one list of diagnose, prove, bench and rehearse.
+"""Which operations make the host look at a device value: the one list, shared by all commands.
 
 On a GPU each of them waits until the device has drained its queue. On a CPU they cost nothing by themselves,
 so a training step can be judged before it is run on a GPU.
@@ -6,6 +6,7 @@ so a training step can be judged before it is run on a GPU.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from leanstep.script.lines import reads_host_data
 
 # Always a read, whatever the arguments. The size or the value of the result is data on the device.
 ALWAYS_READ: dict[str, str] = {
@@ -64,8 +67,17 @@ READ_CALLS = READ_FUNCTIONS | {getattr(Tensor, name): kind for name, kind in REA
 NATIVE_TYPES: frozenset[type] = frozenset(
     map(type, (Tensor.add, torch.add, Tensor.shape, Tensor.__getitem__, Tensor.shape.__get__))  # pyright: ignore
 )
+
+
+def torchs_own(func: Any) -> Any:
+    """The function of torch behind one that `script.steps` put in its place."""
+    return getattr(func, "_leanstep_original", func)
+
+
 # User code runs inside these calls, so a function mode must stay on in there: see `run_under`.
-RUNS_USER_CODE: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+RUNS_USER_CODE: frozenset[Any] = frozenset(
+    map(torchs_own, (Tensor.backward, torch.autograd.backward, torch.autograd.grad))
+)
 
 _BOOLEAN = (torch.bool, torch.uint8)
 # Calls of one_hot that are running: see `_run_one_hot`.
@@ -233,12 +245,15 @@ class _OpReads(TorchDispatchMode):
         name = func._schema.name
         if is_candidate(name):
             kind = op_read(name, args, kwargs)
-            if kind is not None and not self.copies.holds(read_target(args)):
+            if kind is not None and not self._is_on_host(args):
                 self.reads.kinds[kind] += 1
         result = func(*args, **(kwargs or {}))
         if self.copies.held:
             self.copies.follow(_tensors(args), result)
         return result
+
+    def _is_on_host(self, args: Sequence[Any]) -> bool:
+        return self.copies.holds(read_target(args)) or reads_host_data(sys._getframe(2))
 
 
 class _CallReads(TorchFunctionMode):
@@ -247,7 +262,7 @@ class _CallReads(TorchFunctionMode):
         self.reads, self.copies = reads, copies
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = torchs_own(func), kwargs or {}
         if func in RUNS_USER_CODE:
             return run_under(self, func, args, kwargs)
         kind = call_read(func, args, kwargs)
@@ -257,7 +272,8 @@ class _CallReads(TorchFunctionMode):
         return self.reads.total
 
     def _count(self, kind: str, target: Tensor | None) -> None:
-        self.reads.kinds[kind] += 1
+        if not reads_host_data(sys._getframe(1)):
+            self.reads.kinds[kind] += 1
 
 
 def run_under(mode: TorchFunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,318 @@
+"""Whose line runs an op: one type for a line, one classification of frames, one search for the nearest frame.
+
+A frame belongs to the user, to a library (an installed package), or to nobody (torch, the standard library,
+leanstep, wrappers). An op belongs to the nearest frame of the user or a library; of a library's line the
+user's line that led there is its caller.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import NamedTuple
+
+# What a frame tells about an op that runs inside it. Flags of skipped frames are or-ed together.
+IN_OPTIM, IN_DATA, IN_CHECKPOINT, IN_ENGINE, IN_COMPILED, IN_TRANSFORM, IN_LEANSTEP = (
+    1 << i for i in range(7)
+)
+# Torch's reads of step counters, which its optimizers keep on the host, and of overflows of gradients.
+IN_COUNTER, IN_SCALER = 1 << 7, 1 << 8
+LIBRARY, USER = 1 << 9, 1 << 10
+
+# Not resolved: a frame's file name keeps the links on the way to it. torch itself is not imported here: a
+# rehearsal loads its simulated device first.
+_TORCH = importlib.util.find_spec("torch")
+TORCH_FOLDER = str(Path(_TORCH.origin).parent) + os.sep if _TORCH is not None and _TORCH.origin else "<torch>"
+LEANSTEP_FOLDER = str(Path(__file__).parents[1]) + os.sep
+# The code that watches a script; its frames are below every call that it passes on and say nothing.
+_WATCHING = tuple(
+    f"{LEANSTEP_FOLDER}{name}{os.sep}" for name in ("script", "diagnose", "prove", "rehearse", "fix")
+)
+_STDLIB = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib"))
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+# Wrappers that only call the function they were given.
+_WRAPPERS = ("/accelerate/utils/operations.py", "/transformers/utils/generic.py", "/typing_extensions.py")
+_TRITON = f"{os.sep}triton{os.sep}runtime{os.sep}"
+_TRANSFORMS = (
+    "_functorch/vmap.py",
+    "_functorch/eager_transforms.py",
+    "_functorch/apis.py",
+    "jit/_script.py",
+    "jit/_trace.py",
+)
+
+
+class Line(NamedTuple):
+    """One line of one file. `number` 0: no line; `file` then says what it is.
+
+    `library`: the file belongs to an installed package.
+    """
+
+    file: str
+    number: int
+    function: str = "<module>"
+    library: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.number} {self.function}" if self.number else self.file
+
+    @property
+    def place(self) -> str:
+        """`path:line`, which terminals open; what has no line (a call path, an unknown one) by its name."""
+        return f"{short_path(self.file)}:{self.number}" if self.number else self.file
+
+    @property
+    def code(self) -> str:
+        return linecache.getline(self.file, self.number).strip() if self.number else ""
+
+    @property
+    def statement(self) -> str:
+        """The code to show: a line that opens a bracket is continued until it closes."""
+        text = self.code
+        for number in range(self.number + 1, self.number + 8):
+            if sum(map(text.count, "([{")) <= sum(map(text.count, ")]}")):
+                break
+            following = linecache.getline(self.file, number).strip()
+            text += following if text.endswith(("(", "[", "{")) else " " + following
+        return text
+
+
+UNKNOWN_LINE = Line("<backward, line unknown>", 0, "")
+
+
+class Site:
+    """A line together with the user's line that led there; the unit that everything is counted by.
+
+    `in_leanstep`: what runs there is leanstep's own code, called from the line.
+    """
+
+    __slots__ = ("caller", "code_id", "in_leanstep", "line")
+
+    def __init__(
+        self, line: Line, caller: Line | None = None, code_id: int = 0, in_leanstep: bool = False
+    ) -> None:
+        self.line, self.caller, self.code_id, self.in_leanstep = line, caller, code_id, in_leanstep
+
+    def __repr__(self) -> str:
+        return f"Site({self.line.file}:{self.line.number})"
+
+
+UNKNOWN = Site(UNKNOWN_LINE)
+
+
+# The answer of `Stack.locate`: the site (None: only torch and the engine on the stack) and the flags.
+Found = tuple[Site | None, int]
+
+
+class Stack:
+    """Reads Python's stack for one recording; remembers what each code object is."""
+
+    def __init__(self) -> None:
+        self._verdicts: dict[int, int] = {}
+        # An id is only good while its object lives.
+        self._codes: list[CodeType] = []
+        self._lines: dict[tuple[str, int], Line] = {}
+        self._at: dict[tuple[int, int], Line] = {}
+        self._sites: dict[tuple[int, int, int], Site] = {}
+        self._compiled: dict[int, int] = {}
+        self._chains: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def new_step(self) -> None:
+        """A function may be compiled from one step to the next: look again."""
+        self._compiled.clear()
+
+    def locate(self, frame: FrameType | None, in_engine: bool) -> Found:
+        """Walk outwards from `frame` to the first line that is the user's or a library's.
+
+        In the engine the walk stops at `_engine_run_backward`: no line before it means a built-in node.
+        """
+        verdicts = self._verdicts
+        flags = 0
+        while frame is not None:
+            code = frame.f_code
+            verdict = verdicts.get(id(code))
+            if verdict is None:
+                verdict = self._judge(code)
+            if verdict >= LIBRARY:
+                break
+            flags |= verdict
+            if in_engine and verdict & IN_ENGINE:
+                return None, flags
+            frame = frame.f_back
+        if frame is None:
+            return None, flags
+        line = self._line_at(frame)
+        caller = self._caller(frame) if line.library else None
+        code_id = id(code)
+        known = self._compiled.get(code_id)
+        if known is None or in_engine:
+            known = self._outer_flags(frame, in_engine)
+            if not in_engine:
+                self._compiled[code_id] = known
+        flags |= known
+        key = (id(line), id(caller), flags & IN_LEANSTEP)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Site(line, caller, code_id, bool(flags & IN_LEANSTEP))
+        return site, flags
+
+    def line(self, frame: FrameType | None, in_engine: bool) -> Line | None:
+        """The line of `locate` alone. Outside the engine, where nobody else's is there, leanstep's own."""
+        own: FrameType | None = None
+        while frame is not None:
+            code = frame.f_code
+            verdict = self._verdicts.get(id(code))
+            if verdict is None:
+                verdict = self._judge(code)
+            if verdict >= LIBRARY:
+                return self._line_at(frame)
+            if in_engine and verdict & IN_ENGINE:
+                return None
+            if own is None and verdict & IN_LEANSTEP:
+                own = frame
+            frame = frame.f_back
+        return self._line_at(own) if own is not None and not in_engine else None
+
+    def chain(self, frame: FrameType | None) -> tuple[int, ...]:
+        """The functions on the stack that are not torch's, innermost first, as ids of their code."""
+        ids = []
+        verdicts = self._verdicts
+        while frame is not None:
+            code = frame.f_code
+            verdict = verdicts.get(id(code))
+            if verdict is None:
+                verdict = self._judge(code)
+            if verdict >= LIBRARY:
+                ids.append(id(code))
+            frame = frame.f_back
+        key = tuple(ids)
+        return self._chains.setdefault(key, key)
+
+    def inside(self, frame: FrameType | None, flag: int) -> bool:
+        """Whether a frame with this flag is anywhere on the stack."""
+        verdicts = self._verdicts
+        while frame is not None:
+            code = frame.f_code
+            verdict = verdicts.get(id(code))
+            if verdict is None:
+                verdict = self._judge(code)
+            if verdict & flag:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _caller(self, frame: FrameType) -> Line | None:
+        outer = frame.f_back
+        while outer is not None:
+            code = outer.f_code
+            verdict = self._verdicts.get(id(code))
+            if verdict is None:
+                verdict = self._judge(code)
+            if verdict & USER:
+                return self._line_at(outer)
+            outer = outer.f_back
+        return None
+
+    def _outer_flags(self, frame: FrameType, in_engine: bool) -> int:
+        """Compiled, transformed or recomputed: said by frames further out than the line itself."""
+        flags = 0
+        outer = frame.f_back
+        while outer is not None:
+            code = outer.f_code
+            verdict = self._verdicts.get(id(code))
+            if verdict is None:
+                verdict = self._judge(code)
+            flags |= verdict & (IN_COMPILED | IN_TRANSFORM)
+            if in_engine:
+                if verdict & IN_ENGINE:
+                    in_engine = False
+                flags |= verdict & IN_CHECKPOINT
+            outer = outer.f_back
+        return flags
+
+    def _line_at(self, frame: FrameType) -> Line:
+        code = frame.f_code
+        at = (id(code), frame.f_lasti)
+        line = self._at.get(at)
+        if line is None:
+            key = (code.co_filename, frame.f_lineno or code.co_firstlineno)
+            library = bool(self._verdicts[id(code)] & LIBRARY)
+            line = self._at[at] = self._lines.setdefault(key, Line(*key, code.co_name, library))
+        return line
+
+    def _judge(self, code: CodeType) -> int:
+        self._codes.append(code)
+        verdict = self._verdicts[id(code)] = judge_code(code.co_filename, code.co_name)
+        return verdict
+
+
+def judge_code(file: str, function: str) -> int:
+    """LIBRARY or USER for a frame that can carry a finding, otherwise the flags of a frame to skip."""
+    if file.startswith(TORCH_FOLDER):
+        inner = file[len(TORCH_FOLDER) :].replace(os.sep, "/")
+        if inner.startswith("optim/"):
+            return IN_OPTIM | IN_COUNTER if function == "_get_value" else IN_OPTIM
+        if inner.startswith("utils/data/"):
+            return IN_DATA
+        if inner == "amp/grad_scaler.py":
+            return IN_SCALER
+        if inner == "utils/checkpoint.py":
+            return IN_CHECKPOINT
+        if inner == "autograd/graph.py" and function == "_engine_run_backward":
+            return IN_ENGINE
+        if inner == "_dynamo/eval_frame.py" and function == "compile_wrapper":
+            return IN_COMPILED
+        return IN_TRANSFORM if inner in _TRANSFORMS else 0
+    if file.startswith(LEANSTEP_FOLDER):
+        return 0 if file.startswith(_WATCHING) else IN_LEANSTEP
+    if file.endswith(_WRAPPERS) or _TRITON in file:
+        return 0
+    if any(part in file for part in _INSTALLED):
+        return LIBRARY
+    if file.startswith("<") or file.startswith(_STDLIB):
+        return 0
+    return USER
+
+
+def nearest_line(frames: Iterable[tuple[str, int, str]], kinds: int = USER | LIBRARY) -> Line | None:
+    """The last of (file, number, function) whose frame is of one of these kinds."""
+    nearest = None
+    for file, number, function in frames:
+        verdict = judge_code(file, function)
+        if verdict & kinds:
+            nearest = Line(file, number, function, bool(verdict & LIBRARY))
+    return nearest
+
+
+def traceback_frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
+    """(file, number, function) of each frame, innermost last."""
+    return [(f.f_code.co_filename, number, f.f_code.co_name) for f, number in traceback.walk_tb(trace)]
+
+
+def reads_host_data(frame: FrameType | None) -> bool:
+    """Whether a read comes from code that keeps its values on the host: step counters, samplers of data."""
+    while frame is not None:
+        verdict = judge_code(frame.f_code.co_filename, frame.f_code.co_name)
+        if verdict >= LIBRARY:
+            return False
+        if verdict & (IN_COUNTER | IN_DATA):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def short_path(file: str) -> str:
+    """Relative to the working directory where that is shorter to read, else from the package's name on."""
+    for part in _INSTALLED:
+        if part in file:
+            return file.split(part, 1)[1]
+    try:
+        return str(Path(file).resolve().relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return file

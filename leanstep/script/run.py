@@ -1,0 +1,244 @@
+"""Run a user's script, folder or module exactly as Python would run it.
+
+`sys.path`, `sys.argv`, `__file__` and `__name__` are what `python SCRIPT`, `python FOLDER` or
+`python -m MODULE` would set; errors and exit codes stay the program's own. Under `torchrun` every rank runs
+like this, and rank 0 reports itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from leanstep.files import BadInput
+from leanstep.script.lines import LEANSTEP_FOLDER, TORCH_FOLDER
+
+# Files of torch through which a mode passes an op on; without the mode their frames are not on the stack.
+_PASSED_ON = (f"{TORCH_FOLDER}_ops.py", f"{TORCH_FOLDER}overrides.py")
+_RUNS_SCRIPTS = (runpy.__file__, contextlib.__file__)
+
+
+class Stop(BaseException):
+    """Raised through the script to end it early; not an error of the script."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the script ended: its exit code, and its exception's name and what it says in one line, if any."""
+
+    code: int = 0
+    exception: str | None = None
+    said: str = ""
+    stopped: bool = False
+
+
+# Globals of a rank's script, held until the process ends: destroying a process group holds Python's lock and
+# waits for gloo's thread, which may need that lock to release its last collective (seen with torch 2.13).
+_LEFT: list[object] = []
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs as `__main__`: a file, a folder with a `__main__.py`, or what `python -m` takes."""
+
+    name: str
+    module: bool = False
+
+    @staticmethod
+    def find(name: str, module: bool = False) -> Program:
+        """The program behind a command-line argument; a folder without `__main__.py` means its train.py."""
+        path = Path(name)
+        if module or path.is_file() or (path / "__main__.py").is_file():
+            return Program(name, module)
+        if not path.is_dir():
+            raise BadInput(f"SCRIPT: no such file: {name}")
+        if not (path / "train.py").is_file():
+            raise BadInput(f"SCRIPT: the folder {name} has no train.py and no __main__.py")
+        return Program(str(path / "train.py"))
+
+    def run(self) -> object:
+        """Run it; returns its global variables."""
+        left: object = None
+        try:
+            if self.module:
+                left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            else:
+                # Python gives the main script's absolute path to tracebacks and `__file__`.
+                left = runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")
+        except BaseException as ended:
+            left = ended
+            raise
+        finally:
+            if os.environ.get("WORLD_SIZE", "1") != "1":
+                _LEFT.append(left)
+        return left
+
+    @property
+    def file(self) -> Path:
+        """The file that a script or a folder runs first."""
+        path = Path(self.name)
+        return path / "__main__.py" if path.is_dir() else path
+
+    @property
+    def folder(self) -> str:
+        """What Python puts first on the path."""
+        return str(Path.cwd() if self.module else self.file.resolve().parent)
+
+    def __str__(self) -> str:
+        return f"-m {self.name}" if self.module else self.name
+
+
+@contextlib.contextmanager
+def as_main(program: Program, argv: Sequence[str]) -> Iterator[None]:
+    """`sys.argv` and `sys.path` as Python sets them for the program."""
+    old_argv, old_path = sys.argv, list(sys.path)
+    sys.argv = [program.name, *argv]
+    # Python's own first entry is this process's script or `-m` folder, and absent under `python -P`.
+    own_entries = 0 if getattr(sys.flags, "safe_path", False) else 1
+    # runpy itself puts a folder with a `__main__.py` first.
+    sys.path[:own_entries] = [] if Path(program.name).is_dir() and not program.module else [program.folder]
+    try:
+        yield
+    finally:
+        sys.argv = old_argv
+        sys.path[:] = old_path
+
+
+def run_script(program: Program, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
+    """Run a program as `__main__` inside `context`, which is left before anything is printed."""
+    with _streams_survive():
+        return _run(program, argv, context)
+
+
+@contextlib.contextmanager
+def _streams_survive() -> Iterator[None]:
+    """Standard output and error as they were, whatever the script did to them: a report follows it."""
+    streams: list[tuple[str, Any, int | None]] = []
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            copy = os.dup(stream.fileno())
+        except (AttributeError, OSError, ValueError):
+            copy = None
+        streams.append((name, stream, copy))
+    try:
+        yield
+    finally:
+        for name, stream, copy in streams:
+            _restore(name, stream, copy)
+
+
+def _restore(name: str, stream: Any, copy: int | None) -> None:
+    """Put `stream` back as sys.`name`; where the script closed it, a new one on a copy of its descriptor."""
+    current = getattr(sys, name)
+    if current is not stream:
+        # What the script put in its place keeps what was written to it.
+        with contextlib.suppress(Exception):
+            current.flush()
+    if stream is not None and not stream.closed and _is_open(stream):
+        setattr(sys, name, stream)
+        if copy is not None:
+            os.close(copy)
+    elif copy is not None:
+        setattr(sys, name, os.fdopen(copy, "w", encoding=getattr(stream, "encoding", None) or "utf-8"))
+    elif stream is not None:
+        # Only what is no file of the system comes here; the report then goes where errors go.
+        setattr(sys, name, sys.__stderr__)
+
+
+def _is_open(stream: Any) -> bool:
+    try:
+        os.fstat(stream.fileno())
+    except OSError as error:
+        # io.UnsupportedOperation (a stream in memory) is an OSError without a number.
+        return error.errno is None
+    except (AttributeError, ValueError):
+        pass
+    return True
+
+
+def _run(program: Program, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
+    linecache.checkcache()
+    try:
+        with as_main(program, argv), context:
+            # Held until the context is left, which may look at the parameters once more.
+            variables = program.run()
+        del variables
+    except Stop:
+        return Outcome(stopped=True)
+    except SystemExit as error:
+        return Outcome(_exit_code(error))
+    except KeyboardInterrupt as error:
+        _print_traceback(error)
+        return Outcome(130, "KeyboardInterrupt", one_line(error))
+    except BaseException as error:
+        _print_traceback(error)
+        return Outcome(1, type(error).__name__, one_line(error))
+    return Outcome()
+
+
+def one_line(error: BaseException) -> str:
+    """The name and the message's first line; the second too where the first only announces it.
+
+    The last line of a traceback is not it: a compiler's exception ends with advice on how to report it.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    shown = lines[: 2 if lines and lines[0].endswith(":") else 1]
+    return " ".join([type(error).__name__ + ":" * bool(shown), *shown])
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _print_traceback(error: BaseException) -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = users_traceback(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    # A script that closed standard error has nowhere to show its traceback, as under Python itself.
+    with contextlib.suppress(ValueError, OSError):
+        traceback.print_exception(error, file=sys.stderr)
+
+
+def users_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames that ran the script and without those that watched it."""
+    frames: list[TracebackType] = []
+    watched = False
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        runs_the_script = not frames and (file.startswith("<frozen") or file in _RUNS_SCRIPTS)
+        if file.startswith(LEANSTEP_FOLDER):
+            watched = True
+        elif not runs_the_script and not (watched and file in _PASSED_ON):
+            frames.append(trace)
+            watched = watched and file.startswith("<")
+        trace = trace.tb_next
+    result: TracebackType | None = None
+    for entry in reversed(frames):
+        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return result
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that reports."""
+    return os.environ.get("RANK", "0") == "0"
