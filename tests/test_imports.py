@@ -26,9 +26,30 @@ ALLOWED = {
     "recipes": {"preference", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
-    "rehearse": {"case", "cpu", "host_reads", "measure", "report", "files", "logprob", "objectives", "muon"},
+    "rehearse": {
+        "case",
+        "cpu",
+        "host_reads",
+        "measure",
+        "report",
+        "files",
+        "logprob",
+        "objectives",
+        "muon",
+        "units",
+    },
     # A callback records the steps of a trainer and holds them against the table of devices.
-    "integrations": {"preference", "logprob", "objectives", "muon", "gpt", "case", "diagnose", "rehearse"},
+    "integrations": {
+        "preference",
+        "logprob",
+        "objectives",
+        "muon",
+        "gpt",
+        "case",
+        "diagnose",
+        "rehearse",
+        "units",
+    },
 }
 
 
