@@ -51,6 +51,7 @@ ALLOWED = {
         "diagnose",
         "rehearse",
         "flops",
+        "units",
     },
 }
 

@@ -293,18 +293,3 @@ def _amd(assembly: str) -> tuple[int, int]:
     spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", assembly)
     assert registers and spills, "AMD assembly holds no register counts"
     return int(registers.group(1)), 4 * int(spills.group(1))
-
-
-def compile_in_subprocess(
-    targets: tuple[str, ...], modules: tuple[str, ...] = KERNEL_MODULES, *, every_variant: bool = False
-) -> str:
-    """The JSON of `compile_all` from a process without TRITON_INTERPRET (the test-suite sets it)."""
-    code = (
-        "import json; from leanstep.measure.aot import compile_all; "
-        f"rows = compile_all({targets!r}, {modules!r}, every_variant={every_variant}); "
-        "print(json.dumps([row.to_json() for row in rows]))"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout
