@@ -226,10 +226,7 @@ class Recorder(StepListener):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._name(parameters)
         with outside_modes():
-            if not self.captured.updates:
-                found = each(lambda p: sketch(whole(p)), parameters)
-                for p, initial in zip(parameters, found, strict=True):
-                    self.captured.initial.setdefault(self._name_of(id(p)), initial)
+            self._note_initial(parameters)
             was_clipped = bool(update.clipped)
             self._keep_gradients(parameters)
             parameters = [p for p in parameters if p.grad is not None]
@@ -245,6 +242,11 @@ class Recorder(StepListener):
                 assert p.grad is not None
                 self._before[id(p)] = (value, kept, p.grad._version)
             update.draws = generators()
+
+    def _note_initial(self, parameters: list[Tensor]) -> None:
+        if not self.captured.updates:
+            for p, initial in zip(parameters, each(lambda p: sketch(whole(p)), parameters), strict=True):
+                self.captured.initial.setdefault(self._name_of(id(p)), initial)
 
     def _weighted(self, p: Tensor) -> Sketch:
         """The parameter as it is now, its entries weighed by their gradients."""
@@ -338,6 +340,12 @@ class Recorder(StepListener):
     def part_ends(self, optimizer: Optimizer | None) -> None:
         if optimizer is None:
             self._update_by_hand()
+        elif not self._current().update.optimizer_steps:
+            # A GradScaler skipped it: gradients that overflowed are nothing to compare.
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._name(parameters)
+            with outside_modes():
+                self._note_initial(parameters)
         self._current().is_over = True
 
     def step_ends(self, late: bool) -> None:

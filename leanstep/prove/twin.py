@@ -345,6 +345,9 @@ class _Ops(TorchDispatchMode):
             return self._drawn(func, args, kwargs)
         if kwargs.get("dtype") in LOW:
             kwargs = {**kwargs, "dtype": torch.float64}
+        if func._schema.name.startswith("aten::_amp_"):
+            with twin.paused():
+                return self._scaled(func, args)
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
@@ -369,6 +372,17 @@ class _Ops(TorchDispatchMode):
                 is_mask = not source.is_floating_point() or bool(((source == 0) | (source == 1)).all())
             if is_mask:
                 count("sum of a mask", result)
+
+    def _scaled(self, func: Any, args: Any) -> Any:
+        """A GradScaler, whose ops take fp32: gradients overflow where they would in their nominal dtype."""
+        if func._schema.name != "aten::_amp_foreach_non_finite_check_and_unscale_":
+            return self._narrowed(func, args, {})
+        gradients, overflow, inverse = args
+        for gradient in gradients:
+            is_finite = gradient.to(self.twin.nominal(gradient)).isfinite().all()
+            overflow.copy_(torch.where(is_finite, overflow, torch.ones_like(overflow)))
+            gradient.mul_(inverse)
+        return None
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Draw in the nominal dtype, then widen."""
@@ -398,6 +412,10 @@ class _Ops(TorchDispatchMode):
     def _in_fp32(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name.removeprefix("aten::")
         self.twin.fallbacks[name] = self.twin.fallbacks.get(name, 0) + 1
+        return self._narrowed(func, args, kwargs)
+
+    def _narrowed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The op in fp32; what it changes in place is widened again."""
         narrow = lambda t: t.float() if t.dtype is torch.float64 else t  # noqa: E731
         low_args, low_kwargs = tree_map_only(Tensor, narrow, (args, kwargs))
         result = func(*low_args, **low_kwargs)

@@ -24,13 +24,19 @@ NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 STEPS = 6
 # Rollouts; other scripts have none.
 ITERATIONS = {"grpo": 2}
-NEEDS = {"lightning_trainer": "lightning", "hf_trainer": "transformers"}
+# Imported once here, before processes are forked for each command.
+NEEDS = {
+    "lightning_trainer": ("lightning", "Trainer"),
+    "hf_trainer": ("transformers", "Trainer"),
+    "compiled": ("torch._dynamo.backends.debugging", "aot_eager"),
+}
 Lines = dict[tuple[str, int], int]
 
 
 def script(name: str) -> Path:
     if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+        module, attribute = NEEDS[name]
+        assert hasattr(pytest.importorskip(module), attribute)
     return SCRIPTS / f"{name}.py"
 
 

@@ -4,12 +4,13 @@ import torch
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-model = torch.nn.Linear(16, 4).to(device)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+model = torch.nn.Linear(16, 4, bias=False).to(device)
+torch.nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 scaler = torch.amp.GradScaler(device, init_scale=2.0**127, growth_interval=1000)
-x = 10 * torch.randn(8, 16, device=device)
+x = 100 + torch.randn(8, 16, device=device)
 for _ in range(6):
-    loss = model(x).square().mean()
+    loss = model(x).mean()
     scaler.scale(loss).backward()
     scaler.step(optimizer)  # SYNC
     scaler.update()
