@@ -192,57 +192,32 @@ def plan_rows(
         pad_multiple=pad_multiple,
     )
     windows = [s.clip(prompts[s.sample] - 1, totals[s.sample] - 1) for s in spans]
+    mask, weights = (None, None) if masks is None else _local_masks(masks, windows, prompts)
+    index = _response_index(windows, totals, prompts, responses)
+    if select == "loss_mask" and mask is not None:
+        index = _masked_index(index, mask)
+    elif select == "all":
+        index = _every_row_index(index, spans, totals, T_local)
     splits = [0] * len(totals)
     for window in windows:
         splits[window.sample] += len(window)
-    token_base, response_base = _starts(totals), _starts(responses)
-
-    # Position x of a sample scores its token x + 1, which is response token x - (P - 1).
-    shift = [p - 1 for p in prompts]
-    rows = _ranges((w.base, w.base + len(w)) for w in windows)
-    resp = _ranges((w.start - shift[w.sample], w.stop - shift[w.sample]) for w in windows)
-    token = [b + 1 for b in token_base]
-    targets = _ranges((token[w.sample] + w.start, token[w.sample] + w.stop) for w in windows)
-    base = [b - s for b, s in zip(response_base, shift, strict=True)]
-    places = _ranges((base[w.sample] + w.start, base[w.sample] + w.stop) for w in windows)
-    slots: Tensor | None = None
-    weights: Tensor | None = None
-    if masks is not None:
-        scale = [1.0 / max(int(m.sum()), 1) for m in masks]
-        pieces = [masks[w.sample][w.start - shift[w.sample] : w.stop - shift[w.sample]] for w in windows]
-        local_mask = torch.cat([p for p in pieces if p.numel()] or [torch.zeros(0, dtype=torch.int64)])
-        parts = [p.double() * scale[w.sample] for p, w in zip(pieces, windows, strict=True) if len(w)]
-        weights = torch.cat(parts or [torch.zeros(0, dtype=torch.float64)])
-        if select == "loss_mask":
-            slots = local_mask.nonzero().flatten()
-            rows, resp, targets, places = rows[slots], resp[slots], targets[slots], places[slots]
-    if select == "all":
-        slots = rows
-        every = torch.zeros(T_local, dtype=torch.int64)
-        for span in spans:
-            scoring = span.clip(0, totals[span.sample] - 1)
-            first = token[span.sample] + scoring.start
-            every[scoring.base : scoring.base + len(scoring)] = torch.arange(first, first + len(scoring))
-        targets = every
-        resp = torch.full((T_local,), -1).index_copy(0, rows, resp)
-        places = torch.full((T_local,), -1).index_copy(0, rows, places)
-
-    # One copy for everything: doubles travel as the bits of int64.
-    packed = [rows, resp, targets]
-    packed += [] if slots is None else [slots]
-    packed += [] if weights is None else [weights.view(torch.int64)]
-    moved = list(to_device(torch.cat(packed), device).split([p.numel() for p in packed]))
+    # One copy for everything: doubles are copied as the bits of int64.
+    bits = None if weights is None else weights.view(torch.int64)
+    rows, resp, targets, slots, bits = _to_device_at_once(
+        [index.rows, index.resp, index.targets, index.slots, bits], device
+    )
+    assert resp is not None and targets is not None
     return RowPlan(
-        rows=None if select == "all" else moved[0],
-        targets_index=moved[2],
-        resp_index=moved[1],
+        rows=rows,
+        targets_index=targets,
+        resp_index=resp,
         splits=tuple(splits),
         T_local=T_local,
         select=select,
-        slots=None if slots is None else moved[3],
-        weights=None if weights is None else moved[-1].view(torch.float64),
-        rows_host=None if select == "all" else rows,
-        response_host=places,
+        slots=slots,
+        weights=None if bits is None else bits.view(torch.float64),
+        rows_host=index.rows,
+        response_host=index.places,
         spans=tuple(windows),
         prompt_lengths=tuple(prompts),
         response_lengths=tuple(responses),
@@ -250,6 +225,84 @@ def plan_rows(
         cp_rank=cp_rank,
         layout=layout,
     )
+
+
+@dataclass(frozen=True)
+class _HostIndex:
+    """The index vectors of a plan on the host, one entry per computed row; None as in `RowPlan`.
+
+    `targets` and `resp` are the plan's targets_index and resp_index, `places` its response_host.
+    """
+
+    rows: Tensor | None
+    targets: Tensor
+    resp: Tensor
+    places: Tensor
+    slots: Tensor | None = None
+
+
+def _response_index(
+    windows: list[Span], totals: list[int], prompts: list[int], responses: list[int]
+) -> _HostIndex:
+    """The rows that score a response token."""
+    token_starts, response_starts = _starts(totals), _starts(responses)
+
+    def positions(starts: list[int]) -> Tensor:
+        """Positions of all windows, each counted from its sample's start."""
+        return _ranges((starts[w.sample] + w.start, starts[w.sample] + w.stop) for w in windows)
+
+    # Position x of a sample scores its token x + 1, which is response token x - (P - 1).
+    return _HostIndex(
+        rows=_ranges((w.base, w.base + len(w)) for w in windows),
+        targets=positions([start + 1 for start in token_starts]),
+        resp=positions([1 - prompt for prompt in prompts]),
+        places=positions([start + 1 - p for start, p in zip(response_starts, prompts, strict=True)]),
+    )
+
+
+def _masked_index(index: _HostIndex, mask: Tensor) -> _HostIndex:
+    """Of the response's rows those where `mask`, one value per row, is 1."""
+    slots = mask.nonzero().flatten()
+    assert index.rows is not None
+    return _HostIndex(index.rows[slots], index.targets[slots], index.resp[slots], index.places[slots], slots)
+
+
+def _every_row_index(index: _HostIndex, spans: list[Span], totals: list[int], T_local: int) -> _HostIndex:
+    """All local rows; those outside a response score their next token, padding scores token 0."""
+    targets, token_starts = torch.zeros(T_local, dtype=torch.int64), _starts(totals)
+    for span in spans:
+        scoring = span.clip(0, totals[span.sample] - 1)
+        first = token_starts[span.sample] + 1 + scoring.start
+        targets[scoring.base : scoring.base + len(scoring)] = torch.arange(first, first + len(scoring))
+    response_rows = index.rows
+    assert response_rows is not None
+    outside = torch.full((T_local,), -1)
+    return _HostIndex(
+        rows=None,
+        targets=targets,
+        resp=outside.index_copy(0, response_rows, index.resp),
+        places=outside.index_copy(0, response_rows, index.places),
+        slots=response_rows,
+    )
+
+
+def _local_masks(masks: list[Tensor], windows: list[Span], prompts: list[int]) -> tuple[Tensor, Tensor]:
+    """The masks of the local response rows, and mask / max(mask total of the whole sample, 1) in float64."""
+    scale = [1.0 / max(int(mask.sum()), 1) for mask in masks]
+    pieces, weights = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.float64)]
+    for window in windows:
+        first = prompts[window.sample] - 1
+        piece = masks[window.sample][window.start - first : window.stop - first]
+        pieces.append(piece)
+        weights.append(piece.double() * scale[window.sample])
+    return torch.cat(pieces), torch.cat(weights)
+
+
+def _to_device_at_once(vectors: list[Tensor | None], device: torch.device | str) -> list[Tensor | None]:
+    """int64 vectors on `device`, in one copy."""
+    present = [vector for vector in vectors if vector is not None]
+    copied = iter(to_device(torch.cat(present), device).split([vector.numel() for vector in present]))
+    return [None if vector is None else next(copied) for vector in vectors]
 
 
 def full_loss_mask(

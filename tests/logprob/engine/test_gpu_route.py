@@ -14,6 +14,7 @@ from leanstep.logprob import LMHead, PolicyObjective, Transform, Tuning, policy_
 from leanstep.logprob import linear_logprobs as unflattened
 from leanstep.logprob.engine import kernel, lm_head, passes, tiles
 from leanstep.logprob.engine.gpu import gpu_tiles
+from leanstep.logprob.engine.invariant import GPU_COLUMNS, RowBlocks
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles, row_stride, tile_slices
 
 pytestmark = pytest.mark.interpreter
@@ -379,3 +380,17 @@ def test_a_launch_happens_on_the_tensors_device(monkeypatch):
     assert entered == [torch.device("cuda:1"), None]
     with kernel.on_device_of(torch.zeros(1)):
         assert len(entered) == 2
+
+
+def test_invariant_rows_keep_their_bits(gpu_route):
+    wide = RowBlocks(1, 1, 0, GPU_COLUMNS).column_parts(GPU_COLUMNS, torch.device("cpu"))
+    assert wide == [[slice(0, GPU_COLUMNS)]]
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(5, 8, generator=generator), torch.randn(41, 8, generator=generator)
+    targets, some = torch.randint(0, 41, (5,), generator=generator), slice(3, 5)
+    tuning = Tuning(invariant=True)
+    whole = unflattened(hidden, weight, targets, entropy="metric", tuning=tuning)
+    part = unflattened(hidden[some], weight, targets[some], entropy="metric", tuning=tuning)
+    assert torch.equal(whole.logp[some], part.logp) and torch.equal(whole.entropy[some], part.entropy)
+    log_p = torch.log_softmax(hidden.double() @ weight.double().T, -1)
+    torch.testing.assert_close(whole.logp.double(), log_p.gather(1, targets[:, None])[:, 0])
