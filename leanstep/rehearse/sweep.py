@@ -119,7 +119,7 @@ def _figures(sweep: Sweep, recording: Recording) -> Data:
     return {
         "peak_bytes": peak.allocated,
         "reserved_bytes": peak.reserved,
-        "largest_buffer_bytes": max((storage.nbytes for storage in live), default=0),
+        "largest_buffer_bytes": max((s.nbytes for s in live if s.category != "library"), default=0),
         "categories": dict(sorted(categories.items(), key=lambda item: -item[1])),
         "flops": timing.flops if timing is not None else None,
         "devices": {

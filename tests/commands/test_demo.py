@@ -174,7 +174,7 @@ def test_the_sweep_knows_the_published_figures():
     cells = {(row["impl"], cell["value"]): cell for row in sweep["rows"] for cell in row["cells"]}
     # slime's issue 1951: one buffer of logits is the 58.14 GiB that could not be allocated.
     assert cells["reference", 1]["largest_buffer_bytes"] == 62_431_395_840 == 205_280 * 76_032 * 4
-    assert cells["reference", 1]["peak_bytes"] / 2**30 == pytest.approx(296.1, abs=0.5)
+    assert cells["reference", 1]["peak_bytes"] / 2**30 == pytest.approx(293.4, abs=0.5)
     assert not cells["reference", 0.1]["devices"]["h200"]["fits"]
     assert all(cells["leanstep", x]["peak_bytes"] < 6.5 * 2**30 for x in (1, 0.25, 0.1))
     assert cells["leanstep", 1]["devices"]["h200"]["fits"]
