@@ -24,6 +24,7 @@ from leanstep.rehearse.answers import cuda_graphs, parameters
 from leanstep.rehearse.events import HostWait
 from leanstep.rehearse.shadows import check_ordinal, devices_here
 from leanstep.rehearse.tape import Tape
+from leanstep.script.lines import LIBRARY, USER, judge_code
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
@@ -403,8 +404,9 @@ def _tensor_reads(tape: Tape) -> None:
 
     def printed(self: FakeTensor, **options: Any) -> str:
         """A program that prints a tensor waits for it; torch's own messages do not."""
-        caller = sys._getframe(1).f_code.co_filename
-        if self.fake_device.type == "cuda" and not tape.lines.is_foreign(caller):
+        caller = sys._getframe(1).f_code
+        is_programs = judge_code(caller.co_filename, caller.co_name) & (USER | LIBRARY)
+        if self.fake_device.type == "cuda" and is_programs:
             tape.wait("print")
         return represent(self, **options)
 
