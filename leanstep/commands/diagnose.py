@@ -48,7 +48,12 @@ _ALL = Annotated[bool, typer.Option("--all", help="Show small findings as well."
 _LIMIT = Annotated[
     list[str] | None, typer.Option("--threshold", help="id.name=value, such as op-storm.repeats=64.")
 ]
-_RUN_ON = Annotated[
+_RUN_ON = Annotated[bool, typer.Option("--run-on", help="Let the script run to its end after the recording.")]
+_SELECT = Annotated[
+    str | None, typer.Option("--select", metavar="RULES", help=f"Only these: {', '.join(RULE_IDS)}.")
+]
+_IGNORE = Annotated[str | None, typer.Option("--ignore", metavar="RULES", help="Not these.")]
+_ON = Annotated[
     str | None, typer.Option("--on", help="Predict each finding's gain on this device, such as h100.")
 ]
 _TRACE = Annotated[
