@@ -286,15 +286,24 @@ def check_temperature(
 
 
 def checked_allowed(
-    allowed: Any, num_rows: int, vocabulary: int | None, device: torch.device
+    allowed: Any,
+    num_rows: int,
+    vocabulary: int | None,
+    device: torch.device,
+    *,
+    whole_entropy: bool = True,
 ) -> AllowedIds | None:
-    """Validate an `Allowed`, or the same as a tuple. Reads the offsets on the host: one sync on a GPU."""
+    """Validate an `Allowed`, or the same as a tuple. Reads the offsets on the host: one sync on a GPU.
+
+    whole_entropy: what the record's `whole_entropy=None` means to the caller.
+    """
     if allowed is None:
         return None
     if not isinstance(allowed, (tuple, list)) or len(allowed) not in (2, 3, 4):
         got = f"{len(allowed)} values" if isinstance(allowed, (tuple, list)) else type(allowed).__name__
         raise ValueError(f"allowed: expected (ids, offsets) or (ids, offsets, has_set), got {got}")
-    ids, offsets, has_set, whole_entropy = Allowed(*allowed)
+    ids, offsets, has_set, whole = Allowed(*allowed)
+    whole_entropy = whole_entropy if whole is None else bool(whole)
     for name, value in (("ids", ids), ("offsets", offsets)):
         if value.dtype not in (torch.int32, torch.int64) or value.dim() != 1:
             got = f"{value.dtype} {tuple(value.shape)}"

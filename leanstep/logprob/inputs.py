@@ -113,20 +113,22 @@ class ReferenceHead:
 class Allowed(NamedTuple):
     """The ids that a row's softmax runs over besides its target (top-p, top-k replay); ragged lists.
 
-    Log-prob and entropy are those of the distribution over these ids, in `linear_logprobs`, `token_logprobs`
-    and `linear_masked_logprobs` alike.
+    The log-prob is that of the distribution over these ids. `whole_entropy` says over which ids the entropy
+    runs, and means the same in `linear_logprobs`, `token_logprobs` and `linear_masked_logprobs`.
 
     Args:
         ids: [M] int, the rows' global ids one after another.
         offsets: [R + 1] int, row i has ids[offsets[i] : offsets[i + 1]].
         has_set: [R] bool, False leaves a row unrestricted; None: every row has a set.
-        whole_entropy: the entropy runs over the whole vocabulary all the same, as slime computes it.
+        whole_entropy: True: over the whole vocabulary, as slime computes it; False: over the allowed ids and
+            the target. None: True in the two functions that read all logits anyway, False in
+            `linear_masked_logprobs`, which reads those of the allowed ids only.
     """
 
     ids: Tensor
     offsets: Tensor
     has_set: Tensor | None = None
-    whole_entropy: bool = False
+    whole_entropy: bool | None = None
 
 
 @dataclass(frozen=True)

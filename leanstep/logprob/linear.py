@@ -113,9 +113,9 @@ def linear_logprobs(
         transform: `Transform(scale, softcap, label_smoothing)`.
         outputs: any of "lse", "z_loss" (lse squared), "argmax", ("top_k", k), "kl", "reverse_kl".
         reference: `ReferenceHead(weight, hidden, bias)`, the constant head of the exact KL.
-        allowed: `Allowed(ids, offsets, has_set)`: log-prob and entropy of the softmax over these ids and the
-            target only, as in `linear_masked_logprobs`; `Allowed(..., whole_entropy=True)`: the entropy stays
-            that of the whole vocabulary.
+        allowed: `Allowed(ids, offsets, has_set)`: log-prob of the softmax over these ids and the target only,
+            as in `linear_masked_logprobs`. The entropy stays that of the whole vocabulary, unless the record
+            says `whole_entropy=False`.
         shards: `VocabShards(group, start, total, ...)`, where each rank holds some columns.
         tuning: `Tuning(budget, tile, save_logits, main_grad, round_logits, invariant)`.
 

@@ -80,8 +80,8 @@ def token_logprobs(
         entropy: "none"; "metric": a value without gradient; "grad".
         temperature: > 0, a float or one per row.
         outputs: "lse" (log-sum-exp) or "z_loss" (its square), differentiable.
-        allowed: `Allowed(ids, offsets, has_set)`: log-prob and entropy of the softmax over these ids and the
-            target only; `Allowed(..., whole_entropy=True)`: the entropy stays that of the whole vocabulary.
+        allowed: `Allowed(ids, offsets, has_set)`: log-prob of the softmax over these ids and the target only;
+            the entropy stays that of the whole vocabulary, unless the record says `whole_entropy=False`.
         shards: `VocabShards(group, start, total)`, where each rank holds some columns.
         tuning: `Tuning(budget=)` bytes for a chunk of rows, or `Tuning(tile=(rows, None))`.
         reuse_buffer: backward writes the gradient into the storage of `logits`. Only for contiguous fp32 or

@@ -80,8 +80,9 @@ def linear_masked_logprobs(
         logp = log_p.gather(1, targets[:, None])[:, 0]
         entropy = -torch.where(mask, log_p.exp() * log_p, 0.0).sum(-1)
 
-    `linear_logprobs(allowed=kept)` gives the same log-prob and entropy. Here there is also a KL, and shards
-    of the vocabulary or rows without a set leave the other rows at the cost of their kept ids.
+    `linear_logprobs(allowed=kept)` gives the same log-prob, and the same entropy where `kept` says
+    `whole_entropy=False`. Here there is also a KL, and shards of the vocabulary or rows without a set leave
+    the other rows at the cost of their kept ids.
 
     Args:
         hidden: [T, D].
@@ -116,7 +117,7 @@ def linear_masked_logprobs(
         raise ValueError("weight: expected a head without LoRA here; merge it first")
     vocabulary = check_vocabulary(head, "with unequal shards")
     targets = checked.targets(targets)
-    allowed = checked_allowed(sets, len(targets), vocabulary, targets.device)
+    allowed = checked_allowed(sets, len(targets), vocabulary, targets.device, whole_entropy=False)
     assert allowed is not None
     plan = _plan(allowed, targets, head, hidden.device)
     call = SparseCall(

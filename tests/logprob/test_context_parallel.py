@@ -13,7 +13,6 @@ from logprob.flat import linear_logprobs, token_logprobs
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.logprob import Allowed
 from leanstep.logprob.layout import local_spans
 from leanstep.logprob.parallel import gather_response, return_parts
 from leanstep.logprob.rows import (
@@ -59,8 +58,6 @@ def run_case(case: dict, rank: int, select: str, group=None) -> list[str]:
     keep = None
     if "top_p_token_ids" in e2e:
         keep = select_allowed(e2e["top_p_token_ids"], e2e["top_p_token_offsets"], plan)
-        # Upstream takes the entropy over the whole vocabulary.
-        keep = Allowed(*keep, whole_entropy=True)
     back = plan.returned()
     masks = slice_response([torch.tensor(m) for m in case["loss_masks"]], back)
     g_logp, g_entropy = (

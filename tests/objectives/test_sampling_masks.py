@@ -71,6 +71,18 @@ def test_a_record_means_the_same_to_linear_logprobs(kept, whole_entropy):
     compare(ours[:2], theirs[:2], (hidden, weight, bias))
 
 
+def test_a_record_that_leaves_the_entropy_open():
+    """The whole vocabulary where all logits are read, the kept ids where only theirs are."""
+    hidden, weight, *_ = tensors()
+    record, options = allowed(KEPT), {"rows": ROWS, "entropy": "metric"}
+    narrow = linear_masked_logprobs(hidden, weight, TARGETS, record, **options).entropy
+    whole = linear_logprobs(hidden, weight, TARGETS, allowed=record, **options).entropy
+    same = linear_logprobs(hidden, weight, TARGETS, **options).entropy
+    assert narrow is not None and whole is not None and same is not None
+    torch.testing.assert_close(whole, same)
+    assert bool((narrow < 0.9 * whole).all())
+
+
 def test_gradcheck():
     hidden, weight, bias, far, wide = tensors()
     temperature = torch.linspace(0.5, 1.5, 6, dtype=torch.float64)

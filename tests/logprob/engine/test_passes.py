@@ -312,8 +312,8 @@ OPTIONS = {
     "softcap": {"entropy": "grad", "softcap": 2.0, "temperature": 0.7},
     "smoothing": {"entropy": "metric", "label_smoothing": 0.1},
     "targets": {"entropy": "grad"},
-    "allowed ids": {"entropy": "grad", "allowed": SETS},
-    "whole entropy": {"entropy": "grad", "allowed": (*SETS, None, True)},
+    "allowed ids": {"entropy": "grad", "allowed": (*SETS, None, False)},
+    "whole entropy": {"entropy": "grad", "allowed": SETS},
 }
 
 

@@ -57,7 +57,7 @@ def test_values_and_gradients(path, transform, whole_entropy, monkeypatch):
 def test_whole_entropy_is_the_unrestricted_one():
     hidden, weight, _, tokens = setup()
     plain = linear_logprobs(hidden, weight, tokens, rows=ROWS, entropy="metric")
-    sets = Allowed(*ragged(LISTS), whole_entropy=True)
+    sets = Allowed(*ragged(LISTS))
     restricted = linear_logprobs(hidden, weight, tokens, rows=ROWS, entropy="metric", allowed=sets)
     torch.testing.assert_close(restricted.entropy, plain.entropy)
     assert (restricted.logp > plain.logp).all()
@@ -69,7 +69,7 @@ def test_the_sparse_head_adds_to_main_grad():
     hidden, weight, _, tokens = setup()
     weight.requires_grad_()
     main_grad = torch.ones_like(weight)
-    options = {"rows": ROWS, "entropy": "grad", "allowed": ragged(LISTS)}
+    options = {"rows": ROWS, "entropy": "grad", "allowed": Allowed(*ragged(LISTS), whole_entropy=False)}
     for more in ({"main_grad": main_grad}, {}):
         out = linear_logprobs(hidden, weight, tokens, **options, **more)
         (out.logp.sum() + out.entropy.sum()).backward()
