@@ -53,14 +53,6 @@ _SELECT = Annotated[
     str | None, typer.Option("--select", metavar="RULES", help=f"Only these: {', '.join(RULE_IDS)}.")
 ]
 _IGNORE = Annotated[str | None, typer.Option("--ignore", metavar="RULES", help="Not these.")]
-_ON = Annotated[bool, typer.Option("--run-on", help="Let the script run to its end after the recording.")]
-_SELECT = Annotated[
-    str | None, typer.Option("--select", metavar="RULES", help=f"Only these: {', '.join(RULE_IDS)}.")
-]
-_IGNORE = Annotated[str | None, typer.Option("--ignore", metavar="RULES", help="Not these.")]
-_FAKE = Annotated[
-    bool, typer.Option("--fake", help="Run the first step without data: does the host look at values?")
-]
 _ON = Annotated[
     str | None, typer.Option("--on", help="Predict each finding's gain on this device, such as h100.")
 ]
