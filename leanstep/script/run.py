@@ -7,6 +7,7 @@ like this, and rank 0 reports itself.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import linecache
 import os
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from leanstep.files import BadInput
@@ -72,9 +73,10 @@ class Program:
         try:
             if self.module:
                 left = runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            elif self.file.suffix in (".pyc", ".pyz", ".zip"):
+                left = runpy.run_path(self.name, run_name="__main__")
             else:
-                # Python gives the main script's absolute path to tracebacks and `__file__`.
-                left = runpy.run_path(str(Path(self.name).absolute()), run_name="__main__")
+                left = _run_file(self.file.absolute())
         except BaseException as ended:
             left = ended
             raise
@@ -98,6 +100,20 @@ class Program:
         return f"-m {self.name}" if self.module else self.name
 
 
+def _run_file(path: Path) -> dict[str, Any]:
+    """Run a file as `__main__`. `runpy.run_path` would replace `sys.argv[0]` by the absolute path."""
+    main = ModuleType("__main__")
+    facts = {"__file__": str(path), "__cached__": None, "__builtins__": builtins, "__package__": None}
+    vars(main).update(facts)
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = main
+    try:
+        exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main))
+    finally:
+        sys.modules["__main__"] = before
+    return vars(main)
+
+
 @contextlib.contextmanager
 def as_main(program: Program, argv: Sequence[str]) -> Iterator[None]:
     """`sys.argv` and `sys.path` as Python sets them for the program."""
@@ -105,8 +121,7 @@ def as_main(program: Program, argv: Sequence[str]) -> Iterator[None]:
     sys.argv = [program.name, *argv]
     # Python's own first entry is this process's script or `-m` folder, and absent under `python -P`.
     own_entries = 0 if getattr(sys.flags, "safe_path", False) else 1
-    # runpy itself puts a folder with a `__main__.py` first.
-    sys.path[:own_entries] = [] if Path(program.name).is_dir() and not program.module else [program.folder]
+    sys.path[:own_entries] = [program.folder]
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from rehearse.rehearsed import stub_or_skip
 from leanstep.cli import run
 from leanstep.prove.script_jobs import Job, call_in_child
 from leanstep.prove.stopwatch import bench_scripts
-from leanstep.rehearse.events import HostWait, Recording, Request
+from leanstep.rehearse.events import HostWait, Launch, Recording, Request
 from leanstep.rehearse.stage import rehearse
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -112,3 +112,25 @@ def test_prove_lists_the_parameters_of_all_optimizers(tmp_path: Path, capfd) -> 
     proof = proven(tmp_path, script("gan"))
     names = {row["parameter"] for row in proof["rows"] if row["what"] == "update" and row["step"] == 1}
     assert proof["parameters"] == 4 and len(names) == 4
+
+
+def _model_flops(path: str) -> int:
+    from leanstep.diagnose.mfu import step_flops
+    from leanstep.diagnose.watch import Watch
+    from leanstep.script.run import Program, run_script
+
+    watch = Watch(steps=3, warmup=1)
+    run_script(Program(path), [], watch)
+    return step_flops(watch.steps).model
+
+
+@pytest.mark.parametrize("name", ["accumulation", "two_optimizers", "grpo"])
+def test_a_step_has_the_same_model_flops_recorded_and_rehearsed(name: str) -> None:
+    """Without recomputation and products of the optimizer, all products of these steps are the model's."""
+    stub_or_skip()
+    path = script(name)
+    recording = rehearsed(path)
+    step = recording.steps[2]
+    launches = [e for e in recording.events[step.first : step.last] if isinstance(e, Launch)]
+    rehearsed_flops = sum(k.flops for e in launches for k in e.kernels if k.kind == "gemm")
+    assert rehearsed_flops == call_in_child(_model_flops, str(path), fork=True) > 0
