@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 __all__ = ["diagnose", "gpt", "lens", "logprob", "muon", "objectives", "prove", "update"]
 
 

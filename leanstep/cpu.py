@@ -218,15 +218,6 @@ def _temporary_cache() -> Path:
     return Path(tempfile.mkdtemp(prefix="leanstep-cache-"))
 
 
-def is_one(scalar: Tensor) -> bool:
-    """Whether a number that lies on the host is 1; False where it would have to come from a device first."""
-    if scalar.device.type != "cpu" or scalar.numel() != 1 or not has_memory(scalar):
-        return False
-    kinds = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
-    kind = kinds.get(scalar.dtype)
-    return kind is not None and kind.from_address(scalar.data_ptr()).value == 1.0
-
-
 # Below this torch's allocator has the pages at hand.
 LAZY_BYTES = 4 << 20
 

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from leanstep import cpu
 from leanstep.cpu import (
     cache_folder,
-    is_one,
     is_watched,
     num_threads,
     run_on_cores,
@@ -306,13 +305,6 @@ def test_zeros_that_will_hardly_be_written(dtype):
     assert small.is_contiguous() and not small.any()
     seen = measure_peak(lambda: {"zeros": sparse_zeros(like)}, {})
     assert seen.returned_bytes == like.numel() * dtype.itemsize <= seen.peak_bytes
-
-
-def test_a_factor_of_one_is_known_without_a_read():
-    assert is_one(torch.tensor(1.0)) and is_one(torch.ones(3, dtype=torch.float64)[1])
-    assert not is_one(torch.tensor(1.5)) and not is_one(torch.tensor(float("nan")))
-    assert not is_one(torch.tensor(1.0, dtype=torch.bfloat16)) and not is_one(torch.ones(2))
-    assert not is_one(torch.empty((), device="meta"))
 
 
 @pytest.mark.parametrize(

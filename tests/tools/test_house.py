@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,14 @@ def write_package(folder: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder / "package"
+
+
+def test_the_module_map_names_every_module():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    words = set(re.findall(r"\w+", text[text.index("\nleanstep/\n") :]))
+    same_everywhere = {"__init__", "__main__", "reference", "kernel", "cases", "peers"}
+    modules = {path.stem for path in (ROOT / "leanstep").rglob("*.py") if "examples" not in path.parts}
+    assert not modules - same_everywhere - words
 
 
 def test_every_exception_to_the_parameter_rule_is_needed():

@@ -13,6 +13,7 @@ of one chunk.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from leanstep.cpu import is_one
+from leanstep.cpu import has_memory
 from leanstep.logprob.checks import check_vocabulary
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, HeadSums, RowSource
 from leanstep.logprob.engine.softmax import (
@@ -212,10 +213,19 @@ class _LossWithGradients(torch.autograd.Function):
         # The caller owns them now; a second backward would hand out memory that somebody accumulates into.
         ctx.gradients = None
         # A device's scalar is not read on the host: multiply whatever it is.
-        for grad in () if is_one(g) else gradients:
+        for grad in () if _is_one_on_host(g) else gradients:
             if grad is not None:
                 grad.mul_(g)
         if ctx.rows is not None and gradients.hidden is not None:
             hidden = gradients.hidden.new_zeros(ctx.hidden_shape)
             gradients = gradients._replace(hidden=hidden.index_add_(0, ctx.rows, gradients.hidden))
         return *gradients, None, None
+
+
+def _is_one_on_host(scalar: Tensor) -> bool:
+    """Whether a number in host memory is 1; False for a number on a device, which would be a host sync."""
+    if scalar.device.type != "cpu" or scalar.numel() != 1 or not has_memory(scalar):
+        return False
+    kinds = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+    kind = kinds.get(scalar.dtype)
+    return kind is not None and kind.from_address(scalar.data_ptr()).value == 1.0
