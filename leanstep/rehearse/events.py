@@ -210,6 +210,11 @@ class Request:
     changes: tuple[str, ...] = ()
     host_us: float | None = None
 
+    @property
+    def runs_leanstep(self) -> bool:
+        """Whether the program is leanstep's own: a case, or a command run as a module."""
+        return self.case or (self.module and self.target.partition(".")[0] == "leanstep")
+
 
 @dataclass
 class Recording:

@@ -23,9 +23,12 @@ class Place(NamedTuple):
 
 
 class Lines:
-    """The line of a call: the nearest frame of the user or a library, in backward the forward call's."""
+    """The line of a call: the nearest frame of the user or a library, in backward the forward call's.
 
-    def __init__(self) -> None:
+    own_program: leanstep itself is the program.
+    """
+
+    def __init__(self, own_program: bool) -> None:
         self.main = threading.get_ident()
         self.started: set[int] = set()  # threads of the program's own
         self.phase = "forward"
@@ -33,7 +36,7 @@ class Lines:
         self.called: Line | None = None  # where backward was called: sums and hooks have no line of their own
         self.fixed: tuple[Line | None, int] | None = None
         self.nested: Counter[int] = Counter()  # backward passes under way inside a backward thread
-        self._stack = Stack()
+        self._stack = Stack(own_program)
         # Sequence numbers of autograd nodes are counted by each thread on its own.
         self._made: dict[int, dict[int, tuple[Line | None, int]]] = {}
         self._last: dict[int, int] = {}

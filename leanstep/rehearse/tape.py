@@ -114,7 +114,7 @@ class Tape(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.lock = threading.RLock()  # it serves one thread at a time; loaders of the program have theirs
         self.shadows = Shadows(self.fake_mode)
-        self.lines = Lines()
+        self.lines = Lines(recording.request.runs_leanstep)
         self.notes: Counter[str] = Counter()
         self.step = 0
         self.live_bytes = self.peak_bytes = self.window_peak_bytes = 0

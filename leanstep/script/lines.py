@@ -111,9 +111,13 @@ Found = tuple[Site | None, int]
 
 
 class Stack:
-    """Reads Python's stack for one recording; remembers what each code object is."""
+    """Reads Python's stack for one recording; remembers what each code object is.
 
-    def __init__(self) -> None:
+    own_program: leanstep itself is the program (a case, `-m leanstep train`), so its lines are the user's.
+    """
+
+    def __init__(self, own_program: bool = False) -> None:
+        self._own_program = own_program
         self._verdicts: dict[int, int] = {}
         # An id is only good while its object lives.
         self._codes: list[CodeType] = []
@@ -163,8 +167,7 @@ class Stack:
         return site, flags
 
     def line(self, frame: FrameType | None, in_engine: bool) -> Line | None:
-        """The line of `locate` alone. Outside the engine, where nobody else's is there, leanstep's own."""
-        own: FrameType | None = None
+        """The line of `locate` alone."""
         while frame is not None:
             code = frame.f_code
             verdict = self._verdicts.get(id(code))
@@ -174,10 +177,8 @@ class Stack:
                 return self._line_at(frame)
             if in_engine and verdict & IN_ENGINE:
                 return None
-            if own is None and verdict & IN_LEANSTEP:
-                own = frame
             frame = frame.f_back
-        return self._line_at(own) if own is not None and not in_engine else None
+        return None
 
     def chain(self, frame: FrameType | None) -> tuple[int, ...]:
         """The functions on the stack that are not torch's, innermost first, as ids of their code."""
@@ -248,7 +249,10 @@ class Stack:
 
     def _judge(self, code: CodeType) -> int:
         self._codes.append(code)
-        verdict = self._verdicts[id(code)] = judge_code(code.co_filename, code.co_name)
+        verdict = judge_code(code.co_filename, code.co_name)
+        if self._own_program and verdict & IN_LEANSTEP:
+            verdict = USER
+        self._verdicts[id(code)] = verdict
         return verdict
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
-from rehearse.rehearsed import SCRIPTS, run_script
+from rehearse.rehearsed import SCRIPTS, run_script, stub_or_skip
 
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
@@ -181,3 +182,14 @@ def test_state_in_bf16_and_shards_over_ranks_are_rehearsed():
     assert shard == pytest.approx(state / 8, rel=0.05)
     # Shards of everything, and two blocks of four whole with their gradients for a while.
     assert sharded_peak < peak / 2
+
+
+def test_a_case_is_told_by_leansteps_own_lines_in_both_directions():
+    """For a script, leanstep's ops belong to the script's line; a case has no other lines than leanstep's."""
+    stub_or_skip()
+    settings = {"tokens": 64, "vocab": 2048, "hidden": 32}
+    recording = rehearse(Request("logprob-linear", case=True, settings=settings), quiet=True)
+    launches = [event for event in recording.events if isinstance(event, Launch) and event.kernels]
+    for phase in ("forward", "backward"):
+        files = {Path(event.line.file).name for event in launches if event.phase == phase and event.line}
+        assert "lm_head.py" in files, (phase, files)

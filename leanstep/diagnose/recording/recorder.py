@@ -61,8 +61,6 @@ class Recorder(RunRecord):
         self.state = StepState(self)
         # Optimizers whose step() is running, outermost first.
         self.stepping: list[int] = []
-        self.on_first_node: Any = None
-        self.node_seen = False
         self.accelerator = False
         self.errors: list[str] = []
         self._infos: dict[int, OpInfo] = {}
@@ -184,9 +182,7 @@ class Recorder(RunRecord):
         created = grad and (number != self._last_number if number >= 0 else _any_requires_grad(op.args))
         op.created_node = created
         if created:
-            if self.on_first_node is not None:
-                self.on_first_node()
-            self.node_seen = self.state.families.model_seen = True
+            self.state.families.model_seen = True
         in_optimizer = op.flags & IN_OPTIM
         if self.stepping and not in_optimizer and not self.stack.inside(frame, IN_OPTIM):
             # A step() that raised never reported its end.
