@@ -121,7 +121,7 @@ def _figures(sweep: Sweep, recording: Recording) -> Data:
         "reserved_bytes": peak.reserved,
         "largest_buffer_bytes": max((s.nbytes for s in live if s.category != "library"), default=0),
         "categories": dict(sorted(categories.items(), key=lambda item: -item[1])),
-        "flops": timing.flops if timing is not None else None,
+        "flops": timing.flops.model if timing is not None else None,
         "devices": {
             device.key: _on_device(sweep, recording, device, peak.reserved) for device in sweep.devices
         },

@@ -427,7 +427,7 @@ def time_steps(
         if isinstance(event, Launch):
             for product in event.products:
                 products[product.part, product.dtype] += product.flops
-        if stops and index + 1 == stops[0]:
+        while stops and index + 1 >= stops[0]:  # two ends at one event: a step in which nothing happened
             stops.popleft()
             link = clock.classes.get("collective", 0.0)
             after = (clock.now, clock.busy, link, clock.kernels, clock.calls, clock.waits)

@@ -66,13 +66,18 @@ def replace_function(place: Any, name: str, handler: Callable[..., Any]) -> Call
     return lambda: setattr(place, name, original)
 
 
-def _running_frames() -> set[FrameType]:
-    frames: set[FrameType] = set()
+def _frame_key(frame: FrameType) -> tuple[int, int]:
+    """Names a frame while it runs. The frame itself would keep the script's variables alive."""
+    return id(frame), id(frame.f_code)
+
+
+def _running_frames() -> set[tuple[int, int]]:
+    keys: set[tuple[int, int]] = set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        frames.add(frame)
+        keys.add(_frame_key(frame))
         frame = frame.f_back
-    return frames
+    return keys
 
 
 class StepListener:
@@ -115,7 +120,8 @@ class StepMarker:
         self._round: set[int] = set()
         self._regulars: set[int] = set()
         self._watches_generate = False
-        self._stepping: list[tuple[Optimizer, FrameType]] = []
+        # Optimizers whose step() is running, outermost first, with the frame of each.
+        self._stepping: list[tuple[int, tuple[int, int]]] = []
         self._attempts = self._depth = 0
         self._stepped_in_backward = False
         self._by_hand = _HandWrittenUpdates()
@@ -163,7 +169,10 @@ class StepMarker:
         self._listener.optimizer_constructed()
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._stepping.append((optimizer, sys._getframe(1)))
+        key = _frame_key(sys._getframe(1))
+        # A step() that raised has no end, and its frame's key may come again.
+        self._stepping = [entry for entry in self._stepping if entry[1] != key]
+        self._stepping.append((id(optimizer), key))
         if self._is_nested(optimizer):
             return None
         if not in_engine():
@@ -187,9 +196,8 @@ class StepMarker:
     def _is_nested(self, optimizer: Optimizer) -> bool:
         """Whether the step() under way was called by this optimizer's own step(), as a subclass does."""
         running = _running_frames()
-        # A step() that raised has no end: its frame is no longer running.
         self._stepping = [entry for entry in self._stepping if entry[1] in running]
-        return sum(other is optimizer for other, _ in self._stepping) > 1
+        return sum(other == id(optimizer) for other, _ in self._stepping) > 1
 
     def _scaled_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """A GradScaler that finds an overflow does not call the optimizer; it is a step all the same."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -192,3 +194,20 @@ def test_everything_is_put_back():
         assert [getattr(place, name) for place, name in names] != before
     assert [getattr(place, name) for place, name in names] == before
     assert "sample" not in vars(torch.distributions.MultivariateNormal)
+
+
+def test_a_function_that_steps_keeps_none_of_its_tensors_alive():
+    """The marker looks at the frames that call step(); holding them would hold the script's activations."""
+    with marked():
+        optimizer = sgd()
+
+        def step_with(tensor: torch.Tensor) -> weakref.ref[torch.Tensor]:
+            activation = tensor * 2
+            optimizer.step()
+            return weakref.ref(activation)
+
+        gc.disable()
+        try:
+            assert step_with(torch.ones(3))() is None
+        finally:
+            gc.enable()

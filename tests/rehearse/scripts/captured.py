@@ -130,7 +130,6 @@ for make in (head, optimizers, lens):
             seen[name] = captured(run)
         except Exception as problem:
             seen[name] = {"trouble": f"{type(problem).__name__}: {problem}"[:300]}
-        torch.zeros(1, device="cuda")  # a step without events has no time
         cut()
 number = torch.ones((), device="cuda")
 seen["item"] = refused(lambda: number.item())
