@@ -242,8 +242,13 @@ def sparse_zeros(like: Tensor) -> Tensor:
 
 
 BASE_FLAGS = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared"),
-    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
 )
 # The first set that compiles is used: vector functions of glibc, else plain ones.
 FLAG_SETS = (

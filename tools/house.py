@@ -4,7 +4,7 @@
 - Modules form no import cycle; imports inside functions count.
 - A public function or method has at most 12 parameters. Triton kernels and commands are exempt: a kernel has
   one parameter per pointer and stride, a command one per option. `WIDE` lists other exceptions with reasons.
-- Calls spell out their arguments: no literal is unpacked on the spot, as in `f(*(a, b))` or `f(**{"x": 1})`.
+- No literal is unpacked on the spot, in a call or a display, as in `f(*(a, b))` or `{**{"x": 1}}`.
 - No import hides under `TYPE_CHECKING`, and only cpu.py sets thread counts or builds C++.
 """
 
@@ -88,13 +88,15 @@ def wide_functions(path: Path, tree: ast.Module, exceptions: Container[str] = WI
 
 def unpacked_literals(path: Path, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        tuples = any(
-            isinstance(a, ast.Starred) and isinstance(a.value, ast.Tuple | ast.List) for a in node.args
-        )
-        if tuples or any(k.arg is None and isinstance(k.value, ast.Dict) for k in node.keywords):
-            yield f"{path}:{node.lineno} unpacks a literal in a call"
+        values: list[ast.expr] = []
+        if isinstance(node, ast.Starred):
+            values = [node.value]
+        elif isinstance(node, ast.Call):
+            values = [keyword.value for keyword in node.keywords if keyword.arg is None]
+        elif isinstance(node, ast.Dict):
+            values = [value for key, value in zip(node.keys, node.values, strict=True) if key is None]
+        if any(isinstance(value, ast.Tuple | ast.List | ast.Dict) for value in values):
+            yield f"{path}:{node.lineno} unpacks a literal"
 
 
 def hidden_imports_and_tuning(path: Path, tree: ast.Module) -> Iterator[str]:

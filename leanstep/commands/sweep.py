@@ -195,6 +195,8 @@ def text(result: Data) -> str:
             heads = [f"{result['sweep']} ="] + [_value(value) for value in result["values"]]
             lines += _table(heads, result["rows"], key)
     lines += _partial_reasons(result["rows"])
+    if any("time ?" in line for line in lines):
+        lines.append("time ?: most of its products are inside a kernel that the rehearsal cannot see into.")
     lines.append("Every figure is predicted from shapes and published device figures; nothing was measured.")
     return "\n".join(lines)
 
@@ -232,7 +234,10 @@ def _cell_text(cell: Data, device: str | None) -> str:
     if cell["why"] is not None:
         return "0" if cell["value"] == 0 else "-"
     there = cell["devices"][device or cell["device"]]
-    time = units.seconds(there["step_ms"] / 1e3) if there["fits"] else "does not fit"
+    if not there["fits"]:
+        time = "does not fit"
+    else:
+        time = units.seconds(there["step_ms"] / 1e3) if there["step_ms"] is not None else "time ?"
     figures = f"{units.size(cell['peak_bytes'])} {time}"
     return figures if device is not None else f"{cell['value']:,}: {figures}"
 

@@ -316,7 +316,12 @@ def _annotate_step(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
 _STEP_TINY = {**_LOSS_TINY, "samples": 2, "width": 16, "vocab": 32, "layers": 1}
 _STEP_LARGE = {
     **_STEP_TINY,
-    **{"samples": 13, "tokens": 2048, "block": 32, "width": 256, "vocab": 4096, "layers": 4},
+    "samples": 13,
+    "tokens": 2048,
+    "block": 32,
+    "width": 256,
+    "vocab": 4096,
+    "layers": 4,
 }
 
 register(

@@ -32,24 +32,68 @@ ADAM_LR_SHARE = 0.008 / 0.023
 
 # Options of a Muon group; the defaults are those of the keywords of `NorMuon`.
 MATRIX_OPTIONS = (
-    *("momentum", "nesterov", "beta2", "variance", "weight_decay", "decay", "lr_mul", "wd_mul"),
-    *("lr_rule", "layout", "flatten", "split", "split_dim", "heads"),
-    *("coefficients", "eps_mode", "method", "restart", "panels", "compute_dtype"),
-    *("residual", "every", "phase"),
+    "momentum",
+    "nesterov",
+    "beta2",
+    "variance",
+    "weight_decay",
+    "decay",
+    "lr_mul",
+    "wd_mul",
+    "lr_rule",
+    "layout",
+    "flatten",
+    "split",
+    "split_dim",
+    "heads",
+    "coefficients",
+    "eps_mode",
+    "method",
+    "restart",
+    "panels",
+    "compute_dtype",
+    "residual",
+    "every",
+    "phase",
 )
 ADAM_DEFAULTS: Group = {
-    **{"betas": (0.9, 0.99), "eps": 1e-10, "weight_decay": 0.005, "decay": "cautious"},
-    **{"lr_mul": 1.0, "wd_mul": 1.0, "residual": "nearest", "every": 1, "phase": 0},
+    "betas": (0.9, 0.99),
+    "eps": 1e-10,
+    "weight_decay": 0.005,
+    "decay": "cautious",
+    "lr_mul": 1.0,
+    "wd_mul": 1.0,
+    "residual": "nearest",
+    "every": 1,
+    "phase": 0,
 }
 # Kept by torch, by schedulers and by this optimizer; valid in any group.
 _BOOKKEEPING = {
-    *("params", "param_names", "algorithm", "lr", "initial_lr"),
-    *("calls", "skipped_steps", "format", "cpu_half"),
+    "params",
+    "param_names",
+    "algorithm",
+    "lr",
+    "initial_lr",
+    "calls",
+    "skipped_steps",
+    "format",
+    "cpu_half",
 }
 # What the matrices of a parameter, their plans and rates follow from.
 _SHAPING = (
-    *("algorithm", "flatten", "split", "split_dim", "heads", "variance", "lr_rule", "layout"),
-    *("method", "restart", "panels", "compute_dtype", "cpu_half"),
+    "algorithm",
+    "flatten",
+    "split",
+    "split_dim",
+    "heads",
+    "variance",
+    "lr_rule",
+    "layout",
+    "method",
+    "restart",
+    "panels",
+    "compute_dtype",
+    "cpu_half",
 )
 
 

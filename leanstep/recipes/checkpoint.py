@@ -114,7 +114,12 @@ def load(path: Path, *, settings: Mapping[str, Any] | None = None) -> Loaded:
         step, tree = int(header["step"]), json.loads(header["state"])
         saved_settings = json.loads(header["settings"])
     except (
-        *(SafetensorError, UnicodeDecodeError, AttributeError, KeyError, TypeError, RecursionError),
+        SafetensorError,
+        UnicodeDecodeError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        RecursionError,
         json.JSONDecodeError,
     ) as error:
         raise CheckpointError(f"torn or foreign file ({type(error).__name__})") from error

@@ -20,9 +20,28 @@ ROUNDING_BYTES = 512
 # The name of a launch that is a whole CUDA graph: one call of the host for all of its kernels.
 GRAPH_REPLAY = "cudaGraphLaunch"
 KINDS = (
-    *("gemm", "conv", "attention", "attention_bwd", "attention_efficient", "attention_bwd_efficient"),
-    *("pointwise", "cast", "broadcast", "strided", "softmax", "norm", "batch_norm", "reduce"),
-    *("gather", "scatter", "fill", "multi", "triton", "h2d", "d2h", "collective"),
+    "gemm",
+    "conv",
+    "attention",
+    "attention_bwd",
+    "attention_efficient",
+    "attention_bwd_efficient",
+    "pointwise",
+    "cast",
+    "broadcast",
+    "strided",
+    "softmax",
+    "norm",
+    "batch_norm",
+    "reduce",
+    "gather",
+    "scatter",
+    "fill",
+    "multi",
+    "triton",
+    "h2d",
+    "d2h",
+    "collective",
 )
 
 

@@ -170,8 +170,12 @@ def _rank_environment(ranks: int) -> dict[str, str]:
         return {}
     size = str(ranks)
     return {
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
-        **{"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
     }
 
 

@@ -12,7 +12,7 @@ from leanstep.case import get_case
 from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.devices import device_named
 from leanstep.rehearse.events import Recording, Refusal, Request
-from leanstep.rehearse.sweep import FIT, LARGEST, Sweep, largest_fitting, run_sweep
+from leanstep.rehearse.sweep import FIT, LARGEST, Sweep, _drop_unpriced_times, largest_fitting, run_sweep
 
 ROOM = 1_000_000
 GROWTH: dict[str, Callable[[int], int]] = {
@@ -122,3 +122,22 @@ def test_an_engine_that_cannot_start_is_no_row():
 
     with pytest.raises(RehearsalError, match="no C"):
         run_sweep(sweep((64,), "reference"), broken, lambda what, share: None)
+
+
+def test_a_peer_whose_products_were_not_seen_has_no_time():
+    def cell(flops: float, value: int = 4) -> dict:
+        there = {"fits": True, "step_ms": 2.0, "bound_by": "device"}
+        return {"value": value, "why": None, "flops": flops, "devices": {"h100": there}}
+
+    cells = [
+        cell(400.0),
+        cell(300.0),
+        cell(140.0),
+        cell(160.0),
+        {"value": 4, "why": "no package"},
+        cell(500.0, 40),
+    ]
+    _drop_unpriced_times(["reference", "fast", *["peer"] * 4], cells)
+    times = [c["devices"]["h100"]["step_ms"] if c["why"] is None else "-" for c in cells]
+    # Half of 300 is needed; the last cell is of a value ten times as large.
+    assert times == [2.0, 2.0, None, 2.0, "-", None]

@@ -30,6 +30,8 @@ WIDE = ", ".join(f"a{n}" for n in range(13))
         ({"wide.py": f"class A:\n  def __init__(self, *, {WIDE}): ..."}, "A.__init__ has 13 parameters"),
         ({"packed.py": "f(*(1, 2))"}, "packed.py:1 unpacks"),
         ({"packed.py": "f(**{'x': 1})"}, "packed.py:1 unpacks"),
+        ({"packed.py": "x = (*('a', 'b'), 'c')"}, "packed.py:1 unpacks"),
+        ({"packed.py": "x = {**{'a': 1}, 'b': 2}"}, "packed.py:1 unpacks"),
         ({"hidden.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING: ..."}, "TYPE_CHECKING"),
         ({"tuned.py": "import torch\ntorch.set_num_threads(1)"}, "belongs in cpu.py"),
         (
@@ -56,7 +58,7 @@ def test_a_broken_rule_is_named(tmp_path: Path, files: dict[str, str], complaint
         {"wide.py": f"def _private({WIDE}): ..."},
         {"a.py": "from package import b", "b.py": "from package import c", "c.py": ""},
         {"a.py": "from package.b import x", "b/__init__.py": "from package.b.c import x", "b/c.py": "x = 1"},
-        {"plain.py": "f(*pair, **options)"},
+        {"plain.py": "f(*pair, **options)\nx = {**options, 'a': [*pair]}"},
     ],
 )
 def test_what_the_rules_allow(tmp_path: Path, files: dict[str, str]):
