@@ -40,6 +40,8 @@ from leanstep.flops import MATMULS, matmul_sizes
 from leanstep.script.lines import UNKNOWN, Line, Site
 from leanstep.script.syncs import ALWAYS_READ, SOMETIMES_READ
 
+# `one_hot` checks the range of its classes on a CPU only.
+_ONE_READ = ("<built-in method tensor of type", "<built-in method one_hot", "<built-in function one_hot")
 # Without shapes an op counts as tiny when it took no longer than this.
 TINY_US, TINY_KERNEL_US = 30.0, 10.0
 _READ_CALL = re.compile(r"^<built-in method (tolist|cpu|numpy|__array__) of (?:Tensor|Parameter)>$")
@@ -218,9 +220,9 @@ class StepBuilder:
             self._count_read(number, site, kind, FORWARD, "of the data")
 
     def _is_counted_call(self, index: int) -> bool:
-        """Whether the read is one of several inside a call of `torch.tensor`, which is one read."""
+        """Whether the read is one of several inside a call that is one read on a device."""
         frame = int(self.timeline.frame[index])
-        if frame < 0 or self.timeline.text(frame) != "<built-in method tensor of type>":
+        if frame < 0 or not self.timeline.text(frame).startswith(_ONE_READ):
             return False
         seen, self._last_call = self._last_call == frame, frame
         return seen
