@@ -19,7 +19,7 @@ test: $(VENV)/.test
 
 # What depends on rounding, as on a processor without AVX-512 and without native bf16.
 AVX2   := ATEN_CPU_CAPABILITY=avx2 OPENBLAS_CORETYPE=Haswell MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
-ROUNDS := tests/logprob tests/muon tests/lens tests/gpt tests/measure/test_parity.py
+ROUNDS := tests/logprob tests/objectives tests/muon tests/lens tests/gpt tests/measure/test_parity.py
 
 test-avx2: $(VENV)/.test
 	$(AVX2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(ROUNDS) $(PYTEST_ARGS)
