@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer
 from leanstep.prove.captured import Captured, Update, generators, names_by_owner
 from leanstep.prove.sketches import Sketch, each, outside_modes, sketch, whole
 from leanstep.script.run import Stop
-from leanstep.script.steps import StepListener, StepMarker, replace_function
+from leanstep.script.steps import StepListener, StepMarker, replace_function, wrap_closure
 
 # Distinct token ids that a histogram keeps: more than any vocabulary in use.
 _MAX_IDS = 1 << 20
@@ -204,21 +204,21 @@ class Recorder(StepListener):
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._inside is not None or not getattr(optimizer, "param_groups", None):
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+
+        def then_enter_step(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def closed() -> Any:
+                # Lightning's way: the gradients arrive inside `optimizer.step(closure)`.
+                result = closure()
+                if self._inside is None:
+                    self._enter_step(optimizer)
+                return result
+
+            return closed
+
+        with_closure = wrap_closure(args, kwargs, then_enter_step)
+        if with_closure is None:
             self._enter_step(optimizer)
-            return None
-
-        def looked_at() -> Any:
-            # Lightning's way: the gradients arrive inside `optimizer.step(closure)`.
-            result = closure()
-            if self._inside is None:
-                self._enter_step(optimizer)
-            return result
-
-        if len(args) > 1:
-            return (args[0], looked_at, *args[2:]), kwargs
-        return args, {**kwargs, "closure": looked_at}
+        return with_closure
 
     def _enter_step(self, optimizer: Optimizer) -> None:
         self._inside = optimizer

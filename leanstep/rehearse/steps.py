@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from leanstep.rehearse.events import Step
-from leanstep.script.steps import StepListener, StepMarker
+from leanstep.script.steps import StepListener, StepMarker, wrap_closure
 
 
 class StepsDone(BaseException):
@@ -47,8 +48,21 @@ class Steps(StepListener):
 
         torch.autograd._engine_run_backward = backward
 
-    def optimizer_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def optimizer_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self.tape.lines.phase = "optimizer"
+        return wrap_closure(args, kwargs, self._outside_optimizer)
+
+    def _outside_optimizer(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure runs the model: LBFGS, Lightning."""
+
+        def run() -> Any:
+            self.tape.lines.phase = "forward"
+            try:
+                return closure()
+            finally:
+                self.tape.lines.phase = "optimizer"
+
+        return run
 
     def optimizer_ends(self, optimizer: Any) -> None:
         self.tape.lines.phase = "forward"

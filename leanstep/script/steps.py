@@ -66,6 +66,18 @@ def replace_function(place: Any, name: str, handler: Callable[..., Any]) -> Call
     return lambda: setattr(place, name, original)
 
 
+def wrap_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
+) -> tuple[Any, Any] | None:
+    """The arguments of `optimizer.step(closure)`, its closure wrapped; None where there is no closure."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+    if len(args) > 1:
+        return (args[0], wrap(closure), *args[2:]), kwargs
+    return args, {**kwargs, "closure": wrap(closure)}
+
+
 def _frame_key(frame: FrameType) -> tuple[int, int]:
     """Names a frame while it runs. The frame itself would keep the script's variables alive."""
     return id(frame), id(frame.f_code)
