@@ -19,6 +19,7 @@ ALLOWED = {
     "muon": {"cpu"},
     "gpt": {"muon", "logprob", "cpu"},
     "measure": {"case", "cpu", "script"},
+    "kernel_checks": {"measure"},
     "diagnose": {"script", "flops", "files", "units"},
     "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
     # The user's script: runs below every command that watches it.
