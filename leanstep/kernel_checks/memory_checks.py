@@ -26,7 +26,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -322,11 +322,11 @@ class _Hooks:
 
     def call(self, executor: Any, *arguments: Any, **options: Any) -> Any:
         """One launch: the interpreter's loop over a one-dimensional grid, one step per program in `order`."""
-        name, asked = executor.fn.__name__, cast(Any, executor.grid)
+        name, asked = executor.fn.__name__, executor.grid
         launch = _Launch(name, {executor.fn.__code__.co_filename}, self.result)
 
         def grid(bound: dict[str, Any]) -> tuple[int, int, int]:
-            whole = tuple(asked(bound)) if callable(asked) else tuple(asked)
+            whole: Any = asked(bound) if callable(asked) else asked
             launch.grid = (*whole, *itertools.repeat(1, 3 - len(whole)))
             launch.order = _order(launch.grid, self.most, self.shuffle)
             return len(launch.order), 1, 1
