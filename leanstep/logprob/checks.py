@@ -28,6 +28,7 @@ from leanstep.logprob.parallel import (
     shard_rows,
     vocab_shard,
 )
+from leanstep.output_buffers import check_output_buffer
 
 # hidden, weight, bias, low_hidden, low_weight: what gradients may flow to, in the Functions' order.
 HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -100,6 +101,7 @@ def check_head_call(
     temperature: float | Tensor,
     transform: Transform | None,
     shards: VocabShards | None,
+    main_grad: Tensor | None = None,
 ) -> CheckedCall:
     """Check what describes a head and its rows. The caller has targets and other per-row tensors checked by
     the result.
@@ -118,6 +120,9 @@ def check_head_call(
     else:
         check_rows(rows, hidden.device)
     head, tensors = build_head(hidden, weight, transform, shards)
+    if main_grad is not None:
+        shape, device = tensors[1].shape, hidden.device
+        check_output_buffer("main_grad", main_grad, shape=shape, device=device, inputs=tensors)
     head.temperature = check_temperature(temperature, given_rows, num_rows, head.dtype)
     low_hidden = tensors[3]
     return CheckedCall(

@@ -136,7 +136,13 @@ def linear_logprobs(
         if reference is None and allowed is None and shards is None:
             return _traced(hidden, weight, targets, rows, temperature, transform, request, tuning)
     checked = check_head_call(
-        hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
+        hidden,
+        weight,
+        rows=rows,
+        temperature=temperature,
+        transform=transform,
+        shards=shards,
+        main_grad=tuning.main_grad,
     )
     problem = _check_problem(checked, targets, request, transform, reference, allowed, shards, tuning)
     return _scored(problem)
