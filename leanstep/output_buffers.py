@@ -30,16 +30,16 @@ def check_output_buffer(
     if buffer.device != device:
         raise ValueError(f"{name}: expected device {device}, got {buffer.device}")
     if has_shared_elements(buffer):
-        raise ValueError(f"{name}: expected memory of its own for each element, got strides {buffer.stride()}")
+        raise ValueError(f"{name}: expected memory for each element, got strides {buffer.stride()}")
     if any(tensor is not None and share_memory(buffer, tensor) for tensor in inputs):
         raise ValueError(f"{name}: expected memory that no input uses, got a tensor that overlaps one")
 
 
 def has_shared_elements(tensor: Tensor) -> bool:
     """Whether two indices of a tensor may name the same memory (expanded or overlapping views)."""
-    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
     reach = 0
-    for stride, size in dims:
+    for stride, size in sorted(dim for dim in dims if dim[1] > 1):
         if stride <= reach:
             return tensor.numel() > 0
         reach += stride * (size - 1)

@@ -38,7 +38,7 @@ WRONG = {
     "a transposed shape": (lambda w: torch.zeros(8, 40), "expected shape (40, 8), got (8, 40)"),
     "integers": (lambda w: torch.zeros(40, 8, dtype=torch.int64), "expected a floating-point tensor"),
     "another device": (lambda w: torch.zeros(40, 8, device="meta"), "expected device cpu, got meta"),
-    "an expanded row": (lambda w: torch.zeros(8).expand(40, 8), "memory of its own"),
+    "an expanded row": (lambda w: torch.zeros(8).expand(40, 8), "memory for each element"),
     "the weight itself": (lambda w: w.detach(), "overlaps"),
     "sparse": (lambda w: torch.zeros(40, 8).to_sparse(), "expected a dense tensor"),
     "no tensor": (lambda w: [0.0], "expected a dense tensor, got list"),
@@ -50,7 +50,7 @@ WRONG = {
 def test_a_wrong_main_grad_is_refused_in_one_line(call, wrong):
     make, line = WRONG[wrong]
     hidden, weight, targets = head()
-    with pytest.raises(ValueError, match="^main_grad: ") as error:
+    with pytest.raises(ValueError, match=r"^main_grad: ") as error:
         call(hidden, weight, targets, make(weight))
     assert line in str(error.value)
     assert "\n" not in str(error.value)
@@ -95,7 +95,7 @@ def test_a_transpose_into_its_own_source_is_refused(turn, impl):
     square = torch.randn(5, 5)
     before = square.clone()
     for dst in (square, square.T, torch.zeros(5).expand(5, 5)):
-        with pytest.raises(ValueError, match="^dst: "):
+        with pytest.raises(ValueError, match=r"^dst: "):
             turn(square, dst, impl=impl)
     assert torch.equal(square, before)
 

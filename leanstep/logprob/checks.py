@@ -254,13 +254,14 @@ def check_targets(
 
 def check_range(name: str, ids: Tensor, stop: int) -> None:
     """Refuse ids outside [0, stop)."""
-    if not _is_fake(ids):
-        wrong = f"{name}: expected ids in [0, {stop})"
-        _assert_all((ids >= 0).logical_and_(ids < stop), wrong, ids)
+    wrong = f"{name}: expected ids in [0, {stop})"
+    assert_all((ids >= 0).logical_and_(ids < stop), wrong, ids)
 
 
-def _assert_all(condition: Tensor, wrong: str, values: Tensor) -> None:
+def assert_all(condition: Tensor, wrong: str, values: Tensor) -> None:
     """The device asserts, the host need not look; on a CPU at once, with the values in the message."""
+    if _is_fake(values):
+        return
     try:
         torch._assert_async(condition.all(), wrong)
     except RuntimeError:
@@ -282,8 +283,8 @@ def check_temperature(
             expected, got = "a float or a one-dimensional float tensor", _describe(temperature)
             raise ValueError(f"temperature: expected {expected}, got {got}")
         temperature = select_per_row("temperature", temperature, rows, num_rows).to(dtype)
-        if temperature.numel() and not _is_fake(temperature):
-            _assert_all(temperature > 0, "temperature: expected values > 0", temperature)
+        if temperature.numel():
+            assert_all(temperature > 0, "temperature: expected values > 0", temperature)
         return temperature
     if not float(temperature) > 0:
         raise ValueError(f"temperature: expected a value > 0, got {temperature}")

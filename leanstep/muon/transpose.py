@@ -54,7 +54,7 @@ def _check(src: Tensor, dst: Tensor, impl: str) -> str:
     if src.device != dst.device:
         raise ValueError(f"dst: expected device {src.device}, got {dst.device}")
     if not torch.compiler.is_compiling() and (share_memory(src, dst) or has_shared_elements(dst)):
-        raise ValueError("dst: expected memory of its own for each element, apart from src; got overlapping memory")
+        raise ValueError("dst: expected memory apart from src and for each element, got overlapping memory")
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     return choose_transpose(src) if impl == "auto" else impl
