@@ -57,7 +57,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
     return first_a < last_b and first_b < last_a
 
 
-def _byte_span(tensor: Tensor) -> tuple[int, int]:
+def _byte_span(tensor: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     """Offsets in the storage of a tensor's first byte and of the one after its last."""
     first = tensor.storage_offset() * tensor.element_size()
     reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
