@@ -14,9 +14,9 @@ FAST_PATHS = ("lens", "logprob", "objectives", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
     "lens": set(),
-    "logprob": {"cpu"},
+    "logprob": {"cpu", "output_buffers"},
     "objectives": {"logprob", "cpu"},
-    "muon": {"cpu"},
+    "muon": {"cpu", "output_buffers"},
     "gpt": {"muon", "logprob", "cpu"},
     "measure": {"case", "cpu", "script"},
     "kernel_checks": {"measure"},
