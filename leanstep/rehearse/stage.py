@@ -207,7 +207,8 @@ def _serve(stub: str, descriptor: str) -> None:
             line.close()
             for number, given in enumerate(descriptors):
                 os.dup2(given, number)
-            _child(*message.decode().split("\n"), unusable)
+            asked, answered = message.decode().split("\n")
+            _child(asked, answered, unusable)
         for given in descriptors:
             os.close(given)
         _, status = os.waitpid(child, 0)
