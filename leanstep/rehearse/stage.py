@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import gc
 import os
@@ -31,7 +32,7 @@ from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import Launch, Recording, Refusal, Request
 from leanstep.script import guard
-from leanstep.script.children import start_program, temporary_folder
+from leanstep.script.children import leave, start_program, temporary_folder, write_result
 from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
 from leanstep.script.run import Program, as_main
 
@@ -69,6 +70,17 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
     A program that stops before its steps gives a Recording with `ended` and `refused`.
     """
     _validate(request)
+    try:
+        return _rehearsed(request, quiet)
+    except BadInput as error:
+        raise RehearsalError(str(error)) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RehearsalError(f"TMPDIR: cannot write {error.filename}: {error.strerror}") from None
+
+
+def _rehearsed(request: Request, quiet: bool) -> Recording:
     with temporary_folder("leanstep-rehearse-") as folder:
         asked, answered = folder / "request", folder / "recording"
         environment = {**os.environ, **_rank_environment(request.ranks), "PYTHONUNBUFFERED": "1"}
@@ -84,6 +96,8 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
 
 def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
     """What is known of a program that took its process with it: `os._exit`, a signal."""
+    if code == os.EX_IOERR or not folder.is_dir():
+        return RehearsalError("TMPDIR: the recording cannot be written: the folder is full or gone")
     if code == _OWN_FAILURE:
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
     fault = folder / _FAULTS
@@ -246,13 +260,12 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         got = reason
     except BaseException:
         traceback.print_exc()
-        os._exit(_OWN_FAILURE)
-    part = Path(answered + ".part")
-    part.write_bytes(pickle.dumps(got))
-    part.replace(answered)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads and exit handlers of the program have nothing to say any more
+        leave(_OWN_FAILURE)
+    write_result(Path(answered), got)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    leave(0)  # threads and exit handlers of the program have nothing to say any more
 
 
 def _run(request: Request) -> Recording:
