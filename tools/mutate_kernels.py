@@ -195,19 +195,27 @@ def reason_if_equivalent(mutant: Mutant, source: str) -> str | None:
     return EQUIVALENT.get((mutant.kernel, line, mutant.rule))
 
 
+def _pytest(copy: Path, arguments: list[str]) -> int:
+    os.chdir(copy)
+    with (copy / "pytest.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.path.insert(0, str(copy))
+    import pytest
+
+    options = ["-q", "-x", "-p", "no:cacheprovider", f"--rootdir={copy}"]
+    return int(pytest.main([*options, *arguments]))
+
+
 def run_tests(copy: Path, arguments: list[str], seconds: int = 900) -> bool:
     """Whether the tests pass on the copy, in a child of this process that has torch already."""
     child = os.fork()
     if child == 0:
-        os.chdir(copy)
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
-        sys.path.insert(0, str(copy))
-        import pytest
-
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={copy}"]
-        os._exit(int(pytest.main([*options, *arguments])))
+        status = 1
+        try:
+            status = _pytest(copy, arguments)
+        finally:
+            os._exit(status)
     deadline = time.time() + seconds
     while time.time() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -219,6 +227,12 @@ def run_tests(copy: Path, arguments: list[str], seconds: int = 900) -> bool:
     return False
 
 
+def checks_of(file: str) -> tuple[list[str], list[str]]:
+    """Arguments of pytest for the memory checks and the value tests of a kernel file."""
+    chosen, files = CHECKS[file]
+    return ["tests/kernel_checks/test_memory.py", "-k", chosen], files
+
+
 def judged(mutants: list[Mutant], copy: Path) -> Iterator[tuple[Mutant, str]]:
     """Each mutant with what killed it, or "survived"."""
     for mutant in mutants:
@@ -226,11 +240,11 @@ def judged(mutants: list[Mutant], copy: Path) -> Iterator[tuple[Mutant, str]]:
         target = copy / "leanstep" / mutant.file
         body = source.encode()
         target.write_bytes(body[: mutant.start] + mutant.new.encode() + body[mutant.stop :])
-        chosen, files = CHECKS[mutant.file]
+        memory, values = checks_of(mutant.file)
         outcome = "survived"
-        if not run_tests(copy, ["tests/kernel_checks/test_memory.py", "-k", chosen]):
+        if not run_tests(copy, memory):
             outcome = "memory checks"
-        elif not run_tests(copy, files):
+        elif not run_tests(copy, values):
             outcome = "value tests"
         target.write_text(source)
         yield mutant, outcome
@@ -253,7 +267,6 @@ def main() -> int:
         return 0
     os.environ |= {"TRITON_INTERPRET": "1", "LEANSTEP_TEST_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
-    import hypothesis  # noqa: F401
     import torch  # noqa: F401
     import triton.runtime.interpreter  # noqa: F401
 
@@ -266,6 +279,11 @@ def main() -> int:
             shutil.copytree(
                 source, copied, ignore=shutil.ignore_patterns("__pycache__")
             ) if source.is_dir() else shutil.copy(source, copied)
+        for file in sorted({mutant.file for mutant in mutants}):
+            memory, values = checks_of(file)
+            if not (run_tests(copy, memory) and run_tests(copy, values)):
+                print((copy / "pytest.log").read_text(), file=sys.stderr)
+                sys.exit(f"{file}: its tests fail without a mutant")
         for mutant, outcome in judged(mutants, copy):
             reason = reason_if_equivalent(mutant, (ROOT / "leanstep" / mutant.file).read_text())
             if outcome == "survived" and reason:
