@@ -21,7 +21,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ["TRITON_INTERPRET"] = "0"
 
 from leanstep.kernel_checks.launch_variants import RecordedLaunch, compile_variant, variants_of
 from leanstep.measure.aot import SHARED_LIMITS, TARGETS
@@ -69,6 +68,7 @@ def main() -> int:
     parser.add_argument("--targets", default=",".join(TARGETS))
     parser.add_argument("--sample", type=int, default=1, help="compile every N-th variant")
     chosen = parser.parse_args()
+    os.environ["TRITON_INTERPRET"] = "0"
     targets = chosen.targets.split(",")
     recorded: dict[str, list[RecordedLaunch]] = {}
     table = []
