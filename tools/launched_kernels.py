@@ -19,14 +19,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from leanstep.kernel_checks.launch_variants import RecordedLaunch, compile_variant, variants_of
 from leanstep.measure.aot import SHARED_LIMITS, TARGETS
 from leanstep.rehearse.events import Request
 from leanstep.rehearse.stage import rehearse
 
+ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "kernel_checks" / "recorded_paths.py"
 RESULTS = ROOT / "results" / "launched-kernels.json"
 # The table of devices has no sm_120; consumer cards of both generations have the same shared memory.
