@@ -25,9 +25,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered"),
 ]
 FUNCTIONS = list(dict.fromkeys(function for functions in LAUNCHES.values() for function in functions))
+NAMES = [f"{i} {', '.join(k for k, v in LAUNCHES.items() if f in v)}" for i, f in enumerate(FUNCTIONS)]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=[f"{i} {f.__name__}" for i, f in enumerate(FUNCTIONS)])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=NAMES)
 def test_small_launches(function):
     with checked_launches(stop_at_first=True) as checked:
         function()
