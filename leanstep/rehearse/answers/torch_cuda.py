@@ -30,8 +30,11 @@ HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
 # Kernels of the simulated device; they are removed with this object.
 _LIBRARY = torch.library.Library("aten", "IMPL")
-# torch composes these ops of others unless the device has a kernel for them, as CUDA has (2.8 to 2.15).
-OWN_KERNELS = ("_fused_rms_norm", "silu_backward", "mish_backward")
+# torch composes these ops of others unless the device has kernels for them, as CUDA has. `_fused_rms_norm` of
+# torch 2.8, which has no backward, is for Metal alone.
+OWN_KERNELS = ["silu_backward", "mish_backward"]
+if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
+    OWN_KERNELS.append("_fused_rms_norm")
 
 
 class DeviceProperties(types.SimpleNamespace):
@@ -81,8 +84,7 @@ def _own_kernels() -> None:
         raise Refused("a kernel of the device was called where the rehearsal does not see it")
 
     for name in OWN_KERNELS:
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        if hasattr(torch.ops.aten, name) and not has_kernel(f"aten::{name}", "CUDA"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             _LIBRARY.impl(name, off_tape, "CUDA")
 
 
