@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from leanstep.diagnose.recording import torch_hooks
 from leanstep.diagnose.recording.compiled_code import CompiledCode
 from leanstep.diagnose.recording.recorder import Recorder
 from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode
-from leanstep.diagnose.step_clock import StepClock
+from leanstep.diagnose.step_clock import StepClock, own_seconds
 from leanstep.diagnose.step_records import Findings, Limits, StepRecord
 from leanstep.script.steps import StepListener, StepMarker, in_engine
 
@@ -165,7 +164,7 @@ class Watch(StepListener):
             self.steps = []
             self.warmup_done = self.warmup_done if self._light else 0
         self._close_part()
-        self._end_step(time.perf_counter(), late=False)
+        self._end_step(own_seconds(), late=False)
 
     def optimizer_constructed(self) -> None:
         """Steps will end: the warm-up can run unrecorded. Until then everything is recorded."""
@@ -194,7 +193,7 @@ class Watch(StepListener):
                 self._judge_gradients()
 
     def part_ends(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._part_ended = time.perf_counter()
+        self._part_ended = own_seconds()
         if self.boundary != "explicit":
             self.boundary = "optimizer"
             self._close_part()
@@ -221,7 +220,7 @@ class Watch(StepListener):
 
     def _close_step(self, record: StepRecord, late: bool) -> None:
         """One step is over."""
-        now = time.perf_counter()
+        now = own_seconds()
         if self._closed_at and self._modes_on:
             self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
         self._closed_at = now
@@ -247,7 +246,7 @@ class Watch(StepListener):
         self.recorder.state.churn.settle(last=True)
         self.recorder.active = False
         self._leave_modes()
-        self._last_end = time.perf_counter()
+        self._last_end = own_seconds()
         if self._stackless:
             return  # The script is over: nothing to time, nobody to stop.
         if (self.step_seconds or 0.0) <= MAX_TIMED_S:
@@ -272,7 +271,7 @@ class Watch(StepListener):
 
     def _note_start(self, tensor: Any) -> Any:
         if not self._started:
-            self._started = time.perf_counter()
+            self._started = own_seconds()
         return tensor
 
     def _light_step(self, now: float, late: bool) -> None:
