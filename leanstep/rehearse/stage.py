@@ -145,6 +145,8 @@ def _validate(request: Request) -> None:
         raise RehearsalError(f"device: unknown {request.device!r}; known: {', '.join(DEVICES)}")
     if request.steps < 1:
         raise RehearsalError(f"steps: expected at least 1, got {request.steps}")
+    if request.patience_s <= 0:
+        raise RehearsalError(f"patience: expected seconds above 0, got {request.patience_s:g}")
     if request.ranks < 1:
         raise RehearsalError(f"ranks: expected at least 1, got {request.ranks}")
     if not request.case:
@@ -247,7 +249,7 @@ def _run(request: Request) -> Recording:
 
         changes.install(tape, request.changes)
     _follow_threads(tape)
-    steps = Steps(tape, request.steps)
+    steps = Steps(tape, request.steps, request.patience_s)
     steps.watch()
     started = time.perf_counter()
     real_time = time.perf_counter
@@ -366,12 +368,15 @@ def _refusal(failure: BaseException, tape: Any) -> Refusal:
     from torch._subclasses import fake_tensor
 
     from leanstep.rehearse.answers.torch_cuda import Refused
+    from leanstep.rehearse.branches import NoUpdate
 
     frames = traceback_frames(failure.__traceback__)
     line, deepest = nearest_line(frames, USER), nearest_line(frames) or nearest_line(frames, IN_LEANSTEP)
     said = next((s for s in str(failure).splitlines() if s.strip()), "")
     if isinstance(failure, SyntaxError) and failure.filename:  # of a file that never ran
         line = deepest = Line(failure.filename, failure.lineno or 0, "<module>")
+    if isinstance(failure, NoUpdate):
+        return Refusal(failure.line or line, said)
     if isinstance(failure, Refused):
         reason = said
     elif isinstance(failure, SystemExit):

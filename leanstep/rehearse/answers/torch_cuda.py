@@ -21,8 +21,9 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from leanstep.rehearse.answers import cuda_graphs, parameters
+from leanstep.rehearse.branches import assumed_numbers
 from leanstep.rehearse.events import HostWait
-from leanstep.rehearse.shadows import check_ordinal, devices_here
+from leanstep.rehearse.shadows import check_ordinal, devices_here, storage_key
 from leanstep.rehearse.tape import Tape
 from leanstep.script.lines import LIBRARY, USER, judge_code
 
@@ -314,9 +315,12 @@ def _streams(tape: Tape) -> None:
             return False
 
         def __enter__(self) -> Stream:
+            tape.side_streams += self is not only
             return self
 
-        def __exit__(self, *_: Any) -> None: ...
+        def __exit__(self, *_: Any) -> None:
+            tape.side_streams -= self is not only
+
         def __hash__(self) -> int:
             return 0
 
@@ -327,7 +331,8 @@ def _streams(tape: Tape) -> None:
 
     @contextlib.contextmanager
     def on_stream(stream: Any):
-        yield stream
+        with stream if isinstance(stream, Stream) else contextlib.nullcontext(stream):
+            yield stream
 
     _set(
         torch.cuda,
@@ -415,6 +420,20 @@ def _tensor_reads(tape: Tape) -> None:
             raise TypeError("numpy() of a tensor on cuda:0: expected one on the host, use .cpu() first")
         return torch.ones(self.shape, dtype=self.dtype).numpy()
 
+    shadows = tape.shadows
+    reporting = assumed_numbers(shadows.branches, tape.lines.here)
+    plain_item = torch.Tensor.item
+
+    def item(self: FakeTensor) -> Any:
+        """A number that nobody knows reports the branches that it decides."""
+        shadows.read_assumed, shadows.wraps_reads = False, True
+        try:
+            value = plain_item(self)
+        finally:
+            shadows.wraps_reads = False
+        return reporting(value) if shadows.read_assumed else value
+
+    _set(FakeTensor, item=item)
     _set(FakeTensor, numpy=numpy, tolist=lambda self: self.cpu().tolist())
     _set(FakeTensor, __format__=describe, __repr__=printed)
 
@@ -548,4 +567,12 @@ def _refusals() -> None:
 
     _set(extension, load=load_sources, load_inline=load_text)
     # The message of FakeTensor names an internal; say what was asked for.
-    FakeTensor.data_ptr = refuse("data_ptr() of a device tensor")
+    refused = refuse("data_ptr() of a device tensor")
+
+    def data_ptr(self: FakeTensor) -> int:
+        """Graphed callables compare addresses: whether an input is the captured one."""
+        if sys._getframe(1).f_code.co_filename == torch.cuda.graphs.__file__:
+            return storage_key(self) + self.storage_offset() * self.element_size()
+        return refused()
+
+    FakeTensor.data_ptr = data_ptr
