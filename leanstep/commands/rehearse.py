@@ -64,6 +64,14 @@ _HOST = Annotated[
 _PATIENCE = Annotated[
     float, typer.Option("--patience", min=1, help="Seconds without an update after which the script is left.")
 ]
+_OOM = Annotated[
+    str,
+    typer.Option(
+        "--oom",
+        help="When the device is full: raise torch.OutOfMemoryError, report it only, "
+        "or auto: raise where the script catches it.",
+    ),
+]
 _EAGER_TOO_S = 60.0
 _EAGER = Annotated[bool, typer.Option("--eager", help="Run torch.compile regions eagerly.")]
 
@@ -86,6 +94,7 @@ def rehearse(
     host_us: _HOST = None,
     eager: _EAGER = False,
     patience: _PATIENCE = 600.0,
+    oom: _OOM = "auto",
 ) -> None:
     """Predict peak memory, step time and what bounds it on a GPU that is not there, from the script as it is.
 
@@ -115,6 +124,7 @@ def rehearse(
         implementation=None if sweep else impl,
         host_us=host_us,
         patience_s=patience,
+        oom=oom,
     )
     if sweep:
         if changes:

@@ -101,7 +101,7 @@ class Branches:
 
 
 def assumed_numbers(branches: Branches, here: Callable[[], Line | None]) -> Callable[[Any], Any]:
-    """Turn a float or int into one that reports its comparisons and passes that on to results of arithmetic."""
+    """Turns a float or int into one that reports its comparisons; results of arithmetic with it do too."""
     kinds: dict[type, type] = {}
     for number in (float, int):
         kinds[number] = _reporting(number, kinds, branches, here)
@@ -241,7 +241,7 @@ def _outwards(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AS
 
 
 def _decides_update(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether an update is on one of its ways, or on what a `continue`, `break`, `return` or `raise` skips."""
+    """Whether one of its ways has an update, or skips one by `continue`, `break`, `return` or `raise`."""
     if not isinstance(node, ast.If | ast.While):
         return False
     ways = [inner for part in (*node.body, *node.orelse) for inner in ast.walk(part)]

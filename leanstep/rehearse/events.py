@@ -19,6 +19,7 @@ ROUNDING_BYTES = 512
 
 # The name of a launch that is a whole CUDA graph: one call of the host for all of its kernels.
 GRAPH_REPLAY = "cudaGraphLaunch"
+OOM_MODES = ("auto", "raise", "report")
 KINDS = (
     "gemm",
     "conv",
@@ -227,6 +228,8 @@ class Request:
     settings, implementation: of a case.
     changes: names of `what_if.CHANGES` to apply to the program before it starts.
     host_us: host microseconds for a call that launches; None: the time model's default.
+    oom: what a full device does: "raise" torch.OutOfMemoryError, "report" it only, "auto": raise where the
+        program catches it.
     patience_s: seconds without an update after which the program is left.
     """
 
@@ -243,6 +246,7 @@ class Request:
     implementation: str | None = None
     changes: tuple[str, ...] = ()
     host_us: float | None = None
+    oom: str = "auto"
     patience_s: float = 600.0
 
     @property

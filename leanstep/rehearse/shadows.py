@@ -248,9 +248,10 @@ class Shadows:
     def item(self, tensor: Tensor, line: Line | None) -> Any:
         """What the host reads of one element."""
         value = self.get(tensor)
-        is_known = value is not None and value.numel() == 1
-        read = value.item() if is_known else self.plausible(tensor)
-        self.read_assumed = not is_known or is_assumed(value)
+        if value is None or value.numel() != 1:
+            read, self.read_assumed = self.plausible(tensor), True
+        else:
+            read, self.read_assumed = value.item(), is_assumed(value)
         if self.read_assumed:
             self.assume(line, "item", read)
             self.noticed(line, read)
@@ -361,7 +362,7 @@ class Shadows:
     def _of_uniform(
         self, func: Any, name: str, args: Sequence[Any], values: Sequence[Tensor | None]
     ) -> Tensor | None:
-        """The one value that all elements of a result have, if it follows from what is assumed of unknown ones."""
+        """The value of all elements of a result, if it follows from what is assumed of unknown ones."""
         if name in NOT_FINITE and values[0] is None:
             return torch.zeros((), dtype=torch.bool)
         if name in COMPARISONS and len(args) == 2:
@@ -387,7 +388,7 @@ class Shadows:
         return torch.tensor(compare(*sides)) if itself or infinite or single else None
 
     def _number(self, side: Any) -> Any:
-        """One side of a comparison as one number: what is unknown reads as plausible; else the known tensor."""
+        """One side of a comparison as a number, plausible where it is unknown; else the known tensor."""
         if not isinstance(side, Tensor):
             return side
         value = self.get(side)

@@ -30,7 +30,7 @@ from typing import Any
 from leanstep.files import BadInput
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
-from leanstep.rehearse.events import Launch, Recording, Refusal, Request
+from leanstep.rehearse.events import OOM_MODES, Launch, Recording, Refusal, Request
 from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
 from leanstep.script.run import Program, as_main
 
@@ -145,6 +145,8 @@ def _validate(request: Request) -> None:
         raise RehearsalError(f"device: unknown {request.device!r}; known: {', '.join(DEVICES)}")
     if request.steps < 1:
         raise RehearsalError(f"steps: expected at least 1, got {request.steps}")
+    if request.oom not in OOM_MODES:
+        raise RehearsalError(f"oom: expected {', '.join(OOM_MODES)}, got {request.oom!r}")
     if request.patience_s <= 0:
         raise RehearsalError(f"patience: expected seconds above 0, got {request.patience_s:g}")
     if request.ranks < 1:
@@ -232,13 +234,15 @@ def _run(request: Request) -> Recording:
 
     from leanstep.rehearse.answers import compiled, process_group, stand_ins, torch_cuda, triton_launches
     from leanstep.rehearse.devices import DEVICES
+    from leanstep.rehearse.out_of_memory import DeviceMemory
     from leanstep.rehearse.steps import Steps, StepsDone
     from leanstep.rehearse.tape import Tape
     from leanstep.rehearse.time_model import Clock
 
     device = DEVICES[request.device]
     recording = Recording(request, torch.__version__)
-    tape = Tape(recording, Clock(device, request.host_us), device.workspace_bytes)
+    memory = DeviceMemory(device.memory_bytes - device.context_bytes, request.oom, threading.get_ident())
+    tape = Tape(recording, Clock(device, request.host_us), memory, device.workspace_bytes)
     torch_cuda.install(tape, device)
     compiled.install(tape, capture=request.compiled)
     triton_launches.install(tape, device)

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from leanstep.rehearse.branches import NoUpdate
-from leanstep.rehearse.events import Step
+from leanstep.rehearse.events import Alloc, Step
 from leanstep.script.steps import StepListener, StepMarker, wrap_closure
-
 
 # Events of the tape without an update after which the program is left: a recording of more takes gigabytes.
 MOST_EVENTS = 2_000_000
 # Updates that may precede a capture: torch's documentation asks for 3, for 11 with DistributedDataParallel.
 MOST_TRIALS = 12
+# Two steps of one batch size allocate the same to this share.
+SAME_BYTES = 0.2
 _CAPTURES = re.compile(r"\bCUDAGraph\(|\bmake_graphed_callables\(|\bcuda\.graph\(")
 
 
@@ -126,10 +127,24 @@ class Steps(StepListener):
             raise StepsDone
 
     def _is_trial(self) -> bool:
-        """Whether an update does not count towards the steps that were asked for: a warm-up for a capture."""
-        if self.by_hand or self._num_trials >= MOST_TRIALS or self.tape.num_captures:
+        """Whether an update does not count towards the steps that were asked for.
+
+        One that warms up for a capture, or looks for a batch that fits.
+        """
+        if self.by_hand or self._num_trials >= MOST_TRIALS:
             return False
-        return bool(self.tape.side_streams) or _names_graphs()
+        if not self.tape.num_captures and (self.tape.side_streams or _names_graphs()):
+            return True
+        return self._allocates_otherwise() and self.tape.memory.error_is_caught()
+
+    def _allocates_otherwise(self) -> bool:
+        """Whether the last step allocated another amount than the one before it."""
+        recording = self.tape.recording
+        last, before = (
+            sum(e.nbytes for e in recording.events[step.first : step.last] if isinstance(e, Alloc))
+            for step in (recording.steps[-1], recording.steps[max(0, len(recording.steps) - 2)])
+        )
+        return len(recording.steps) == 1 or abs(last - before) > SAME_BYTES * before
 
 
 def _names_graphs() -> bool:

@@ -29,6 +29,7 @@ from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import FREE, kernels, registered_cost
 from leanstep.rehearse.lines import Lines, Place
+from leanstep.rehearse.out_of_memory import DeviceMemory
 from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, Taped, plan_of
 from leanstep.rehearse.shadows import (
     DYNAMIC,
@@ -54,6 +55,7 @@ QUESTIONS = frozenset(
 FACTORIES = frozenset({"randn", "rand", "empty", "zeros", "ones", "full"})
 FLOATS = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Tensors = Sequence[Tensor]
+STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy"})
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
 # Reads of `leanstep.script.syncs` that a recording calls by another name.
 WAITS = {"scalar": "item"}
@@ -110,9 +112,16 @@ def _is_recomputed() -> bool:
 class Tape(TorchDispatchMode):
     """Runs a program on fake CUDA tensors and keeps a `Recording` of it."""
 
-    def __init__(self, recording: events.Recording, clock: events.LiveClock, workspace_bytes: int):
+    def __init__(
+        self,
+        recording: events.Recording,
+        clock: events.LiveClock,
+        memory: DeviceMemory,
+        workspace_bytes: int,
+    ):
         super().__init__()
         self.recording, self.clock, self.workspace_bytes = recording, clock, workspace_bytes
+        self.memory = memory
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.lock = threading.RLock()  # it serves one thread at a time; loaders of the program have theirs
         self.shadows = Shadows(self.fake_mode)
@@ -274,6 +283,7 @@ class Tape(TorchDispatchMode):
     def allocate(self, nbytes: int, shape: tuple[int, ...], dtype: str, place: Place, category: str) -> int:
         """Tape an allocation: its number."""
         number = len(self.recording.storages)
+        self.memory.allocate(number, nbytes)
         made = events.Storage(number, nbytes, shape, dtype, place.line, place.phase, self.step, category)
         self.recording.storages[number] = made
         if nbytes:
@@ -297,6 +307,7 @@ class Tape(TorchDispatchMode):
         storage = self.recording.storages[number]
         if storage.nbytes:
             self.live_bytes -= storage.nbytes
+            self.memory.release(number, storage.nbytes)
             self.add(events.Free(number, self.step))
 
     def _forget_storage(self, key: int) -> None:
@@ -365,6 +376,8 @@ class Tape(TorchDispatchMode):
         if self._is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if name in STRIDED:
+            _check_bounds(func, name, args, kwargs)
         given = Arguments(func, name, args, kwargs, self.fake_mode)
         plan = self._plans.get(given.key)
         if plan is not None:
@@ -610,11 +623,29 @@ class Tape(TorchDispatchMode):
     def finish(self) -> events.Recording:
         """The recording, complete."""
         record = self.recording
+        if self.memory.num_errors:
+            self.notes["the device was full: torch.OutOfMemoryError was raised"] = self.memory.num_errors
         record.notes = dict(self.notes)
         record.peak_bytes = self.peak_bytes
         record.branches = self.shadows.branches.listed()
         record.assumed = [events.Assumed(*k[:2], n, k[2]) for k, n in self.shadows.assumed.most_common()]
         return record
+
+
+def _check_bounds(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise for a view beyond its storage, as torch does: fake tensors do not look."""
+    named = named_arguments(func, args, kwargs)
+    tensor, size, stride = named["self"], named["size"], named["stride"]
+    offset = named["storage_offset"]
+    offset = tensor.storage_offset() if offset is None else offset
+    last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=False))
+    elements = 0 if 0 in size else last + 1
+    there = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if elements > there or min(offset, *stride) < 0:
+        raise RuntimeError(
+            f"{name}: size {list(size)}, stride {list(stride)}, storage_offset {offset} need {elements} "
+            f"elements, out of bounds for a storage of {there}"
+        )
 
 
 _WORKSPACE = Place(Line("cuBLAS workspace", 0, ""), "forward", 0)

@@ -1,4 +1,4 @@
-"""torch.cuda.CUDAGraph, torch.cuda.graph and graphed callables: captured once, replayed as one call of the host.
+"""CUDAGraph, torch.cuda.graph and graphed callables: captured once, replayed as one call of the host.
 
 What a capture forbids is refused where it happens: anything that makes the host wait. A replay reads and
 writes the memory that was there at the capture: a tensor that was freed since then is named, where a device
@@ -28,9 +28,10 @@ def install(tape: Tape) -> None:
         answer.__module__ = "torch.cuda"
         for where in (torch.cuda, torch.cuda.graphs):
             setattr(where, answer.__name__, answer)
-    for where in (torch.cuda, torch.cuda.graphs):
-        where.is_current_stream_capturing = lambda: tape.capture is not None
-        where.graph_pool_handle = _new_handle  # type: ignore[assignment]
+    modules: tuple[Any, ...] = (torch.cuda, torch.cuda.graphs)
+    for module in modules:
+        module.is_current_stream_capturing = lambda: tape.capture is not None
+        module.graph_pool_handle = _new_handle
 
 
 def _new_handle() -> Any:
@@ -65,7 +66,7 @@ def _capture_class() -> type:
 
 
 class _Pool:
-    """Memory of captures: what tensors hold of it, and the rest, which replays write and nothing else gets."""
+    """Memory of captures: what tensors hold of it, and the rest, which only replays write."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape

@@ -138,28 +138,30 @@ def _memory_answers(tape: Tape, device: Any) -> dict[str, Any]:
         return {
             "allocated_bytes.all.current": tape.live_bytes,
             "allocated_bytes.all.peak": tape.window_peak_bytes,
-            "reserved_bytes.all.current": tape.live_bytes,
-            "reserved_bytes.all.peak": tape.window_peak_bytes,
+            "reserved_bytes.all.current": tape.memory.reserved(tape.live_bytes),
+            "reserved_bytes.all.peak": tape.memory.peak_reserved(tape.window_peak_bytes),
             "num_alloc_retries": 0,
-            "num_ooms": 0,
+            "num_ooms": tape.memory.num_errors,
         }
 
     def reset_peak(*_: Any) -> None:
         tape.window_peak_bytes = tape.live_bytes
+        tape.memory.reset_peak()
 
     def free_and_total(*_: Any) -> tuple[int, int]:
-        return device.memory_bytes - tape.live_bytes - device.context_bytes, device.memory_bytes
+        taken = tape.memory.reserved(tape.live_bytes) + device.context_bytes
+        return device.memory_bytes - taken, device.memory_bytes
 
     return {
         "memory_allocated": lambda *_: tape.live_bytes,
-        "memory_reserved": lambda *_: tape.live_bytes,
+        "memory_reserved": lambda *_: tape.memory.reserved(tape.live_bytes),
         "max_memory_allocated": lambda *_: tape.window_peak_bytes,
-        "max_memory_reserved": lambda *_: tape.window_peak_bytes,
+        "max_memory_reserved": lambda *_: tape.memory.peak_reserved(tape.window_peak_bytes),
         "memory_stats": memory_stats,
         "mem_get_info": free_and_total,
         "reset_peak_memory_stats": reset_peak,
         "reset_max_memory_allocated": reset_peak,
-        "empty_cache": _nothing,
+        "empty_cache": lambda *_: tape.memory.empty_cache(),
         "ipc_collect": _nothing,
         "memory_summary": lambda *_, **__: "",
         "memory_snapshot": lambda *_, **__: [],
@@ -572,7 +574,7 @@ def _refusals() -> None:
     def data_ptr(self: FakeTensor) -> int:
         """Graphed callables compare addresses: whether an input is the captured one."""
         if sys._getframe(1).f_code.co_filename == torch.cuda.graphs.__file__:
-            return storage_key(self) + self.storage_offset() * self.element_size()
+            return storage_key(self) + int(self.storage_offset()) * self.element_size()
         return refused()
 
     FakeTensor.data_ptr = data_ptr
