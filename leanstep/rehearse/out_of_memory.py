@@ -1,4 +1,4 @@
-"""What happens when the device is full: `torch.OutOfMemoryError` where the program expects it, else a verdict.
+"""A full device: `torch.OutOfMemoryError` where the program expects it, else a word in the verdict.
 
 A program that looks for the largest batch catches the error and goes on with a smaller one. Raised at the
 allocation that does not fit, it takes the branch that it would take on the device.

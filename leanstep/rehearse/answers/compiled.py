@@ -18,6 +18,7 @@ from torch import Tensor
 
 from leanstep.rehearse.answers import triton_launches
 from leanstep.rehearse.answers.stand_ins import fused_attention
+from leanstep.rehearse.answers.torch_cuda import refuse_what_dynamo_refuses
 from leanstep.rehearse.events import Event, Free, Launch, Region
 from leanstep.rehearse.tape import Tape
 from leanstep.rehearse.what_if import fused
@@ -92,6 +93,7 @@ class _Regions:
             self.prepared = True
             dynamo.config.suppress_errors = True
             dynamo.config.automatic_dynamic_shapes = False
+            refuse_what_dynamo_refuses()
             dynamo.allow_in_graph(torch.nn.functional.scaled_dot_product_attention)
         return aot_autograd(
             fw_compiler=functools.partial(self._graph, name),

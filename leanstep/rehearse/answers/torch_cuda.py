@@ -88,9 +88,37 @@ def _constants_of_dynamo() -> None:
     utils.common_constant_types.add(DeviceProperties)
 
 
+# What Dynamo would trace, or refuse to, and the function in its place.
+_replaced: list[tuple[types.FunctionType, types.FunctionType]] = []
+
+
 def _set(target: Any, **answers: Any) -> None:
     for name, answer in answers.items():
-        setattr(target, name, _copy(answer) if isinstance(answer, types.FunctionType) else answer)
+        original = getattr(target, name, None)
+        if isinstance(answer, types.FunctionType):
+            answer = _copy(answer)
+            if isinstance(original, types.FunctionType):
+                _replaced.append((original, answer))
+        setattr(target, name, answer)
+
+
+def refuse_what_dynamo_refuses() -> None:
+    """Give each answer Dynamo's rule for the function that it replaces.
+
+    Dynamo has rules by object and does not trace torch's own files: without one, an answer would pass inside
+    `fullgraph=True` where the device's function does not. Called once a program compiles: the table of rules
+    takes a moment to build.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import SkipFunctionVariable
+
+    rules = trace_rules.get_torch_obj_rule_map()
+    for original, answer in _replaced:
+        rule = rules.get(original)
+        if rule is None and trace_rules.check(original, is_inlined_call=True):
+            rule = SkipFunctionVariable
+        if rule is not None:
+            rules.setdefault(answer, rule)
 
 
 def _copy(function: types.FunctionType) -> types.FunctionType:
@@ -190,18 +218,12 @@ def _randomness_answers() -> dict[str, Any]:
 
 def _set_presence() -> None:
     """There is a device, and which one is chosen."""
-    # As a context manager and as a function: `with torch.cuda.device(0)`.
-    guard = type(
-        "device",
-        (),
-        {
-            "__init__": _check_device,
-            "__enter__": _nothing,
-            "__exit__": _nothing,
-            "idx": 0,
-            "prev_idx": 0,
-        },
-    )
+
+    def exchange_device(index: int) -> int:
+        """What `with torch.cuda.device(0)` and `device_of` call; they themselves stay torch's."""
+        check_ordinal(index)
+        return 0
+
     _set(
         torch.cuda,
         is_available=lambda: True,
@@ -213,8 +235,8 @@ def _set_presence() -> None:
         device_count=devices_here,
         current_device=lambda: 0,
         set_device=_check_device,
-        device=guard,
-        device_of=guard,
+        _exchange_device=exchange_device,
+        _maybe_exchange_device=exchange_device,
         can_device_access_peer=lambda *_: False,
     )
     _set(
