@@ -514,6 +514,7 @@ def _attention(tape: Tape, device: Any) -> None:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
 
+    attention.__name__ = plain.__name__  # context_parallel replaces it by its name
     F.scaled_dot_product_attention = attention
     torch._C._nn.scaled_dot_product_attention = attention  # pyright: ignore[reportAttributeAccessIssue]
 
