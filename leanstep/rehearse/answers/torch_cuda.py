@@ -142,7 +142,12 @@ def refuse_what_dynamo_refuses() -> None:
     takes a moment to build.
     """
     from torch._dynamo import trace_rules
-    from torch._dynamo.variables import SkipFunctionVariable
+    from torch._dynamo.variables import SkipFunctionVariable, ctx_manager
+
+    # Dynamo's own `with torch.cuda.device(0)` holds the functions that it found when it was imported.
+    context: Any = ctx_manager.CUDADeviceVariable
+    context._exchange_fn = staticmethod(torch.cuda._exchange_device)
+    context._maybe_exchange_fn = staticmethod(torch.cuda._maybe_exchange_device)
 
     rules = trace_rules.get_torch_obj_rule_map()
     for original, answer in _replaced:
