@@ -23,7 +23,7 @@ ALLOWED = {
     "diagnose": {"script", "flops", "files", "units"},
     "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
     # The user's script: runs below every command that watches it.
-    "script": {"files"},
+    "script": {"files", "cpu"},
     "fix": {"diagnose", "prove", "script", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"lens", "logprob", "muon", "gpt", "files"},

@@ -19,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -31,6 +30,8 @@ from leanstep.files import BadInput
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import OOM_MODES, Launch, Recording, Refusal, Request
+from leanstep.script import guard
+from leanstep.script.children import start_program, temporary_folder
 from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
 from leanstep.script.run import Program, as_main
 
@@ -53,6 +54,8 @@ _REAL_DEVICE = (
 )
 # Exit code of a rehearsal that broke, and where Python leaves the lines of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
+# Seconds that an interrupted program has to leave.
+_LEAVE_S = 5.0
 
 
 def rehearse(request: Request, *, quiet: bool = False) -> Recording:
@@ -66,10 +69,10 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
     A program that stops before its steps gives a Recording with `ended` and `refused`.
     """
     _validate(request)
-    with tempfile.TemporaryDirectory(prefix="leanstep-rehearse-") as folder:
-        asked, answered = Path(folder) / "request", Path(folder) / "recording"
+    with temporary_folder("leanstep-rehearse-") as folder:
+        asked, answered = folder / "request", folder / "recording"
         environment = {**os.environ, **_rank_environment(request.ranks), "PYTHONUNBUFFERED": "1"}
-        environment["PATH"] = _tools(Path(folder), request.device) + os.environ.get("PATH", "")
+        environment["PATH"] = _tools(folder, request.device) + os.environ.get("PATH", "")
         environment.pop("TRITON_INTERPRET", None)
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
         code = _server().run(asked, answered, quiet)
@@ -79,11 +82,11 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
     return got
 
 
-def _lost(request: Request, code: int, folder: str) -> Recording | RehearsalError:
+def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
     """What is known of a program that took its process with it: `os._exit`, a signal."""
     if code == _OWN_FAILURE:
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
-    fault = Path(folder) / _FAULTS
+    fault = folder / _FAULTS
     found = re.findall(r'File "(.+)", line (\d+) in (.+)', fault.read_text() if fault.exists() else "")
     line = nearest_line(((file, int(number), name) for file, number, name in reversed(found)), USER)
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -102,7 +105,7 @@ class _Server:
         if sys.version_info < (3, 11):
             command.remove("-P")
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        self.process = subprocess.Popen(
+        self.process = start_program(
             command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
@@ -122,15 +125,25 @@ class _Server:
                 return int(self.line.recv(64) or b"-1")
             except OSError:
                 return -1
+            except KeyboardInterrupt:
+                self._interrupt()
+                self.end()
+                raise
             except BaseException:
                 self.end()
                 raise
 
+    def _interrupt(self) -> None:
+        """Ctrl-C reaches only this process: the program gets it too, and a moment to leave."""
+        self.process.interrupt()
+        self.line.settimeout(_LEAVE_S)
+        with contextlib.suppress(OSError):
+            self.line.recv(64)
+
     def end(self) -> None:
         atexit.unregister(self.end)
         self.line.close()
-        self.process.terminate()
-        self.process.wait()
+        self.process.kill()
 
 
 _servers: list[_Server] = []
@@ -216,6 +229,7 @@ def _serve(stub: str, descriptor: str) -> None:
         for given in descriptors:
             os.close(given)
         _, status = os.waitpid(child, 0)
+        guard.end(os.getpid(), os.environ[guard.MARK])
         line.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
@@ -224,8 +238,10 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         if unusable is not None:
             raise unusable
         request, environment, folder = pickle.loads(Path(asked).read_bytes())
+        mark = os.environ.get(guard.MARK, "")
         os.environ.clear()
         os.environ.update(environment)
+        os.environ[guard.MARK] = mark
         os.chdir(folder)
         faulthandler.enable(Path(answered).with_name(_FAULTS).open("w"), all_threads=False)
         fake_device.check()
