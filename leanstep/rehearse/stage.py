@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +60,15 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
     A program that stops before its steps gives a Recording with `ended` and `refused`.
     """
     _validate(request)
+    if request.rank and not request.received:
+        request = replace(request, received=_sent_to(request, quiet))
     with tempfile.TemporaryDirectory(prefix="leanstep-rehearse-") as folder:
         asked, answered = Path(folder) / "request", Path(folder) / "recording"
-        environment = {**os.environ, **_rank_environment(request.ranks), "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            **_rank_environment(request.ranks, request.rank),
+            "PYTHONUNBUFFERED": "1",
+        }
         environment["PATH"] = _tools(Path(folder), request.device) + os.environ.get("PATH", "")
         environment.pop("TRITON_INTERPRET", None)
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
@@ -70,6 +77,19 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
     if isinstance(got, RehearsalError):
         raise got
     return got
+
+
+def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
+    """Objects that other ranks send to this one, from rehearsals of a step of rank 0 and those it sends to."""
+    rank, received = 0, ()
+    while rank < request.rank:
+        before = rehearse(replace(request, rank=rank, received=received, steps=1), quiet=quiet)
+        following = [to for to, _ in before.sent if rank < to <= request.rank]
+        if not following:
+            return ()
+        sender, rank = before, max(following)
+        received = tuple(sent for to, sent in sender.sent if to == rank)
+    return received
 
 
 def _lost(request: Request, code: int, folder: str) -> Recording | RehearsalError:
@@ -147,6 +167,8 @@ def _validate(request: Request) -> None:
         raise RehearsalError(f"steps: expected at least 1, got {request.steps}")
     if request.ranks < 1:
         raise RehearsalError(f"ranks: expected at least 1, got {request.ranks}")
+    if not 0 <= request.rank < request.ranks:
+        raise RehearsalError(f"rank: expected 0 to {request.ranks - 1}, got {request.rank}")
     if not request.case:
         try:
             Program.find(request.target, request.module)
@@ -165,15 +187,15 @@ def _tools(folder: Path, device: str) -> str:
     return f"{tool.parent}{os.pathsep}"
 
 
-def _rank_environment(ranks: int) -> dict[str, str]:
+def _rank_environment(ranks: int, rank: int) -> dict[str, str]:
+    """torchrun's variables. Ranks share a machine; one that is not rank 0 counts as alone on its own."""
     if ranks == 1:
         return {}
-    size = str(ranks)
     return {
-        "RANK": "0",
+        "RANK": str(rank),
         "LOCAL_RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": "1" if rank else str(ranks),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
     }
@@ -228,7 +250,15 @@ def _child(asked: str, answered: str) -> None:
 def _run(request: Request) -> Recording:
     import torch
 
-    from leanstep.rehearse.answers import compiled, process_group, stand_ins, torch_cuda, triton_launches
+    from leanstep.rehearse.answers import (
+        compiled,
+        pipeline,
+        process_group,
+        sequences,
+        stand_ins,
+        torch_cuda,
+        triton_launches,
+    )
     from leanstep.rehearse.devices import DEVICES
     from leanstep.rehearse.steps import Steps, StepsDone
     from leanstep.rehearse.tape import Tape
@@ -241,7 +271,9 @@ def _run(request: Request) -> Recording:
     compiled.install(tape, capture=request.compiled)
     triton_launches.install(tape, device)
     stand_ins.install(tape)
-    process_group.install(tape, request.ranks)
+    sequences.install(tape)
+    process_group.install(tape, request.ranks, request.rank)
+    pipeline.install(tape)
     if request.changes:
         from leanstep.rehearse.answers import changes
 
@@ -291,10 +323,13 @@ def _normal_exit():
 
 def _follow_threads(tape: Any) -> None:
     """A dispatch mode holds for one thread: loaders and prefetchers of the program get it too."""
+    import torch
+
     run = threading.Thread.run
 
     def on_tape(self: threading.Thread) -> None:
         tape.lines.started.add(threading.get_ident())
+        torch._C._set_only_lift_cpu_tensors(True)
         with tape:
             run(self)
 

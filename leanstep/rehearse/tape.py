@@ -539,6 +539,8 @@ class Tape(TorchDispatchMode):
             made, counted = self._price(call, reads, writes, outs)
         self._launch(name, made, reads, writes, call.place, counted)
         repeats = given.key is not None and call.read is None and not name.startswith("_amp_")
+        # A plan returns a changed argument as it is: one whose size or storage changes must run each time.
+        repeats = repeats and torch.Tag.inplace_view not in func.tags
         if repeats and len(self._plans) < MOST_PLANS:
             taped = Taped(made, reads, writes, _traffic(reads, writes), counted)
             self._plans[given.key] = plan_of(name, given.tensors, out, mutated, taped)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops import auto_functionalize
 
 from leanstep.rehearse.answers import triton_launches
 from leanstep.rehearse.answers.stand_ins import fused_attention
@@ -42,6 +43,13 @@ VIEWS = frozenset(
     "view permute transpose t expand squeeze unsqueeze slice select split split_with_sizes unbind as_strided "
     "alias _unsafe_view reshape detach".split()
 )
+# Custom ops that write into arguments: Inductor lets them write in place instead of cloning first.
+_IN_PLACE: dict[str, Any] = {
+    "auto_functionalized": lambda op, **given: auto_functionalize.auto_functionalized_dense(op, (), **given),
+    "auto_functionalized_v2": lambda op, **given: auto_functionalize.auto_functionalized_v2_dense(
+        op, (), **given
+    ),
+}
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -50,6 +58,7 @@ def install(tape: Tape, *, capture: bool) -> None:
     regions = _Regions(tape, capture)
     torch.compile = regions.compile  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.Module.compile = lambda self, *args, **kwargs: regions.compile_module(self)
+    torch.compiler.cudagraph_mark_step_begin = lambda: None
     with contextlib.suppress(ImportError):
         _install_flex(tape)
 
@@ -132,9 +141,13 @@ class _OnTape(torch.fx.Interpreter):
         lines.fixed = (_line_of(n), self.number)
         self.tape.in_registers = n in self.inside
         try:
-            if getattr(n.target, "_name", "").startswith("triton_kernel_wrapper"):
-                _, given = self.fetch_args_kwargs_from_env(n)
-                return triton_launches.captured(self.tape, given)
+            name = getattr(n.target, "_name", "")
+            if name.startswith("triton_kernel_wrapper"):
+                _, arguments = self.fetch_args_kwargs_from_env(n)
+                return triton_launches.captured(self.tape, arguments)
+            if name in _IN_PLACE:
+                args, arguments = self.fetch_args_kwargs_from_env(n)
+                return _IN_PLACE[name](*args, **arguments)
             return super().run_node(n)
         finally:
             lines.fixed = None

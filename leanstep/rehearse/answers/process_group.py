@@ -56,8 +56,8 @@ COLLECTIVES = {
 }
 
 
-def install(tape: Tape, ranks: int) -> None:
-    """Answer torch.distributed for rank 0 of `ranks`, or of the WORLD_SIZE that the program sets."""
+def install(tape: Tape, ranks: int, rank: int = 0) -> None:
+    """Answer torch.distributed for one rank of `ranks`, or of the WORLD_SIZE that the program sets."""
     torch.nn.parallel.DistributedDataParallel = _ddp_class(tape)  # pyright: ignore[reportAttributeAccessIssue]
     if not dist.is_available():
         return
@@ -69,7 +69,7 @@ def install(tape: Tape, ranks: int) -> None:
         size = int(os.environ.get("WORLD_SIZE") or (given.get("world_size") or ranks))
         size = max(1, size)
         if not dist.is_initialized():
-            start("fake", store=FakeStore(), rank=0, world_size=size)
+            start("fake", store=FakeStore(), rank=rank, world_size=size)
         tape.ranks = size
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **given: Any) -> Any:

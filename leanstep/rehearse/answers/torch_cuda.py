@@ -28,6 +28,8 @@ from leanstep.script.lines import LIBRARY, USER, judge_code
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
+# Added to what stands for an address: no machine has memory there.
+NO_ADDRESS = 1 << 62
 # Kernels of the simulated device; they are removed with this object.
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
@@ -62,11 +64,26 @@ def install(tape: Tape, device: Any) -> None:
     # `torch.tensor(x, device="cuda")` in a captured graph: nobody may compute with its value on the device.
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore
     proxy_tensor.CONSTANT_NUMEL_LIMIT = -1
-    torch._C._set_only_lift_cpu_tensors(True)
+    _lift_from_host()
     # Without FakeTensor in these lists the optimizers fall back to one launch per tensor.
     for supported in (_foreach_utils._foreach_supported_types, _optimizer_types):
         if FakeTensor not in supported:
             supported.append(FakeTensor)
+
+
+def _lift_from_host() -> None:
+    """`torch.tensor(x, device="cuda")` is a host tensor that is copied. torch keeps this flag per thread,
+    and starts threads of its own for backward."""
+    from torch.autograd.function import BackwardCFunction
+
+    run = BackwardCFunction.apply
+
+    def apply(self: Any, *args: Any) -> Any:
+        torch._C._set_only_lift_cpu_tensors(True)
+        return run(self, *args)
+
+    BackwardCFunction.apply = apply
+    torch._C._set_only_lift_cpu_tensors(True)
 
 
 def _constants_of_dynamo() -> None:
@@ -358,6 +375,7 @@ def _generators() -> None:
             return real.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
     torch.Generator = Generator  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.default_generators = tuple(Generator() for _ in range(devices_here()))
 
 
 def _pinned_memory(tape: Tape) -> None:
@@ -376,6 +394,15 @@ def _pinned_memory(tape: Tape) -> None:
         return out
 
     torch.UntypedStorage.resize_ = resize_
+    address = torch.UntypedStorage.data_ptr
+
+    def data_ptr(self: Any) -> int:
+        """Programs compare addresses of storages (FSDP1, tied weights): one number each, no valid address."""
+        if self.device.type == "cpu":
+            return address(self)
+        return NO_ADDRESS | self._cdata if self.nbytes() else 0
+
+    torch.UntypedStorage.data_ptr = data_ptr
 
 
 def _list_reads(tape: Tape) -> None:
@@ -548,4 +575,13 @@ def _refusals() -> None:
 
     _set(extension, load=load_sources, load_inline=load_text)
     # The message of FakeTensor names an internal; say what was asked for.
-    FakeTensor.data_ptr = refuse("data_ptr() of a device tensor")
+    no_address = refuse("data_ptr() of a device tensor")
+
+    def data_ptr(self: FakeTensor) -> int:
+        """torch itself compares addresses (FSDP1); a program hands them to code of the device."""
+        caller = sys._getframe(1).f_code
+        if judge_code(caller.co_filename, caller.co_name) & (USER | LIBRARY):
+            no_address()
+        return self.untyped_storage().data_ptr() + self.storage_offset() * self.element_size()
+
+    FakeTensor.data_ptr = data_ptr
