@@ -45,6 +45,13 @@ _START = (
 )
 # Read by torch and by Python when they start: another value needs another interpreter.
 _READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS", "LEANSTEP_CACHE")
+# What CUDA and torch say where there is no real device, or none that is visible.
+_REAL_DEVICE = (
+    "driver version is insufficient",
+    "no CUDA-capable device is detected",
+    "Found no NVIDIA driver",
+    "No CUDA GPUs are available",
+)
 # Exit code of a rehearsal that broke, and where Python leaves the lines of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
 
@@ -203,9 +210,13 @@ def _rank_environment(ranks: int, rank: int) -> dict[str, str]:
 
 def _serve(stub: str, descriptor: str) -> None:
     """Load what every rehearsal needs, then fork one for each message until nobody is left to ask."""
-    fake_device.load(Path(stub))
-    import torch._dynamo  # what a fake tensor's first call would import  # noqa: F401
-
+    unusable: RehearsalError | None = None
+    fake_device.hide_devices()
+    try:
+        fake_device.load(Path(stub))
+        import torch._dynamo  # what a fake tensor's first call would import  # noqa: F401
+    except RehearsalError as reason:
+        unusable = reason
     line = socket.socket(fileno=int(descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program is interrupted, not this
     while True:
@@ -218,15 +229,17 @@ def _serve(stub: str, descriptor: str) -> None:
             line.close()
             for number, given in enumerate(descriptors):
                 os.dup2(given, number)
-            _child(*message.decode().split("\n"))
+            _child(*message.decode().split("\n"), unusable)
         for given in descriptors:
             os.close(given)
         _, status = os.waitpid(child, 0)
         line.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _child(asked: str, answered: str) -> None:
+def _child(asked: str, answered: str, unusable: RehearsalError | None = None) -> None:
     try:
+        if unusable is not None:
+            raise unusable
         request, environment, folder = pickle.loads(Path(asked).read_bytes())
         os.environ.clear()
         os.environ.update(environment)
@@ -426,6 +439,8 @@ def _refusal(failure: BaseException, tape: Any) -> Refusal:
         reason = f"a shape or value that only the device knows: {said}"
     elif isinstance(failure, ImportError):
         reason = f"an import failed: {said}"
+    elif any(text in said for text in _REAL_DEVICE):
+        reason = "a call left the rehearsal and asked CUDA for a real device, of which it sees none"
     else:
         reason = f"the program raised {type(failure).__name__}: {said}"
     if line is not None and deepest != line:
