@@ -61,6 +61,17 @@ _WHAT_IF = Annotated[
 _HOST = Annotated[
     float | None, typer.Option("--host-us", min=0.1, help="Host microseconds of a call that launches.")
 ]
+_PATIENCE = Annotated[
+    float, typer.Option("--patience", min=1, help="Seconds without an update after which the script is left.")
+]
+_OOM = Annotated[
+    str,
+    typer.Option(
+        "--oom",
+        help="When the device is full: raise torch.OutOfMemoryError, report it only, "
+        "or auto: raise where the script catches it.",
+    ),
+]
 _EAGER_TOO_S = 60.0
 _EAGER = Annotated[bool, typer.Option("--eager", help="Run torch.compile regions eagerly.")]
 
@@ -82,6 +93,8 @@ def rehearse(
     what_if: _WHAT_IF = None,
     host_us: _HOST = None,
     eager: _EAGER = False,
+    patience: _PATIENCE = 600.0,
+    oom: _OOM = "auto",
 ) -> None:
     """Predict peak memory, step time and what bounds it on a GPU that is not there, from the script as it is.
 
@@ -110,6 +123,8 @@ def rehearse(
         settings=parse_settings(settings),
         implementation=None if sweep else impl,
         host_us=host_us,
+        patience_s=patience,
+        oom=oom,
     )
     if sweep:
         if changes:

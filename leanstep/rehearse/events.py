@@ -19,6 +19,7 @@ ROUNDING_BYTES = 512
 
 # The name of a launch that is a whole CUDA graph: one call of the host for all of its kernels.
 GRAPH_REPLAY = "cudaGraphLaunch"
+OOM_MODES = ("auto", "raise", "report")
 KINDS = (
     "gemm",
     "conv",
@@ -194,6 +195,20 @@ class Assumed(NamedTuple):
     value: str
 
 
+class Branch(NamedTuple):
+    """A branch or comparison of the program that rests on an assumed value.
+
+    value: what was assumed of a condition, or the outcome of a comparison.
+    decides_update: an update happens on one of its ways and not on the other.
+    """
+
+    line: Line
+    code: str
+    value: str
+    count: int
+    decides_update: bool
+
+
 class Refusal(NamedTuple):
     """Why the script could not go on, in one sentence."""
 
@@ -214,6 +229,9 @@ class Request:
     settings, implementation: of a case.
     changes: names of `what_if.CHANGES` to apply to the program before it starts.
     host_us: host microseconds for a call that launches; None: the time model's default.
+    oom: what a full device does: "raise" torch.OutOfMemoryError, "report" it only, "auto": raise where the
+        program catches it.
+    patience_s: seconds without an update after which the program is left.
     """
 
     target: str
@@ -231,6 +249,8 @@ class Request:
     implementation: str | None = None
     changes: tuple[str, ...] = ()
     host_us: float | None = None
+    oom: str = "auto"
+    patience_s: float = 600.0
 
     @property
     def runs_leanstep(self) -> bool:
@@ -259,6 +279,7 @@ class Recording:
     regions: dict[int, Region] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     assumed: list[Assumed] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
     refused: Refusal | None = None
     ended: str = "early"
     peak_bytes: int = 0

@@ -31,7 +31,7 @@ from typing import Any
 from leanstep.files import BadInput
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
-from leanstep.rehearse.events import Launch, Recording, Refusal, Request
+from leanstep.rehearse.events import OOM_MODES, Launch, Recording, Refusal, Request
 from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
 from leanstep.script.run import Program, as_main
 
@@ -172,6 +172,10 @@ def _validate(request: Request) -> None:
         raise RehearsalError(f"device: unknown {request.device!r}; known: {', '.join(DEVICES)}")
     if request.steps < 1:
         raise RehearsalError(f"steps: expected at least 1, got {request.steps}")
+    if request.oom not in OOM_MODES:
+        raise RehearsalError(f"oom: expected {', '.join(OOM_MODES)}, got {request.oom!r}")
+    if request.patience_s <= 0:
+        raise RehearsalError(f"patience: expected seconds above 0, got {request.patience_s:g}")
     if request.ranks < 1:
         raise RehearsalError(f"ranks: expected at least 1, got {request.ranks}")
     if not 0 <= request.rank < request.ranks:
@@ -273,13 +277,15 @@ def _run(request: Request) -> Recording:
         triton_launches,
     )
     from leanstep.rehearse.devices import DEVICES
+    from leanstep.rehearse.out_of_memory import DeviceMemory
     from leanstep.rehearse.steps import Steps, StepsDone
     from leanstep.rehearse.tape import Tape
     from leanstep.rehearse.time_model import Clock
 
     device = DEVICES[request.device]
     recording = Recording(request, torch.__version__)
-    tape = Tape(recording, Clock(device, request.host_us), device.workspace_bytes)
+    memory = DeviceMemory(device.memory_bytes - device.context_bytes, request.oom, threading.get_ident())
+    tape = Tape(recording, Clock(device, request.host_us), memory, device.workspace_bytes)
     torch_cuda.install(tape, device)
     compiled.install(tape, capture=request.compiled)
     triton_launches.install(tape, device)
@@ -292,7 +298,7 @@ def _run(request: Request) -> Recording:
 
         changes.install(tape, request.changes)
     _follow_threads(tape)
-    steps = Steps(tape, request.steps)
+    steps = Steps(tape, request.steps, request.patience_s)
     steps.watch()
     started = time.perf_counter()
     real_time = time.perf_counter
@@ -414,12 +420,15 @@ def _refusal(failure: BaseException, tape: Any) -> Refusal:
     from torch._subclasses import fake_tensor
 
     from leanstep.rehearse.answers.torch_cuda import Refused
+    from leanstep.rehearse.branches import NoUpdate
 
     frames = traceback_frames(failure.__traceback__)
     line, deepest = nearest_line(frames, USER), nearest_line(frames) or nearest_line(frames, IN_LEANSTEP)
     said = next((s for s in str(failure).splitlines() if s.strip()), "")
     if isinstance(failure, SyntaxError) and failure.filename:  # of a file that never ran
         line = deepest = Line(failure.filename, failure.lineno or 0, "<module>")
+    if isinstance(failure, NoUpdate):
+        return Refusal(failure.line or line, said)
     if isinstance(failure, Refused):
         reason = said
     elif isinstance(failure, SystemExit):

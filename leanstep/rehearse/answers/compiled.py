@@ -19,8 +19,10 @@ from torch._higher_order_ops import auto_functionalize
 
 from leanstep.rehearse.answers import triton_launches
 from leanstep.rehearse.answers.stand_ins import fused_attention
-from leanstep.rehearse.events import Region
+from leanstep.rehearse.answers.torch_cuda import refuse_what_dynamo_refuses
+from leanstep.rehearse.events import Event, Free, Launch, Region
 from leanstep.rehearse.tape import Tape
+from leanstep.rehearse.what_if import fused
 from leanstep.script.lines import IN_LEANSTEP, Line, nearest_line
 
 NOTE = "torch.compile: graphs captured and priced by a fusion model, not compiled"
@@ -100,6 +102,7 @@ class _Regions:
             self.prepared = True
             dynamo.config.suppress_errors = True
             dynamo.config.automatic_dynamic_shapes = False
+            refuse_what_dynamo_refuses()
             dynamo.allow_in_graph(torch.nn.functional.scaled_dot_product_attention)
         return aot_autograd(
             fw_compiler=functools.partial(self._graph, name),
@@ -119,12 +122,22 @@ class _Regions:
 
         def run(args: list[Any]) -> Any:
             regions[number] = regions[number]._replace(calls=regions[number].calls + 1)
-            return _OnTape(self.tape, graph, number, inside).boxed_run(
-                list(args) if type(args) is tuple else args
-            )
+            with self.tape.clock_held(functools.partial(_fused_now, self.tape)):
+                return _OnTape(self.tape, graph, number, inside).boxed_run(
+                    list(args) if type(args) is tuple else args
+                )
 
         run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
+
+
+def _fused_now(tape: Tape, events: list[Event]) -> list[Event]:
+    """A region's events as they are priced, for the clock that the program can read."""
+    freed = {event.storage for event in events if isinstance(event, Free)}
+    written = {number for event in events if isinstance(event, Launch) for number in event.writes}
+    storages = tape.recording.storages
+    alive = {number for number in written - freed if storages[number].category != "registers"}
+    return fused(events, tape.recording.regions, alive)
 
 
 class _OnTape(torch.fx.Interpreter):

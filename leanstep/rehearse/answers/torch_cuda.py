@@ -21,6 +21,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from leanstep.rehearse.answers import cuda_graphs, parameters, tensor_types
+from leanstep.rehearse.branches import assumed_numbers
 from leanstep.rehearse.events import HostWait
 from leanstep.rehearse.shadows import check_ordinal, devices_here
 from leanstep.rehearse.tape import Tape
@@ -136,9 +137,37 @@ def _constants_of_dynamo() -> None:
     utils.common_constant_types.add(DeviceProperties)
 
 
+# What Dynamo would trace, or refuse to, and the function in its place.
+_replaced: list[tuple[types.FunctionType, types.FunctionType]] = []
+
+
 def _set(target: Any, **answers: Any) -> None:
     for name, answer in answers.items():
-        setattr(target, name, _copy(answer) if isinstance(answer, types.FunctionType) else answer)
+        original = getattr(target, name, None)
+        if isinstance(answer, types.FunctionType):
+            answer = _copy(answer)
+            if isinstance(original, types.FunctionType):
+                _replaced.append((original, answer))
+        setattr(target, name, answer)
+
+
+def refuse_what_dynamo_refuses() -> None:
+    """Give each answer Dynamo's rule for the function that it replaces.
+
+    Dynamo has rules by object and does not trace torch's own files: without one, an answer would pass inside
+    `fullgraph=True` where the device's function does not. Called once a program compiles: the table of rules
+    takes a moment to build.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import SkipFunctionVariable
+
+    rules = trace_rules.get_torch_obj_rule_map()
+    for original, answer in _replaced:
+        rule = rules.get(original)
+        if rule is None and trace_rules.check(original, is_inlined_call=True):
+            rule = SkipFunctionVariable
+        if rule is not None:
+            rules.setdefault(answer, rule)
 
 
 def _copy(function: types.FunctionType) -> types.FunctionType:
@@ -198,28 +227,30 @@ def _memory_answers(tape: Tape, device: Any) -> dict[str, Any]:
         return {
             "allocated_bytes.all.current": tape.live_bytes,
             "allocated_bytes.all.peak": tape.window_peak_bytes,
-            "reserved_bytes.all.current": tape.live_bytes,
-            "reserved_bytes.all.peak": tape.window_peak_bytes,
+            "reserved_bytes.all.current": tape.memory.reserved(tape.live_bytes),
+            "reserved_bytes.all.peak": tape.memory.peak_reserved(tape.window_peak_bytes),
             "num_alloc_retries": 0,
-            "num_ooms": 0,
+            "num_ooms": tape.memory.num_errors,
         }
 
     def reset_peak(*_: Any) -> None:
         tape.window_peak_bytes = tape.live_bytes
+        tape.memory.reset_peak()
 
     def free_and_total(*_: Any) -> tuple[int, int]:
-        return device.memory_bytes - tape.live_bytes - device.context_bytes, device.memory_bytes
+        taken = tape.memory.reserved(tape.live_bytes) + device.context_bytes
+        return device.memory_bytes - taken, device.memory_bytes
 
     return {
         "memory_allocated": lambda *_: tape.live_bytes,
-        "memory_reserved": lambda *_: tape.live_bytes,
+        "memory_reserved": lambda *_: tape.memory.reserved(tape.live_bytes),
         "max_memory_allocated": lambda *_: tape.window_peak_bytes,
-        "max_memory_reserved": lambda *_: tape.window_peak_bytes,
+        "max_memory_reserved": lambda *_: tape.memory.peak_reserved(tape.window_peak_bytes),
         "memory_stats": memory_stats,
         "mem_get_info": free_and_total,
         "reset_peak_memory_stats": reset_peak,
         "reset_max_memory_allocated": reset_peak,
-        "empty_cache": _nothing,
+        "empty_cache": lambda *_: tape.memory.empty_cache(),
         "ipc_collect": _nothing,
         "memory_summary": lambda *_, **__: "",
         "memory_snapshot": lambda *_, **__: [],
@@ -248,18 +279,12 @@ def _randomness_answers() -> dict[str, Any]:
 
 def _set_presence() -> None:
     """There is a device, and which one is chosen."""
-    # As a context manager and as a function: `with torch.cuda.device(0)`.
-    guard = type(
-        "device",
-        (),
-        {
-            "__init__": _check_device,
-            "__enter__": _nothing,
-            "__exit__": _nothing,
-            "idx": 0,
-            "prev_idx": 0,
-        },
-    )
+
+    def exchange_device(index: int) -> int:
+        """What `with torch.cuda.device(0)` and `device_of` call; they themselves stay torch's."""
+        check_ordinal(index)
+        return 0
+
     _set(
         torch.cuda,
         is_available=lambda: True,
@@ -271,8 +296,8 @@ def _set_presence() -> None:
         device_count=devices_here,
         current_device=lambda: 0,
         set_device=_check_device,
-        device=guard,
-        device_of=guard,
+        _exchange_device=exchange_device,
+        _maybe_exchange_device=exchange_device,
         can_device_access_peer=lambda *_: False,
     )
     _set(
@@ -375,9 +400,12 @@ def _streams(tape: Tape) -> None:
             return False
 
         def __enter__(self) -> Stream:
+            tape.side_streams += self is not only
             return self
 
-        def __exit__(self, *_: Any) -> None: ...
+        def __exit__(self, *_: Any) -> None:
+            tape.side_streams -= self is not only
+
         def __hash__(self) -> int:
             return 0
 
@@ -388,7 +416,8 @@ def _streams(tape: Tape) -> None:
 
     @contextlib.contextmanager
     def on_stream(stream: Any):
-        yield stream
+        with stream if isinstance(stream, Stream) else contextlib.nullcontext(stream):
+            yield stream
 
     _set(
         torch.cuda,
@@ -486,6 +515,20 @@ def _tensor_reads(tape: Tape) -> None:
             raise TypeError("numpy() of a tensor on cuda:0: expected one on the host, use .cpu() first")
         return torch.ones(self.shape, dtype=self.dtype).numpy()
 
+    shadows = tape.shadows
+    reporting = assumed_numbers(shadows.branches, tape.lines.here)
+    plain_item = torch.Tensor.item
+
+    def item(self: FakeTensor) -> Any:
+        """A number that nobody knows reports the branches that it decides."""
+        shadows.read_assumed, shadows.wraps_reads = False, True
+        try:
+            value = plain_item(self)
+        finally:
+            shadows.wraps_reads = False
+        return reporting(value) if shadows.read_assumed else value
+
+    _set(FakeTensor, item=item)
     _set(FakeTensor, numpy=numpy, tolist=lambda self: self.cpu().tolist())
     _set(FakeTensor, __format__=describe, __repr__=printed)
 
@@ -622,7 +665,7 @@ def _refusals() -> None:
     no_address = refuse("data_ptr() of a device tensor")
 
     def data_ptr(self: FakeTensor) -> int:
-        """torch itself compares addresses (FSDP1); a program hands them to code of the device."""
+        """torch itself compares addresses (FSDP1, graphed callables); a program hands them to code of the device."""
         caller = sys._getframe(1).f_code
         if judge_code(caller.co_filename, caller.co_name) & (USER | LIBRARY):
             no_address()
