@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import re
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from leanstep.files import BadInput
+from leanstep.rehearse import refusals
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import OOM_MODES, Launch, Recording, Refusal, Request
@@ -45,13 +47,6 @@ _START = (
 )
 # Read by torch and by Python when they start: another value needs another interpreter.
 _READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS", "LEANSTEP_CACHE")
-# What CUDA and torch say where there is no real device, or none that is visible.
-_REAL_DEVICE = (
-    "driver version is insufficient",
-    "no CUDA-capable device is detected",
-    "Found no NVIDIA driver",
-    "No CUDA GPUs are available",
-)
 # Exit code of a rehearsal that broke, and where Python leaves the lines of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
 
@@ -87,7 +82,7 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
 
 
 def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
-    """Objects that other ranks send to this one, from rehearsals of a step of rank 0 and those it sends to."""
+    """Objects that other ranks send to this one: rehearse one step of rank 0 and of those it sends to."""
     rank, received = 0, ()
     while rank < request.rank:
         before = rehearse(replace(request, rank=rank, received=received, steps=1), quiet=quiet)
@@ -250,6 +245,8 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         os.chdir(folder)
         faulthandler.enable(Path(answered).with_name(_FAULTS).open("w"), all_threads=False)
         fake_device.check()
+        # Its traceback of a shape error is one of internals; the reason comes with the verdict.
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         got: Any = _run(request)
     except RehearsalError as reason:
         got = reason
@@ -417,41 +414,15 @@ def _script_program(request: Request) -> Callable[[], Any]:
 
 def _refusal(failure: BaseException, tape: Any) -> Refusal:
     """One sentence, and the program's own line nearest to the failure."""
-    from torch._subclasses import fake_tensor
-
-    from leanstep.rehearse.answers.torch_cuda import Refused
     from leanstep.rehearse.branches import NoUpdate
 
     frames = traceback_frames(failure.__traceback__)
     line, deepest = nearest_line(frames, USER), nearest_line(frames) or nearest_line(frames, IN_LEANSTEP)
-    said = next((s for s in str(failure).splitlines() if s.strip()), "")
     if isinstance(failure, SyntaxError) and failure.filename:  # of a file that never ran
         line = deepest = Line(failure.filename, failure.lineno or 0, "<module>")
     if isinstance(failure, NoUpdate):
-        return Refusal(failure.line or line, said)
-    if isinstance(failure, Refused):
-        reason = said
-    elif isinstance(failure, SystemExit):
-        code = failure.code
-        reason = (
-            f"the program ended with exit code {code}"
-            if isinstance(code, int)
-            else f"the program ended: {said}"
-        )
-    elif isinstance(failure, KeyboardInterrupt):
-        reason = "interrupted"
-    elif isinstance(failure, fake_tensor.UnsupportedOperatorException) or "no fake impl" in str(failure):
-        reason = f"a custom op without a fake implementation: {said}"
-    elif isinstance(
-        failure, fake_tensor.DataDependentOutputException | fake_tensor.DynamicOutputShapeException
-    ):
-        reason = f"a shape or value that only the device knows: {said}"
-    elif isinstance(failure, ImportError):
-        reason = f"an import failed: {said}"
-    elif any(text in said for text in _REAL_DEVICE):
-        reason = "a call left the rehearsal and asked CUDA for a real device, of which it sees none"
-    else:
-        reason = f"the program raised {type(failure).__name__}: {said}"
+        return Refusal(failure.line or line, str(failure))
+    sentence = refusals.reason(failure)
     if line is not None and deepest != line:
-        return Refusal(line, f"{reason[:240]} (in {deepest})")
-    return Refusal(deepest, reason[:300])
+        return Refusal(line, f"{sentence[:240]} (in {deepest})")
+    return Refusal(deepest, sentence[:300])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from leanstep.rehearse.answers.stand_ins import after_import
-from leanstep.rehearse.answers.torch_cuda import Refused
+from leanstep.rehearse.refusals import Refused
 from leanstep.rehearse.tape import Tape
 
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from leanstep.rehearse.answers import cuda_graphs, parameters, tensor_types
 from leanstep.rehearse.branches import assumed_numbers
 from leanstep.rehearse.events import HostWait
+from leanstep.rehearse.refusals import EXPORT, NESTED, Refused
 from leanstep.rehearse.shadows import check_ordinal, devices_here
 from leanstep.rehearse.tape import Tape
 from leanstep.script.lines import LIBRARY, USER, judge_code
@@ -42,10 +43,6 @@ class DeviceProperties(types.SimpleNamespace):
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return id(self)
-
-
-class Refused(Exception):
-    """The program asks for what a rehearsal cannot give; the message is one sentence."""
 
 
 def install(tape: Tape, device: Any) -> None:
@@ -661,14 +658,32 @@ def _refusals() -> None:
         return load_inline(name, cpp_sources, cuda_sources, *args, **given)
 
     _set(extension, load=load_sources, load_inline=load_text)
+    _refuse_exports_and_nested()
     # The message of FakeTensor names an internal; say what was asked for.
     no_address = refuse("data_ptr() of a device tensor")
 
     def data_ptr(self: FakeTensor) -> int:
-        """torch itself compares addresses (FSDP1, graphed callables); a program hands them to code of the device."""
+        """torch compares addresses (FSDP1, graphed callables); a program hands them to code of the device."""
         caller = sys._getframe(1).f_code
         if judge_code(caller.co_filename, caller.co_name) & (USER | LIBRARY):
             no_address()
         return self.untyped_storage().data_ptr() + self.storage_offset() * self.element_size()
 
     FakeTensor.data_ptr = data_ptr
+
+
+def _refuse_exports_and_nested() -> None:
+    def export(*_: Any, **__: Any) -> Any:
+        raise Refused(EXPORT)
+
+    def ragged_size(tensor: Tensor, *, coeff: int = 1) -> Any:
+        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+            raise Refused(NESTED)
+        return plain(tensor, coeff=coeff)
+
+    from torch.nested._internal import nested_tensor
+
+    plain = nested_tensor.get_tensor_symint
+    nested_tensor.get_tensor_symint = ragged_size
+    torch.export.export = export
+    torch.export.export_for_training = export  # pyright: ignore[reportAttributeAccessIssue]
