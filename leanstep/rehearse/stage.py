@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -34,6 +33,8 @@ from leanstep.rehearse import refusals
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import OOM_MODES, Launch, Recording, Refusal, Request
+from leanstep.script import guard
+from leanstep.script.children import start_program, temporary_folder
 from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
 from leanstep.script.run import Program, as_main
 
@@ -49,6 +50,8 @@ _START = (
 _READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS", "LEANSTEP_CACHE")
 # Exit code of a rehearsal that broke, and where Python leaves the lines of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
+# Seconds that an interrupted program has to leave.
+_LEAVE_S = 5.0
 
 
 def rehearse(request: Request, *, quiet: bool = False) -> Recording:
@@ -64,14 +67,10 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
     _validate(request)
     if request.rank and not request.received:
         request = replace(request, received=_sent_to(request, quiet))
-    with tempfile.TemporaryDirectory(prefix="leanstep-rehearse-") as folder:
-        asked, answered = Path(folder) / "request", Path(folder) / "recording"
-        environment = {
-            **os.environ,
-            **_rank_environment(request.ranks, request.rank),
-            "PYTHONUNBUFFERED": "1",
-        }
-        environment["PATH"] = _tools(Path(folder), request.device) + os.environ.get("PATH", "")
+    with temporary_folder("leanstep-rehearse-") as folder:
+        asked, answered = folder / "request", folder / "recording"
+        environment = {**os.environ, **_rank_environment(request), "PYTHONUNBUFFERED": "1"}
+        environment["PATH"] = _tools(folder, request.device) + os.environ.get("PATH", "")
         environment.pop("TRITON_INTERPRET", None)
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
         code = _server().run(asked, answered, quiet)
@@ -81,6 +80,7 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
     return got
 
 
+<<<<<<< HEAD
 def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
     """Objects that other ranks send to this one: rehearse one step of rank 0 and of those it sends to."""
     rank, received = 0, ()
@@ -95,10 +95,13 @@ def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
 
 
 def _lost(request: Request, code: int, folder: str) -> Recording | RehearsalError:
+=======
+def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
+>>>>>>> integ
     """What is known of a program that took its process with it: `os._exit`, a signal."""
     if code == _OWN_FAILURE:
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
-    fault = Path(folder) / _FAULTS
+    fault = folder / _FAULTS
     found = re.findall(r'File "(.+)", line (\d+) in (.+)', fault.read_text() if fault.exists() else "")
     line = nearest_line(((file, int(number), name) for file, number, name in reversed(found)), USER)
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -117,7 +120,7 @@ class _Server:
         if sys.version_info < (3, 11):
             command.remove("-P")
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        self.process = subprocess.Popen(
+        self.process = start_program(
             command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
@@ -137,15 +140,25 @@ class _Server:
                 return int(self.line.recv(64) or b"-1")
             except OSError:
                 return -1
+            except KeyboardInterrupt:
+                self._interrupt()
+                self.end()
+                raise
             except BaseException:
                 self.end()
                 raise
 
+    def _interrupt(self) -> None:
+        """Ctrl-C reaches only this process: the program gets it too, and a moment to leave."""
+        self.process.interrupt()
+        self.line.settimeout(_LEAVE_S)
+        with contextlib.suppress(OSError):
+            self.line.recv(64)
+
     def end(self) -> None:
         atexit.unregister(self.end)
         self.line.close()
-        self.process.terminate()
-        self.process.wait()
+        self.process.kill()
 
 
 _servers: list[_Server] = []
@@ -193,8 +206,9 @@ def _tools(folder: Path, device: str) -> str:
     return f"{tool.parent}{os.pathsep}"
 
 
-def _rank_environment(ranks: int, rank: int) -> dict[str, str]:
+def _rank_environment(request: Request) -> dict[str, str]:
     """torchrun's variables. Ranks share a machine; one that is not rank 0 counts as alone on its own."""
+    ranks, rank = request.ranks, request.rank
     if ranks == 1:
         return {}
     return {
@@ -228,10 +242,12 @@ def _serve(stub: str, descriptor: str) -> None:
             line.close()
             for number, given in enumerate(descriptors):
                 os.dup2(given, number)
-            _child(*message.decode().split("\n"), unusable)
+            asked, answered = message.decode().split("\n")
+            _child(asked, answered, unusable)
         for given in descriptors:
             os.close(given)
         _, status = os.waitpid(child, 0)
+        guard.end(os.getpid(), os.environ[guard.MARK])
         line.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
@@ -240,8 +256,10 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         if unusable is not None:
             raise unusable
         request, environment, folder = pickle.loads(Path(asked).read_bytes())
+        mark = os.environ.get(guard.MARK, "")
         os.environ.clear()
         os.environ.update(environment)
+        os.environ[guard.MARK] = mark
         os.chdir(folder)
         faulthandler.enable(Path(answered).with_name(_FAULTS).open("w"), all_threads=False)
         fake_device.check()

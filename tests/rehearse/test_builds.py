@@ -71,7 +71,8 @@ def test_cuda_has_kernels_for_no_other_composite_op():
 def test_an_op_without_a_fake_implementation_is_refused_not_run(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch\nmine = torch.library.Library('mine', 'DEF')\nmine.define('twice(Tensor x) -> Tensor')\n"
+        "import torch\nmine = torch.library.Library('mine', 'DEF')\n"
+        "mine.define('twice(Tensor x) -> Tensor')\n"
         "mine.impl('twice', lambda x: x + x.new_tensor(x.data_ptr()), 'CUDA')\n"
         "x = torch.ones(3, device='cuda')\ntorch.ops.mine.twice(x)\n"
     )
