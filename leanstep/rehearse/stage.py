@@ -80,7 +80,6 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
     return got
 
 
-<<<<<<< HEAD
 def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
     """Objects that other ranks send to this one: rehearse one step of rank 0 and of those it sends to."""
     rank, received = 0, ()
@@ -94,10 +93,7 @@ def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
     return received
 
 
-def _lost(request: Request, code: int, folder: str) -> Recording | RehearsalError:
-=======
 def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
->>>>>>> integ
     """What is known of a program that took its process with it: `os._exit`, a signal."""
     if code == _OWN_FAILURE:
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
