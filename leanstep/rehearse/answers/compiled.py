@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,14 +120,12 @@ class _Regions:
         number = len(regions) + 1
         first = next((line for n in graph.graph.nodes if (line := _line_of(n)) is not None), None)
         regions[number] = Region(number, name, first, 0, config.shape_padding)
-        inside = _kept_in_registers(graph)
+        program = _OnTape(self.tape, graph, number)
 
         def run(args: list[Any]) -> Any:
             regions[number] = regions[number]._replace(calls=regions[number].calls + 1)
             with self.tape.clock_held(functools.partial(_fused_now, self.tape)):
-                return _OnTape(self.tape, graph, number, inside).boxed_run(
-                    list(args) if type(args) is tuple else args
-                )
+                return program.run(list(args) if type(args) is tuple else args)
 
         run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
@@ -140,31 +140,82 @@ def _fused_now(tape: Tape, events: list[Event]) -> list[Event]:
     return fused(events, tape.recording.regions, alive)
 
 
-class _OnTape(torch.fx.Interpreter):
-    """Runs a graph call by call; each has the line of the program that it came from."""
+class _Call(NamedTuple):
+    """One node of a captured graph. ends: nodes whose values nobody reads later."""
 
-    def __init__(self, tape: Tape, graph: torch.fx.GraphModule, number: int, inside: set[torch.fx.Node]):
-        super().__init__(graph)
-        self.tape, self.number, self.inside = tape, number, inside
+    node: torch.fx.Node
+    run: Callable[..., Any]
+    line: Line | None
+    in_registers: bool
+    ends: list[torch.fx.Node]
 
-    def run_node(self, n: torch.fx.Node) -> Any:
-        if n.op != "call_function":
-            return super().run_node(n)
-        lines = self.tape.lines
-        lines.fixed = (_line_of(n), self.number)
-        self.tape.in_registers = n in self.inside
+
+class _OnTape:
+    """A captured graph, run call by call; each has the line of the program that it came from."""
+
+    def __init__(self, tape: Tape, graph: torch.fx.GraphModule, number: int):
+        self.tape, self.graph, self.number = tape, graph, number
+        nodes = list(graph.graph.nodes)
+        inside, ends = _kept_in_registers(graph), _last_uses(nodes)
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.constants = [node for node in nodes if node.op == "get_attr"]
+        self.output = nodes[-1]
+        self.calls = [
+            _Call(node, self._runner(node), _line_of(node), node in inside, ends.get(node, []))
+            for node in nodes
+            if node.op == "call_function"
+        ]
+
+    def _runner(self, node: torch.fx.Node) -> Callable[..., Any]:
+        name = getattr(node.target, "_name", "")
+        if name.startswith("triton_kernel_wrapper"):
+            return lambda **arguments: triton_launches.captured(self.tape, arguments)
+        return _IN_PLACE.get(name, node.target)
+
+    def run(self, inputs: list[Any]) -> Any:
+        """Takes the inputs out of the list: one that is not needed any more is freed."""
+        values = dict(zip(self.inputs, inputs, strict=True))
+        inputs.clear()
+        for node in self.constants:
+            values[node] = operator.attrgetter(str(node.target))(self.graph)
+        lines, tape = self.tape.lines, self.tape
         try:
-            name = getattr(n.target, "_name", "")
-            if name.startswith("triton_kernel_wrapper"):
-                _, arguments = self.fetch_args_kwargs_from_env(n)
-                return triton_launches.captured(self.tape, arguments)
-            if name in _IN_PLACE:
-                args, arguments = self.fetch_args_kwargs_from_env(n)
-                return _IN_PLACE[name](*args, **arguments)
-            return super().run_node(n)
+            for call in self.calls:
+                lines.fixed, tape.in_registers = (call.line, self.number), call.in_registers
+                args = _with_values(call.node.args, values)
+                values[call.node] = call.run(*args, **_with_values(call.node.kwargs, values))
+                del args
+                for node in call.ends:
+                    del values[node]
         finally:
-            lines.fixed = None
-            self.tape.in_registers = False
+            lines.fixed, tape.in_registers = None, False
+        return _with_values(self.output.args[0], values)
+
+
+def _last_uses(nodes: list[torch.fx.Node]) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+    """For each node, the nodes whose values it reads last; its own where nobody reads it."""
+    ends: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    seen: set[torch.fx.Node] = set()
+    for user in reversed(nodes):
+        for node in (*user.all_input_nodes, user):
+            if node not in seen:
+                seen.add(node)
+                ends.setdefault(user, []).append(node)
+    return ends
+
+
+def _with_values(tree: Any, values: dict[torch.fx.Node, Any]) -> Any:
+    """A node's arguments: nodes replaced by their values."""
+    if isinstance(tree, torch.fx.Node):
+        return values[tree]
+    if isinstance(tree, (list, tuple)):
+        branches = [_with_values(branch, values) for branch in tree]
+        return tuple(branches) if isinstance(tree, tuple) else branches
+    if isinstance(tree, dict):
+        return {key: _with_values(branch, values) for key, branch in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*[_with_values(part, values) for part in (tree.start, tree.stop, tree.step)])
+    return tree
 
 
 def _line_of(node: torch.fx.Node) -> Line | None:

@@ -1,8 +1,8 @@
 """Recurrent layers, packed sequences and the CTC loss, as a device runs them.
 
 `nn.LSTM`, `nn.GRU` and `nn.RNN` are one call of cuDNN for the whole sequence: an op with its shapes and a
-price replaces torch's fallback, which would launch several kernels per time step. GRU cells and the CTC loss
-are kernels of torch that have no fake implementation; their shapes are registered here.
+price replaces torch's fallback, which would launch several kernels per time step. The CTC loss is a stand-in
+of the same kind. GRU cells are kernels of torch that have no fake implementation: their shapes are here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def install(tape: Tape) -> None:
     for mode in GATES:
         setattr(functions, mode, _layer(mode, getattr(functions, mode)))
     functions._pack_padded_sequence = _packing(functions._pack_padded_sequence)
-    torch.ctc_loss = _with_lengths_on_host(torch.ctc_loss)  # pyright: ignore[reportAttributeAccessIssue]
-    _register_shapes()
+    torch.ctc_loss = _ctc(torch.ctc_loss)  # pyright: ignore[reportAttributeAccessIssue]
+    _register_cells()
 
 
 # cuDNN's recurrent layers
@@ -258,18 +258,71 @@ def _packing(plain: Callable[..., Any]) -> Callable[..., Any]:
     return pack
 
 
-# Kernels of torch without a fake implementation
+# The CTC loss
 
 
-def _with_lengths_on_host(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def ctc_loss(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *others: Any):
-        """The kernel is launched for lengths that the host has read."""
-        if log_probs.device.type == "cuda":
-            lengths = (input_lengths, target_lengths)
-            input_lengths, target_lengths = (n.tolist() if isinstance(n, Tensor) else n for n in lengths)
-        return plain(log_probs, targets, input_lengths, target_lengths, *others)
+@torch.library.custom_op("leanstep_rehearse::ctc_loss", mutates_args=())
+def _ctc_loss(log_probs: Tensor, targets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("a stand-in has shapes and a price, no values")
+
+
+@_ctc_loss.register_fake
+def _(log_probs: Tensor, targets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    """One loss per sequence, and what backward reads: a value for each step and state."""
+    steps, batch = log_probs.shape[:2]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
+
+
+@torch.library.custom_op("leanstep_rehearse::ctc_loss_backward", mutates_args=())
+def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, targets: Tensor, alpha: Tensor) -> Tensor:
+    raise NotImplementedError("a stand-in has shapes and a price, no values")
+
+
+@_ctc_loss_backward.register_fake
+def _(grad: Tensor, log_probs: Tensor, targets: Tensor, alpha: Tensor) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _keep_states(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:2], output[1])
+
+
+def _differentiate_ctc(ctx: Any, grad: Tensor, _: Any) -> Any:
+    return _ctc_loss_backward(grad.contiguous(), *ctx.saved_tensors), None, None
+
+
+_ctc_loss.register_autograd(_differentiate_ctc, setup_context=_keep_states)
+
+
+def _ctc(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def ctc_loss(
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: int = 1,
+        zero_infinity: bool = False,
+    ) -> Tensor:
+        """The kernel is launched for lengths that the host has read. reduction: 0 none, 1 mean, 2 sum."""
+        if log_probs.device.type != "cuda":
+            return plain(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+        lengths = (input_lengths, target_lengths)
+        input_lengths, target_lengths = (n.tolist() if isinstance(n, Tensor) else n for n in lengths)
+        longest = targets.shape[1] if targets.dim() == 2 else max(target_lengths, default=0)
+        batched = log_probs if log_probs.dim() == 3 else log_probs.unsqueeze(1)
+        loss, _alpha = _ctc_loss(batched, targets, longest)
+        if zero_infinity:
+            loss = torch.where(loss == torch.inf, 0.0, loss)
+        if reduction == 1:
+            divisors = torch.tensor(target_lengths, dtype=loss.dtype, device=loss.device).clamp_min(1)
+            return (loss / divisors).mean()
+        return loss.sum() if reduction == 2 else loss.view(batched.shape[1] if log_probs.dim() == 3 else ())
 
     return ctc_loss
+
+
+# GRU cells: kernels of torch without a fake implementation
 
 
 def _gru_cell(input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, *_: Any) -> Any:
@@ -279,38 +332,12 @@ def _gru_cell(input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, *_: Any) ->
 def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> Any:
     rows, hidden = grad.shape
     of_gates = [grad.new_empty(rows, 3 * hidden) for _ in range(2)]
-    of_biases = [grad.new_empty(3 * hidden) if has_bias else grad.new_empty(0) for _ in range(2)]
+    of_biases = [grad.new_empty(3 * hidden if has_bias else 0) for _ in range(2)]
     return *of_gates, torch.empty_like(grad), *of_biases
 
 
-def _longest_target(targets: Tensor, lengths: Sequence[int]) -> int:
-    return targets.shape[1] if targets.dim() == 2 else max(lengths, default=0)
-
-
-def _ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *_: Any, **__: Any
-):
-    steps, batch = log_probs.shape[:2]
-    states = 2 * _longest_target(targets, target_lengths) + 1
-    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, states)
-
-
-def _ctc_loss_backward(grad: Tensor, log_probs: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.empty_like(log_probs)
-
-
-def _register_shapes() -> None:
-    """Fake implementations for those calls of this torch that have none."""
-    shapes = {
-        "_thnn_fused_gru_cell": _gru_cell,
-        "_thnn_fused_gru_cell_backward": _gru_cell_backward,
-        "_ctc_loss": _ctc_loss,
-        "_ctc_loss_backward": _ctc_loss_backward,
-        # Libraries take short targets in host memory alone; torch's own kernel takes all.
-        "_use_cudnn_ctc_loss": lambda *_, **__: False,
-        "_use_miopen_ctc_loss": lambda *_, **__: False,
-    }
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+def _register_cells() -> None:
+    shapes = {"_thnn_fused_gru_cell": _gru_cell, "_thnn_fused_gru_cell_backward": _gru_cell_backward}
     for name, implementation in shapes.items():
-        if hasattr(torch.ops.aten, name) and not has_kernel(f"aten::{name}", "Meta"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             _LIBRARY.impl(name, implementation, "Meta")
