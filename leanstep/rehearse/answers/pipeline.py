@@ -86,7 +86,7 @@ def _noted(tape: Tape, build: Any) -> Any:
     def init(self: Any, *args: Any, **given: Any) -> None:
         build(self, *args, **given)
         stages = args[0] if args else given.get("stage", given.get("stages"))
-        first = stages[0] if isinstance(stages, (list, tuple)) else stages
+        first: Any = stages[0] if isinstance(stages, (list, tuple)) else stages
         name, wait = type(self).__name__, "the wait for other stages is left out"
         if name in ("ScheduleGPipe", "Schedule1F1B"):
             share = (first.group_size - 1) / self._n_microbatches

@@ -667,7 +667,7 @@ def _refusals() -> None:
         caller = sys._getframe(1).f_code
         if judge_code(caller.co_filename, caller.co_name) & (USER | LIBRARY):
             no_address()
-        return self.untyped_storage().data_ptr() + self.storage_offset() * self.element_size()
+        return self.untyped_storage().data_ptr() + int(self.storage_offset()) * self.element_size()
 
     FakeTensor.data_ptr = data_ptr
 
