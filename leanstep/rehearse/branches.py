@@ -22,6 +22,7 @@ from leanstep.script.lines import Line
 # Decisions of one branch without a backward, and without an update, after which the program is left.
 MOST_SKIPPED, MOST_DECIDED = 100, 1000
 _UPDATES = re.compile(r"(^|_)(steps?|backward|update|train\w*|optimi[sz]e)(_|$)")
+_READS = frozenset("bool float int item tolist any all isfinite isnan isinf".split())
 _TESTS = (ast.If, ast.While, ast.IfExp, ast.Assert)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -216,7 +217,9 @@ def _later_test(tree: ast.Module, parents: dict[ast.AST, ast.AST], line: Line) -
     assigned = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and _spans(node, line)
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr)
+        and _spans(node, line)
+        and _is_read(node.value)
     ]
     if not assigned:
         return None
@@ -232,6 +235,13 @@ def _later_test(tree: ast.Module, parents: dict[ast.AST, ast.AST], line: Line) -
         and names & {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
     ]
     return min(later, key=lambda node: _test(node).lineno, default=None)  # pyright: ignore
+
+
+def _is_read(value: ast.expr | None) -> bool:
+    """Whether an expression itself reads or compares; a call may read something that it does not return."""
+    nodes = list(ast.walk(value)) if value is not None else []
+    called = {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
+    return bool(called & _READS) or any(isinstance(node, ast.Compare) for node in nodes)
 
 
 def _outwards(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:

@@ -594,9 +594,10 @@ class Tape(TorchDispatchMode):
             reads = _reads(call, reads)
             made, counted = self._price(call, reads, writes, outs)
         self._launch(name, made, reads, writes, call.place, counted)
+        # A plan builds outputs; it does not change the shape of an argument, as `resize_` does.
+        changes_shape = torch.Tag.inplace_view in func.tags
         repeats = given.key is not None and call.read is None and not name.startswith("_amp_")
-        # A plan returns a changed argument as it is: one whose size or storage changes must run each time.
-        repeats = repeats and torch.Tag.inplace_view not in func.tags
+        repeats = repeats and not changes_shape
         if repeats and len(self._plans) < MOST_PLANS:
             taped = Taped(made, reads, writes, _traffic(reads, writes), counted)
             self._plans[given.key] = plan_of(name, given.tensors, out, mutated, taped)

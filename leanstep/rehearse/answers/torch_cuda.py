@@ -156,7 +156,12 @@ def refuse_what_dynamo_refuses() -> None:
     takes a moment to build.
     """
     from torch._dynamo import trace_rules
-    from torch._dynamo.variables import SkipFunctionVariable
+    from torch._dynamo.variables import SkipFunctionVariable, ctx_manager
+
+    # Dynamo's own `with torch.cuda.device(0)` holds the functions that it found when it was imported.
+    context: Any = ctx_manager.CUDADeviceVariable
+    context._exchange_fn = staticmethod(torch.cuda._exchange_device)
+    context._maybe_exchange_fn = staticmethod(torch.cuda._maybe_exchange_device)
 
     rules = trace_rules.get_torch_obj_rule_map()
     for original, answer in _replaced:
@@ -582,6 +587,7 @@ def _attention(tape: Tape, device: Any) -> None:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
 
+    attention.__name__ = plain.__name__  # context_parallel replaces it by its name
     F.scaled_dot_product_attention = attention
     torch._C._nn.scaled_dot_product_attention = attention  # pyright: ignore[reportAttributeAccessIssue]
 
