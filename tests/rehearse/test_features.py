@@ -75,6 +75,23 @@ def test_a_long_triton_kernel_is_captured_in_a_bounded_time():
     assert "clone" not in names  # it writes its output alone: nothing is copied first
 
 
+def test_attention_visits_the_blocks_of_each_batchs_mask():
+    recording = run_script(SCRIPTS / "masks.py").recording
+    assert recording.refused is None, recording.refused
+    assert len(recording.regions) == 2  # forward and backward: the mask breaks no graph
+    assert not [a for a in recording.assumed if a.kind == "density of a block mask"]
+    flops = [
+        [k.flops for k in event.kernels]
+        for event in recording.events
+        if isinstance(event, Launch) and event.name.startswith("fused_attention")
+    ]
+    whole, blocks = 4 * 4096 * 4096 * 64, 32 * 32
+    # 16 documents of 2 blocks: 3 block pairs each. 2 of 16, windows of 8 blocks: 8 and the part block before.
+    short, long = 16 * 3, 2 * sum(min(i, 9) for i in range(1, 17))
+    each = [whole * visited / blocks for visited in (short, short, long)]
+    assert flops == [[part] for forward in each for part in (forward, 2.5 * forward)]
+
+
 SETUP = "import torch\nw = torch.nn.Linear(4, 4).cuda()\n"
 
 

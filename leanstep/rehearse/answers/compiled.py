@@ -16,11 +16,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch._higher_order_ops import auto_functionalize
 
-from leanstep.rehearse.answers import triton_launches
-from leanstep.rehearse.answers.stand_ins import fused_attention
+from leanstep.rehearse.answers import flex_attention, triton_launches
 from leanstep.rehearse.answers.torch_cuda import refuse_what_dynamo_refuses
 from leanstep.rehearse.events import Event, Free, Launch, Region
 from leanstep.rehearse.tape import Tape
@@ -29,9 +27,6 @@ from leanstep.script.lines import IN_LEANSTEP, Line, nearest_line
 
 NOTE = "torch.compile: graphs captured and priced by a fusion model, not compiled"
 EAGER = "torch.compile ran eagerly"
-BLOCK = 128
-# Part of the scores that a mask which the host does not know lets through: a causal one's.
-ASSUMED_DENSITY = 0.5
 # What a fused kernel may hold besides calls that are tagged pointwise.
 REDUCTIONS = frozenset(
     "sum mean amax amin var_mean var max min argmax argmin prod any all logsumexp _softmax "
@@ -64,7 +59,7 @@ def install(tape: Tape, *, capture: bool) -> None:
     torch.nn.Module.compile = lambda self, *args, **kwargs: regions.compile_module(self)
     torch.compiler.cudagraph_mark_step_begin = lambda: None
     with contextlib.suppress(ImportError):
-        _install_flex(tape)
+        flex_attention.install(tape)
 
 
 class _Regions:
@@ -170,7 +165,10 @@ class _OnTape:
         name = getattr(node.target, "_name", "")
         if name.startswith("triton_kernel_wrapper"):
             return lambda **arguments: triton_launches.captured(self.tape, arguments)
-        return _IN_PLACE.get(name, node.target)
+        target: Any = node.target
+        if target in flex_attention.MASKED:
+            return functools.partial(flex_attention.MASKED[target], self.tape)
+        return _IN_PLACE.get(name, target)
 
     def run(self, inputs: list[Any]) -> Any:
         """Takes the inputs out of the list: one that is not needed any more is freed."""
@@ -285,105 +283,3 @@ class CompiledModule(torch.nn.Module):
             super().__setattr__(name, value)
         else:
             setattr(self._orig_mod, name, value)
-
-
-def _install_flex(tape: Tape) -> None:
-    from torch.nn.attention import flex_attention as flex
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        score_mod: Any = None,
-        block_mask: Any = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        return_lse: bool = False,
-        kernel_options: Any = None,
-        **options: Any,
-    ) -> Any:
-        """A fused kernel over the blocks that the mask lets through."""
-        density = _density(tape, block_mask)
-        out, lse = fused_attention("flex_attention", query, key, value, density, "bhtd")
-        return (out, lse) if return_lse or options.get("return_aux") is not None else out
-
-    def block_mask(
-        mask_mod: Any,
-        B: int | None,
-        H: int | None,
-        Q_LEN: int,
-        KV_LEN: int,
-        device: Any = "cuda",
-        BLOCK_SIZE: Any = BLOCK,
-        **_: Any,
-    ) -> Any:
-        """A block mask without the [Q_LEN, KV_LEN] mask: a compiler evaluates it block by block."""
-        size = BLOCK_SIZE
-        rows_block, columns_block = (size, size) if isinstance(size, int) else size
-        rows, columns = -(-Q_LEN // rows_block), -(-KV_LEN // columns_block)
-        counts = torch.empty(B or 1, H or 1, rows, dtype=torch.int32, device=device)
-        indices = torch.empty(B or 1, H or 1, rows, columns, dtype=torch.int32, device=device)
-        made: Any = flex.BlockMask.from_kv_blocks(
-            counts, indices, counts.clone(), indices.clone(), (rows_block, columns_block), mask_mod=mask_mod
-        )
-        made._density = _sampled_density(tape, mask_mod, Q_LEN, KV_LEN, rows_block, columns_block, device)
-        return made
-
-    attention._when_compiled = attention  # pyright: ignore[reportFunctionMemberAccess]
-    plain_mask = flex.create_block_mask
-
-    @functools.wraps(plain_mask)
-    def create_block_mask(*args: Any, _compile: bool = False, **kwargs: Any) -> Any:
-        return block_mask(*args, **kwargs) if _compile else plain_mask(*args, **kwargs)
-
-    create_block_mask._when_compiled = block_mask  # pyright: ignore[reportAttributeAccessIssue]
-    flex.flex_attention = attention
-    flex.create_block_mask = create_block_mask
-
-
-def _sampled_density(
-    tape: Tape, mask_mod: Any, q_len: int, kv_len: int, rows_block: int, columns_block: int, device: Any
-) -> float | None:
-    """Share of blocks with a sampled position that the mask lets through, from values that the host knows."""
-
-    def samples(length: int, block: int) -> Tensor:
-        starts = torch.arange(0, length, block)
-        return (
-            torch.stack([starts, starts + block // 2, starts + block - 1], 1).clamp_max(length - 1).flatten()
-        )
-
-    rows, columns = samples(q_len, rows_block), samples(kv_len, columns_block)
-    if rows.numel() * columns.numel() > 1 << 20:
-        return None
-    zero = torch.zeros((), dtype=torch.int64)
-    with tape.aside():
-        try:
-            with torch.no_grad():
-                found = mask_mod(*(t.to(device) for t in (zero, zero, rows[:, None], columns[None, :])))
-            known = tape.shadows.get(found)
-        except Exception:  # a mask that only works under vmap
-            return None
-        found = None
-    if known is None:
-        return None
-    known = known.expand(rows.numel(), columns.numel())
-    return float(known.reshape(-1, 3, columns.numel() // 3, 3).any(3).any(1).float().mean())
-
-
-def _density(tape: Tape, block_mask: Any) -> float:
-    if block_mask is None:
-        return 1.0
-    density = getattr(block_mask, "_density", None)
-    if density is None:
-        counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-        known = tape.shadows.get(counts)
-        full = getattr(block_mask, "full_kv_num_blocks", None)
-        more = tape.shadows.get(full) if full is not None else None
-        if known is not None:
-            total = known.sum() + (more.sum() if more is not None else 0)
-            density = float(total) / max(1, indices.numel())
-    if density is None:
-        line = tape.lines.here()
-        tape.shadows.assume(line, "density of a block mask", ASSUMED_DENSITY)
-        return ASSUMED_DENSITY
-    return density

@@ -101,6 +101,14 @@ def fused_attention(
     return _forward(q, k, v, share, layout, kernel)
 
 
+def fused_attention_backward(
+    kernel: str, saved: Sequence[Tensor], grad: Tensor, share: float, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `fused_attention`. saved: q, k, v, its output and log-sum-exp."""
+    q, k, v, out, lse = saved
+    return _backward(q, k, v, out, lse, grad, share, layout, kernel)
+
+
 def install(tape: Tape) -> None:
     """Offer the modules below to `import`, after everything that is really installed."""
     register_cost("leanstep_rehearse::fused_attention", _price(False))
