@@ -29,7 +29,8 @@ _STEPS = Annotated[
     int | None,
     typer.Option("--steps", min=1, help="Steps to run (3; 2 with --sweep); the last one is reported."),
 ]
-_RANKS = Annotated[int, typer.Option("--ranks", min=1, help="World size; this process is rank 0 of it.")]
+_RANKS = Annotated[int, typer.Option("--ranks", min=1, help="World size.")]
+_RANK = Annotated[int, typer.Option("--rank", min=0, help="Which rank to rehearse: pipeline stages differ.")]
 _CLOCK = Annotated[bool, typer.Option("--clock", help="The script's own clock shows the predicted time.")]
 _MODULE = Annotated[bool, typer.Option("-m", help="TARGET is a module, as in python -m.")]
 _SET = Annotated[
@@ -82,6 +83,7 @@ def rehearse(
     device: _DEVICE = "h100",
     steps: _STEPS = None,
     ranks: _RANKS = 1,
+    rank: _RANK = 0,
     clock: _CLOCK = False,
     module: _MODULE = False,
     settings: _SET = None,
@@ -118,6 +120,7 @@ def rehearse(
         device=devices[0].key,
         steps=steps or (2 if sweep else 3),
         ranks=ranks,
+        rank=rank,
         clock=clock,
         compiled=not eager,
         settings=parse_settings(settings),

@@ -222,7 +222,8 @@ class Request:
 
     target: path of a script, a module's name (module=True), or the name of a registered case (case=True).
     device: key of `devices.DEVICES`.
-    ranks: world size; this process is rank 0 of it.
+    ranks, rank: world size; which rank of it this process is.
+    received: objects, pickled, that other ranks send to this one: shapes of a pipeline stage's inputs.
     clock: time.time and time.perf_counter show the predicted host clock.
     compiled: capture torch.compile regions; False runs them eagerly.
     settings, implementation: of a case.
@@ -240,6 +241,8 @@ class Request:
     device: str = "h100"
     steps: int = 3
     ranks: int = 1
+    rank: int = 0
+    received: tuple[bytes, ...] = ()
     clock: bool = False
     compiled: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -264,6 +267,7 @@ class Recording:
     notes: sentence -> how often.
     ended: "steps" (all that were asked for), "early" (the script ended before), "refused".
     host_s: seconds of this process spent in the script, all in.
+    sent: objects for other ranks: (rank, pickled).
     """
 
     request: Request
@@ -280,6 +284,7 @@ class Recording:
     ended: str = "early"
     peak_bytes: int = 0
     host_s: float = 0.0
+    sent: list[tuple[int, bytes]] = field(default_factory=list)
 
 
 class LiveClock(Protocol):

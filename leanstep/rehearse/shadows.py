@@ -25,6 +25,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from leanstep.rehearse.branches import Branches
 from leanstep.rehearse.kernel_costs import GEMM, Shape
+from leanstep.rehearse.routing import (
+    ASSUMED,
+    MOST_ELEMENTS,
+    SPREAD,
+    histogram_of_integers,
+    is_spread,
+    mark_spread,
+    spread_evenly,
+)
 from leanstep.script.lines import Line
 
 SHADOW_ELEMENTS = 1 << 20
@@ -63,7 +72,8 @@ def _is_view(func: Any) -> bool:
 def decides_alone(name: str) -> bool:
     """Whether a call's result may be known although an operand is not."""
     short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
-    return name in CHOICES or name in NOT_FINITE or name in COMPARISONS or short in ("or", "and")
+    known = (CHOICES, SPREAD, NOT_FINITE, COMPARISONS, ("or", "and"))
+    return any(name in names for names in known[:-1]) or short in known[-1]
 
 
 def is_assumed(value: Any) -> bool:
@@ -178,7 +188,7 @@ class Shadows:
         return all(self.get(t) is not None for t in tensors)
 
     def put(self, tensor: Tensor, value: Tensor | None) -> None:
-        if value is not None and value.numel() <= SHADOW_ELEMENTS:
+        if value is not None and value.numel() <= _limit([value]):
             tensor._shadow = value  # pyright: ignore[reportAttributeAccessIssue]
 
     def forget(self, tensor: Tensor) -> None:
@@ -343,14 +353,14 @@ class Shadows:
         if overwrites or (len(operands) == 1 and not mutated and _is_view(func)):
             values[0] = self.in_part(operands[0])
         if _is_cheap(name, values, outs):
-            real = self._run_on_host(func, flat, spec, values)
+            counted = histogram_of_integers(name, values, args, kwargs)
+            real = self._run_on_host(func, flat, spec, values) if counted is None else [counted]
             if len(real) == len(outs):
                 if overwrites and self.partial:
                     self._unknown(operands[0]).fill_(False)
-                assumed = any(is_assumed(value) for value in values)
                 for out, value in zip(outs, real, strict=True):
                     if out.shape == value.shape:
-                        self.put(out, mark_assumed(value) if assumed else value)
+                        self.put(out, _marked_as(values, value))
                 return
         alike = self._of_uniform(func, name, args, values) if len(outs) == 1 and not mutated else None
         if alike is not None:
@@ -359,6 +369,12 @@ class Shadows:
                 alike = alike.clone(memory_format=torch.contiguous_format)
             outs[0]._shadow = mark_assumed(alike)  # pyright: ignore[reportAttributeAccessIssue]
             return
+        if name in SPREAD and outs and values[0] is None:
+            chosen = spread_evenly(name, args, kwargs, outs[-1])
+            if chosen is not None:
+                self.assume(line, name, ASSUMED)
+                self.put(outs[-1], mark_assumed(chosen))
+                return
         self._choose(name, values, operands, outs, mutated, line)
 
     def _of_uniform(
@@ -503,7 +519,8 @@ class Shadows:
         if all(value is not None for tensor, value in pairs if isinstance(tensor, Tensor)):
             real = func(*host_args, **host_kwargs)
             real = real if isinstance(real, (tuple, list)) else (real,)
-            return [(r.shape, r.dtype, r) for r in real]
+            operands = [value for _, value in pairs if isinstance(value, Tensor)]
+            return [(r.shape, r.dtype, _marked_as(operands, r)) for r in real]
         self.assume(line, name, "all elements")
         arguments = named_arguments(func, args, kwargs)
         return [(shape, dtype, None) for shape, dtype in DYNAMIC[name](arguments)]
@@ -525,9 +542,22 @@ def _is_cheap(name: str, values: Sequence[Tensor | None], outs: Sequence[Tensor]
     """Whether a call can run on its shadows: all are known and small, and it multiplies no matrices."""
     if any(v is None for v in values):
         return False
-    small = sum(v.numel() for v in values if v is not None) <= 4 * SHADOW_ELEMENTS
+    limit = SHADOW_ELEMENTS if any(t.is_floating_point() for t in outs) else _limit(values)
+    small = sum(v.numel() for v in values if v is not None) <= 4 * _limit(values)
     cheap = name not in GEMM and "attention" not in name and name not in WITHOUT_VALUES
-    return small and cheap and sum(t.numel() for t in outs) <= SHADOW_ELEMENTS
+    return small and cheap and sum(t.numel() for t in outs) <= limit
+
+
+def _limit(values: Sequence[Tensor | None]) -> int:
+    """Elements of a result that is kept."""
+    return MOST_ELEMENTS if any(is_spread(value) for value in values) else SHADOW_ELEMENTS
+
+
+def _marked_as(values: Sequence[Tensor | None], value: Tensor) -> Tensor:
+    """A result that rests on assumed values, or on spread choices, does so itself."""
+    if any(is_assumed(operand) for operand in values):
+        mark_assumed(value)
+    return mark_spread(value) if any(is_spread(operand) for operand in values) else value
 
 
 # Calls whose output shapes depend on values

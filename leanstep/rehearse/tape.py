@@ -31,6 +31,7 @@ from leanstep.rehearse.kernel_costs import FREE, kernels, registered_cost
 from leanstep.rehearse.lines import Lines, Place
 from leanstep.rehearse.out_of_memory import DeviceMemory
 from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, Taped, plan_of
+from leanstep.rehearse.refusals import SPARSE, Refused
 from leanstep.rehearse.shadows import (
     DYNAMIC,
     Shadows,
@@ -392,6 +393,8 @@ class Tape(TorchDispatchMode):
             if self.shadows.assumed_on_host:
                 self.shadows.follow_on_host(name, out, given.tensors, self.lines.here())
             return self.pin(out) if pinned and not isinstance(out, FakeTensor) else out
+        if "sparse" in name or any(t.layout is not torch.strided for t in given.tensors):
+            raise Refused(SPARSE)
         if not hasattr(func, "_schema"):  # a higher-order operator: its body comes back here
             with self.fake_mode:
                 return func(*args, **kwargs)

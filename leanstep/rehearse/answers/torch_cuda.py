@@ -23,12 +23,15 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from leanstep.rehearse.answers import cuda_graphs, parameters, tensor_types
 from leanstep.rehearse.branches import assumed_numbers
 from leanstep.rehearse.events import HostWait
-from leanstep.rehearse.shadows import check_ordinal, devices_here, storage_key
+from leanstep.rehearse.refusals import EXPORT, NESTED, Refused
+from leanstep.rehearse.shadows import check_ordinal, devices_here
 from leanstep.rehearse.tape import Tape
 from leanstep.script.lines import LIBRARY, USER, judge_code
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
+# Added to what stands for an address: no machine has memory there.
+NO_ADDRESS = 1 << 62
 # Kernels of the simulated device; they are removed with this object.
 _LIBRARY = torch.library.Library("aten", "IMPL")
 # torch composes these ops of others unless the device has kernels for them, as CUDA has. `_fused_rms_norm` of
@@ -43,10 +46,6 @@ class DeviceProperties(types.SimpleNamespace):
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return id(self)
-
-
-class Refused(Exception):
-    """The program asks for what a rehearsal cannot give; the message is one sentence."""
 
 
 def install(tape: Tape, device: Any) -> None:
@@ -71,11 +70,26 @@ def install(tape: Tape, device: Any) -> None:
     # `torch.tensor(x, device="cuda")` in a captured graph: nobody may compute with its value on the device.
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore
     proxy_tensor.CONSTANT_NUMEL_LIMIT = -1
-    torch._C._set_only_lift_cpu_tensors(True)
+    _lift_from_host()
     # Without FakeTensor in these lists the optimizers fall back to one launch per tensor.
     for supported in (_foreach_utils._foreach_supported_types, _optimizer_types):
         if FakeTensor not in supported:
             supported.append(FakeTensor)
+
+
+def _lift_from_host() -> None:
+    """`torch.tensor(x, device="cuda")` is a host tensor that is copied. torch keeps this flag per thread,
+    and starts threads of its own for backward."""
+    from torch.autograd.function import BackwardCFunction
+
+    run = BackwardCFunction.apply
+
+    def apply(self: Any, *args: Any) -> Any:
+        torch._C._set_only_lift_cpu_tensors(True)
+        return run(self, *args)
+
+    BackwardCFunction.apply = apply
+    torch._C._set_only_lift_cpu_tensors(True)
 
 
 def _own_kernels() -> None:
@@ -438,6 +452,7 @@ def _generators() -> None:
             return real.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
     torch.Generator = Generator  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.default_generators = tuple(Generator() for _ in range(devices_here()))
 
 
 def _pinned_memory(tape: Tape) -> None:
@@ -456,6 +471,15 @@ def _pinned_memory(tape: Tape) -> None:
         return out
 
     torch.UntypedStorage.resize_ = resize_
+    address = torch.UntypedStorage.data_ptr
+
+    def data_ptr(self: Any) -> int:
+        """Programs compare addresses of storages (FSDP1, tied weights): one number each, no valid address."""
+        if self.device.type == "cpu":
+            return address(self)
+        return NO_ADDRESS | self._cdata if self.nbytes() else 0
+
+    torch.UntypedStorage.data_ptr = data_ptr
 
 
 def _list_reads(tape: Tape) -> None:
@@ -642,13 +666,32 @@ def _refusals() -> None:
         return load_inline(name, cpp_sources, cuda_sources, *args, **given)
 
     _set(extension, load=load_sources, load_inline=load_text)
+    _refuse_exports_and_nested()
     # The message of FakeTensor names an internal; say what was asked for.
-    refused = refuse("data_ptr() of a device tensor")
+    no_address = refuse("data_ptr() of a device tensor")
 
     def data_ptr(self: FakeTensor) -> int:
-        """Graphed callables compare addresses: whether an input is the captured one."""
-        if sys._getframe(1).f_code.co_filename == torch.cuda.graphs.__file__:
-            return storage_key(self) + int(self.storage_offset()) * self.element_size()
-        return refused()
+        """torch compares addresses (FSDP1, graphed callables); a program hands them to code of the device."""
+        caller = sys._getframe(1).f_code
+        if judge_code(caller.co_filename, caller.co_name) & (USER | LIBRARY):
+            no_address()
+        return self.untyped_storage().data_ptr() + int(self.storage_offset()) * self.element_size()
 
     FakeTensor.data_ptr = data_ptr
+
+
+def _refuse_exports_and_nested() -> None:
+    def export(*_: Any, **__: Any) -> Any:
+        raise Refused(EXPORT)
+
+    def ragged_size(tensor: Tensor, *, coeff: int = 1) -> Any:
+        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+            raise Refused(NESTED)
+        return plain(tensor, coeff=coeff)
+
+    from torch.nested._internal import nested_tensor
+
+    plain = nested_tensor.get_tensor_symint
+    nested_tensor.get_tensor_symint = ragged_size
+    torch.export.export = export
+    torch.export.export_for_training = export  # pyright: ignore[reportAttributeAccessIssue]
