@@ -10,12 +10,13 @@ from logprob.flat import linear_logprobs, linear_policy_loss, token_logprobs
 
 pytest.importorskip("triton")
 
-from leanstep.logprob import LMHead, PolicyObjective, Transform, Tuning, policy_loss
+from leanstep.logprob import Allowed, LMHead, PolicyObjective, ReferenceHead, Transform, Tuning, policy_loss
 from leanstep.logprob import linear_logprobs as unflattened
 from leanstep.logprob.engine import kernel, lm_head, passes, tiles
 from leanstep.logprob.engine.gpu import gpu_tiles
 from leanstep.logprob.engine.invariant import GPU_COLUMNS, RowBlocks
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles, row_stride, tile_slices
+from leanstep.objectives import linear_masked_logprobs
 
 pytestmark = pytest.mark.interpreter
 
@@ -394,3 +395,81 @@ def test_invariant_rows_keep_their_bits(gpu_route):
     assert torch.equal(whole.logp[some], part.logp) and torch.equal(whole.entropy[some], part.entropy)
     log_p = torch.log_softmax(hidden.double() @ weight.double().T, -1)
     torch.testing.assert_close(whole.logp.double(), log_p.gather(1, targets[:, None])[:, 0])
+
+
+def kl_to_reference(hidden, weight, reference_logits):
+    """KL(p || q) of the plain code, [T]."""
+    log_p = torch.log_softmax(hidden @ weight.T, -1)
+    log_q = torch.log_softmax(reference_logits.to(log_p.dtype), -1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+@pytest.mark.parametrize("tile", [None, Tiles(4, 64, "vocab")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kl_to_a_reference_head_of_an_odd_vocabulary(tile, dtype, gpu_route):
+    """The reference's tile of logits needs the padding that its product writes."""
+    hidden, weight, _, targets, upstream = inputs(dtype)
+    other = inputs(dtype, seed=1)[1]
+    logits = hidden.double() @ other.double().T
+
+    def fast(h, w):
+        reference = ReferenceHead(weight=other)
+        out = unflattened(h, w, targets, outputs=("kl",), reference=reference, tuning=Tuning(tile=tile))
+        return out.logp, out.kl
+
+    def slow(h, w):
+        return plain(h, w, None, targets)[0], kl_to_reference(h, w, logits)
+
+    truth = with_gradients(slow, (hidden.double(), weight.double()), upstream)
+    found, plainly = (with_gradients(f, (hidden, weight), upstream) for f in (fast, slow))
+    assert_as_good_as_plain(found, plainly, truth, 4e-3 if dtype == torch.bfloat16 else 2e-6)
+
+
+def test_masked_logprobs_with_a_reference_of_an_odd_vocabulary(gpu_route):
+    """Rows without a set go over the whole vocabulary, their reference as well."""
+    hidden, weight, _, targets, _ = inputs(torch.float32)
+    other = inputs(torch.float32, seed=1)[1]
+    ids = torch.stack([targets, (targets + 3) % V], 1).flatten()
+    has_set = torch.arange(T) % 3 > 0
+    kept = Allowed(
+        ids[has_set.repeat_interleave(2)], torch.cat([torch.zeros(1), 2 * has_set.cumsum(0)]).long(), has_set
+    )
+    out = linear_masked_logprobs(hidden, weight, targets, kept, reference=ReferenceHead(weight=other))
+    logits = hidden.double() @ other.double().T
+    expected = kl_to_reference(hidden.double(), weight.double(), logits)
+    torch.testing.assert_close(out.kl[~has_set].double(), expected[~has_set], rtol=1e-4, atol=1e-5)
+
+
+def test_a_16_bit_hidden_state_decides_for_an_fp32_weight(gpu_route, monkeypatch):
+    """Masters of FSDP2, gathered in fp32: without autocast all three products have 16-bit operands."""
+    hidden, weight, _, targets, upstream = inputs(torch.float32)
+    hidden = hidden.bfloat16()
+    operands = set()
+
+    def watched(a, b, *args, **options):
+        operands.update((a.dtype, b.dtype))
+        return product(a, b, *args, **options)
+
+    product = lm_head.product
+    monkeypatch.setattr(lm_head, "product", watched)
+
+    def fast(h, w):
+        out = linear_logprobs(h, w, targets, entropy="grad", tile=Tiles(5, 64, "vocab"))
+        return out.logp, out.entropy
+
+    def slow(h, w):
+        return plain(h, w.to(h.dtype), None, targets)
+
+    found, plainly = (
+        with_gradients(fast, (hidden, weight), upstream),
+        with_gradients(slow, (hidden, weight), upstream),
+    )
+    truth = with_gradients(slow, (hidden.double(), weight.double()), upstream)
+    assert operands == {torch.bfloat16}
+    assert [f.dtype for f in found] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    assert_as_good_as_plain(found, plainly, truth, 1e-3)
+
+
+def test_a_padded_product_refuses_a_tile_without_padding():
+    with pytest.raises(AssertionError, match="a tile of 8 columns, but 5 elements per row"):
+        lm_head.widened(torch.zeros(3, 5), 8)
