@@ -182,7 +182,7 @@ class _HeadLoss(torch.autograd.Function):
             return final, RowGradients(-weights[chunk.rows])
 
         gradients = form_by_chunks(call, chunks, wanted, row_gradients)
-        ctx.transposed = transposed
+        ctx.transposed, ctx.hidden_dtype = transposed, hidden.dtype
         ctx.save_for_backward(*((None, None) if gradients is None else gradients[:2]))
         return loss.to(call.head.dtype)
 
@@ -191,7 +191,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx, upstream: Tensor):  # type: ignore[override]
         grad_hidden, grad_head = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * upstream.to(grad_hidden.dtype)
+            grad_hidden = (grad_hidden * upstream.to(grad_hidden.dtype)).to(ctx.hidden_dtype)
         if grad_head is not None:
             grad_head = grad_head.T if ctx.transposed else grad_head
             # Multiplied into the parameter's own layout.

@@ -10,13 +10,23 @@ from logprob.flat import linear_logprobs, linear_policy_loss, token_logprobs
 
 pytest.importorskip("triton")
 
-from leanstep.logprob import Allowed, LMHead, PolicyObjective, ReferenceHead, Transform, Tuning, policy_loss
+from leanstep.logprob import (
+    Allowed,
+    LMHead,
+    PolicyBatch,
+    PolicyObjective,
+    ReferenceHead,
+    Transform,
+    Tuning,
+    policy_loss,
+)
 from leanstep.logprob import linear_logprobs as unflattened
+from leanstep.logprob import linear_policy_loss as policy_of_rows
 from leanstep.logprob.engine import kernel, lm_head, passes, tiles
 from leanstep.logprob.engine.gpu import gpu_tiles
 from leanstep.logprob.engine.invariant import GPU_COLUMNS, RowBlocks
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles, row_stride, tile_slices
-from leanstep.objectives import linear_masked_logprobs
+from leanstep.objectives import TeacherHead, linear_distill_loss, linear_masked_logprobs
 
 pytestmark = pytest.mark.interpreter
 
@@ -468,6 +478,42 @@ def test_a_16_bit_hidden_state_decides_for_an_fp32_weight(gpu_route, monkeypatch
     assert operands == {torch.bfloat16}
     assert [f.dtype for f in found] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
     assert_as_good_as_plain(found, plainly, truth, 1e-3)
+
+
+# Triton's interpreter is numpy, which speaks of branches that are not taken.
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("route", ["CPU", "GPU"])
+@pytest.mark.parametrize("selected", [None, torch.tensor([1, 5, 9, 2])])
+@pytest.mark.parametrize("loss", ["policy", "distill", "two teachers"])
+def test_fp16_gradients_of_hidden_wait_for_the_loss_scale(loss, selected, route, request):
+    """A mean over a batch of two million tokens, and GradScaler's 65,536: rounded first, many become zeros."""
+    if route == "GPU":
+        request.getfixturevalue("gpu_route")
+    hidden, weight, _, targets, upstream = inputs(torch.float32)
+    hidden, other = hidden.half(), inputs(torch.float32, seed=1)[1]
+    rows = torch.arange(T) if selected is None else selected
+    old = upstream[0][: len(rows)] - 5.0
+
+    def fast(h, w):
+        fixed = {"normalizer": 2.0**21, "rows": selected}
+        if loss == "policy":
+            batch = PolicyBatch(old, upstream[1][: len(rows)])
+            fixed["objective"] = "gpg"
+            return (policy_of_rows(h, w, targets[: len(rows)], batch, **fixed).loss,)
+        teacher = TeacherHead(h.detach(), other.to(h.dtype))
+        return (
+            linear_distill_loss(h, w, teacher if loss == "distill" else [(teacher, 0.5)] * 2, **fixed).loss,
+        )
+
+    scale = torch.tensor(65536.0)
+    found = with_gradients(fast, (hidden, weight), [scale])
+    truth = with_gradients(fast, (hidden.double(), weight.double()), [scale.double()])
+    assert [g.dtype for g in found[1:]] == [torch.float16, torch.float32]
+    for gradient, exact in zip(found[1:], truth[1:], strict=True):
+        assert gradient.isfinite().all()
+        assert (gradient.double() - exact).abs().max() <= 2e-3 * exact.abs().max()
+    representable = truth[1].abs() > 2e-7
+    assert (found[1][representable] != 0).all()
 
 
 def test_a_padded_product_refuses_a_tile_without_padding():
