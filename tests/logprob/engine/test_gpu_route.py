@@ -22,10 +22,12 @@ from leanstep.logprob import (
 )
 from leanstep.logprob import linear_logprobs as unflattened
 from leanstep.logprob import linear_policy_loss as policy_of_rows
-from leanstep.logprob.engine import kernel, lm_head, passes, tiles
+from leanstep.logprob.engine import invariant, kernel, lm_head, passes, tiles
 from leanstep.logprob.engine.gpu import gpu_tiles
 from leanstep.logprob.engine.invariant import GPU_COLUMNS, RowBlocks
+from leanstep.logprob.engine.softmax import RowStatistics
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles, row_stride, tile_slices
+from leanstep.logprob.parallel import VocabShard
 from leanstep.objectives import TeacherHead, linear_distill_loss, linear_masked_logprobs
 
 pytestmark = pytest.mark.interpreter
@@ -407,6 +409,39 @@ def test_invariant_rows_keep_their_bits(gpu_route):
     torch.testing.assert_close(whole.logp.double(), log_p.gather(1, targets[:, None])[:, 0])
 
 
+def test_few_heights_are_tried_and_kernels_get_no_scratch(gpu_route, monkeypatch):
+    """A trial waits for the device: of 1 to 1,100 rows each, 24 heights are tried and not every one."""
+    tried, scratches = [], []
+
+    def trial(rows, columns, *constants):
+        tried.append(rows)
+        return torch.zeros(1)
+
+    bits = invariant.row_bits
+    monkeypatch.setattr(invariant, "row_bits", trial)
+    weight = torch.zeros(16, 8)
+    head = lm_head.Head(weight, None, None, 1.0, None, 1.0, VocabShard(0, 16, 16), 16, torch.float32)
+    for rows in range(1, 1101):
+        hidden = torch.zeros(1, 8).expand(rows, 8)
+        blocks, _ = invariant.arrange_blocks(
+            head, hidden, rows, ranks=1, budget=None, tile=None, max_rows=1024
+        )
+        places = len(blocks.places(torch.device("cpu")))
+        assert rows <= places <= max(rows + 63, 1.125 * rows) and places % 64 == 0
+    assert len(set(tried)) <= 24, sorted(set(tried))
+    update = RowStatistics.update_
+
+    def watched(self, z, scratch, *args, **options):
+        scratches.append(len(scratch))
+        return update(self, z, scratch, *args, **options)
+
+    monkeypatch.setattr(RowStatistics, "update_", watched)
+    shape = (64, 24, 8, torch.float32, torch.float32, torch.device("cpu"))
+    found = [bits.__wrapped__(*shape, kernels) for kernels in (kernel, None)]
+    assert scratches == [0, 2]
+    torch.testing.assert_close(*found)
+
+
 def kl_to_reference(hidden, weight, reference_logits):
     """KL(p || q) of the plain code, [T]."""
     log_p = torch.log_softmax(hidden @ weight.T, -1)
@@ -486,7 +521,7 @@ def test_a_16_bit_hidden_state_decides_for_an_fp32_weight(gpu_route, monkeypatch
 @pytest.mark.parametrize("selected", [None, torch.tensor([1, 5, 9, 2])])
 @pytest.mark.parametrize("loss", ["policy", "distill", "two teachers"])
 def test_fp16_gradients_of_hidden_wait_for_the_loss_scale(loss, selected, route, request):
-    """A mean over a batch of two million tokens, and GradScaler's 65,536: rounded first, many become zeros."""
+    """A mean over a batch of two million tokens, and GradScaler's 65,536: rounded first, many are zeros."""
     if route == "GPU":
         request.getfixturevalue("gpu_route")
     hidden, weight, _, targets, upstream = inputs(torch.float32)
