@@ -562,7 +562,7 @@ def _linear_op(
 @_linear_op.register_fake
 def _(hidden, weight, bias, down, up, targets, rows, temperatures, numbers, counts, entropy, autocast):
     dtype = accumulation_dtype(hidden.dtype, weight.dtype)
-    num_rows = len(hidden) if rows is None else len(rows)
+    num_rows = hidden.shape[0] if rows is None else rows.shape[0]
     lse, k, *_ = counts
     moment, row, several = entropy != "none", (num_rows,), (num_rows, *targets.shape[1:])
     shapes = [several, row if moment else 0, row if lse else 0, (num_rows, k) if k else 0]

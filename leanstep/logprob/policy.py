@@ -404,7 +404,7 @@ def _(
     hidden, weight, bias, down, up, targets, rows, temperatures, old_logp, advantages, mask, ref_logp,
     normalizer, lengths, names, numbers, budget, autocast, needed,
 ):  # fmt: skip
-    num_rows = len(hidden) if rows is None else len(rows)
+    num_rows = hidden.shape[0] if rows is None else rows.shape[0]
     moment = names.split()[3] != "none" or numbers[7] != 0
     shapes = [(), num_rows, num_rows if moment else 0, 3 + moment]
     made = [hidden.new_empty(shape, dtype=accumulation_dtype(hidden.dtype, weight.dtype)) for shape in shapes]

@@ -98,7 +98,9 @@ def test_bad_shapes_are_named():
     with pytest.raises(ValueError, match=r"^out: expected shape"):
         kernel.xxt(x, torch.zeros(6, 6))
     with pytest.raises(ValueError, match=r"^x: expected"):
-        kernel.xxt(x.T, torch.zeros(6, 6))
+        kernel.xxt(x[0], torch.zeros(6, 6))
+    with pytest.raises(ValueError, match=r"^out: expected .* with contiguous rows"):
+        kernel.xxt(x, torch.zeros(8, 8)[::2, ::2])
     with pytest.raises(ValueError, match=r"^dst: expected shape"):
         kernel.transpose_copy(x, torch.zeros(4, 6))
 
