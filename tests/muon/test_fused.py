@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.interpreter
 
 from leanstep.muon import NorMuon, reference, state
 from leanstep.muon.fused import kernel, launches

@@ -410,7 +410,7 @@ def test_invariant_rows_keep_their_bits(gpu_route):
 
 
 def test_few_heights_are_tried_and_kernels_get_no_scratch(gpu_route, monkeypatch):
-    """A trial waits for the device: of 1 to 1,100 rows each, 24 heights are tried and not every one."""
+    """A trial waits for the device: of 541 numbers of rows no more than 56 heights are tried."""
     tried, scratches = [], []
 
     def trial(rows, columns, *constants):
@@ -421,14 +421,14 @@ def test_few_heights_are_tried_and_kernels_get_no_scratch(gpu_route, monkeypatch
     monkeypatch.setattr(invariant, "row_bits", trial)
     weight = torch.zeros(16, 8)
     head = lm_head.Head(weight, None, None, 1.0, None, 1.0, VocabShard(0, 16, 16), 16, torch.float32)
-    for rows in range(1, 1101):
+    for rows in range(1, 20_001, 37):
         hidden = torch.zeros(1, 8).expand(rows, 8)
         blocks, _ = invariant.arrange_blocks(
             head, hidden, rows, ranks=1, budget=None, tile=None, max_rows=1024
         )
         places = len(blocks.places(torch.device("cpu")))
         assert rows <= places <= max(rows + 63, 1.125 * rows) and places % 64 == 0
-    assert len(set(tried)) <= 24, sorted(set(tried))
+    assert len(set(tried)) <= 56, sorted(set(tried))
     update = RowStatistics.update_
 
     def watched(self, z, scratch, *args, **options):
