@@ -14,15 +14,16 @@ FAST_PATHS = ("lens", "logprob", "objectives", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
     "lens": {"triton_driver"},
-    "logprob": {"cpu", "triton_driver"},
+    "logprob": {"cpu", "output_buffers", "triton_driver"},
     "objectives": {"logprob", "cpu"},
-    "muon": {"cpu", "triton_driver"},
+    "muon": {"cpu", "output_buffers", "triton_driver"},
     "gpt": {"muon", "logprob", "cpu", "triton_driver"},
     "measure": {"case", "cpu", "script"},
+    "kernel_checks": {"measure"},
     "diagnose": {"script", "flops", "files", "units"},
     "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
     # The user's script: runs below every command that watches it.
-    "script": {"files"},
+    "script": {"files", "cpu"},
     "fix": {"diagnose", "prove", "script", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"lens", "logprob", "muon", "gpt", "files"},

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 pytest.importorskip("triton", reason="Triton is not installed")
-pytestmark = pytest.mark.interpreter
 
 from leanstep.muon import NorMuon, reference, state
 from leanstep.muon.fused import kernel, launches
 from leanstep.muon.polar import Workspace, plan_polar
 from leanstep.muon.state import Stack, from_master, to_master
+
+pytestmark = pytest.mark.interpreter
 
 
 @pytest.fixture
