@@ -40,7 +40,8 @@ def predict(cases: Sequence[Case], size: str | None = None, say: Say = lambda li
 
     Returns:
         {"leanstep", "torch", "predicted": True, "rows": [{"case", "size", "dtype", "impl", "launches",
-        "host_waits", "above_bytes", "step_s": {device: seconds}}, ...]}; above_bytes: peak above the inputs.
+        "host_waits", "above_bytes", "peak_bytes", "step_s": {device: seconds}}, ...]}; above_bytes: peak above
+        the inputs; peak_bytes: with them.
     """
     from leanstep.rehearse import Request, rehearse
 
@@ -95,7 +96,24 @@ def _predicted(recording: Any) -> Data | None:
     alone = replace(recording, steps=[last])
     timings = {key: last_step(alone, device) for key, device in DEVICES.items()}
     seconds = {key: float(f"{timing.step_s:.5g}") for key, timing in timings.items() if timing is not None}
-    return {"launches": launches, "host_waits": waits, "above_bytes": peak, "step_s": seconds}
+    counts = {"launches": launches, "host_waits": waits, "above_bytes": peak}
+    return {**counts, "peak_bytes": _peak_bytes(recording.events[: last.last]), "step_s": seconds}
+
+
+def _peak_bytes(events: Sequence[Any]) -> int:
+    """The most bytes that the storages of a rehearsal held together, its inputs included."""
+    from leanstep.rehearse.events import Alloc, Free
+
+    live: dict[int, int] = {}
+    total = peak = 0
+    for event in events:
+        if isinstance(event, Alloc):
+            live[event.storage] = event.nbytes
+            total += event.nbytes
+            peak = max(peak, total)
+        elif isinstance(event, Free):
+            total -= live.pop(event.storage, 0)
+    return peak
 
 
 def load_predictions(path: Path | None = None) -> Data:
@@ -210,7 +228,7 @@ def compare(result: BenchResult, predictions: Data, device: str) -> list[Data]:
     return figures
 
 
-def _by_call(predictions: Data) -> dict[tuple[str, str, str, str], Data]:
+def _by_call(predictions: Data) -> dict[tuple[Any, ...], Any]:
     return {(row["case"], row["size"], row["dtype"], row["impl"]): row for row in predictions["rows"]}
 
 

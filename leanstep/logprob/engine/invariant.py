@@ -105,17 +105,7 @@ def arrange_blocks(
             f"equal parts), got {head.weight.shape[0]}"
         )
     kernels = kernels_for(hidden, head.dtype, NATIVE_LOGITS)
-    widest = GPU_COLUMNS if on_gpu(device) else COLUMNS
-    if isinstance(tile, Tiles):
-        rows = tile.rows
-    elif tile is not None and tile[0] is not None:
-        rows = tile[0]
-    elif budget is not None:
-        rows = budget // (widest * head.dtype.itemsize)
-    else:
-        rows = 1 << 15 if on_gpu(device) else max_rows
-    if rows <= 0 and tile is not None:
-        raise ValueError(f"tile: expected (rows, columns) > 0, got {rows} rows")
+    rows = _most_rows(head, device, budget, tile, max_rows)
 
     def settled(copies: int, block_rows: int) -> tuple[RowBlocks, int]:
         step = BLOCK if block_rows or copies > 1 else _height_step(min(num_rows, rows), device)
@@ -137,6 +127,22 @@ def arrange_blocks(
     columns = max((tile.stop - tile.start for tiles in parts for tile in tiles), default=1)
     cores = min(choose_cores(num_rows, head.columns, width, device), num_threads())
     return blocks, Arrangement(Tiles(tile_rows, columns, "vocab"), cores, kernels)
+
+
+def _most_rows(head: Head, device: torch.device, budget: int | None, tile: Any, max_rows: int) -> int:
+    """Rows of a tile: the caller's, else what the budget has room for."""
+    if isinstance(tile, Tiles):
+        rows = tile.rows
+    elif tile is not None and tile[0] is not None:
+        rows = tile[0]
+    elif budget is not None:
+        widest = GPU_COLUMNS if on_gpu(device) else COLUMNS
+        rows = budget // (widest * head.dtype.itemsize)
+    else:
+        rows = 1 << 15 if on_gpu(device) else max_rows
+    if rows <= 0 and tile is not None:
+        raise ValueError(f"tile: expected (rows, columns) > 0, got {rows} rows")
+    return rows
 
 
 def _height_step(rows: int, device: torch.device) -> int:
