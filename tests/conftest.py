@@ -45,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if TEST_DEVICE != "cpu" and not torch.cuda.is_available():
         raise pytest.UsageError(
             f"LEANSTEP_TEST_DEVICE: expected a device that is here, got {TEST_DEVICE!r}; "
-            f"torch {torch.__version__} finds no CUDA device"
+            f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no CUDA device; "
+            "docs/gpu.md says which driver it wants"
         )
 
 

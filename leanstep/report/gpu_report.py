@@ -40,8 +40,8 @@ def predict(cases: Sequence[Case], size: str | None = None, say: Say = lambda li
 
     Returns:
         {"leanstep", "torch", "predicted": True, "rows": [{"case", "size", "dtype", "impl", "launches",
-        "host_waits", "above_bytes", "peak_bytes", "step_s": {device: seconds}}, ...]}; above_bytes: peak above
-        the inputs; peak_bytes: with them.
+        "host_waits", "above_bytes", "peak_bytes", "step_s": {device: seconds}}, ...]}; above_bytes: peak
+        above the inputs; peak_bytes: with them.
     """
     from leanstep.rehearse import Request, rehearse
 
