@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.lm_head import Head, RowSource
+from leanstep.logprob.engine.lm_head import Head, RowSource, narrow_dtype
 from leanstep.logprob.engine.vocab_subset import AllowedIds
 from leanstep.logprob.inputs import ENTROPY_MODES, Allowed, Transform, Tuning, VocabShards, unpack_head
 from leanstep.logprob.layout import to_device
@@ -176,7 +176,7 @@ def build_head(
         shard=shard,
         vocabulary=vocabulary,
         dtype=accumulation_dtype(hidden.dtype, tensor.dtype),
-        autocast=_autocast_dtype(hidden.device.type),
+        narrow=narrow_dtype(hidden),
     )
     return head, (hidden, tensor, bias, low_hidden, low_weight)
 
@@ -193,12 +193,6 @@ def check_vocabulary(head: Head, needed: str) -> int:
     if head.vocabulary is None:
         raise ValueError(f"shards.total: expected the whole vocabulary's size {needed}, got None")
     return head.vocabulary
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What products are made of under autocast, as in nn.Linear; None outside."""
-    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
