@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from leanstep.cpu import find_compiler
+from leanstep.output_buffers import has_shared_elements, share_memory
 
 IMPLEMENTATIONS = ("auto", "triton", "compiled", "blocked", "stock")
 # Compiling takes seconds, once: worth it for a table of this size that is turned every step.
@@ -54,6 +55,8 @@ def _check(src: Tensor, dst: Tensor, impl: str) -> str:
         raise ValueError(f"dst: expected shape {(src.size(1), src.size(0))}, got {tuple(dst.shape)}")
     if src.device != dst.device:
         raise ValueError(f"dst: expected device {src.device}, got {dst.device}")
+    if not torch.compiler.is_compiling() and (share_memory(src, dst) or has_shared_elements(dst)):
+        raise ValueError("dst: expected memory apart from src and for each element, got overlapping memory")
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     if torch.compiler.is_compiling():
