@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from leanstep.rehearse.answers import cuda_graphs, parameters, tensor_types
 from leanstep.rehearse.branches import assumed_numbers
+from leanstep.rehearse.answers.triton_launches import shared_memory_bytes
 from leanstep.rehearse.events import HostWait
 from leanstep.rehearse.refusals import EXPORT, NESTED, Refused
 from leanstep.rehearse.shadows import check_ordinal, devices_here
@@ -319,6 +320,7 @@ def _set_presence() -> None:
 def _set_properties(device: Any) -> None:
     major, minor = device.capability
     has_bf16 = device.capability >= (8, 0)
+    shared = shared_memory_bytes(device)
     properties = DeviceProperties(
         name=device.name,
         major=major,
@@ -331,8 +333,8 @@ def _set_properties(device: Any) -> None:
         max_threads_per_block=1024,
         regs_per_multiprocessor=65_536,
         shared_memory_per_block=49_152,
-        shared_memory_per_block_optin=166_912 if major < 9 else 232_448,
-        shared_memory_per_multiprocessor=167_936 if major < 9 else 233_472,
+        shared_memory_per_block_optin=shared,
+        shared_memory_per_multiprocessor=shared + 1_024,
         gcnArchName="",
         uuid="0",
         is_integrated=0,
