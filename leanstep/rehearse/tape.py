@@ -252,14 +252,17 @@ class Tape(TorchDispatchMode):
             self.window_peak_bytes = max(self.window_peak_bytes, self.live_bytes)
         return number
 
-    def _free(self, key: int) -> None:
-        number = self._numbers.pop(key, None)
-        if number is None:
-            return
+    def release(self, number: int) -> None:
+        """Tape the end of an allocation that belongs to no tensor."""
         storage = self.recording.storages[number]
         if storage.nbytes:
             self.live_bytes -= storage.nbytes
             self.add(events.Free(number, self.step))
+
+    def _free(self, key: int) -> None:
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            self.release(number)
 
     def _forget_storage(self, key: int) -> None:
         self._watched.pop(key, None)
