@@ -48,6 +48,18 @@ HELP = {"help_option_names": ["-h", "--help"]}
 _CommandLineError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
+# Commands whose scripts run in child processes. The others leave SIGTERM to the script, as Python does.
+RUN_CHILDREN = ("demo", "fix", "bench", "prove", "rehearse")
+
+
+class Ended(SystemExit):
+    """SIGTERM or SIGHUP came: `with` and `finally` blocks end the children and remove the folders."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name
+
+
 class _Interrupted(Exception):
     """Ctrl-C under a name that typer does not turn into a silent exit."""
 
@@ -132,6 +144,8 @@ def run(arguments: list[str] | None = None) -> int:
         return _one_line(error.format_message(), 2)
     except (_Interrupted, typer.Abort, KeyboardInterrupt):
         return _one_line("interrupted", 130)
+    except Ended as error:
+        return _one_line(f"ended by {error.name}", 128 + getattr(signal, error.name))
     except typer.Exit as error:
         return error.exit_code
 
@@ -146,17 +160,22 @@ def _one_line(message: str, code: int) -> int:
 _DROPPING_FILES = ("weakref.py", "_weakrefset.py")
 _DROPPING_NAMES = ("__del__", "_acquireLock", "_releaseLock", "_after_at_fork_child_reinit_locks")
 _RETRY_S = 0.01
+_received: list[int] = []
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C. Where KeyboardInterrupt would be printed and forgotten: try again in a moment."""
+    """Ctrl-C, or a signal that ends. Where the exception would be printed and dropped: again in a moment."""
+    if number != signal.SIGALRM:
+        _received.append(number)
     look: FrameType | None = frame
     while look is not None:
         if look.f_code.co_name in _DROPPING_NAMES or look.f_code.co_filename.endswith(_DROPPING_FILES):
             signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
             return
         look = look.f_back
-    raise KeyboardInterrupt
+    if _received[-1] == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise Ended(_received[-1])
 
 
 def main() -> None:
@@ -164,4 +183,10 @@ def main() -> None:
     if hasattr(signal, "setitimer") and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
         signal.signal(signal.SIGALRM, _interrupt)
+    if hasattr(signal, "setitimer") and sys.argv[1:2] and sys.argv[1] in RUN_CHILDREN:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            # nohup ignores SIGHUP, and that is meant.
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _interrupt)
+                signal.signal(signal.SIGALRM, _interrupt)
     sys.exit(run())

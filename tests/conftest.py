@@ -18,7 +18,9 @@ if _capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/{_cache}")
 
 import gc
+import importlib.util
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -88,6 +90,18 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, wrap(getattr(torch, name)))
     for name in ("new_empty", "new_empty_strided"):
         monkeypatch.setattr(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exact_interpreter() -> Iterator[None]:
+    """bfloat16 in Triton's interpreter as a GPU has it; the interpreter's own products of it are wrong."""
+    if TEST_DEVICE != "cpu" or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from leanstep.kernel_checks.bfloat16 import exact_bfloat16
+
+    with exact_bfloat16():
+        yield
 
 
 @pytest.fixture

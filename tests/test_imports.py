@@ -14,15 +14,16 @@ FAST_PATHS = ("lens", "logprob", "objectives", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
     "lens": set(),
-    "logprob": {"cpu"},
+    "logprob": {"cpu", "output_buffers"},
     "objectives": {"logprob", "cpu"},
-    "muon": {"cpu"},
+    "muon": {"cpu", "output_buffers"},
     "gpt": {"muon", "logprob", "cpu"},
     "measure": {"case", "cpu", "script"},
+    "kernel_checks": {"measure"},
     "diagnose": {"script", "flops", "files", "units"},
     "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
     # The user's script: runs below every command that watches it.
-    "script": {"files"},
+    "script": {"files", "cpu"},
     "fix": {"diagnose", "prove", "script", "files"},
     "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"lens", "logprob", "muon", "gpt", "files"},

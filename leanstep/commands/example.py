@@ -115,9 +115,10 @@ def compare(
 ) -> dict[str, Any]:
     """Everything about one of the `examples`, as the page's `demo` section holds it."""
     from leanstep.prove.compare import prove_scripts
-    from leanstep.prove.script_jobs import Job, call_in_child
+    from leanstep.prove.script_jobs import Job
     from leanstep.prove.stopwatch import bench_scripts
     from leanstep.report.excerpts import difference
+    from leanstep.script.children import call_in_child
 
     folder = examples / example.name
     before, after = (folder / f"{side}.py" for side in SIDES)

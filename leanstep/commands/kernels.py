@@ -109,9 +109,7 @@ def gpu_report(
     budget: Annotated[float, typer.Option(help="Seconds of timing per case.")] = 10.0,
     predict: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="Only rehearse, on a CPU build of torch, and write the predictions."
-        ),
+        typer.Option(metavar="FILE", help="Only rehearse and write the predictions."),
     ] = None,
 ) -> None:
     """Prove, measure and watch every case on a GPU, each figure beside its prediction: attach it to an issue.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,8 +25,9 @@ from leanstep.fix import repairs
 from leanstep.fix.source_edits import Edit, NotUnderstood, apply
 from leanstep.prove.captured import Captured
 from leanstep.prove.compare import PairProof, judge
-from leanstep.prove.script_jobs import Job, call_in_child, log_to, module_path, run_job
+from leanstep.prove.script_jobs import Job, module_path, run_job
 from leanstep.prove.stopwatch import MIN_ROUNDS, PairBench, SideRow, bench_scripts
+from leanstep.script.children import call_in_child, log_to, temporary_folder
 from leanstep.script.lines import USER, judge_code, short_path
 from leanstep.script.run import Program, Stop, run_script
 
@@ -207,7 +207,9 @@ class _Workbench:
         return Job(str(script), self.argv, self.settings.updates, twin=twin, path=path)
 
     def diagnose(self, script: Path, path: tuple[str, ...] = ()) -> Diagnosis:
-        return call_in_child(_diagnosed, str(script), self.argv, path, fork=self.settings.fork)
+        with temporary_folder() as folder:
+            log = folder / "log"
+            return call_in_child(_diagnosed, str(script), self.argv, path, log, fork=self.settings.fork)
 
     def attempt_all(self, offers: list[Offer]) -> Offer | str:
         findings = [finding for offer in offers for finding in offer.findings]
@@ -260,20 +262,16 @@ def _not_gone(before: Diagnosis, after: Diagnosis, findings: list[Finding]) -> s
     return f"it brings a finding of {came[0]}" if came else None
 
 
-def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...]) -> Diagnosis:
-    """In a child: the findings of a few steps, and the user's files that were run."""
+def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...], log: Path) -> Diagnosis:
+    """In a child: the findings of a few steps, and the user's files that were run. Output goes to `log`."""
 
     def stop() -> None:
         raise Stop
 
     watch = Watch(timed_warmup=True, on_done=stop)
-    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
-        log = Path(folder) / "log"
-        with log_to(log), module_path(path):
-            outcome = run_script(Program(script), argv, watch)
-        said = [
-            line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()
-        ]
+    with log_to(log), module_path(path):
+        outcome = run_script(Program(script), argv, watch)
+    said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     ended = None
     if outcome.exception is not None or outcome.code:
         last = outcome.said or (said[-1].strip() if said else "")
@@ -325,10 +323,10 @@ def overlaid(script: Path, changed: dict[Path, bytes]) -> Iterator[tuple[Path, t
             places = [Path(place) for place in sys.path if place and path.is_relative_to(Path(place))]
             if places:
                 roots.setdefault(max(places, key=lambda place: len(place.parts)), set()).add(path)
-    with tempfile.TemporaryDirectory(prefix="leanstep-fix-") as temporary:
+    with temporary_folder("leanstep-fix-") as temporary:
         copies: dict[Path, str] = {}
         for number, (root, paths) in enumerate(roots.items()):
-            copies[root] = str(Path(temporary) / str(number))
+            copies[root] = str(temporary / str(number))
             files = {path.relative_to(root): changed.get(path, path.read_bytes()) for path in paths}
             _link(root, Path(copies[root]), files)
         places = tuple(copies.get(Path(place), place) if place else place for place in sys.path)

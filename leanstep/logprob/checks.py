@@ -28,6 +28,7 @@ from leanstep.logprob.parallel import (
     shard_rows,
     vocab_shard,
 )
+from leanstep.output_buffers import check_output_buffer
 
 # hidden, weight, bias, low_hidden, low_weight: what gradients may flow to, in the Functions' order.
 HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -100,6 +101,7 @@ def check_head_call(
     temperature: float | Tensor,
     transform: Transform | None,
     shards: VocabShards | None,
+    main_grad: Tensor | None = None,
 ) -> CheckedCall:
     """Check what describes a head and its rows. The caller has targets and other per-row tensors checked by
     the result.
@@ -118,6 +120,9 @@ def check_head_call(
     else:
         check_rows(rows, hidden.device)
     head, tensors = build_head(hidden, weight, transform, shards)
+    if main_grad is not None:
+        shape, device = tensors[1].shape, hidden.device
+        check_output_buffer("main_grad", main_grad, shape=shape, device=device, inputs=tensors)
     head.temperature = check_temperature(temperature, given_rows, num_rows, head.dtype)
     low_hidden = tensors[3]
     return CheckedCall(
@@ -249,12 +254,12 @@ def check_targets(
 
 def check_range(name: str, ids: Tensor, stop: int) -> None:
     """Refuse ids outside [0, stop)."""
-    if not _is_fake(ids):
+    if not is_fake(ids):
         wrong = f"{name}: expected ids in [0, {stop})"
-        _assert_all((ids >= 0).logical_and_(ids < stop), wrong, ids)
+        assert_all((ids >= 0).logical_and_(ids < stop), wrong, ids)
 
 
-def _assert_all(condition: Tensor, wrong: str, values: Tensor) -> None:
+def assert_all(condition: Tensor, wrong: str, values: Tensor) -> None:
     """The device asserts, the host need not look; on a CPU at once, with the values in the message."""
     try:
         torch._assert_async(condition.all(), wrong)
@@ -277,8 +282,8 @@ def check_temperature(
             expected, got = "a float or a one-dimensional float tensor", _describe(temperature)
             raise ValueError(f"temperature: expected {expected}, got {got}")
         temperature = select_per_row("temperature", temperature, rows, num_rows).to(dtype)
-        if temperature.numel() and not _is_fake(temperature):
-            _assert_all(temperature > 0, "temperature: expected values > 0", temperature)
+        if temperature.numel() and not is_fake(temperature):
+            assert_all(temperature > 0, "temperature: expected values > 0", temperature)
         return temperature
     if not float(temperature) > 0:
         raise ValueError(f"temperature: expected a value > 0, got {temperature}")
@@ -338,5 +343,5 @@ def _describe(value: object) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _is_fake(tensor: Tensor) -> bool:
+def is_fake(tensor: Tensor) -> bool:
     return tensor.is_meta or type(tensor).__name__ == "FakeTensor"

@@ -53,7 +53,13 @@ from leanstep.logprob.engine.torch_ops import (
     under_autocast,
     unpacked_statistics,
 )
-from leanstep.logprob.engine.vocab_subset import SPARSE_FRACTION, AllowedIds, SparseCall, sparse_logprobs
+from leanstep.logprob.engine.vocab_subset import (
+    SPARSE_FRACTION,
+    AllowedIds,
+    RestOfVocabulary,
+    SparseCall,
+    sparse_logprobs,
+)
 from leanstep.logprob.inputs import (
     Allowed,
     Entropy,
@@ -136,10 +142,58 @@ def linear_logprobs(
         if reference is None and allowed is None and shards is None:
             return _traced(hidden, weight, targets, rows, temperature, transform, request, tuning)
     checked = check_head_call(
-        hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
+        hidden,
+        weight,
+        rows=rows,
+        temperature=temperature,
+        transform=transform,
+        shards=shards,
+        main_grad=tuning.main_grad,
     )
     problem = _check_problem(checked, targets, request, transform, reference, allowed, shards, tuning)
     return _scored(problem)
+
+
+def linear_log_odds(
+    hidden: Tensor,
+    weight: Any,
+    targets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    transform: Transform | None = None,
+    shards: VocabShards | None = None,
+    tuning: Tuning | None = None,
+) -> LogProbs:
+    """Log odds of K targets per row against all other columns together; entropy of the whole vocabulary.
+
+    Equivalent to:
+        others = logits.scatter(1, targets, -torch.inf)
+        log_odds = logits.gather(1, targets) - torch.logsumexp(others, -1, keepdim=True)
+
+    `log_softmax` of the log odds and a zero gives the log-probs of the targets and of the rest. The rest
+    keeps its relative accuracy where the targets hold nearly all of the mass; 1 - sum(p) has none there.
+
+    Args:
+        targets: [T', K] ids, each once per row, fewer than the vocabulary has.
+        rows, temperature, transform, shards, tuning: as in `linear_logprobs`.
+
+    Returns:
+        LogProbs with the log odds [T', K] in place of log-probs, and the entropy, which has no gradient.
+    """
+    tuning = Tuning() if tuning is None else tuning
+    checked = check_head_call(
+        hidden,
+        weight,
+        rows=rows,
+        temperature=temperature,
+        transform=transform,
+        shards=shards,
+        main_grad=tuning.main_grad,
+    )
+    rest = RestOfVocabulary()
+    request = _Request("metric", set(), 0)
+    return _scored(_Problem(checked, checked.targets(targets, (2,)), request, 0.0, rest, None, tuning))
 
 
 class _Request(NamedTuple):
@@ -171,7 +225,7 @@ class _Problem:
     targets: Tensor
     request: _Request
     smoothing: float
-    allowed: AllowedIds | None
+    allowed: AllowedIds | RestOfVocabulary | None
     reference: tuple[Head, RowSource] | None
     tuning: Tuning
     # Where an earlier forward loop on the same tensors has run already.
@@ -198,7 +252,9 @@ class _Problem:
     def is_sparse(self) -> bool:
         """Whether reading the allowed rows of the weight alone gives all that is asked for, at less cost."""
         ids = self.allowed
-        if ids is None or not ids.everywhere or (ids.whole_entropy and self.request.entropy != "none"):
+        if not isinstance(ids, AllowedIds) or not ids.everywhere:
+            return False
+        if ids.whole_entropy and self.request.entropy != "none":
             return False
         if self.checked.low is not None or self.checked.group is not None:
             return False
@@ -268,7 +324,7 @@ def _scored(problem: _Problem) -> LogProbs:
 
 def _run_sparse(problem: _Problem) -> LogProbs:
     checked, allowed, tuning = problem.checked, problem.allowed, problem.tuning
-    assert allowed is not None
+    assert isinstance(allowed, AllowedIds)
     call = SparseCall(
         checked.head,
         checked.rows,
@@ -562,7 +618,7 @@ def _linear_op(
 @_linear_op.register_fake
 def _(hidden, weight, bias, down, up, targets, rows, temperatures, numbers, counts, entropy, autocast):
     dtype = accumulation_dtype(hidden.dtype, weight.dtype)
-    num_rows = len(hidden) if rows is None else len(rows)
+    num_rows = hidden.shape[0] if rows is None else rows.shape[0]
     lse, k, *_ = counts
     moment, row, several = entropy != "none", (num_rows,), (num_rows, *targets.shape[1:])
     shapes = [several, row if moment else 0, row if lse else 0, (num_rows, k) if k else 0]

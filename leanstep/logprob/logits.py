@@ -419,7 +419,7 @@ def _token_op(
 
 @_token_op.register_fake
 def _(logits, targets, rows, temperatures, temperature, counts, entropy):
-    num_rows, moment = len(logits) if rows is None else len(rows), entropy != "none"
+    num_rows, moment = logits.shape[0] if rows is None else rows.shape[0], entropy != "none"
     dtype = accumulation_dtype(logits.dtype)
     wanted = (True, moment, bool(counts[0]), True, True, moment, True, False)
     return [logits.new_empty(num_rows if want else 0, dtype=dtype) for want in wanted]

@@ -223,7 +223,7 @@ class _Policy:
 
     def form(self, wanted: Sequence[bool]) -> tuple[tuple[Tensor | None, ...], HeadGradients | None]:
         """The loss and the outputs per row, and the gradients."""
-        call, early = self.call, None
+        call, early, self.trains = self.call, None, any(wanted)
         if wanted[1] and len(self.chunks) == 1:
             early = logits_in_gradient(call.head, call.logit_dtype, most_saved_rows(self.chunks))
         gradients = form_by_chunks(call, self.chunks, wanted, self._row_gradients, early)
@@ -239,7 +239,8 @@ class _Policy:
         self.logp[part] = final.log_prob(stats.target)
         if self.entropy is not None and final.entropy is not None:
             self.entropy[part] = final.entropy
-        rows, gradients = _row_gradients(self, chunk, self.logp[part], final.entropy)
+        form = _row_gradients if self.trains else _row_losses
+        rows, gradients = form(self, chunk, self.logp[part], final.entropy)
         self.losses[part], self.ratio[part], self.clipped[part] = rows
         return final, gradients
 
@@ -265,25 +266,33 @@ def _row_factors(
     return RowFactors(*found)
 
 
+def _row_losses(
+    policy: _Policy, chunk: _Chunk, logp: Tensor, entropy: Tensor | None
+) -> tuple[RowLosses, RowGradients]:
+    """The chunk's losses, and no gradients."""
+    batch, part = policy.batch, chunk.rows
+    rows = policy_losses(
+        policy.objective,
+        logp,
+        batch.old_logp[part],
+        batch.advantages[part],
+        entropy=entropy,
+        ref_logp=None if batch.ref_logp is None else batch.ref_logp[part],
+        mask=None if batch.mask is None else batch.mask[part],
+        sequence_lengths=chunk.lengths,
+    )
+    return rows, RowGradients()
+
+
 def _row_gradients(
     policy: _Policy, chunk: _Chunk, logp: Tensor, entropy: Tensor | None
 ) -> tuple[RowLosses, RowGradients]:
     """The chunk's losses, and weight times df/dlogp and df/dH, by differentiating the objective itself."""
-    batch, part = policy.batch, chunk.rows
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         entropy_leaf = None if entropy is None else entropy.detach().requires_grad_()
-        rows = policy_losses(
-            policy.objective,
-            leaf,
-            batch.old_logp[part],
-            batch.advantages[part],
-            entropy=entropy_leaf,
-            ref_logp=None if batch.ref_logp is None else batch.ref_logp[part],
-            mask=None if batch.mask is None else batch.mask[part],
-            sequence_lengths=chunk.lengths,
-        )
-        total = weighted_sum(rows.losses, policy.weights[part])
+        rows, _ = _row_losses(policy, chunk, leaf, entropy_leaf)
+        total = weighted_sum(rows.losses, policy.weights[chunk.rows])
         leaves = [leaf] if not policy.objective.entropy_coef or entropy_leaf is None else [leaf, entropy_leaf]
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
     g_logp = torch.zeros_like(logp) if grads[0] is None else grads[0]
@@ -401,7 +410,7 @@ def _(
     hidden, weight, bias, down, up, targets, rows, temperatures, old_logp, advantages, mask, ref_logp,
     normalizer, lengths, names, numbers, budget, autocast, needed,
 ):  # fmt: skip
-    num_rows = len(hidden) if rows is None else len(rows)
+    num_rows = hidden.shape[0] if rows is None else rows.shape[0]
     moment = names.split()[3] != "none" or numbers[7] != 0
     shapes = [(), num_rows, num_rows if moment else 0, 3 + moment]
     made = [hidden.new_empty(shape, dtype=accumulation_dtype(hidden.dtype, weight.dtype)) for shape in shapes]

@@ -1,5 +1,6 @@
 """The optimizer: Polar Express, NorMuon, cautious decay; Adam for what is not a matrix."""
 
+from leanstep.muon.momentum_polar import momentum_polar
 from leanstep.muon.optimizer import NorMuon
 from leanstep.muon.param_groups import ParamSplit, split_params
 from leanstep.muon.polar import Workspace, explain, plan_polar, polar
@@ -15,6 +16,7 @@ __all__ = [
     "Workspace",
     "explain",
     "from_master",
+    "momentum_polar",
     "plan_polar",
     "polar",
     "split_params",

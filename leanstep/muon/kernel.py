@@ -6,6 +6,9 @@
     transpose_copy  dst = src^T
     transpose_add   dst += src^T
 
+Inside torch.compile each wrapper calls a torch.library op, which the graph holds as one node: Dynamo cannot
+trace a device guard and a query of the device's shared memory.
+
 The products are symmetric to the bit whatever `tl.dot` rounds: every pair (i, j), (j, i) is written by one
 program from one register, also inside the tiles that the diagonal crosses. Each element is written once.
 Offsets that grow with batch or rows are 64-bit.
@@ -232,8 +235,7 @@ def _stages(tiles: tuple[int, int, int], element_bytes: int, limit: int | None) 
 
 def _symmetric(
     kernel, x: Tensor, out: Tensor, side: int, reduction: int, *scalars, tiles=None, **flags
-) -> Tensor:
-    _check("x", x)
+) -> None:
     _check("out", out)
     if out.shape[-2:] != (side, side) or _batch(out)[0] != _batch(x)[0]:
         raise ValueError(f"out: expected shape {(*x.shape[:-2], side, side)}, got {tuple(out.shape)}")
@@ -247,36 +249,86 @@ def _symmetric(
             *scalars, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=_GROUP,
             num_warps=_WARPS, num_stages=stages, **flags,
         )  # fmt: skip
+
+
+def _is_turned(tensor: Tensor) -> bool:
+    return tensor.ndim in (2, 3) and tensor.stride(-1) != 1 and tensor.stride(-2) == 1
+
+
+def _product(
+    kind: str,
+    x: Tensor,
+    out: Tensor,
+    tiles: tuple[int, int, int] | None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        with torch.no_grad():
+            _product_op(x, out, kind, [] if tiles is None else list(tiles), alpha, beta)
+    else:
+        _launch_product(kind, x, out, tiles, alpha, beta)
     return out
 
 
+def _launch_product(
+    kind: str, x: Tensor, out: Tensor, tiles: tuple[int, int, int] | None, alpha: float, beta: float
+) -> None:
+    # X X^T of a transposed X is X^T X of the matrix in memory; the result equals its own transpose.
+    if _is_turned(x):
+        kind, x = {"xxt": "xtx", "xtx": "xxt"}.get(kind, kind), x.mT
+    elif x.stride(-1) != 1:
+        x = x.contiguous()
+    _check("x", x)
+    out = out.mT if _is_turned(out) else out
+    rows, cols = x.shape[-2:]
+    if kind == "xtx":
+        _symmetric(xtx_kernel, x, out, cols, rows, tiles=tiles)
+    else:
+        _symmetric(xxt_kernel, x, out, rows, cols, alpha, beta, tiles=tiles, EPILOGUE=kind == "ba_caa")
+
+
+@torch.library.custom_op("leanstep::symmetric_product", mutates_args=("out",))
+def _product_op(
+    x: Tensor, out: Tensor, kind: str, tiles: list[int], alpha: float, beta: float
+) -> None:  # fmt: skip
+    _launch_product(kind, x, out, tuple(tiles) or None, alpha, beta)  # type: ignore[arg-type]
+
+
 def xxt(x: Tensor, out: Tensor, tiles: tuple[int, int, int] | None = None) -> Tensor:
-    """out = x @ x.mT for x [R, C] or [B, R, C]."""
-    return _symmetric(xxt_kernel, x, out, x.size(-2), x.size(-1), 1.0, 0.0, tiles=tiles, EPILOGUE=False)
+    """out = x @ x.mT for x [R, C] or [B, R, C], of any strides; the rows or columns of out are contiguous."""
+    return _product("xxt", x, out, tiles)
 
 
 def xtx(x: Tensor, out: Tensor, tiles: tuple[int, int, int] | None = None) -> Tensor:
-    """out = x.mT @ x for x [R, C] or [B, R, C]."""
-    return _symmetric(xtx_kernel, x, out, x.size(-1), x.size(-2), tiles=tiles)
+    """out = x.mT @ x for x [R, C] or [B, R, C], of any strides; the rows or columns of out are contiguous."""
+    return _product("xtx", x, out, tiles)
 
 
 def ba_caa(
     a: Tensor, out: Tensor, alpha: float, beta: float, tiles: tuple[int, int, int] | None = None
 ) -> Tensor:
     """out = beta * a + alpha * a @ a for a symmetric a."""
-    return _symmetric(xxt_kernel, a, out, a.size(-2), a.size(-1), alpha, beta, tiles=tiles, EPILOGUE=True)
+    return _product("ba_caa", a, out, tiles, alpha, beta)
 
 
 def _transpose(src: Tensor, dst: Tensor, add: bool) -> None:
-    for name, tensor in (("src", src), ("dst", dst)):
-        if tensor.ndim != 2 or tensor.stride(-1) != 1:
-            raise ValueError(
-                f"{name}: expected [R, C] with contiguous rows, got shape {tuple(tensor.shape)}, "
-                f"strides {tensor.stride()}"
-            )
+    if src.ndim != 2 or dst.shape != src.shape[::-1]:
+        expected = f"shape {tuple(src.shape[::-1])} for src [R, C]"
+        raise ValueError(f"dst: expected {expected}, got {tuple(dst.shape)} for {tuple(src.shape)}")
+    if torch.compiler.is_compiling():
+        with torch.no_grad():
+            _transpose_op(src, dst, add)
+    else:
+        _launch_transpose(src, dst, add)
+
+
+def _launch_transpose(src: Tensor, dst: Tensor, add: bool) -> None:
+    if src.stride(-1) != 1 or dst.stride(-1) != 1:
+        # Where one side is transposed in memory, both are read along their rows: no tile to turn.
+        dst.add_(src.T) if add else dst.copy_(src.T)
+        return
     rows, cols = src.shape
-    if dst.shape != (cols, rows):
-        raise ValueError(f"dst: expected shape {(cols, rows)}, got {tuple(dst.shape)}")
     block_m, block_n, warps = transpose_tiles(src.numel())
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(cols, block_n)
     if not tiles:
@@ -288,13 +340,18 @@ def _transpose(src: Tensor, dst: Tensor, add: bool) -> None:
         )  # fmt: skip
 
 
+@torch.library.custom_op("leanstep::transpose_tiles", mutates_args=("dst",))
+def _transpose_op(src: Tensor, dst: Tensor, add: bool) -> None:
+    _launch_transpose(src, dst, add)
+
+
 def transpose_copy(src: Tensor, dst: Tensor) -> None:
-    """dst = src^T."""
+    """dst = src^T; any strides."""
     _transpose(src, dst, add=False)
 
 
 def transpose_add(src: Tensor, dst: Tensor) -> None:
-    """dst += src^T."""
+    """dst += src^T; any strides."""
     _transpose(src, dst, add=True)
 
 

@@ -126,15 +126,39 @@ class NorMuon(torch.optim.Optimizer):
         self._lr, self._options = lr, {key: given[key] for key in MATRIX_OPTIONS}
         self._nonfinite, self._mesh, self._averaged = nonfinite, mesh, averaged
         self._max_elements = max_elements
-        self._workspace = Workspace()
         self._names: dict[Tensor, str] = {}
+        self._start_empty()
+        super().__init__(params, {"lr": lr})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: torch's part, and the options and names that a later step needs."""
+        if self._ranks is not None:
+            raise TypeError("NorMuon: expected one rank to copy or pickle it, got a mesh; use state_dict()")
+        self._count_skipped()
+        names = [self._names[param] for group in self.param_groups for param in group["params"]]
+        constants = ("_adam", "_lr", "_options", "_nonfinite", "_mesh", "_averaged", "_max_elements")
+        own = {key: getattr(self, key) for key in constants}
+        return {**super().__getstate__(), **own, "names": names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names = state.pop("names", None)
+        super().__setstate__(state)
+        if names is None:
+            # torch's load_state_dict, on an optimizer that has its names.
+            return
+        params = [param for group in self.param_groups for param in group["params"]]
+        self._names = dict(zip(params, names, strict=True))
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        """What a step builds up for the next one."""
+        self._workspace = Workspace()
         self._entries: dict[Tensor, Entry] = {}
         self._ranks: Any = None
         self._stepped: list[Group] = []
         # Steps that the device decides about, and how many of them it took: a number on the device.
         self._tried = 0
         self._taken: Tensor | None = None
-        super().__init__(params, {"lr": lr})
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; unknown options, duplicates and parameters its algorithm cannot step raise."""

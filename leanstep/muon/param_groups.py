@@ -11,6 +11,7 @@ All of these are views. What follows from shape and options alone is worked out 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,9 +118,18 @@ def fill_group(group: Group, lr: float, options: Group, adam: Group) -> Group:
     if algorithm == "muon":
         defaults["variance"] = "off"
     filled = {**defaults, **group, "algorithm": algorithm}
-    _check_numbers(filled)
-    _check_choices(filled)
+    check_group(filled)
     return filled
+
+
+def check_group(group: Group) -> None:
+    """Raise a ValueError for an option that is missing or impossible, in a group of the user or of a file."""
+    needed = ADAM_DEFAULTS if group["algorithm"] == "adam" else MATRIX_OPTIONS
+    missing = [key for key in ("lr", *needed) if key not in group]
+    if missing:
+        raise ValueError(f"{missing[0]}: expected a value for algorithm {group['algorithm']!r}, got none")
+    _check_numbers(group)
+    _check_choices(group)
 
 
 def check_adam(adam: Group) -> Group:
@@ -132,8 +142,11 @@ def check_adam(adam: Group) -> Group:
 
 def _check_numbers(group: Group) -> None:
     for key in ("lr", "weight_decay", "wd_mul", "eps"):
-        if key in group and not float(group[key]) >= 0:
-            raise ValueError(f"{key}: expected a number that is not negative, got {group[key]!r}")
+        if key in group and not 0 <= float(group[key]) < math.inf:
+            raise ValueError(f"{key}: expected a finite number that is not negative, got {group[key]!r}")
+    multipliers = group["lr_mul"] if isinstance(group["lr_mul"], Sequence) else [group["lr_mul"]]
+    if not all(math.isfinite(factor) for factor in multipliers):
+        raise ValueError(f"lr_mul: expected finite numbers, got {group['lr_mul']!r}")
     for key in ("momentum", "beta2"):
         if key in group and not 0 <= group[key] < 1:
             raise ValueError(f"{key}: expected 0 <= {key} < 1, got {group[key]!r}")
@@ -157,6 +170,9 @@ def _check_choices(group: Group) -> None:
     for key, allowed in choices.items():
         if key in group and group[key] not in allowed:
             raise ValueError(f"{key}: expected one of {', '.join(allowed)}, got {group[key]!r}")
+    dtype = group.get("compute_dtype", "auto")
+    if dtype != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"compute_dtype: expected 'auto' or a floating-point dtype, got {dtype!r}")
     rule = group.get("lr_rule", "none")
     if not callable(rule) and rule not in LR_RULES:
         raise ValueError(f"lr_rule: expected one of {', '.join(LR_RULES)} or a callable, got {rule!r}")
@@ -244,6 +260,8 @@ def check_cut(name: str, shape: Sequence[int], cut: Cut) -> None:
         raise ValueError(
             f"{name}: expected at least two dimensions for a Muon group, got shape {shape}; use an adam group"
         )
+    if 0 in shape:
+        raise ValueError(f"{name}: expected elements in a Muon group, got shape {shape}; use an adam group")
     if cut.flatten == "conv":
         shape = (shape[0], torch.Size(shape[1:]).numel())
     length = shape[-2 + cut.split_dim]
@@ -486,6 +504,8 @@ def _default_choice(
         return "frozen", "does not require a gradient"
     if param.ndim < 2:
         return "adam", f"{param.ndim}-D"
+    if param.numel() == 0:
+        return "adam", "no elements"
     if any(param is table.weight for table in tables):
         return "adam", "embedding table"
     if isinstance(owner, nn.Linear) and any(owner.out_features == table.num_embeddings for table in tables):

@@ -403,7 +403,7 @@ def polar(
         eps_mode: relative (any scale gives the same result; zero gives zero) or absolute (adds 1e-6
             to the norm, bit-compatible with the speedrun).
         method, restart, panels, compute_dtype: see `plan_polar`.
-        workspace: scratch to reuse between calls.
+        workspace: scratch to reuse between calls; not used inside torch.compile.
 
     Returns:
         [..., R, C] in the dtype of `update`; singular values of a Gaussian matrix land in 0.86 .. 1.14.
@@ -418,6 +418,9 @@ def polar(
         raise ValueError(f"update: expected at least two dimensions, got shape {tuple(update.shape)}")
     if eps_mode not in EPS_MODES:
         raise ValueError(f"eps_mode: expected one of {', '.join(EPS_MODES)}, got {eps_mode!r}")
+    if torch.compiler.is_compiling():
+        choices = (method, _auto_or(restart), _auto_or(panels), _dtype_or_none(compute_dtype))
+        return _polar_op(update, [x for triple in coefficients for x in triple], eps_mode, *choices)
     if update.numel() == 0:
         return update.clone()
     rows, cols = update.shape[-2:]
@@ -447,3 +450,41 @@ def polar(
     pieces = [(source, result)] if plan.batched else list(zip(source, result, strict=True))
     run_side_by_side([functools.partial(job, matrix, target) for matrix, target in pieces], workspace)
     return result.view(update.shape)
+
+
+# The function as a torch.library op. restart, panels: -1 stands for "auto", 0 for None.
+
+
+@torch.library.custom_op("leanstep::polar", mutates_args=())
+def _polar_op(
+    update: Tensor, coefficients: list[float], eps_mode: str, method: str, restart: int, panels: int,
+    compute_dtype: torch.dtype | None,
+) -> Tensor:  # fmt: skip
+    factor = polar(
+        update,
+        coefficients=triples_of(coefficients),
+        eps_mode=eps_mode,
+        method=method,
+        restart="auto" if restart < 0 else restart or None,
+        panels="auto" if panels < 0 else panels,
+        compute_dtype=compute_dtype or "auto",
+    )
+    return factor.contiguous()
+
+
+@_polar_op.register_fake
+def _(update, coefficients, eps_mode, method, restart, panels, compute_dtype):
+    return update.new_empty(update.shape)
+
+
+def triples_of(numbers: Sequence[float]) -> list[tuple[float, float, float]]:
+    """(a, b, c) per step from all numbers in a row."""
+    return [(a, b, c) for a, b, c in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)]
+
+
+def _auto_or(choice: int | str | None) -> int:
+    return -1 if choice == "auto" else choice or 0  # type: ignore[return-value]
+
+
+def _dtype_or_none(choice: torch.dtype | str) -> torch.dtype | None:
+    return None if isinstance(choice, str) else choice

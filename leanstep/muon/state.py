@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.muon.param_groups import Entry, Group, group_cut, second_shape
+from leanstep.muon.param_groups import Entry, Group, check_group, group_cut, second_shape
 from leanstep.muon.polar import PolarPlan
 from leanstep.muon.transpose import triton_kernels
 
@@ -202,13 +202,30 @@ def check_loadable(groups: list[Group], state_dict: dict[str, Any]) -> None:
         if mine and names and list(mine) != list(names):
             odd = next((a, b) for a, b in zip(mine, names, strict=True) if a != b)
             raise ValueError(f"state_dict: expected parameter {odd[0]!r} in group {index}, got {odd[1]!r}")
-        both = {**group, **theirs}
+        both = {**{key: value for key, value in group.items() if callable(value)}, **theirs}
+        both.setdefault("algorithm", group["algorithm"])
+        _check_saved_options(index, both)
         for position, (param, key) in enumerate(zip(group["params"], theirs["params"], strict=True)):
             second = None
             if both["algorithm"] != "adam" and both["variance"] != "off":
                 second = second_shape(param.shape, group_cut(both), both["variance"])
             name = mine[position] if mine else f"param_{position}"
-            check_state(name, param, state_dict["state"].get(key), both, second)
+            saved_state = state_dict["state"].get(key)
+            check_state(name, param, saved_state, both, second)
+            _check_finite(name, saved_state or {})
+
+
+def _check_saved_options(index: int, group: Group) -> None:
+    try:
+        check_group(group)
+    except ValueError as error:
+        raise ValueError(f"state_dict: group {index}: {error}") from None
+
+
+def _check_finite(name: str, state: State) -> None:
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise ValueError(f"{name}: expected finite numbers in state {key!r}, got NaN or infinity")
 
 
 def check_grad(name: str, param: Tensor) -> None:

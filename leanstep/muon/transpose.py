@@ -6,6 +6,8 @@ torch's `dst.add_(src.T)` reads or writes one of the two sides with a stride of 
     compiled   torch.compile on the CPU: 16 x 16 tiles turned in registers (needs a C++ compiler)
     blocked    plain torch: transpose a cache-full into scratch, then add it row by row
     stock      dst.copy_(src.T), dst.add_(src.T)
+
+Inside torch.compile a CPU takes the stock line, which Inductor compiles; a GPU takes one torch.library op.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from leanstep.cpu import find_compiler
+from leanstep.output_buffers import has_shared_elements, share_memory
 
 IMPLEMENTATIONS = ("auto", "triton", "compiled", "blocked", "stock")
 # Compiling takes seconds, once: worth it for a table of this size that is turned every step.
@@ -52,9 +55,20 @@ def _check(src: Tensor, dst: Tensor, impl: str) -> str:
         raise ValueError(f"dst: expected shape {(src.size(1), src.size(0))}, got {tuple(dst.shape)}")
     if src.device != dst.device:
         raise ValueError(f"dst: expected device {src.device}, got {dst.device}")
+    if not torch.compiler.is_compiling() and (share_memory(src, dst) or has_shared_elements(dst)):
+        raise ValueError("dst: expected memory apart from src and for each element, got overlapping memory")
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    if torch.compiler.is_compiling():
+        return "stock" if src.device.type == "cpu" and impl != "triton" else "traced"
     return choose_transpose(src) if impl == "auto" else impl
+
+
+@torch.library.custom_op("leanstep::transpose", mutates_args=("dst",))
+def _transpose_op(src: Tensor, dst: Tensor, add: bool) -> None:
+    # A CPU comes here only where the caller asks for Triton's interpreter.
+    impl = "triton" if src.device.type == "cpu" else "auto"
+    transpose_add(src, dst, impl=impl) if add else transpose_copy(src, dst, impl=impl)
 
 
 @torch.no_grad()
@@ -64,9 +78,11 @@ def transpose_copy(src: Tensor, dst: Tensor | None = None, *, impl: str = "auto"
     Equivalent to:
         dst.copy_(src.T)
     """
-    out = torch.empty(src.shape[::-1], dtype=src.dtype, device=src.device) if dst is None else dst
+    out = src.new_empty(src.shape[::-1]) if dst is None else dst
     impl = _check(src, out, impl)
-    if impl == "triton":
+    if impl == "traced":
+        _transpose_op(src, out, False)
+    elif impl == "triton":
         triton_kernels().transpose_copy(src, out)
     elif impl != "compiled" or not _ran_compiled(_copy, out, src):
         # Stock copy_ already goes by blocks of 60 x 60: a blocked version in Python was no faster.
@@ -82,7 +98,9 @@ def transpose_add(src: Tensor, dst: Tensor, *, impl: str = "auto") -> Tensor:
         dst.add_(src.T)
     """
     impl = _check(src, dst, impl)
-    if impl == "triton":
+    if impl == "traced":
+        _transpose_op(src, dst, True)
+    elif impl == "triton":
         triton_kernels().transpose_add(src, dst)
     elif impl == "stock":
         dst.add_(src.T)

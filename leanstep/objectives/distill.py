@@ -20,7 +20,12 @@ from torch import Tensor
 
 from leanstep.cpu import one_thread_each
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
-from leanstep.logprob.checks import CheckedCall, check_head_call, check_options, select_per_row
+from leanstep.logprob.checks import (
+    CheckedCall,
+    check_head_call,
+    check_options,
+    select_per_row,
+)
 from leanstep.logprob.engine.forward_gradients import (
     agreed_columns,
     arrange_chunks,
@@ -40,6 +45,7 @@ from leanstep.logprob.engine.tiles import (
     even_slices,
     on_gpu,
 )
+from leanstep.logprob.linear import linear_log_odds
 from leanstep.objectives.distill_tiles import ChunkPasses, Problem
 from leanstep.objectives.divergences import Divergence, checked_divergence
 from leanstep.objectives.divergences import divergence as plain_divergence
@@ -152,7 +158,7 @@ def linear_distill_loss(
         if hard is not None:
             raise ValueError("hard: expected None with TeacherTopK; add linear_cross_entropy to its loss")
         options = {"transform": transform, "shards": shards, "tuning": tuning}
-        return _top_k_loss(hidden, weight, teacher, kind, float(temperature), rows, weights, options)
+        return _top_k_loss(checked, hidden, weight, teacher, kind, weights, options)
     teachers = _open_teachers(teacher, kind, checked, shards)
     problem = _problem(checked, teachers, kind, weights, hard, tuning)
     one_thread = one_thread_each() if problem.cores > 1 else contextlib.nullcontext()
@@ -256,24 +262,26 @@ def _head_sums(problem: Problem, wanted: Sequence[bool], early: LogitsInGradient
 
 
 def _top_k_loss(
+    checked: CheckedCall,
     hidden: Tensor,
     weight: Any,
     teacher: TeacherTopK,
     kind: Divergence,
-    temperature: float,
-    rows: Tensor | None,
     weights: Tensor,
     options: dict[str, Any],
 ) -> DistillLoss:
     """k outcomes and the tail: the head gives k log-probs per row, the rest is plain torch on [T', k + 1]."""
-    ids, log_q = checked_top_k(teacher, rows, len(hidden))
-    out = linear_logprobs(
-        hidden, weight, ids, rows=rows, temperature=temperature, entropy="metric", **options
-    )
-    log_p, log_q = out.logp, log_q.to(out.logp.dtype)
-    if teacher.tail:
-        log_p = torch.cat([log_p, tail_log_mass(log_p).unsqueeze(-1)], -1)
+    ids, log_q = checked_top_k(teacher, checked.source)
+    options = {"rows": checked.rows, "temperature": checked.head.temperature, **options}
+    if teacher.tail and ids.shape[1] != checked.head.vocabulary:
+        out = linear_log_odds(hidden, weight, ids, **options)
+        odds_of_tail = out.logp.new_zeros((len(out.logp), 1))
+        log_p = torch.log_softmax(torch.cat([out.logp, odds_of_tail], -1), -1)
         log_q = torch.cat([log_q, tail_log_mass(log_q).unsqueeze(-1)], -1)
+    else:
+        out = linear_logprobs(hidden, weight, ids, entropy="metric", **options)
+        log_p = out.logp
+    log_q = log_q.to(log_p.dtype)
     values = plain_divergence(log_p, log_q, kind)
     loss = torch.where(weights == 0, 0.0, values * weights).sum()
     return DistillLoss(loss, values.detach(), None, out.entropy)

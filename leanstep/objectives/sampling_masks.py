@@ -110,7 +110,13 @@ def linear_masked_logprobs(
     _check_flat(kept)
     *sets, targets = _on_host([*kept, targets])
     checked = check_head_call(
-        hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
+        hidden,
+        weight,
+        rows=rows,
+        temperature=temperature,
+        transform=transform,
+        shards=shards,
+        main_grad=tuning.main_grad,
     )
     head, tensors = checked.head, checked.tensors
     if checked.low is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from leanstep.logprob import Transform, VocabShards
-from leanstep.logprob.checks import build_head, check_float, check_vocabulary, select_per_row
+from leanstep.logprob.checks import assert_all, build_head, check_float, check_vocabulary, is_fake
 from leanstep.logprob.engine.lm_head import Head, RowSource
 from leanstep.objectives.divergences import log_one_minus_exp
 
@@ -146,29 +146,38 @@ class GivenTiles:
 
 
 def _own_rows(name: str, length: int, source: RowSource) -> Tensor | None:
-    """Which rows of a teacher's tensor the selected rows are: the same, or all of them."""
-    if source.rows is not None and length == source.num_rows != source.hidden.shape[0]:
+    """Which rows of a teacher's tensor the selected rows are: None for a tensor of the selected rows alone.
+
+    With as many selected rows as there are rows, both readings agree only if every row is selected in order.
+    """
+    rows, num_rows = source.rows, source.hidden.shape[0]
+    if rows is None and length == num_rows:
         return None
-    if length == source.hidden.shape[0]:
-        return source.rows
-    if source.rows is not None and length == source.num_rows:
+    if rows is not None and length == num_rows == source.num_rows:
+        if not is_fake(rows):
+            in_order = rows == torch.arange(num_rows, device=rows.device)
+            expected = "every row in order where as many rows are selected as there are"
+            assert_all(in_order, f"rows: expected {expected} ({name} has one row for each)", rows)
         return None
-    expected = f"{source.hidden.shape[0]} rows"
-    if source.rows is not None:
+    if rows is not None and length == num_rows:
+        return rows
+    if rows is not None and length == source.num_rows:
+        return None
+    expected = f"{num_rows} rows"
+    if rows is not None:
         expected += f" or {source.num_rows} (selected)"
     raise ValueError(f"{name}: expected {expected}, got {length}")
 
 
-def checked_top_k(teacher: TeacherTopK, rows: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
+def checked_top_k(teacher: TeacherTopK, source: RowSource) -> tuple[Tensor, Tensor]:
     """Ids and log-probs of the selected rows, [T', k] each."""
     ids, log_probs = teacher.ids, teacher.log_probs.detach()
     check_float("teacher.log_probs", log_probs, 2)
     if ids.shape != log_probs.shape:
         raise ValueError(f"teacher.ids: expected {tuple(log_probs.shape)}, got {tuple(ids.shape)}")
-    return (
-        select_per_row("teacher.ids", ids.long(), rows, num_rows),
-        select_per_row("teacher.log_probs", log_probs, rows, num_rows),
-    )
+    rows = _own_rows("teacher.log_probs", len(log_probs), source)
+    ids = ids.long()
+    return (ids, log_probs) if rows is None else (ids.index_select(0, rows), log_probs.index_select(0, rows))
 
 
 def open_teacher(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from leanstep.prove.first_change import InvarianceRow, TapedOp, Variant, first_change
-from leanstep.prove.script_jobs import Job, log_to, seeded, start, wait_all
+from leanstep.prove.script_jobs import Job, seeded
 from leanstep.prove.sketches import outside_modes
+from leanstep.script.children import ended_afterwards, log_to, start, temporary_folder, wait_all
 from leanstep.script.lines import Stack
 from leanstep.script.run import Stop, run_script
 
@@ -215,10 +215,11 @@ def _changed(args: Any, kwargs: Any, variant: Variant, batch: int, length: int |
 
 def prove_invariance(job: Job, *, fork: bool = False) -> InvarianceProof:
     """The models that a script calls in its first training step, each on the batch it is given there."""
-    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
-        child = start(_invariant_child, (job, folder), fork=fork)
-        wait_all([child])
-        target = Path(folder) / "proof.pickle"
+    with temporary_folder() as folder:
+        child = start(_invariant_child, (job, str(folder)), fork=fork)
+        with ended_afterwards([child]):
+            wait_all([child])
+        target = folder / "proof.pickle"
         if not target.exists():
             return InvarianceProof(job.label, problem=f"{job.label} was killed before its first model call")
         return pickle.loads(target.read_bytes())

@@ -1,25 +1,18 @@
 """Run a script in a process of its own, captured, with the same seeds every time; also as several ranks.
 
-A child is forked where a caller asks for it: torch is imported already, which saves seconds. Otherwise, and
-where this process uses a GPU, it is started afresh. What the script prints goes to a log; what was captured
-comes back in a file, also when the script raises, exits or is interrupted.
+What the script prints goes to a log; what was captured comes back in a file, also when the script raises,
+exits or is interrupted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pickle
 import random
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from leanstep.cpu import end_idle_threads
 from leanstep.prove.capture import Captured, Recorder
 from leanstep.prove.twin import Twin
+from leanstep.script.children import (
+    Child,
+    ended_afterwards,
+    interrupt_all,
+    log_to,
+    start,
+    temporary_folder,
+    wait_all,
+)
 from leanstep.script.run import Program, Stop, run_script
-
-# Ranks that wait for one that died are ended after this long.
-GRACE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -74,16 +72,18 @@ class Job:
 def run_job(job: Job, *, fork: bool = False) -> list[Captured]:
     """Run it and return what each rank captured, rank 0 first."""
     Program.find(job.script)
-    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
+    processes: list[Child] = []
+    with temporary_folder() as folder, ended_afterwards(processes):
         count = job.ranks or 1
         port = free_port() if job.ranks else 0
-        processes = [start(_captured_child, (job, rank, port, folder), fork=fork) for rank in range(count)]
+        for rank in range(count):
+            processes.append(start(_captured_child, (job, rank, port, str(folder)), fork=fork))
         try:
             wait_all(processes)
         except KeyboardInterrupt:
             interrupt_all(processes)
-            _raise_with(KeyboardInterrupt(), [_read(Path(folder), job, rank) for rank in range(count)])
-        return [_read(Path(folder), job, rank) for rank in range(count)]
+            _raise_with(KeyboardInterrupt(), [_read(folder, job, rank) for rank in range(count)])
+        return [_read(folder, job, rank) for rank in range(count)]
 
 
 def _raise_with(error: BaseException, captured: list[Captured]) -> None:
@@ -197,128 +197,6 @@ def eager_random_numbers() -> Iterator[None]:
         torch.compile = compiled
         stack.callback(setattr, torch, "compile", original)
         yield
-
-
-# Processes.
-
-
-@dataclass
-class Child:
-    """A process that was forked (`pid`) or started afresh (`popen`)."""
-
-    pid: int
-    popen: subprocess.Popen[bytes] | None = None
-    code: int | None = None
-
-    def poll(self) -> int | None:
-        if self.code is None:
-            if self.popen is not None:
-                self.code = self.popen.poll()
-            else:
-                done, status = os.waitpid(self.pid, os.WNOHANG)
-                if done:
-                    self.code = os.waitstatus_to_exitcode(status)
-        return self.code
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-            while self.poll() is None:
-                time.sleep(0.01)
-
-
-def start(function: Callable[..., None], args: tuple[Any, ...], *, fork: bool) -> Child:
-    """Call a module-level function in a new process; it gets nothing of this one but its arguments."""
-    if fork and hasattr(os, "fork") and not torch.cuda.is_initialized():
-        # Every optimizer and every mode wakes it up: seconds, once here or again in each child.
-        importlib.import_module("torch._dynamo")
-
-        sys.stdout.flush()
-        sys.stderr.flush()
-        end_idle_threads()
-        with warnings.catch_warnings():
-            # Python warns where there are other threads; they take no locks that the child needs.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid:
-            return Child(pid)
-        code = 1
-        try:
-            function(*args)
-            code = 0
-        finally:
-            # No clean-up of the parent's: its exit handlers and test session are not the child's.
-            os._exit(code)
-    payload = pickle.dumps((function, args)).hex()
-    # Without clean-up here, either: what a rank's script left behind could wait for ever (run_script).
-    program = "import os, pickle, sys; f, a = pickle.loads(bytes.fromhex(sys.argv[1])); f(*a)"
-    program += "; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
-    command = [sys.executable, "-c", program, payload]
-    # Not the working directory of `python -c`: the script's own folder comes first, as Python has it.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    process = subprocess.Popen(command, env=environment)
-    return Child(process.pid, process)
-
-
-def wait_all(children: Sequence[Child], limit_s: float | None = None) -> None:
-    """Wait for all; when one failed, or the limit is over, the others get a while and are then ended."""
-    deadline = None if limit_s is None else time.monotonic() + limit_s
-    while any(child.poll() is None for child in children):
-        if deadline is None and any(child.poll() not in (None, 0) for child in children):
-            deadline = time.monotonic() + GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
-            for child in children:
-                child.kill()
-            return
-        time.sleep(0.01)
-
-
-def interrupt_all(children: Sequence[Child]) -> None:
-    """After Ctrl-C: children of a terminal got it themselves and write what they have; others are told."""
-    wait_quietly = time.monotonic() + 0.5
-    while time.monotonic() < wait_quietly and any(child.poll() is None for child in children):
-        time.sleep(0.01)
-    for child in children:
-        if child.poll() is None:
-            os.kill(child.pid, signal.SIGINT)
-    wait_all(children, GRACE_S)
-
-
-def call_in_child(function: Callable[..., Any], *args: Any, fork: bool = False) -> Any:
-    """What `function(*args)` returns or raises, from a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
-        target = Path(folder) / "result"
-        child = start(_answer, (function, args, str(target)), fork=fork)
-        try:
-            wait_all([child])
-        except KeyboardInterrupt:
-            interrupt_all([child])
-            raise
-        if not target.exists():
-            raise RuntimeError(f"{function.__name__}: its process ended with code {child.poll()}")
-        returned, value = pickle.loads(target.read_bytes())
-    if returned:
-        return value
-    raise value
-
-
-def _answer(function: Callable[..., Any], args: tuple[Any, ...], target: str) -> None:
-    try:
-        answer = (True, function(*args))
-    except BaseException as error:
-        answer = (False, error)
-    Path(target).write_bytes(pickle.dumps(answer))
-
-
-@contextlib.contextmanager
-def log_to(path: Path) -> Iterator[None]:
-    """Standard output and error of this process go to a file, also those of C++ code."""
-    with path.open("w", encoding="utf-8", buffering=1) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        sys.stdout = sys.stderr = log
-        yield
-        log.flush()
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from leanstep import units
 from leanstep.files import BadInput
 from leanstep.measure.peaks import recorded_allocations
-from leanstep.prove.script_jobs import (
-    Child,
-    Job,
-    free_port,
-    log_to,
-    module_path,
-    rank_environment,
-    seeded,
-    start,
-)
+from leanstep.prove.script_jobs import Job, free_port, module_path, rank_environment, seeded
+from leanstep.script.children import Child, ended_afterwards, how_it_ended, log_to, start, temporary_folder
 from leanstep.script.run import Stop, run_script
 from leanstep.script.steps import StepListener, StepMarker
 from leanstep.script.syncs import count_host_reads
@@ -114,9 +105,9 @@ def bench_scripts(
     say = report or (lambda what, share: None)
     result = PairBench(SideRow(before.label), SideRow(after.label))
     rows = [result.before, result.after]
-    with tempfile.TemporaryDirectory(prefix="leanstep-") as folder:
+    with temporary_folder() as folder:
         say("time", 0.0)
-        samples = _interleaved([before, after], rows, Path(folder), (budget_s, min_rounds), fork, say)
+        samples = _interleaved([before, after], rows, folder, (budget_s, min_rounds), fork, say)
         for row, values in zip(rows, samples, strict=True):
             ordered, last = sorted(values), len(values) - 1
             row.median_s = statistics.median(ordered)
@@ -126,7 +117,7 @@ def bench_scripts(
                 result.notes.append(f"{row.script}: {units.steps(row.steps, row.iterations)}")
         for side, job in enumerate((before, after)):
             say(f"memory and host reads of {job.label}", 0.8 + 0.1 * side)
-            counted = _counted(job, Path(folder), fork)
+            counted = _counted(job, folder, fork)
             if counted is None:
                 result.notes.append(f"{job.label} ended before its memory and host reads were counted")
                 continue
@@ -140,30 +131,28 @@ def bench_scripts(
 
 @contextlib.contextmanager
 def _talking(job: Job, folder: Path, fork: bool, kind: str) -> Iterator[tuple[Connection, Child]]:
-    address = str(folder / f"{kind}-{time.monotonic_ns()}")
-    key = os.urandom(16)
-    with Listener(address, "AF_UNIX", authkey=key) as listener:
+    log = folder / f"{kind}-{time.monotonic_ns()}.log"
+    children: list[Child] = []
+    # A pipe, not a socket with a name: the folder for temporary files may have a long path.
+    ours, theirs = Pipe()
+    with ours, ended_afterwards(children):
         port = free_port() if job.ranks else 0
-        child = start(_measured_child, (job, address, key, kind, port), fork=fork)
+        with theirs:
+            line = theirs.fileno()
+            child = start(_measured_child, (job, line, log, kind, port), fork=fork, descriptors=[line])
+        children.append(child)
         # Rank 0 is measured; the others wait for it in their collectives.
-        others = [
-            start(_other_rank, (job, n, port, str(folder)), fork=fork) for n in range(1, job.ranks or 1)
-        ]
-        try:
-            # A child that dies before it says hello must not leave us waiting.
-            listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
-            while True:
-                try:
-                    connection = listener.accept()
-                    break
-                except TimeoutError:
-                    if child.poll() is not None:
-                        raise BadInput(f"bench: {job.label} could not be started") from None
-            with connection:
-                yield connection, child
-        finally:
-            for process in (child, *others):
-                process.kill()
+        for rank in range(1, job.ranks or 1):
+            children.append(start(_other_rank, (job, rank, port, str(folder)), fork=fork))
+        yield ours, child
+
+
+def _receive(line: Connection, child: Child) -> Any:
+    """The next message. A script that ended sends none, though what it started may hold the pipe open."""
+    while not line.poll(0.2):
+        if child.poll() is not None and not line.poll(0):
+            raise EOFError
+    return line.recv()
 
 
 def _interleaved(
@@ -178,7 +167,7 @@ def _interleaved(
     budget_s, min_rounds = limits
     samples: list[list[float]] = [[] for _ in jobs]
     with contextlib.ExitStack() as stack:
-        lines = [stack.enter_context(_talking(job, folder, fork, "time"))[0] for job in jobs]
+        lines = [stack.enter_context(_talking(job, folder, fork, "time")) for job in jobs]
         for side, job in enumerate(jobs):
             for _ in range(WARMUP):
                 _turn(lines[side], job, rows[side], 0, min_rounds)
@@ -198,18 +187,23 @@ def _interleaved(
     return samples
 
 
-def _turn(line: Connection, job: Job, row: SideRow, rounds: int, min_rounds: int) -> float | None:
+def _turn(
+    talk: tuple[Connection, Child], job: Job, row: SideRow, rounds: int, min_rounds: int
+) -> float | None:
     """Let one script make one step; its seconds, or None when it has ended and enough was seen."""
-    kind: str = "end"
-    value: Any = "was killed"
-    with contextlib.suppress(EOFError, OSError):
+    line, child = talk
+    kind, value = "end", None
+    try:
         line.send("go")
-        kind, value, row.steps, row.iterations = line.recv()
+        kind, value, row.steps, row.iterations = _receive(line, child)
+        why = f"ended with {value}" if value else "ended"
+    except (EOFError, OSError):
+        child.kill()
+        why = how_it_ended(child.code)
     if kind == "step":
         return value
-    if rounds >= min_rounds and value is None:
+    if rounds >= min_rounds and why == "ended":
         return None
-    why = f"ended with {value}" if value else "ended"
     raise BadInput(
         f"bench: {job.label} {why} after {rounds} measured steps; "
         f"expected at least {WARMUP + min_rounds + 1} updates from it"
@@ -217,9 +211,9 @@ def _turn(line: Connection, job: Job, row: SideRow, rounds: int, min_rounds: int
 
 
 def _counted(job: Job, folder: Path, fork: bool) -> tuple[int, int, int, list[tuple[float, int]]] | None:
-    with _talking(job, folder, fork, "count") as (line, _):
+    with _talking(job, folder, fork, "count") as (line, child):
         try:
-            kind, value, _, _ = line.recv()
+            kind, value, _, _ = _receive(line, child)
         except (EOFError, OSError):
             return None
         return value if kind == "counted" else None
@@ -236,12 +230,12 @@ def _other_rank(job: Job, rank: int, port: int, folder: str) -> None:
     os._exit(0)
 
 
-def _measured_child(job: Job, address: str, key: bytes, kind: str, port: int) -> None:
+def _measured_child(job: Job, descriptor: int, log: Path, kind: str, port: int) -> None:
     if job.ranks:
         os.environ.update(rank_environment(0, job.ranks, port))
     # The log lies in the parent's folder: a child that is stopped in the middle leaves nothing behind.
-    with log_to(Path(f"{address}.log")):
-        with Client(address, "AF_UNIX", authkey=key) as line:
+    with log_to(log):
+        with Connection(descriptor) as line:
             watched = _Gate(line) if kind == "time" else _Inspection(line)
             with seeded(job.seed), module_path(job.path):
                 outcome = run_script(job.program, job.argv, watched)

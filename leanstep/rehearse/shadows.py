@@ -42,9 +42,11 @@ def is_mask(index: Any) -> bool:
 
 
 def is_composite(func: Any) -> bool:
-    """Whether torch makes a call of others; inference mode and DTensor pass it on whole."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return hasattr(func, "_schema") and func.has_kernel_for_dispatch_key(key)
+    """Whether torch composes a call of others; inference mode and DTensor pass it on whole."""
+    keys = torch._C.DispatchKey
+    if not hasattr(func, "_schema") or func.has_kernel_for_dispatch_key(keys.CUDA):
+        return False
+    return func.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd)
 
 
 def _is_view(func: Any) -> bool:

@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -32,6 +31,8 @@ from leanstep.files import BadInput
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import Launch, Recording, Refusal, Request
+from leanstep.script import guard
+from leanstep.script.children import start_program, temporary_folder
 from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
 from leanstep.script.run import Program, as_main
 
@@ -45,8 +46,17 @@ _START = (
 )
 # Read by torch and by Python when they start: another value needs another interpreter.
 _READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS", "LEANSTEP_CACHE")
+# What CUDA and torch say where there is no real device, or none that is visible.
+_REAL_DEVICE = (
+    "driver version is insufficient",
+    "no CUDA-capable device is detected",
+    "Found no NVIDIA driver",
+    "No CUDA GPUs are available",
+)
 # Exit code of a rehearsal that broke, and where Python leaves the lines of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
+# Seconds that an interrupted program has to leave.
+_LEAVE_S = 5.0
 
 
 def rehearse(
@@ -63,10 +73,10 @@ def rehearse(
     A program that stops before its steps gives a Recording with `ended` and `refused`.
     """
     _validate(request)
-    with tempfile.TemporaryDirectory(prefix="leanstep-rehearse-") as folder:
-        asked, answered = Path(folder) / "request", Path(folder) / "recording"
+    with temporary_folder("leanstep-rehearse-") as folder:
+        asked, answered = folder / "request", folder / "recording"
         environment = {**os.environ, **_rank_environment(request.ranks), "PYTHONUNBUFFERED": "1"}
-        environment["PATH"] = _tools(Path(folder), request.device) + os.environ.get("PATH", "")
+        environment["PATH"] = _tools(folder, request.device) + os.environ.get("PATH", "")
         environment.pop("TRITON_INTERPRET", None)
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
         code = _server().run(asked, answered, quiet, _Watcher(answered, show))
@@ -76,11 +86,11 @@ def rehearse(
     return got
 
 
-def _lost(request: Request, code: int, folder: str) -> Recording | RehearsalError:
+def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
     """What is known of a program that took its process with it: `os._exit`, a signal."""
     if code == _OWN_FAILURE:
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
-    fault = Path(folder) / _FAULTS
+    fault = folder / _FAULTS
     found = re.findall(r'File "(.+)", line (\d+) in (.+)', fault.read_text() if fault.exists() else "")
     line = nearest_line(((file, int(number), name) for file, number, name in reversed(found)), USER)
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -114,7 +124,7 @@ class _Server:
         if sys.version_info < (3, 11):
             command.remove("-P")
         environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        self.process = subprocess.Popen(
+        self.process = start_program(
             command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
         )
         theirs.close()
@@ -136,15 +146,25 @@ class _Server:
                 return int(self.line.recv(64) or b"-1")
             except OSError:
                 return -1
+            except KeyboardInterrupt:
+                self._interrupt()
+                self.end()
+                raise
             except BaseException:
                 self.end()
                 raise
 
+    def _interrupt(self) -> None:
+        """Ctrl-C reaches only this process: the program gets it too, and a moment to leave."""
+        self.process.interrupt()
+        self.line.settimeout(_LEAVE_S)
+        with contextlib.suppress(OSError):
+            self.line.recv(64)
+
     def end(self) -> None:
         atexit.unregister(self.end)
         self.line.close()
-        self.process.terminate()
-        self.process.wait()
+        self.process.kill()
 
 
 _servers: list[_Server] = []
@@ -202,9 +222,13 @@ def _rank_environment(ranks: int) -> dict[str, str]:
 
 def _serve(stub: str, descriptor: str) -> None:
     """Load what every rehearsal needs, then fork one for each message until nobody is left to ask."""
-    fake_device.load(Path(stub))
-    import torch._dynamo  # what a fake tensor's first call would import  # noqa: F401
-
+    unusable: RehearsalError | None = None
+    fake_device.hide_devices()
+    try:
+        fake_device.load(Path(stub))
+        import torch._dynamo  # what a fake tensor's first call would import  # noqa: F401
+    except RehearsalError as reason:
+        unusable = reason
     line = socket.socket(fileno=int(descriptor))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program is interrupted, not this
     while True:
@@ -217,18 +241,24 @@ def _serve(stub: str, descriptor: str) -> None:
             line.close()
             for number, given in enumerate(descriptors):
                 os.dup2(given, number)
-            _child(*message.decode().split("\n"))
+            asked, answered = message.decode().split("\n")
+            _child(asked, answered, unusable)
         for given in descriptors:
             os.close(given)
         _, status = os.waitpid(child, 0)
+        guard.end(os.getpid(), os.environ[guard.MARK])
         line.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _child(asked: str, answered: str) -> None:
+def _child(asked: str, answered: str, unusable: RehearsalError | None = None) -> None:
     try:
+        if unusable is not None:
+            raise unusable
         request, environment, folder = pickle.loads(Path(asked).read_bytes())
+        mark = os.environ.get(guard.MARK, "")
         os.environ.clear()
         os.environ.update(environment)
+        os.environ[guard.MARK] = mark
         os.chdir(folder)
         faulthandler.enable(Path(answered).with_name(_FAULTS).open("w"), all_threads=False)
         fake_device.check()
@@ -413,6 +443,8 @@ def _refusal(failure: BaseException, tape: Any) -> Refusal:
         reason = f"a shape or value that only the device knows: {said}"
     elif isinstance(failure, ImportError):
         reason = f"an import failed: {said}"
+    elif any(text in said for text in _REAL_DEVICE):
+        reason = "a call left the rehearsal and asked CUDA for a real device, of which it sees none"
     else:
         reason = f"the program raised {type(failure).__name__}: {said}"
     if line is not None and deepest != line:

@@ -1,6 +1,6 @@
 """What a machine with a GPU reports: proofs, bench and syncs of every case, figures beside predictions.
 
-Predictions come from rehearsals (`leanstep.rehearse`), which need a CPU build of torch, so they are made
+Predictions come from rehearsals (`leanstep.rehearse`), which take minutes, so they are made
 beforehand: `leanstep gpu-report --predict FILE` writes them, and the package carries the file of its release.
 A rehearsal is played on every known device; the report takes the one nearest to the device at hand.
 """

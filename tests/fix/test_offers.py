@@ -16,8 +16,8 @@ from leanstep.files import BadInput
 from leanstep.fix import Settings, find_fixes, offers
 from leanstep.fix.offers import changed_files, is_slower, overlaid
 from leanstep.fix.source_edits import Edit
-from leanstep.prove.script_jobs import call_in_child
 from leanstep.prove.stopwatch import PairBench, SideRow
+from leanstep.script.children import call_in_child
 
 STEPS = Path(__file__).parent.parent / "diagnose" / "steps"
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from logprob.flat import linear_logprobs, linear_policy_loss
 
-from leanstep.logprob import LoRA, PolicyObjective, policy_loss
+import leanstep.logprob
+from leanstep.logprob import LoRA, PolicyBatch, PolicyObjective, policy_loss
 
 T, D, V = 19, 6, 41
 LENGTHS = [3, 0, 6, 2]
@@ -286,3 +287,23 @@ def test_a_masked_row_can_hold_anything(name, bad, how):
             assert torch.equal(result.metrics[key], value), key
         for key, value in expected[1].items():
             assert torch.equal(grads[key], value), key
+
+
+@pytest.mark.parametrize("name", leanstep.logprob.OBJECTIVES)
+def test_inference_mode_gives_the_loss(name):
+    """Without gradients nothing is differentiated: inference tensors would refuse."""
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 8, generator=random), torch.randn(20, 8, generator=random)
+    targets = torch.randint(20, (6,), generator=random)
+    old, advantages = torch.randn(6, generator=random) - 3, torch.randn(6, generator=random)
+
+    def loss():
+        batch = PolicyBatch(old * 1, advantages * 1, sequence_lengths=[2, 4])
+        return leanstep.logprob.linear_policy_loss(hidden, weight, targets, batch, objective=name)
+
+    with torch.no_grad():
+        expected = loss()
+    with torch.inference_mode():
+        got = loss()
+    assert torch.equal(got.loss, expected.loss)
+    assert torch.equal(got.logp, expected.logp)

@@ -20,6 +20,8 @@ MEANS = {
     "Workspace": "torch.allclose(factors[1], polar(updates[1]))",
     "explain": "text == explain(rows, cols, **options)",
     "from_master": "weight.equal(from_master(master, 'truncate')[0]) and residual.dtype == torch.int16",
+    "momentum_polar": "torch.allclose(factor, momentum_polar(grad, start), atol=1e-4)"
+    " and torch.allclose(start, momentum_buffer)",
     "plan_polar": "plan.method == 'gram' and 28 < plan.flops() / 768**3 < 36",
     "polar": "torch.allclose(factor, polar(update), atol=1e-4)",
     "split_params": "[g['algorithm'] for g in optimizer.param_groups] == ['normuon', 'adam']",
@@ -39,8 +41,9 @@ def world() -> dict[str, object]:
     package.NorMuon([param], lr=0.02).step()
     exact = torch.randn(5, 7)
     high, low = from_master(exact)
-    dst = torch.randn(7, 5)
+    dst, buffer = torch.randn(7, 5), torch.randn(8, 6)
     names |= {
+        **{"momentum_buffer": buffer, "start": buffer.clone()},
         **{"torch": torch, "leanstep": __import__("leanstep"), "reference": reference, "model": model},
         **{"grad": grad, "momentum": torch.zeros(8, 6), "second": torch.zeros(8, 1), "lr": 0.02},
         **{"stepped": param.detach(), "weight": stepped, "updates": list(torch.randn(2, 8, 6))},

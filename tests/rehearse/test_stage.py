@@ -110,9 +110,10 @@ def test_a_torch_without_a_private_name(monkeypatch):
         fake_device.check()
 
 
-def test_a_torch_built_for_cuda(monkeypatch):
-    monkeypatch.setattr(fake_device, "torch_version", lambda: ("2.13.0+cu128", "12.8"))
-    with pytest.raises(RehearsalError, match=r"2\.13\.0\+cu128 is built for CUDA 12\.8"):
+def test_a_torch_built_for_rocm(tmp_path, monkeypatch):
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0+rocm7.1'\ncuda = None\nhip = '7.1.5'\n")
+    monkeypatch.setattr(fake_device, "torch_folder", lambda: tmp_path)
+    with pytest.raises(RehearsalError, match=r"2\.13\.0\+rocm7\.1 is built for ROCm 7\.1\.5: .* CUDA build"):
         fake_device.library()
 
 

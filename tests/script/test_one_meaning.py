@@ -15,10 +15,11 @@ from rehearse.rehearsed import stub_or_skip
 
 from leanstep.cli import run
 from leanstep.flops import StepFlops
-from leanstep.prove.script_jobs import Job, call_in_child
+from leanstep.prove.script_jobs import Job
 from leanstep.prove.stopwatch import bench_scripts
 from leanstep.rehearse.events import HostWait, Launch, Recording, Request
 from leanstep.rehearse.stage import rehearse
+from leanstep.script.children import call_in_child
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))

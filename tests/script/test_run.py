@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from leanstep.files import BadInput
-from leanstep.prove.script_jobs import call_in_child
+from leanstep.script.children import call_in_child
 from leanstep.script.run import Program, run_script
 
 SAYS = """import json, sys

@@ -9,11 +9,11 @@ fixed here, whatever the rows, the threads, the tile and, for the statistics, th
 - the number of rows is filled up to whole blocks, so that no vector loop has a remainder.
 
 What is left is the order in which a product of so many rows adds up, and that is tried: the first time a
-height is met, one row is multiplied in all places of a product that high. Where each gives the bits of place
-0 in a product of `BLOCK` rows, the height is used as it is; where not, products have `BLOCK` rows each; and
-where even their places differ, every row gets a block to itself, filled with copies of it. So the bits are
-always those of place 0 in a block, whichever way was taken. Assumed of a library, cuBLAS included: one shape
-is always added up in one order, whatever the numbers are.
+height is met, one row (several, where a tile is narrow) is multiplied in all places of a product that high.
+Where each gives the bits of place 0 in a product of `BLOCK` rows, the height is used as it is; where not,
+products have `BLOCK` rows each; and where even their places differ, every row gets a block to itself, filled
+with copies of it. So the bits are always those of place 0 in a block, whichever way was taken. Assumed of a
+library, cuBLAS included: one shape is always added up in one order, whatever the numbers are.
 """
 
 # R rows of a block · W columns of a tile · D model · V local vocabulary
@@ -42,6 +42,8 @@ STEP = 64
 PARTS = 16
 COLUMNS, GPU_COLUMNS = 512, 4096
 COLUMN_STEP = 16
+# Sums whose bits are compared before a shape of product is trusted.
+TRIED_SUMS = 128
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,29 @@ def row_bits(
     device: torch.device,
     kernels: Any,
 ) -> Tensor | None:
-    """What a made-up row gives in a tile of this shape: its logits, their statistics, a hidden gradient.
+    """What made-up rows give in a tile of this shape: logits, their statistics, a hidden gradient.
 
-    None where that depends on the row's place in the tile.
+    None where that depends on a row's place in the tile. Two orders of addition may round a few sums alike:
+    there are as many rows as give `TRIED_SUMS` logits.
     """
     random = torch.Generator().manual_seed(columns)
+    bits = [
+        _one_row_bits(rows, columns, width, operand, dtype, device, kernels, random)
+        for _ in range(-(-TRIED_SUMS // columns))
+    ]
+    return torch.cat(bits) if all(some is not None for some in bits) else None  # type: ignore[arg-type]
+
+
+def _one_row_bits(
+    rows: int,
+    columns: int,
+    width: int,
+    operand: torch.dtype,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Any,
+    random: torch.Generator,
+) -> Tensor | None:
     drawn = {"generator": random, "dtype": torch.float32, "device": "cpu"}
     weight = torch.randn(row_stride(columns, device), width, **drawn).to(device, operand)
     row = torch.randn(width, **drawn).to(device, operand) / width**0.5

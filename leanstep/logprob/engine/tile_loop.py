@@ -49,7 +49,7 @@ from leanstep.logprob.engine.tiles import (
     on_gpu,
     tile_slices,
 )
-from leanstep.logprob.engine.vocab_subset import AllowedIds
+from leanstep.logprob.engine.vocab_subset import AllowedIds, RestOfVocabulary
 
 # Hidden rows of a chunk, and those of the LoRA branch.
 ReadRows = Callable[[slice], tuple[Tensor, Tensor | None]]
@@ -81,7 +81,7 @@ class Call:
     kernels: Passes | None = None
     entropy: str = "none"
     lse: bool = False
-    allowed: AllowedIds | None = None
+    allowed: AllowedIds | RestOfVocabulary | None = None
     smoothing: float = 0.0
     top_k: int = 0
     reference: tuple[Head, RowSource] | None = None

@@ -91,6 +91,23 @@ class AllowedIds:
         return Pairs(len(targets), row_of, ids, (ids == targets[row_of]) & ~repeats, repeats)
 
 
+class RestOfVocabulary:
+    """Softmax over the columns that are no targets of the row: what the targets' log odds compare with.
+
+    The interface is that of `AllowedIds`; the entropy stays that of the whole vocabulary.
+    """
+
+    everywhere = False
+    whole_entropy = True
+
+    def restrict(self, z: Tensor, rows: slice, targets: Tensor, first: int) -> Tensor:
+        """A copy of the tile of logits `z` [R, W] with -inf at the rows' targets [R, K]."""
+        local, held = tile_ids(targets, first, z.shape[1])
+        # A target outside the tile lowers nothing: the minimum with +inf.
+        bound = z.new_full((), torch.inf).where(~held, -torch.inf)
+        return z.scatter_reduce(1, local, bound, "amin")
+
+
 @dataclass
 class Pairs:
     """The (row, id) pairs of this shard that a sparse head computes, in row order.

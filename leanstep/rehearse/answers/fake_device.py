@@ -1,7 +1,9 @@
-"""A simulated CUDA device: a small library that makes a CPU build of torch see one.
+"""A simulated CUDA device: a small library that makes torch see one, with or without a real one.
 
 `library` builds it once into the cache; `load` must run before `import torch`, because torch looks its CUDA
 hooks up once. So the process that asks for a rehearsal builds, and the process of the rehearsal loads.
+
+A CUDA build has hooks and a device guard of its own. `load` loads them first, then the stub replaces them.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import operator
+import os
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 SOURCE = Path(__file__).with_name("stub.cpp")
 # What was run.
-RAN_WITH = "torch 2.13"
+RAN_WITH = "torch 2.8 to 2.15"
 # Private names that the tape and the answers rest on.
 NEEDED = (
     "_C._current_autograd_node",
@@ -41,11 +46,11 @@ def torch_folder() -> Path:
 
 
 def torch_version() -> tuple[str, str | None]:
-    """Version of the installed torch and the CUDA version it was built for, without importing it."""
+    """Version of the installed torch and the ROCm version it was built for, without importing it."""
     text = (torch_folder() / "version.py").read_text()
     version = re.search(r"__version__ = '([^']+)'", text)
-    cuda = re.search(r"^cuda[^=]*= '([^']+)'", text, re.MULTILINE)
-    return version.group(1) if version else "unknown", cuda.group(1) if cuda else None
+    rocm = re.search(r"^hip[^=]*= '([^']+)'", text, re.MULTILINE)
+    return version.group(1) if version else "unknown", rocm.group(1) if rocm else None
 
 
 def library() -> Path:
@@ -53,10 +58,10 @@ def library() -> Path:
     from leanstep.cpu import build_library
 
     root = torch_folder()
-    version, cuda = torch_version()
-    if cuda is not None:
+    version, rocm = torch_version()
+    if rocm is not None:
         raise RehearsalError(
-            f"torch {version} is built for CUDA {cuda}: a rehearsal needs an environment with a CPU build "
+            f"torch {version} is built for ROCm {rocm}: a rehearsal needs a CPU or a CUDA build "
             "(pip install torch --index-url https://download.pytorch.org/whl/cpu)"
         )
     flags = (
@@ -85,8 +90,60 @@ def library() -> Path:
 
 
 def load(path: Path) -> None:
-    """Load the stub; torch must not have been imported yet."""
-    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    """Load the stub; torch must not have been imported yet.
+
+    Raises RehearsalError, one line, where a library of torch cannot be loaded.
+    """
+    for library in (*_cuda_libraries(), path):
+        _load(library)
+
+
+def _cuda_libraries() -> list[Path]:
+    """The libraries of a CUDA build that register its hooks and its device guard; none in a CPU build."""
+    names = ("libc10_cuda.so", "libtorch_cuda.so")
+    return [path for path in (torch_folder() / "lib" / name for name in names) if path.exists()]
+
+
+def _load(library: Path) -> None:
+    """Load a library; one of NVIDIA's that the linker does not find is looked for in the nvidia packages.
+
+    torch does the same when it is imported: the packages may be in another folder than torch itself.
+    """
+    sought: set[str] = set()
+    while True:
+        try:
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+            return
+        except OSError as reason:
+            missing = re.match(r"(lib[^:/]+\.so[^:/]*): cannot open shared object", str(reason))
+            if missing is None or missing.group(1) in sought:
+                raise RehearsalError(f"{library.name} cannot be loaded: {reason}") from None
+        sought.add(missing.group(1))
+        _load(_in_nvidia_packages(missing.group(1), library))
+
+
+def _in_nvidia_packages(name: str, needed_by: Path) -> Path:
+    for folder in sys.path:
+        for path in sorted((Path(folder) / "nvidia").glob(f"*/lib/{name}")):
+            return path
+    raise RehearsalError(f"{name}, which {needed_by.name} needs, is not in the environment: reinstall torch")
+
+
+def hide_devices() -> None:
+    """CUDA sees no real device in this process; the program reads and sets CUDA_VISIBLE_DEVICES as usual."""
+    ctypes.CDLL(None).setenv(b"CUDA_VISIBLE_DEVICES", b"", 1)
+    put, unset = os.putenv, os.unsetenv
+
+    # os.environ calls these two: what the program writes stays in os.environ.
+    def putenv(name: Any, value: Any) -> None:
+        if os.fsencode(name) != b"CUDA_VISIBLE_DEVICES":
+            put(name, value)
+
+    def unsetenv(name: Any) -> None:
+        if os.fsencode(name) != b"CUDA_VISIBLE_DEVICES":
+            unset(name)
+
+    os.putenv, os.unsetenv = putenv, unsetenv
 
 
 def check() -> None:

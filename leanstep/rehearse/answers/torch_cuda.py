@@ -20,7 +20,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from leanstep.rehearse.answers import cuda_graphs, parameters
+from leanstep.rehearse.answers import cuda_graphs, parameters, tensor_types
 from leanstep.rehearse.events import HostWait
 from leanstep.rehearse.shadows import check_ordinal, devices_here
 from leanstep.rehearse.tape import Tape
@@ -30,6 +30,8 @@ HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
 # Kernels of the simulated device; they are removed with this object.
 _LIBRARY = torch.library.Library("aten", "IMPL")
+# torch composes these ops of others unless the device has a kernel for them, as CUDA has (2.8 to 2.15).
+OWN_KERNELS = ("_fused_rms_norm", "silu_backward", "mish_backward")
 
 
 class DeviceProperties(types.SimpleNamespace):
@@ -45,6 +47,8 @@ class Refused(Exception):
 
 def install(tape: Tape, device: Any) -> None:
     """Answer for `device` (a record of `devices.DEVICES`), tape what is asked."""
+    _own_kernels()
+    _no_real_kernels()
     _device_answers(tape, device)
     _streams(tape)
     _generators()
@@ -52,6 +56,7 @@ def install(tape: Tape, device: Any) -> None:
     _tensor_reads(tape)
     _list_reads(tape)
     parameters.install(tape)
+    tensor_types.install()
     _attention(tape, device)
     _files(tape)
     _loaders(tape)
@@ -67,6 +72,33 @@ def install(tape: Tape, device: Any) -> None:
     for supported in (_foreach_utils._foreach_supported_types, _optimizer_types):
         if FakeTensor not in supported:
             supported.append(FakeTensor)
+
+
+def _own_kernels() -> None:
+    """Register in a CPU build the kernels that only CUDA has, so that these calls reach the tape whole."""
+
+    def off_tape(*_: Any, **__: Any) -> Any:
+        raise Refused("a kernel of the device was called where the rehearsal does not see it")
+
+    for name in OWN_KERNELS:
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        if hasattr(torch.ops.aten, name) and not has_kernel(f"aten::{name}", "CUDA"):
+            _LIBRARY.impl(name, off_tape, "CUDA")
+
+
+def _no_real_kernels() -> None:
+    """An op without a fake implementation is refused: torch would run it on real zeros of the device."""
+    from torch._subclasses import fake_impls
+
+    run = fake_tensor.run_fallback_kernel
+
+    def run_on_host(mode: Any, func: Any, flat_args: Any, *args: Any) -> Any:
+        if any(isinstance(t, FakeTensor) and t.fake_device.type == "cuda" for t in flat_args):
+            raise fake_tensor.UnsupportedOperatorException(func)
+        return run(mode, func, flat_args, *args)
+
+    _set(fake_tensor, run_fallback_kernel=run_on_host)
+    _set(fake_impls, run_fallback_kernel=run_on_host)
 
 
 def _constants_of_dynamo() -> None:
@@ -127,9 +159,21 @@ def _device_answers(tape: Tape, device: Any) -> None:
         mark=_nothing,
         range=lambda *_, **__: contextlib.nullcontext(),
     )
-    torch.version.cuda = "12.8"
+    torch.version.cuda = torch.version.cuda or "12.8"
+    _set_cudnn()
+    torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript's fused kernels need a real device
     # nn.DataParallel on the one device.
     torch._C._scatter = lambda tensor, *_: (tensor.to("cuda", non_blocking=True),)  # pyright: ignore
+
+
+def _set_cudnn() -> None:
+    built_with = getattr(torch._C, "_cudnn", None)
+    major, minor, patch = (9, 10, 2) if built_with is None else built_with.getCompileVersion()
+    _set(
+        torch.backends.cudnn,
+        version=lambda: 10_000 * major + 100 * minor + patch,
+        is_acceptable=lambda tensor: False,  # an RNN would pack its weights by their addresses
+    )
 
 
 def _memory_answers(tape: Tape, device: Any) -> dict[str, Any]:

@@ -236,3 +236,21 @@ def test_no_further_from_float64_than_the_rule_allows(dtype):
     for name, expected in truth.items():
         allowed = FACTOR[dtype] * relative_error(usual[name], expected) + FLOOR[dtype]
         assert relative_error(ours[name], expected) <= allowed, name
+
+
+@pytest.mark.parametrize("vocab", [2, 3, 514])
+@pytest.mark.parametrize("width", [14, 23, 30, 62, 126])
+def test_rows_keep_their_bits_in_narrow_tiles(vocab, width, fresh):
+    """Two columns round alike in two orders of addition more often than not: one row is no proof."""
+    random = torch.Generator().manual_seed(1000 * vocab + width)
+    hidden = torch.randn(40, width, generator=random)
+    weight = torch.randn(vocab, width, generator=random) / width**0.5
+    targets = torch.full((40,), vocab - 1)
+
+    def score(rows):
+        return linear_logprobs(hidden[rows], weight, targets[rows], tuning=INVARIANT).logp
+
+    shuffled = torch.randperm(40, generator=random)
+    whole = score(torch.arange(40))
+    assert torch.equal(whole[shuffled], score(shuffled))
+    assert torch.equal(whole[7:8], score(torch.tensor([7])))

@@ -1,0 +1,1 @@
+"""What a GPU would find in a Triton kernel, without one: races, bounds, shared memory, registers, spills."""

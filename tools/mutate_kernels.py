@@ -1,0 +1,285 @@
+"""Delete each barrier, mask and bound from each kernel and see whether the tests of CI notice.
+
+    python tools/mutate_kernels.py                 every mutant; writes results/kernel-mutants.json
+    python tools/mutate_kernels.py --list          only list them
+    python tools/mutate_kernels.py muon/kernel     mutants of files whose path contains this
+
+A mutant is a copy of the package with one change in one kernel file. First the memory checks of that file's
+kernels run on it, then the tests that compare the kernels' values. It is killed when one of them fails.
+EQUIVALENT lists mutants that cannot matter, with the reason. A tool, not a test: it takes half an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results" / "kernel-mutants.json"
+# Kernel file -> names of launches in tests/kernel_checks, and files that compare values.
+CHECKS = {
+    "logprob/engine/kernel.py": (
+        "exponentials or update_statistics or divergences or tiles_of_logits or column_sums",
+        ["tests/logprob/engine/test_passes.py"],
+    ),
+    "logprob/engine/gpu/kernel.py": ("policy_rows or gather", ["tests/logprob/engine/test_passes.py"]),
+    "gpt/kernel.py": ("squared_relu or squares", ["tests/gpt/test_layers.py"]),
+    "muon/kernel.py": (
+        "launch or quadratic or transposes or symmetric_products",
+        ["tests/muon/test_kernel.py"],
+    ),
+    "muon/fused/kernel.py": (
+        "optimizers or momentum or normalizations or variances or many_lines or writes or adam",
+        ["tests/muon/test_fused.py"],
+    ),
+    "lens/kernel.py": (
+        "lens or many_pairs or many_slots or many_targets or many_rows",
+        ["tests/lens/test_kernel.py"],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` at one place of a file becomes `new`."""
+
+    file: str
+    line: int
+    kernel: str
+    rule: str
+    start: int
+    stop: int
+    old: str
+    new: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}:{self.line} {self.rule}: {self.old.strip()} -> {self.new.strip() or 'nothing'}"
+
+
+# (kernel, line of source without spaces around it, rule) -> why the change cannot matter.
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+
+
+class Finder(ast.NodeVisitor):
+    """Mutants of one kernel function."""
+
+    def __init__(self, file: str, source: str, function: ast.FunctionDef) -> None:
+        self.file, self.source, self.function = file, source, function
+        self.starts = [0]
+        for line in source.encode().splitlines(keepends=True):
+            self.starts.append(self.starts[-1] + len(line))
+        self.mutants: list[Mutant] = []
+        self.masks = _mask_names(function)
+
+    def add(
+        self, node: ast.AST, rule: str, new: str, *, stop: int | None = None, start: int | None = None
+    ) -> None:
+        begin, end = self.span(node)
+        begin, end = begin if start is None else start, end if stop is None else stop
+        old = self.source.encode()[begin:end].decode()
+        self.mutants.append(Mutant(self.file, node.lineno, self.function.name, rule, begin, end, old, new))
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        return self.starts[node.lineno - 1] + node.col_offset, self.starts[
+            node.end_lineno - 1
+        ] + node.end_col_offset
+
+    def text(self, node: ast.AST) -> str:
+        begin, end = self.span(node)
+        return self.source.encode()[begin:end].decode()
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if self.text(node) == "tl.debug_barrier()":
+            self.add(node, "barrier", "pass")
+        self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> None:
+        if len(node.body) == 1 and isinstance(node.body[0], ast.Return):
+            self.add(node.body[0], "early return", "pass")
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = self.text(node.func)
+        masks = [k for k in node.keywords if k.arg in ("mask", "other")]
+        if called in ("tl.load", "tl.store") and masks:
+            kept = [self.text(a) for a in node.args] + [self.text(k) for k in node.keywords if k not in masks]
+            self.add(node, "mask", f"{called}({', '.join(kept)})")
+        for keyword in masks:
+            if keyword.arg == "mask":
+                self.bounds(keyword.value)
+        if called == "min":
+            for argument in node.args:
+                self.add(node, "minimum", self.text(argument))
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "to" and len(node.args) == 1:
+            if self.text(node.args[0]) == "tl.int64":
+                self.add(node, "64 bits", self.text(node.func.value))
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        names = {n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+        if names & self.masks:
+            self.bounds(node.value)
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if isinstance(node.op, ast.Mod) and "tl.arange" in self.text(node.left):
+            self.add(node, "wrap around", f"({self.text(node.left)})")
+        self.generic_visit(node)
+
+    def bounds(self, expression: ast.AST) -> None:
+        """Comparisons of a mask: each becomes true, and each strict one takes one element more."""
+        for node in ast.walk(expression):
+            if isinstance(node, ast.Compare) and len(node.ops) == 1:
+                left, right = self.text(node.left), self.text(node.comparators[0])
+                if isinstance(node.ops[0], ast.Eq):
+                    continue
+                self.add(node, "bound", f"({left} == {left})")
+                wider = {ast.Lt: "<=", ast.Gt: ">="}.get(type(node.ops[0]))
+                if wider:
+                    self.add(node, "one more", f"{left} {wider} {right}")
+            if isinstance(node, ast.Call) and self.text(node.func) == "tl.where" and len(node.args) == 3:
+                self.add(node, "bound", self.text(node.args[1]))
+
+
+def _mask_names(function: ast.FunctionDef) -> set[str]:
+    """Names that masks are made of, through assignments."""
+
+    def names(node: ast.AST) -> set[str]:
+        return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
+    masks = set().union(
+        *(names(k.value) for c in calls for k in c.keywords if k.arg == "mask"), {"inside", "here"}
+    )
+    assigned = [n for n in ast.walk(function) if isinstance(n, ast.Assign)]
+    # Only names that hold comparisons: not the offsets that are compared.
+    return {
+        name
+        for name in masks
+        if name in ("inside", "here", "masked")
+        or any(
+            name in names(target) and any(isinstance(n, ast.Compare) for n in ast.walk(a.value))
+            for a in assigned
+            for target in a.targets
+        )
+    } | {"bound", "real"}
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    source = path.read_text()
+    name = str(path.relative_to(ROOT / "leanstep"))
+    found: list[Mutant] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and any(
+            ast.unparse(d) == "triton.jit" for d in node.decorator_list
+        ):
+            finder = Finder(name, source, node)
+            finder.visit(node)
+            found += finder.mutants
+    return sorted(set(found), key=lambda m: (m.start, m.stop, m.new))
+
+
+def reason_if_equivalent(mutant: Mutant, source: str) -> str | None:
+    line = source.splitlines()[mutant.line - 1].strip()
+    return EQUIVALENT.get((mutant.kernel, line, mutant.rule))
+
+
+def run_tests(copy: Path, arguments: list[str], seconds: int = 900) -> bool:
+    """Whether the tests pass on the copy, in a child of this process that has torch already."""
+    child = os.fork()
+    if child == 0:
+        os.chdir(copy)
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        sys.path.insert(0, str(copy))
+        import pytest
+
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={copy}"]
+        os._exit(int(pytest.main([*options, *arguments])))
+    deadline = time.time() + seconds
+    while time.time() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.05)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return False
+
+
+def judged(mutants: list[Mutant], copy: Path) -> Iterator[tuple[Mutant, str]]:
+    """Each mutant with what killed it, or "survived"."""
+    for mutant in mutants:
+        source = (ROOT / "leanstep" / mutant.file).read_text()
+        target = copy / "leanstep" / mutant.file
+        body = source.encode()
+        target.write_bytes(body[: mutant.start] + mutant.new.encode() + body[mutant.stop :])
+        chosen, files = CHECKS[mutant.file]
+        outcome = "survived"
+        if not run_tests(copy, ["tests/kernel_checks/test_memory.py", "-k", chosen]):
+            outcome = "memory checks"
+        elif not run_tests(copy, files):
+            outcome = "value tests"
+        target.write_text(source)
+        yield mutant, outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", help="parts of paths of kernel files")
+    parser.add_argument("--list", action="store_true")
+    chosen = parser.parse_args()
+    paths = [
+        p
+        for p in sorted((ROOT / "leanstep").rglob("kernel.py"))
+        if any(f in str(p) for f in chosen.files or [""])
+    ]
+    mutants = [mutant for path in paths for mutant in mutants_of(path)]
+    if chosen.list:
+        print("\n".join(mutant.name for mutant in mutants))
+        print(Counter(m.rule for m in mutants), len(mutants))
+        return 0
+    os.environ |= {"TRITON_INTERPRET": "1", "LEANSTEP_TEST_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    sys.dont_write_bytecode = True
+    import hypothesis  # noqa: F401
+    import torch  # noqa: F401
+    import triton.runtime.interpreter  # noqa: F401
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("leanstep", "tests", "pyproject.toml"):
+            source = ROOT / name
+            copied = copy / name
+            shutil.copytree(
+                source, copied, ignore=shutil.ignore_patterns("__pycache__")
+            ) if source.is_dir() else shutil.copy(source, copied)
+        for mutant, outcome in judged(mutants, copy):
+            reason = reason_if_equivalent(mutant, (ROOT / "leanstep" / mutant.file).read_text())
+            if outcome == "survived" and reason:
+                outcome = f"equivalent: {reason}"
+            rows.append(
+                {"mutant": mutant.name, "kernel": mutant.kernel, "rule": mutant.rule, "outcome": outcome}
+            )
+            print(f"{len(rows)} of {len(mutants)}  {outcome:15}  {mutant.name}", flush=True)
+    if not chosen.files:
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    survivors = [row for row in rows if row["outcome"] == "survived"]
+    print(Counter(row["outcome"].split(":")[0] for row in rows))
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
