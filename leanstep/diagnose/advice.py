@@ -36,7 +36,8 @@ class Advice:
 
 # All rows are dead: (what, fix, short fix).
 NO_GRADIENT = (
-    "Every row of the head gets a gradient of exactly zero: the loss has no gradient (advantages are all zero).",
+    "Every row of the head gets a gradient of exactly zero: the loss has no gradient (advantages are all "
+    "zero).",
     "Look at the loss first: equal rewards within a group give advantages of zero, and a mask that selects "
     "nothing gives a loss of zero. Skip such a batch before the forward pass, or vary the rewards.",
     "the loss has no gradient (advantages are all zero)",

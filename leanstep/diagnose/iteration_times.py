@@ -1,7 +1,7 @@
 """How long the phases of an iteration take, and the ops, FLOPs and bytes behind them.
 
-The time comes from an iteration that runs unrecorded, the amounts from the recorded steps. Both are cut at the
-marks of `leanstep.script.phases`.
+The time comes from an iteration that runs unrecorded, the amounts from the recorded steps. Both are cut at
+the marks of `leanstep.script.phases`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ class IterationClock:
 
 
 def totals(
-    marks: Sequence[Mark], timed: Stretch | None, recorded: Iterable[tuple[Position, Position]], rollouts: bool
+    marks: Sequence[Mark],
+    timed: Stretch | None,
+    recorded: Iterable[tuple[Position, Position]],
+    rollouts: bool,
 ) -> list[PhaseTotal]:
     """The phases of a script, those that took nothing left out; empty if it only makes updates.
 
@@ -113,4 +116,3 @@ def as_dict(entry: PhaseTotal) -> dict[str, Any]:
         "flops": entry.flops,
         "written_bytes": entry.written_bytes,
     }
-

@@ -348,8 +348,8 @@ def no_grad_vocab(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     hits = []
     for line, (total, callers) in by_lines.items():
         evidence = {"shapes": dict(total.detail.most_common(3)), "bytes": total.bytes}
-        # Written once and read once.
-        work = Work(moved_bytes=2 * total.bytes)
+        # Each is dropped before the next one is made.
+        work = Work(moved_bytes=2 * total.bytes, held_bytes=total.bytes / total.count)
         hits.append(Hit(line, total.count, callers, "forward", evidence, work))
     return hits
 

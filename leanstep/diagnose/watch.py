@@ -307,7 +307,9 @@ class Watch(StepListener, PhaseListener):
         self._compiler.step_ended()
         self.warmup_done += 1
         self._last_iteration = self.marker.iterations
-        waits = self._makes_rollouts and self.warmup_done < self.num_warmup + MAX_WAITING_STEPS
+        # A long recording meets the next rollout anyway.
+        waits = self._makes_rollouts and self.num_steps < MAX_WAITING_STEPS
+        waits = waits and self.warmup_done < self.num_warmup + MAX_WAITING_STEPS
         if self.warmup_done >= self.num_warmup and not waits:
             self._leave_light(late)
 

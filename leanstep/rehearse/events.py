@@ -115,7 +115,7 @@ class Launch:
 class Extrapolated:
     """A model call that was not run: its kernels follow from recorded calls (`answers/repeated_calls.py`).
 
-    parts: (line, kernel, how often). calls: those that launch; views: those that do not; launches: of kernels.
+    parts: (line, kernel, how often). calls: those that launch; views: those that do not; launches: kernels.
     """
 
     parts: tuple[tuple[Line | None, Kernel, int], ...]

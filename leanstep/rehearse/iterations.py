@@ -89,9 +89,7 @@ def _pieces(recording: Recording, step: Step) -> list[Span]:
     return pieces[1:] if step.number == 0 and pieces and pieces[0][0] == OTHER else pieces
 
 
-def _timed(
-    recording: Recording, device: Device, first: Step, pieces: Sequence[Span]
-) -> list[PhaseTiming]:
+def _timed(recording: Recording, device: Device, first: Step, pieces: Sequence[Span]) -> list[PhaseTiming]:
     """Play the pieces after the step before them, which fills the queue."""
     before = [step for step in recording.steps if step.number == first.number - 1]
     played: list[Event] = []

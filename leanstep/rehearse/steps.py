@@ -69,7 +69,9 @@ class Steps(StepListener, PhaseListener):
         self._reported = now
         recorded, skipped = self._model_calls
         counted = f", {recorded + skipped:,} model calls ({skipped:,} extrapolated)" if recorded else ""
-        self.progress.write_text(f"step {self.tape.step + 1} of {self.wanted}: {self.marker.phases.phase}{counted}")
+        self.progress.write_text(
+            f"step {self.tape.step + 1} of {self.wanted}: {self.marker.phases.phase}{counted}"
+        )
 
     def close(self) -> None:
         """The program is over: what the recording says about its phases."""

@@ -28,7 +28,7 @@ from leanstep.rehearse import events
 from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import FREE, kernels, registered_cost
-from leanstep.rehearse.lines import Lines, Place
+from leanstep.rehearse.lines import WORKSPACE, Lines, Place
 from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, Taped, plan_of
 from leanstep.rehearse.shadows import (
     DYNAMIC,
@@ -43,7 +43,6 @@ from leanstep.rehearse.shadows import (
     tensors_in,
     with_shapes,
 )
-from leanstep.script.lines import Line
 from leanstep.script.syncs import is_masked_fill, op_read
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -193,7 +192,7 @@ class Tape(TorchDispatchMode):
     ) -> None:
         if not self.has_workspace and any(k.kind == "gemm" for k in made):
             self.has_workspace = True
-            self.allocate(self.workspace_bytes, (self.workspace_bytes,), "uint8", _WORKSPACE, "library")
+            self.allocate(self.workspace_bytes, (self.workspace_bytes,), "uint8", WORKSPACE, "library")
         launch = events.Launch(
             name=name,
             kernels=made,
@@ -577,9 +576,6 @@ class Tape(TorchDispatchMode):
         record.peak_bytes = self.peak_bytes
         record.assumed = [events.Assumed(*k[:2], n, k[2]) for k, n in self.shadows.assumed.most_common()]
         return record
-
-
-_WORKSPACE = Place(Line("cuBLAS workspace", 0, ""), "forward", 0)
 
 
 _ANSWERS: dict[str, Callable[[Tape, DeviceCall], Any]] = {

@@ -20,6 +20,8 @@ from leanstep.script.marks import OTHER, ROLLOUT, SCORING, UPDATE, Mark
 
 # So many calls in a row, each with one more position than the last or with one position, are generation.
 MIN_STREAK = 4
+# Classes whose `generate` makes a rollout.
+_GENERATORS = (("transformers.generation.utils", "GenerationMixin"), ("vllm", "LLM"))
 _SAMPLED_DISTRIBUTIONS = ("Bernoulli", "Categorical", "MultivariateNormal", "Normal")
 
 
@@ -78,7 +80,7 @@ class PhaseMarker:
         # The phase that goes on when gradients are enabled again.
         self._interrupted = OTHER
         self._generating = False
-        self._watches_generate = False
+        self._watched: set[str] = set()
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -103,11 +105,13 @@ class PhaseMarker:
         self._undo.append(replace_function(place, name, handler))
 
     def watch_generate(self) -> None:
-        """`generate` of transformers may choose tokens greedily. Looked for again when optimizers are made."""
-        mixin = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
-        if mixin is not None and not self._watches_generate:
-            self._watches_generate = True
-            self._replace(mixin, "generate", self._generate)
+        """`generate` may choose tokens greedily, or in an engine. Looked for when optimizers are made too."""
+        for module, name in _GENERATORS:
+            generator = vars(sys.modules[module]).get(name) if module in sys.modules else None
+            if generator is not None and module not in self._watched:
+                self._watched.add(module)
+                in_engine = module == "vllm"
+                self._replace(generator, "generate", self._engine if in_engine else self._generate)
 
     # What the program does
 
@@ -132,6 +136,8 @@ class PhaseMarker:
         if call.streak < MIN_STREAK:
             self._calls.append(call)
             self._begin(SCORING, call.position)
+            if call.length:
+                self._rollout_frame = None
         else:
             self._begin(SCORING, call.position)
             self._is_rollout_from(call.first if call.streak == MIN_STREAK else call.position, call.frame)
@@ -152,24 +158,35 @@ class PhaseMarker:
         if not torch.is_grad_enabled():
             self.sampled = True
             if self.phase == SCORING and self._calls:
-                self._is_rollout_from(self._sampled_call(), self._calls[-1].frame)
+                self._is_rollout_from(*self._sampled_call())
             # Where tokens are sampled, a growing input alone says nothing: the sequence may be scored.
             self._last = {key: call._replace(streak=0) for key, call in self._last.items()}
         return original(*args, **kwargs)
 
-    def _sampled_call(self) -> Any:
-        """Where the model call began whose output is sampled now.
+    def _sampled_call(self) -> tuple[Any, tuple[int, int] | None]:
+        """Where the model call began whose output is sampled now, and the frame that made it, if it runs.
 
         A model that is run by a method of its own (`model.inference(...)`, `model.forward(...)`) shows as
         calls of its layers from one frame, which has returned by now.
         """
-        first = last = self._calls[-1]
-        if last.frame not in running_frames():
-            for call in reversed(self._calls):
-                if call.frame != last.frame:
-                    break
-                first = call
-        return first.position
+        last = self._calls[-1]
+        if last.frame in running_frames():
+            return last.position, last.frame
+        first = last
+        for call in reversed(self._calls):
+            if call.frame != last.frame:
+                break
+            first = call
+        return first.position, None
+
+    def _engine(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """An engine of its own: the time of the call is known, what runs in it is not."""
+        self.sampled = True
+        self._begin(ROLLOUT, self._position())
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._resume()
 
     def _generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self.sampled = self._generating = True
@@ -216,7 +233,7 @@ class PhaseMarker:
         if phase == ROLLOUT:
             self._listener.rollout_begins()
 
-    def _is_rollout_from(self, position: Any, frame: tuple[int, int]) -> None:
+    def _is_rollout_from(self, position: Any, frame: tuple[int, int] | None) -> None:
         """The phase under way is generation from `position` on."""
         self.sampled = True
         self._rollout_frame = frame

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from leanstep.rehearse.answers.repeated_calls import (
     RECORDED,
     Family,
     RecordedCall,
+    extrapolated,
     next_value,
     recorded_call,
     templates_of,
-    extrapolated,
 )
 from leanstep.rehearse.events import Extrapolated
 from leanstep.rehearse.shadows import CHOSEN_INDEX
@@ -99,7 +100,7 @@ class Generations:
         tape, place = self.tape, self.tape.lines.place()
         events = tape.recording.events
         ends = self._ends[-RECORDED - 1 :]
-        calls = [recorded_call(events[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+        calls = [recorded_call(events[a:b]) for a, b in pairwise(ends)]
         family = Family(series=calls, templates=templates_of([call.launches for call in calls]))
         if family.templates is None:
             tape.notes["generate: recorded tokens differ; the last one stands for those left out"] += 1
@@ -108,7 +109,8 @@ class Generations:
         self._add_peak(calls)
         for first in range(0, self._left_out, CHUNK):
             count = min(CHUNK, self._left_out - first)
-            tape.add(_times(extrapolated(family, first + (count + 1) // 2), count).at(place.line, place.phase, tape.step))
+            event = _times(extrapolated(family, first + (count + 1) // 2), count)
+            tape.add(event.at(place.line, place.phase, tape.step))
             for wait in calls[-1].waits * count:
                 tape.add(replace(wait, step=tape.step))
         self.extrapolated += self._left_out
@@ -132,5 +134,3 @@ def _times(event: Extrapolated, count: int) -> Extrapolated:
         launches=count * event.launches,
         products=tuple(product._replace(flops=count * product.flops) for product in event.products),
     )
-
-

@@ -1,13 +1,13 @@
 """Model calls without gradients that repeat: a few are recorded, the others follow from them.
 
-Token-by-token generation calls a model hundreds of times, each time with one position more, in its input or in
-its KV cache. After `RECORDED` calls whose sizes grow by the same amount from call to call, the kernels of the
-next ones are known: their sizes, bytes and FLOPs continue the series (linear, or quadratic where all recorded
-calls agree). Such a call is not run. It leaves one `Extrapolated` event, outputs of the right shapes, caches
-that have grown, and the memory that it needs while it runs.
+Token-by-token generation calls a model hundreds of times, each time with one position more, in its input or
+in its KV cache. After `RECORDED` calls whose sizes grow by the same amount from call to call, the kernels of
+the next ones are known: their sizes, bytes and FLOPs continue the series (linear, or quadratic where all
+recorded calls agree). Such a call is not run. It leaves one `Extrapolated` event, outputs of the right shape,
+caches that have grown, and the memory that it needs while it runs.
 
-A call is run as it is when anything about it is not part of the series: another structure of its arguments, an
-output whose values are known, other launches, a captured graph.
+A call is run as it is when anything about it is not part of the series: another structure of its arguments,
+an output whose values are known, other launches, a captured graph.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leanstep.rehearse.events import Alloc, Event, Extrapolated, Free, HostWait, Kernel, Launch, Product
+from leanstep.rehearse.lines import WORKSPACE
 from leanstep.script.lines import Line
 
 # Calls of a series that are recorded. Alignment to 16 bytes repeats after 8 positions of 2 bytes.
@@ -93,7 +95,11 @@ class State:
             entries = value.items() if isinstance(value, dict) else enumerate(value)
             for name, entry in list(entries):
                 self._walk((*path, name), entry, value, name, depth)
-        elif depth < _MAX_DEPTH and id(value) not in self._seen and not isinstance(value, (type, torch.nn.Module)):
+        elif (
+            depth < _MAX_DEPTH
+            and id(value) not in self._seen
+            and not isinstance(value, (type, torch.nn.Module))
+        ):
             self._seen.add(id(value))
             self.objects[id(value)] = value
             self._structure.append((path, type(value)))
@@ -276,7 +282,7 @@ class RepeatedCalls:
 
     def _fresh(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         mode: Any = self.tape.fake_mode
-        with _disable_current_modes():
+        with _disable_current_modes(), torch.inference_mode(False):
             tensor = FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
             self.tape.hold(tensor, self._place)
         return tensor
@@ -331,7 +337,9 @@ def templates_of(calls: Sequence[Sequence[Launch]]) -> list[Template] | None:
     """Launches that the calls have in common, those of equal layers joined; None where the calls differ."""
     templates: dict[Any, Template] = {}
     for launches in zip(*calls, strict=True):
-        kinds = {(e.name, e.line, tuple((k.kind, k.dtype, len(k.sizes)) for k in e.kernels)) for e in launches}
+        kinds = {
+            (e.name, e.line, tuple((k.kind, k.dtype, len(k.sizes)) for k in e.kernels)) for e in launches
+        }
         if len(kinds) != 1 or len({len(e.products) for e in launches}) != 1:
             return None
         kernels, products = [e.kernels for e in launches], [e.products for e in launches]
@@ -343,8 +351,8 @@ def templates_of(calls: Sequence[Sequence[Launch]]) -> list[Template] | None:
 
 def next_value(values: Sequence[float], position: int) -> float:
     """The series of `values`, `position` calls after its last one; quadratic if every difference says so."""
-    steps = [b - a for a, b in zip(values, values[1:], strict=False)]
-    bends = {b - a for a, b in zip(steps, steps[1:], strict=False)}
+    steps = [b - a for a, b in pairwise(values)]
+    bends = {b - a for a, b in pairwise(steps)}
     if len(bends) == 1:
         bend = bends.pop()
         return values[-1] + position * steps[-1] + bend * position * (position + 1) / 2
@@ -397,7 +405,7 @@ def _transient(span: Sequence[Event]) -> int:
     live = most = 0
     sizes: dict[int, int] = {}
     for event in span:
-        if isinstance(event, Alloc):
+        if isinstance(event, Alloc) and event.line is not WORKSPACE.line:
             sizes[event.storage] = event.nbytes
             live += event.nbytes
             most = max(most, live)
