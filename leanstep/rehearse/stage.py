@@ -15,6 +15,7 @@ import logging
 import os
 import pickle
 import re
+import select
 import shutil
 import signal
 import socket
@@ -54,12 +55,15 @@ _OWN_FAILURE, _FAULTS = 70, "faults"
 _LEAVE_S = 5.0
 
 
-def rehearse(request: Request, *, quiet: bool = False) -> Recording:
+def rehearse(
+    request: Request, *, quiet: bool = False, show: Callable[[str], None] | None = None
+) -> Recording:
     """Run a program as if the device were there; return what was seen.
 
     Args:
         request: what to run, for which device, how many steps.
         quiet: swallow the program's own output.
+        show: called about once per second with what is running.
 
     Raises RehearsalError, one line, when it cannot start: no such file or device, no compiler, another torch.
     A program that stops before its steps gives a Recording with `ended` and `refused`.
@@ -73,7 +77,7 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
         environment["PATH"] = _tools(folder, request.device) + os.environ.get("PATH", "")
         environment.pop("TRITON_INTERPRET", None)
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
-        code = _server().run(asked, answered, quiet)
+        code = _server().run(asked, answered, quiet, _Watcher(answered, show))
         got = pickle.loads(answered.read_bytes()) if answered.exists() else _lost(request, code, folder)
     if isinstance(got, RehearsalError):
         raise got
@@ -105,6 +109,21 @@ def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalErr
     return Recording(request, fake_device.torch_version()[0], refused=refused, ended="refused")
 
 
+class _Watcher:
+    """Passes on what a rehearsal says that it is doing."""
+
+    def __init__(self, answered: Path, show: Callable[[str], None] | None) -> None:
+        self.file, self.show, self.started = _progress_file(answered), show, time.monotonic()
+
+    def look(self) -> None:
+        if self.show is not None and self.file.exists():
+            self.show(f"{self.file.read_text()}, {time.monotonic() - self.started:.0f} s")
+
+
+def _progress_file(answered: Path) -> Path:
+    return answered.with_name("progress")
+
+
 class _Server:
     """The interpreter that rehearsals are forked from; ends when this process does."""
 
@@ -126,13 +145,15 @@ class _Server:
         same = self.start == [os.environ.get(name) for name in _READ_AT_START]
         return same and self.process.poll() is None
 
-    def run(self, asked: Path, answered: Path, quiet: bool) -> int:
+    def run(self, asked: Path, answered: Path, quiet: bool, watcher: _Watcher) -> int:
         """Fork a rehearsal and wait for it: its exit code. Its output is this process's, or nobody's."""
         with self.lock, Path(os.devnull).open("r+b") as nobody:
             sinks = [nobody.fileno()] * 2 if quiet else [1, 2]
             try:
                 # One rehearsal at a time: a message each way.
                 socket.send_fds(self.line, [f"{asked}\n{answered}".encode()], [nobody.fileno(), *sinks])
+                while not select.select([self.line], [], [], 1.0)[0]:
+                    watcher.look()
                 return int(self.line.recv(64) or b"-1")
             except OSError:
                 return -1
@@ -261,7 +282,7 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         fake_device.check()
         # Its traceback of a shape error is one of internals; the reason comes with the verdict.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-        got: Any = _run(request)
+        got: Any = _run(request, _progress_file(Path(answered)))
     except RehearsalError as reason:
         got = reason
     except BaseException:
@@ -275,7 +296,7 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
     os._exit(0)  # threads and exit handlers of the program have nothing to say any more
 
 
-def _run(request: Request) -> Recording:
+def _run(request: Request, progress: Path) -> Recording:
     import torch
 
     from leanstep.rehearse.answers import (
@@ -309,7 +330,7 @@ def _run(request: Request) -> Recording:
 
         changes.install(tape, request.changes)
     _follow_threads(tape)
-    steps = Steps(tape, request.steps, request.patience_s)
+    steps = Steps(tape, request.steps, request.patience_s, progress)
     steps.watch()
     started = time.perf_counter()
     real_time = time.perf_counter
@@ -338,6 +359,7 @@ def _run(request: Request) -> Recording:
     if recording.refused is not None:
         recording.ended = "refused"
     recording.host_s = real_time() - started
+    steps.close()
     return tape.finish()
 
 

@@ -21,8 +21,8 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from leanstep.rehearse.answers import cuda_graphs, parameters, tensor_types
-from leanstep.rehearse.branches import assumed_numbers
 from leanstep.rehearse.answers.triton_launches import shared_memory_bytes
+from leanstep.rehearse.branches import assumed_numbers
 from leanstep.rehearse.events import HostWait
 from leanstep.rehearse.refusals import EXPORT, NESTED, Refused
 from leanstep.rehearse.shadows import check_ordinal, devices_here
