@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import gc
 import logging
@@ -35,7 +36,7 @@ from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import OOM_MODES, Launch, Recording, Refusal, Request
 from leanstep.script import guard
-from leanstep.script.children import start_program, temporary_folder
+from leanstep.script.children import leave, start_program, temporary_folder, write_result
 from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
 from leanstep.script.run import Program, as_main
 
@@ -71,6 +72,17 @@ def rehearse(
     _validate(request)
     if request.rank and not request.received:
         request = replace(request, received=_sent_to(request, quiet))
+    try:
+        return _rehearsed(request, quiet)
+    except BadInput as error:
+        raise RehearsalError(str(error)) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RehearsalError(f"TMPDIR: cannot write {error.filename}: {error.strerror}") from None
+
+
+def _rehearsed(request: Request, quiet: bool) -> Recording:
     with temporary_folder("leanstep-rehearse-") as folder:
         asked, answered = folder / "request", folder / "recording"
         environment = {**os.environ, **_rank_environment(request), "PYTHONUNBUFFERED": "1"}
@@ -99,6 +111,8 @@ def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
 
 def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
     """What is known of a program that took its process with it: `os._exit`, a signal."""
+    if code == os.EX_IOERR or not folder.is_dir():
+        return RehearsalError("TMPDIR: the recording cannot be written: the folder is full or gone")
     if code == _OWN_FAILURE:
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
     fault = folder / _FAULTS
@@ -287,13 +301,12 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         got = reason
     except BaseException:
         traceback.print_exc()
-        os._exit(_OWN_FAILURE)
-    part = Path(answered + ".part")
-    part.write_bytes(pickle.dumps(got))
-    part.replace(answered)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads and exit handlers of the program have nothing to say any more
+        leave(_OWN_FAILURE)
+    write_result(Path(answered), got)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    leave(0)  # threads and exit handlers of the program have nothing to say any more
 
 
 def _run(request: Request, progress: Path) -> Recording:
