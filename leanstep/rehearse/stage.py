@@ -73,7 +73,7 @@ def rehearse(
     if request.rank and not request.received:
         request = replace(request, received=_sent_to(request, quiet))
     try:
-        return _rehearsed(request, quiet)
+        return _rehearsed(request, quiet, show)
     except BadInput as error:
         raise RehearsalError(str(error)) from None
     except OSError as error:
@@ -82,7 +82,7 @@ def rehearse(
         raise RehearsalError(f"TMPDIR: cannot write {error.filename}: {error.strerror}") from None
 
 
-def _rehearsed(request: Request, quiet: bool) -> Recording:
+def _rehearsed(request: Request, quiet: bool, show: Callable[[str], None] | None) -> Recording:
     with temporary_folder("leanstep-rehearse-") as folder:
         asked, answered = folder / "request", folder / "recording"
         environment = {**os.environ, **_rank_environment(request), "PYTHONUNBUFFERED": "1"}
