@@ -9,7 +9,7 @@ PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install 
 WORKERS := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt requirements-nodeps.txt
 
-.PHONY: demo test test-avx2 test-gpu test-pretend bench lint clean
+.PHONY: demo test test-avx2 test-gpu test-pretend launched-kernels mutate-kernels fuzz-gpu-route bench lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/leanstep demo
@@ -40,6 +40,18 @@ HOST := tests/diagnose/test_not_seen.py tests/diagnose/test_outputs.py tests/dia
 
 test-pretend: $(VENV)/.test
 	LEANSTEP_TEST_DEVICE=pretended OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(HOST) $(PYTEST_ARGS)
+
+# Checks of kernels that take too long for CI, see docs/kernels.md.
+SEEDS ?= 50
+
+launched-kernels: $(VENV)/.test
+	$(BIN)/python tools/launched_kernels.py
+
+mutate-kernels: $(VENV)/.test
+	$(BIN)/python tools/mutate_kernels.py
+
+fuzz-gpu-route: $(VENV)/.test
+	LEANSTEP_FUZZ=$(SEEDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o timeout=0 tests/kernel_checks/test_gpu_route_fuzz.py
 
 bench: $(VENV)/.core
 	$(BIN)/leanstep bench $(BENCH_ARGS)

@@ -147,10 +147,7 @@ def build_head(
     """
     transform = Transform() if transform is None else transform
     tensor, bias, lora = unpack_head(weight)
-    if is_dtensor(tensor):
-        tensor = gather_weight(tensor)
-    if bias is not None and is_dtensor(bias):
-        bias = gather_weight(bias)
+    tensor, bias = full_tensor(tensor), full_tensor(bias)
     check_float("hidden", hidden, 2)
     check_float("weight", tensor, 2)
     if tensor.shape[1] != hidden.shape[1]:
@@ -327,6 +324,11 @@ def checked_allowed(
     lengths = to_device(offsets, device).long().diff()
     row_of = torch.repeat_interleave(lengths, output_size=ids.shape[0])
     return AllowedIds(ids, row_of, starts, to_device(has_set, device), everywhere, whole_entropy)
+
+
+def full_tensor(tensor: Any) -> Any:
+    """A DTensor's whole value, gathered; anything else as it is."""
+    return gather_weight(tensor) if is_dtensor(tensor) else tensor
 
 
 def is_dtensor(tensor: Any) -> bool:

@@ -48,6 +48,7 @@ from leanstep.logprob.engine.torch_ops import (
     head_of,
     leaves_of,
     or_empty,
+    outside_graph,
     recording,
     under_autocast,
 )
@@ -119,9 +120,12 @@ def linear_policy_loss(
     """
     objective = checked_objective(objective)
     tuning = check_options(transform, shards, tuning, entropy=entropy)
-    if torch.compiler.is_compiling() and shards is None:
-        options = (objective, normalizer, rows, entropy, temperature, transform, tuning)
-        return _traced(hidden, weight, targets, batch, *options)
+    if torch.compiler.is_compiling():
+        options: dict[str, Any] = {"objective": objective, "normalizer": normalizer, "rows": rows}
+        options |= {"entropy": entropy, "temperature": temperature, "transform": transform}
+        if shards is None:
+            return _traced(hidden, weight, targets, batch, **options, tuning=tuning)
+        return _outside_graph(hidden, weight, targets, batch, **options, shards=shards, tuning=tuning)
     checked = check_head_call(
         hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
     )
@@ -137,6 +141,9 @@ def linear_policy_loss(
         loss, logp, entropies, *row_losses = loss_with_gradients(checked.tensors, policy)
     metrics = policy_metrics(RowLosses(*row_losses), logp, batch.old_logp, entropies, batch.mask)
     return PolicyLoss(loss, logp, entropies, metrics)
+
+
+_outside_graph = outside_graph(linear_policy_loss)
 
 
 def _selected_batch(batch: PolicyBatch, checked: CheckedCall) -> PolicyBatch:
@@ -440,6 +447,7 @@ def _traced(
     weight: Any,
     targets: Tensor,
     batch: PolicyBatch,
+    *,
     objective: PolicyObjective,
     normalizer: Any,
     rows: Tensor | None,

@@ -58,6 +58,7 @@ class ReadCounter:
                     target.requires_grad
                     or storage in recorder.parameters
                     or storage in recorder.state.tainted
+                    or storage in recorder.state.gradients_under_way
                 )
             phase = BACKWARD if in_engine else OPTIMIZER if recorder.stepping else FORWARD
             self.count(kind, target, site, phase, flags, tainted)
