@@ -271,11 +271,16 @@ def _compare_traces(before: str, after: str, threshold: list[str], show_all: boo
 def _device(name: str | None, program: Program) -> Any:
     if name is None:
         return None
+    from leanstep.rehearse.answers import fake_device
     from leanstep.rehearse.devices import device_named
 
     device = _checked("--on", device_named, name)
     if program.module:
         raise BadInput("--on: expected a script; a rehearsal takes no -m")
+    try:
+        fake_device.library()  # now, not after the diagnosis
+    except fake_device.RehearsalError as error:
+        raise BadInput(f"--on: {error}") from None
     return device
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,6 +73,28 @@ def case_names() -> list[str]:
     files = [package.joinpath(*module.split(".")[1:]).with_suffix(".py") for module in CASE_MODULES]
     texts = [file.read_text(encoding="utf-8") for file in files if file.exists()]
     return sorted(name for text in texts for name in re.findall(r'\bCase\(\s*name="([\w-]+)"', text))
+
+
+# A pipe gets a line so often, a terminal one line that changes.
+PLAIN_LINE_S = 10.0
+
+
+@contextlib.contextmanager
+def live_line(title: str) -> Iterator[Callable[[str], None]]:
+    """A line on standard error that says what is running: live on a terminal, else one from time to time."""
+    screen = Console(stderr=True, highlight=False)
+    if screen.is_terminal:
+        with screen.status(title) as status:
+            yield lambda text: status.update(f"{title}: {text}")
+        return
+    shown = [time.monotonic()]
+
+    def show(text: str) -> None:
+        if time.monotonic() - shown[0] >= PLAIN_LINE_S:
+            shown[0] = time.monotonic()
+            print(f"{title}: {text}", file=sys.stderr, flush=True)
+
+    yield show
 
 
 @contextlib.contextmanager

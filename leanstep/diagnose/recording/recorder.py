@@ -35,6 +35,7 @@ from leanstep.diagnose.step_records import (
     Limits,
     Parameter,
     RunRecord,
+    tally,
 )
 from leanstep.script.lines import (
     IN_CHECKPOINT,
@@ -361,6 +362,12 @@ class Recorder(RunRecord):
             self.note(
                 "transform", where, "runs inside torch.func or torch.jit: one op there may hide several"
             )
+
+    def on_positions_again(self, caller: FrameType, length: int) -> None:
+        """Generation computes the positions before its new token once more."""
+        site, _ = self.stack.locate(caller, False)
+        if site is not None:
+            tally(self.state.again, site, length)
 
     # Saved tensors
 

@@ -16,6 +16,7 @@ import numpy as np
 from leanstep.diagnose import rule_checks, rules
 from leanstep.diagnose.compiled_rules import CompiledReport
 from leanstep.diagnose.cost import SYNC_SECONDS, gpu_step_seconds
+from leanstep.diagnose.iteration_times import IterationClock, PhaseTotal
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, Finding, Limits, StepRecord, Tally
 from leanstep.diagnose.traces.timeline import Gap, Timeline, each, is_launch
 from leanstep.diagnose.traces.trace_file import KERNEL, NOTE, OP, read_trace
@@ -54,6 +55,8 @@ class TraceRun:
         self.step_seconds, self.step_is_bound = self.timeline.step_us / 1e6, False
         self.recorder = SimpleNamespace(accelerator=self.timeline.has_device)
         self.clock = SimpleNamespace(parts=None)
+        self.phases: list[PhaseTotal] = []
+        self.iteration_clock, self.iteration_seconds, self.has_loader = IterationClock(), None, True
         self.compiled = CompiledReport()
 
     @property
