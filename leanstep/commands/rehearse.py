@@ -13,7 +13,7 @@ from leanstep.case import get_case
 from leanstep.commands import BadInput
 from leanstep.commands.sweep import check_settings, parse_settings, typed_sweep
 from leanstep.commands.sweep import run as run_sweep
-from leanstep.commands.terminal import check_writable, console, write_json
+from leanstep.commands.terminal import check_writable, console, live_line, write_json
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Request
 from leanstep.rehearse.what_if import CHANGES
@@ -74,6 +74,10 @@ _OOM = Annotated[
     ),
 ]
 _EAGER_TOO_S = 60.0
+_EVERY = Annotated[
+    bool,
+    typer.Option("--every-call", help="Run every model call of a rollout; the default extrapolates repeats."),
+]
 _EAGER = Annotated[bool, typer.Option("--eager", help="Run torch.compile regions eagerly.")]
 
 
@@ -97,6 +101,7 @@ def rehearse(
     eager: _EAGER = False,
     patience: _PATIENCE = 600.0,
     oom: _OOM = "auto",
+    every_call: _EVERY = False,
 ) -> None:
     """Predict peak memory, step time and what bounds it on a GPU that is not there, from the script as it is.
 
@@ -128,6 +133,7 @@ def rehearse(
         host_us=host_us,
         patience_s=patience,
         oom=oom,
+        every_call=every_call,
     )
     if sweep:
         if changes:
@@ -186,7 +192,8 @@ def run_request(request: Any, json: str | None, quiet: bool = False) -> Any:
     from leanstep.rehearse.stage import rehearse as run
 
     try:
-        return run(request, quiet=quiet or json == "-")
+        with live_line(f"leanstep rehearse {request.target}") as show:
+            return run(request, quiet=quiet or json == "-", show=show)
     except RehearsalError as error:
         raise BadInput(f"rehearse: {error}") from None
 

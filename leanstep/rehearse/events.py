@@ -9,10 +9,11 @@ time at `Launch` and `HostWait`; both cut it into steps at `Recording.steps`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from leanstep.script.lines import Line
+from leanstep.script.marks import Mark
 
 # The caching allocator hands out multiples of this.
 ROUNDING_BYTES = 512
@@ -112,6 +113,27 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class Extrapolated:
+    """A model call that was not run: its kernels follow from recorded calls (`answers/repeated_calls.py`).
+
+    parts: (line, kernel, how often). calls: those that launch; views: those that do not; launches: kernels.
+    """
+
+    parts: tuple[tuple[Line | None, Kernel, int], ...]
+    calls: int
+    views: int
+    launches: int
+    products: tuple[Product, ...] = ()
+    line: Line | None = None
+    phase: str = "forward"
+    step: int = 0
+
+    def at(self, line: Line | None, phase: str, step: int) -> Extrapolated:
+        """The same call from another place."""
+        return replace(self, line=line, phase=phase, step=step)
+
+
+@dataclass(frozen=True, slots=True)
 class HostWait:
     """The host waits until the device has done all that was launched.
 
@@ -146,7 +168,7 @@ class Free:
     step: int
 
 
-Event = Launch | HostWait | Alloc | Free
+Event = Launch | Extrapolated | HostWait | Alloc | Free
 
 
 @dataclass(slots=True)
@@ -232,6 +254,7 @@ class Request:
     oom: what a full device does: "raise" torch.OutOfMemoryError, "report" it only, "auto": raise where the
         program catches it.
     patience_s: seconds without an update after which the program is left.
+    every_call: run each model call; False: calls without gradients that repeat are extrapolated from a few.
     """
 
     target: str
@@ -251,6 +274,7 @@ class Request:
     host_us: float | None = None
     oom: str = "auto"
     patience_s: float = 600.0
+    every_call: bool = False
 
     @property
     def runs_leanstep(self) -> bool:
@@ -263,6 +287,8 @@ class Recording:
     """One rehearsal. `steps` holds the steps that ended; with fewer than two there is no step time to report.
 
     iterations: rollouts that the steps followed, 0 where none was seen.
+    phases: where rollouts, scoring and updates begin, as numbers of events.
+    model_calls: calls of models without gradients that were recorded, and those that were extrapolated.
     peak_bytes: most live bytes (rounded), over all events: what a replay of Alloc and Free finds, too.
     notes: sentence -> how often.
     ended: "steps" (all that were asked for), "early" (the script ended before), "refused".
@@ -276,6 +302,8 @@ class Recording:
     storages: dict[int, Storage] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     iterations: int = 0
+    phases: list[Mark] = field(default_factory=list)
+    model_calls: tuple[int, int] = (0, 0)
     regions: dict[int, Region] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     assumed: list[Assumed] = field(default_factory=list)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import gc
 import logging
 import os
 import pickle
 import re
+import select
 import shutil
 import signal
 import socket
@@ -34,7 +36,7 @@ from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
 from leanstep.rehearse.events import OOM_MODES, Launch, Recording, Refusal, Request
 from leanstep.script import guard
-from leanstep.script.children import start_program, temporary_folder
+from leanstep.script.children import leave, start_program, temporary_folder, write_result
 from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
 from leanstep.script.run import Program, as_main
 
@@ -54,12 +56,15 @@ _OWN_FAILURE, _FAULTS = 70, "faults"
 _LEAVE_S = 5.0
 
 
-def rehearse(request: Request, *, quiet: bool = False) -> Recording:
+def rehearse(
+    request: Request, *, quiet: bool = False, show: Callable[[str], None] | None = None
+) -> Recording:
     """Run a program as if the device were there; return what was seen.
 
     Args:
         request: what to run, for which device, how many steps.
         quiet: swallow the program's own output.
+        show: called about once per second with what is running.
 
     Raises RehearsalError, one line, when it cannot start: no such file or device, no compiler, another torch.
     A program that stops before its steps gives a Recording with `ended` and `refused`.
@@ -67,13 +72,24 @@ def rehearse(request: Request, *, quiet: bool = False) -> Recording:
     _validate(request)
     if request.rank and not request.received:
         request = replace(request, received=_sent_to(request, quiet))
+    try:
+        return _rehearsed(request, quiet, show)
+    except BadInput as error:
+        raise RehearsalError(str(error)) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RehearsalError(f"TMPDIR: cannot write {error.filename}: {error.strerror}") from None
+
+
+def _rehearsed(request: Request, quiet: bool, show: Callable[[str], None] | None) -> Recording:
     with temporary_folder("leanstep-rehearse-") as folder:
         asked, answered = folder / "request", folder / "recording"
         environment = {**os.environ, **_rank_environment(request), "PYTHONUNBUFFERED": "1"}
         environment["PATH"] = _tools(folder, request.device) + os.environ.get("PATH", "")
         environment.pop("TRITON_INTERPRET", None)
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
-        code = _server().run(asked, answered, quiet)
+        code = _server().run(asked, answered, quiet, _Watcher(answered, show))
         got = pickle.loads(answered.read_bytes()) if answered.exists() else _lost(request, code, folder)
     if isinstance(got, RehearsalError):
         raise got
@@ -95,6 +111,8 @@ def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
 
 def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
     """What is known of a program that took its process with it: `os._exit`, a signal."""
+    if code == os.EX_IOERR or not folder.is_dir():
+        return RehearsalError("TMPDIR: the recording cannot be written: the folder is full or gone")
     if code == _OWN_FAILURE:
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
     fault = folder / _FAULTS
@@ -103,6 +121,21 @@ def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalErr
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     refused = Refusal(line, f"the program ended its own process with {how}")
     return Recording(request, fake_device.torch_version()[0], refused=refused, ended="refused")
+
+
+class _Watcher:
+    """Passes on what a rehearsal says that it is doing."""
+
+    def __init__(self, answered: Path, show: Callable[[str], None] | None) -> None:
+        self.file, self.show, self.started = _progress_file(answered), show, time.monotonic()
+
+    def look(self) -> None:
+        if self.show is not None and self.file.exists():
+            self.show(f"{self.file.read_text()}, {time.monotonic() - self.started:.0f} s")
+
+
+def _progress_file(answered: Path) -> Path:
+    return answered.with_name("progress")
 
 
 class _Server:
@@ -126,13 +159,15 @@ class _Server:
         same = self.start == [os.environ.get(name) for name in _READ_AT_START]
         return same and self.process.poll() is None
 
-    def run(self, asked: Path, answered: Path, quiet: bool) -> int:
+    def run(self, asked: Path, answered: Path, quiet: bool, watcher: _Watcher) -> int:
         """Fork a rehearsal and wait for it: its exit code. Its output is this process's, or nobody's."""
         with self.lock, Path(os.devnull).open("r+b") as nobody:
             sinks = [nobody.fileno()] * 2 if quiet else [1, 2]
             try:
                 # One rehearsal at a time: a message each way.
                 socket.send_fds(self.line, [f"{asked}\n{answered}".encode()], [nobody.fileno(), *sinks])
+                while not select.select([self.line], [], [], 1.0)[0]:
+                    watcher.look()
                 return int(self.line.recv(64) or b"-1")
             except OSError:
                 return -1
@@ -261,21 +296,20 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         fake_device.check()
         # Its traceback of a shape error is one of internals; the reason comes with the verdict.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
-        got: Any = _run(request)
+        got: Any = _run(request, _progress_file(Path(answered)))
     except RehearsalError as reason:
         got = reason
     except BaseException:
         traceback.print_exc()
-        os._exit(_OWN_FAILURE)
-    part = Path(answered + ".part")
-    part.write_bytes(pickle.dumps(got))
-    part.replace(answered)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads and exit handlers of the program have nothing to say any more
+        leave(_OWN_FAILURE)
+    write_result(Path(answered), got)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    leave(0)  # threads and exit handlers of the program have nothing to say any more
 
 
-def _run(request: Request) -> Recording:
+def _run(request: Request, progress: Path) -> Recording:
     import torch
 
     from leanstep.rehearse.answers import (
@@ -309,7 +343,7 @@ def _run(request: Request) -> Recording:
 
         changes.install(tape, request.changes)
     _follow_threads(tape)
-    steps = Steps(tape, request.steps, request.patience_s)
+    steps = Steps(tape, request.steps, request.patience_s, progress)
     steps.watch()
     started = time.perf_counter()
     real_time = time.perf_counter
@@ -338,6 +372,7 @@ def _run(request: Request) -> Recording:
     if recording.refused is not None:
         recording.ended = "refused"
     recording.host_s = real_time() - started
+    steps.close()
     return tape.finish()
 
 

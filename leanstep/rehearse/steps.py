@@ -7,14 +7,19 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from time import monotonic  # the program's own clock may show predicted time
 from typing import Any
 
 import torch
 
+from leanstep.rehearse.answers.generation import Generations
+from leanstep.rehearse.answers.repeated_calls import RepeatedCalls
 from leanstep.rehearse.branches import NoUpdate
 from leanstep.rehearse.events import Alloc, Step
-from leanstep.script.steps import StepListener, StepMarker, wrap_closure
+from leanstep.script.hooks import wrap_closure
+from leanstep.script.phases import PhaseListener, PhaseMarker
+from leanstep.script.steps import StepListener, StepMarker
 
 # Events of the tape without an update after which the program is left: a recording of more takes gigabytes.
 MOST_EVENTS = 2_000_000
@@ -29,17 +34,68 @@ class StepsDone(BaseException):
     """All steps that were asked for have been seen: leave the program. No `except Exception` stops it."""
 
 
-class Steps(StepListener):
+class Steps(StepListener, PhaseListener):
     """Cuts the tape into steps, where `script.steps` finds their ends or the program's runner says so."""
 
-    def __init__(self, tape: Any, wanted: int, patience_s: float):
-        self.tape, self.wanted, self.patience_s = tape, wanted, patience_s
+    def __init__(self, tape: Any, wanted: int, patience_s: float, progress: Path | None = None):
+        self.tape, self.wanted, self.patience_s, self.progress = tape, wanted, patience_s, progress
         self._last_update = (0, monotonic())
         self._num_counted = self._num_trials = 0
-        self.marker = StepMarker(self)
+        self._reported = 0.0
+        self.marker = StepMarker(self, PhaseMarker(self._position, self))
+        self.calls, self.generations = RepeatedCalls(tape), Generations(tape)
         self.by_hand = False  # marked by whoever runs the program
         self._part_end = 0  # events of the update's parts that have ended
         self._optimizers: dict[int, Any] = {}
+
+    def _position(self) -> int:
+        return len(self.tape.recording.events)
+
+    def run_call(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls that repeat are extrapolated, on the thread that the tape follows."""
+        self._report()
+        recording = self.tape.recording
+        if recording.request.every_call or threading.get_ident() != self.tape.lines.main:
+            return call(module, *args, **kwargs)
+        return self.calls.run(call, module, args, kwargs)
+
+    def run_generate(self, generate: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.tape.recording.request.every_call or threading.get_ident() != self.tape.lines.main:
+            return generate(*args, **kwargs)
+        self.calls.paused = True
+        try:
+            return self.generations.run(generate, args, kwargs)
+        finally:
+            self.calls.paused = False
+
+    def rollout_begins(self) -> None:
+        self._report()
+
+    def backward_begins(self, outputs: Any) -> None:
+        self._report()
+
+    def _report(self) -> None:
+        """What is running, for whoever waits; at most twice per second."""
+        now = monotonic()
+        if self.progress is None or now - self._reported < 0.5:
+            return
+        self._reported = now
+        recorded, skipped = self._model_calls
+        counted = f", {recorded + skipped:,} model calls ({skipped:,} extrapolated)" if recorded else ""
+        self.progress.write_text(
+            f"step {self.tape.step + 1} of {self.wanted}: {self.marker.phases.phase}{counted}"
+        )
+
+    def close(self) -> None:
+        """The program is over: what the recording says about its phases."""
+        recording = self.tape.recording
+        recording.phases = self.marker.phases.marks
+        recording.model_calls = self._model_calls
+
+    @property
+    def _model_calls(self) -> tuple[int, int]:
+        """Calls without gradients that ran, and those that were extrapolated."""
+        return self.calls.recorded, self.calls.skipped + self.generations.extrapolated
 
     def watch(self) -> None:
         """From now on, until the process ends."""

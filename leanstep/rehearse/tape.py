@@ -28,7 +28,7 @@ from leanstep.rehearse import events
 from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import FREE, kernels, registered_cost
-from leanstep.rehearse.lines import Lines, Place
+from leanstep.rehearse.lines import WORKSPACE, Lines, Place
 from leanstep.rehearse.out_of_memory import DeviceMemory
 from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, Taped, plan_of
 from leanstep.rehearse.refusals import SPARSE, Refused
@@ -45,7 +45,6 @@ from leanstep.rehearse.shadows import (
     tensors_in,
     with_shapes,
 )
-from leanstep.script.lines import Line
 from leanstep.script.syncs import is_masked_fill, op_read
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -234,7 +233,7 @@ class Tape(TorchDispatchMode):
     ) -> None:
         if not self.has_workspace and any(k.kind == "gemm" for k in made):
             self.has_workspace = True
-            self.allocate(self.workspace_bytes, (self.workspace_bytes,), "uint8", _WORKSPACE, "library")
+            self.allocate(self.workspace_bytes, (self.workspace_bytes,), "uint8", WORKSPACE, "library")
         launch = events.Launch(
             name=name,
             kernels=made,
@@ -652,9 +651,6 @@ def _check_bounds(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> No
             f"{name}: size {list(size)}, stride {list(stride)}, storage_offset {offset} need {elements} "
             f"elements, out of bounds for a storage of {there}"
         )
-
-
-_WORKSPACE = Place(Line("cuBLAS workspace", 0, ""), "forward", 0)
 
 
 _ANSWERS: dict[str, Callable[[Tape, DeviceCall], Any]] = {

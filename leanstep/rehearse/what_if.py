@@ -15,6 +15,7 @@ from leanstep.rehearse.cuda_allocator import Replay, place, replay
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import (
     Event,
+    Extrapolated,
     HostWait,
     Kernel,
     Launch,
@@ -108,7 +109,7 @@ def fused(
 
     for index, event in enumerate(events):
         if not isinstance(event, Launch):
-            if isinstance(event, HostWait):
+            if isinstance(event, HostWait | Extrapolated):
                 flush()
             out.append(event)
             continue

@@ -21,6 +21,7 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from leanstep.rehearse.answers import cuda_graphs, parameters, tensor_types
+from leanstep.rehearse.answers.triton_launches import shared_memory_bytes
 from leanstep.rehearse.branches import assumed_numbers
 from leanstep.rehearse.events import HostWait
 from leanstep.rehearse.refusals import EXPORT, NESTED, Refused
@@ -34,8 +35,11 @@ FLASH_HEAD_SIZE = 256
 NO_ADDRESS = 1 << 62
 # Kernels of the simulated device; they are removed with this object.
 _LIBRARY = torch.library.Library("aten", "IMPL")
-# torch composes these ops of others unless the device has a kernel for them, as CUDA has (2.8 to 2.15).
-OWN_KERNELS = ("_fused_rms_norm", "silu_backward", "mish_backward")
+# torch composes these ops of others unless the device has kernels for them, as CUDA has. `_fused_rms_norm` of
+# torch 2.8, which has no backward, is for Metal alone.
+OWN_KERNELS = ["silu_backward", "mish_backward"]
+if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
+    OWN_KERNELS.append("_fused_rms_norm")
 
 
 class DeviceProperties(types.SimpleNamespace):
@@ -96,8 +100,7 @@ def _own_kernels() -> None:
         raise Refused("a kernel of the device was called where the rehearsal does not see it")
 
     for name in OWN_KERNELS:
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        if hasattr(torch.ops.aten, name) and not has_kernel(f"aten::{name}", "CUDA"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             _LIBRARY.impl(name, off_tape, "CUDA")
 
 
@@ -317,6 +320,7 @@ def _set_presence() -> None:
 def _set_properties(device: Any) -> None:
     major, minor = device.capability
     has_bf16 = device.capability >= (8, 0)
+    shared = shared_memory_bytes(device)
     properties = DeviceProperties(
         name=device.name,
         major=major,
@@ -329,8 +333,8 @@ def _set_properties(device: Any) -> None:
         max_threads_per_block=1024,
         regs_per_multiprocessor=65_536,
         shared_memory_per_block=49_152,
-        shared_memory_per_block_optin=166_912 if major < 9 else 232_448,
-        shared_memory_per_multiprocessor=167_936 if major < 9 else 233_472,
+        shared_memory_per_block_optin=shared,
+        shared_memory_per_multiprocessor=shared + 1_024,
         gcnArchName="",
         uuid="0",
         is_integrated=0,

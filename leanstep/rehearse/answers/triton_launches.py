@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from leanstep.measure.aot import SHARED_LIMITS
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import one_pass, register_cost, registered_cost
 from leanstep.rehearse.shadows import device_tensors, shape_of, with_shapes
@@ -162,6 +163,12 @@ def _grid(grid: Any, arguments: dict[str, Any]) -> Any:
         return None
 
 
+def shared_memory_bytes(device: Any) -> int:
+    """Shared memory that a block may use on a device of the table."""
+    major, minor = device.capability
+    return SHARED_LIMITS["gfx942" if device.vendor == "amd" else f"sm_{major}{minor}"]
+
+
 def _install_driver(device: Any) -> None:
     """What libraries ask of Triton's driver before they launch."""
     import triton.runtime
@@ -171,9 +178,8 @@ def _install_driver(device: Any) -> None:
     except ImportError:
         return
     major, minor = device.capability
-    shared = 166_912 if major < 9 else 232_448
     properties = {
-        "max_shared_mem": shared,
+        "max_shared_mem": shared_memory_bytes(device),
         "multiprocessor_count": device.units,
         "warpSize": 32,
         "max_num_regs": 65_536,
