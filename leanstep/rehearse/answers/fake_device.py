@@ -83,7 +83,10 @@ def library() -> Path:
         return build_library(SOURCE, [[*flags, *link]])
     except OSError as reason:
         if "no C++ compiler" in str(reason):
-            raise RehearsalError(f"{reason}: a rehearsal builds a small library for torch once") from None
+            raise RehearsalError(
+                f"{reason}: a rehearsal builds a small library for torch once (apt install g++, "
+                "dnf install gcc-c++, xcode-select --install, or conda install cxx-compiler)"
+            ) from None
         raise RehearsalError(
             f"torch {version}: CUDA hooks differ from those of {RAN_WITH}, its stub does not build: {reason}"
         ) from None
