@@ -3,8 +3,8 @@
     python tools/compare_builds.py PYTHON PYTHON ...                  # the programs of tools/programs.py
     python tools/compare_builds.py --programs FILE PYTHON PYTHON ...  # another file with the same interface
 
-Each PYTHON is the interpreter of an environment with another build. Compared are launches by name, bytes, host
-waits, peak memory and how each rehearsal ended. Exit code 1 when a count differs from that of the first build.
+Each PYTHON is the interpreter of an environment with another build. Compared are launches by name, bytes,
+host waits, peak memory and how each rehearsal ended. Exit code 1 when a count differs from the first build's.
 """
 
 from __future__ import annotations

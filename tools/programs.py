@@ -1,6 +1,7 @@
-"""Small training programs whose rehearsals must not depend on the build of torch: python tools/programs.py NAME.
+"""Small training programs whose rehearsals must not depend on the build of torch.
 
-Without a name it prints the names. `tools/compare_builds.py` rehearses each with several builds.
+`python tools/programs.py NAME` runs one. Without a name it prints the names. `tools/compare_builds.py`
+rehearses each with several builds.
 """
 
 from __future__ import annotations
