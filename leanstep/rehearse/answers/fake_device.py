@@ -87,6 +87,9 @@ def library() -> Path:
                 f"{reason}: a rehearsal builds a small library for torch once (apt install g++, "
                 "dnf install gcc-c++, xcode-select --install, or conda install cxx-compiler)"
             ) from None
+        if reason.errno is not None or "No space left" in str(reason):
+            why = f"{reason.strerror or reason}" + f": {reason.filename}" * bool(reason.filename)
+            raise RehearsalError(f"LEANSTEP_CACHE: cannot build a library for torch there: {why}") from None
         raise RehearsalError(
             f"torch {version}: CUDA hooks differ from those of {RAN_WITH}, its stub does not build: {reason}"
         ) from None
