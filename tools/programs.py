@@ -256,9 +256,8 @@ def einsum():
 
 @program
 def convolution():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(10))
-    model(torch.randn(1, 3, 16, 16))
-    model.cuda()
+    features = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    model = nn.Sequential(*features, nn.Linear(8 * 7 * 7, 10)).cuda()
     return model, lambda: model(inputs(4, 3, 16, 16))
 
 
