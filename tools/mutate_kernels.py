@@ -61,7 +61,7 @@ CHECKS: dict[tuple[str, ...], tuple[str, str, str]] = {
     ("write_kernel",): ("write", FUSED, "step_of_kernels or not_finite"),
     ("adam_kernel",): ("adam", FUSED, "step_of_kernels or bias_correction or not_finite"),
     ("lens_pairs_kernel",): ("lens_pairs or many_pairs or many_slots", ROWS, "pairs_equal"),
-    ("lens_targets_kernel", "_entries"): ("lens_targets or many_targets", ROWS, "targets_equal"),
+    ("lens_targets_kernel", "_entries"): ("lens_targets or many_targets", ROWS, "targets_equal or top_level"),
     ("lens_rows_kernel", "_signs", "_span", "_preference"): (
         "lens_rows_kernel or many_rows",
         ROWS,
