@@ -23,14 +23,8 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: a temporary file beside it, fsync, rename, fsync of the folder.
 
     After a crash the file holds its old content or the new, never a part. A full disk or an interrupt leaves
-    no temporary file; `kill -9` may leave one named `.NAME.PID-TOKEN.partial`. A symbolic link stays: its
-    target is replaced. A device, a FIFO and what a descriptor of this process is open on are written through.
+    no temporary file; `kill -9` may leave one named `.NAME.PID-TOKEN.partial`.
     """
-    if is_written_through(path):
-        with path.open("ab", buffering=0) as file:
-            _write_all(file, data)
-        return
-    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         with temporary.open("xb") as file:
@@ -46,6 +40,19 @@ def write_atomically(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that the user named.
+
+    A regular file is replaced whole. A symbolic link stays: its target is replaced. A device, a FIFO and what
+    a descriptor of this process is open on are written through.
+    """
+    if is_written_through(path):
+        with path.open("ab", buffering=0) as file:
+            _write_all(file, data)
+    else:
+        write_atomically(Path(os.path.realpath(path)), data)
 
 
 def is_written_through(path: Path) -> bool:
@@ -67,10 +74,10 @@ def _write_all(file: io.FileIO, data: bytes) -> None:
 
 
 def write_text(path: str | Path, text: str, argument: str = "output") -> None:
-    """`write_atomically` of UTF-8 text; a failure becomes a `BadInput` that names `argument`."""
+    """`write_output` of UTF-8 text; a failure becomes a `BadInput` that names `argument`."""
     target = Path(path)
     try:
-        write_atomically(target, text.encode())
+        write_output(target, text.encode())
     except OSError as error:
         writable = os.access(target.parent, os.W_OK)
         place = str(target) if writable else f"to {target.parent}"

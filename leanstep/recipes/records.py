@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from leanstep.files import write_atomically
+from leanstep.files import write_output
 
 FORMAT = "leanstep-record-1"
 SIGNIFICANCE = 0.01
@@ -128,7 +128,7 @@ class Record:
     def write(self, path: Path) -> None:
         """Save as JSON, the derived figures beside the runs."""
         body = {"format": FORMAT, **asdict(self), "summary": self.summary()}
-        write_atomically(path, (json.dumps(body, indent=2) + "\n").encode())
+        write_output(path, (json.dumps(body, indent=2) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> Record:
