@@ -34,6 +34,14 @@ class Advice:
         )
 
 
+# All rows are dead: (what, fix, short fix).
+NO_GRADIENT = (
+    "Every row of the head gets a gradient of exactly zero: the loss has no gradient (advantages are all "
+    "zero).",
+    "Look at the loss first: equal rewards within a group give advantages of zero, and a mask that selects "
+    "nothing gives a loss of zero. Skip such a batch before the forward pass, or vary the rewards.",
+    "the loss has no gradient (advantages are all zero)",
+)
 ADVICE = (
     Advice(
         HEAD_RULES,
@@ -101,6 +109,10 @@ ADVICE = (
 
 def fit(finding: Finding) -> None:
     """Replace the advice of a finding by one that its user can follow, where there is one."""
+    if finding.rule == "dead-rows" and finding.count == finding.evidence["rows"]:
+        finding.what, finding.fix, finding.short_fix = NO_GRADIENT
+        finding.leanstep = None
+        return
     for advice in ADVICE:
         if advice.fits(finding):
             finding.fix, finding.short_fix, finding.leanstep = advice.fix, advice.short_fix, advice.leanstep

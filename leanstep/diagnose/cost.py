@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 from leanstep.diagnose.recording.ops import HALF
+from leanstep.diagnose.step_clock import own_seconds
 from leanstep.diagnose.step_records import Finding, MatmulKey, StepRecord
 
 # A read on a GPU waits for the queue: the latency of a synchronisation plus the gap until work arrives again.
@@ -46,10 +47,10 @@ class Calibration:
 def _median_seconds(function: Callable[[], object], repeats: int, rounds: int = 5) -> float:
     times = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = own_seconds()
         for _ in range(repeats):
             function()
-        times.append((time.perf_counter() - start) / repeats)
+        times.append(max(own_seconds() - start, 1e-9) / repeats)
     return statistics.median(times)
 
 
@@ -151,8 +152,12 @@ def price(
     steps: Sequence[StepRecord],
     step_seconds: float | None,
     calibration: Calibration,
+    iteration_seconds: float | None = None,
 ) -> list[Finding]:
-    """Fill in what each finding costs per step, and rank: the most expensive first, compiled regions last."""
+    """Fill in what each finding costs per step, and rank: the most expensive first, compiled regions last.
+
+    iteration_seconds: what findings are weighed against that come once per rollout; None: the step.
+    """
     peak_saved = max((max(step.peak_saved_bytes, step.peak_wide_bytes) for step in steps), default=0)
     on_gpu = gpu_step_seconds(steps)
     for finding in findings:
@@ -179,9 +184,10 @@ def price(
         finding.bytes = int(held) or None
         if work.held_bytes and not seconds:
             finding.seconds, finding.basis = None, "measured"
-        time_share = seconds / step_seconds if step_seconds else 0.0
+        whole = (finding.per_rollout and iteration_seconds) or step_seconds
+        time_share = min(1.0, seconds / whole) if whole else 0.0
         memory_share = work.held_bytes / peak_saved if peak_saved else 0.0
-        known = step_seconds or (memory_share and work.held_bytes)
+        known = whole or (memory_share and work.held_bytes)
         finding.share = max(time_share, memory_share) if known else None
     # Among reads a line of the user's own goes first: a library's is often not theirs to change.
     ranked = sorted(

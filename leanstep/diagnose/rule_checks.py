@@ -338,6 +338,34 @@ def full_vocab(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     return hits
 
 
+def no_grad_vocab(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
+    """Vocabulary-wide tensors are written without gradients: old and reference log-probs, an entropy."""
+    sites = {site: total for (site, width), total in step.unsaved.items() if width == step.head_width}
+    by_lines = by_line(sites, Tally)
+    # What one line writes the next one reads: together they are one tensor's way through the program.
+    if sum(total.bytes for total, _ in by_lines.values()) < limits["bytes"]:
+        return []
+    hits = []
+    for line, (total, callers) in by_lines.items():
+        evidence = {"shapes": dict(total.detail.most_common(3)), "bytes": total.bytes}
+        # Each is dropped before the next one is made.
+        work = Work(moved_bytes=2 * total.bytes, held_bytes=total.bytes / total.count)
+        hits.append(Hit(line, total.count, callers, "forward", evidence, work))
+    return hits
+
+
+def no_kv_cache(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
+    """Generation computes all earlier positions again for each token."""
+    hits = []
+    for line, (total, callers) in by_line(step.again, Tally).items():
+        if total.count >= limits["calls"]:
+            # All but the last position of each call were computed before.
+            again = total.bytes - total.count
+            evidence = {"calls": total.count, "positions": total.bytes, "computed_again": again}
+            hits.append(Hit(line, total.count, callers, "forward", evidence))
+    return hits
+
+
 def launch_bound(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     """The device runs dry because the host launches small kernels one by one."""
     return [

@@ -200,6 +200,35 @@ RULES: dict[str, Rule] = {
             "leanstep.logprob.linear_logprobs",
         ),
         Rule(
+            "no-grad-vocab",
+            rule_checks.no_grad_vocab,
+            lambda f: _plural(f.count, "tensor"),
+            lambda f: (
+                f"Written without gradients: {_listed(f.evidence['shapes'])}, {size(f.evidence['bytes'])} "
+                "per step."
+            ),
+            "Old and reference log-probs and the entropy need one number per row; the logits of all rows, "
+            "the prompt's included, are written and read in full.",
+            "leanstep.logprob.linear_logprobs(hidden, weight, targets, rows=...) under no_grad gives "
+            "log-probs and entropy of the rows that count, and holds one tile.",
+            "linear_logprobs(..., rows=...)",
+            "leanstep.logprob.linear_logprobs",
+        ),
+        Rule(
+            "no-kv-cache",
+            rule_checks.no_kv_cache,
+            lambda f: _plural(f.count, "call"),
+            lambda f: (
+                f"Generation without a KV cache: {_plural(f.count, 'call')} over {f.evidence['positions']:,} "
+                f"positions, {f.evidence['computed_again']:,} of which the call before had computed."
+            ),
+            "Each new token runs the model over the whole sequence; with a cache it runs over one position.",
+            "Keep keys and values between calls: use_cache=True in transformers (checkpointing in training "
+            "mode switches it off: model.eval() or gradient_checkpointing_disable() for the rollout), "
+            "past_key_values in a loop of your own.",
+            "keep keys and values: use_cache=True",
+        ),
+        Rule(
             "unbatched-optimizer",
             rule_checks.unbatched_optimizer,
             lambda f: f"{f.count:,} ops",
@@ -375,7 +404,10 @@ def judge(step: StepRecord, limits: Limits, rules: Sequence[str] | None = None) 
 def find(
     steps: Sequence[StepRecord], limits: Limits | None = None, rules: Sequence[str] | None = None
 ) -> list[Finding]:
-    """The findings that hold on every one of `steps`, in the order of the rules table."""
+    """The findings that hold on every one of `steps`, in the order of the rules table.
+
+    Where several updates follow a rollout, what only the steps with a rollout show must hold on all of these.
+    """
     if not steps:
         return []
     limits = limits or Limits()
@@ -386,10 +418,26 @@ def find(
             continue
         everywhere = [line for line in verdicts[0][name] if all(line in hits[name] for hits in verdicts)]
         findings.extend(_finding(rule, [hits[name][line] for hits in verdicts]) for line in everywhere)
+        for line in _of_rollouts(steps, verdicts, name):
+            hits = [v[name][line] for v, step in zip(verdicts, steps, strict=True) if step.has_rollout]
+            findings.append(_finding(rule, hits, per_rollout=True))
     return findings
 
 
-def _finding(rule: Rule, hits: list[Hit]) -> Finding:
+def _of_rollouts(steps: Sequence[StepRecord], verdicts: Sequence[Hits], name: str) -> list[Line]:
+    """Lines that a rule names on every step with a rollout, and on none of the others."""
+    with_rollout = [hits for hits, step in zip(verdicts, steps, strict=True) if step.has_rollout]
+    others = [hits for hits, step in zip(verdicts, steps, strict=True) if not step.has_rollout]
+    if not with_rollout or not others:
+        return []
+    return [
+        line
+        for line in with_rollout[0][name]
+        if all(line in hits[name] for hits in with_rollout) and not any(line in h[name] for h in others)
+    ]
+
+
+def _finding(rule: Rule, hits: list[Hit], per_rollout: bool = False) -> Finding:
     counts = [hit.count for hit in hits]
     count = min(counts) if rule.id == "dead-rows" else sorted(counts)[(len(counts) - 1) // 2]
     typical: Any = next(hit for hit in hits if hit.count == count)
@@ -400,7 +448,7 @@ def _finding(rule: Rule, hits: list[Hit]) -> Finding:
         evidence=dict(typical.evidence), work=typical.work, confidence=confidence,
         compiled=any(hit.compiled for hit in hits),
         what="", why=rule.why, fix=rule.fix, short_fix=rule.short_fix, leanstep=rule.leanstep, amount="",
-        in_loop=rule.id == "host-sync" and count >= 2,
+        in_loop=rule.id == "host-sync" and count >= 2, per_rollout=per_rollout,
     )  # fmt: skip
     finding.what, finding.amount = rule.what(finding), rule.amount(finding)
     advice.fit(finding)

@@ -154,6 +154,12 @@ class StepRecord:
     # How long the step of a trace took.
     trace_seconds: float = 0.0
     compiled: set[Line] = field(default_factory=set)
+    # Whether a rollout was part of the step.
+    has_rollout: bool = False
+    # Calls of a generation that computes earlier positions again; bytes are positions.
+    again: dict[Site, Tally] = field(default_factory=dict)
+    # Vocabulary-wide tensors that were written without gradients, by width.
+    unsaved: dict[tuple[Site, int], Tally] = field(default_factory=dict)
     head_width: int = 0
     head_inner: int = 0
     # Most bytes of tensors of the head's width that were alive at once, saved or not.
@@ -202,7 +208,7 @@ class StepRecord:
 _MERGED = (
     "ops", "reads", "heads", "zero_fills", "state_copies", "other_copies", "duplicate_casts", "round_trips",
     "saved", "churn", "unused_grads", "attention", "doubles", "clones", "retained", "blocking",
-    "slow_launches", "pauses",
+    "slow_launches", "pauses", "again", "unsaved",
 )  # fmt: skip
 
 
@@ -253,6 +259,7 @@ class RunRecord:
         self.churn_bytes = int(limits["alloc-churn"]["bytes"])
         self.layout_bytes = int(limits["transposed-copy"]["op_bytes"])
         self.fill_ratio = limits["zero-fill"]["ratio"]
+        self.unsaved_rows = int(limits["no-grad-vocab"]["rows"])
         # By storage.
         self.parameters: dict[int, Parameter] = {}
         # Storages of parameters that some optimizer holds.
@@ -278,6 +285,8 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "dtype-round-trip": {"bytes": 64 * 1024},
     "full-vocab": {"bytes": 32 * 1024 * 1024, "rows": 64},
     "retained-chunks": {"chunks": 4, "bytes": 8 * 1024 * 1024, "rows": 64},
+    "no-grad-vocab": {"bytes": 32 * 1024 * 1024, "rows": 64},
+    "no-kv-cache": {"calls": 8},
     "unbatched-optimizer": {"repeats": 16, "ops": 64, "bytes": 4 * 1024 * 1024, "flops": 4e9},
     "slow-dtype": {"rate": 0.5, "share": 0.01},
     "alloc-churn": {"buffers": 16, "bytes": 1024 * 1024},
@@ -382,6 +391,8 @@ class Finding:
     leanstep: str | None
     amount: str
     in_loop: bool = False
+    # Counted per iteration, not per step: only steps with a rollout have it.
+    per_rollout: bool = False
     seconds: float | None = None
     seconds_range: tuple[float, float] | None = None
     bytes: int | None = None

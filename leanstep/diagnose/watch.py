@@ -13,23 +13,30 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
 
-from leanstep.diagnose import compiled_rules, cost, rules
+from leanstep.diagnose import compiled_rules, cost, iteration_times, rules
+from leanstep.diagnose.iteration_times import IterationClock, PhaseTotal, Position, Stretch
 from leanstep.diagnose.recording import torch_hooks
 from leanstep.diagnose.recording.compiled_code import CompiledCode
 from leanstep.diagnose.recording.recorder import Recorder
 from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode
-from leanstep.diagnose.step_clock import StepClock
+from leanstep.diagnose.step_clock import StepClock, own_seconds
 from leanstep.diagnose.step_records import Findings, Limits, StepRecord
-from leanstep.script.steps import StepListener, StepMarker, in_engine
+from leanstep.script.hooks import in_engine, replace_function
+from leanstep.script.marks import ROLLOUT
+from leanstep.script.phases import PhaseListener, PhaseMarker
+from leanstep.script.steps import StepListener, StepMarker
 
 # A step that takes longer than this is not run once more only to be timed.
 MAX_TIMED_S = 10.0
 # Steps whose counters are kept whole; of earlier ones only what the rules said.
 FULL_STEPS = 8
+# An iteration with a rollout may take longer than a step; so many updates may pass until the next rollout.
+MAX_ITERATION_S, MAX_WAITING_STEPS = 60.0, 32
 _current: Watch | None = None
 
 
@@ -39,7 +46,7 @@ def step() -> None:
         _current.step()
 
 
-class Watch(StepListener):
+class Watch(StepListener, PhaseListener):
     """Records training steps. Use it through `watch()`.
 
     Args:
@@ -80,7 +87,13 @@ class Watch(StepListener):
         self._compiler = CompiledCode()
         self.compiled = compiled_rules.CompiledReport()
         self.clock = StepClock()
-        self.marker = StepMarker(self)
+        self.iteration_clock = IterationClock()
+        self.marker = StepMarker(self, PhaseMarker(self._position, self))
+        # Where steps were recorded, and where the step under way began.
+        self._recorded: list[tuple[Position, Position]] = []
+        self._step_began = Position(0.0)
+        self._timed: Stretch | None = None
+        self.has_loader = False
         # The parts of the step under way that have ended, and when the last of them did.
         self._parts: list[StepRecord] = []
         self._part_ended = 0.0
@@ -88,6 +101,7 @@ class Watch(StepListener):
         # The recording began inside the step under way: it is not whole.
         self._incomplete = False
         self._iterations: set[int] = set()
+        self._last_iteration = 0
         self._scanned = False
         self._started = self._last_end = 0.0
         self._closed_at = 0.0
@@ -114,6 +128,7 @@ class Watch(StepListener):
         self._stack.enter_context(torch_hooks.sync_debug(self.recorder))
         self._stack.enter_context(self._compiler.reading())
         self._stack.enter_context(self.marker)
+        self._stack.callback(replace_function(torch.utils.data.DataLoader, "__iter__", self._load))
         _current = self
         self._enter_modes()
         return self
@@ -141,6 +156,7 @@ class Watch(StepListener):
         calls.__enter__()
         self._modes_on = True
         self.recorder.start()
+        self._step_began = self._position()
 
     def _leave_modes(self) -> None:
         """Leave all three. Code of the user's that is still inside a mode of its own keeps it."""
@@ -165,7 +181,7 @@ class Watch(StepListener):
             self.steps = []
             self.warmup_done = self.warmup_done if self._light else 0
         self._close_part()
-        self._end_step(time.perf_counter(), late=False)
+        self._end_step(own_seconds(), late=False)
 
     def optimizer_constructed(self) -> None:
         """Steps will end: the warm-up can run unrecorded. Until then everything is recorded."""
@@ -194,7 +210,7 @@ class Watch(StepListener):
                 self._judge_gradients()
 
     def part_ends(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._part_ended = time.perf_counter()
+        self._part_ended = own_seconds()
         if self.boundary != "explicit":
             self.boundary = "optimizer"
             self._close_part()
@@ -221,10 +237,13 @@ class Watch(StepListener):
 
     def _close_step(self, record: StepRecord, late: bool) -> None:
         """One step is over."""
-        now = time.perf_counter()
+        now = own_seconds()
         if self._closed_at and self._modes_on:
             self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
         self._closed_at = now
+        began, self._step_began = self._step_began, self._position()
+        record.has_rollout = self.marker.iterations > self._last_iteration
+        self._last_iteration = self.marker.iterations
         self.recorder.new_step()
         self._note_others()
         if self._incomplete:
@@ -235,6 +254,7 @@ class Watch(StepListener):
             self._dropped = record
         else:
             self.steps.append(record)
+            self._recorded.append((began, self._step_began))
             self._iterations.add(self.marker.iterations)
             if len(self.steps) > FULL_STEPS:
                 old = self.steps[-FULL_STEPS - 1]
@@ -247,10 +267,10 @@ class Watch(StepListener):
         self.recorder.state.churn.settle(last=True)
         self.recorder.active = False
         self._leave_modes()
-        self._last_end = time.perf_counter()
+        self._last_end = own_seconds()
         if self._stackless:
             return  # The script is over: nothing to time, nobody to stop.
-        if (self.step_seconds or 0.0) <= MAX_TIMED_S:
+        if (self.step_seconds or 0.0) <= (MAX_ITERATION_S if self._makes_rollouts else MAX_TIMED_S):
             # Only a whole step is worth timing.
             self._clock_waits = late
             if not late:
@@ -259,6 +279,10 @@ class Watch(StepListener):
             self._on_done()
 
     def _start_clock(self) -> None:
+        self._timed = Stretch(self._position(), self._position(), 1)
+        if self._makes_rollouts:
+            self.iteration_clock.start(self._timed.start)
+            return
         self.clock.start()
         self._hooks.enter(torch.autograd.graph.saved_tensors_hooks(self.clock.first_op, as_it_is))
 
@@ -272,7 +296,7 @@ class Watch(StepListener):
 
     def _note_start(self, tensor: Any) -> Any:
         if not self._started:
-            self._started = time.perf_counter()
+            self._started = own_seconds()
         return tensor
 
     def _light_step(self, now: float, late: bool) -> None:
@@ -282,11 +306,59 @@ class Watch(StepListener):
         self._last_end = now
         self._compiler.step_ended()
         self.warmup_done += 1
-        if self.warmup_done >= self.num_warmup:
-            self._light = False
-            self._incomplete = late
-            self._hooks.leave()
-            self._enter_modes()
+        self._last_iteration = self.marker.iterations
+        # A long recording meets the next rollout anyway.
+        waits = self._makes_rollouts and self.num_steps < MAX_WAITING_STEPS
+        waits = waits and self.warmup_done < self.num_warmup + MAX_WAITING_STEPS
+        if self.warmup_done >= self.num_warmup and not waits:
+            self._leave_light(late)
+
+    def _leave_light(self, late: bool) -> None:
+        self._light = False
+        self._incomplete = late
+        self._hooks.leave()
+        self._enter_modes()
+
+    # Rollouts
+
+    def _position(self) -> Position:
+        return Position(time.perf_counter(), self.recorder.state.total)
+
+    @property
+    def _makes_rollouts(self) -> bool:
+        return self.marker.iterations > 0 and self.boundary != "explicit"
+
+    def call_begins(self, module: torch.nn.Module) -> None:
+        """The first call after an update opens the next iteration: the recording begins with it."""
+        if self._light:
+            if self._makes_rollouts and self.warmup_done >= self.num_warmup:
+                self._leave_light(late=False)
+            else:
+                self._note_start(None)
+
+    def rollout_begins(self) -> None:
+        if self._light and self._makes_rollouts and self.warmup_done >= self.num_warmup:
+            self._leave_light(late=False)
+        elif self.iteration_clock.rollout_begins():
+            self._end_iteration()
+
+    def positions_again(self, caller: FrameType, length: int) -> None:
+        if self._modes_on:
+            self.recorder.on_positions_again(caller, length)
+
+    def _end_iteration(self) -> None:
+        """The iteration under way has been timed as far as it will be."""
+        iteration = self.iteration_clock.iteration
+        self.iteration_clock.running = False
+        if iteration is not None:
+            self._timed = iteration
+            self._measured_seconds = (iteration.end.time - iteration.start.time) / iteration.steps
+        if self._on_done is not None and not self._stackless:
+            self._on_done()
+
+    def _load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.has_loader = True
+        return original(*args, **kwargs)
 
     def _end_later_step(self, now: float) -> None:
         """A step after the recorded ones: the first one's time is the step's time."""
@@ -294,8 +366,15 @@ class Watch(StepListener):
         if self._clock_waits:
             self._clock_waits = False
             self._start_clock()
+        elif self.iteration_clock.running:
+            self.iteration_clock.step_ends(self._position())
+            stretch = self.iteration_clock.stretch
+            if stretch is not None and stretch.end.time - stretch.start.time > MAX_ITERATION_S:
+                self._end_iteration()
         elif self.clock.running:
             self.clock.end()
+            if self._timed is not None:
+                self._timed.end = self._position()
             self._hooks.leave()
             self._last_end, self._measured_seconds, self._longest_possible = now, self.clock.seconds, None
             if self._on_done is not None:
@@ -348,6 +427,8 @@ class Watch(StepListener):
 
     def _finish(self, completed: bool) -> None:
         state = self.recorder.state
+        if self.iteration_clock.running:
+            self._end_iteration()
         if not self.finished:
             self.marker.finish()
             if self.boundary == "none" and completed and not self._light:
@@ -380,7 +461,14 @@ class Watch(StepListener):
         found = rules.find(self.steps, self.limits)
         findings, self.compiled = compiled_rules.after_compiler(found, self._compiler, self.limits)
         calibration = self._calibration or cost.calibrate()
-        self._findings = Findings(cost.price(findings, self.steps, self.step_seconds, calibration))
+        rollout = next((p.seconds for p in self.phases if p.phase == ROLLOUT), None)
+        for finding in findings:
+            if finding.rule == "no-kv-cache" and rollout is not None:
+                again = finding.evidence["computed_again"] / finding.evidence["positions"]
+                finding.work.seconds = again * rollout
+        self._findings = Findings(
+            cost.price(findings, self.steps, self.step_seconds, calibration, self.iteration_seconds)
+        )
         return self._findings
 
     @property
@@ -390,7 +478,7 @@ class Watch(StepListener):
         The first step of a run pays for what happens once (threads, allocations, lazy imports). When it took
         longer than a recorded one, the recorded one's time is the better bound: `step_is_bound` says so.
         """
-        if self._measured_seconds is None or self._longest_possible is None:
+        if self._measured_seconds is None or self._longest_possible is None or self._makes_rollouts:
             return self._measured_seconds
         return min(self._measured_seconds, self._longest_possible)
 
@@ -402,6 +490,19 @@ class Watch(StepListener):
     def iterations(self) -> int | None:
         """How many rollouts the recorded steps belong to; None when no rollout was seen."""
         return len(self._iterations) if self.marker.iterations else None
+
+    @property
+    def iteration_seconds(self) -> float | None:
+        """Seconds of an unrecorded iteration: a rollout and its updates; None where none was timed."""
+        iteration = self.iteration_clock.iteration
+        return iteration.end.time - iteration.start.time if iteration is not None else None
+
+    @property
+    def phases(self) -> list[PhaseTotal]:
+        """Rollout, scoring, update and the rest; empty for a script that only makes updates."""
+        timed = self.iteration_clock.iteration if self._makes_rollouts else self._timed
+        whole = timed if timed is not None and timed.end > timed.start else None
+        return iteration_times.totals(self.marker.phases.marks, whole, self._recorded, self._makes_rollouts)
 
     @property
     def _stackless(self) -> bool:

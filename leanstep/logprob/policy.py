@@ -23,6 +23,7 @@ from leanstep.logprob.engine.forward_gradients import (
     agreed_columns,
     arrange_chunks,
     form_by_chunks,
+    gradient_scale,
     logits_in_gradient,
     loss_with_gradients,
     most_saved_rows,
@@ -135,7 +136,9 @@ def linear_policy_loss(
     batch = _selected_batch(batch, checked)
     weights = _checked_weights(batch, objective, normalizer, checked)
     chunks = _chunks(objective, batch.sequence_lengths, checked, tuning)
-    call = _policy_call(checked, targets, chunks, tuning, "grad" if objective.entropy_coef else entropy)
+    mode: Entropy = "grad" if objective.entropy_coef else entropy
+    divisor = float(normalizer) if isinstance(normalizer, (int, float)) else None
+    call = _policy_call(checked, targets, chunks, tuning, mode, divisor)
     policy = _Policy(call, objective, batch, weights, chunks)
     with torch.autocast(hidden.device.type, enabled=False), call.one_thread():
         loss, logp, entropies, *row_losses = loss_with_gradients(checked.tensors, policy)
@@ -181,9 +184,14 @@ def _checked_weights(
 
 
 def _policy_call(
-    checked: CheckedCall, targets: Tensor, chunks: list[_Chunk], tuning: Tuning, entropy: Entropy
+    checked: CheckedCall,
+    targets: Tensor,
+    chunks: list[_Chunk],
+    tuning: Tuning,
+    entropy: Entropy,
+    divisor: float | None,
 ) -> Call:
-    """The engine's description of the call, with the tiles chosen for its chunks."""
+    """The engine's description of the call, with the tiles chosen for its chunks; `divisor` of the loss."""
     head, source = checked.head, checked.source
     tiles, cores, kernels = _arranged(source, head, chunks, checked.tensors[2])
     return Call(
@@ -197,7 +205,7 @@ def _policy_call(
         entropy=entropy,
         group=checked.group,
         reduce_grad=checked.reduce_grad,
-        gradient_scale=_gradient_scale(head, source.num_rows),
+        gradient_scale=gradient_scale(head, source.num_rows if divisor is None else divisor),
         round_logits=tuning.round_logits,
     )
 
@@ -308,11 +316,6 @@ def _row_gradients(
     g_logp = torch.zeros_like(logp) if grads[0] is None else grads[0]
     gradients = RowGradients(g_logp, grads[1] if len(grads) > 1 else None)
     return RowLosses(rows.losses.detach(), rows.ratio, rows.clipped), gradients
-
-
-def _gradient_scale(head: Head, num_rows: int) -> float:
-    """A power of two about T' for fp16 products, whose gradients are formed before a loss scale is known."""
-    return 2.0 ** max(num_rows, 1).bit_length() if head.operand_dtype == torch.float16 else 1.0
 
 
 def _arranged(source: RowSource, head: Head, chunks: list[_Chunk], bias: Tensor | None) -> Arrangement:

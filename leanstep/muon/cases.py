@@ -42,13 +42,14 @@ def _polar_row(function: Callable[[Tensor], Tensor]) -> Callable[[Workload], Ste
 def _polar_limit(workload: Workload) -> Step:
     rows, cols = workload.tensors["update"].shape
     flops = plan_polar(rows, cols, compute_dtype=torch.float32, panels=10**6).flops()
-    return _matmuls(min(rows, cols), flops, workload.tensors["update"])
+    update = workload.tensors["update"]
+    return _matmuls(min(rows, cols), flops, update.device, _wide(update.dtype))
 
 
-def _matmuls(side: int, flops: float, like: Tensor) -> Step:
+def _matmuls(side: int, flops: float, device: torch.device, dtype: torch.dtype) -> Step:
     """Bare square products with as many operations as `flops`."""
-    a, out = torch.ones(side, side, dtype=_wide(like.dtype), device=like.device), like.new_empty(side, side)
-    out = out.to(a.dtype)
+    a = torch.ones(side, side, dtype=dtype, device=device)
+    out = torch.empty_like(a)
 
     def step() -> Outputs:
         for _ in range(max(1, round(flops / (2 * side**3)))):
@@ -175,9 +176,14 @@ def _stepping(
     return build
 
 
+def _product_dtype(parameter: Tensor) -> torch.dtype:
+    """Of the products of a step: bfloat16 on a GPU, as people run it there."""
+    return torch.bfloat16 if parameter.is_cuda else _wide(parameter.dtype)
+
+
 def _leanstep(compute_dtype: torch.dtype | None):
     def make(parameters: list[nn.Parameter], constants: dict[str, Any]) -> Callable[[], Any]:
-        dtype = compute_dtype or _wide(parameters[0].dtype)
+        dtype = compute_dtype or _product_dtype(parameters[0])
         return NorMuon(parameters, compute_dtype=dtype, **constants).step
 
     return make
@@ -196,7 +202,8 @@ def _step_limit(workload: Workload) -> Step:
         stack.size(0) * plan_polar(*stack.shape[1:], compute_dtype=torch.float32, panels=10**6).flops()
         for stack in (workload.tensors["wide"], workload.tensors["square"])
     )
-    return _matmuls(min(rows, cols), flops, workload.tensors["wide"])
+    wide = workload.tensors["wide"]
+    return _matmuls(min(rows, cols), flops, wide.device, _product_dtype(wide))
 
 
 def _step_notes(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -256,12 +263,13 @@ register(
                 "leanstep",
                 "fast",
                 _stepping(_leanstep(None)),
-                note="NorMuon, float32 products",
+                note="NorMuon, float32 products on a CPU, bfloat16 on a GPU",
             ),
             Implementation(
                 "leanstep-bf16",
                 "fast",
                 _stepping(_leanstep(torch.bfloat16)),
+                devices=("cpu",),
                 unavailable=peers.no_native_half,
                 note="NorMuon, bfloat16 products: what compute_dtype='auto' picks where they are native",
             ),
@@ -298,7 +306,7 @@ register(
                 "limit",
                 "limit",
                 _step_limit,
-                note="bare float32 matmuls with the operations of the leanstep row",
+                note="bare matmuls with the operations and the dtype of the leanstep row",
             ),
         ),
         sizes={
@@ -310,6 +318,7 @@ register(
             "gpu": {"num_wide": 24, "num_square": 48, "dim": 768, "ratio": 4},
         },
         prove_sizes=("tiny", "odd"),
+        dtypes=(torch.float32, torch.bfloat16),
         error_baseline=_stepping(_reference_step(lambda u: reference.polar(u.bfloat16()).to(u.dtype))),
         drift=train_losses,
         annotate=_step_notes,

@@ -30,9 +30,11 @@ from leanstep.logprob.checks import (
 from leanstep.logprob.engine.forward_gradients import (
     agreed_columns,
     arrange_chunks,
+    gradient_scale,
     gradient_source,
     logits_in_gradient,
     loss_with_gradients,
+    unrounded_source,
 )
 from leanstep.logprob.engine.gpu.gpu_tiles import GPU_ALIGNMENT, gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, HeadSums, RowSource
@@ -183,7 +185,8 @@ def linear_distill_loss(
         options = {"transform": transform, "shards": shards, "tuning": tuning}
         return _top_k_loss(checked, hidden, weight, teacher, kind, weights, options)
     teachers = _open_teachers(teacher, kind, checked, shards)
-    problem = _problem(checked, teachers, kind, weights, hard, tuning)
+    divisor = float(normalizer) if isinstance(normalizer, (int, float)) else checked.source.num_rows
+    problem = _problem(checked, teachers, kind, weights, hard, tuning, divisor)
     one_thread = one_thread_each() if problem.cores > 1 else contextlib.nullcontext()
     with torch.autocast(hidden.device.type, enabled=False), one_thread:
         return DistillLoss(*loss_with_gradients(checked.tensors, _DistillLoss(problem)))
@@ -216,6 +219,7 @@ def _problem(
     weights: Tensor,
     hard: HardLabels | None,
     tuning: Tuning,
+    divisor: float,
 ) -> Problem:
     """The call as its passes take it, with the chunks and tiles chosen for it."""
     head, source, group = checked.head, checked.source, checked.group
@@ -239,6 +243,7 @@ def _problem(
         group=group,
         reduce_grad=checked.reduce_grad,
         logit_dtype=logit_dtype,
+        gradient_scale=gradient_scale(head, divisor),
     )
 
 
@@ -278,11 +283,12 @@ def _head_sums(problem: Problem, wanted: Sequence[bool], early: LogitsInGradient
     sums = HeadSums(
         problem.head,
         gradient_source(problem.source),
-        problem.low,
+        None if problem.low is None else unrounded_source(problem.low),
         problem.tiles,
         wanted,
         reduce=(problem.group, problem.reduce_grad),
         early=early,
+        factor=1.0 / problem.gradient_scale,
     )
     return [sums, *(sums.fork() for _ in problem.column_parts[1:])]
 
@@ -399,7 +405,7 @@ def _early_gradient(problem: Problem) -> LogitsInGradient | None:
 
 # The function as a torch.library op: the forward forms the gradients, backward multiplies them. teachers: all
 # tensors of all teachers. names: "alone" or "several", and what each teacher is (`teachers.flat_teacher`).
-# numbers: temperature, LoRA's scaling, scale, softcap, the divergence's three weights, the labels' weight, and
+# numbers: temperature, LoRA's scaling, scale, softcap, the divergence's weights, the labels' weight, and
 # four per teacher. counts: cross_entropy, budget, round_logits.
 
 

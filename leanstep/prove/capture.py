@@ -26,8 +26,9 @@ from torch.optim.optimizer import Optimizer
 
 from leanstep.prove.captured import Captured, Update, generators, names_by_owner
 from leanstep.prove.sketches import Sketch, each, outside_modes, sketch, whole
+from leanstep.script.hooks import replace_function, wrap_closure
 from leanstep.script.run import Stop
-from leanstep.script.steps import StepListener, StepMarker, replace_function, wrap_closure
+from leanstep.script.steps import StepListener, StepMarker
 
 # Distinct token ids that a histogram keeps: more than any vocabulary in use.
 _MAX_IDS = 1 << 20

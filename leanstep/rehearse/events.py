@@ -9,16 +9,18 @@ time at `Launch` and `HostWait`; both cut it into steps at `Recording.steps`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from leanstep.script.lines import Line
+from leanstep.script.marks import Mark
 
 # The caching allocator hands out multiples of this.
 ROUNDING_BYTES = 512
 
 # The name of a launch that is a whole CUDA graph: one call of the host for all of its kernels.
 GRAPH_REPLAY = "cudaGraphLaunch"
+OOM_MODES = ("auto", "raise", "report")
 KINDS = (
     "gemm",
     "conv",
@@ -111,6 +113,27 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class Extrapolated:
+    """A model call that was not run: its kernels follow from recorded calls (`answers/repeated_calls.py`).
+
+    parts: (line, kernel, how often). calls: those that launch; views: those that do not; launches: kernels.
+    """
+
+    parts: tuple[tuple[Line | None, Kernel, int], ...]
+    calls: int
+    views: int
+    launches: int
+    products: tuple[Product, ...] = ()
+    line: Line | None = None
+    phase: str = "forward"
+    step: int = 0
+
+    def at(self, line: Line | None, phase: str, step: int) -> Extrapolated:
+        """The same call from another place."""
+        return replace(self, line=line, phase=phase, step=step)
+
+
+@dataclass(frozen=True, slots=True)
 class HostWait:
     """The host waits until the device has done all that was launched.
 
@@ -145,7 +168,7 @@ class Free:
     step: int
 
 
-Event = Launch | HostWait | Alloc | Free
+Event = Launch | Extrapolated | HostWait | Alloc | Free
 
 
 @dataclass(slots=True)
@@ -194,6 +217,20 @@ class Assumed(NamedTuple):
     value: str
 
 
+class Branch(NamedTuple):
+    """A branch or comparison of the program that rests on an assumed value.
+
+    value: what was assumed of a condition, or the outcome of a comparison.
+    decides_update: an update happens on one of its ways and not on the other.
+    """
+
+    line: Line
+    code: str
+    value: str
+    count: int
+    decides_update: bool
+
+
 class Refusal(NamedTuple):
     """Why the script could not go on, in one sentence."""
 
@@ -207,12 +244,17 @@ class Request:
 
     target: path of a script, a module's name (module=True), or the name of a registered case (case=True).
     device: key of `devices.DEVICES`.
-    ranks: world size; this process is rank 0 of it.
+    ranks, rank: world size; which rank of it this process is.
+    received: objects, pickled, that other ranks send to this one: shapes of a pipeline stage's inputs.
     clock: time.time and time.perf_counter show the predicted host clock.
     compiled: capture torch.compile regions; False runs them eagerly.
     settings, implementation: of a case.
     changes: names of `what_if.CHANGES` to apply to the program before it starts.
     host_us: host microseconds for a call that launches; None: the time model's default.
+    oom: what a full device does: "raise" torch.OutOfMemoryError, "report" it only, "auto": raise where the
+        program catches it.
+    patience_s: seconds without an update after which the program is left.
+    every_call: run each model call; False: calls without gradients that repeat are extrapolated from a few.
     """
 
     target: str
@@ -222,12 +264,17 @@ class Request:
     device: str = "h100"
     steps: int = 3
     ranks: int = 1
+    rank: int = 0
+    received: tuple[bytes, ...] = ()
     clock: bool = False
     compiled: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
     implementation: str | None = None
     changes: tuple[str, ...] = ()
     host_us: float | None = None
+    oom: str = "auto"
+    patience_s: float = 600.0
+    every_call: bool = False
 
     @property
     def runs_leanstep(self) -> bool:
@@ -240,10 +287,13 @@ class Recording:
     """One rehearsal. `steps` holds the steps that ended; with fewer than two there is no step time to report.
 
     iterations: rollouts that the steps followed, 0 where none was seen.
+    phases: where rollouts, scoring and updates begin, as numbers of events.
+    model_calls: calls of models without gradients that were recorded, and those that were extrapolated.
     peak_bytes: most live bytes (rounded), over all events: what a replay of Alloc and Free finds, too.
     notes: sentence -> how often.
     ended: "steps" (all that were asked for), "early" (the script ended before), "refused".
     host_s: seconds of this process spent in the script, all in.
+    sent: objects for other ranks: (rank, pickled).
     """
 
     request: Request
@@ -252,13 +302,17 @@ class Recording:
     storages: dict[int, Storage] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     iterations: int = 0
+    phases: list[Mark] = field(default_factory=list)
+    model_calls: tuple[int, int] = (0, 0)
     regions: dict[int, Region] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     assumed: list[Assumed] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
     refused: Refusal | None = None
     ended: str = "early"
     peak_bytes: int = 0
     host_s: float = 0.0
+    sent: list[tuple[int, bytes]] = field(default_factory=list)
 
 
 class LiveClock(Protocol):

@@ -22,6 +22,10 @@ class Place(NamedTuple):
     region: int
 
 
+# Where cuBLAS gets its workspace: with the first product.
+WORKSPACE = Place(Line("cuBLAS workspace", 0, ""), "forward", 0)
+
+
 class Lines:
     """The line of a call: the nearest frame of the user or a library, in backward the forward call's.
 

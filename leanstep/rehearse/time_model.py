@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from leanstep.flops import StepFlops
 from leanstep.rehearse.devices import DEVICES, Device
-from leanstep.rehearse.events import GRAPH_REPLAY, Event, HostWait, Kernel, Launch
+from leanstep.rehearse.events import GRAPH_REPLAY, Event, Extrapolated, HostWait, Kernel, Launch
 
 
 @dataclass(frozen=True)
@@ -338,6 +338,8 @@ class Clock:
                 self._phase = event.phase
                 self.device = max(self.device, self.link)
             self._launch(event)
+        elif isinstance(event, Extrapolated):
+            self._model_call(event)
         elif isinstance(event, HostWait):
             self._join()
             self.waits += event.counts
@@ -374,6 +376,26 @@ class Clock:
                 self._queue.append(self.device)
                 if len(self._queue) > self.QUEUE:
                     self.host = max(self.host, self._queue.popleft())
+
+    def _model_call(self, event: Extrapolated) -> None:
+        """Many launches in a row: the later of the host's calls and the device's work."""
+        costs, busy = self.costs, 0.0
+        for _, kernel, times in event.parts:
+            time = times * self.price(kernel)
+            self.classes[kernel.kind] = self.classes.get(kernel.kind, 0.0) + time
+            busy += time
+        further = event.launches - event.calls
+        spent = event.calls * costs.call_us + event.views * costs.view_us + further * costs.launch_us
+        began = max(self.device, self.host)
+        self.host += spent * 1e-6
+        self.device = max(began + busy, self.host)
+        # The queue is full of this call's launches if the device is far behind.
+        ahead = busy * min(1.0, self.QUEUE / max(1, event.launches))
+        self.host = max(self.host, self.device - ahead)
+        self._queue.clear()
+        self.busy += busy
+        self.kernels += event.launches
+        self.calls += event.calls + event.views
 
     @property
     def now(self) -> float:
@@ -424,7 +446,7 @@ def time_steps(
     for index, event in enumerate(events):
         clock.play(event)
         alone.play(event)
-        if isinstance(event, Launch):
+        if isinstance(event, Launch | Extrapolated):
             for product in event.products:
                 products[product.part, product.dtype] += product.flops
         while stops and index + 1 >= stops[0]:  # two ends at one event: a step in which nothing happened

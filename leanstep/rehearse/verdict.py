@@ -7,16 +7,17 @@ same in at most 40 lines.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from leanstep import units
-from leanstep.rehearse import what_if
+from leanstep.rehearse import iterations, what_if
 from leanstep.rehearse.cuda_allocator import Memory, memory_of, place
 from leanstep.rehearse.devices import Device
-from leanstep.rehearse.events import Free, Launch, Recording, Request
+from leanstep.rehearse.events import Event, Extrapolated, Free, Kernel, Launch, Recording, Request
 from leanstep.rehearse.time_model import Clock, Timing
+from leanstep.script.lines import Line
 from leanstep.units import gib, ms
 
 GIB = 2**30
@@ -36,6 +37,7 @@ def judge(
     device = devices[0]
     memory = memory_of(recording, device.memory_bytes, device.context_bytes, points)
     timing = what_if.last_step(recording, device)
+    iteration = iterations.last_iteration(recording, device)
     report: Data = {
         "device": device.key,
         "device_name": device.name,
@@ -50,6 +52,7 @@ def judge(
         "ended": recording.ended,
         "memory": _memory(memory),
         "time": _time(recording, device, timing, eager),
+        "iteration": _iteration(recording, iteration),
         "lines": _lines(recording, device),
         "syncs": [
             {"line": g.line, "kind": g.kind, "count": g.count, "saved_ms": g.saved_ms}
@@ -61,6 +64,7 @@ def judge(
             {"line": place(a.line), "kind": a.kind, "count": a.count, "value": a.value}
             for a in recording.assumed
         ],
+        "branches": [{**b._asdict(), "line": place(b.line)} for b in recording.branches],
         "notes": [f"{note} ({count})" if count > 1 else note for note, count in recording.notes.items()],
         "refused": None,
     }
@@ -122,6 +126,35 @@ def _time(
     return found
 
 
+def _iteration(recording: Recording, iteration: iterations.Iteration | None) -> Data | None:
+    """Rollout, scoring and update; None for a script that only makes updates."""
+    if iteration is None:
+        return None
+    recorded, extrapolated = recording.model_calls
+    return {
+        "ms": iteration.seconds * 1e3,
+        "steps": len(iteration.steps),
+        "whole": iteration.whole,
+        "last_step_has_rollout": iterations.has_rollout(recording, recording.steps[-1]),
+        "model_calls": recorded + extrapolated,
+        "extrapolated_calls": extrapolated,
+        "phases": [
+            {
+                "phase": entry.phase,
+                "ms": entry.seconds * 1e3,
+                "device_ms": entry.device_s * 1e3,
+                "host_ms": entry.host_s * 1e3,
+                "kernels": entry.kernels,
+                "calls": entry.calls,
+                "syncs": entry.waits,
+                "flops": entry.flops,
+                "peak_bytes": entry.peak_bytes,
+            }
+            for entry in iteration.phases
+        ],
+    }
+
+
 def _product_dtype(timing: Timing) -> str:
     """The operand type of most of the model's FLOPs."""
     by_type = timing.flops.by_type
@@ -134,14 +167,21 @@ def _lines(recording: Recording, device: Device) -> list[Data]:
     counts: Counter[str] = Counter()
     events = what_if.step_events(recording, recording.steps[-1]) if recording.steps else ()
     for event in events:
-        line = place(event.line) if isinstance(event, Launch) else ""
-        for kernel in event.kernels if isinstance(event, Launch) else ():
-            times[line] = times.get(line, 0.0) + clock.price(kernel)
-            counts[line] += kernel.launches
+        for where, kernel, repeats in _kernels(event):
+            line = place(where)
+            times[line] = times.get(line, 0.0) + repeats * clock.price(kernel)
+            counts[line] += repeats * kernel.launches
     return [
         {"line": line, "device_ms": time * 1e3, "kernels": counts[line]}
         for line, time in sorted(times.items(), key=lambda item: -item[1])[:20]
     ]
+
+
+def _kernels(event: Event) -> Iterable[tuple[Line | None, Kernel, int]]:
+    """The kernels of an event, each with its line and how often it runs."""
+    if isinstance(event, Extrapolated):
+        return event.parts
+    return [(event.line, kernel, 1) for kernel in event.kernels] if isinstance(event, Launch) else ()
 
 
 def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timing | None) -> Data:
@@ -154,7 +194,10 @@ def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timin
         return then.step_s * 1e3 if then is not None else None
 
     found["no_syncs_ms"] = milliseconds(what_if.without_waits())
-    found["fused_ms"] = milliseconds(what_if.fused)
+    # A call that was not run has no neighbours to fuse.
+    last = recording.steps[-1]
+    if not any(isinstance(e, Extrapolated) for e in recording.events[last.first : last.last]):
+        found["fused_ms"] = milliseconds(what_if.fused)
     found["fused_optimizer_ms"] = milliseconds(what_if.fused_optimizer(recording.storages))
     found["free_host_ms"] = timing.device_s * 1e3
     return found
@@ -188,16 +231,36 @@ def verdict(report: Data) -> str:
         parts.append(
             f"{ms(time['step_ms'])} a step ({ms(low)} to {ms(high)}), bound by {_BOUND[time['bound_by']]}"
         )
+        if report["iteration"] is not None and report["iterations"]:
+            parts.append(_iteration_text(report["iteration"]))
         if report["ended"] == "early":
             parts.append(f"the script ended after {report['steps']} of {report['asked_steps']} steps")
         if report["iterations"]:
             parts.append(f"seen: {units.steps(report['steps'], report['iterations'])}")
+        parts += _resting_updates(report["branches"])
     elif report["refused"] is not None:
         stopped = f"stopped at {report['refused']['line']}: {report['refused']['reason']}"
         return f"predicted on {report['device']}: {stopped}; until then {parts[0]}"
     else:
         parts.append(f"the script ended after {report['steps']} steps; two are needed for a step time")
     return f"predicted on {report['device']}: " + "; ".join(parts)
+
+
+def _resting_updates(branches: Sequence[Data]) -> list[str]:
+    """Said where assumed values decided whether an update happened."""
+    lines = list(dict.fromkeys(b["line"] for b in branches if b["decides_update"]))
+    if not lines:
+        return []
+    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+    return [f"updates rest on an assumed value at {lines[0]}{more}"]
+
+
+def _iteration_text(iteration: Data) -> str:
+    """The phases of an iteration in one sentence, and whether the step before it is one with a rollout."""
+    phases = ", ".join(f"{entry['phase']} {ms(entry['ms'])}" for entry in iteration["phases"])
+    steps = units.steps(iteration["steps"]) + ("" if iteration["whole"] else " so far")
+    without = "" if iteration["last_step_has_rollout"] else " (this step has no rollout)"
+    return f"an iteration of {steps} {ms(iteration['ms'])}: {phases}{without}"
 
 
 _BOUND = {
@@ -319,8 +382,19 @@ def text(report: Data) -> str:
         lines += _device_lines(report["devices"])
     lines += _memory_lines(report["memory"])
     lines += _time_lines(report)
+    lines += _phase_lines(report["iteration"])
     lines += _what_if_lines(report)
     tail = []
+    if report["branches"]:
+        first = "; ".join(
+            f"{b['line']} `{b['code'][:60]}` with {b['value']} (x{b['count']})"
+            + (" decides an update" if b["decides_update"] else "")
+            for b in report["branches"][:2]
+        )
+        more = len(report["branches"]) - 2
+        tail.append(
+            f"branches on assumed values  {first}" + (f"; {more} more in the JSON" if more > 0 else "")
+        )
     if report["assumed"]:
         first = "; ".join(
             f"{a['kind']} = {a['value']} at {a['line']} (x{a['count']})" for a in report["assumed"][:2]
@@ -385,6 +459,25 @@ def _time_lines(report: Data) -> list[str]:
         gain = ms(sync["saved_ms"]) if sync["saved_ms"] >= 1e-3 else "nothing"
         lines.append(
             f"  sync  {sync['count']:4d} x {sync['kind']:16s} {sync['line']}  without it: {gain} less"
+        )
+    return lines
+
+
+def _phase_lines(iteration: Data | None) -> list[str]:
+    if iteration is None:
+        return []
+    steps = units.steps(iteration["steps"]) + ("" if iteration["whole"] else ", not complete")
+    lines = [f"phases (predicted)  {ms(iteration['ms'])} for {steps}"]
+    if iteration["extrapolated_calls"]:
+        lines[0] += (
+            f"; {iteration['extrapolated_calls']:,} of {iteration['model_calls']:,} model calls without "
+            "gradients extrapolated from the others (--every-call runs them all)"
+        )
+    for entry in iteration["phases"]:
+        flops = f", {entry['flops'] / 1e12:,.2f} TFLOP" if entry["flops"] else ""
+        lines.append(
+            f"  {ms(entry['ms']):>10s}  {entry['phase']}: {entry['kernels']:,} kernels, {entry['calls']:,} "
+            f"calls, {entry['syncs']:,} syncs{flops}, peak {gib(entry['peak_bytes'])}"
         )
     return lines
 

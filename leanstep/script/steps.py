@@ -11,85 +11,26 @@ import contextlib
 import functools
 import gc
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from leanstep.script.hooks import frame_key, in_engine, replace_function, running_frames
+from leanstep.script.phases import PhaseMarker
+
 # The member of a round that stands for all optimizers that step inside a backward, from gradient hooks.
 _IN_BACKWARD = 0
 _MAX_NODES = 2_000
-_SAMPLED_DISTRIBUTIONS = ("Bernoulli", "Categorical", "MultivariateNormal", "Normal")
-_current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)
-
-
-def in_engine() -> bool:
-    """Whether this thread runs code of a backward pass."""
-    return _current_node is not None and _current_node() is not None
-
-
-def replace_function(place: Any, name: str, handler: Callable[..., Any]) -> Callable[[], None]:
-    """Calls of `place.name` go to `handler(original, ...)` outside compilers. Returns the way back."""
-    original = getattr(place, name)
-    is_inherited = isinstance(place, type) and name not in vars(place)
-    busy = False
-
-    @functools.wraps(original)
-    def replaced(*args: Any, **kwargs: Any) -> Any:
-        nonlocal busy
-        # A compiler reads this branch as constant and traces torch's own function. AOTAutograd of torch 2.8
-        # does not say that it compiles, only that it traces. A function mode calls the public name, which is
-        # this one, once more.
-        if torch.compiler.is_compiling() or busy or TracingContext.try_get() is not None:
-            return original(*args, **kwargs)
-        busy = True
-        try:
-            return handler(original, *args, **kwargs)
-        finally:
-            busy = False
-
-    # A function mode is given the replaced function and asks which one of torch's it is.
-    replaced._leanstep_original = getattr(original, "_leanstep_original", original)  # type: ignore[attr-defined]
-    setattr(place, name, replaced)
-    if is_inherited:
-        return lambda: delattr(place, name)
-    return lambda: setattr(place, name, original)
-
-
-def wrap_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
-) -> tuple[Any, Any] | None:
-    """The arguments of `optimizer.step(closure)`, its closure wrapped; None where there is no closure."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        return None
-    if len(args) > 1:
-        return (args[0], wrap(closure), *args[2:]), kwargs
-    return args, {**kwargs, "closure": wrap(closure)}
-
-
-def _frame_key(frame: FrameType) -> tuple[int, int]:
-    """Names a frame while it runs. The frame itself would keep the script's variables alive."""
-    return id(frame), id(frame.f_code)
-
-
-def _running_frames() -> set[tuple[int, int]]:
-    keys: set[tuple[int, int]] = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        keys.add(_frame_key(frame))
-        frame = frame.f_back
-    return keys
 
 
 class StepListener:
@@ -120,10 +61,15 @@ class StepMarker:
     """Context manager: finds the steps of the training that runs inside it.
 
     `steps` and `iterations` count what has ended. An iteration is a rollout and the steps that follow it.
+
+    Args:
+        listener: told about each part of an update.
+        phases: finds rollouts; its owner may give it a clock of its own.
     """
 
-    def __init__(self, listener: StepListener) -> None:
+    def __init__(self, listener: StepListener, phases: PhaseMarker | None = None) -> None:
         self._listener = listener
+        self.phases = phases or PhaseMarker(time.perf_counter)
         self.steps = self.iterations = 0
         self._stack = contextlib.ExitStack()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -131,13 +77,12 @@ class StepMarker:
         # The optimizers that stepped since the last step ended, and those that step in every round.
         self._round: set[int] = set()
         self._regulars: set[int] = set()
-        self._watches_generate = False
         # Optimizers whose step() is running, outermost first, with the frame of each.
         self._stepping: list[tuple[int, tuple[int, int]]] = []
         self._attempts = self._depth = 0
         self._stepped_in_backward = False
         self._by_hand = _HandWrittenUpdates()
-        self._sampled = self._rollout = False
+        self._rollout = False
 
     def __enter__(self) -> StepMarker:
         self._stack.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
@@ -147,10 +92,7 @@ class StepMarker:
         self._replace(Tensor, "backward", self._backward)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch.autograd, "grad", self._grad)
-        self._replace(torch, "multinomial", self._sample)
-        for name in _SAMPLED_DISTRIBUTIONS:
-            self._replace(getattr(torch.distributions, name), "sample", self._sample)
-        self._watch_generate()
+        self._stack.enter_context(self.phases)
         return self
 
     def __exit__(self, *details: Any) -> None:
@@ -177,11 +119,11 @@ class StepMarker:
     def _construct(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
         self._optimizers.add(optimizer)
-        self._watch_generate()
+        self.phases.watch_generate()
         self._listener.optimizer_constructed()
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        key = _frame_key(sys._getframe(1))
+        key = frame_key(sys._getframe(1))
         # A step() that raised has no end, and its frame's key may come again.
         self._stepping = [entry for entry in self._stepping if entry[1] != key]
         self._stepping.append((id(optimizer), key))
@@ -189,6 +131,7 @@ class StepMarker:
             return None
         if not in_engine():
             self._close_round_before(id(optimizer))
+        self.phases.update_begins()
         return self._listener.optimizer_begins(optimizer, args, kwargs)
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -207,7 +150,7 @@ class StepMarker:
 
     def _is_nested(self, optimizer: Optimizer) -> bool:
         """Whether the step() under way was called by this optimizer's own step(), as a subclass does."""
-        running = _running_frames()
+        running = running_frames()
         self._stepping = [entry for entry in self._stepping if entry[1] in running]
         return sum(other == id(optimizer) for other, _ in self._stepping) > 1
 
@@ -253,8 +196,9 @@ class StepMarker:
         return not self._unknown_optimizer and self._round >= alive
 
     def _end_part(self, optimizer: Optimizer | None) -> None:
-        self._rollout |= self._sampled
-        self._sampled = False
+        self._rollout |= self.phases.sampled
+        self.phases.sampled = False
+        self.phases.update_ends()
         self._listener.part_ends(optimizer)
 
     def _end_step(self, *, late: bool) -> None:
@@ -279,6 +223,7 @@ class StepMarker:
             return call()
         if not self._stepping and self._by_hand.has_update(inputs):
             self._update_by_hand()
+        self.phases.update_begins()
         self._listener.backward_begins(outputs)
         self._depth += 1
         try:
@@ -298,24 +243,6 @@ class StepMarker:
         self._by_hand.forget()
         self._end_part(None)
         self._end_step(late=False)
-
-    # Rollouts
-
-    def _sample(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            self._sampled = True
-        return original(*args, **kwargs)
-
-    def _watch_generate(self) -> None:
-        """`generate` of transformers may choose tokens greedily. Looked for when optimizers are made."""
-        mixin = getattr(sys.modules.get("transformers.generation.utils"), "GenerationMixin", None)
-        if mixin is not None and not self._watches_generate:
-            self._watches_generate = True
-            self._replace(mixin, "generate", self._generate)
-
-    def _generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._sampled = True
-        return original(*args, **kwargs)
 
 
 class _HandWrittenUpdates:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import platform
 from collections import Counter
 from collections.abc import Sequence
@@ -14,11 +13,14 @@ import torch
 
 import leanstep
 from leanstep import units
+from leanstep.diagnose import iteration_times
 from leanstep.diagnose.cost import is_small
 from leanstep.diagnose.recording import source
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import Finding
+from leanstep.escape import for_workflow
 from leanstep.script.lines import Line, short_path
+from leanstep.script.marks import OTHER
 
 SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
@@ -57,11 +59,19 @@ def as_json(
             "ops": ops[len(ops) // 2] if ops else 0,
             "step_seconds": watch.step_seconds,
             "parts": watch.clock.parts,
+            "iteration": _iteration(watch),
+            "phases": [iteration_times.as_dict(entry) for entry in watch.phases],
         },
         "findings": [_finding(finding) for finding in findings],
         "compiled": watch.compiled.as_dict(),
         "not_seen": watch.not_seen,
     }
+
+
+def _iteration(watch: Any) -> dict[str, Any] | None:
+    """A rollout and its updates, where one was timed."""
+    iteration = watch.iteration_clock.iteration
+    return {"seconds": watch.iteration_seconds, "steps": iteration.steps} if iteration is not None else None
 
 
 def _finding(f: Finding) -> dict[str, Any]:
@@ -194,21 +204,43 @@ def header(watch: Any, script: str) -> str:
     ]
     after = f" after {watch.warmup_done}" if watch.warmup_done else ""
     parts.append(f"{units.steps(len(watch.steps), watch.iterations)} recorded{after}")
-    if watch.step_seconds:
-        took = units.about(watch.step_seconds)
-        parts.append(
-            f"step at most {took} (as recorded)" if watch.step_is_bound else f"step {took} unrecorded"
-        )
+    parts += _times(watch)
     text = f"leanstep diagnose {script}\n  " + " · ".join(parts)
     shares = shares_of(watch)
     if shares:
         text += "\n  of it " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
-    return text
+    return "\n".join([text, *_phase_lines(watch)])
+
+
+def _times(watch: Any) -> list[str]:
+    """How long a step takes, or an iteration where a rollout comes before one or more updates."""
+    iteration = watch.iteration_clock.iteration
+    if iteration is not None:
+        updates = f", {iteration.steps} updates" if iteration.steps > 1 else ""
+        return [f"iteration {units.about(watch.iteration_seconds)} unrecorded{updates}"]
+    if not watch.step_seconds:
+        return []
+    took = units.about(watch.step_seconds)
+    return [f"step at most {took} (as recorded)" if watch.step_is_bound else f"step {took} unrecorded"]
+
+
+def _phase_lines(watch: Any) -> list[str]:
+    """A line for each phase: its time in one iteration, and what the recorded steps counted in it."""
+    lines = []
+    for entry in watch.phases:
+        took = units.about(entry.seconds) if entry.seconds else "-"
+        flops = f"{entry.flops / 1e9:,.1f} GFLOP" if entry.flops else ""
+        written = f"{units.size(entry.written_bytes)} written"
+        lines.append(f"    {entry.phase:<26} {took:>9}  {entry.ops:>9,} ops  {written}  {flops}".rstrip())
+    return lines
 
 
 def shares_of(watch: Any) -> dict[str, float]:
-    """Share of the step by part, without what is below one percent; empty when no whole step was timed."""
-    parts = watch.clock.parts or {}
+    """Share of the step by part, without what is below one percent; empty when no whole step was timed.
+
+    The parts are the phases where the script has more than updates.
+    """
+    parts = {entry.phase: entry.seconds or 0.0 for entry in watch.phases} or watch.clock.parts or {}
     total = sum(parts.values())
     return {name: seconds / total for name, seconds in parts.items() if total and seconds >= 0.01 * total}
 
@@ -255,11 +287,15 @@ def _remarks(watch: Any, exception: str | None) -> list[str]:
 
 def _verdict(watch: Any, entries: Sequence[Entry]) -> list[str]:
     """What comes before any entry: much waiting for the batch, or that there is nothing to show."""
-    waiting = shares_of(watch).get("before the model", 0.0)
+    shares = shares_of(watch)
+    waiting = shares.get("before the model", 0.0)
+    if watch.phases and shares.get(OTHER, 0.0) >= MUCH_WAITING:
+        return [f"  {shares[OTHER]:.0%} passes outside the model: rewards, making batches, logging."]
     if waiting >= MUCH_WAITING:
+        workers = "More workers, prefetching" if watch.has_loader else "Prefetching"
         return [
             f"  {waiting:.0%} of the step passes before the model's first op: making the batch, logging.",
-            "  More workers, prefetching or cheaper preparation come first.",
+            f"  {workers} or cheaper preparation come first.",
         ]
     return ["  Nothing to complain about."] if watch.steps and not entries else []
 
@@ -335,7 +371,7 @@ def explain(entry: Entry) -> str:
 def _excerpt(line: Line, around: int = 3) -> list[str]:
     found = []
     for number in range(max(1, line.number - around), line.number + around):
-        text = linecache.getline(line.file, number).rstrip()
+        text = line.text(number).rstrip()
         if text or number == line.number:
             found.append(f"  {'>' if number == line.number else ' '} {number:4}  {text}")
     return found
@@ -348,16 +384,11 @@ def annotation_lines(findings: Sequence[Finding]) -> list[str]:
         if f.baselined:
             continue
         line = f.callers.most_common(1)[0][0] if f.line.library and f.callers else f.line
-        title = _escape(f"leanstep {f.rule}", property=True)
-        message = _escape(f"{f.what} {f.fix}")
+        title = for_workflow(f"leanstep {f.rule}", property=True)
+        message = for_workflow(f"{f.what} {f.fix}")
         # A trace without stacks knows no file.
-        where = f"file={_escape(short_path(line.file), property=True)},line={line.number}," * bool(
+        where = f"file={for_workflow(short_path(line.file), property=True)},line={line.number}," * bool(
             line.number
         )
         commands.append(f"::warning {where}title={title}::{message}")
     return commands
-
-
-def _escape(text: str, property: bool = False) -> str:
-    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return text.replace(":", "%3A").replace(",", "%2C") if property else text

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from leanstep.diagnose.recording.buffers import Churn, LiveBytes
 from leanstep.diagnose.recording.habits import MIN_BYTES, Habits
 from leanstep.diagnose.recording.lineage import Families, Family, Products, count_distinct
-from leanstep.diagnose.recording.ops import OpRun
+from leanstep.diagnose.recording.ops import OpRun, storage_of
 from leanstep.diagnose.step_records import (
+    FORWARD,
     OPTIMIZER,
     HeadRecord,
     MatmulKey,
@@ -33,6 +36,7 @@ from leanstep.script.lines import IN_LEANSTEP, Line, Site
 LARGE_BYTES = 1024 * 1024
 # The parameters read between the runs of an op are counted from this many runs on.
 MIN_REPEATS = 8
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 class OpCounts:
@@ -72,6 +76,14 @@ class OpCounts:
         )
 
 
+class Amount(NamedTuple):
+    """Work that was recorded."""
+
+    ops: int = 0
+    flops: int = 0
+    written_bytes: int = 0
+
+
 class HeadProduct(NamedTuple):
     """A product with a weight that may be the head: its line, the shape of the logits, the factors' sizes."""
 
@@ -87,7 +99,11 @@ class StepState:
     def __init__(self, run: RunRecord) -> None:
         self.run = run
         self.tainted: set[int] = set()
+        # Storages of the gradients of the running backward.
+        self.gradients_under_way: set[int] = set()
         self.churn = Churn()
+        # Ops, FLOPs and written bytes of the whole recording.
+        self.total = Amount()
         self.reset()
 
     def reset(self) -> None:
@@ -120,6 +136,8 @@ class StepState:
         self.products, self.families = Products(), Families()
         self.wide: dict[int, LiveBytes] = {}
         self.habits = Habits()
+        self.again: dict[Site, Tally] = {}
+        self.unsaved: dict[tuple[Site, int], Tally] = {}
         # Sites whose ops a trained parameter leads to, and sites of ops that only others lead to.
         self.trained: set[int] = set()
         self.trained_sites: set[Site] = set()
@@ -158,6 +176,8 @@ class StepState:
         self.written_bytes += written
         if info.handler is not None and not op.opaque:
             info.handler(self, op)
+        total = self.total
+        self.total = Amount(total.ops + 1, total.flops + op.flops, total.written_bytes + written)
         if written >= MIN_BYTES:
             self._on_large_output(op)
         limits = self.run
@@ -184,7 +204,21 @@ class StepState:
         if self.wide and op.written_bytes >= LARGE_BYTES:
             self._add_wide(op.outs)
         if op.direct and not op.flags & IN_LEANSTEP:
+            if op.phase == FORWARD and not op.grad and self.products.of:
+                self._on_unsaved(op)
             self.habits.on_op(op.info, op.args, op.outs, op.site, op.phase)
+
+    def _on_unsaved(self, op: OpRun) -> None:
+        """Logits, or a tensor of their size, without gradients: log-probs of an old policy, an entropy."""
+        for out in op.outs:
+            product = self.products.of.get(storage_of(out)) if out.ndim > 1 else None
+            if product is None or product.width != out.shape[-1] or _in_autograd_function():
+                continue
+            rows = out.numel() // product.width
+            if rows >= self.run.unsaved_rows:
+                shape = f"{list(out.shape)} {str(out.dtype).removeprefix('torch.')}"
+                entry = self.unsaved.setdefault((op.site, product.width), Tally())
+                entry.add(Tally(1, out.nbytes, Counter({shape: 1})))
 
     def _add_wide(self, outs: Sequence[Tensor]) -> None:
         """Add outputs of a wide product's width to the bytes that are alive at once."""
@@ -236,6 +270,7 @@ class StepState:
         """The backward has run: what was saved for it is free again."""
         self.backward_runs += 1
         self.zero_storages.clear()
+        self.gradients_under_way.clear()
         for storage in self.used:
             parameter = self.run.parameters.get(storage)
             tensor = parameter.tensor() if parameter is not None else None
@@ -294,6 +329,8 @@ class StepState:
             clones=self.habits.clones,
             retained=self.habits.retained,
             compiled=self.compiled,
+            again=self.again,
+            unsaved=self.unsaved,
             head_width=head_width,
             head_inner=self.products.head_inner,
             peak_wide_bytes=self.wide[head_width].peak if head_width in self.wide else 0,
@@ -351,6 +388,16 @@ class StepState:
                 tensor = parameter.tensor() if parameter is not None else None
                 tally(unused, site, tensor.nbytes if tensor is not None else 0)
         return unused
+
+
+def _in_autograd_function() -> bool:
+    """Whether a forward of `torch.autograd.Function` runs: gradients are off inside, and it makes its own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _parameters_read(counts: OpCounts, distinct: dict[tuple[int, int], int]) -> int:

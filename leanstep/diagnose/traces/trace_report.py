@@ -16,11 +16,13 @@ import numpy as np
 from leanstep.diagnose import rule_checks, rules
 from leanstep.diagnose.compiled_rules import CompiledReport
 from leanstep.diagnose.cost import SYNC_SECONDS, gpu_step_seconds
+from leanstep.diagnose.iteration_times import IterationClock, PhaseTotal
 from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, Finding, Limits, StepRecord, Tally
 from leanstep.diagnose.traces.timeline import Gap, Timeline, each, is_launch
 from leanstep.diagnose.traces.trace_file import KERNEL, NOTE, OP, read_trace
 from leanstep.diagnose.traces.trace_lines import Places
 from leanstep.diagnose.traces.trace_steps import StepBuilder
+from leanstep.escape import printable
 from leanstep.script.lines import UNKNOWN_LINE, Line, Site
 from leanstep.units import seconds as in_words
 
@@ -30,9 +32,9 @@ _COLLECTIVE = re.compile(r"nccl|all_?reduce|reduce_?scatter|all_?gather", re.IGN
 
 
 class TraceRun:
-    """One trace, judged."""
+    """One trace, judged. sources: further folders whose files may be shown."""
 
-    def __init__(self, path: str, limits: Limits | None = None) -> None:
+    def __init__(self, path: str, limits: Limits | None = None, sources: tuple[Path, ...] = ()) -> None:
         self.limits = limits or Limits()
         trace = read_trace(path)
         if not any(kind == OP for kind in trace.kind):
@@ -41,7 +43,7 @@ class TraceRun:
                 "[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
             )
         self.timeline = Timeline(trace)
-        self.places = Places(self.timeline, (Path(path).resolve().parent,))
+        self.places = Places(self.timeline, (Path(path).resolve().parent, *sources))
         self.builder = StepBuilder(self.timeline, self.places, self.limits)
         self.steps: list[StepRecord] = self.builder.steps
         for step, (low, high) in zip(self.steps, self.timeline.windows, strict=True):
@@ -53,13 +55,17 @@ class TraceRun:
         self.step_seconds, self.step_is_bound = self.timeline.step_us / 1e6, False
         self.recorder = SimpleNamespace(accelerator=self.timeline.has_device)
         self.clock = SimpleNamespace(parts=None)
+        self.phases: list[PhaseTotal] = []
+        self.iteration_clock, self.iteration_seconds, self.has_loader = IterationClock(), None, True
         self.compiled = CompiledReport()
 
     @property
     def device(self) -> str:
         devices = self.timeline.trace.facts.get("deviceProperties")
         names = [d.get("name") for d in devices if isinstance(d, dict)] if isinstance(devices, list) else []
-        return str(names[0]) if names and names[0] else "a GPU" if self.timeline.has_device else "CPU only"
+        if names and names[0]:
+            return printable(str(names[0]))
+        return "a GPU" if self.timeline.has_device else "CPU only"
 
     @property
     def facts(self) -> list[str]:

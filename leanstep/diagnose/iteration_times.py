@@ -1,0 +1,118 @@
+"""How long the phases of an iteration take, and the ops, FLOPs and bytes behind them.
+
+The time comes from an iteration that runs unrecorded, the amounts from the recorded steps. Both are cut at
+the marks of `leanstep.script.phases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from leanstep.diagnose.recording.step import Amount
+from leanstep.script.marks import NO_GRAD, PHASES, ROLLOUT, SCORING, Mark, spans
+
+
+class Position(NamedTuple):
+    """Where a phase begins: the time, and what had been recorded by then."""
+
+    time: float
+    recorded: Amount = Amount()
+
+
+@dataclass
+class PhaseTotal:
+    """One phase. `seconds`: in the timed iteration, None where none was timed; the rest per recorded run."""
+
+    phase: str
+    seconds: float | None = None
+    ops: int = 0
+    flops: int = 0
+    written_bytes: int = 0
+
+
+@dataclass
+class Stretch:
+    """From the end of one step to the end of another: `steps` updates."""
+
+    start: Position
+    end: Position
+    steps: int = 0
+
+
+class IterationClock:
+    """Times one iteration of a script that makes rollouts: from the end of a step, a rollout, its updates.
+
+    What ended an earlier iteration is not part of it: the stretch begins anew with the first rollout. It is
+    whole when the next rollout begins.
+    """
+
+    def __init__(self) -> None:
+        self.stretch: Stretch | None = None
+        self.has_rollout = self.running = False
+
+    def start(self, now: Position) -> None:
+        """A step has just ended."""
+        self.stretch, self.running, self.has_rollout = Stretch(now, now), True, False
+
+    def rollout_begins(self) -> bool:
+        """Returns whether the iteration before it is whole."""
+        if not self.running or self.stretch is None:
+            return False
+        if self.has_rollout and self.stretch.steps:
+            self.running = False
+            return True
+        if self.stretch.steps:
+            self.start(self.stretch.end)
+        self.has_rollout = True
+        return False
+
+    def step_ends(self, now: Position) -> None:
+        if self.running and self.stretch is not None:
+            self.stretch.end = now
+            self.stretch.steps += 1
+
+    @property
+    def iteration(self) -> Stretch | None:
+        """A rollout and at least one step; the script may end before the iteration does."""
+        return self.stretch if self.stretch is not None and self.stretch.steps and self.has_rollout else None
+
+
+def totals(
+    marks: Sequence[Mark],
+    timed: Stretch | None,
+    recorded: Iterable[tuple[Position, Position]],
+    rollouts: bool,
+) -> list[PhaseTotal]:
+    """The phases of a script, those that took nothing left out; empty if it only makes updates.
+
+    timed: the stretch whose seconds count; recorded: where steps were recorded.
+    rollouts: whether the script ever makes one.
+    """
+    by_phase = {phase: PhaseTotal(phase) for phase in PHASES}
+    if timed is not None:
+        for phase, first, last in spans(marks, timed.start, timed.end):
+            by_phase[phase].seconds = (by_phase[phase].seconds or 0.0) + last.time - first.time
+    for start, end in recorded:
+        for phase, first, last in spans(marks, start, end):
+            entry = by_phase[phase]
+            entry.ops += last.recorded.ops - first.recorded.ops
+            entry.flops += last.recorded.flops - first.recorded.flops
+            entry.written_bytes += last.recorded.written_bytes - first.recorded.written_bytes
+    present = [entry for entry in by_phase.values() if entry.seconds or entry.ops]
+    if not any(entry.phase in (ROLLOUT, SCORING) for entry in present):
+        return []
+    if not rollouts:
+        by_phase[SCORING].phase = NO_GRAD
+    return present
+
+
+def as_dict(entry: PhaseTotal) -> dict[str, Any]:
+    return {
+        "phase": entry.phase,
+        "seconds": entry.seconds,
+        "ops": entry.ops,
+        "flops": entry.flops,
+        "written_bytes": entry.written_bytes,
+    }

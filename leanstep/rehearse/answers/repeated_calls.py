@@ -1,0 +1,487 @@
+"""Model calls without gradients that repeat: a few are recorded, the others follow from them.
+
+Token-by-token generation calls a model hundreds of times, each time with one position more, in its input or
+in its KV cache. After `RECORDED` calls whose sizes grow by the same amount from call to call, the kernels of
+the next ones are known: their sizes, bytes and FLOPs continue the series (linear, or quadratic where all
+recorded calls agree). Such a call is not run. It leaves one `Extrapolated` event, outputs of the right shape,
+caches that have grown, and the memory that it needs while it runs.
+
+A call is run as it is when anything about it is not part of the series: another structure of its arguments,
+an output whose values are known, other launches, a captured graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from leanstep.rehearse.events import Alloc, Event, Extrapolated, Free, HostWait, Kernel, Launch, Product
+from leanstep.rehearse.lines import WORKSPACE
+from leanstep.script.lines import Line
+
+# Calls of a series that are recorded. Alignment to 16 bytes repeats after 8 positions of 2 bytes.
+RECORDED = 8
+_PLAIN = (bool, float, str, bytes, type(None), torch.dtype, torch.device)
+_MAX_DEPTH = 6
+
+
+class Slot(NamedTuple):
+    """A tensor or an integer that a call can reach, and how to replace it: `owner`'s entry or attribute."""
+
+    path: tuple[Any, ...]
+    value: Any
+    owner: Any
+    key: Any
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.value.shape) if isinstance(self.value, Tensor) else (self.value,)
+
+    def replace(self, value: Any) -> None:
+        if isinstance(self.owner, (dict, list)):
+            self.owner[self.key] = value
+        else:
+            setattr(self.owner, self.key, value)
+
+
+class State:
+    """Everything a call can see whose size may change: its arguments, objects in them, tensors of the module.
+
+    `structure`: what must stay the same in a series; `sizes`: the integers that may change.
+    """
+
+    def __init__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module = module
+        self.slots: list[Slot] = []
+        self._structure: list[Any] = []
+        self._seen: set[int] = set()
+        self.objects: dict[int, Any] = {}
+        self._walk((), list(args), None, None, 0)
+        self._walk((), dict(kwargs), None, None, 0)
+        # The module's own tensors come after those of the arguments: `add_module`.
+        self.structure = tuple(self._structure)
+        self.arguments = len(self.slots)
+        self.module_structure: tuple[Any, ...] = ()
+        self.sizes = tuple(size for slot in self.slots for size in slot.sizes)
+
+    def add_module(self) -> State:
+        """Look at the tensors of the module as well: buffers, caches."""
+        known = len(self._structure)
+        self._walk_module(self.module)
+        self.module_structure = tuple(self._structure[known:])
+        self.sizes = tuple(size for slot in self.slots for size in slot.sizes)
+        return self
+
+    def _walk(self, path: tuple[Any, ...], value: Any, owner: Any, key: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            self.slots.append(Slot(path, value, owner, key))
+            self._structure.append((path, value.dtype, value.device, value.dim()))
+        elif type(value) is int:
+            self.slots.append(Slot(path, value, owner, key))
+            self._structure.append((path, int))
+        elif isinstance(value, _PLAIN):
+            self._structure.append((path, value))
+        elif isinstance(value, (dict, list, tuple)):
+            self._structure.append((path, type(value), len(value)))
+            entries = value.items() if isinstance(value, dict) else enumerate(value)
+            for name, entry in list(entries):
+                self._walk((*path, name), entry, value, name, depth)
+        elif (
+            depth < _MAX_DEPTH
+            and id(value) not in self._seen
+            and not isinstance(value, (type, torch.nn.Module))
+        ):
+            self._seen.add(id(value))
+            self.objects[id(value)] = value
+            self._structure.append((path, type(value)))
+            for name, entry in list(getattr(value, "__dict__", {}).items()):
+                self._walk((*path, name), entry, value, name, depth + 1)
+        else:
+            self._structure.append((path, type(value)))
+
+    def _walk_module(self, module: torch.nn.Module) -> None:
+        for number, part in enumerate(module.modules()):
+            for owner in (part.__dict__, part._buffers):
+                for name, value in owner.items():
+                    if isinstance(value, Tensor):
+                        self.slots.append(Slot((number, name), value, owner, name))
+                        self._structure.append((number, name, value.dtype, value.dim()))
+
+
+@dataclass
+class RecordedCall:
+    """A call that ran. `transient`: most bytes that were alive in it beyond those before it."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    outputs: tuple[int, ...]
+    launches: list[Launch]
+    waits: list[HostWait]
+    transient: int
+
+
+def recorded_call(
+    span: Sequence[Event],
+    before: tuple[int, ...] = (),
+    after: tuple[int, ...] = (),
+    outputs: tuple[int, ...] = (),
+) -> RecordedCall:
+    """A call from its events and from the sizes before it, after it and of its outputs."""
+    launches = [e for e in span if isinstance(e, Launch)]
+    waits = [e for e in span if isinstance(e, HostWait)]
+    return RecordedCall(before, after, outputs, launches, waits, _transient(span))
+
+
+@dataclass
+class Template:
+    """Launches of the recorded calls that were the same in each of them, and how many such there are."""
+
+    kernels: list[tuple[Kernel, ...]]
+    line: Line | None
+    products: list[tuple[Product, ...]]
+    times: int
+
+
+@dataclass
+class Family:
+    """Calls of one module with one structure. `series`: the last ones that ran, sizes growing evenly."""
+
+    series: list[RecordedCall] = field(default_factory=list)
+    output: Any = None
+    changed: tuple[int, ...] = ()
+    arguments: int = 0
+    module_sizes: int = 0
+    templates: list[Template] | None = None
+    continued: dict[int, Extrapolated] = field(default_factory=dict)
+    usable: bool = True
+
+    @property
+    def is_complete(self) -> bool:
+        return self.usable and self.templates is not None
+
+    @property
+    def module_is_static(self) -> bool:
+        """Whether no tensor of the module itself changed its size in the series."""
+        first, last = self.series[0], self.series[-1]
+        count = len(last.before) - self.module_sizes
+        same = first.before[count:] == last.before[count:] == last.after[count:]
+        return same and all(index < self.arguments for index in self.changed)
+
+    def position(self, sizes: tuple[int, ...]) -> int | None:
+        """How many calls after the last recorded one a call with these sizes comes; None: not in the series.
+
+        Sizes of the module's own tensors may be left out where they never change.
+        """
+        if len(sizes) > len(self.series[-1].before):
+            return None
+        last, before = (call.before[: len(sizes)] for call in (self.series[-1], self.series[-2]))
+        growth = [b - a for a, b in zip(before, last, strict=True)]
+        moved = [b - a for a, b in zip(last, sizes, strict=True)]
+        ratios = {m // g if g else 0 for m, g in zip(moved, growth, strict=True) if g}
+        position = ratios.pop() if len(ratios) == 1 else 0
+        if ratios or any(m != position * g for m, g in zip(moved, growth, strict=True)):
+            return None
+        return position
+
+
+class RepeatedCalls:
+    """Runs the calls of models without gradients, or continues a series of them."""
+
+    def __init__(self, tape: Any) -> None:
+        self.tape = tape
+        self.families: dict[Any, Family] = {}
+        self.recorded = self.skipped = 0
+        # While another part of the rehearsal looks after the calls.
+        self.paused = False
+
+    def run(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """`call(module, *args, **kwargs)`, or what it would return."""
+        if self.paused:
+            self.recorded += 1
+            return call(module, *args, **kwargs)
+        state = State(module, args, kwargs)
+        family = self.families.setdefault((id(module), state.structure), Family())
+        if family.is_complete:
+            if not family.module_is_static:
+                state.add_module()
+            position = family.position(state.sizes)
+            if position is not None:
+                self.skipped += 1
+                return self._continue(family, position, state)
+        return self._record(family, state, call, module, args, kwargs)
+
+    # Recording
+
+    def _record(
+        self, family: Family, state: State, call: Callable[..., Any], module: Any, args: Any, kwargs: Any
+    ) -> Any:
+        events = self.tape.recording.events
+        first, arguments = len(events), len(state.sizes)
+        if not state.module_structure:
+            state.add_module()
+        output = call(module, *args, **kwargs)
+        self.recorded += 1
+        if self.tape.recording.events is not events or not family.usable:
+            return output
+        span = events[first:]
+        after = State(module, args, kwargs).add_module()
+        outputs = _output_tensors(output, state.objects)
+        if outputs is None or not self._is_plain(span, outputs, state, after):
+            family.usable = False
+            return output
+        sizes = tuple(size for tensor in outputs for size in tensor.shape)
+        _add(family, recorded_call(span, state.sizes, after.sizes, sizes))
+        family.arguments, family.module_sizes = state.arguments, len(state.sizes) - arguments
+        family.output = _Output(output, state)
+        changed = zip(state.slots, after.slots, strict=True)
+        family.changed = tuple(i for i, (old, new) in enumerate(changed) if old.sizes != new.sizes)
+        return output
+
+    def _is_plain(self, span: Sequence[Event], outputs: list[Tensor], before: State, after: State) -> bool:
+        """Whether the call left nothing behind but tensors of unknown values and longer caches."""
+        launches = [e for e in span if isinstance(e, Launch)]
+        return (
+            before.structure == after.structure
+            and before.module_structure == after.module_structure
+            and bool(launches)
+            and not any(e.region for e in launches)
+            and not any(isinstance(e, Extrapolated) for e in span)
+            and all(isinstance(t, FakeTensor) and self.tape.shadows.get(t) is None for t in outputs)
+        )
+
+    # Continuing
+
+    def _continue(self, family: Family, position: int, state: State) -> Any:
+        tape, place, series = self.tape, self.tape.lines.place(), family.series
+        self._place = place
+        event = family.continued.get(position)
+        if event is None:
+            event = family.continued[position] = extrapolated(family, position)
+        transient = next_value([call.transient for call in series], position)
+        if transient > 0:
+            number = tape.allocate(int(transient), (int(transient),), "uint8", place, "temporary")
+            tape.release(number)
+        tape.add(event.at(place.line, place.phase, tape.step))
+        for wait in series[-1].waits:
+            tape.add(HostWait(wait.kind, wait.line, wait.phase, tape.step, wait.counts))
+        self._grow(family, position, state)
+        sizes = [
+            int(next_value([call.outputs[i] for call in series], position))
+            for i in range(len(series[-1].outputs))
+        ]
+        return family.output.build(sizes, state, self._fresh)
+
+    def _fresh(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        mode: Any = self.tape.fake_mode
+        with _disable_current_modes(), torch.inference_mode(False):
+            tensor = FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+            self.tape.hold(tensor, self._place)
+        return tensor
+
+    def _grow(self, family: Family, position: int, state: State) -> None:
+        """Caches and counters as the call would leave them."""
+        offsets = _offsets(state.slots)
+        for index in family.changed:
+            slot = state.slots[index]
+            sizes = [
+                int(next_value([call.after[i] for call in family.series], position))
+                for i in range(offsets[index], offsets[index + 1])
+            ]
+            if isinstance(slot.value, Tensor):
+                slot.replace(self._fresh(sizes, slot.value.dtype, slot.value.device))
+            else:
+                slot.replace(sizes[0])
+
+
+def _offsets(slots: Sequence[Slot]) -> list[int]:
+    offsets = [0]
+    for slot in slots:
+        offsets.append(offsets[-1] + len(slot.sizes))
+    return offsets
+
+
+def _add(family: Family, call: RecordedCall) -> None:
+    """Another call that ran: the series goes on, or a new one begins with it."""
+    family.series.append(call)
+    family.templates = None
+    if len(family.series) > 2 and not _even(family.series[-3:]):
+        family.series = family.series[-2:]
+    elif len(family.series) > RECORDED:
+        family.series = family.series[-RECORDED:]
+    if len(family.series) == RECORDED:
+        family.templates = templates_of([c.launches for c in family.series])
+        family.continued = {}
+
+
+def _even(calls: Sequence[RecordedCall]) -> bool:
+    """Whether the sizes grow by the same amount from call to call."""
+    for name in ("before", "after", "outputs"):
+        first, second, third = (getattr(call, name) for call in calls)
+        if not len(first) == len(second) == len(third):
+            return False
+        if any(b - a != c - b for a, b, c in zip(first, second, third, strict=True)):
+            return False
+    return len({(len(c.launches), len(c.waits)) for c in calls}) == 1
+
+
+def templates_of(calls: Sequence[Sequence[Launch]]) -> list[Template] | None:
+    """Launches that the calls have in common, those of equal layers joined; None where the calls differ."""
+    templates: dict[Any, Template] = {}
+    for launches in zip(*calls, strict=True):
+        kinds = {
+            (e.name, e.line, tuple((k.kind, k.dtype, len(k.sizes)) for k in e.kernels)) for e in launches
+        }
+        if len(kinds) != 1 or len({len(e.products) for e in launches}) != 1:
+            return None
+        kernels, products = [e.kernels for e in launches], [e.products for e in launches]
+        key = (launches[0].line, tuple(kernels), tuple(products))
+        template = templates.setdefault(key, Template(kernels, launches[0].line, products, 0))
+        template.times += 1
+    return list(templates.values())
+
+
+def next_value(values: Sequence[float], position: int) -> float:
+    """The series of `values`, `position` calls after its last one; quadratic if every difference says so."""
+    steps = [b - a for a, b in pairwise(values)]
+    bends = {b - a for a, b in pairwise(steps)}
+    if len(bends) == 1:
+        bend = bends.pop()
+        return values[-1] + position * steps[-1] + bend * position * (position + 1) / 2
+    return max(0.0, values[-1] + position * (values[-1] - values[0]) / (len(values) - 1))
+
+
+def extrapolated(family: Family, position: int) -> Extrapolated:
+    assert family.templates is not None
+    parts: Counter[tuple[Line | None, Kernel]] = Counter()
+    products: Counter[tuple[str, str]] = Counter()
+    calls = views = launches = 0
+    for template in family.templates:
+        if not template.kernels[-1]:
+            views += template.times
+            continue
+        calls += template.times
+        for column in zip(*template.kernels, strict=True):
+            kernel = _next_kernel(column, position)
+            parts[template.line, kernel] += template.times
+            launches += template.times * kernel.launches
+        for column in zip(*template.products, strict=True):
+            flops = int(next_value([product.flops for product in column], position))
+            products[column[-1].part, column[-1].dtype] += template.times * flops
+    return Extrapolated(
+        parts=tuple((line, kernel, times) for (line, kernel), times in parts.items()),
+        calls=calls,
+        views=views,
+        launches=launches,
+        products=tuple(Product(part, dtype, flops) for (part, dtype), flops in products.items()),
+    )
+
+
+def _next_kernel(column: Sequence[Kernel], position: int) -> Kernel:
+    if all(kernel == column[0] for kernel in column):
+        return column[0]
+    # The recorded call whose position has the same remainder: alignments repeat.
+    like = column[(position - 1) % len(column)]
+    return like._replace(
+        nbytes=next_value([k.nbytes for k in column], position),
+        flops=next_value([k.flops for k in column], position),
+        elements=next_value([k.elements for k in column], position),
+        repeated=next_value([k.repeated for k in column], position),
+        sizes=tuple(
+            int(next_value([k.sizes[i] for k in column], position)) for i in range(len(column[-1].sizes))
+        ),
+    )
+
+
+def _transient(span: Sequence[Event]) -> int:
+    live = most = 0
+    sizes: dict[int, int] = {}
+    for event in span:
+        if isinstance(event, Alloc) and event.line is not WORKSPACE.line:
+            sizes[event.storage] = event.nbytes
+            live += event.nbytes
+            most = max(most, live)
+        elif isinstance(event, Free):
+            live -= sizes.get(event.storage, 0)
+    return most
+
+
+# Outputs
+
+
+def _output_tensors(output: Any, arguments: Mapping[int, Any]) -> list[Tensor] | None:
+    """The tensors of an output; None where it holds an object that is neither plain nor an argument."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, (dict, list, tuple)):
+        values = output.values() if isinstance(output, dict) else output
+        entries = [_output_tensors(value, arguments) for value in values]
+        if any(entry is None for entry in entries):
+            return None
+        return [tensor for entry in entries if entry is not None for tensor in entry]
+    return [] if isinstance(output, (*_PLAIN, int)) or id(output) in arguments else None
+
+
+class _Pattern(NamedTuple):
+    """A tensor of an output: an argument of the call (its slot), or a new one."""
+
+    argument: int | None
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Object(NamedTuple):
+    """An object of an output that was an argument of the call, such as a cache: which of them."""
+
+    number: int
+
+
+class _Output:
+    """An output as a pattern that holds no tensor."""
+
+    def __init__(self, output: Any, state: State) -> None:
+        self._arguments = {id(slot.value): i for i, slot in enumerate(state.slots)}
+        self._objects = {key: i for i, key in enumerate(state.objects)}
+        self.pattern = self._pattern_of(output)
+
+    def _pattern_of(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _Pattern(self._arguments.get(id(value)), value.dim(), value.dtype, value.device)
+        if isinstance(value, (dict, list, tuple)):
+            return _rebuilt(value, self._pattern_of)
+        return _Object(self._objects[id(value)]) if id(value) in self._objects else value
+
+    def build(self, sizes: Sequence[int], state: State, fresh: Callable[..., Tensor]) -> Any:
+        remaining, objects = iter(sizes), list(state.objects.values())
+
+        def again(value: Any) -> Any:
+            if isinstance(value, _Pattern):
+                shape = [next(remaining) for _ in range(value.dim)]
+                if value.argument is not None:
+                    return state.slots[value.argument].value
+                return fresh(shape, value.dtype, value.device)
+            if isinstance(value, _Object):
+                return objects[value.number]
+            return _rebuilt(value, again) if isinstance(value, (dict, list, tuple)) else value
+
+        return again(self.pattern)
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A container of the same kind with its entries changed."""
+    if isinstance(value, dict):
+        built = copy.copy(value)
+        for key, entry in value.items():
+            built[key] = change(entry)
+        return built
+    entries = [change(entry) for entry in value]
+    return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
