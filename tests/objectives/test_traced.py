@@ -142,7 +142,7 @@ CASES = {
             linear_logprobs(h, w, t, allowed=Allowed(i, o, None, False), entropy="grad")
         ),
         lambda n: head(n)[:2],
-        lambda n: (ids(2 * n), torch.arange(0, 2 * n + 1, 2)),
+        lambda n: (ids(n), ids(2 * n), torch.arange(0, 2 * n + 1, 2)),
     ),
     "token_logprobs": (
         lambda z, t, temperature: differentiable(
