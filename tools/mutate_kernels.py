@@ -102,6 +102,17 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         for rule in ("bound", "one more")
         for columns in ("cols[None, :]", "cols[:, None]")
     },
+    ("_store_both", "one more", "row + rows[None, :] > col + cols[:, None]"): (
+        "the diagonal is stored twice, with one value"
+    ),
+    (
+        "overwrite_exponentials_kernel",
+        "mask",
+        "tl.store(out_ptr + columns, dz.to(out_ptr.dtype.element_ty), mask=inside)",
+    ): (
+        "blocks cover less than twice the columns at half the bytes each: the surplus stays in the fp32 row, "
+        "whose logits have all been read"
+    ),
     ("xxt_kernel", "early return", "return"): _ABOVE,
     ("xtx_kernel", "early return", "return"): _ABOVE,
     ("adam_kernel", "early return", "return"): "every later access is masked by offset < size; it saves time",
