@@ -135,8 +135,15 @@ def save_formed(ctx: Any, inputs: Any, output: Any) -> None:
 def multiply_formed(ctx: Any, upstream: Sequence[Tensor]) -> Any:
     """The backward of such an op."""
     pairs = zip(ctx.saved_tensors, ctx.needed, strict=True)
-    grads = [grad * upstream[0].to(grad.dtype) if need else None for grad, need in pairs]
+    grads = [_scaled(grad, upstream[0]) if need else None for grad, need in pairs]
     return *grads, *ctx.others
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """grad * factor in the dtype of `grad`; a GradScaler's 65,536 is infinite in fp16."""
+    if grad.dtype == torch.float16:
+        return (grad.float() * factor.float()).half()
+    return grad * factor.to(grad.dtype)
 
 
 def _is_tensors(value: Any) -> bool:
