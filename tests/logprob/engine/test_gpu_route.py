@@ -582,7 +582,7 @@ def traced_calls():
     teacher = TeacherHead(hidden.flip(0), weight.flip(0))
     return {
         "update_statistics scale_exponentials": lambda h, w: unflattened(h, w, targets, entropy="grad").logp,
-        "gather_rows policy_rows": lambda h, w: policy_of_rows(h, w, targets, batch, rows=ROWS).loss,
+        "policy_rows": lambda h, w: policy_of_rows(h, w, targets, batch, rows=ROWS).loss,
         "divergence_sums divergence_gradient": lambda h, w: linear_distill_loss(h, w, teacher).loss,
     }
 
@@ -590,6 +590,8 @@ def traced_calls():
 ROWS = torch.arange(T).flip(0)
 
 
+# The interpreter computes lanes that a mask drops.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 @pytest.mark.parametrize("names", traced_calls())
 def test_the_kernels_of_the_passes_run_inside_a_whole_graph(gpu_route, monkeypatch, names):
     """Dynamo sees an op; the op launches the kernels."""
