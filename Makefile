@@ -9,7 +9,7 @@ PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install 
 WORKERS := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt requirements-nodeps.txt
 
-.PHONY: demo test test-avx2 test-gpu bench lint clean
+.PHONY: demo test test-avx2 test-gpu test-pretend launched-kernels mutate-kernels fuzz-gpu-route bench lint clean
 
 demo: $(VENV)/.core
 	$(BIN)/leanstep demo
@@ -24,12 +24,34 @@ ROUNDS := tests/logprob tests/objectives tests/muon tests/lens tests/gpt tests/m
 test-avx2: $(VENV)/.test
 	$(AVX2) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(ROUNDS) $(PYTEST_ARGS)
 
-# On a machine with a GPU: kernels compiled, not interpreted, and the `device` fixture is the GPU. The venv's
-# torch must see it: `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu128 make test-gpu` on the first run.
+# On a machine with a GPU: kernels compiled, not interpreted, and the `device` fixture is the GPU. Needs gcc,
+# python3-venv, python3-dev and a driver that knows the venv's torch. PyPI's is built for CUDA 13.0 (driver 580 or
+# newer); before, `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 make test-gpu` on the first run.
 GPU    ?= cuda
 
 test-gpu: $(VENV)/.test
 	LEANSTEP_TEST_DEVICE=$(GPU) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The host half of test-gpu on a machine that only says it has a GPU: sync debugging, kernels that are not
+# interpreted, devices to choose from. Tests that need the device's memory are skipped.
+HOST := tests/diagnose/test_not_seen.py tests/diagnose/test_outputs.py tests/diagnose/test_watch.py \
+        tests/commands/test_diagnose.py tests/commands/test_contract.py tests/commands/test_bench_prove.py \
+        tests/muon/test_fused.py tests/on_device tests/test_pretended_cuda.py
+
+test-pretend: $(VENV)/.test
+	LEANSTEP_TEST_DEVICE=pretended OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(HOST) $(PYTEST_ARGS)
+
+# Checks of kernels that take too long for CI, see docs/kernels.md.
+SEEDS ?= 50
+
+launched-kernels: $(VENV)/.test
+	$(BIN)/python tools/launched_kernels.py
+
+mutate-kernels: $(VENV)/.test
+	$(BIN)/python tools/mutate_kernels.py
+
+fuzz-gpu-route: $(VENV)/.test
+	LEANSTEP_FUZZ=$(SEEDS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o timeout=0 tests/kernel_checks/test_gpu_route_fuzz.py
 
 bench: $(VENV)/.core
 	$(BIN)/leanstep bench $(BENCH_ARGS)

@@ -6,7 +6,10 @@ The commands' bodies live in `leanstep/commands/`, one module each.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -18,6 +21,7 @@ from typer.core import TyperGroup
 
 import leanstep
 from leanstep.commands import BadInput, FellShort
+from leanstep.escape import printable
 
 SUMMARY = (
     "Find the waste in an LLM training step, replace it with an exact fast path, "
@@ -148,10 +152,17 @@ def run(arguments: list[str] | None = None) -> int:
         return _one_line(f"ended by {error.name}", 128 + getattr(signal, error.name))
     except typer.Exit as error:
         return error.exit_code
+    except OSError as error:
+        # A full disk or a closed pipe behind what is printed, or a full folder for temporary files.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EPIPE):
+            raise
+        place = f" {error.filename}" if error.filename else " the output"
+        return _one_line(f"cannot write{place}: {error.strerror}", 2)
 
 
 def _one_line(message: str, code: int) -> int:
-    print("leanstep: " + " ".join(message.split()), file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print("leanstep: " + printable(" ".join(message.split())), file=sys.stderr)
     return code
 
 
@@ -189,4 +200,15 @@ def main() -> None:
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, _interrupt)
                 signal.signal(signal.SIGALRM, _interrupt)
-    sys.exit(run())
+    for stream in (sys.stdout, sys.stderr):
+        # An output of few characters (ASCII, Latin-1) shows the others as escapes.
+        if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
+            stream.reconfigure(errors="backslashreplace")
+    code = run()
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(error, OSError) and error.errno != errno.EPIPE:
+            code = code or _one_line(f"cannot write the output: {error.strerror}", 2)
+    sys.exit(code)

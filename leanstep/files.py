@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
+import re
 import secrets
+import stat
 from pathlib import Path
 from typing import Any
+
+_DESCRIPTOR = re.compile(r"/dev/(stdout|stderr|fd/\d+)$|/proc/(self|\d+)/fd/\d+$")
 
 
 class BadInput(Exception):
@@ -18,8 +23,14 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: a temporary file beside it, fsync, rename, fsync of the folder.
 
     After a crash the file holds its old content or the new, never a part. A full disk or an interrupt leaves
-    no temporary file; `kill -9` may leave one named `.NAME.PID-TOKEN.partial`.
+    no temporary file; `kill -9` may leave one named `.NAME.PID-TOKEN.partial`. A symbolic link stays: its
+    target is replaced. A device, a FIFO and what a descriptor of this process is open on are written through.
     """
+    if is_written_through(path):
+        with path.open("ab", buffering=0) as file:
+            _write_all(file, data)
+        return
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         with temporary.open("xb") as file:
@@ -35,6 +46,24 @@ def write_atomically(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def is_written_through(path: Path) -> bool:
+    """Whether `path` is no regular file, or one that /dev/stdout or /dev/fd/N names."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return True
+    except OSError:
+        return False
+    # What the shell opened (`> log`) must not be replaced under its descriptor.
+    return _DESCRIPTOR.match(str(path.absolute())) is not None
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    """A pipe may take less than it is given."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
 
 
 def write_text(path: str | Path, text: str, argument: str = "output") -> None:

@@ -23,12 +23,17 @@ import random
 from collections.abc import Iterator
 
 import numpy as np
+import pretended_cuda
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from ranks import run_ranks as _run_ranks
 
 TEST_DEVICE = os.environ["LEANSTEP_TEST_DEVICE"]
+# The host half of `make test-gpu` without a GPU.
+PRETENDED = TEST_DEVICE == "pretended"
+if PRETENDED:
+    pretended_cuda.install()
 # A busy machine is no failure: examples have no time limit. No database: a checkout may be read-only.
 settings.register_profile("suite", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
@@ -40,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if TEST_DEVICE != "cpu" and not torch.cuda.is_available():
         raise pytest.UsageError(
             f"LEANSTEP_TEST_DEVICE: expected a device that is here, got {TEST_DEVICE!r}; "
-            f"torch {torch.__version__} finds no CUDA device"
+            f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no CUDA device; "
+            "docs/gpu.md says which driver it wants"
         )
 
 
@@ -107,6 +113,8 @@ def exact_interpreter() -> Iterator[None]:
 @pytest.fixture
 def device() -> torch.device:
     """The CPU (kernels interpreted), or the GPU of `make test-gpu` (kernels compiled)."""
+    if PRETENDED:
+        pytest.skip("a pretended device has no memory")
     return torch.device(TEST_DEVICE)
 
 

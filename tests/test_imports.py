@@ -13,19 +13,19 @@ PACKAGE = Path(__file__).parent.parent / "leanstep"
 FAST_PATHS = ("lens", "logprob", "objectives", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
-    "lens": set(),
-    "logprob": {"cpu", "output_buffers"},
+    "lens": {"triton_driver"},
+    "logprob": {"cpu", "output_buffers", "triton_driver"},
     "objectives": {"logprob", "cpu"},
-    "muon": {"cpu", "output_buffers"},
-    "gpt": {"muon", "logprob", "cpu"},
+    "muon": {"cpu", "output_buffers", "triton_driver"},
+    "gpt": {"muon", "logprob", "cpu", "triton_driver"},
     "measure": {"case", "cpu", "script"},
     "kernel_checks": {"measure"},
-    "diagnose": {"script", "flops", "files", "units"},
+    "diagnose": {"script", "flops", "files", "units", "escape"},
     "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
     # The user's script: runs below every command that watches it.
-    "script": {"files", "cpu"},
+    "script": {"files", "cpu", "escape"},
     "fix": {"diagnose", "prove", "script", "files"},
-    "report": {"measure", "diagnose", "rehearse", "case", "files", "units"},
+    "report": {"escape", "measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"lens", "logprob", "muon", "gpt", "files"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.

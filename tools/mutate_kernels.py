@@ -2,17 +2,18 @@
 
     python tools/mutate_kernels.py                 every mutant; writes results/kernel-mutants.json
     python tools/mutate_kernels.py --list          only list them
-    python tools/mutate_kernels.py muon/kernel     mutants of files whose path contains this
+    python tools/mutate_kernels.py muon/kernel     mutants of files or kernels whose name contains this
 
 A mutant is a copy of the package with one change in one kernel file. First the memory checks of that file's
 kernels run on it, then the tests that compare the kernels' values. It is killed when one of them fails.
-EQUIVALENT lists mutants that cannot matter, with the reason. A tool, not a test: it takes half an hour.
+EQUIVALENT lists mutants that cannot matter, with the reason. A tool, not a test: it takes an hour.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import os
 import shutil
@@ -26,25 +27,45 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "kernel-mutants.json"
-# Kernel file -> names of launches in tests/kernel_checks, and files that compare values.
-CHECKS = {
-    "logprob/engine/kernel.py": (
-        "exponentials or update_statistics or divergences or tiles_of_logits or column_sums",
-        ["tests/logprob/engine/test_passes.py"],
+PASSES, ROWS = "tests/logprob/engine/test_passes.py", "tests/lens/test_kernel.py"
+PRODUCTS, FUSED = "tests/muon/test_kernel.py", "tests/muon/test_fused.py"
+# Kernels (and functions that they call) -> launches in tests/kernel_checks, then tests that compare values.
+CHECKS: dict[tuple[str, ...], tuple[str, str, str]] = {
+    ("update_statistics_kernel", "_finished"): (
+        "update_statistics_kernel or tiles_of_logits",
+        PASSES,
+        "test_statistics or finished_logits",
     ),
-    "logprob/engine/gpu/kernel.py": ("policy_rows or gather", ["tests/logprob/engine/test_passes.py"]),
-    "gpt/kernel.py": ("squared_relu or squares", ["tests/gpt/test_layers.py"]),
-    "muon/kernel.py": (
-        "launch or quadratic or transposes or symmetric_products",
-        ["tests/muon/test_kernel.py"],
+    ("scale_exponentials_kernel", "overwrite_exponentials_kernel", "_gradient", "_row_factors"): (
+        "exponentials or tiles_of_logits or column_sums",
+        PASSES,
+        "test_gradient or 16_bit_gradients",
     ),
-    "muon/fused/kernel.py": (
-        "optimizers or momentum or normalizations or variances or many_lines or writes or adam",
-        ["tests/muon/test_fused.py"],
+    ("divergence_sums_kernel", "divergence_gradient_kernel", "_term"): (
+        "divergence or tiles_of_logits",
+        PASSES,
+        "test_divergence or a_divergence",
     ),
-    "lens/kernel.py": (
-        "lens or many_pairs or many_slots or many_targets or many_rows",
-        ["tests/lens/test_kernel.py"],
+    ("gather_rows_kernel",): ("gather", PASSES, "rows_are_gathered"),
+    ("policy_rows_kernel",): ("policy_rows", PASSES, "rows_of_a_policy"),
+    ("squared_relu_kernel",): ("squared_relu or squares", "tests/gpt/test_layers.py", "relu_squared"),
+    ("xxt_kernel", "xtx_kernel", "_tile_of", "_store_both"): (
+        "xxt_kernel or xtx_kernel or symmetric_products",
+        PRODUCTS,
+        "products or epilogue or symmetry or strided",
+    ),
+    ("transpose_kernel",): ("transpose", PRODUCTS, "test_transposes"),
+    ("momentum_kernel",): ("momentum", FUSED, "step_of_kernels or any_scale"),
+    ("normalize_kernel",): ("normaliz", FUSED, "step_of_kernels or any_scale"),
+    ("variance_kernel",): ("variance or many_lines", FUSED, "step_of_kernels"),
+    ("write_kernel",): ("write", FUSED, "step_of_kernels or not_finite"),
+    ("adam_kernel",): ("adam", FUSED, "step_of_kernels or bias_correction or not_finite"),
+    ("lens_pairs_kernel",): ("lens_pairs or many_pairs or many_slots", ROWS, "pairs_equal"),
+    ("lens_targets_kernel", "_entries"): ("lens_targets or many_targets", ROWS, "targets_equal"),
+    ("lens_rows_kernel", "_signs", "_span", "_preference"): (
+        "lens_rows_kernel or many_rows",
+        ROWS,
+        "eager_path or half_precision",
     ),
 }
 
@@ -195,19 +216,27 @@ def reason_if_equivalent(mutant: Mutant, source: str) -> str | None:
     return EQUIVALENT.get((mutant.kernel, line, mutant.rule))
 
 
+def _pytest(copy: Path, arguments: list[str]) -> int:
+    os.chdir(copy)
+    with (copy / "pytest.log").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.path.insert(0, str(copy))
+    import pytest
+
+    options = ["-q", "-x", "-p", "no:cacheprovider", f"--rootdir={copy}"]
+    return int(pytest.main([*options, *arguments]))
+
+
 def run_tests(copy: Path, arguments: list[str], seconds: int = 900) -> bool:
     """Whether the tests pass on the copy, in a child of this process that has torch already."""
     child = os.fork()
     if child == 0:
-        os.chdir(copy)
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
-        sys.path.insert(0, str(copy))
-        import pytest
-
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={copy}"]
-        os._exit(int(pytest.main([*options, *arguments])))
+        status = 1
+        try:
+            status = _pytest(copy, arguments)
+        finally:
+            os._exit(status)
     deadline = time.time() + seconds
     while time.time() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -219,20 +248,36 @@ def run_tests(copy: Path, arguments: list[str], seconds: int = 900) -> bool:
     return False
 
 
+def checks_of(kernel: str) -> tuple[list[str], list[str]]:
+    """Arguments of pytest for the memory checks and the value tests of a kernel."""
+    (launches, file, chosen), *_ = (checks for names, checks in CHECKS.items() if kernel in names)
+    return ["tests/kernel_checks/test_memory.py", "-k", launches], [file, "-k", chosen]
+
+
+def require_green(copy: Path, tests: tuple[str, ...], known: set[tuple[str, ...]]) -> None:
+    """Tests that fail without a mutant kill nothing."""
+    if tests not in known and not run_tests(copy, list(tests)):
+        print((copy / "pytest.log").read_text(), file=sys.stderr)
+        sys.exit(f"{' '.join(tests)}: fails without a mutant")
+    known.add(tests)
+
+
 def judged(mutants: list[Mutant], copy: Path) -> Iterator[tuple[Mutant, str]]:
     """Each mutant with what killed it, or "survived"."""
+    green: set[tuple[str, ...]] = set()
     for mutant in mutants:
-        source = (ROOT / "leanstep" / mutant.file).read_text()
+        source = (ROOT / "leanstep" / mutant.file).read_bytes()
         target = copy / "leanstep" / mutant.file
-        body = source.encode()
-        target.write_bytes(body[: mutant.start] + mutant.new.encode() + body[mutant.stop :])
-        chosen, files = CHECKS[mutant.file]
+        changed = source[: mutant.start] + mutant.new.encode() + source[mutant.stop :]
         outcome = "survived"
-        if not run_tests(copy, ["tests/kernel_checks/test_memory.py", "-k", chosen]):
-            outcome = "memory checks"
-        elif not run_tests(copy, files):
-            outcome = "value tests"
-        target.write_text(source)
+        for name, tests in zip(("memory checks", "value tests"), checks_of(mutant.kernel), strict=True):
+            target.write_bytes(source)
+            require_green(copy, tuple(tests), green)
+            target.write_bytes(changed)
+            if not run_tests(copy, tests):
+                outcome = name
+                break
+        target.write_bytes(source)
         yield mutant, outcome
 
 
@@ -241,21 +286,21 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="parts of paths of kernel files")
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
-    paths = [
-        p
-        for p in sorted((ROOT / "leanstep").rglob("kernel.py"))
-        if any(f in str(p) for f in chosen.files or [""])
+    mutants = [
+        mutant
+        for path in sorted((ROOT / "leanstep").rglob("kernel.py"))
+        for mutant in mutants_of(path)
+        if any(part in f"{mutant.file} {mutant.kernel}" for part in chosen.files or [""])
     ]
-    mutants = [mutant for path in paths for mutant in mutants_of(path)]
     if chosen.list:
         print("\n".join(mutant.name for mutant in mutants))
         print(Counter(m.rule for m in mutants), len(mutants))
         return 0
     os.environ |= {"TRITON_INTERPRET": "1", "LEANSTEP_TEST_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
-    import hypothesis  # noqa: F401
-    import torch  # noqa: F401
-    import triton.runtime.interpreter  # noqa: F401
+    # Children of this process have these already.
+    for name in ("torch._dynamo", "torch.distributed.tensor", "triton.runtime.interpreter"):
+        importlib.import_module(name)
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -16,6 +16,7 @@ from leanstep.commands.terminal import MarkdownOption, add_markdown, check_writa
 from leanstep.diagnose.outputs import gate, screen
 from leanstep.diagnose.step_records import RULE_IDS, Finding, Limits
 from leanstep.diagnose.watch import Watch
+from leanstep.escape import for_terminal
 from leanstep.files import write_text
 from leanstep.script.run import Outcome, Program, Stop, is_first_rank, run_script
 
@@ -59,6 +60,16 @@ _ON = Annotated[
 _TRACE = Annotated[
     str | None,
     typer.Option("--trace", metavar="FILE", help="Judge this torch.profiler trace; a second one: compare."),
+]
+
+_SOURCE = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--source",
+        metavar="DIR",
+        help="With --trace: show source lines of this folder too (besides the working directory's and the "
+        "trace's own).",
+    ),
 ]
 
 
@@ -150,6 +161,7 @@ def diagnose(
     ignore: _IGNORE = None,
     on: _ON = None,
     trace: _TRACE = None,
+    source: _SOURCE = None,
 ) -> None:
     """Name the lines that waste a training step: run SCRIPT, record a few steps, rank what they cost, stop.
 
@@ -175,6 +187,8 @@ def diagnose(
         _check_trace_options(running, judging, [trace, *([script] if script else []), *(args or [])])
         if script is not None:
             raise typer.Exit(_compare_traces(trace, script, threshold or [], show_all, json))
+    elif source:
+        raise BadInput("--source: expected --trace beside it")
     program, arguments = (Program(trace), []) if trace else _program(script, args or [], module)
     rules = _Rules.parse(fail_on, select, ignore)
     limits = _checked("--threshold", Limits.parse, threshold or [])
@@ -185,7 +199,7 @@ def diagnose(
     device = _device(on, program)
 
     if trace is not None:
-        watch, outcome = _read_trace(trace, limits), Outcome()
+        watch, outcome = _read_trace(trace, limits, source or []), Outcome()
     else:
         watch = Watch(steps, warmup, limits, timed_warmup=True, on_done=None if run_on else _raise_stop)
         outcome = _run(program, arguments, watch, json)
@@ -198,7 +212,8 @@ def diagnose(
     if explain is not None:
         _explain(findings, explain, json)
     if annotations:
-        _say("\n".join(screen.annotation_lines(findings)), json)
+        for line in screen.annotation_lines(findings):
+            console(json).print(line, markup=False, highlight=False, soft_wrap=True)
     if device is not None:
         from leanstep.commands.on_device import add_gains
 
@@ -216,10 +231,14 @@ def _program(script: str | None, args: list[str], module: str | None) -> tuple[P
     return Program.find(script), args
 
 
-def _read_trace(path: str, limits: Limits) -> Any:
+def _read_trace(path: str, limits: Limits, folders: list[str]) -> Any:
     from leanstep.diagnose.traces.trace_report import TraceRun
 
-    return _checked("--trace", lambda file: TraceRun(file, limits), path)
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise BadInput(f"--source: no such folder: {folder}")
+    sources = tuple(Path(folder) for folder in folders)
+    return _checked("--trace", lambda file: TraceRun(file, limits, sources), path)
 
 
 def _check_trace_options(running: dict[str, Any], judging: dict[str, Any], traces: list[str]) -> None:
@@ -244,7 +263,7 @@ def _compare_traces(before: str, after: str, threshold: list[str], show_all: boo
     allowed = _share(threshold, trace_compare.THRESHOLD)
     tables = [_checked("--trace", trace_compare.read_table, path) for path in (before, after)]
     comparison = _checked("--trace", lambda pair: trace_compare.compare(pair[0], pair[1], allowed), tables)
-    console(json).print(comparison.text(show_all), markup=False, highlight=False, soft_wrap=True)
+    _say(comparison.text(show_all), json)
     write_json(comparison.as_dict(), json)
     return 1 if comparison.is_worse else 0
 
@@ -252,11 +271,16 @@ def _compare_traces(before: str, after: str, threshold: list[str], show_all: boo
 def _device(name: str | None, program: Program) -> Any:
     if name is None:
         return None
+    from leanstep.rehearse.answers import fake_device
     from leanstep.rehearse.devices import device_named
 
     device = _checked("--on", device_named, name)
     if program.module:
         raise BadInput("--on: expected a script; a rehearsal takes no -m")
+    try:
+        fake_device.library()  # now, not after the diagnosis
+    except fake_device.RehearsalError as error:
+        raise BadInput(f"--on: {error}") from None
     return device
 
 
@@ -281,7 +305,7 @@ def _run(program: Program, args: list[str], watch: Watch, json: str | None) -> O
 
 def _say(text: str, json: str | None) -> None:
     if text:
-        console(json).print(text, markup=False, highlight=False, soft_wrap=True)
+        console(json).print(for_terminal(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _show(
@@ -316,7 +340,7 @@ def _diff(paths: list[str], threshold: list[str], json: str | None) -> int:
     before, after = (_checked("diff", report_diff.read_report, path) for path in paths)
     changes = report_diff.compare(before, after, allowed)
     for change in changes:
-        console(json).print(str(change), markup=False, highlight=False, soft_wrap=True)
+        _say(str(change), json)
     if not changes:
         console(json).print("No finding is new, gone, grown or shrunk.", markup=False)
     write_json({"threshold": allowed, "changes": [change.as_dict() for change in changes]}, json)
@@ -337,11 +361,14 @@ def _share(threshold: list[str], default: float) -> float:
 def _write_html(path: str, report: dict[str, Any], findings: list[Finding]) -> None:
     from leanstep.report import excerpts, page
 
-    files = {finding.id: finding.line.file for finding in findings if finding.line.library}
-    shown = [
-        {**f, "source": excerpts.excerpt(files[f["id"]], f["line"], f["code"])} if f["id"] in files else f
-        for f in report["findings"]
-    ]
+    shown = []
+    for finding, entry in zip(findings, report["findings"], strict=True):
+        line = finding.line
+        if not line.readable:
+            entry = {**entry, "source": excerpts.without_file(line.number, entry["code"])}
+        elif line.library:
+            entry = {**entry, "source": excerpts.excerpt(line.file, line.number, entry["code"])}
+        shown.append(entry)
     page.add_section(path, "diagnose", {**report, "findings": shown})
 
 

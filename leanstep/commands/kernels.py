@@ -25,20 +25,38 @@ from leanstep.commands.terminal import (
 
 
 def kernels(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE.py]", help="Check the kernels of this file; leanstep's own by default."
+        ),
+    ] = None,
     targets: Annotated[
-        str, typer.Option(help="Comma-separated: sm_80, sm_90, sm_100, gfx942, or others of that kind.")
-    ] = "sm_80,sm_90,sm_100,gfx942",
+        str, typer.Option(help="Comma-separated: sm_80, sm_90, gfx942, or others of that kind.")
+    ] = "sm_80,sm_89,sm_90,sm_100,sm_120,gfx942",
+    launch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py[:FUNCTION]",
+            help="Function that launches FILE.py's kernels on small tensors; its own launch() by default.",
+        ),
+    ] = None,
+    skip_memory: Annotated[
+        bool, typer.Option("--skip-memory", help="Only compile FILE.py, no check of bounds and races.")
+    ] = False,
     shipped: Annotated[
         bool, typer.Option("--shipped", help="Only the listed configurations, not every flag's variants.")
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Compile every Triton kernel ahead of time: registers, spills, shared memory. No GPU is needed.
+    """Compile Triton kernels without a GPU: registers, spills, shared memory; of a file, bounds and races.
 
-    With sm_90 among the targets its machine code is looked at, too: tensor cores in products, 128-bit loads
-    and stores in passes, nothing in local memory.
+    Without FILE.py: every kernel of leanstep. With sm_90 among the targets its machine code is checked as
+    well: tensor cores in products, 128-bit loads and stores in passes, nothing in local memory.
 
-    Example: leanstep kernels --targets sm_90,gfx942
+    With FILE.py: what its launch() launches is compiled with those arguments and run in the interpreter.
+
+    Example: leanstep kernels my_kernels.py --targets sm_90,gfx942
     """
     from leanstep.measure.aot import compile_all, parse_target
 
@@ -53,6 +71,11 @@ def kernels(
     except ValueError as error:
         raise BadInput(f"--{error}") from None
     check_writable(json, "--json")
+    if file is not None:
+        _check_own_file(file, launch, names, shipped, skip_memory, json)
+        return
+    if launch is not None or skip_memory:
+        raise BadInput(f"{'--launch' if launch else '--skip-memory'}: expected FILE.py with it, got none")
 
     out = console(json)
     try:
@@ -69,6 +92,42 @@ def kernels(
         raise FellShort(
             f"{len(wrong)} of {len(compiled)} fall short; {first.kernel} for {first.target} {first.complaint}"
         )
+
+
+def _check_own_file(
+    file: Path,
+    launch: str | None,
+    targets: tuple[str, ...],
+    shipped: bool,
+    skip_memory: bool,
+    json: str | None,
+) -> None:
+    from leanstep.kernel_checks.file_check import FileProblem, check_file
+
+    if shipped:
+        raise BadInput("--shipped: expected no FILE.py with it, it lists leanstep's own kernels")
+    for name, path in (("FILE.py", file), ("--launch", Path((launch or str(file)).partition(":")[0]))):
+        if path.suffix != ".py" or not path.is_file():
+            raise BadInput(f"{name}: expected a Python file, got {path}")
+    out = console(json)
+    try:
+        report = check_file(file, launch, targets, memory=not skip_memory)
+    except FileProblem as problem:
+        raise BadInput(f"kernels: {problem}") from None
+    result = report.to_json()
+    out.print(_table(result["rows"], targets))
+    if not skip_memory:
+        total = sum(report.launches.values())
+        found = f"{len(report.problems)} problems" if report.problems else "no problem"
+        out.print(f"bounds and races, {total} launches in the interpreter: {found}")
+        for problem in report.problems:
+            out.print(f"  {problem}", markup=False, soft_wrap=True)
+    if report.not_launched:
+        out.print(f"not launched, so not checked: {', '.join(report.not_launched)}", soft_wrap=True)
+    write_json({"targets": targets, **result}, json)
+    if report.complaints:
+        count = len(report.complaints)
+        raise FellShort(f"{report.complaints[0]}" + (f" (and {count - 1} more)" if count > 1 else ""))
 
 
 def _table(rows: list[dict[str, Any]], targets: tuple[str, ...]) -> Table:

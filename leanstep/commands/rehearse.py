@@ -29,7 +29,8 @@ _STEPS = Annotated[
     int | None,
     typer.Option("--steps", min=1, help="Steps to run (3; 2 with --sweep); the last one is reported."),
 ]
-_RANKS = Annotated[int, typer.Option("--ranks", min=1, help="World size; this process is rank 0 of it.")]
+_RANKS = Annotated[int, typer.Option("--ranks", min=1, help="World size.")]
+_RANK = Annotated[int, typer.Option("--rank", min=0, help="Which rank to rehearse: pipeline stages differ.")]
 _CLOCK = Annotated[bool, typer.Option("--clock", help="The script's own clock shows the predicted time.")]
 _MODULE = Annotated[bool, typer.Option("-m", help="TARGET is a module, as in python -m.")]
 _SET = Annotated[
@@ -61,6 +62,17 @@ _WHAT_IF = Annotated[
 _HOST = Annotated[
     float | None, typer.Option("--host-us", min=0.1, help="Host microseconds of a call that launches.")
 ]
+_PATIENCE = Annotated[
+    float, typer.Option("--patience", min=1, help="Seconds without an update after which the script is left.")
+]
+_OOM = Annotated[
+    str,
+    typer.Option(
+        "--oom",
+        help="When the device is full: raise torch.OutOfMemoryError, report it only, "
+        "or auto: raise where the script catches it.",
+    ),
+]
 _EAGER_TOO_S = 60.0
 _EVERY = Annotated[
     bool,
@@ -75,6 +87,7 @@ def rehearse(
     device: _DEVICE = "h100",
     steps: _STEPS = None,
     ranks: _RANKS = 1,
+    rank: _RANK = 0,
     clock: _CLOCK = False,
     module: _MODULE = False,
     settings: _SET = None,
@@ -86,6 +99,8 @@ def rehearse(
     what_if: _WHAT_IF = None,
     host_us: _HOST = None,
     eager: _EAGER = False,
+    patience: _PATIENCE = 600.0,
+    oom: _OOM = "auto",
     every_call: _EVERY = False,
 ) -> None:
     """Predict peak memory, step time and what bounds it on a GPU that is not there, from the script as it is.
@@ -110,11 +125,14 @@ def rehearse(
         device=devices[0].key,
         steps=steps or (2 if sweep else 3),
         ranks=ranks,
+        rank=rank,
         clock=clock,
         compiled=not eager,
         settings=parse_settings(settings),
         implementation=None if sweep else impl,
         host_us=host_us,
+        patience_s=patience,
+        oom=oom,
         every_call=every_call,
     )
     if sweep:

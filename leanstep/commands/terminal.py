@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import leanstep
 from leanstep.case import CASE_MODULES, Case, all_cases, get_case
 from leanstep.commands import BadInput
-from leanstep.files import finite, write_text
+from leanstep.files import finite, is_written_through, write_text
 from leanstep.script.run import Program
 
 # The options that every command with a result has.
@@ -91,7 +92,11 @@ def check_writable(path: str | None, argument: str) -> None:
     target = Path(path)
     if target.is_dir():
         raise BadInput(f"{argument}: {path} is a folder; expected a file name")
-    folder = target.parent
+    if is_written_through(target):
+        if not os.access(target, os.W_OK):
+            raise BadInput(f"{argument}: cannot write {path}: Permission denied")
+        return
+    folder = Path(os.path.realpath(target)).parent
     if not folder.is_dir():
         raise BadInput(f"{argument}: the folder {folder} does not exist")
     # Root may write anywhere os.access says no to, and a read-only mount says yes to root: try it.
@@ -106,12 +111,26 @@ def write_json(obj: Any, path: str | None) -> None:
     """Print one JSON object (`-`) or write it to a file; nothing for None. NaN and infinity become null."""
     if path is None:
         return
-    text = json.dumps(finite(obj), indent=1, ensure_ascii=False, allow_nan=False)
+    # An output that cannot hold every character gets JSON's own escapes.
+    ascii_only = path == "-" and "utf" not in (sys.stdout.encoding or "").lower()
+    text = json.dumps(finite(obj), indent=1, ensure_ascii=ascii_only, allow_nan=False)
     if path == "-":
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+        except OSError as error:
+            drop_standard_output()
+            raise BadInput(f"--json: cannot write to standard output: {error.strerror}") from None
     else:
         write_text(path, text + "\n", "--json")
+
+
+def drop_standard_output() -> None:
+    """After a failed write: Python would try again at its end and say so in a traceback."""
+    with contextlib.suppress(OSError, ValueError):
+        nobody = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nobody, sys.stdout.fileno())
+        os.close(nobody)
 
 
 def add_markdown(text: str, path: str | None) -> None:

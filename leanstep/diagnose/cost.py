@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 from leanstep.diagnose.recording.ops import HALF
+from leanstep.diagnose.step_clock import own_seconds
 from leanstep.diagnose.step_records import Finding, MatmulKey, StepRecord
 
 # A read on a GPU waits for the queue: the latency of a synchronisation plus the gap until work arrives again.
@@ -46,10 +47,10 @@ class Calibration:
 def _median_seconds(function: Callable[[], object], repeats: int, rounds: int = 5) -> float:
     times = []
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = own_seconds()
         for _ in range(repeats):
             function()
-        times.append((time.perf_counter() - start) / repeats)
+        times.append(max(own_seconds() - start, 1e-9) / repeats)
     return statistics.median(times)
 
 

@@ -24,7 +24,7 @@ from leanstep.diagnose.recording import torch_hooks
 from leanstep.diagnose.recording.compiled_code import CompiledCode
 from leanstep.diagnose.recording.recorder import Recorder
 from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode
-from leanstep.diagnose.step_clock import StepClock
+from leanstep.diagnose.step_clock import StepClock, own_seconds
 from leanstep.diagnose.step_records import Findings, Limits, StepRecord
 from leanstep.script.hooks import in_engine, replace_function
 from leanstep.script.marks import ROLLOUT
@@ -181,7 +181,7 @@ class Watch(StepListener, PhaseListener):
             self.steps = []
             self.warmup_done = self.warmup_done if self._light else 0
         self._close_part()
-        self._end_step(time.perf_counter(), late=False)
+        self._end_step(own_seconds(), late=False)
 
     def optimizer_constructed(self) -> None:
         """Steps will end: the warm-up can run unrecorded. Until then everything is recorded."""
@@ -210,7 +210,7 @@ class Watch(StepListener, PhaseListener):
                 self._judge_gradients()
 
     def part_ends(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._part_ended = time.perf_counter()
+        self._part_ended = own_seconds()
         if self.boundary != "explicit":
             self.boundary = "optimizer"
             self._close_part()
@@ -237,7 +237,7 @@ class Watch(StepListener, PhaseListener):
 
     def _close_step(self, record: StepRecord, late: bool) -> None:
         """One step is over."""
-        now = time.perf_counter()
+        now = own_seconds()
         if self._closed_at and self._modes_on:
             self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
         self._closed_at = now
@@ -267,7 +267,7 @@ class Watch(StepListener, PhaseListener):
         self.recorder.state.churn.settle(last=True)
         self.recorder.active = False
         self._leave_modes()
-        self._last_end = time.perf_counter()
+        self._last_end = own_seconds()
         if self._stackless:
             return  # The script is over: nothing to time, nobody to stop.
         if (self.step_seconds or 0.0) <= (MAX_ITERATION_S if self._makes_rollouts else MAX_TIMED_S):
@@ -296,7 +296,7 @@ class Watch(StepListener, PhaseListener):
 
     def _note_start(self, tensor: Any) -> Any:
         if not self._started:
-            self._started = time.perf_counter()
+            self._started = own_seconds()
         return tensor
 
     def _light_step(self, now: float, late: bool) -> None:
@@ -322,7 +322,7 @@ class Watch(StepListener, PhaseListener):
     # Rollouts
 
     def _position(self) -> Position:
-        return Position(time.perf_counter(), self.recorder.state.total)
+        return Position(own_seconds(), self.recorder.state.total)
 
     @property
     def _makes_rollouts(self) -> bool:

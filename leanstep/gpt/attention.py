@@ -66,7 +66,7 @@ class BandPlan:
         back: earlier blocks that a block sees.
         mask: [N, 1, B, S] additive: 0 where allowed, -inf elsewhere. None under flex attention.
         block_mask: flex attention's own description of the same, for one block of all tokens.
-        starts: [T] first token of each token's document, which the block mask reads; None without one.
+        first_keys: [T] the earliest key that each token sees, which the block mask reads; None without one.
     """
 
     length: int
@@ -75,12 +75,12 @@ class BandPlan:
     back: int
     mask: Tensor | None
     block_mask: Any = None
-    starts: Tensor | None = None
+    first_keys: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Memory that the plan's tensors hold."""
-        held = [self.mask, self.starts]
+        held = [self.mask, self.first_keys]
         if self.block_mask is not None:
             held += [getattr(self.block_mask, name) for name in _BLOCK_TENSORS]
         return sum(x.numel() * x.element_size() for x in held if isinstance(x, Tensor))
@@ -156,7 +156,8 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
     packed = to_device(torch.cat([cu, lowest, full_from]).int(), device)
     cu, lowest, full_from = packed.split([len(bounds), count, count])
     tokens = torch.arange(length, device=device, dtype=torch.int32)
-    starts = cu[torch.searchsorted(cu, tokens, right=True) - 1]
+    # The window is inside this table: as a number in `visible` it would be a constant of a compiled graph.
+    first_keys = torch.maximum(cu[torch.searchsorted(cu, tokens, right=True) - 1], tokens - window)
     block = torch.arange(count, device=device, dtype=torch.int32)
     num_partial, num_full = full_from - lowest + 1, block - full_from
     # Entry c of a row; what lies past a row's count is never read.
@@ -165,7 +166,7 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
     full = (full_from[:, None] + block).clamp(max=count - 1)
 
     def visible(batch, head, query, key):
-        return (key <= query) & (query - key <= window) & (key >= starts[query])
+        return (key <= query) & (key >= first_keys[query])
 
     mask = BlockMask.from_kv_blocks(
         num_partial[None, None],
@@ -176,15 +177,16 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
         mask_mod=visible,
         seq_lengths=(length, length),
     )
-    return BandPlan(length, length, 1, 0, None, mask, starts)
+    return BandPlan(length, length, 1, 0, None, mask, first_keys)
 
 
 @functools.cache
 def _flex_attention():
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Eager flex attention makes the whole score matrix; only the compiled one is worth having.
-    return torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
+    # Eager flex attention makes the whole score matrix; only the compiled one is worth having. With fullgraph
+    # Dynamo raises at its limit of graphs; without, it would call the eager one.
+    return torch.compile(flex_attention, fullgraph=True) if torch.cuda.is_available() else flex_attention
 
 
 class PlanCache:
@@ -212,10 +214,12 @@ class PlanCache:
         plan = self._plans.get(key)
         if plan is None:
             slots = [2 * b for b in bounds] if paired else bounds
-            if device.type == "cuda" if self.flex is None else self.flex:
-                plan = make_flex_plan(slots, window, device)
-            else:
-                plan = make_plan(slots, window, head_dim, dtype, device)
+            # An evaluation's plan serves a training step as well.
+            with torch.inference_mode(False):
+                if device.type == "cuda" if self.flex is None else self.flex:
+                    plan = make_flex_plan(slots, window, device)
+                else:
+                    plan = make_plan(slots, window, head_dim, dtype, device)
             self._plans[key] = plan
             while len(self._plans) > 1 and self.num_bytes > self.max_bytes:
                 self._plans.popitem(last=False)
@@ -271,7 +275,9 @@ def sum_band(grad_NHSD: Tensor, plan: BandPlan) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: BandPlan, scale: float) -> Tensor:
     """Attention of query blocks [N, H, B, D] over their bands [N, H, S, D]."""
     if plan.block_mask is not None:
-        return _flex_attention()(q, k, v, block_mask=plan.block_mask, scale=scale)
+        # A scale inside would be a constant of the graph: YaRN changes it in every stage.
+        q = q if scale == 1.0 else q * scale
+        return _flex_attention()(q, k, v, block_mask=plan.block_mask, scale=1.0)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask, scale=scale)
 
 
@@ -329,13 +335,16 @@ class Rotary:
         cached = self._tables.get(key)
         if cached is None or cached.shape[0] < length:
             rows = max(length, 2 * cached.shape[0] if cached is not None else 0)
-            angles = torch.arange(rows, dtype=torch.float64)[:, None] * self.frequencies.double()
-            turning = torch.polar(torch.ones_like(angles), -angles)
-            still = torch.ones_like(turning)
-            table = torch.cat([turning, still], dim=-1).to(COMPLEX.get(dtype, torch.complex64))
-            cached = to_device(table, device)
+            with torch.inference_mode(False):
+                cached = to_device(self._make_table(rows, dtype), device)
             self._tables[key] = cached
         return cached[:length]
+
+    def _make_table(self, rows: int, dtype: torch.dtype) -> Tensor:
+        angles = torch.arange(rows, dtype=torch.float64)[:, None] * self.frequencies.double()
+        turning = torch.polar(torch.ones_like(angles), -angles)
+        still = torch.ones_like(turning)
+        return torch.cat([turning, still], dim=-1).to(COMPLEX.get(dtype, torch.complex64))
 
     def head_table(self, length: int, paired: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Table that broadcasts against [T, H, P]: [T, 1, P], or [T, 2, P] by head parity for paired heads.
@@ -353,8 +362,9 @@ class Rotary:
         key = (heads, paired, dtype, device)
         cached = self._full.get(key)
         if cached is None or cached.shape[0] < length:
-            table = self.head_table(length, paired, dtype, device)
-            cached = table.repeat(1, heads // table.shape[1], 1)
+            with torch.inference_mode(False):
+                table = self.head_table(length, paired, dtype, device)
+                cached = table.repeat(1, heads // table.shape[1], 1)
             self._full[key] = cached
         return cached[:length]
 

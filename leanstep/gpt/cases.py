@@ -106,6 +106,7 @@ BANK_ACCESS = register(
             "gpu": {"layers": 11, "model_dim": 768, "hidden": 3072},
         },
         prove_sizes=("tiny", "odd"),
+        dtypes=(torch.float32, torch.bfloat16),
         # Nothing is computed here, only moved: every path must give the same bits.
         floor=0.0,
     )
@@ -318,6 +319,7 @@ GPT_STEP = register(
             "gpu": {"preset": "record-74", "tokens": 16384, "document": 512},
         },
         prove_sizes=("odd",),
+        dtypes=(torch.float32, torch.bfloat16),
         truth=_training_step(_modules_dense),
         truth_size="odd",
         floor=2e-6,

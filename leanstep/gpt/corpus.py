@@ -8,12 +8,16 @@ everything that determines them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import random
 import shutil
+import socket
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +30,9 @@ from leanstep.gpt.data import write_shard
 
 BOS = "<|bos|>"
 FORMAT = 2
+# Files of a corpus beside corpus.json, and the numbers in it.
+_FILES = ("train.bin", "validation.bin", "tokenizer.json")
+_COUNTS = ("vocab_size", "bos", "train_tokens", "validation_tokens")
 
 
 @dataclass(frozen=True)
@@ -99,9 +106,14 @@ def standard_library_corpus(
     }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
     target = (folder or cache_folder()) / f"stdlib-{vocab_size}-{key}"
-    if not (target / "corpus.json").is_file():
+    about = _intact(target)
+    if about is None:
+        # Not there, or damaged.
+        shutil.rmtree(target, ignore_errors=True)
         _build(target, texts, vocab_size, max_chars)
-    about = json.loads((target / "corpus.json").read_text())
+        about = _intact(target)
+        if about is None:
+            raise OSError(f"{target} cannot be read back after it was built")
     return Corpus(
         (target / "train.bin",),
         (target / "validation.bin",),
@@ -111,6 +123,43 @@ def standard_library_corpus(
         about["train_tokens"],
         about["validation_tokens"],
     )
+
+
+def _intact(target: Path) -> dict[str, Any] | None:
+    """What corpus.json says, if the files beside it are those that were built; else None."""
+    try:
+        about = json.loads((target / "corpus.json").read_text(encoding="utf-8"))
+        if any(type(about[name]) is not int for name in _COUNTS) or set(about["files"]) != set(_FILES):
+            return None
+        if any(_digest(target / name) != about["files"][name] for name in _FILES):
+            return None
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return None
+    return about
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete what killed builds left: those of this host that no longer run, others after a day."""
+    for path in folder.glob(".building-*"):
+        host, _, pid = path.name.removeprefix(".building-").rpartition("-")[0].rpartition("-")
+        with contextlib.suppress(OSError):
+            is_old = time.time() - path.stat().st_mtime > 24 * 3600
+            if is_old or (host == socket.gethostname() and pid.isdigit() and not _runs(int(pid))):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _read(files: list[Path], max_bytes: int | None) -> tuple[list[str], str]:
@@ -159,7 +208,9 @@ def _build(target: Path, texts: list[str], vocab_size: int, max_chars: int) -> N
     assert bos is not None, "the trainer was given it as a special token"
     target.parent.mkdir(parents=True, exist_ok=True)
     # Built aside and renamed: another process never sees half a corpus.
-    building = Path(tempfile.mkdtemp(dir=target.parent, prefix=".building-"))
+    _remove_leftovers(target.parent)
+    mine = f".building-{socket.gethostname()}-{os.getpid()}-"
+    building = Path(tempfile.mkdtemp(dir=target.parent, prefix=mine))
     try:
         counts = {}
         for split, docs in documents.items():
@@ -170,13 +221,14 @@ def _build(target: Path, texts: list[str], vocab_size: int, max_chars: int) -> N
             write_shard(building / f"{split}.bin", torch.tensor(ids, dtype=torch.int32))
             counts[f"{split}_tokens"] = len(ids)
         tokenizer.save(str(building / "tokenizer.json"))
-        about = {"vocab_size": tokenizer.get_vocab_size(), "bos": bos, **counts}
+        digests = {name: _digest(building / name) for name in _FILES}
+        about = {"vocab_size": tokenizer.get_vocab_size(), "bos": bos, **counts, "files": digests}
         (building / "corpus.json").write_text(json.dumps(about))
         try:
             building.rename(target)
         except OSError:
             # Somebody else finished first; theirs is the same.
-            if not (target / "corpus.json").is_file():
+            if _intact(target) is None:
                 raise
     finally:
         shutil.rmtree(building, ignore_errors=True)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from leanstep.triton_driver import can_launch
+
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -138,10 +140,10 @@ def relu_kernel(x: Tensor, fused: bool) -> Any:
 
 @functools.cache
 def _triton() -> Any:
-    try:
-        from leanstep.gpt import kernel
-    except ImportError:
+    if not can_launch():
         return None
+    from leanstep.gpt import kernel
+
     return kernel
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from leanstep.logprob.engine.forward_gradients import Chunk, arrange_chunks, form_by_chunks
-from leanstep.logprob.engine.lm_head import Head, RowSource, product
+from leanstep.logprob.engine.lm_head import Head, RowSource, narrow_dtype, product, widened
 from leanstep.logprob.engine.passes import kernels_for
 from leanstep.logprob.engine.softmax import RowGradients, RowStatistics
 from leanstep.logprob.engine.tile_loop import Call
@@ -113,8 +113,8 @@ class _OwnHead(Head):
                 return out
             out.add_(self.shift).mul_(self.scale)
         else:
-            out.fill_(self.shift * self.scale)
-            product(h, weight.t(), out, factor=self.scale, accumulate=True)
+            wide = widened(out, len(weight)).fill_(self.shift * self.scale)
+            product(h, weight.t(), wide, factor=self.scale, accumulate=True)
         assert self.softcap is not None
         return out.sigmoid_().mul_(self.softcap)
 
@@ -132,12 +132,13 @@ def _make_call(
     transposed: bool,
     chunk_rows: int | None,
     float8: bool,
+    narrow: torch.dtype | None,
 ) -> tuple[Call, list[Chunk]]:
     """The engine's description of this head, and its chunks of rows."""
     weight_VE = (head.T if transposed else head).detach()
     vocab = weight_VE.shape[0]
     dtype = torch.float64 if torch.float64 in (hidden.dtype, head.dtype) else torch.float32
-    fixed = (VocabShard(0, vocab, vocab), vocab, dtype)
+    fixed = (VocabShard(0, vocab, vocab), vocab, dtype, narrow)
     rounded = Float8.of(hidden.detach(), weight_VE) if float8 else None
     if softcap is None and rounded is None:
         lm_head = Head(weight_VE, None, None, 1.0, None, 1.0, *fixed)
@@ -181,7 +182,7 @@ class _HeadLoss(torch.autograd.Function):
             return final, RowGradients(-weights[chunk.rows])
 
         gradients = form_by_chunks(call, chunks, wanted, row_gradients)
-        ctx.transposed = transposed
+        ctx.transposed, ctx.hidden_dtype = transposed, hidden.dtype
         ctx.save_for_backward(*((None, None) if gradients is None else gradients[:2]))
         return loss.to(call.head.dtype)
 
@@ -190,7 +191,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx, upstream: Tensor):  # type: ignore[override]
         grad_hidden, grad_head = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * upstream.to(grad_hidden.dtype)
+            grad_hidden = (grad_hidden * upstream.to(grad_hidden.dtype)).to(ctx.hidden_dtype)
         if grad_head is not None:
             grad_head = grad_head.T if ctx.transposed else grad_head
             # Multiplied into the parameter's own layout.
@@ -251,10 +252,11 @@ def head_loss(
         raise ValueError(f"tile_rows: expected at least 1, got {tile_rows}")
     if float8:
         check_float8(hidden, head)
+    narrow = narrow_dtype(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         wide = torch.float64 if torch.float64 in (hidden.dtype, head.dtype) else torch.float32
         index, weights = ahead_targets(targets.long(), tuple(mtp), wide)
-        call, chunks = _make_call(hidden, head, index, softcap, transposed, tile_rows, float8)
+        call, chunks = _make_call(hidden, head, index, softcap, transposed, tile_rows, float8, narrow)
         weights = weights[:, 0] if weights.shape[1] == 1 else weights
         wants_grad = torch.is_grad_enabled()
         return _HeadLoss.apply(hidden, head, weights, call, chunks, wants_grad, transposed)

@@ -82,7 +82,8 @@ class GPT(BankedGPT):
         """A small tensor that no step changes, copied to the device once."""
         constant = self._constants.get((name, device))
         if constant is None:
-            constant = to_device(torch.tensor(values), device)
+            with torch.inference_mode(False):
+                constant = to_device(torch.tensor(values), device)
             # A tensor of a tracing mode is of no use to the next call.
             if type(constant) is Tensor:
                 self._constants[name, device] = constant
@@ -282,10 +283,14 @@ class GPT(BankedGPT):
         on_cpu = lane0.device.type == "cpu"
         table = self.rotary.full_table(shape.heads, *size) if on_cpu else self.rotary.head_table(*size)
         projected = NormLinear.apply(lane0, layers.projections[layer])
+        scale, q_scale = self.rotary.attention_scale, 1.0
+        if plan.block_mask is not None:
+            # Flex attention takes scaled queries; here they are scaled before they are rounded.
+            scale, q_scale = 1.0, scale
         q, k, v, gate = Heads.apply(
-            projected, layers.values[layer], layers.ve_weights[layer], table, starts, plan, shape
+            projected, layers.values[layer], layers.ve_weights[layer], table, starts, plan, shape, q_scale
         )
-        return attend(q, k, v, plan, self.rotary.attention_scale), gate, plan
+        return attend(q, k, v, plan, scale), gate, plan
 
     def _skips_into(self, layer: int, x0: Tensor, skipped: dict[int, Tensor]):
         c = self.config

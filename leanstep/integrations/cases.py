@@ -27,7 +27,8 @@ SIZES = {
     "tiny": {"batch": 3, "tokens": 24, "response_frac": 0.25, "vocab": 401, "width": 32, "layers": 1},
     "cpu": {"batch": 4, "tokens": 384, "response_frac": 0.25, "vocab": 151936, "width": 256, "layers": 2},
     "large": {"batch": 8, "tokens": 1024, "response_frac": 0.25, "vocab": 151936, "width": 896, "layers": 4},
-    "gpu": {"batch": 8, "tokens": 2048, "response_frac": 0.25, "vocab": 151936, "width": 896, "layers": 24},
+    # The whole step, stock logits included, on a card of 24 GB.
+    "gpu": {"batch": 4, "tokens": 1024, "response_frac": 0.25, "vocab": 151936, "width": 896, "layers": 24},
 }
 
 
@@ -267,6 +268,7 @@ register(
             ),
         ),
         sizes=SIZES,
+        dtypes=(torch.float32, torch.bfloat16),
         truth=_grpo(_full_logits_head),
         # TRL keeps its row statistics in fp32 whatever the model's dtype; one entropy bonus sums them all.
         floor=2e-6,
@@ -288,6 +290,7 @@ register(
             ),
         ),
         sizes=SIZES,
+        dtypes=(torch.float32, torch.bfloat16),
         truth=_sft(_full_logits_loss),
         truth_size="tiny",
     )

@@ -115,7 +115,8 @@ def score_labels(
     rows = mask.reshape(-1).nonzero().squeeze(1)
     targets = labels.reshape(-1).index_select(0, rows)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    # Autocast would have cast the head's input; inside the op it is off, every cast is explicit there.
+    # Autocast would have cast the head's input; inside the op it is off, every cast is explicit there. On a
+    # GPU the weight is multiplied in the dtype of a 16-bit input.
     flat = flat.to(torch.float32 if in_fp32 else _compute_dtype(hidden))
     shared: dict[str, Any] = {"rows": rows, "transform": Transform(head.scale, head.softcap)}
     with torch.autocast(hidden.device.type, enabled=False):

@@ -57,10 +57,15 @@ class Problem:
         return asdict(self)
 
 
+class MemoryProblem(AssertionError):
+    """The first problem of a kernel, where it ends the launch."""
+
+
 @dataclass
 class CheckedLaunches:
     """Launches by kernel, and what is wrong with them."""
 
+    stop_at_first: bool = False
     launches: Counter[str] = field(default_factory=Counter)
     _problems: dict[tuple[str, int, str], Problem] = field(default_factory=dict)
 
@@ -73,6 +78,8 @@ class CheckedLaunches:
         first = self._problems.get(key)
         count = 1 if first is None else first.count + 1
         self._problems[key] = Problem(*key, count, program if first is None else first.program)
+        if self.stop_at_first:
+            raise MemoryProblem(str(self._problems[key]))
 
 
 class _Tables:
@@ -268,12 +275,15 @@ def _order(grid: tuple[int, ...], most: int | None, shuffle: random.Random) -> l
 
 
 @contextlib.contextmanager
-def checked_launches(seed: int = 0, most_programs: int | None = None) -> Iterator[CheckedLaunches]:
+def checked_launches(
+    seed: int = 0, most_programs: int | None = None, stop_at_first: bool = False
+) -> Iterator[CheckedLaunches]:
     """Check every launch of the interpreter inside this context.
 
     Args:
         seed: of the order of programs.
         most_programs: of a larger grid only so many programs run, the first and the last among them.
+        stop_at_first: whether the first problem raises, inside the launch.
 
     Raises:
         RuntimeError: without TRITON_INTERPRET=1, where kernels are compiled and nothing can be checked.
@@ -283,7 +293,7 @@ def checked_launches(seed: int = 0, most_programs: int | None = None) -> Iterato
 
     if not knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET: expected 1 before the kernels are imported, got 0")
-    hooks = _Hooks(interpreter, CheckedLaunches(), random.Random(seed), most_programs)
+    hooks = _Hooks(interpreter, CheckedLaunches(stop_at_first), random.Random(seed), most_programs)
     with contextlib.ExitStack() as stack:
         for owner, name, function in hooks.replacements():
             stack.enter_context(mock.patch.object(owner, name, function))

@@ -358,6 +358,7 @@ register(
             "large": _STEP_LARGE,
             "gpu": _STEP_LARGE,
         },
+        dtypes=(torch.float32, torch.bfloat16),
         annotate=_annotate_step,
     )
 )

@@ -427,6 +427,8 @@ class ContextReader(nn.Module):
         gist_bottleneck: int | None = None,
     ) -> None:
         super().__init__()
+        if width % num_heads:
+            raise ValueError(f"width: expected a multiple of {num_heads} heads, got {width}")
         self.token = nn.Embedding(vocab_size, width)
         self.position = nn.Embedding(max_tokens, width)
         self.level = nn.Embedding(max_lod + 1, width)

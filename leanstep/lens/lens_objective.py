@@ -21,6 +21,7 @@ from leanstep.lens.lens_config import LensConfig
 from leanstep.lens.lens_terms import Denominator, LossCall, compute_dtype, eager_terms, total_of
 from leanstep.lens.pairs import build_pairs, build_targets, sample_pairs, sample_spans
 from leanstep.lens.telemetry import PREFIX, LensMetrics, LensResult, SectionTimer
+from leanstep.triton_driver import can_launch
 
 BACKENDS = ("auto", "eager", "fused")
 STAGES = ("joint", "offline", "frozen")
@@ -141,7 +142,7 @@ def _eager(
 
 def _kernels(scores: Tensor) -> ModuleType | None:
     """The Triton twin of pairs and closed form where the scores are on a GPU."""
-    return importlib.import_module("leanstep.lens.kernel") if scores.is_cuda else None
+    return importlib.import_module("leanstep.lens.kernel") if scores.is_cuda and can_launch() else None
 
 
 def _denominator(config: LensConfig, process_group: object | None) -> Denominator:

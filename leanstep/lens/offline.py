@@ -253,7 +253,8 @@ class AsyncLens:
         ready = None
         if self._home.type == "cuda":
             ready = torch.cuda.Event()
-            ready.record()
+            # The current device may be another one than the controller's.
+            ready.record(torch.cuda.current_stream(self._home))
         future = self._worker.submit(self._run, snapshot, buffers, batch, kept, ready)
         handle = AsyncHandle(future, self._step)
         self._pending.append(handle)

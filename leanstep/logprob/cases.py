@@ -443,8 +443,6 @@ register(
     )
 )
 
-POLICY_SHARED: Any = {**SHARED, "dtypes": (torch.float32, torch.float64)}
-
 register(
     Case(
         name="policy-loss",
@@ -465,6 +463,6 @@ register(
             Implementation("limit", "limit", _bare_gemms(1), note="3 bare GEMMs on the selected rows"),
         ),
         sizes=_sizes(),
-        **POLICY_SHARED,
+        **SHARED,
     )
 )

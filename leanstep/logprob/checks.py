@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leanstep.logprob.engine.lm_head import Head, RowSource
+from leanstep.logprob.engine.lm_head import Head, RowSource, narrow_dtype
 from leanstep.logprob.engine.vocab_subset import AllowedIds
 from leanstep.logprob.inputs import ENTROPY_MODES, Allowed, Transform, Tuning, VocabShards, unpack_head
 from leanstep.logprob.layout import to_device
@@ -147,10 +147,7 @@ def build_head(
     """
     transform = Transform() if transform is None else transform
     tensor, bias, lora = unpack_head(weight)
-    if is_dtensor(tensor):
-        tensor = gather_weight(tensor)
-    if bias is not None and is_dtensor(bias):
-        bias = gather_weight(bias)
+    tensor, bias = full_tensor(tensor), full_tensor(bias)
     check_float("hidden", hidden, 2)
     check_float("weight", tensor, 2)
     if tensor.shape[1] != hidden.shape[1]:
@@ -176,7 +173,7 @@ def build_head(
         shard=shard,
         vocabulary=vocabulary,
         dtype=accumulation_dtype(hidden.dtype, tensor.dtype),
-        autocast=_autocast_dtype(hidden.device.type),
+        narrow=narrow_dtype(hidden),
     )
     return head, (hidden, tensor, bias, low_hidden, low_weight)
 
@@ -193,12 +190,6 @@ def check_vocabulary(head: Head, needed: str) -> int:
     if head.vocabulary is None:
         raise ValueError(f"shards.total: expected the whole vocabulary's size {needed}, got None")
     return head.vocabulary
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What products are made of under autocast, as in nn.Linear; None outside."""
-    enabled = device_type != "meta" and torch.is_autocast_enabled(device_type)
-    return torch.get_autocast_dtype(device_type) if enabled else None
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -333,6 +324,11 @@ def checked_allowed(
     lengths = to_device(offsets, device).long().diff()
     row_of = torch.repeat_interleave(lengths, output_size=ids.shape[0])
     return AllowedIds(ids, row_of, starts, to_device(has_set, device), everywhere, whole_entropy)
+
+
+def full_tensor(tensor: Any) -> Any:
+    """A DTensor's whole value, gathered; anything else as it is."""
+    return gather_weight(tensor) if is_dtensor(tensor) else tensor
 
 
 def is_dtensor(tensor: Any) -> bool:

@@ -23,6 +23,7 @@ from leanstep.logprob.checks import (
     check_head_call,
     check_vocabulary,
     checked_allowed,
+    full_tensor,
 )
 from leanstep.logprob.engine.frozen import FrozenLinearLogProbs
 from leanstep.logprob.engine.invariant import RowBlocks, arrange_blocks
@@ -42,14 +43,21 @@ from leanstep.logprob.engine.tiles import (
 )
 from leanstep.logprob.engine.torch_ops import (
     NUM_STATISTICS,
+    allowed_of,
     fake_gradients,
+    flat_allowed,
     flat_head,
+    found_rows,
+    gathered,
     gradients_of,
     head_of,
     leaves_of,
     or_empty,
+    outside_graph,
     packed_statistics,
     recording,
+    spread,
+    statistics_shapes,
     under_autocast,
     unpacked_statistics,
 )
@@ -138,9 +146,13 @@ def linear_logprobs(
     """
     request = _requested(entropy, outputs)
     tuning = Tuning() if tuning is None else tuning
-    if torch.compiler.is_compiling() and tuning.main_grad is None and not tuning.invariant:
-        if reference is None and allowed is None and shards is None:
-            return _traced(hidden, weight, targets, rows, temperature, transform, request, tuning)
+    if torch.compiler.is_compiling() and not tuning.invariant:
+        options: dict[str, Any] = {"rows": rows, "temperature": temperature, "transform": transform}
+        options |= {"reference": reference, "allowed": allowed, "tuning": tuning}
+        if shards is None and tuning.main_grad is None:
+            return _traced(hidden, weight, targets, request, **options)
+        options |= {"entropy": entropy, "outputs": outputs, "shards": shards}
+        return _outside_graph(hidden, weight, targets, **options)
     checked = check_head_call(
         hidden,
         weight,
@@ -152,6 +164,28 @@ def linear_logprobs(
     )
     problem = _check_problem(checked, targets, request, transform, reference, allowed, shards, tuning)
     return _scored(problem)
+
+
+_outside_graph = outside_graph(linear_logprobs)
+
+
+def counted_logprobs(
+    hidden: Tensor,
+    weight: Any,
+    targets: Tensor,
+    counts: Tensor,
+    *,
+    outputs: Sequence[str] = (),
+    transform: Transform | None = None,
+    tuning: Tuning | None = None,
+) -> LogProbs:
+    """`linear_logprobs` of the rows where `counts` [T] is True; results are [T], 0 elsewhere.
+
+    For compiled regions only: their number is no size of the graph, and the other rows stay out of the head.
+    """
+    options: dict[str, Any] = {"rows": counts, "temperature": 1.0, "transform": transform}
+    options |= {"reference": None, "allowed": None, "tuning": Tuning() if tuning is None else tuning}
+    return _traced(hidden, weight, targets, _requested("none", outputs), **options)
 
 
 def linear_log_odds(
@@ -563,18 +597,19 @@ def _reference_head(
     return constant, RowSource(ref_hidden.detach(), checked.rows)
 
 
-# The function as a torch.library op. numbers: temperature, LoRA's scaling, scale, softcap, smoothing; counts:
-# lse, top_k, budget, rows and columns of a tile, round_logits.
+# The function as a torch.library op. numbers: temperature, LoRA's scaling, scale, softcap, smoothing. counts:
+# lse, top_k, budget, rows and columns of a tile, round_logits, kl, reverse_kl, whole_entropy (-1: None). rows
+# may be a mask [T]: `torch_ops.found_rows`.
 
 
 def _op_problem(
-    tensors: Sequence[Any], targets: Tensor, rows: Any, temperatures: Any, numbers: Sequence[float],
-    counts: Sequence[int], entropy: Any, autocast: torch.dtype | None,
+    tensors: Sequence[Any], numbers: Sequence[float], counts: Sequence[int], entropy: Any,
+    autocast: torch.dtype | None,
 ) -> _Problem:  # fmt: skip
     """The problem that an op's arguments describe."""
-    hidden, weight, bias, down, up = tensors
-    lse, top_k, budget, tile_rows, tile_columns, rounds = counts
-    names = {name for name, wanted in (("lse", lse), ("top_k", top_k)) if wanted}
+    hidden, weight, bias, down, up, targets, rows, temperatures, *others = tensors
+    lse, top_k, budget, tile_rows, tile_columns, rounds, kl, reverse_kl, whole = counts
+    wanted = {"lse": lse, "top_k": top_k, "kl": kl, "reverse_kl": reverse_kl}
     transform = Transform(numbers[2], numbers[3] or None, numbers[4])
     tile = (tile_rows or None, tile_columns or None) if tile_rows or tile_columns else None
     tuning = Tuning(budget or None, tile, "none", round_logits=bool(rounds))
@@ -587,12 +622,16 @@ def _op_problem(
             transform=transform,
             shards=None,
         )
-    request = _Request(entropy, names, top_k)
-    return _check_problem(checked, targets, request, transform, None, None, None, tuning)
+    request = _Request(entropy, {name for name, count in wanted.items() if count}, top_k)
+    reference = ReferenceHead(*others[:3]) if kl or reverse_kl else None
+    allowed = allowed_of(others[3:], whole)
+    return _check_problem(checked, targets, request, transform, reference, allowed, None, tuning)
 
 
-def _statistics(problem: _Problem) -> Known:
-    """Only the forward loop."""
+def _statistics(problem: _Problem) -> Known | None:
+    """Only the forward loop; None where the backward starts afresh."""
+    if problem.allowed is not None:
+        return None
     with torch.autocast(problem.checked.source.hidden.device.type, enabled=False):
         call = _choose_tiles(problem)
         with call.one_thread():
@@ -602,48 +641,68 @@ def _statistics(problem: _Problem) -> Known:
 @torch.library.custom_op("leanstep::linear_logprobs", mutates_args=())
 def _linear_op(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
-    targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, numbers: list[float],
-    counts: list[int], entropy: str, autocast: torch.dtype | None,
+    targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, reference_weight: Tensor | None,
+    reference_hidden: Tensor | None, reference_bias: Tensor | None, allowed_ids: Tensor | None,
+    allowed_offsets: Tensor | None, has_set: Tensor | None, numbers: list[float], counts: list[int],
+    entropy: str, autocast: torch.dtype | None,
 ) -> list[Tensor]:  # fmt: skip
-    """logp, entropy, lse, top-k values and ids, and the statistics: [T'] each."""
-    constants = (targets, rows, temperatures, numbers, counts, entropy, autocast)
+    """logp, entropy, lse, kl, reverse_kl, top-k values and ids, and the statistics: [T'] each."""
+    where, mask = found_rows(rows)
+    tensors = (hidden, weight, bias, down, up, targets, where, temperatures, reference_weight)
+    tensors += (reference_hidden, reference_bias, allowed_ids, allowed_offsets, has_set)
     with torch.no_grad():
-        problem = _op_problem((hidden, weight, bias, down, up), *constants)
+        problem = _op_problem(tensors, numbers, counts, entropy, autocast)
         known = _statistics(problem)
-        statistics = packed_statistics(known[0])
+        statistics = packed_statistics(None if known is None else known[0])
         out = _scored(replace(problem, known=known))
-    return or_empty([out.logp, out.entropy, out.lse, *(out.top_k or (None, None)), *statistics], out.logp)
+    results = [out.logp, out.entropy, out.lse, out.kl, out.reverse_kl, *(out.top_k or (None, None))]
+    return or_empty([spread(values, mask) for values in (*results, *statistics)], out.logp)
 
 
 @_linear_op.register_fake
-def _(hidden, weight, bias, down, up, targets, rows, temperatures, numbers, counts, entropy, autocast):
+def _(
+    hidden, weight, bias, down, up, targets, rows, temperatures, reference_weight, reference_hidden,
+    reference_bias, allowed_ids, allowed_offsets, has_set, numbers, counts, entropy, autocast,
+):  # fmt: skip
     dtype = accumulation_dtype(hidden.dtype, weight.dtype)
     num_rows = hidden.shape[0] if rows is None else rows.shape[0]
-    lse, k, *_ = counts
-    moment, row, several = entropy != "none", (num_rows,), (num_rows, *targets.shape[1:])
-    shapes = [several, row if moment else 0, row if lse else 0, (num_rows, k) if k else 0]
+    lse, k, kl, reverse_kl = counts[0], counts[1], counts[6], counts[7]
+    row, several = (num_rows,), (num_rows, *targets.shape[1:])
+    moment = entropy != "none"
+    shapes = [several, *(row if wanted else 0 for wanted in (moment, lse, kl, reverse_kl))]
+    shapes += [(num_rows, k) if k else 0]
+    if allowed_ids is None:
+        names = {"moment": moment, "total": numbers[4], "cross": kl, "reverse_cross": reverse_kl}
+        names |= dict.fromkeys(("ref_max", "ref_sum"), kl or reverse_kl)
+        shapes += statistics_shapes(row, several, *(name for name, wanted in names.items() if wanted))
+    else:
+        shapes += [0] * NUM_STATISTICS
+    results = [hidden.new_empty(shape, dtype=dtype) for shape in shapes]
     ids = hidden.new_empty((num_rows, k), dtype=torch.int64) if k else hidden.new_empty(0, dtype=dtype)
-    statistics = [row, row, row if moment else 0, several, row if numbers[4] else 0]
-    made = [hidden.new_empty(shape, dtype=dtype) for shape in (*shapes, *statistics)]
-    return [*made[:4], ids, *made[4:]]
+    return [*results[:6], ids, *results[6:]]
 
 
 @torch.library.custom_op("leanstep::linear_logprobs_backward", mutates_args=())
 def _linear_backward_op(
     upstream: list[Tensor], statistics: list[Tensor], needed: list[bool],
     hidden: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
-    targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, numbers: list[float],
-    counts: list[int], entropy: str, autocast: torch.dtype | None,
+    targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, reference_weight: Tensor | None,
+    reference_hidden: Tensor | None, reference_bias: Tensor | None, allowed_ids: Tensor | None,
+    allowed_offsets: Tensor | None, has_set: Tensor | None, numbers: list[float], counts: list[int],
+    entropy: str, autocast: torch.dtype | None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of hidden, weight, bias, down and up."""
     leaves = leaves_of((hidden, weight, bias, down, up), needed)
-    # Top-k has no gradient.
-    constants = (targets, rows, temperatures, numbers, [counts[0], 0, *counts[2:]], entropy, autocast)
+    where, mask = found_rows(rows)
+    tensors = [*leaves, targets, where, temperatures, reference_weight, reference_hidden, reference_bias]
+    tensors += [allowed_ids, allowed_offsets, has_set]
+    stats = unpacked_statistics(gathered(statistics, mask))
     with recording():
-        problem = _op_problem(leaves, *constants)
-        out = _scored(replace(problem, known=(unpacked_statistics(statistics), None)))
-        outputs = [out.logp, out.entropy if entropy == "grad" else None, out.lse]
-        return gradients_of(outputs, upstream, leaves)
+        # Top-k has no gradient.
+        problem = _op_problem(tensors, numbers, [counts[0], 0, *counts[2:]], entropy, autocast)
+        out = _scored(replace(problem, known=None if stats is None else (stats, None)))
+        outputs = [out.logp, out.entropy if entropy == "grad" else None, out.lse, out.kl, out.reverse_kl]
+        return gradients_of(outputs, gathered(upstream, mask), leaves)
 
 
 @_linear_backward_op.register_fake
@@ -651,16 +710,21 @@ def _(upstream, statistics, needed, hidden, weight, bias, down, up, *_constants)
     return fake_gradients((hidden, weight, bias, down, up), needed, upstream[0])
 
 
+_NUM_TENSORS = 14  # among the op's arguments, in front
+
+
 def _save_linear(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.constants = inputs[8:]
-    ctx.save_for_backward(*inputs[:8], *output[-NUM_STATISTICS:])
-    ctx.mark_non_differentiable(*output[3:], *([output[1]] if inputs[10] != "grad" else []))
+    ctx.constants = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[-NUM_STATISTICS:])
+    ctx.mark_non_differentiable(*output[5:], *([output[1]] if inputs[-2] != "grad" else []))
 
 
 def _linear_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
     saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:5])
-    grads = _linear_backward_op(list(upstream[:3]), list(saved[8:]), needed, *saved[:8], *ctx.constants)
-    return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * 7
+    inputs, statistics = saved[:_NUM_TENSORS], list(saved[_NUM_TENSORS:])
+    grads = _linear_backward_op(list(upstream[:5]), statistics, needed, *inputs, *ctx.constants)
+    grads = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+    return *grads, *(None,) * (_NUM_TENSORS - 5 + len(ctx.constants))
 
 
 _linear_op.register_autograd(_linear_backward, setup_context=_save_linear)
@@ -670,10 +734,13 @@ def _traced(
     hidden: Tensor,
     weight: Any,
     targets: Tensor,
+    request: _Request,
+    *,
     rows: Tensor | None,
     temperature: float | Tensor,
     transform: Transform | None,
-    request: _Request,
+    reference: ReferenceHead | None,
+    allowed: Allowed | tuple[Tensor, ...] | None,
     tuning: Tuning,
 ) -> LogProbs:
     """`linear_logprobs` inside a compiled region."""
@@ -684,12 +751,19 @@ def _traced(
     sides = [0, 0] if tile is None else [tile[0] or 0, tile[1] or 0]
     wants_lse, k = int(bool({"lse", "z_loss"} & names)), max(top_k, int("argmax" in names))
     counts = [wants_lse, k, tuning.budget or 0, *sides, int(tuning.round_logits)]
-    out = _linear_op(hidden, *head, targets, rows, temperatures, numbers, counts, entropy, autocast)
+    counts += [int("kl" in names), int("reverse_kl" in names)]
+    reference = reference or ReferenceHead()
+    of_reference = (full_tensor(reference.weight), reference.hidden, full_tensor(reference.bias))
+    of_allowed, whole = flat_allowed(allowed)
+    tensors = (hidden, *head, targets, rows, temperatures, *of_reference, *of_allowed)
+    out = _linear_op(*tensors, numbers, [*counts, whole], entropy, autocast)
     return LogProbs(
         logp=out[0],
         entropy=out[1] if entropy != "none" else None,
         lse=out[2] if "lse" in names else None,
         z_loss=out[2].square() if "z_loss" in names else None,
-        argmax=out[4][:, 0] if "argmax" in names else None,
-        top_k=(out[3], out[4]) if "top_k" in names else None,
+        argmax=out[6][:, 0] if "argmax" in names else None,
+        top_k=(out[5], out[6]) if "top_k" in names else None,
+        kl=out[3] if "kl" in names else None,
+        reverse_kl=out[4] if "reverse_kl" in names else None,
     )

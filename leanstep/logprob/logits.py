@@ -39,10 +39,14 @@ from leanstep.logprob.engine.softmax import (
 from leanstep.logprob.engine.tiles import Scratch, checked_tile, default_budget, even_slices
 from leanstep.logprob.engine.torch_ops import (
     NUM_STATISTICS,
+    allowed_of,
+    flat_allowed,
     gradients_of,
     or_empty,
+    outside_graph,
     packed_statistics,
     recording,
+    statistics_shapes,
     unpacked_statistics,
 )
 from leanstep.logprob.engine.vocab_subset import AllowedIds
@@ -107,12 +111,20 @@ def token_logprobs(
         raise ValueError("tuning: expected invariant=False here: the logits were made elsewhere")
     check_float("logits", logits, 2)
     check_rows(rows, logits.device)
-    if torch.compiler.is_compiling() and allowed is None and shards is None and not reuse_buffer:
-        return _traced(logits, targets, rows, entropy, temperature, names, tuning)
+    if torch.compiler.is_compiling():
+        options: dict[str, Any] = {"rows": rows, "entropy": entropy, "temperature": temperature}
+        options |= {"allowed": allowed, "tuning": tuning}
+        if shards is None and not reuse_buffer:
+            return _traced(logits, targets, names, **options)
+        options |= {"outputs": outputs, "shards": shards, "reuse_buffer": reuse_buffer}
+        return _outside_graph(logits, targets, **options)
     chunks = _chosen_chunks(
         logits, targets, rows, entropy, temperature, allowed, shards, tuning, reuse_buffer=reuse_buffer
     )
     return _scored(logits, chunks, names)
+
+
+_outside_graph = outside_graph(token_logprobs)
 
 
 def _chosen_chunks(
@@ -390,50 +402,59 @@ def _check_reusable(logits: Tensor, rows: Tensor | None, dtype: torch.dtype) -> 
         )
 
 
-# The function as a torch.library op. counts: lse, budget, rows of a chunk.
+# The function as a torch.library op. counts: lse, budget, rows of a chunk, whole_entropy (-1: None).
 
 
 def _op_chunks(
-    logits: Tensor, targets: Tensor, rows: Any, temperatures: Any, temperature: float, counts: Sequence[int],
-    entropy: Any,
-) -> _Chunks:  # fmt: skip
+    logits: Tensor, tensors: Sequence[Any], temperature: float, counts: Sequence[int], entropy: Any
+) -> _Chunks:
     """The chunks that an op's arguments describe."""
-    tuning = Tuning(counts[1] or None, (counts[2], None) if counts[2] else None)
-    given = temperature if temperatures is None else temperatures
-    return _chosen_chunks(logits, targets, rows, entropy, given, None, None, tuning)
+    targets, rows, temperatures, *sets = tensors
+    _, budget, tile_rows, whole = counts
+    tuning = Tuning(budget or None, (tile_rows, None) if tile_rows else None)
+    per_row_or_one = temperature if temperatures is None else temperatures
+    allowed = allowed_of(sets, whole)
+    return _chosen_chunks(logits, targets, rows, entropy, per_row_or_one, allowed, None, tuning)
 
 
 @torch.library.custom_op("leanstep::token_logprobs", mutates_args=())
 def _token_op(
-    logits: Tensor, targets: Tensor, rows: Tensor | None, temperatures: Tensor | None, temperature: float,
+    logits: Tensor, targets: Tensor, rows: Tensor | None, temperatures: Tensor | None,
+    allowed_ids: Tensor | None, allowed_offsets: Tensor | None, has_set: Tensor | None, temperature: float,
     counts: list[int], entropy: str,
 ) -> list[Tensor]:  # fmt: skip
     """logp, entropy, lse and the statistics: [R] each."""
+    tensors = (targets, rows, temperatures, allowed_ids, allowed_offsets, has_set)
     with torch.no_grad():
-        chunks = _op_chunks(logits, targets, rows, temperatures, temperature, counts, entropy)
-        known = _statistics(logits, chunks)
+        chunks = _op_chunks(logits, tensors, temperature, counts, entropy)
+        # With allowed ids the backward starts afresh.
+        known = _statistics(logits, chunks) if allowed_ids is None else None
         statistics = packed_statistics(known)
         out = _scored(logits, chunks, {"lse"} if counts[0] else set(), known)
     return or_empty([out.logp, out.entropy, out.lse, *statistics], out.logp)
 
 
 @_token_op.register_fake
-def _(logits, targets, rows, temperatures, temperature, counts, entropy):
-    num_rows, moment = logits.shape[0] if rows is None else rows.shape[0], entropy != "none"
-    dtype = accumulation_dtype(logits.dtype)
-    wanted = (True, moment, bool(counts[0]), True, True, moment, True, False)
-    return [logits.new_empty(num_rows if want else 0, dtype=dtype) for want in wanted]
+def _(logits, targets, rows, temperatures, ids, offsets, has_set, temperature, counts, entropy):
+    row, moment = (logits.shape[0] if rows is None else rows.shape[0],), entropy != "none"
+    kept = (
+        [0] * NUM_STATISTICS if ids is not None else statistics_shapes(row, row, "moment" if moment else "")
+    )
+    shapes = [row, row if moment else 0, row if counts[0] else 0, *kept]
+    return [logits.new_empty(shape, dtype=accumulation_dtype(logits.dtype)) for shape in shapes]
 
 
 @torch.library.custom_op("leanstep::token_logprobs_backward", mutates_args=())
 def _token_backward_op(
     upstream: list[Tensor], statistics: list[Tensor], logits: Tensor, targets: Tensor, rows: Tensor | None,
-    temperatures: Tensor | None, temperature: float, counts: list[int], entropy: str,
+    temperatures: Tensor | None, allowed_ids: Tensor | None, allowed_offsets: Tensor | None,
+    has_set: Tensor | None, temperature: float, counts: list[int], entropy: str,
 ) -> Tensor:  # fmt: skip
     """The gradient of the logits."""
     leaf = logits.detach().requires_grad_()
+    tensors = (targets, rows, temperatures, allowed_ids, allowed_offsets, has_set)
     with recording():
-        chunks = _op_chunks(leaf, targets, rows, temperatures, temperature, counts, entropy)
+        chunks = _op_chunks(leaf, tensors, temperature, counts, entropy)
         out = _scored(leaf, chunks, {"lse"} if counts[0] else set(), unpacked_statistics(statistics))
         outputs = [out.logp, out.entropy if entropy == "grad" else None, out.lse]
         return gradients_of(outputs, upstream, [leaf])[0]
@@ -444,15 +465,20 @@ def _(upstream, statistics, logits, *_constants):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
+_NUM_TENSORS = 7  # among the op's arguments, in front
+
+
 def _save_token(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.constants = inputs[4:]
-    ctx.save_for_backward(*inputs[:4], *output[-NUM_STATISTICS:])
-    ctx.mark_non_differentiable(*output[3:], *([output[1]] if inputs[6] != "grad" else []))
+    ctx.constants = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[-NUM_STATISTICS:])
+    ctx.mark_non_differentiable(*output[3:], *([output[1]] if inputs[-1] != "grad" else []))
 
 
 def _token_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
     saved = ctx.saved_tensors
-    return _token_backward_op(list(upstream[:3]), list(saved[4:]), *saved[:4], *ctx.constants), *(None,) * 6
+    inputs, statistics = saved[:_NUM_TENSORS], list(saved[_NUM_TENSORS:])
+    grad = _token_backward_op(list(upstream[:3]), statistics, *inputs, *ctx.constants)
+    return grad, *(None,) * (_NUM_TENSORS - 1 + len(ctx.constants))
 
 
 _token_op.register_autograd(_token_backward, setup_context=_save_token)
@@ -461,17 +487,20 @@ _token_op.register_autograd(_token_backward, setup_context=_save_token)
 def _traced(
     logits: Tensor,
     targets: Tensor,
+    names: set[str],
+    *,
     rows: Tensor | None,
     entropy: str,
     temperature: float | Tensor,
-    names: set[str],
+    allowed: Allowed | tuple[Tensor, ...] | None,
     tuning: Tuning,
 ) -> LogProbs:
     """`token_logprobs` inside a compiled region."""
     per_row = temperature if isinstance(temperature, Tensor) else None
     number = 1.0 if isinstance(temperature, Tensor) else float(temperature)
     tile_rows = tuning.tile[0] if isinstance(tuning.tile, tuple) else None
-    counts = [int(bool(names)), tuning.budget or 0, tile_rows or 0]
-    out = _token_op(logits, targets, rows, per_row, number, counts, entropy)
+    sets, whole = flat_allowed(allowed)
+    counts = [int(bool(names)), tuning.budget or 0, tile_rows or 0, whole]
+    out = _token_op(logits, targets, rows, per_row, *sets, number, counts, entropy)
     lse, z_loss = out[2] if "lse" in names else None, out[2].square() if "z_loss" in names else None
     return LogProbs(out[0], out[1] if entropy != "none" else None, lse, z_loss)

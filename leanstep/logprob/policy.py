@@ -23,6 +23,7 @@ from leanstep.logprob.engine.forward_gradients import (
     agreed_columns,
     arrange_chunks,
     form_by_chunks,
+    gradient_scale,
     logits_in_gradient,
     loss_with_gradients,
     most_saved_rows,
@@ -47,6 +48,7 @@ from leanstep.logprob.engine.torch_ops import (
     head_of,
     leaves_of,
     or_empty,
+    outside_graph,
     recording,
     under_autocast,
 )
@@ -118,9 +120,12 @@ def linear_policy_loss(
     """
     objective = checked_objective(objective)
     tuning = check_options(transform, shards, tuning, entropy=entropy)
-    if torch.compiler.is_compiling() and shards is None:
-        options = (objective, normalizer, rows, entropy, temperature, transform, tuning)
-        return _traced(hidden, weight, targets, batch, *options)
+    if torch.compiler.is_compiling():
+        options: dict[str, Any] = {"objective": objective, "normalizer": normalizer, "rows": rows}
+        options |= {"entropy": entropy, "temperature": temperature, "transform": transform}
+        if shards is None:
+            return _traced(hidden, weight, targets, batch, **options, tuning=tuning)
+        return _outside_graph(hidden, weight, targets, batch, **options, shards=shards, tuning=tuning)
     checked = check_head_call(
         hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
     )
@@ -128,12 +133,17 @@ def linear_policy_loss(
     batch = _selected_batch(batch, checked)
     weights = _checked_weights(batch, objective, normalizer, checked)
     chunks = _chunks(objective, batch.sequence_lengths, checked, tuning)
-    call = _policy_call(checked, targets, chunks, tuning, "grad" if objective.entropy_coef else entropy)
+    mode: Entropy = "grad" if objective.entropy_coef else entropy
+    divisor = float(normalizer) if isinstance(normalizer, (int, float)) else None
+    call = _policy_call(checked, targets, chunks, tuning, mode, divisor)
     policy = _Policy(call, objective, batch, weights, chunks)
     with torch.autocast(hidden.device.type, enabled=False), call.one_thread():
         loss, logp, entropies, *row_losses = loss_with_gradients(checked.tensors, policy)
     metrics = policy_metrics(RowLosses(*row_losses), logp, batch.old_logp, entropies, batch.mask)
     return PolicyLoss(loss, logp, entropies, metrics)
+
+
+_outside_graph = outside_graph(linear_policy_loss)
 
 
 def _selected_batch(batch: PolicyBatch, checked: CheckedCall) -> PolicyBatch:
@@ -171,9 +181,14 @@ def _checked_weights(
 
 
 def _policy_call(
-    checked: CheckedCall, targets: Tensor, chunks: list[_Chunk], tuning: Tuning, entropy: Entropy
+    checked: CheckedCall,
+    targets: Tensor,
+    chunks: list[_Chunk],
+    tuning: Tuning,
+    entropy: Entropy,
+    divisor: float | None,
 ) -> Call:
-    """The engine's description of the call, with the tiles chosen for its chunks."""
+    """The engine's description of the call, with the tiles chosen for its chunks; `divisor` of the loss."""
     head, source = checked.head, checked.source
     tiles, cores, kernels = _arranged(source, head, chunks, checked.tensors[2])
     return Call(
@@ -187,7 +202,7 @@ def _policy_call(
         entropy=entropy,
         group=checked.group,
         reduce_grad=checked.reduce_grad,
-        gradient_scale=_gradient_scale(head, source.num_rows),
+        gradient_scale=gradient_scale(head, source.num_rows if divisor is None else divisor),
         round_logits=tuning.round_logits,
     )
 
@@ -298,11 +313,6 @@ def _row_gradients(
     g_logp = torch.zeros_like(logp) if grads[0] is None else grads[0]
     gradients = RowGradients(g_logp, grads[1] if len(grads) > 1 else None)
     return RowLosses(rows.losses.detach(), rows.ratio, rows.clipped), gradients
-
-
-def _gradient_scale(head: Head, num_rows: int) -> float:
-    """A power of two about T' for fp16 products, whose gradients are formed before a loss scale is known."""
-    return 2.0 ** max(num_rows, 1).bit_length() if head.operand_dtype == torch.float16 else 1.0
 
 
 def _arranged(source: RowSource, head: Head, chunks: list[_Chunk], bias: Tensor | None) -> Arrangement:
@@ -437,6 +447,7 @@ def _traced(
     weight: Any,
     targets: Tensor,
     batch: PolicyBatch,
+    *,
     objective: PolicyObjective,
     normalizer: Any,
     rows: Tensor | None,

@@ -38,7 +38,24 @@ def kernel_modules() -> tuple[str, ...]:
 
 
 KERNEL_MODULES = kernel_modules()
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+# Shared memory that a block may use, in bytes: CUDA programming guide, table of compute capabilities; AMD's
+# LDS per workgroup.
+SHARED_LIMITS = {
+    "sm_70": 98_304,
+    "sm_75": 65_536,
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_87": 166_912,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_103": 232_448,
+    "sm_120": 101_376,
+    "sm_121": 101_376,
+    "gfx942": 65_536,
+    "gfx950": 163_840,
+}
 # The AMD pipeliner keeps one buffer less than NVIDIA's; more than two stages only costs memory there.
 MAX_AMD_STAGES = 2
 # A shipped configuration spills nothing. A variant of its flags may: this much is a few values that a loop
@@ -69,6 +86,9 @@ class CompiledKernel:
             return f"did not compile: {self.error}"
         if self.spill_bytes > (0 if self.shipped else VARIANT_SPILL_BYTES):
             return f"spills {self.spill_bytes} bytes of registers"
+        limit = SHARED_LIMITS.get(self.target)
+        if limit is not None and self.shared_bytes > limit:
+            return f"takes {self.shared_bytes:,} bytes of shared memory, the device has {limit:,}"
         return self.shortfall
 
     def to_json(self) -> dict[str, Any]:
@@ -149,7 +169,6 @@ def _covering(count: int, first: tuple[bool, ...]) -> list[tuple[bool, ...]]:
 
 def compile_kernel(package: str, entry: dict[str, Any], target_name: str) -> CompiledKernel:
     """Compile one AOT_KERNELS entry for one target; a compiler error becomes a row, not an exception."""
-    import triton
     from triton.compiler import ASTSource
 
     if "TRITON_CACHE_DIR" not in os.environ and not can_write(Path.home() / ".triton"):
@@ -166,30 +185,41 @@ def compile_kernel(package: str, entry: dict[str, Any], target_name: str) -> Com
     }
     stages = entry["num_stages"] if target.backend == "cuda" else min(entry["num_stages"], MAX_AMD_STAGES)
     options = {"num_warps": entry["num_warps"], "num_stages": stages}
-    warps, shipped = entry["num_warps"], entry.get("shipped", True)
-    made = functools.partial(
-        CompiledKernel,
-        package,
-        entry["name"],
-        target_name,
-        num_warps=warps,
-        num_stages=stages,
-        shipped=shipped,
+    source = ASTSource(function, signature, constants, attributes)
+    shipped = entry.get("shipped", True)
+    return compile_source(package, entry["name"], source, target_name, options, shipped=shipped, gates=True)
+
+
+def compile_source(
+    package: str,
+    name: str,
+    source: Any,
+    target_name: str,
+    options: dict[str, Any],
+    *,
+    shipped: bool = True,
+    gates: bool = False,
+) -> CompiledKernel:
+    """Compile one `ASTSource` for one target; `gates`: hold its sm_90 machine code to those of sass.py."""
+    import triton
+
+    target = parse_target(target_name)
+    warps, stages = options["num_warps"], options["num_stages"]
+    row = functools.partial(
+        CompiledKernel, package, name, target_name, num_warps=warps, num_stages=stages, shipped=shipped
     )
     try:
-        kernel = triton.compile(
-            ASTSource(function, signature, constants, attributes), target=target, options=options
-        )
+        kernel = triton.compile(source, target=target, options=options)
         registers, spills = (
             _nvidia(kernel, target) if target.backend == "cuda" else _amd(kernel.asm["amdgcn"])
         )
-        missed = sass.check(kernel, warps) if target_name == sass.GATED_TARGET else []
+        missed = sass.check(kernel, warps) if gates and target_name == sass.GATED_TARGET else []
     except Exception as problem:
         line = str(problem).strip().splitlines() or [type(problem).__name__]
-        return made(0, 0, 0, error=f"{type(problem).__name__}: {line[0]}")
+        return row(0, 0, 0, error=f"{type(problem).__name__}: {line[0]}")
     # Spills have a figure of their own.
     missed = [sentence for sentence in missed if not (spills and sentence.endswith(sass.LOCAL))]
-    return made(registers, spills, kernel.metadata.shared, shortfall="; ".join(missed))
+    return row(registers, spills, kernel.metadata.shared, shortfall="; ".join(missed))
 
 
 def compile_all(

@@ -177,7 +177,8 @@ def _stepping(
 
 def _leanstep(compute_dtype: torch.dtype | None):
     def make(parameters: list[nn.Parameter], constants: dict[str, Any]) -> Callable[[], Any]:
-        dtype = compute_dtype or _wide(parameters[0].dtype)
+        native = torch.bfloat16 if parameters[0].is_cuda else _wide(parameters[0].dtype)
+        dtype = compute_dtype or native
         return NorMuon(parameters, compute_dtype=dtype, **constants).step
 
     return make
@@ -256,12 +257,13 @@ register(
                 "leanstep",
                 "fast",
                 _stepping(_leanstep(None)),
-                note="NorMuon, float32 products",
+                note="NorMuon, float32 products on a CPU, bfloat16 on a GPU",
             ),
             Implementation(
                 "leanstep-bf16",
                 "fast",
                 _stepping(_leanstep(torch.bfloat16)),
+                devices=("cpu",),
                 unavailable=peers.no_native_half,
                 note="NorMuon, bfloat16 products: what compute_dtype='auto' picks where they are native",
             ),
@@ -298,7 +300,7 @@ register(
                 "limit",
                 "limit",
                 _step_limit,
-                note="bare float32 matmuls with the operations of the leanstep row",
+                note="bare matmuls of the parameters' dtype with the operations of the leanstep row",
             ),
         ),
         sizes={
@@ -310,6 +312,7 @@ register(
             "gpu": {"num_wide": 24, "num_square": 48, "dim": 768, "ratio": 4},
         },
         prove_sizes=("tiny", "odd"),
+        dtypes=(torch.float32, torch.bfloat16),
         error_baseline=_stepping(_reference_step(lambda u: reference.polar(u.bfloat16()).to(u.dtype))),
         drift=train_losses,
         annotate=_step_notes,

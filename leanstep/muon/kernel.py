@@ -222,15 +222,26 @@ def shared_memory(device: torch.device) -> int | None:
     return limit or getattr(properties, "shared_memory_per_block", None)
 
 
-def _stages(tiles: tuple[int, int, int], element_bytes: int, limit: int | None) -> int:
+def _stages(tiles: tuple[int, int, int], element_bytes: int, limit: int | None, spare: int = 0) -> int:
+    """The most pipeline stages whose buffers fit into `limit` bytes; `spare` stages need no buffer."""
     # Consumer cards offer about 99 KB per block, AMD's 64: drop stages until the operands fit.
     block_m, block_n, block_k = tiles
     if limit is None:
         return _STAGES
     stages = _STAGES
-    while stages > 2 and stages * (block_m + block_n) * block_k * element_bytes > limit:
+    while stages > 2 and (stages - spare) * (block_m + block_n) * block_k * element_bytes > limit:
         stages -= 1
     return stages
+
+
+def spare_stages(device: torch.device) -> int:
+    """Pipeline stages that hold no buffer: one where products read registers (sm_8x, sm_12x).
+
+    Hopper's and data-centre Blackwell's products read shared memory, so every stage needs a buffer there.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.get_device_capability(device)[0] in (8, 12))
 
 
 def _symmetric(
@@ -242,7 +253,8 @@ def _symmetric(
     block_m, block_n, block_k = tiles or product_tiles(side, reduction, x.element_size())
     batch, stride_batch = _batch(x)
     grid = (batch * triton.cdiv(side, block_m) * triton.cdiv(side, block_n),)
-    stages = _stages((block_m, block_n, block_k), x.element_size(), shared_memory(x.device))
+    limit, spare = shared_memory(x.device), spare_stages(x.device)
+    stages = _stages((block_m, block_n, block_k), x.element_size(), limit, spare)
     with torch.cuda.device_of(x):
         kernel[grid](
             x, out, x.size(-2), x.size(-1), stride_batch, x.stride(-2), _batch(out)[1], out.stride(-2),

@@ -13,7 +13,6 @@ Inside torch.compile a CPU takes the stock line, which Inductor compiles; a GPU 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from leanstep.cpu import find_compiler
 from leanstep.output_buffers import has_shared_elements, share_memory
+from leanstep.triton_driver import can_launch
 
 IMPLEMENTATIONS = ("auto", "triton", "compiled", "blocked", "stock")
 # Compiling takes seconds, once: worth it for a table of this size that is turned every step.
@@ -34,7 +34,7 @@ _refused: set[Callable[[Tensor, Tensor], None]] = set()
 
 def choose_transpose(src: Tensor) -> str:
     """What `auto` means for this tensor."""
-    if src.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if src.device.type == "cuda" and triton_kernels() is not None:
         return "triton"
     if src.device.type != "cpu":
         return "stock"
@@ -148,8 +148,8 @@ def _compiled(function: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, T
 
 @functools.cache
 def triton_kernels() -> Any:
-    """The module of Triton kernels, or None where Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
+    """The module of Triton kernels, or None where Triton cannot launch them."""
+    if not can_launch():
         return None
     from leanstep.muon import kernel
 

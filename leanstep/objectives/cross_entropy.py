@@ -19,6 +19,7 @@ from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.checks import check_float
 from leanstep.logprob.inputs import unpack_head
 from leanstep.logprob.layout import to_device
+from leanstep.logprob.linear import counted_logprobs
 from leanstep.objectives.distill import linear_distill_loss
 from leanstep.objectives.teachers import SoftLabels
 
@@ -59,8 +60,9 @@ def linear_cross_entropy(
         label_smoothing: 0 <= eps < 1.
         class_weights: [V]; with label smoothing neither softcap nor shards.
         rows: what is projected. None: the rows that count, found here, with labels on a GPU by one host read
-            of their number. [R] int64 (rows of the flattened hidden): these, and no read. "all": every row,
-            and no read; rows that do not count cost their products and get gradient 0.
+            of their number, also inside torch.compile. [R] int64 (rows of the flattened hidden): these, and
+            no read. "all": every row, and no read; rows that do not count cost their products and get
+            gradient 0.
         transform: `Transform(scale, softcap)`.
         shards, tuning: as in `linear_logprobs`.
 
@@ -82,12 +84,13 @@ def linear_cross_entropy(
         raise ValueError(f"hidden: expected [B, T, D] or [N, D], got {got}")
     flat = hidden.flatten(0, -2)
     if labels.is_floating_point():
-        options = {"transform": transform, "shards": shards, "tuning": tuning}
-        return _soft_targets(flat, weight, labels, shift, reduction, label_smoothing, class_weights, options)
+        given = {"transform": transform, "shards": shards, "tuning": tuning}
+        return _soft_targets(flat, weight, labels, shift, reduction, label_smoothing, class_weights, given)
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels: expected {tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}")
     targets = align_labels(labels, hidden.dim() - 2 if shift is None else shift, ignore_index)
-    where = _selected(targets, ignore_index, rows, hidden.device)
+    in_graph = rows is None and selects_in_graph(shards, tuning)
+    where = None if in_graph else _selected(targets, ignore_index, rows, hidden.device)
     targets = to_device(targets, hidden.device)
     if where is not None:
         targets = targets.index_select(0, where)
@@ -95,16 +98,12 @@ def linear_cross_entropy(
     targets = torch.where(counts, targets, 0)
     smoothing = label_smoothing if class_weights is None else 0.0
     base = Transform() if transform is None else transform
-    out = linear_logprobs(
-        flat,
-        weight,
-        targets,
-        rows=where,
-        outputs=("lse",) if class_weights is not None and label_smoothing else (),
-        transform=Transform(base.scale, base.softcap, smoothing),
-        shards=shards,
-        tuning=tuning,
-    )
+    options: dict[str, Any] = {"transform": Transform(base.scale, base.softcap, smoothing), "tuning": tuning}
+    options["outputs"] = ("lse",) if class_weights is not None and label_smoothing else ()
+    if in_graph:
+        out = counted_logprobs(flat, weight, targets, counts, **options)
+    else:
+        out = linear_logprobs(flat, weight, targets, rows=where, shards=shards, **options)
     losses, weights = -out.logp, counts.to(out.logp.dtype)
     if class_weights is not None:
         class_weights = _checked_classes(class_weights, weight, shards).to(hidden.device, losses.dtype)
@@ -173,11 +172,16 @@ def align_labels(labels: Tensor, shift: int, ignore_index: int) -> Tensor:
     return labels.reshape(-1)
 
 
+def selects_in_graph(shards: VocabShards | None, tuning: Tuning | None) -> bool:
+    """Whether a compiled region selects the rows that count inside its op (`counted_logprobs`)."""
+    return torch.compiler.is_compiling() and shards is None and (tuning is None or tuning.main_grad is None)
+
+
 def counting_rows(targets: Tensor, ignore_index: int, device: torch.device) -> Tensor:
     """[R] int64 on `device`: rows whose target counts. One host read if `targets` are on a GPU."""
     if torch.compiler.is_compiling():
         # A number that only the labels know is no size of a graph.
-        torch._dynamo.graph_break(msg='rows: expected "all" or row numbers with fullgraph=True, got None')
+        torch._dynamo.graph_break(msg="rows: expected row numbers with fullgraph=True here, got None")
     return to_device((targets != ignore_index).nonzero().flatten(), device)
 
 
@@ -219,7 +223,7 @@ def _smoothed(
         raise ValueError("class_weights: expected neither softcap nor shards with label_smoothing")
     selected = hidden if rows is None else hidden.index_select(0, rows)
     total = transform.scale * _weighted_logits(selected, weight, class_weights, lse.dtype)
-    return (class_weights.sum() * lse - total) / len(class_weights)
+    return (class_weights.sum() * lse - total) / class_weights.shape[0]
 
 
 def _weighted_logits(hidden: Tensor, weight: Any, factors: Tensor, dtype: torch.dtype) -> Tensor:
@@ -251,8 +255,9 @@ def _soft_targets(
         raise ValueError(f"shift: expected 0 or None with probability targets, got {shift}")
     probabilities = labels.flatten(0, -2)
     check_float("labels", probabilities, 2)
-    if len(probabilities) != len(flat):
-        raise ValueError(f"labels: expected {len(flat)} rows of probabilities, got {len(probabilities)}")
+    num_rows = flat.shape[0]
+    if probabilities.shape[0] != num_rows:
+        raise ValueError(f"labels: expected {num_rows} rows of probabilities, got {probabilities.shape[0]}")
     if class_weights is not None:
         class_weights = _checked_classes(class_weights, weight, options["shards"])
     if reduction == "none":
@@ -264,7 +269,7 @@ def _soft_targets(
         weight,
         teacher,
         divergence="cross_entropy",
-        normalizer=len(flat) if reduction == "mean" else 1,
+        normalizer=num_rows if reduction == "mean" else 1,
         **options,
     )
     return found.loss
@@ -287,7 +292,7 @@ def _soft_losses(
     vocab = unpack_head(weight)[0].shape[0]
     if probabilities.shape[1] != vocab:
         raise ValueError(f"labels: expected [..., {vocab}] probabilities, got {tuple(probabilities.shape)}")
-    nothing = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+    nothing = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
     lse = linear_logprobs(
         flat, weight, nothing, outputs=("lse",), transform=Transform(scale), tuning=tuning
     ).lse

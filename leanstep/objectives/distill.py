@@ -29,9 +29,11 @@ from leanstep.logprob.checks import (
 from leanstep.logprob.engine.forward_gradients import (
     agreed_columns,
     arrange_chunks,
+    gradient_scale,
     gradient_source,
     logits_in_gradient,
     loss_with_gradients,
+    unrounded_source,
 )
 from leanstep.logprob.engine.gpu.gpu_tiles import GPU_ALIGNMENT, gpu_chunk_rows
 from leanstep.logprob.engine.lm_head import Head, HeadGradients, HeadSums, RowSource
@@ -160,7 +162,8 @@ def linear_distill_loss(
         options = {"transform": transform, "shards": shards, "tuning": tuning}
         return _top_k_loss(checked, hidden, weight, teacher, kind, weights, options)
     teachers = _open_teachers(teacher, kind, checked, shards)
-    problem = _problem(checked, teachers, kind, weights, hard, tuning)
+    divisor = float(normalizer) if isinstance(normalizer, (int, float)) else checked.source.num_rows
+    problem = _problem(checked, teachers, kind, weights, hard, tuning, divisor)
     one_thread = one_thread_each() if problem.cores > 1 else contextlib.nullcontext()
     with torch.autocast(hidden.device.type, enabled=False), one_thread:
         return DistillLoss(*loss_with_gradients(checked.tensors, _DistillLoss(problem)))
@@ -190,6 +193,7 @@ def _problem(
     weights: Tensor,
     hard: HardLabels | None,
     tuning: Tuning,
+    divisor: float,
 ) -> Problem:
     """The call as its passes take it, with the chunks and tiles chosen for it."""
     head, source, group = checked.head, checked.source, checked.group
@@ -213,6 +217,7 @@ def _problem(
         group=group,
         reduce_grad=checked.reduce_grad,
         logit_dtype=logit_dtype,
+        gradient_scale=gradient_scale(head, divisor),
     )
 
 
@@ -252,11 +257,12 @@ def _head_sums(problem: Problem, wanted: Sequence[bool], early: LogitsInGradient
     sums = HeadSums(
         problem.head,
         gradient_source(problem.source),
-        problem.low,
+        None if problem.low is None else unrounded_source(problem.low),
         problem.tiles,
         wanted,
         reduce=(problem.group, problem.reduce_grad),
         early=early,
+        factor=1.0 / problem.gradient_scale,
     )
     return [sums, *(sums.fork() for _ in problem.column_parts[1:])]
 

@@ -48,6 +48,7 @@ class Problem:
     """Everything constant about one call; `tiles`, `cores` and `kernels` as `arrange` chose them.
 
     `logit_dtype`: that of the sums, or of 16-bit products where `Tuning(round_logits=True)` asks for it.
+    `gradient_scale`: gradients of logits are multiplied by it, and the sums made of them divided.
     """
 
     head: Head
@@ -65,6 +66,7 @@ class Problem:
     group: Any
     reduce_grad: Any
     logit_dtype: torch.dtype
+    gradient_scale: float = 1.0
 
     def __post_init__(self) -> None:
         self.column_parts = column_parts(
@@ -241,7 +243,7 @@ class ChunkPasses:
     def _factors(self) -> tuple[Tensor, Tensor]:
         """What the gradients of D and of the labels' cross-entropy are multiplied by, [R] each."""
         problem, head = self.problem, self.problem.head
-        weights = problem.weights[self.part]
+        weights = problem.weights[self.part] * problem.gradient_scale
         return (
             weights * (1.0 - problem.hard_weight) * head.row_slope(self.part),
             weights * problem.hard_weight * head.scale,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from leanstep.logprob import LMHead, ReferenceHead, Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.layout import to_device
-from leanstep.objectives.cross_entropy import align_labels, counting_rows
+from leanstep.logprob.linear import counted_logprobs
+from leanstep.objectives.cross_entropy import align_labels, counting_rows, selects_in_graph
 from leanstep.objectives.pairwise import (
     PreferenceObjective,
     checked_preference,
@@ -145,20 +146,17 @@ def linear_preference_loss(
     if not is_pairs and objective.nll_coef:
         raise ValueError(f"nll_coef: expected 0 for kto, got {objective.nll_coef}")
     targets, scored, in_nll = _with_nll(targets, nll_labels, hidden.shape, ignore_index, objective)
-    where = counting_rows(targets, ignore_index, hidden.device)
-    picked = [to_device(x, hidden.device).index_select(0, where) for x in (targets, scored)]
-    options: dict[str, Any] = {"rows": where, "transform": transform, "shards": shards}
-    flat = hidden.flatten(0, 1)
-    logp = linear_logprobs(flat, weight, picked[0], tuning=tuning, **options).logp
-    counted = picked[1]
-    sums, lengths = _per_sequence(logp, where, hidden.shape, counted)
+    rows = _ScoredRows(targets, hidden, ignore_index, transform, shards, tuning)
+    counted, of_nll = rows.pick(scored), rows.pick(in_nll)
+    logp = rows.logp(hidden.flatten(0, 1), weight)
+    sums, lengths = _per_sequence(logp, rows.where, hidden.shape, counted)
     ref_sums = None
     if isinstance(reference, Tensor):
         if reference.shape != sums.shape:
             raise ValueError(f"reference: expected [{len(hidden)}] sums, got {tuple(reference.shape)}")
         ref_sums = reference.detach().to(sums)
     elif reference is not None:
-        ref_sums = _reference_sums(reference, flat, weight, picked[0], options, hidden.shape, counted)
+        ref_sums = _reference_sums(reference, rows, hidden, weight, counted)
     if not is_pairs:
         assert desirable is not None and ref_sums is not None
         return _kto(objective, sums, ref_sums, desirable.to(sums.device), kl)
@@ -170,7 +168,6 @@ def linear_preference_loss(
     pairs = pair_losses(objective, chosen, rejected, **given)
     loss, metrics = pairs.losses.mean(), preference_metrics(pairs, chosen, rejected)
     if objective.nll_coef:
-        of_nll = to_device(in_nll, hidden.device).index_select(0, where)
         nll = -torch.where(of_nll, logp, 0.0).sum() / of_nll.sum().clamp(min=1)
         loss, metrics["nll_loss"] = loss + objective.nll_coef * nll, nll.detach()
     return PreferenceLoss(loss, sums.detach(), ref_sums, metrics)
@@ -196,21 +193,23 @@ def _with_nll(
     """What all rows score, which of them count for the completions, and which for the chosen ones' nll."""
     scored = targets != ignore_index
     half = shape[0] // 2 * shape[1]
-    in_nll = torch.arange(len(targets), device=targets.device) < half
+    in_nll = torch.arange(targets.shape[0], device=targets.device) < half
     if nll_labels is None or not objective.nll_coef:
         return targets, scored, in_nll & scored
     if nll_labels.shape != (shape[0] // 2, shape[1]):
         expected = (shape[0] // 2, shape[1])
         raise ValueError(f"nll_labels: expected {expected}, got {tuple(nll_labels.shape)}")
     more = align_labels(nll_labels, 1, ignore_index)
-    more = torch.nn.functional.pad(more, (0, len(targets) - half), value=ignore_index)
+    more = torch.nn.functional.pad(more, (0, targets.shape[0] - half), value=ignore_index)
     return torch.where(scored, targets, more), scored, more != ignore_index
 
 
 def _per_sequence(
-    logp: Tensor, rows: Tensor, shape: torch.Size, counted: Tensor | None = None
+    logp: Tensor, rows: Tensor | None, shape: torch.Size, counted: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sums [S] over each sequence's rows, and how many rows counted."""
+    """Sums [S] over each sequence's rows (None: all of them), and how many rows counted."""
+    if rows is None:
+        rows = torch.arange(logp.shape[0], device=logp.device)
     sequence_of = rows.div(max(shape[1], 1), rounding_mode="floor")
     ones = torch.ones_like(logp) if counted is None else counted.to(logp.dtype)
     values = logp if counted is None else torch.where(counted, logp, 0.0)
@@ -218,24 +217,57 @@ def _per_sequence(
     return sums, logp.new_zeros(shape[0]).index_add(0, sequence_of, ones)
 
 
+class _ScoredRows:
+    """The rows that are projected, and how.
+
+    Inside torch.compile their number is no size of the graph: `where` is None, and every row has an entry.
+    """
+
+    def __init__(
+        self,
+        targets: Tensor,
+        hidden: Tensor,
+        ignore_index: int,
+        transform: Transform | None,
+        shards: VocabShards | None,
+        tuning: Tuning | None,
+    ) -> None:
+        self.transform, self.shards, self.tuning = transform, shards, tuning
+        self.device, self.where, self.counts = hidden.device, None, None
+        if selects_in_graph(shards, tuning):
+            self.counts = to_device(targets != ignore_index, hidden.device)
+        else:
+            self.where = counting_rows(targets, ignore_index, hidden.device)
+        self.targets = self.pick(targets)
+
+    def pick(self, values: Tensor) -> Tensor:
+        """The rows' entries of a tensor with one per position."""
+        values = to_device(values, self.device)
+        return values if self.where is None else values.index_select(0, self.where)
+
+    def logp(self, flat: Tensor, head: Any, *, tuned: bool = True) -> Tensor:
+        """Log-probs of the targets, one per entry; `tuned`: with the caller's tuning."""
+        tuning = self.tuning if tuned else None
+        if self.counts is not None:
+            options: dict[str, Any] = {"transform": self.transform, "tuning": tuning}
+            return counted_logprobs(flat, head, self.targets, self.counts, **options).logp
+        options = {"transform": self.transform, "shards": self.shards, "tuning": tuning}
+        return linear_logprobs(flat, head, self.targets, rows=self.where, **options).logp
+
+
 def _reference_sums(
-    reference: ReferenceHead,
-    flat: Tensor,
-    weight: Any,
-    targets: Tensor,
-    options: dict[str, Any],
-    shape: torch.Size,
-    counted: Tensor,
+    reference: ReferenceHead, rows: _ScoredRows, hidden: Tensor, weight: Any, counted: Tensor
 ) -> Tensor:
     if reference.weight is None and reference.hidden is None:
         raise ValueError("reference: expected a ReferenceHead with weight or hidden, got neither")
     head = weight if reference.weight is None else LMHead(reference.weight, reference.bias)
-    hidden = flat if reference.hidden is None else reference.hidden.flatten(0, -2)
-    if len(hidden) != len(flat):
-        raise ValueError(f"reference.hidden: expected {len(flat)} rows, got {len(hidden)}")
+    flat = (hidden if reference.hidden is None else reference.hidden).flatten(0, -2)
+    num_rows = hidden.shape[0] * hidden.shape[1]
+    if flat.shape[0] != num_rows:
+        raise ValueError(f"reference.hidden: expected {num_rows} rows, got {flat.shape[0]}")
     with torch.no_grad():
-        logp = linear_logprobs(hidden, head, targets, **options).logp
-        return _per_sequence(logp, options["rows"], shape, counted)[0]
+        logp = rows.logp(flat, head, tuned=False)
+        return _per_sequence(logp, rows.where, hidden.shape, counted)[0]
 
 
 def _kto(

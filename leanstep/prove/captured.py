@@ -79,7 +79,8 @@ class Update:
 class Captured:
     """All updates of a run, in order; `order` lists the parameters as the forward pass uses them.
 
-    `iterations`: rollouts that the updates followed, 0 where none was seen.
+    `iterations`: rollouts that the updates followed, 0 where none was seen. `is_lost`: the process ended
+    without handing over what it captured; `error` then says how.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Captured:
     iterations: int = 0
     rank: int = 0
     world_size: int = 1
+    is_lost: bool = False
 
     @property
     def last(self) -> Update:

@@ -191,6 +191,8 @@ def judge(proof: PairProof, before: Captured, after: Captured, truth: Captured) 
 
 
 def _no_update(label: str, run: Captured) -> str:
+    if run.is_lost:
+        return f"{label} {run.error}" + f"; its last line: {run.said}" * bool(run.said)
     if run.error is not None:
         return f"{label} ended with {run.error} before its first update: {run.said}"
     return f"{label} never calls optimizer.step(): there is no update to compare"

@@ -105,7 +105,9 @@ def prove_cuts(
         captured = run_job(job, fork=fork)
         for each in captured:
             proof.notes += [note for note in each.notes if note not in proof.notes]
-            if proof.problem is None and each.error is not None:
+            if proof.problem is None and each.is_lost:
+                proof.problem = f"{label} {each.error}" + f"; its last line: {each.said}" * bool(each.said)
+            elif proof.problem is None and each.error is not None:
                 done = f"after {len(each.updates)} updates" if each.updates else "before its first update"
                 proof.problem = f"{label} ended with {each.error} {done}: {each.said}"
             elif proof.problem is None and not each.updates:

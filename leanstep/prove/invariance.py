@@ -26,7 +26,15 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from leanstep.prove.first_change import InvarianceRow, TapedOp, Variant, first_change
 from leanstep.prove.script_jobs import Job, seeded
 from leanstep.prove.sketches import outside_modes
-from leanstep.script.children import ended_afterwards, log_to, start, temporary_folder, wait_all
+from leanstep.script.children import (
+    ended_afterwards,
+    how_it_ended,
+    log_to,
+    start,
+    temporary_folder,
+    wait_all,
+    write_result,
+)
 from leanstep.script.lines import Stack
 from leanstep.script.run import Stop, run_script
 
@@ -221,14 +229,15 @@ def prove_invariance(job: Job, *, fork: bool = False) -> InvarianceProof:
             wait_all([child])
         target = folder / "proof.pickle"
         if not target.exists():
-            return InvarianceProof(job.label, problem=f"{job.label} was killed before its first model call")
+            how = how_it_ended(child.code)
+            return InvarianceProof(job.label, problem=f"{job.label} {how} before its first model call")
         return pickle.loads(target.read_bytes())
 
 
 def _invariant_child(job: Job, folder: str) -> None:
     with log_to(Path(folder) / "log"):
         proof = script_invariance(job)
-    (Path(folder) / "proof.pickle").write_bytes(pickle.dumps(proof))
+    write_result(Path(folder) / "proof.pickle", proof)
 
 
 def script_invariance(job: Job) -> InvarianceProof:

@@ -25,11 +25,13 @@ from leanstep.prove.twin import Twin
 from leanstep.script.children import (
     Child,
     ended_afterwards,
+    how_it_ended,
     interrupt_all,
     log_to,
     start,
     temporary_folder,
     wait_all,
+    write_result,
 )
 from leanstep.script.run import Program, Stop, run_script
 
@@ -82,8 +84,8 @@ def run_job(job: Job, *, fork: bool = False) -> list[Captured]:
             wait_all(processes)
         except KeyboardInterrupt:
             interrupt_all(processes)
-            _raise_with(KeyboardInterrupt(), [_read(folder, job, rank) for rank in range(count)])
-        return [_read(folder, job, rank) for rank in range(count)]
+            _raise_with(KeyboardInterrupt(), _read_all(folder, processes))
+        return _read_all(folder, processes)
 
 
 def _raise_with(error: BaseException, captured: list[Captured]) -> None:
@@ -91,13 +93,19 @@ def _raise_with(error: BaseException, captured: list[Captured]) -> None:
     raise error
 
 
-def _read(folder: Path, job: Job, rank: int) -> Captured:
+def _read_all(folder: Path, processes: Sequence[Child]) -> list[Captured]:
+    return [_read(folder, rank, child) for rank, child in enumerate(processes)]
+
+
+def _read(folder: Path, rank: int, child: Child) -> Captured:
     log = folder / f"{rank}.log"
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     try:
         captured = pickle.loads((folder / f"{rank}.pickle").read_bytes())
     except (OSError, EOFError, pickle.UnpicklingError):
-        captured = Captured(error="was killed")
+        captured = Captured(error=how_it_ended(child.code), is_lost=True)
+        if child.code == os.EX_IOERR or not folder.is_dir():
+            captured.error = "could not write its record: the folder for temporary files is full or gone"
     said = [line for line in text.strip().splitlines() if line.strip()]
     if not captured.said and said:
         captured.said = said[-1].strip()
@@ -110,9 +118,7 @@ def _captured_child(job: Job, rank: int, port: int, folder: str) -> None:
             os.environ.update(rank_environment(rank, job.ranks, port))
         captured = capture_script(job)
         captured.rank, captured.world_size = rank, job.ranks or 1
-    target = Path(folder) / f"{rank}.pickle"
-    target.with_suffix(".part").write_bytes(pickle.dumps(captured))
-    target.with_suffix(".part").rename(target)
+    write_result(Path(folder) / f"{rank}.pickle", captured)
 
 
 def capture_script(job: Job) -> Captured:

@@ -36,6 +36,8 @@ from leanstep.files import write_atomically
 from leanstep.recipes.distributed import World
 
 FORMAT = "leanstep-checkpoint-1"
+# Bytes of a header: a name and a shape per tensor, and the run's settings and counters.
+MAX_HEADER = 100 << 20
 _NAME = re.compile(r"^step-(\d{8})\.safetensors$")
 _TEMPORARY = re.compile(r"^\.(step-\d{8}\.safetensors|metrics\.jsonl|settings\.json)\.[\w-]+\.partial$")
 
@@ -104,7 +106,7 @@ def load(path: Path, *, settings: Mapping[str, Any] | None = None) -> Loaded:
 
     With `settings`, a checkpoint of a run with other settings is refused and the differences are named.
     """
-    data = path.read_bytes()
+    data = _read_whole(path)
     try:
         header_length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + header_length]).get("__metadata__", {})
@@ -129,6 +131,8 @@ def load(path: Path, *, settings: Mapping[str, Any] | None = None) -> Loaded:
         raise CheckpointError("checksum does not match its content")
     if step < 0:
         raise CheckpointError(f"step: expected 0 or more, got {step}")
+    if not isinstance(saved_settings, dict):
+        raise CheckpointError(f"settings: expected named entries, got {_short(saved_settings)}")
     if settings is not None:
         difference = _settings_difference(saved_settings, json.loads(json.dumps(settings)))
         if difference:
@@ -139,6 +143,30 @@ def load(path: Path, *, settings: Mapping[str, Any] | None = None) -> Loaded:
         raise CheckpointError(f"tensor {error.args[0]} is missing") from error
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"torn or foreign content ({type(error).__name__})") from error
+
+
+def _read_whole(path: Path) -> bytes:
+    """The file, if it is one and as long as its header says; a huge or endless one is not read."""
+    if not path.is_file():
+        raise CheckpointError("no regular file")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_length = int.from_bytes(file.read(8), "little")
+        if not 0 < header_length <= min(size, MAX_HEADER):
+            raise CheckpointError("torn or foreign file (no header)")
+        try:
+            entries = json.loads(file.read(header_length))
+            ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+            expected = 8 + header_length + max(ends, default=0)
+        except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"torn or foreign file ({type(error).__name__})") from None
+        if size != expected:
+            raise CheckpointError(f"torn file: expected {expected:,} bytes, got {size:,}")
+        try:
+            file.seek(0)
+            return file.read()
+        except MemoryError:
+            raise CheckpointError(f"too large for this machine's memory: {size:,} bytes") from None
 
 
 class ForeignCheckpoint(CheckpointError):

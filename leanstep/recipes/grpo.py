@@ -32,7 +32,7 @@ from leanstep.recipes.distributed import World
 from leanstep.recipes.metrics import Metrics
 from leanstep.recipes.settings import LARGE, check_settings, from_preset, setting
 from leanstep.recipes.tasks import END, TopicTask, WarmStarted
-from leanstep.recipes.training_loop import Cadence
+from leanstep.recipes.training_loop import Cadence, Diverged
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,10 @@ def sample(
         last = model.hidden(tokens, bounds).index_select(0, (bounds[1:] - 1).long().to(device))
         logits = model.logits(last)[:, : model.config.vocab_size].float().cpu()
         if temperature > 0:
-            token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+            probabilities = (logits / temperature).softmax(-1)
+            if not bool(probabilities.isfinite().all()):
+                raise Diverged("the policy's logits are not finite: no token can be sampled")
+            token = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
         else:
             token = logits.argmax(-1)
         new[:, position] = torch.where(done, END, token)

@@ -86,8 +86,17 @@ class Interval:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
+        counts, last = dict(state["counts"]), dict(state["last"])
+        if counts.keys() != state["sums"].keys():
+            raise ValueError(f"interval: expected counts of {sorted(state['sums'])}, got {sorted(counts)}")
+        for name, value in (*counts.items(), ("tokens", state["tokens"]), ("steps", state["steps"])):
+            if type(value) is not int or value < (name in counts):
+                raise ValueError(f"interval: expected a count of {name}, got {value!r}")
+        for name, value in (*last.items(), ("seconds", state["seconds"])):
+            if not isinstance(value, int | float):
+                raise ValueError(f"interval: expected a number for {name}, got {value!r}")
         self._sums = {name: value.to(device) for name, value in state["sums"].items()}
-        self._counts, self._last = dict(state["counts"]), dict(state["last"])
+        self._counts, self._last = counts, last
         self.tokens, self.steps, self.seconds = state["tokens"], state["steps"], state["seconds"]
 
 

@@ -141,8 +141,10 @@ class Record:
             if not runs:
                 raise ValueError("it has no runs")
             return cls(body["recipe"], body["settings"], float(body["target"]), runs, body["machine"])
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise ValueError(f"record: {path} is no record file: {error}") from error
+        except RecursionError:
+            raise ValueError(f"record: {path} is no record file: it is nested too deeply") from None
 
     def summary(self) -> dict[str, Any]:
         test = self.test()

@@ -53,6 +53,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import random
 import signal
 import sys
@@ -65,6 +66,11 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
 
 from leanstep.files import write_atomically
 from leanstep.recipes import checkpoint
@@ -164,10 +170,9 @@ def run(
     cadence = cadence or recipe.cadence
     last = recipe.num_steps if stop_after is None else min(stop_after, recipe.num_steps)
     progress = _Progress(recipe, out, world, (say or _print_line) if world.is_main else _silence)
-    progress.begin(resume=resume)
-
     stopped_by = "end" if last == recipe.num_steps else "limit"
     with _Signals() as signals, contextlib.closing(progress):
+        progress.begin(resume=resume)
         if progress.step == 0 and cadence.evaluate > 0:
             progress.evaluate()
         while progress.step < last:
@@ -224,11 +229,13 @@ class _Progress:
         self.resumed_from: int | None = None
         self.saved: Path | None = None
         self.evaluations: list[dict[str, Any]] = []
+        self._unlock = contextlib.ExitStack()
         # What the last log line said, for a progress bar.
         self.figures = ""
 
     def begin(self, *, resume: bool) -> None:
         """Prepare the directory and, with `resume`, continue from its newest whole checkpoint."""
+        self._lock_directory()
         self._prepare_directory(resume=resume)
         if resume:
             self._resume()
@@ -241,6 +248,24 @@ class _Progress:
     def close(self) -> None:
         if self.board is not None:
             self.board.close()
+        self._unlock.close()
+
+    def _lock_directory(self) -> None:
+        """Refuse a directory that another run is writing to. The lock ends with the process that holds it."""
+        is_taken = False
+        if self.world.is_main and fcntl is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.out, os.O_RDONLY)
+            self._unlock.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_taken = True
+            except OSError:
+                pass  # a file system without locks
+        if self.world.any(is_taken):
+            self._unlock.close()
+            raise CheckpointError(f"out: another run is writing to {self.out}; name another directory")
 
     def is_due(self, every: int) -> bool:
         return every > 0 and self.step % every == 0
@@ -339,7 +364,6 @@ class _Progress:
         self.step = self.resumed_from = loaded.step
         self.train_time_s = float(loaded.state["train_time_s"])
         self.saved = loaded.path
-        checkpoint.restore_random_state(loaded.state["random"], self.world, self.say)
         self.say(f"resumed at step {self.step}/{self.recipe.num_steps} from {loaded.path}")
 
     def _load_latest(self) -> checkpoint.Loaded | None:
@@ -367,13 +391,25 @@ class _Progress:
         bad = checkpoint.find_nonfinite(loaded.state["recipe"], "weights")
         if bad is not None:
             raise CheckpointError(f"{bad} is not finite")
+        seconds = loaded.state["train_time_s"]
+        if not math.isfinite(seconds):
+            raise CheckpointError(f"train_time_s: expected a finite number, got {seconds}")
         intervals = loaded.state["interval"]
         try:
             self.recipe.load_state_dict(loaded.state["recipe"])
             self.interval.load_state_dict(intervals[self.world.rank % len(intervals)], self.world.device)
+            checkpoint.restore_random_state(loaded.state["random"], self.world, self.say)
         except CheckpointError:
             raise
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except (
+            RuntimeError,
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            SystemError,
+        ) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise CheckpointError(f"does not fit this run ({reason})") from error
 

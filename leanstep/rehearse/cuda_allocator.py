@@ -49,7 +49,7 @@ class CachingAllocator:
                 SMALL_SEGMENT if small else LARGE_SEGMENT if size < LARGE_BYTES else _up(size, ROUND_LARGE)
             )
             if self.capacity is not None and self.reserved + block > self.capacity:
-                self._give_back()
+                self.give_back()
                 if self.reserved + block > self.capacity:
                     return False
             self.reserved += block
@@ -96,7 +96,8 @@ class CachingAllocator:
             after[1] = start
         bisect.insort(pool, (size, segment, start))
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Return segments without a tensor to the driver."""
         for pool in self._free.values():
             kept = []
             for size, segment, start in pool:

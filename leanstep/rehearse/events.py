@@ -20,6 +20,7 @@ ROUNDING_BYTES = 512
 
 # The name of a launch that is a whole CUDA graph: one call of the host for all of its kernels.
 GRAPH_REPLAY = "cudaGraphLaunch"
+OOM_MODES = ("auto", "raise", "report")
 KINDS = (
     "gemm",
     "conv",
@@ -216,6 +217,20 @@ class Assumed(NamedTuple):
     value: str
 
 
+class Branch(NamedTuple):
+    """A branch or comparison of the program that rests on an assumed value.
+
+    value: what was assumed of a condition, or the outcome of a comparison.
+    decides_update: an update happens on one of its ways and not on the other.
+    """
+
+    line: Line
+    code: str
+    value: str
+    count: int
+    decides_update: bool
+
+
 class Refusal(NamedTuple):
     """Why the script could not go on, in one sentence."""
 
@@ -229,12 +244,16 @@ class Request:
 
     target: path of a script, a module's name (module=True), or the name of a registered case (case=True).
     device: key of `devices.DEVICES`.
-    ranks: world size; this process is rank 0 of it.
+    ranks, rank: world size; which rank of it this process is.
+    received: objects, pickled, that other ranks send to this one: shapes of a pipeline stage's inputs.
     clock: time.time and time.perf_counter show the predicted host clock.
     compiled: capture torch.compile regions; False runs them eagerly.
     settings, implementation: of a case.
     changes: names of `what_if.CHANGES` to apply to the program before it starts.
     host_us: host microseconds for a call that launches; None: the time model's default.
+    oom: what a full device does: "raise" torch.OutOfMemoryError, "report" it only, "auto": raise where the
+        program catches it.
+    patience_s: seconds without an update after which the program is left.
     every_call: run each model call; False: calls without gradients that repeat are extrapolated from a few.
     """
 
@@ -245,12 +264,16 @@ class Request:
     device: str = "h100"
     steps: int = 3
     ranks: int = 1
+    rank: int = 0
+    received: tuple[bytes, ...] = ()
     clock: bool = False
     compiled: bool = True
     settings: Mapping[str, Any] = field(default_factory=dict)
     implementation: str | None = None
     changes: tuple[str, ...] = ()
     host_us: float | None = None
+    oom: str = "auto"
+    patience_s: float = 600.0
     every_call: bool = False
 
     @property
@@ -270,6 +293,7 @@ class Recording:
     notes: sentence -> how often.
     ended: "steps" (all that were asked for), "early" (the script ended before), "refused".
     host_s: seconds of this process spent in the script, all in.
+    sent: objects for other ranks: (rank, pickled).
     """
 
     request: Request
@@ -283,10 +307,12 @@ class Recording:
     regions: dict[int, Region] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
     assumed: list[Assumed] = field(default_factory=list)
+    branches: list[Branch] = field(default_factory=list)
     refused: Refusal | None = None
     ended: str = "early"
     peak_bytes: int = 0
     host_s: float = 0.0
+    sent: list[tuple[int, bytes]] = field(default_factory=list)
 
 
 class LiveClock(Protocol):

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from leanstep.flops import MATMULS, Counted
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import GEMM
-from leanstep.rehearse.shadows import CHOICES
+from leanstep.rehearse.shadows import decides_alone
 
 # Beyond this many different calls (shapes that change all the time) no more are kept.
 MOST_PLANS = 1 << 16
@@ -179,7 +179,6 @@ def plan_of(
     if specs is None:
         return None
     places = {id(t): len(tensors) + i for i, t in enumerate(outs)} | positions
-    short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
     try:
         return Plan(
             outputs=specs,
@@ -190,7 +189,7 @@ def plan_of(
             writes=tuple(places[id(t)] for t in taped.writes),
             traffic=taped.traffic,
             counted=taped.counted,
-            decides=name in CHOICES or short in ("or", "and"),
+            decides=decides_alone(name),
         )
     except KeyError:
         return None
@@ -221,7 +220,7 @@ def _describe(tensor: FakeTensor, storages: dict[int, int], fresh: set[int]) -> 
     if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
         return None
     # Shadows and other notes of the tape are not part of what FakeTensor itself keeps.
-    attributes = {k: v for k, v in tensor.__dict__.items() if k not in ("_shadow", "_reads_as")}
+    attributes = {k: v for k, v in tensor.__dict__.items() if k != "_shadow"}
     if any(v is not None for k, v in attributes.items() if k in _NOTED or k.endswith("_memo")):
         return None
     size, stride, storage = tuple(tensor.shape), tensor.stride(), tensor.untyped_storage()

@@ -4,11 +4,14 @@ A device tensor made from host values carries them along as its *shadow*: a real
 while every operand of every later call has one. `.item()`, boolean indices and lengths then read the truth.
 Values that come from activations are not known: the host reads a plausible one and the place is noted.
 Of a few statistics in one tensor (a loss, a count) some elements may be known and others not.
+What is not known is taken to be finite: `isfinite` is True of it, `isnan` and `isinf` are False.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 import os
 import weakref
 from collections import Counter
@@ -20,7 +23,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from leanstep.rehearse.branches import Branches
 from leanstep.rehearse.kernel_costs import GEMM, Shape
+from leanstep.rehearse.routing import (
+    ASSUMED,
+    MOST_ELEMENTS,
+    SPREAD,
+    histogram_of_integers,
+    is_spread,
+    mark_spread,
+    spread_evenly,
+)
 from leanstep.script.lines import Line
 
 SHADOW_ELEMENTS = 1 << 20
@@ -33,6 +46,9 @@ PARTLY_ELEMENTS = 4096
 OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 WITHOUT_VALUES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 CHOICES = frozenset({"multinomial", "argmax"})
+# Of unknown values all false; composites like `isfinite` are made of comparisons with infinity or themselves.
+NOT_FINITE = frozenset({"isnan", "isinf", "isposinf", "isneginf"})
+COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 # An output of a call whose shape depends on values: shape, dtype, and its value if it is known.
 Record = tuple[Sequence[int], torch.dtype, "Tensor | None"]
 
@@ -51,6 +67,23 @@ def is_composite(func: Any) -> bool:
 
 def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None for r in func._schema.returns)
+
+
+def decides_alone(name: str) -> bool:
+    """Whether a call's result may be known although an operand is not."""
+    short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
+    known = (CHOICES, SPREAD, NOT_FINITE, COMPARISONS, ("or", "and"))
+    return any(name in names for names in known[:-1]) or short in known[-1]
+
+
+def is_assumed(value: Any) -> bool:
+    """Whether a known value follows from one that was assumed."""
+    return getattr(value, "_assumed", False)
+
+
+def mark_assumed(value: Tensor) -> Tensor:
+    value._assumed = True  # pyright: ignore[reportAttributeAccessIssue]
+    return value
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -122,6 +155,10 @@ class Shadows:
         self.partial: dict[int, Tensor] = {}  # storage -> which of its elements are not known
         self._drawn = torch.get_rng_state()
         self.assumed: Counter[tuple[Line | None, str, str]] = Counter()
+        self.branches = Branches()
+        self.wraps_reads = False  # a number that is read now reports its comparisons itself
+        self.read_assumed = False  # the last read was of an assumed value
+        self.assumed_on_host = False  # a host tensor holds assumed values
 
     def get(self, tensor: Tensor) -> Tensor | None:
         """The real value of a tensor, or None when it is not known."""
@@ -151,7 +188,7 @@ class Shadows:
         return all(self.get(t) is not None for t in tensors)
 
     def put(self, tensor: Tensor, value: Tensor | None) -> None:
-        if value is not None and value.numel() <= SHADOW_ELEMENTS:
+        if value is not None and value.numel() <= _limit([value]):
             tensor._shadow = value  # pyright: ignore[reportAttributeAccessIssue]
 
     def forget(self, tensor: Tensor) -> None:
@@ -181,7 +218,7 @@ class Shadows:
     def copied_in(self, target: Tensor, value: Tensor | None) -> None:
         """Known values were copied into a device tensor."""
         kept = self.in_part(target)
-        if value is None or value.numel() > SHADOW_ELEMENTS:
+        if value is None or value.numel() > SHADOW_ELEMENTS or (kept is not None and _is_expanded(kept)):
             self.forget(target)
         elif kept is not None:
             kept.copy_(value)
@@ -215,20 +252,27 @@ class Shadows:
 
     @staticmethod
     def plausible(tensor: Tensor) -> bool | int | float:
-        """What an unknown element reads as: 1.0, 1, False; 0 for GradScaler's found_inf."""
+        """What an unknown element reads as: 1.0, 1, False."""
         if tensor.dtype == torch.bool:
             return False
-        return getattr(tensor, "_reads_as", 1.0) if tensor.dtype.is_floating_point else 1
+        return 1.0 if tensor.dtype.is_floating_point else 1
 
     def item(self, tensor: Tensor, line: Line | None) -> Any:
         """What the host reads of one element."""
         value = self.get(tensor)
-        if value is not None and value.numel() == 1:
-            return value.item()
-        assumed = self.plausible(tensor)
-        if not hasattr(tensor, "_reads_as"):
-            self.assume(line, "item", assumed)
-        return assumed
+        if value is None or value.numel() != 1:
+            read, self.read_assumed = self.plausible(tensor), True
+        else:
+            read, self.read_assumed = value.item(), is_assumed(value)
+        if self.read_assumed:
+            self.assume(line, "item", read)
+            self.noticed(line, read)
+        return read
+
+    def noticed(self, line: Line | None, read: Any) -> None:
+        """An assumed value was read; a branch may follow from it."""
+        if not self.wraps_reads or isinstance(read, bool):
+            self.branches.read(line, read)
 
     def compare(
         self,
@@ -243,13 +287,20 @@ class Shadows:
         if all(value is not None for value in values):
             return func(*values, **kwargs)
         self.assume(line, name, True)
+        self.branches.read(line, True)
         return True
+
+    def no_overflow(self, found_inf: Tensor, line: Line | None) -> None:
+        """GradScaler looked for an overflow in unknown gradients."""
+        self.assume(line, "found_inf", 0.0)
+        self.copied_in(found_inf, torch.zeros(found_inf.shape))
 
     def on_host(self, source: Tensor, dtype: torch.dtype, line: Line | None) -> Tensor:
         """A host copy of a device tensor: real, unless it is large and unknown."""
         value = self.get(source)
         if value is not None:
-            return value.to(dtype, copy=True)
+            out = value.to(dtype, copy=True)
+            return self._on_host_assumed(out) if is_assumed(value) else out
         if source.numel() * source.element_size() > REAL_COPY_BYTES:
             with self.fake_mode:
                 return torch.empty_strided(source.shape, source.stride(), dtype=dtype, device="cpu")
@@ -257,14 +308,30 @@ class Shadows:
         self.assume(line, "to host", assumed)
         known = self.in_part(source)
         if known is not None:
-            return known.masked_fill(self._unknown(source), assumed).to(dtype)
-        return torch.full(source.shape, assumed, dtype=dtype)
+            return self._on_host_assumed(known.masked_fill(self._unknown(source), assumed).to(dtype))
+        return self._on_host_assumed(torch.full(source.shape, assumed, dtype=dtype))
 
-    def into_host(self, target: Tensor, source: Tensor) -> Tensor:
+    def _on_host_assumed(self, value: Tensor) -> Tensor:
+        self.assumed_on_host = True
+        return mark_assumed(value)
+
+    def follow_on_host(self, name: str, out: Any, operands: Sequence[Tensor], line: Line | None) -> None:
+        """A call of the host on tensors of its own, some of which may hold assumed values."""
+        if not any(is_assumed(t) for t in operands):
+            return
+        for tensor in tensors_in(out):
+            mark_assumed(tensor)
+        if name == "_local_scalar_dense":
+            self.noticed(line, out)
+
+    def into_host(self, target: Tensor, source: Tensor, line: Line | None) -> Tensor:
         """A device tensor copied into a host tensor: a real one stays real."""
-        value = self.get(source)
-        if value is not None and not isinstance(target, FakeTensor):
-            target.copy_(value)
+        if not isinstance(target, FakeTensor):
+            value = self.on_host(source, target.dtype, line)
+            if not isinstance(value, FakeTensor):
+                target.copy_(value)
+            if isinstance(value, FakeTensor) or is_assumed(value):
+                self._on_host_assumed(target)
         return target
 
     def follow(
@@ -286,15 +353,66 @@ class Shadows:
         if overwrites or (len(operands) == 1 and not mutated and _is_view(func)):
             values[0] = self.in_part(operands[0])
         if _is_cheap(name, values, outs):
-            real = self._run_on_host(func, flat, spec, values)
+            counted = histogram_of_integers(name, values, args, kwargs)
+            real = self._run_on_host(func, flat, spec, values) if counted is None else [counted]
             if len(real) == len(outs):
                 if overwrites and self.partial:
                     self._unknown(operands[0]).fill_(False)
                 for out, value in zip(outs, real, strict=True):
                     if out.shape == value.shape:
-                        self.put(out, value)
+                        self.put(out, _marked_as(values, value))
+                return
+        alike = self._of_uniform(func, name, args, values) if len(outs) == 1 and not mutated else None
+        if alike is not None:
+            alike = alike.expand(outs[0].shape)
+            if alike.numel() <= SHADOW_ELEMENTS:  # a large one takes no memory, and nothing is written to it
+                alike = alike.clone(memory_format=torch.contiguous_format)
+            outs[0]._shadow = mark_assumed(alike)  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        if name in SPREAD and outs and values[0] is None:
+            chosen = spread_evenly(name, args, kwargs, outs[-1])
+            if chosen is not None:
+                self.assume(line, name, ASSUMED)
+                self.put(outs[-1], mark_assumed(chosen))
                 return
         self._choose(name, values, operands, outs, mutated, line)
+
+    def _of_uniform(
+        self, func: Any, name: str, args: Sequence[Any], values: Sequence[Tensor | None]
+    ) -> Tensor | None:
+        """The value of all elements of a result, if it follows from what is assumed of unknown ones."""
+        if name in NOT_FINITE and values[0] is None:
+            return torch.zeros((), dtype=torch.bool)
+        if name in COMPARISONS and len(args) == 2:
+            return self._compare_unknown(COMPARISONS[name], args[0], args[1])
+        # Of large tensors that are the same everywhere: `torch.isfinite(gradient).all()`.
+        known = [value for value in values if value is not None]
+        if not known or len(known) < len(values) or not all(map(_is_uniform, known)):
+            return None
+        if name in ("all", "any"):
+            return _first(known[0]).bool()
+        if torch.Tag.pointwise not in func.tags or not all(isinstance(arg, Tensor) for arg in args):
+            return None
+        return func(*map(_first, known))
+
+    def _compare_unknown(self, compare: Callable[..., Any], left: Any, right: Any) -> Tensor | None:
+        """A comparison of unknown values with themselves, with infinity, or of single numbers."""
+        sides = [self._number(side) for side in (left, right)]
+        if any(isinstance(side, Tensor) for side in sides):
+            return None  # known elements that differ
+        itself = left is right and left.is_floating_point()
+        infinite = any(isinstance(side, float) and math.isinf(side) for side in sides)
+        single = all(not isinstance(side, Tensor) or side.numel() == 1 for side in (left, right))
+        return torch.tensor(compare(*sides)) if itself or infinite or single else None
+
+    def _number(self, side: Any) -> Any:
+        """One side of a comparison as a number, plausible where it is unknown; else the known tensor."""
+        if not isinstance(side, Tensor):
+            return side
+        value = self.get(side)
+        if value is None:
+            return self.plausible(side)
+        return value.item() if value.numel() == 1 else value
 
     def _run_on_host(
         self, func: Callable[..., Any], flat: list[Any], spec: Any, values: Sequence[Tensor | None]
@@ -343,7 +461,7 @@ class Shadows:
             last = max(0, (operands[0].shape[-1] if operands and operands[0].dim() else 1) - 1)
             chosen = min(CHOSEN_INDEX, last)
             self.assume(line, name, chosen)
-            self.put(outs[0], torch.full(outs[0].shape, chosen, dtype=outs[0].dtype))
+            self.put(outs[0], mark_assumed(torch.full(outs[0].shape, chosen, dtype=outs[0].dtype)))
             return
         # An absorbing operand decides alone: loops that end at a length do so whatever was drawn.
         short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
@@ -368,6 +486,8 @@ class Shadows:
             if value is None:
                 self.assume(line, "boolean index", "all elements")
                 count, columns = index.numel(), [None] * index.dim()
+            elif value.numel() > SHADOW_ELEMENTS:  # the same everywhere
+                count, columns = index.numel() * bool(_first(value)), [None] * index.dim()
             else:
                 columns = list(value.nonzero(as_tuple=True))
                 count = columns[0].numel()
@@ -399,19 +519,45 @@ class Shadows:
         if all(value is not None for tensor, value in pairs if isinstance(tensor, Tensor)):
             real = func(*host_args, **host_kwargs)
             real = real if isinstance(real, (tuple, list)) else (real,)
-            return [(r.shape, r.dtype, r) for r in real]
+            operands = [value for _, value in pairs if isinstance(value, Tensor)]
+            return [(r.shape, r.dtype, _marked_as(operands, r)) for r in real]
         self.assume(line, name, "all elements")
         arguments = named_arguments(func, args, kwargs)
         return [(shape, dtype, None) for shape, dtype in DYNAMIC[name](arguments)]
+
+
+def _is_uniform(value: Tensor) -> bool:
+    return all(stride == 0 or size == 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def _is_expanded(value: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def _first(value: Tensor) -> Tensor:
+    return value[(0,) * value.dim()]
 
 
 def _is_cheap(name: str, values: Sequence[Tensor | None], outs: Sequence[Tensor]) -> bool:
     """Whether a call can run on its shadows: all are known and small, and it multiplies no matrices."""
     if any(v is None for v in values):
         return False
-    small = sum(v.numel() for v in values if v is not None) <= 4 * SHADOW_ELEMENTS
+    limit = SHADOW_ELEMENTS if any(t.is_floating_point() for t in outs) else _limit(values)
+    small = sum(v.numel() for v in values if v is not None) <= 4 * _limit(values)
     cheap = name not in GEMM and "attention" not in name and name not in WITHOUT_VALUES
-    return small and cheap and sum(t.numel() for t in outs) <= SHADOW_ELEMENTS
+    return small and cheap and sum(t.numel() for t in outs) <= limit
+
+
+def _limit(values: Sequence[Tensor | None]) -> int:
+    """Elements of a result that is kept."""
+    return MOST_ELEMENTS if any(is_spread(value) for value in values) else SHADOW_ELEMENTS
+
+
+def _marked_as(values: Sequence[Tensor | None], value: Tensor) -> Tensor:
+    """A result that rests on assumed values, or on spread choices, does so itself."""
+    if any(is_assumed(operand) for operand in values):
+        mark_assumed(value)
+    return mark_spread(value) if any(is_spread(operand) for operand in values) else value
 
 
 # Calls whose output shapes depend on values

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import re
@@ -24,15 +26,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from leanstep.files import BadInput
+from leanstep.rehearse import refusals
 from leanstep.rehearse.answers import fake_device
 from leanstep.rehearse.answers.fake_device import RehearsalError
-from leanstep.rehearse.events import Launch, Recording, Refusal, Request
+from leanstep.rehearse.events import OOM_MODES, Launch, Recording, Refusal, Request
 from leanstep.script import guard
-from leanstep.script.children import start_program, temporary_folder
+from leanstep.script.children import leave, start_program, temporary_folder, write_result
 from leanstep.script.lines import IN_LEANSTEP, USER, Line, nearest_line, traceback_frames
 from leanstep.script.run import Program, as_main
 
@@ -46,13 +50,6 @@ _START = (
 )
 # Read by torch and by Python when they start: another value needs another interpreter.
 _READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS", "LEANSTEP_CACHE")
-# What CUDA and torch say where there is no real device, or none that is visible.
-_REAL_DEVICE = (
-    "driver version is insufficient",
-    "no CUDA-capable device is detected",
-    "Found no NVIDIA driver",
-    "No CUDA GPUs are available",
-)
 # Exit code of a rehearsal that broke, and where Python leaves the lines of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
 # Seconds that an interrupted program has to leave.
@@ -73,9 +70,22 @@ def rehearse(
     A program that stops before its steps gives a Recording with `ended` and `refused`.
     """
     _validate(request)
+    if request.rank and not request.received:
+        request = replace(request, received=_sent_to(request, quiet))
+    try:
+        return _rehearsed(request, quiet, show)
+    except BadInput as error:
+        raise RehearsalError(str(error)) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RehearsalError(f"TMPDIR: cannot write {error.filename}: {error.strerror}") from None
+
+
+def _rehearsed(request: Request, quiet: bool, show: Callable[[str], None] | None) -> Recording:
     with temporary_folder("leanstep-rehearse-") as folder:
         asked, answered = folder / "request", folder / "recording"
-        environment = {**os.environ, **_rank_environment(request.ranks), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, **_rank_environment(request), "PYTHONUNBUFFERED": "1"}
         environment["PATH"] = _tools(folder, request.device) + os.environ.get("PATH", "")
         environment.pop("TRITON_INTERPRET", None)
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
@@ -86,8 +96,23 @@ def rehearse(
     return got
 
 
+def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
+    """Objects that other ranks send to this one: rehearse one step of rank 0 and of those it sends to."""
+    rank, received = 0, ()
+    while rank < request.rank:
+        before = rehearse(replace(request, rank=rank, received=received, steps=1), quiet=quiet)
+        following = [to for to, _ in before.sent if rank < to <= request.rank]
+        if not following:
+            return ()
+        sender, rank = before, max(following)
+        received = tuple(sent for to, sent in sender.sent if to == rank)
+    return received
+
+
 def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
     """What is known of a program that took its process with it: `os._exit`, a signal."""
+    if code == os.EX_IOERR or not folder.is_dir():
+        return RehearsalError("TMPDIR: the recording cannot be written: the folder is full or gone")
     if code == _OWN_FAILURE:
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
     fault = folder / _FAULTS
@@ -186,8 +211,14 @@ def _validate(request: Request) -> None:
         raise RehearsalError(f"device: unknown {request.device!r}; known: {', '.join(DEVICES)}")
     if request.steps < 1:
         raise RehearsalError(f"steps: expected at least 1, got {request.steps}")
+    if request.oom not in OOM_MODES:
+        raise RehearsalError(f"oom: expected {', '.join(OOM_MODES)}, got {request.oom!r}")
+    if request.patience_s <= 0:
+        raise RehearsalError(f"patience: expected seconds above 0, got {request.patience_s:g}")
     if request.ranks < 1:
         raise RehearsalError(f"ranks: expected at least 1, got {request.ranks}")
+    if not 0 <= request.rank < request.ranks:
+        raise RehearsalError(f"rank: expected 0 to {request.ranks - 1}, got {request.rank}")
     if not request.case:
         try:
             Program.find(request.target, request.module)
@@ -206,15 +237,16 @@ def _tools(folder: Path, device: str) -> str:
     return f"{tool.parent}{os.pathsep}"
 
 
-def _rank_environment(ranks: int) -> dict[str, str]:
+def _rank_environment(request: Request) -> dict[str, str]:
+    """torchrun's variables. Ranks share a machine; one that is not rank 0 counts as alone on its own."""
+    ranks, rank = request.ranks, request.rank
     if ranks == 1:
         return {}
-    size = str(ranks)
     return {
-        "RANK": "0",
+        "RANK": str(rank),
         "LOCAL_RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": "1" if rank else str(ranks),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
     }
@@ -262,43 +294,56 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         os.chdir(folder)
         faulthandler.enable(Path(answered).with_name(_FAULTS).open("w"), all_threads=False)
         fake_device.check()
+        # Its traceback of a shape error is one of internals; the reason comes with the verdict.
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         got: Any = _run(request, _progress_file(Path(answered)))
     except RehearsalError as reason:
         got = reason
     except BaseException:
         traceback.print_exc()
-        os._exit(_OWN_FAILURE)
-    part = Path(answered + ".part")
-    part.write_bytes(pickle.dumps(got))
-    part.replace(answered)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads and exit handlers of the program have nothing to say any more
+        leave(_OWN_FAILURE)
+    write_result(Path(answered), got)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    leave(0)  # threads and exit handlers of the program have nothing to say any more
 
 
 def _run(request: Request, progress: Path) -> Recording:
     import torch
 
-    from leanstep.rehearse.answers import compiled, process_group, stand_ins, torch_cuda, triton_launches
+    from leanstep.rehearse.answers import (
+        compiled,
+        pipeline,
+        process_group,
+        sequences,
+        stand_ins,
+        torch_cuda,
+        triton_launches,
+    )
     from leanstep.rehearse.devices import DEVICES
+    from leanstep.rehearse.out_of_memory import DeviceMemory
     from leanstep.rehearse.steps import Steps, StepsDone
     from leanstep.rehearse.tape import Tape
     from leanstep.rehearse.time_model import Clock
 
     device = DEVICES[request.device]
     recording = Recording(request, torch.__version__)
-    tape = Tape(recording, Clock(device, request.host_us), device.workspace_bytes)
+    memory = DeviceMemory(device.memory_bytes - device.context_bytes, request.oom, threading.get_ident())
+    tape = Tape(recording, Clock(device, request.host_us), memory, device.workspace_bytes)
     torch_cuda.install(tape, device)
     compiled.install(tape, capture=request.compiled)
     triton_launches.install(tape, device)
     stand_ins.install(tape)
-    process_group.install(tape, request.ranks)
+    sequences.install(tape)
+    process_group.install(tape, request.ranks, request.rank)
+    pipeline.install(tape)
     if request.changes:
         from leanstep.rehearse.answers import changes
 
         changes.install(tape, request.changes)
     _follow_threads(tape)
-    steps = Steps(tape, request.steps, progress)
+    steps = Steps(tape, request.steps, request.patience_s, progress)
     steps.watch()
     started = time.perf_counter()
     real_time = time.perf_counter
@@ -343,10 +388,13 @@ def _normal_exit():
 
 def _follow_threads(tape: Any) -> None:
     """A dispatch mode holds for one thread: loaders and prefetchers of the program get it too."""
+    import torch
+
     run = threading.Thread.run
 
     def on_tape(self: threading.Thread) -> None:
         tape.lines.started.add(threading.get_ident())
+        torch._C._set_only_lift_cpu_tensors(True)
         with tape:
             run(self)
 
@@ -415,38 +463,15 @@ def _script_program(request: Request) -> Callable[[], Any]:
 
 def _refusal(failure: BaseException, tape: Any) -> Refusal:
     """One sentence, and the program's own line nearest to the failure."""
-    from torch._subclasses import fake_tensor
-
-    from leanstep.rehearse.answers.torch_cuda import Refused
+    from leanstep.rehearse.branches import NoUpdate
 
     frames = traceback_frames(failure.__traceback__)
     line, deepest = nearest_line(frames, USER), nearest_line(frames) or nearest_line(frames, IN_LEANSTEP)
-    said = next((s for s in str(failure).splitlines() if s.strip()), "")
     if isinstance(failure, SyntaxError) and failure.filename:  # of a file that never ran
         line = deepest = Line(failure.filename, failure.lineno or 0, "<module>")
-    if isinstance(failure, Refused):
-        reason = said
-    elif isinstance(failure, SystemExit):
-        code = failure.code
-        reason = (
-            f"the program ended with exit code {code}"
-            if isinstance(code, int)
-            else f"the program ended: {said}"
-        )
-    elif isinstance(failure, KeyboardInterrupt):
-        reason = "interrupted"
-    elif isinstance(failure, fake_tensor.UnsupportedOperatorException) or "no fake impl" in str(failure):
-        reason = f"a custom op without a fake implementation: {said}"
-    elif isinstance(
-        failure, fake_tensor.DataDependentOutputException | fake_tensor.DynamicOutputShapeException
-    ):
-        reason = f"a shape or value that only the device knows: {said}"
-    elif isinstance(failure, ImportError):
-        reason = f"an import failed: {said}"
-    elif any(text in said for text in _REAL_DEVICE):
-        reason = "a call left the rehearsal and asked CUDA for a real device, of which it sees none"
-    else:
-        reason = f"the program raised {type(failure).__name__}: {said}"
+    if isinstance(failure, NoUpdate):
+        return Refusal(failure.line or line, str(failure))
+    sentence = refusals.reason(failure)
     if line is not None and deepest != line:
-        return Refusal(line, f"{reason[:240]} (in {deepest})")
-    return Refusal(deepest, reason[:300])
+        return Refusal(line, f"{sentence[:240]} (in {deepest})")
+    return Refusal(deepest, sentence[:300])

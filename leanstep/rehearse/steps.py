@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import linecache
+import re
+import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic  # the program's own clock may show predicted time
 from typing import Any
 
 import torch
 
 from leanstep.rehearse.answers.generation import Generations
 from leanstep.rehearse.answers.repeated_calls import RepeatedCalls
-from leanstep.rehearse.events import Step
+from leanstep.rehearse.branches import NoUpdate
+from leanstep.rehearse.events import Alloc, Step
 from leanstep.script.hooks import wrap_closure
 from leanstep.script.phases import PhaseListener, PhaseMarker
 from leanstep.script.steps import StepListener, StepMarker
+
+# Events of the tape without an update after which the program is left: a recording of more takes gigabytes.
+MOST_EVENTS = 2_000_000
+# Updates that may precede a capture: torch's documentation asks for 3, for 11 with DistributedDataParallel.
+MOST_TRIALS = 12
+# Two steps of one batch size allocate the same to this share.
+SAME_BYTES = 0.2
+_CAPTURES = re.compile(r"\bCUDAGraph\(|\bmake_graphed_callables\(|\bcuda\.graph\(")
 
 
 class StepsDone(BaseException):
@@ -25,10 +37,11 @@ class StepsDone(BaseException):
 class Steps(StepListener, PhaseListener):
     """Cuts the tape into steps, where `script.steps` finds their ends or the program's runner says so."""
 
-    def __init__(self, tape: Any, wanted: int, progress: Path | None = None):
-        self.tape, self.wanted, self.progress = tape, wanted, progress
-        # The program may get a clock of its own later.
-        self._now, self._reported = time.perf_counter, 0.0
+    def __init__(self, tape: Any, wanted: int, patience_s: float, progress: Path | None = None):
+        self.tape, self.wanted, self.patience_s, self.progress = tape, wanted, patience_s, progress
+        self._last_update = (0, monotonic())
+        self._num_counted = self._num_trials = 0
+        self._reported = 0.0
         self.marker = StepMarker(self, PhaseMarker(self._position, self))
         self.calls, self.generations = RepeatedCalls(tape), Generations(tape)
         self.by_hand = False  # marked by whoever runs the program
@@ -63,7 +76,7 @@ class Steps(StepListener, PhaseListener):
 
     def _report(self) -> None:
         """What is running, for whoever waits; at most twice per second."""
-        now = self._now()
+        now = monotonic()
         if self.progress is None or now - self._reported < 0.5:
             return
         self._reported = now
@@ -86,6 +99,8 @@ class Steps(StepListener, PhaseListener):
 
     def watch(self) -> None:
         """From now on, until the process ends."""
+        self.tape.check_progress = self.check_progress
+        self.tape.update_replayed = self.mark
         self.marker.__enter__()
         self._follow_backwards()
 
@@ -101,10 +116,21 @@ class Steps(StepListener, PhaseListener):
                 finally:
                     lines.nested[thread] -= 1
             self.tape.backward_begins()
+            self.tape.shadows.branches.backward_began()
             lines.called = lines.here()
             return run_backward(*args, **kwargs)
 
         torch.autograd._engine_run_backward = backward
+
+    def check_progress(self) -> None:
+        """Leave a program that makes no update."""
+        num_events, seconds = self._last_update
+        waited = monotonic() - seconds
+        if self.tape.num_events - num_events < MOST_EVENTS and waited < self.patience_s:
+            return
+        responsible = self.tape.shadows.branches.responsible() or "--patience SECONDS waits longer"
+        calls = f"{self.tape.num_events - num_events:,} calls and allocations"
+        raise NoUpdate(self.tape.lines.here(), f"no update in {calls} ({waited:.0f} s): {responsible}")
 
     def optimizer_begins(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self.tape.lines.phase = "optimizer"
@@ -134,16 +160,50 @@ class Steps(StepListener, PhaseListener):
     def step_ends(self, late: bool) -> None:
         if not self.by_hand:
             groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-            self.mark(groups, self._part_end)
+            if self.tape.capture is not None:  # it happens when the graph is replayed
+                self.tape.capture.updates.append(groups)
+            else:
+                self.mark(groups, self._part_end)
         self._optimizers = {}
 
     def mark(self, groups: Any, end: int | None = None) -> None:
         """A step ends, at this number of events or here."""
         tape, steps = self.tape, self.tape.recording.steps
+        tape.shadows.branches.updated()
+        self._last_update = (tape.num_events, monotonic())
         tape.step_ends(p for group in groups for p in group["params"])
         first = steps[-1].last if steps else 0
         steps.append(Step(tape.step, first, len(tape.recording.events) if end is None else end))
         tape.recording.iterations = self.marker.iterations
         tape.step += 1
-        if tape.step >= self.wanted:
+        self._num_trials += (is_trial := self._is_trial())
+        if not is_trial:
+            self._num_counted += 1
+        if self._num_counted >= self.wanted:
             raise StepsDone
+
+    def _is_trial(self) -> bool:
+        """Whether an update does not count towards the steps that were asked for.
+
+        One that warms up for a capture, or looks for a batch that fits.
+        """
+        if self.by_hand or self._num_trials >= MOST_TRIALS:
+            return False
+        if not self.tape.num_captures and (self.tape.side_streams or _names_graphs()):
+            return True
+        return self._allocates_otherwise() and self.tape.memory.error_is_caught()
+
+    def _allocates_otherwise(self) -> bool:
+        """Whether the last step allocated another amount than the one before it."""
+        recording = self.tape.recording
+        last, before = (
+            sum(e.nbytes for e in recording.events[step.first : step.last] if isinstance(e, Alloc))
+            for step in (recording.steps[-1], recording.steps[max(0, len(recording.steps) - 2)])
+        )
+        return len(recording.steps) == 1 or abs(last - before) > SAME_BYTES * before
+
+
+def _names_graphs() -> bool:
+    """Whether the program's own file captures CUDA graphs."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return file is not None and _CAPTURES.search("".join(linecache.getlines(file))) is not None

@@ -29,7 +29,9 @@ from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import FREE, kernels, registered_cost
 from leanstep.rehearse.lines import WORKSPACE, Lines, Place
+from leanstep.rehearse.out_of_memory import DeviceMemory
 from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, Taped, plan_of
+from leanstep.rehearse.refusals import SPARSE, Refused
 from leanstep.rehearse.shadows import (
     DYNAMIC,
     Shadows,
@@ -53,9 +55,12 @@ QUESTIONS = frozenset(
 FACTORIES = frozenset({"randn", "rand", "empty", "zeros", "ones", "full"})
 FLOATS = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Tensors = Sequence[Tensor]
+STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy"})
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
 # Reads of `leanstep.script.syncs` that a recording calls by another name.
 WAITS = {"scalar": "item"}
+# Events between two looks at whether the program makes updates.
+CHECKED_EVERY = 1024
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
@@ -107,9 +112,16 @@ def _is_recomputed() -> bool:
 class Tape(TorchDispatchMode):
     """Runs a program on fake CUDA tensors and keeps a `Recording` of it."""
 
-    def __init__(self, recording: events.Recording, clock: events.LiveClock, workspace_bytes: int):
+    def __init__(
+        self,
+        recording: events.Recording,
+        clock: events.LiveClock,
+        memory: DeviceMemory,
+        workspace_bytes: int,
+    ):
         super().__init__()
         self.recording, self.clock, self.workspace_bytes = recording, clock, workspace_bytes
+        self.memory = memory
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.lock = threading.RLock()  # it serves one thread at a time; loaders of the program have theirs
         self.shadows = Shadows(self.fake_mode)
@@ -126,6 +138,15 @@ class Tape(TorchDispatchMode):
         self.ranks = 1
         self.in_registers = False  # what the next call makes gets no memory: a compiler would fuse it away
         self.most_on_host = 1 << 30  # floats of a host tensor; more are on their way to the device
+        self.capture: Any = None  # the CUDA graph that is being captured
+        self.num_captures = 0
+        self.captured: set[int] = set()  # storages that captures took
+        self.pools: dict[int, Any] = {}  # storage of a capture's pool -> called when it is released
+        self.side_streams = 0  # entered and not left
+        self.update_replayed: Callable[[Any], None] = lambda groups: None  # a graph with an update ran
+        self._held: list[events.Event] | None = None
+        self.num_events = 0  # of the whole run, in whatever list they are
+        self.check_progress: Callable[[], None] = lambda: None
         self.collective: Any = None  # tapes a call of c10d; set where torch.distributed is answered
         self._names: dict[Any, str] = {}
         self._counters: dict[Any, CountCall | None] = {}
@@ -140,7 +161,13 @@ class Tape(TorchDispatchMode):
 
     def add(self, event: events.Event) -> None:
         self.recording.events.append(event)
-        self.clock.play(event)
+        if self._held is None:
+            self.clock.play(event)
+        else:
+            self._held.append(event)
+        self.num_events += 1
+        if not self.num_events % CHECKED_EVERY:
+            self.check_progress()
 
     @contextlib.contextmanager
     def aside(self):
@@ -151,6 +178,20 @@ class Tape(TorchDispatchMode):
         finally:
             ours = [e for e in self.recording.events if isinstance(e, events.Alloc | events.Free)]
             self.recording.events = taped + ours
+
+    @contextlib.contextmanager
+    def clock_held(self, fuse: Callable[[list[events.Event]], Iterable[events.Event]]):
+        """Play what is taped meanwhile as `fuse` makes it of all of it."""
+        outer, self._held = self._held, []
+        try:
+            yield
+        finally:
+            played, self._held = fuse(self._held), outer
+            if outer is None:
+                for event in played:
+                    self.clock.play(event)
+            else:
+                outer.extend(played)
 
     def wait(self, kind: str, place: Place | None = None, *, counts: bool = True) -> None:
         """The host waits for the device."""
@@ -242,6 +283,7 @@ class Tape(TorchDispatchMode):
     def allocate(self, nbytes: int, shape: tuple[int, ...], dtype: str, place: Place, category: str) -> int:
         """Tape an allocation: its number."""
         number = len(self.recording.storages)
+        self.memory.allocate(number, nbytes)
         made = events.Storage(number, nbytes, shape, dtype, place.line, place.phase, self.step, category)
         self.recording.storages[number] = made
         if nbytes:
@@ -251,17 +293,22 @@ class Tape(TorchDispatchMode):
             self.window_peak_bytes = max(self.window_peak_bytes, self.live_bytes)
         return number
 
+    def _free(self, key: int) -> None:
+        number = self._numbers.pop(key, None)
+        if number is None:
+            return
+        self.release(number)
+        released = self.pools.pop(number, lambda: None)()
+        if released is not None:
+            released(number)
+
     def release(self, number: int) -> None:
-        """Tape the end of an allocation that belongs to no tensor."""
+        """Tape the end of an allocation."""
         storage = self.recording.storages[number]
         if storage.nbytes:
             self.live_bytes -= storage.nbytes
+            self.memory.release(number, storage.nbytes)
             self.add(events.Free(number, self.step))
-
-    def _free(self, key: int) -> None:
-        number = self._numbers.pop(key, None)
-        if number is not None:
-            self.release(number)
 
     def _forget_storage(self, key: int) -> None:
         self._watched.pop(key, None)
@@ -329,6 +376,8 @@ class Tape(TorchDispatchMode):
         if self._is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if name in STRIDED:
+            _check_bounds(func, name, args, kwargs)
         given = Arguments(func, name, args, kwargs, self.fake_mode)
         plan = self._plans.get(given.key)
         if plan is not None:
@@ -340,7 +389,11 @@ class Tape(TorchDispatchMode):
         pinned = kwargs.pop("pin_memory", None)
         if not given.fakes and (where is None or where.type != "cuda"):
             out = self._on_host(func, name, args, kwargs, where)
+            if self.shadows.assumed_on_host:
+                self.shadows.follow_on_host(name, out, given.tensors, self.lines.here())
             return self.pin(out) if pinned and not isinstance(out, FakeTensor) else out
+        if "sparse" in name or any(t.layout is not torch.strided for t in given.tensors):
+            raise Refused(SPARSE)
         if not hasattr(func, "_schema"):  # a higher-order operator: its body comes back here
             with self.fake_mode:
                 return func(*args, **kwargs)
@@ -398,8 +451,6 @@ class Tape(TorchDispatchMode):
 
     def _answer(self, call: DeviceCall) -> Any:
         """Calls through which the host learns something of the device, or copies to it."""
-        if call.name.startswith("_amp_foreach_non_finite"):
-            call.args[1]._reads_as = 0.0
         answer = _ANSWERS.get(call.name)
         if answer is None:
             self._wait_for(call, call.args)
@@ -482,7 +533,7 @@ class Tape(TorchDispatchMode):
             if blocking:
                 self.wait("to host", place)
             if name == "copy_":
-                return self.shadows.into_host(args[0], source)
+                return self.shadows.into_host(args[0], source, place.line)
             return self.shadows.on_host(source, dtype, place.line)
         with self.fake_mode:
             out = args[0]
@@ -530,6 +581,8 @@ class Tape(TorchDispatchMode):
             return mutated[0]  # a real host tensor changed by unknown values keeps its own
         outs = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
         self.shadows.follow(func, name, args, kwargs, outs, mutated, call.place.line)
+        if name.startswith("_amp_foreach_non_finite"):
+            self.shadows.no_overflow(args[1], call.place.line)
         reads = device_tensors((args, kwargs))
         writes = device_tensors(outs) or device_tensors(mutated)
         if not reads and not writes:
@@ -540,7 +593,10 @@ class Tape(TorchDispatchMode):
             reads = _reads(call, reads)
             made, counted = self._price(call, reads, writes, outs)
         self._launch(name, made, reads, writes, call.place, counted)
+        # A plan builds outputs; it does not change the shape of an argument, as `resize_` does.
+        changes_shape = torch.Tag.inplace_view in func.tags
         repeats = given.key is not None and call.read is None and not name.startswith("_amp_")
+        repeats = repeats and not changes_shape
         if repeats and len(self._plans) < MOST_PLANS:
             taped = Taped(made, reads, writes, _traffic(reads, writes), counted)
             self._plans[given.key] = plan_of(name, given.tensors, out, mutated, taped)
@@ -572,10 +628,29 @@ class Tape(TorchDispatchMode):
     def finish(self) -> events.Recording:
         """The recording, complete."""
         record = self.recording
+        if self.memory.num_errors:
+            self.notes["the device was full: torch.OutOfMemoryError was raised"] = self.memory.num_errors
         record.notes = dict(self.notes)
         record.peak_bytes = self.peak_bytes
+        record.branches = self.shadows.branches.listed()
         record.assumed = [events.Assumed(*k[:2], n, k[2]) for k, n in self.shadows.assumed.most_common()]
         return record
+
+
+def _check_bounds(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise for a view beyond its storage, as torch does: fake tensors do not look."""
+    named = named_arguments(func, args, kwargs)
+    tensor, size, stride = named["self"], named["size"], named["stride"]
+    offset = named["storage_offset"]
+    offset = tensor.storage_offset() if offset is None else offset
+    last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=False))
+    elements = 0 if 0 in size else last + 1
+    there = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if elements > there or min(offset, *stride) < 0:
+        raise RuntimeError(
+            f"{name}: size {list(size)}, stride {list(stride)}, storage_offset {offset} need {elements} "
+            f"elements, out of bounds for a storage of {there}"
+        )
 
 
 _ANSWERS: dict[str, Callable[[Tape, DeviceCall], Any]] = {

@@ -64,6 +64,7 @@ def judge(
             {"line": place(a.line), "kind": a.kind, "count": a.count, "value": a.value}
             for a in recording.assumed
         ],
+        "branches": [{**b._asdict(), "line": place(b.line)} for b in recording.branches],
         "notes": [f"{note} ({count})" if count > 1 else note for note, count in recording.notes.items()],
         "refused": None,
     }
@@ -236,12 +237,22 @@ def verdict(report: Data) -> str:
             parts.append(f"the script ended after {report['steps']} of {report['asked_steps']} steps")
         if report["iterations"]:
             parts.append(f"seen: {units.steps(report['steps'], report['iterations'])}")
+        parts += _resting_updates(report["branches"])
     elif report["refused"] is not None:
         stopped = f"stopped at {report['refused']['line']}: {report['refused']['reason']}"
         return f"predicted on {report['device']}: {stopped}; until then {parts[0]}"
     else:
         parts.append(f"the script ended after {report['steps']} steps; two are needed for a step time")
     return f"predicted on {report['device']}: " + "; ".join(parts)
+
+
+def _resting_updates(branches: Sequence[Data]) -> list[str]:
+    """Said where assumed values decided whether an update happened."""
+    lines = list(dict.fromkeys(b["line"] for b in branches if b["decides_update"]))
+    if not lines:
+        return []
+    more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+    return [f"updates rest on an assumed value at {lines[0]}{more}"]
 
 
 def _iteration_text(iteration: Data) -> str:
@@ -374,6 +385,16 @@ def text(report: Data) -> str:
     lines += _phase_lines(report["iteration"])
     lines += _what_if_lines(report)
     tail = []
+    if report["branches"]:
+        first = "; ".join(
+            f"{b['line']} `{b['code'][:60]}` with {b['value']} (x{b['count']})"
+            + (" decides an update" if b["decides_update"] else "")
+            for b in report["branches"][:2]
+        )
+        more = len(report["branches"]) - 2
+        tail.append(
+            f"branches on assumed values  {first}" + (f"; {more} more in the JSON" if more > 0 else "")
+        )
     if report["assumed"]:
         first = "; ".join(
             f"{a['kind']} = {a['value']} at {a['line']} (x{a['count']})" for a in report["assumed"][:2]

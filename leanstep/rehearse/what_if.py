@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from leanstep.rehearse.cuda_allocator import Replay, place, replay
@@ -78,20 +78,22 @@ def without_waits(line: str | None = None) -> Transform:
     return transform
 
 
-def fused(events: Sequence[Event], regions: Mapping[int, Region] | None = None) -> list[Event]:
+def fused(
+    events: Sequence[Event], regions: Mapping[int, Region] | None = None, outlives: Iterable[int] = ()
+) -> list[Event]:
     """Runs of elementwise and row kernels between products as one kernel each.
 
     A fused run reads what comes from outside it and writes what is read after it; products get padded to 16
     bytes. An idea of what a compiler can reach, not a model of one. regions: only inside these, which
-    torch.compile captured.
+    torch.compile captured. outlives: storages that are read after these events.
     """
-    last_read: dict[int, int] = {}
+    last_read = dict.fromkeys(outlives, len(events))
     older: dict[int, int] = {}  # storage -> where it was first read, if that was before it was written
     made: set[int] = set()
     for index, event in enumerate(events):
         if isinstance(event, Launch):
             for storage in event.reads:
-                last_read[storage] = index
+                last_read[storage] = max(index, last_read.get(storage, 0))
                 if storage not in made:
                     older.setdefault(storage, index)
             made.update(event.writes)

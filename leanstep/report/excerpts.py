@@ -21,9 +21,11 @@ def excerpt(file: str, line: int, code: str = "", *, folder: Path | None = None)
 
     Falls back to `code` alone when the file cannot be read or no longer holds that line there.
     """
-    alone = {"start": line, "line": line, "lines": [code], "note": ""}
+    alone = without_file(line, code)
     path = Path(file) if folder is None else folder / file
     try:
+        if not path.is_file():
+            return alone | {"note": f"{file} is not readable any more"}
         if path.stat().st_size > MAX_BYTES:
             return alone | {"note": f"{file} is too large to show"}
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -33,6 +35,11 @@ def excerpt(file: str, line: int, code: str = "", *, folder: Path | None = None)
         return alone | {"note": f"{file} has changed since"}
     first = max(1, line - CONTEXT)
     return {"start": first, "line": line, "lines": lines[first - 1 : line + CONTEXT], "note": ""}
+
+
+def without_file(line: int, code: str) -> dict[str, Any]:
+    """The excerpt of a file that is not read."""
+    return {"start": line, "line": line, "lines": [code], "note": ""}
 
 
 def colour(lines: list[str]) -> list[str]:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 import leanstep
-from leanstep.case import Case, Implementation, Step
+from leanstep.case import Case, Step
+from leanstep.diagnose.recording.torch_hooks import SYNC_WARNING, sync_debug_mode
 from leanstep.files import finite, write_text
 from leanstep.measure.parity import dtype_name, prove_case
 from leanstep.measure.side_by_side import BenchResult, run_bench
@@ -27,8 +28,6 @@ from leanstep.measure.timing import current_device, environment
 Data = dict[str, Any]
 Say = Callable[[str], None]
 PREDICTIONS = Path(__file__).with_name("gpu_predictions.json")
-# Of torch's warning under set_sync_debug_mode.
-_SYNC = "synchronizing CUDA operation"
 
 
 def predict(cases: Sequence[Case], size: str | None = None, say: Say = lambda line: None) -> Data:
@@ -41,7 +40,8 @@ def predict(cases: Sequence[Case], size: str | None = None, say: Say = lambda li
 
     Returns:
         {"leanstep", "torch", "predicted": True, "rows": [{"case", "size", "dtype", "impl", "launches",
-        "host_waits", "above_bytes", "step_s": {device: seconds}}, ...]}; above_bytes: peak above the inputs.
+        "host_waits", "above_bytes", "peak_bytes", "step_s": {device: seconds}}, ...]}; above_bytes: peak
+        above the inputs; peak_bytes: with them.
     """
     from leanstep.rehearse import Request, rehearse
 
@@ -96,7 +96,24 @@ def _predicted(recording: Any) -> Data | None:
     alone = replace(recording, steps=[last])
     timings = {key: last_step(alone, device) for key, device in DEVICES.items()}
     seconds = {key: float(f"{timing.step_s:.5g}") for key, timing in timings.items() if timing is not None}
-    return {"launches": launches, "host_waits": waits, "above_bytes": peak, "step_s": seconds}
+    counts = {"launches": launches, "host_waits": waits, "above_bytes": peak}
+    return {**counts, "peak_bytes": _peak_bytes(recording.events[: last.last]), "step_s": seconds}
+
+
+def _peak_bytes(events: Sequence[Any]) -> int:
+    """The most bytes that the storages of a rehearsal held together, its inputs included."""
+    from leanstep.rehearse.events import Alloc, Free
+
+    live: dict[int, int] = {}
+    total = peak = 0
+    for event in events:
+        if isinstance(event, Alloc):
+            live[event.storage] = event.nbytes
+            total += event.nbytes
+            peak = max(peak, total)
+        elif isinstance(event, Free):
+            total -= live.pop(event.storage, 0)
+    return peak
 
 
 def load_predictions(path: Path | None = None) -> Data:
@@ -130,14 +147,10 @@ def count_syncs(step: Step, device: torch.device) -> tuple[int, str]:
     for _ in range(2):
         step()
     torch.cuda.synchronize(device)
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    found = [warning for warning in caught if _SYNC in str(warning.message)]
+    with sync_debug_mode("warn"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    found = [warning for warning in caught if SYNC_WARNING in str(warning.message)]
     first = f"{Path(found[0].filename).name}:{found[0].lineno}" if found else ""
     return len(found), first
 
@@ -169,7 +182,7 @@ def run_report(
     parts: dict[str, Callable[[Case], None]] = {
         "prove": lambda case: report["prove"].extend(r.to_json() for r in prove_case(case, device=device)),
         "bench": lambda case: _bench(case, report, device, size, budget_s, predictions),
-        "syncs": lambda case: report["syncs"].extend(_syncs(case, device, size)),
+        "syncs": lambda case: report["syncs"].extend(_syncs(case, device, size, predictions)),
     }
     with current_device(device):
         for case in cases:
@@ -197,7 +210,7 @@ def _bench(
 
 def compare(result: BenchResult, predictions: Data, device: str) -> list[Data]:
     """Figures of a bench beside their predictions for `device`: measured, predicted, measured / predicted."""
-    known = {(row["case"], row["size"], row["dtype"], row["impl"]): row for row in predictions["rows"]}
+    known = _by_call(predictions)
     figures: list[Data] = []
     for row in result.rows:
         expected = known.get((result.case, result.size, result.environment.get("dtype"), row.impl))
@@ -215,30 +228,37 @@ def compare(result: BenchResult, predictions: Data, device: str) -> list[Data]:
     return figures
 
 
-def _syncs(case: Case, device: torch.device, size: str | None) -> list[Data]:
-    params = case.params(size or case.size_on(device))
-    workload = case.workload(params, case.dtype_on(device), device)
-    found = []
+def _by_call(predictions: Data) -> dict[tuple[Any, ...], Any]:
+    return {(row["case"], row["size"], row["dtype"], row["impl"]): row for row in predictions["rows"]}
+
+
+def _syncs(case: Case, device: torch.device, size: str | None, predictions: Data) -> list[Data]:
+    """Counted syncs of every fast path beside the predicted ones, None where nobody predicted them."""
+    size, dtype = size or case.size_on(device), case.dtype_on(device)
+    params, known = case.params(size), _by_call(predictions)
+    workload = case.workload(params, dtype, device)
+    rows = []
     for implementation in case.implementations:
-        if implementation.kind == "fast" and implementation.missing(params, device) is None:
-            found.append(_syncs_of(case, implementation, implementation.build(workload), device))
-    return found
-
-
-def _syncs_of(case: Case, implementation: Implementation, step: Step, device: torch.device) -> Data:
-    count, first = count_syncs(step, device)
-    return {"case": case.name, "impl": implementation.name, "syncs": count, "first_at": first}
+        if implementation.kind != "fast" or implementation.missing(params, device) is not None:
+            continue
+        count, first = count_syncs(implementation.build(workload), device)
+        expected = known.get((case.name, size, dtype_name(dtype), implementation.name))
+        predicted = None if expected is None else expected["host_waits"]
+        head = {"case": case.name, "impl": implementation.name}
+        rows.append({**head, "syncs": count, "predicted": predicted, "first_at": first})
+    return rows
 
 
 def shortfalls(report: Data) -> list[str]:
-    """What fell short, one sentence each: proofs, waits of a fast path, parts that did not run."""
+    """What fell short, one sentence each: proofs, waits beyond the predicted, parts that did not run."""
     wrong = [row for row in report["prove"] if not row["ok"]]
-    waits = [row for row in report["syncs"] if row["syncs"]]
+    waits = [row for row in report["syncs"] if row["syncs"] > (row["predicted"] or 0)]
     said = [f"{len(wrong)} proofs failed, first {wrong[0]['case']}/{wrong[0]['impl']}"] if wrong else []
     if waits:
         first = waits[0]
         said.append(
-            f"{len(waits)} fast paths wait, first {first['case']}/{first['impl']} at {first['first_at']}"
+            f"{len(waits)} fast paths wait more often than predicted, first {first['case']}/{first['impl']} "
+            f"at {first['first_at']}: {first['syncs']} instead of {first['predicted'] or 0}"
         )
     said += [f"{p['case']}: {p['part']} did not run: {p['trouble']}" for p in report["problems"]]
     return said

@@ -43,11 +43,18 @@ def add_section(path: str | Path, kind: str, payload: Data) -> None:
 def add_sections(path: str | Path, payloads: dict[str, Data]) -> None:
     """`add_section` for several kinds at once: the page is written once, with all of them or not at all."""
     data = read_page(path)
-    for kind, payload in payloads.items():
-        held = data["sections"].get(kind)
-        data["sections"][kind] = sections.merge(kind, held, sections.prepare(kind, payload))
-    data["written"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    write_text(path, render(data), "--html")
+    is_new = not data["sections"]
+    try:
+        for kind, payload in payloads.items():
+            held = data["sections"].get(kind)
+            data["sections"][kind] = sections.merge(kind, held, sections.prepare(kind, payload))
+        data["written"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        text = render(data)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError, ArithmeticError):
+        if is_new:
+            raise
+        raise BadInput(f"--html: {path} holds sections that cannot be read; {_EXPECTED}") from None
+    write_text(path, text, "--html")
 
 
 def read_page(path: str | Path) -> Data:
@@ -55,7 +62,8 @@ def read_page(path: str | Path) -> Data:
     target = Path(path)
     fresh: Data = {"format": FORMAT, "sections": {}}
     try:
-        text = target.read_text(encoding="utf-8") if target.exists() else ""
+        # A device or a FIFO is written, not read.
+        text = target.read_text(encoding="utf-8") if target.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise BadInput(f"--html: cannot read {path}: {reason}; {_EXPECTED}") from None
@@ -64,13 +72,17 @@ def read_page(path: str | Path) -> Data:
     found = _DATA.search(text)
     try:
         data = json.loads(found.group(1)) if found else None
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         data = None
-    if not isinstance(data, dict) or not isinstance(data.get("sections"), dict):
+    if not isinstance(data, dict) or not _are_objects(data.get("sections")):
         raise BadInput(f"--html: {path} is not a page that leanstep wrote; {_EXPECTED}")
     if data.get("format") != FORMAT:
         raise BadInput(f"--html: {path} has page format {data.get('format')}, this leanstep writes {FORMAT}")
     return data
+
+
+def _are_objects(sections: Any) -> bool:
+    return isinstance(sections, dict) and all(isinstance(section, dict) for section in sections.values())
 
 
 def render(data: Data) -> str:

@@ -41,8 +41,10 @@ def _with_source(report: Data) -> Data:
     folder = Path(report.get("folder", "."))
     findings = []
     for finding in report["findings"]:
-        lines = excerpts.excerpt(finding["file"], finding["line"], finding["code"], folder=folder)
-        findings.append({"source": lines, **finding})
+        if "source" not in finding:
+            lines = excerpts.excerpt(finding["file"], finding["line"], finding["code"], folder=folder)
+            finding = {**finding, "source": lines}
+        findings.append(finding)
     return {**report, "findings": findings}
 
 

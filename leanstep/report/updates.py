@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from leanstep import units
+from leanstep.escape import code_for_markdown, for_markdown
 
 Data = dict[str, Any]
 # Rows that a terminal, a summary or a page shows; the JSON has all of them.
@@ -32,7 +33,7 @@ def _judged(title: str, table: Table, result: Data) -> Group:
 
 def _with_notes(lines: list[str], result: Data) -> str:
     """Lines of Markdown and the notes as a list below them."""
-    return "\n".join([*lines, *[f"- {note}" for note in result["notes"]], ""])
+    return "\n".join([*lines, *[f"- {for_markdown(note)}" for note in result["notes"]], ""])
 
 
 def pair_lines(result: Data) -> Group:
@@ -77,7 +78,8 @@ def _worst(rows: list[Data]) -> Data:
 def pair_markdown(result: Data) -> str:
     """The same for a pull request."""
     mark = "✅" if result["ok"] else "❌"
-    lines = [f"### {mark} `leanstep prove {result['before']} {result['after']}`", "", result["verdict"], ""]
+    title = code_for_markdown(f"leanstep prove {result['before']} {result['after']}")
+    lines = [f"### {mark} {title}", "", for_markdown(result["verdict"]), ""]
     lines += ["| step | loss before | loss after | checks | first or closest | error | bound |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for step, rows in _by_step(result["rows"]).items():
@@ -86,7 +88,13 @@ def pair_markdown(result: Data) -> str:
         shown = [f"{of[step - 1]:.6f}" if len(of) >= step else "-" for of in losses]
         what = f"{worst['what']} {worst['parameter']}".strip()
         passed = f"{sum(row['ok'] for row in rows)}/{len(rows)}"
-        cells = [*shown, passed, f"`{what}`", units.small(worst["error"]), units.small(worst["bound"])]
+        cells = [
+            *shown,
+            passed,
+            code_for_markdown(what),
+            units.small(worst["error"]),
+            units.small(worst["bound"]),
+        ]
         lines.append(f"| {step} | " + " | ".join(cells) + " |")
     return _with_notes(lines, result)
 
@@ -136,10 +144,12 @@ def cuts_lines(result: Data) -> Group:
 def cuts_markdown(result: Data) -> str:
     """The same for a pull request."""
     mark = "✅" if result["ok"] else "❌"
-    lines = [f"### {mark} `leanstep prove {result['script']} --same`", "", result["verdict"], ""]
+    title = code_for_markdown(f"leanstep prove {result['script']} --same")
+    lines = [f"### {mark} {title}", "", for_markdown(result["verdict"]), ""]
     lines += ["| cut | ranks | distance | what it is |", "|---|---|---|---|"]
     for row in result["rows"]:
-        cells = (f"`{row['cut']}`", str(row["ranks"]), units.small(row["distance"]), row["sentence"])
+        sentence = for_markdown(row["sentence"])
+        cells = (code_for_markdown(row["cut"]), str(row["ranks"]), units.small(row["distance"]), sentence)
         lines.append("| " + " | ".join(cells) + " |")
     return _with_notes(lines, result)
 
@@ -175,9 +185,10 @@ def bench_lines(result: Data) -> Group:
 
 def bench_markdown(result: Data) -> str:
     """The same for a pull request."""
-    lines = [f"### `leanstep bench {result['before']} {result['after']}`", "", _gain(result), ""]
+    title = code_for_markdown(f"leanstep bench {result['before']} {result['after']}")
+    lines = [f"### {title}", "", for_markdown(_gain(result)), ""]
     lines += ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in result["rows"]]
+    lines += ["| " + " | ".join(map(for_markdown, _cells(row))) + " |" for row in result["rows"]]
     return _with_notes(lines, result)
 
 
@@ -197,10 +208,12 @@ def invariance_lines(result: Data) -> Group:
 def invariance_markdown(result: Data) -> str:
     """The same for a pull request."""
     mark = "✅" if result["ok"] else "❌"
-    lines = [f"### {mark} `leanstep prove {result['script']} --invariant`", "", result["verdict"], ""]
+    title = code_for_markdown(f"leanstep prove {result['script']} --invariant")
+    lines = [f"### {mark} {title}", "", for_markdown(result["verdict"]), ""]
     lines += ["| the row is | line | op | difference |", "|---|---|---|---|"]
     for row in result["rows"]:
-        place = f"`{row['file']}:{row['line']}` `{row['code']}`"
-        cells = (row["variant"], place, row["op"], units.small(row["difference"]))
+        where = code_for_markdown(f"{row['file']}:{row['line']}")
+        place = f"{where} {code_for_markdown(row['code'])}"
+        cells = (for_markdown(row["variant"]), place, for_markdown(row["op"]), units.small(row["difference"]))
         lines.append("| " + " | ".join(cells) + " |")
     return _with_notes(lines, result)

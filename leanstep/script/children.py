@@ -25,11 +25,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os import _exit as leave
 from pathlib import Path
+from pickle import dumps
 from typing import Any
 
 from leanstep.files import BadInput
 from leanstep.script import guard
+
+# A script may have replaced what the modules hold under these names: `dumps` and `leave` are Python's own.
 
 # Ranks that wait for one that died are ended after this long; so is a script that ignores Ctrl-C.
 GRACE_S = 20.0
@@ -180,7 +184,7 @@ def start(
     """
     if fork and hasattr(os, "fork") and not _uses_cuda():
         return _fork(function, args)
-    payload = pickle.dumps((function, args)).hex()
+    payload = dumps((function, args)).hex()
     # Without clean-up: what a rank's script left behind could wait for ever (run_script).
     program = "import os, pickle, sys; f, a = pickle.loads(bytes.fromhex(sys.argv[1])); f(*a)"
     program += "; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
@@ -219,7 +223,7 @@ def _fork(function: Callable[..., None], args: tuple[Any, ...]) -> Child:
         code = 0
     finally:
         # No clean-up of the parent's: its exit handlers and test session are not the child's.
-        os._exit(code)
+        leave(code)
 
 
 def _default_signals() -> None:
@@ -271,6 +275,8 @@ def call_in_child(function: Callable[..., Any], *args: Any, fork: bool = False) 
                 interrupt_all([child])
                 raise
         if not target.exists():
+            if child.code == os.EX_IOERR:
+                raise BadInput("TMPDIR: the folder for temporary files is full or gone")
             raise RuntimeError(f"{function.__name__}: its process {how_it_ended(child.code)}")
         returned, value = pickle.loads(target.read_bytes())
     if returned:
@@ -291,7 +297,17 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], target: str) ->
         answer = (True, function(*args))
     except BaseException as error:
         answer = (False, error)
-    Path(target).write_bytes(pickle.dumps(answer))
+    write_result(Path(target), answer)
+
+
+def write_result(target: Path, result: Any) -> None:
+    """Pickle it, whole or not at all; a child that cannot write leaves with the code of an I/O error."""
+    part = target.with_suffix(".part")
+    try:
+        part.write_bytes(dumps(result))
+        part.rename(target)
+    except OSError:
+        leave(os.EX_IOERR)
 
 
 @contextlib.contextmanager

@@ -51,13 +51,15 @@ _TRANSFORMS = (
 class Line(NamedTuple):
     """One line of one file. `number` 0: no line; `file` then says what it is.
 
-    `library`: the file belongs to an installed package.
+    `library`: the file belongs to an installed package. `readable`: its text may be shown; not where a
+    stranger's trace named the file.
     """
 
     file: str
     number: int
     function: str = "<module>"
     library: bool = False
+    readable: bool = True
 
     def __str__(self) -> str:
         return f"{self.file.rpartition('/')[2]}:{self.number} {self.function}" if self.number else self.file
@@ -69,7 +71,11 @@ class Line(NamedTuple):
 
     @property
     def code(self) -> str:
-        return linecache.getline(self.file, self.number).strip() if self.number else ""
+        return self.text(self.number).strip() if self.number else ""
+
+    def text(self, number: int) -> str:
+        """A line of the file, without its end; empty where there is none or it may not be read."""
+        return linecache.getline(self.file, number).rstrip("\n") if self.readable else ""
 
     @property
     def statement(self) -> str:
@@ -78,7 +84,7 @@ class Line(NamedTuple):
         for number in range(self.number + 1, self.number + 8):
             if sum(map(text.count, "([{")) <= sum(map(text.count, ")]}")):
                 break
-            following = linecache.getline(self.file, number).strip()
+            following = self.text(number).strip()
             text += following if text.endswith(("(", "[", "{")) else " " + following
         return text
 

@@ -13,6 +13,7 @@ import linecache
 import os
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from leanstep.escape import printable
 from leanstep.files import BadInput
 from leanstep.script.lines import LEANSTEP_FOLDER, TORCH_FOLDER
 
@@ -31,6 +33,14 @@ _RUNS_SCRIPTS = (runpy.__file__, contextlib.__file__)
 
 class Stop(BaseException):
     """Raised through the script to end it early; not an error of the script."""
+
+
+class _Left(BaseException):
+    """The script called os._exit or os.exec*, which would end this process without a report."""
+
+    def __init__(self, call: str, code: int) -> None:
+        super().__init__(call)
+        self.call, self.code = call, code
 
 
 @dataclass(frozen=True)
@@ -131,8 +141,38 @@ def as_main(program: Program, argv: Sequence[str]) -> Iterator[None]:
 
 def run_script(program: Program, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
     """Run a program as `__main__` inside `context`, which is left before anything is printed."""
-    with _streams_survive():
+    with _streams_survive(), _exits_are_seen():
         return _run(program, argv, context)
+
+
+@contextlib.contextmanager
+def _exits_are_seen() -> Iterator[None]:
+    """`os._exit` and `os.exec*` of this process end the script, not the report. Its forks leave as ever."""
+    pid = os.getpid()
+
+    def seen(name: str, original: Any) -> Any:
+        def leave(*args: Any, **kwargs: Any) -> Any:
+            if os.getpid() != pid:
+                return original(*args, **kwargs)
+            is_exit = name == "_exit" and bool(args) and isinstance(args[0], int)
+            call = f"os._exit({args[0]})" if is_exit else f"os.{name}"
+            code = args[0] if is_exit else 1
+            if threading.current_thread() is threading.main_thread():
+                raise _Left(call, code)
+            # An exception would end the thread only.
+            print(f"leanstep: the script left through {call} in a thread: no step is judged", file=sys.stderr)
+            sys.stderr.flush()
+            return exits(code or 2)
+
+        return leave
+
+    exits = os._exit
+    with contextlib.ExitStack() as stack:
+        for name in ("_exit", "execv", "execve"):
+            original = getattr(os, name)
+            setattr(os, name, seen(name, original))
+            stack.callback(setattr, os, name, original)
+        yield
 
 
 @contextlib.contextmanager
@@ -193,6 +233,9 @@ def _run(program: Program, argv: Sequence[str], context: AbstractContextManager[
         return Outcome(stopped=True)
     except SystemExit as error:
         return Outcome(_exit_code(error))
+    except _Left as left:
+        print(f"leanstep: the script left through {left.call}", file=sys.stderr)
+        return Outcome(left.code & 0xFF)
     except KeyboardInterrupt as error:
         _print_traceback(error)
         return Outcome(130, "KeyboardInterrupt", one_line(error))
@@ -207,7 +250,11 @@ def one_line(error: BaseException) -> str:
 
     The last line of a traceback is not it: a compiler's exception ends with advice on how to report it.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its message cannot be printed)"
+    lines = [printable(line.strip()) for line in text.splitlines() if line.strip()]
     shown = lines[: 2 if lines and lines[0].endswith(":") else 1]
     return " ".join([type(error).__name__ + ":" * bool(shown), *shown])
 
@@ -231,7 +278,7 @@ def _print_traceback(error: BaseException) -> None:
         link.__traceback__ = users_traceback(link.__traceback__)
         link = link.__cause__ or link.__context__
     # A script that closed standard error has nowhere to show its traceback, as under Python itself.
-    with contextlib.suppress(ValueError, OSError):
+    with contextlib.suppress(ValueError, OSError, AttributeError):
         traceback.print_exception(error, file=sys.stderr)
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import leanstep
 from leanstep import diagnose
+from leanstep.diagnose import cost, step_clock
 from leanstep.diagnose.outputs import screen
 from leanstep.diagnose.recording import source
 from leanstep.diagnose.recording.lineage import count_distinct
@@ -119,6 +120,33 @@ def test_the_loop_of_leansteps_own_optimizer_is_not_the_users() -> None:
 
     (alone,) = ops_found("loop")
     assert (ops_found("own"), ops_found("own", "loop")) == ([], [alone])
+
+
+@pytest.mark.parametrize("of_others", [0.0, 7.0])
+def test_time_of_other_processes_is_no_part_of_a_step(monkeypatch, tmp_path, of_others) -> None:
+    """A busy machine changes neither the step's time nor the share of a finding."""
+    cost.calibrate()  # once per process, with the real clock
+    statistics, seconds, waited = tmp_path / "schedstat", [0.0], [0.0]
+    monkeypatch.setattr(step_clock, "_SCHEDULER_STATISTICS", statistics)
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: seconds[0])
+    statistics.write_text("123 0 7\n")
+    weight = torch.zeros(8, 8, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 0.1)
+    with diagnose.watch(steps=1, warmup=0) as watch:
+        for _ in range(4):
+            weight.sum().backward()
+            optimizer.step()
+            waited[0] += of_others
+            seconds[0] += 0.5 + of_others
+            statistics.write_text(f"123 {int(waited[0] * 1e9)} 7\n")
+            watch.step()
+    assert watch.step_seconds == pytest.approx(0.5)
+
+
+def test_a_system_without_scheduler_statistics_gives_plain_time(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(step_clock, "_SCHEDULER_STATISTICS", tmp_path / "none")
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: 3.25)
+    assert step_clock.own_seconds() == 3.25
 
 
 def test_the_clock_divides_a_step() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from contextlib import nullcontext
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,9 +14,11 @@ import torch.nn.functional as F
 from gpt.golden import array, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from leanstep.gpt import GPT, GPTConfig, attention
 from leanstep.gpt.attention import (
     PlanCache,
     Rotary,
@@ -24,6 +29,7 @@ from leanstep.gpt.attention import (
     windowed_attention,
 )
 from leanstep.gpt.reference import dense_mask
+from leanstep.recipes.schedules import Schedule
 
 
 def dense(q, k, v, bounds, window, scale):
@@ -89,6 +95,93 @@ def test_flex_plan_sees_the_same_keys():
         flex = windowed_attention(*inputs, make_flex_plan(bounds, window, "cpu"), 0.3)
     band = windowed_attention(*inputs, make_plan(bounds, window, 16, torch.float32), 0.3)
     assert (flex - band).abs().max() < 1e-5
+
+
+@pytest.fixture
+def flex_graphs(monkeypatch):
+    """Flex attention compiled as on a GPU, its graphs run as they are: how often each of them ran."""
+    graphs, compile = [], torch.compile
+
+    def run_as_it_is(graph, inputs):
+        number = len(graphs)
+        graphs.append(0)
+
+        def run(*args):
+            graphs[number] += 1
+            return graph.forward(*args)
+
+        return run
+
+    torch._dynamo.reset()
+    attention._flex_attention.cache_clear()
+    # Flex attention refuses CPU tensors that require grad; no test calls its backward.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(
+            torch, "compile", lambda function, **options: compile(function, backend=run_as_it_is, **options)
+        )
+        attention._flex_attention()
+    yield graphs
+    torch._dynamo.reset()
+    attention._flex_attention.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_the_records_schedule_stays_below_the_limit_of_graphs(flex_graphs):
+    """Windows, tokens and YaRN's scale change in every stage; an evaluation follows each."""
+    schedule, rotary, calls = Schedule.record_74(), Rotary(16, 1024.0, 0.1), 0
+    for stage, following in pairwise(schedule.stages):
+        tokens = stage.tokens // 512
+        for paired, window in itertools.product((False, True), stage.windows):
+            slots, heads = (2 * tokens, 2) if paired else (tokens, 4)
+            plan = make_flex_plan([0, slots // 4, slots], 8 * window, "cpu")
+            inputs = [torch.randn(slots, heads, 16, requires_grad=True) for _ in range(3)]
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    windowed_attention(*inputs, plan, rotary.attention_scale)
+                calls += 1
+        rotary.rescale(8 * stage.windows[1], 8 * following.windows[1])
+    # A call past the limit would run no graph.
+    assert sum(flex_graphs) == calls, flex_graphs
+    assert len(flex_graphs) <= 6, flex_graphs
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention.*")
+def test_the_model_scales_its_queries_for_flex_attention():
+    config = GPTConfig.preset("tiny", dtype="float32", attention_scale=0.37)
+    model = GPT(config, generator=torch.Generator().manual_seed(0))
+    ids, bounds = torch.randint(config.vocab_size, (40,)), torch.tensor([0, 9, 40], dtype=torch.int32)
+    band = model.hidden(ids, bounds)
+    model.plans = PlanCache(flex=True)
+    with torch.no_grad():
+        assert (model.hidden(ids, bounds) - band).abs().max() < 1e-5
+    model.rotary.attention_scale *= 1.5
+    with torch.no_grad():
+        assert (model.hidden(ids, bounds) - band).abs().max() > 1e-3
+
+
+def test_flex_attention_raises_at_the_limit_of_graphs(flex_graphs, monkeypatch):
+    """Without fullgraph Dynamo would call the eager one, which makes T x T scores."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    plan = make_flex_plan([0, 64], 17, "cpu")
+    for dtype, raises in ((torch.float32, False), (torch.float64, True)):
+        inputs = [torch.randn(64, 2, 16, dtype=dtype) for _ in range(3)]
+        expected = pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit) if raises else nullcontext()
+        with torch.no_grad(), expected:
+            windowed_attention(*inputs, plan, 0.3)
+
+
+def test_caches_of_an_evaluation_serve_a_training_step():
+    config = GPTConfig.preset("tiny", dtype="float32")
+    model, fresh = (GPT(config, generator=torch.Generator().manual_seed(0)) for _ in range(2))
+    ids, bounds = torch.randint(config.vocab_size, (40,)), torch.tensor([0, 9, 40], dtype=torch.int32)
+    with torch.inference_mode():
+        model(ids, ids, bounds)
+    for each in (model, fresh):
+        each(ids, ids, bounds).backward()
+    for (name, parameter), same in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        assert (parameter.grad is None and same.grad is None) or torch.equal(parameter.grad, same.grad), name
 
 
 class LargestTensor(TorchDispatchMode):

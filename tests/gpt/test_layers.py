@@ -90,7 +90,8 @@ def test_mix():
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize("starts", [None, [0, 3]])
-def test_heads(paired: bool, extras: bool, starts):
+@pytest.mark.parametrize("q_scale", [1.0, 0.3])
+def test_heads(paired: bool, extras: bool, starts, q_scale: float):
     length, heads, dim = 5, 2, 8
     shape = HeadShape(heads, dim, paired, key_offset=not paired, gated=extras, has_ve=extras)
     bounds = [0, 3, length]
@@ -108,7 +109,7 @@ def test_heads(paired: bool, extras: bool, starts):
     weight, x, resid = draw(shape.model, shape.model), draw(length, shape.model), draw()
 
     def through(projected, weight, x, resid, ve=None, ve_weight=None):
-        q, k, v, gate = Heads.apply(projected, ve, ve_weight, table, mask, plan, shape)
+        q, k, v, gate = Heads.apply(projected, ve, ve_weight, table, mask, plan, shape, q_scale)
         # Any smooth function of all three will do in place of attention.
         y = q * (k.mean(-2, keepdim=True) + (v * k).sum(-2, keepdim=True))
         return AttentionOut.apply(y, gate, weight, x, resid, None, [], plan, shape)
@@ -122,6 +123,10 @@ def test_heads(paired: bool, extras: bool, starts):
     assert table.shape[1] == 1 + paired and torch.equal(through(*arguments), out)
     again = torch.autograd.grad(through(*arguments).square().sum(), arguments)
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+    plain, scaled = (
+        Heads.apply(projected, ve, ve_weight, table, mask, plan, shape, scale)[0] for scale in (1.0, q_scale)
+    )
+    torch.testing.assert_close(scaled, q_scale * plain)
 
 
 def test_attention_weights_fold_lambdas_and_gates():

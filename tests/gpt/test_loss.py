@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.gpt.loss import ahead_targets, check_float8, head_loss
 from leanstep.gpt.reference import softcap_loss
+from leanstep.logprob.engine import tiles
 
 CAP = (23.0, 5.0, 7.5)
 
@@ -29,6 +30,21 @@ def test_vectors(case: int, tile_rows: int):
     assert abs(loss.item() - want) < golden["tolerance"] * len(c["targets"])
     (loss * c["grad_output"]).backward()
     assert (logits.grad - array(c["grad_logits"])).abs().max() < golden["tolerance"]
+
+
+@pytest.mark.parametrize("vocab", [1, 131, 136])
+@pytest.mark.parametrize("softcap", [CAP, None], ids=["cap", "no cap"])
+def test_the_route_of_a_gpu_takes_a_vocabulary_that_is_no_multiple_of_8(vocab, softcap, monkeypatch):
+    hidden, head = torch.randn(41, 24), torch.randn(vocab, 24)
+    targets, mtp = torch.randint(-1, vocab, (41,)), (1.0, 0.5)
+    results = []
+    for route, dtype in ((("cpu",), torch.float64), ((), torch.float32)):
+        monkeypatch.setattr(tiles, "CPU_TYPES", route)
+        leaves = [x.to(dtype).requires_grad_() for x in (hidden, head)]
+        loss = head_loss(*leaves, targets, mtp=mtp, softcap=softcap, transposed=False, tile_rows=7)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for want, got in zip(*results, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * max(float(want.abs().max()), 1.0)
 
 
 def plain_loss(hidden, head, targets, mtp, softcap, transposed):

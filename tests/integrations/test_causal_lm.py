@@ -8,6 +8,7 @@ from integrations.tiny_models import FAMILIES, VOCAB, causal_lm
 from torch import nn
 
 from leanstep.integrations.causal_lm import causal_head, check_head, score_labels
+from leanstep.logprob.engine import lm_head, tiles
 
 
 def labelled(batch=3, length=17, seed=1):
@@ -43,6 +44,29 @@ def test_values_and_gradients_equal_the_models_own_logits(family):
     (logp * upstream - 0.3 * entropy).sum().backward()
     for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=2e-3, atol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_autocast_around_a_trainer_chooses_the_operands(in_fp32, monkeypatch):
+    """fp32 weights under bf16 autocast, TRL's default: on a GPU no product of the head is in fp32."""
+    operands, product = set(), lm_head.product
+
+    def watched(a, b, *args, **options):
+        operands.update((a.dtype, b.dtype))
+        return product(a, b, *args, **options)
+
+    ids, labels = labelled()
+    model = causal_lm("llama")
+    # CPU tensors take the route of a GPU.
+    monkeypatch.setattr(tiles, "CPU_TYPES", ())
+    monkeypatch.setattr(lm_head, "product", watched)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.base_model(input_ids=ids).last_hidden_state
+        outputs = ("mean_logits", "is_top1", "log_sum_sq_probs")
+        scores = score_labels(model, hidden, labels, entropy="grad", outputs=outputs, in_fp32=in_fp32)
+    (scores.logp.sum() + scores.entropy.sum()).backward()
+    assert operands == {torch.float32 if in_fp32 else torch.bfloat16}
+    assert model.lm_head.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "lora"])

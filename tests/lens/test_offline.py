@@ -198,7 +198,7 @@ def test_every_tensor_that_crosses_streams_is_recorded(monkeypatch):
             self.waited.append(event)
 
     class Event:
-        def record(self):
+        def record(self, stream=None):
             pass
 
     main = Stream("main")
@@ -226,6 +226,24 @@ def test_every_tensor_that_crosses_streams_is_recorded(monkeypatch):
         assert inputs[0].data_ptr() in recorded["side"] and not recorded["main"]
         assert worker.apply_ready(optimizer) == 1 and main.waited == [finished]
         assert recorded["main"] == {t.data_ptr() for t in (loss, *grads.values())} and len(grads) > 5
+
+
+def test_the_snapshot_is_ready_on_the_controllers_device(monkeypatch):
+    """The controller is on cuda:1 while cuda:0 is current: its copies are made on a stream of cuda:1."""
+    streams = []
+
+    class Event:
+        def record(self, stream=None):
+            streams.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"stream of {device or 'cuda:0'}")
+    batch, net, inputs = controller_and_inputs()
+    with AsyncLens(net, loss=lambda scores, batch: scores.square().mean(), max_staleness=0) as worker:
+        monkeypatch.setattr(worker, "_run", lambda *_: None)
+        worker._home = torch.device("cuda:1")
+        worker.submit(batch, inputs)
+    assert streams == ["stream of cuda:1"]
 
 
 def test_worker_errors_and_mixed_optimizers_are_raised():

@@ -13,6 +13,8 @@ from leanstep.muon.fused import kernel, launches
 from leanstep.muon.polar import Workspace, plan_polar
 from leanstep.muon.state import Stack, from_master, to_master
 
+pytestmark = pytest.mark.interpreter
+
 
 @pytest.fixture
 def fused(monkeypatch):

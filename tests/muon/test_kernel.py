@@ -113,6 +113,9 @@ def test_tiles_are_chosen_by_the_size_of_the_result():
 def test_stages_fit_into_the_shared_memory_of_the_card(monkeypatch):
     assert kernel._stages((128, 128, 64), 2, None) == 4
     assert [kernel._stages((128, 128, 64), 2, kib * 1024) for kib in (228, 99, 64)] == [4, 3, 2]
+    # The operands of one stage take 48 KiB: a 4090 has room for two buffers, an A100 for three.
+    assert [kernel._stages((128, 256, 64), 2, limit, 1) for limit in (101_376, 166_912)] == [3, 4]
+    assert [kernel._stages((128, 256, 64), 2, limit, 0) for limit in (101_376, 232_448)] == [2, 4]
     cards = {"cuda:0": {"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448}}
     cards["cuda:1"] = {"shared_memory_per_block": 65536}  # as ROCm names it
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -120,6 +123,36 @@ def test_stages_fit_into_the_shared_memory_of_the_card(monkeypatch):
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**cards[str(device)])
     )
     assert [kernel.shared_memory(torch.device(name)) for name in cards] == [232448, 65536]
+
+
+def test_one_stage_has_no_buffer_where_products_read_registers(monkeypatch):
+    """Shared memory of compiled kernels says so: sm_80, sm_89 and sm_120 need one buffer less."""
+    device = torch.device("cuda:0")
+    assert kernel.spare_stages(torch.device("cpu")) == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    spare = {}
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        spare[capability] = kernel.spare_stages(device)
+    assert spare == {(8, 0): 1, (8, 9): 1, (9, 0): 0, (10, 0): 0, (12, 0): 1}
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert kernel.spare_stages(device) == 0
+
+
+def test_a_product_before_hopper_takes_the_stage_that_needs_no_buffer(monkeypatch):
+    """On a 4090 two stages of the large tile are one buffer, and loads would not overlap with products."""
+    launched = {}
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *args, **options: launched.update(options)
+
+    monkeypatch.setattr(kernel, "xxt_kernel", Recorded())
+    monkeypatch.setattr(kernel, "shared_memory", lambda device: 101_376)
+    monkeypatch.setattr(kernel, "spare_stages", lambda device: 1)
+    x = torch.zeros(8, 8, dtype=torch.bfloat16)
+    kernel.xxt(x, torch.zeros(8, 8, dtype=torch.bfloat16), tiles=kernel.LARGE_TILE)
+    assert launched["num_stages"] == 3
 
 
 def test_grids_have_one_dimension_and_launches_a_device(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from leanstep.logprob import LMHead, LoRA, Transform
+from leanstep.logprob.engine import lm_head
 from leanstep.objectives import linear_ahead_cross_entropy, linear_cross_entropy
 
 N, D, V = 11, 5, 23
@@ -212,12 +213,16 @@ class TestCompiled:
         labels[0, :3] = -100
         return hidden.requires_grad_(), weight.requires_grad_(), labels
 
-    @pytest.mark.parametrize("rows", ["all", torch.arange(3, 31)], ids=["all", "given"])
-    def test_a_whole_graph_gives_the_numbers_of_eager(self, rows):
+    @pytest.mark.parametrize(
+        "options", [{}, {"reduction": "sum"}, {"class_weights": torch.rand(50)}], ids=str
+    )
+    @pytest.mark.parametrize("rows", ["all", torch.arange(3, 31), None], ids=["all", "given", "found"])
+    def test_a_whole_graph_gives_the_numbers_of_eager(self, rows, options):
         hidden, weight, labels = self.inputs()
 
         def loss(h, w):
-            return linear_cross_entropy(h.tanh(), w, labels, rows=rows)
+            smoothing = {"label_smoothing": 0.1, "transform": Transform(0.5)}
+            return linear_cross_entropy(h.tanh(), w, labels, rows=rows, **options, **smoothing)
 
         torch._dynamo.reset()
         found, expected = (
@@ -229,16 +234,31 @@ class TestCompiled:
         for got, want in zip(*gradients, strict=True):
             torch.testing.assert_close(got, want)
 
-    # torch's own, where it takes up a broken graph.
-    @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-    def test_rows_that_the_labels_decide_break_the_graph_and_say_so(self):
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_only_the_rows_that_count_enter_the_head(self, reduction, monkeypatch):
+        """Their number is in no graph: other labels compile nothing anew."""
         hidden, weight, labels = self.inputs()
+        heights, run = [], lm_head.product
+        monkeypatch.setattr(
+            lm_head, "product", lambda a, *b, **c: (heights.append(a.shape), run(a, *b, **c))[1]
+        )
 
-        def loss(h, w):
-            return linear_cross_entropy(h, w, labels)
+        def loss(h, w, y):
+            return linear_cross_entropy(h, w, y, reduction=reduction)
 
         torch._dynamo.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported, match='expected "all" or row numbers'):
-            torch.compile(loss, fullgraph=True, backend="aot_eager")(hidden, weight)
-        torch._dynamo.reset()
-        assert torch.equal(torch.compile(loss, backend="aot_eager")(hidden, weight), loss(hidden, weight))
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+        for count in (28, 5, 1, 0):
+            labels[1:] = -100
+            labels[1:].view(-1)[:count] = 3
+            expected = loss(hidden, weight, labels)
+            heights.clear()
+            found = compiled(hidden, weight, labels)
+            torch.testing.assert_close(found, expected, equal_nan=True)
+            entered = int((labels[:, 1:] != -100).sum())
+            assert not entered or {shape[0] for shape in heights} == {entered}
+            gradients = [torch.autograd.grad(v.sum(), (hidden, weight)) for v in (found, expected)]
+            for got, want in zip(*gradients, strict=True):
+                torch.testing.assert_close(got, want, equal_nan=True)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -241,14 +241,29 @@ def test_refusals(call, complaint):
         call(hidden, weight, labels)
 
 
-# torch's own, where it takes up a broken graph.
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_a_compiled_step_gives_the_numbers_of_eager():
+@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+def test_a_compiled_step_gives_the_numbers_of_eager(objective):
     hidden, weight, _, _, labels = batch()
-    reference = torch.randn(S, dtype=torch.float64)
+    reference = torch.randn(S, dtype=torch.float64) if objective == "dpo" else None
 
     def loss(h, w):
-        return linear_preference_loss(h.tanh(), w, labels, reference=reference).loss
+        return linear_preference_loss(h.tanh(), w, labels, objective=objective, reference=reference).loss
 
     torch._dynamo.reset()
-    compare(torch.compile(loss, backend="aot_eager")(hidden, weight), loss(hidden, weight), (hidden, weight))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    compare(compiled(hidden, weight), loss(hidden, weight), (hidden, weight))
+
+
+# torch's own, where it takes up a broken graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_rows_that_the_result_names_break_the_graph_and_say_so():
+    hidden, weight, _, _, labels = batch()
+
+    def sums(h, w):
+        return linear_sequence_logprobs(h, w, labels).sums
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="rows: expected row numbers with fullgraph=True"):
+        torch.compile(sums, fullgraph=True, backend="aot_eager")(hidden, weight)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(sums, backend="aot_eager")(hidden, weight), sums(hidden, weight))

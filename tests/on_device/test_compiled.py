@@ -6,7 +6,6 @@ what only a device can show: no host read in a path, a CUDA graph that replays i
 
 from __future__ import annotations
 
-import contextlib
 import os
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from leanstep.diagnose.recording.torch_hooks import sync_debug_mode
 from leanstep.gpt import GPT, GPTConfig, ReferenceGPT
 from leanstep.lens import lens_loss
 from leanstep.lens.cases import make_batch
@@ -167,16 +167,6 @@ def test_the_model_equals_its_modules_in_fp64(device):
             assert error(parameter.grad, grads[name].grad) < 2e-3, name
 
 
-@contextlib.contextmanager
-def syncs_are_errors():
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 def policy(device):
     hidden, weight, targets = head(device, torch.bfloat16, rows=256, width=128, vocab=1024)
     ones = torch.ones(256, device=device)
@@ -204,7 +194,7 @@ PATHS = {"linear_logprobs": logprobs, "linear_policy_loss": policy, "NorMuon": o
 def test_no_path_waits_for_the_device(name, device):
     step = PATHS[name](device)
     step()
-    with syncs_are_errors():
+    with sync_debug_mode("error"):
         step()
 
 
@@ -213,6 +203,8 @@ def test_no_path_waits_for_the_device(name, device):
 def test_a_cuda_graph_replays_a_path(name, device):
     step = PATHS[name](device)
     stream = torch.cuda.Stream(device)
+    # The inputs are made on the current stream.
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for _ in range(2):
             step()

@@ -56,3 +56,10 @@ def run_script(script: Path, *args: str, capture: Path | None = None, **options:
             os.dup2(kept, 1)
             os.close(kept)
         return Rehearsed(recording, (capture / "printed").read_text(), script)
+
+
+def run_text(folder: Path, text: str, **options: Any) -> Rehearsed:
+    """Rehearse a program given as text."""
+    script = folder / "program.py"
+    script.write_text(text)
+    return run_script(script, capture=folder, **options)

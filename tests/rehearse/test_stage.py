@@ -47,6 +47,13 @@ REFUSED = {
         4,
         "the program raised RuntimeError: CUDA error: invalid device ordinal: cuda:1 where cuda:0 alone is",
     ),
+    "bounds": (
+        "import torch\nx = torch.ones(4, 8, device='cuda')\nx.as_strided((4, 4), (8, 1), 4)\n"
+        "x[2:].as_strided((2, 8), (8, 1), 17)\n",
+        4,
+        "the program raised RuntimeError: as_strided: size [2, 8], stride [8, 1], storage_offset 17 need 33 "
+        "elements, out of bounds for a storage of 32",
+    ),
     "mistake": (
         "import torch\n\ndef inner(x):\n    return x @ x\n\ninner(torch.ones(2, 3, device='cuda'))\n",
         4,

@@ -79,6 +79,7 @@ def test_syncs_are_those_that_torch_warns_about(monkeypatch):
     modes = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
 
     def step():
         if modes[-1:] == ["warn"]:
@@ -88,20 +89,24 @@ def test_syncs_are_those_that_torch_warns_about(monkeypatch):
 
     count, first = gpu_report.count_syncs(step, torch.device("cuda"))
     assert count == 1 and first.startswith("test_gpu_report.py:")
-    assert modes == ["warn", "default"]
+    assert modes == ["warn", 0]
 
 
 def test_what_fell_short_is_said_in_order():
     row = {"case": "toy", "impl": "leanstep"}
     report = {
         "prove": [{**row, "ok": True}, {**row, "ok": False}],
-        "syncs": [{**row, "syncs": 2, "first_at": "loss.py:7"}],
+        "syncs": [{**row, "syncs": 2, "predicted": 1, "first_at": "loss.py:7"}],
         "problems": [{"case": "toy", "part": "bench", "trouble": "RuntimeError: no"}],
     }
     said = gpu_report.shortfalls(report)
     assert said[0] == "1 proofs failed, first toy/leanstep"
     assert "toy/leanstep at loss.py:7" in said[1] and said[2] == "toy: bench did not run: RuntimeError: no"
-    assert gpu_report.shortfalls({"prove": [], "syncs": [{**row, "syncs": 0}], "problems": []}) == []
+    # A healthy device waits as often as predicted: dpo once, grpo-step 14 times.
+    healthy = [{**row, "syncs": 0, "predicted": None}, {**row, "syncs": 14, "predicted": 14}]
+    assert gpu_report.shortfalls({"prove": [], "syncs": healthy, "problems": []}) == []
+    unknown = [{**row, "syncs": 1, "predicted": None, "first_at": "loss.py:7"}]
+    assert len(gpu_report.shortfalls({"prove": [], "syncs": unknown, "problems": []})) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import linecache
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +44,7 @@ def without_allowed(findings: Sequence[Finding]) -> tuple[list[Finding], int]:
 
 def _is_allowed(finding: Finding) -> bool:
     for line in (finding.line, *finding.callers):
-        match = _ALLOW.search(linecache.getline(line.file, line.number))
+        match = _ALLOW.search(line.text(line.number))
         if match and finding.rule in re.split(r"[,\s]+", match[1]):
             return True
     return False
@@ -61,7 +60,7 @@ def mark_baselined(findings: Sequence[Finding], path: str | Path) -> None:
             known[key] = max(known.get(key, 0), int(entry["count"]))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
         raise ValueError(f"{path} is no baseline file (--write-baseline makes one)") from None
     for finding in findings:
         finding.baselined = finding.key in known and finding.count <= TOLERANCE * known[finding.key]

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from leanstep.escape import printable
+
 # How far a count may move before it is called grown or shrunk.
 THRESHOLD = 0.10
 KINDS = ("new", "grown", "shrunk", "gone")
@@ -36,12 +38,24 @@ def read_report(path: str) -> dict[str, Any]:
     """A report of `leanstep diagnose --json`; raises ValueError when the file is none."""
     try:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
-        _by_key(report["findings"])
+        report["findings"] = [_checked(finding) for finding in report["findings"]]
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         raise ValueError(f"{path} is no report of leanstep diagnose --json") from None
     return report
+
+
+def _checked(finding: dict[str, Any]) -> dict[str, Any]:
+    """A finding of a file that anybody may have written: the right types, and text that can be printed."""
+    texts = {name: printable(_of_type(finding[name], str)) for name in ("rule", "file", "code")}
+    return {**texts, "line": _of_type(finding["line"], int), "count": _of_type(finding["count"], int)}
+
+
+def _of_type(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
 
 
 def _key(finding: dict[str, Any]) -> tuple[str, str, str]:

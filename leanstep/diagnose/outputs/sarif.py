@@ -12,6 +12,7 @@ import leanstep
 from leanstep.diagnose.outputs.screen import cost_text
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import Finding
+from leanstep.escape import code_for_markdown, for_markdown
 from leanstep.script.lines import Line, short_path
 
 SCHEMA_URI = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -81,7 +82,7 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
 
 def as_markdown(findings: Sequence[Finding], title: str) -> str:
     """A table, one row a finding, for a job's summary or a comment of your own."""
-    lines = [f"### leanstep diagnose {title}", ""]
+    lines = [f"### leanstep diagnose {for_markdown(title)}", ""]
     shown = [finding for finding in findings if not finding.baselined]
     if not shown:
         return "\n".join([*lines, "Nothing to complain about.", ""])
@@ -89,8 +90,8 @@ def as_markdown(findings: Sequence[Finding], title: str) -> str:
     for finding in shown:
         line = users_line(finding)
         cells = (
-            str(finding.rank), f"`{finding.rule}`", f"`{line.place}`",
-            finding.amount, cost_text([finding]), finding.short_fix,
+            str(finding.rank), f"`{finding.rule}`", code_for_markdown(line.place),
+            for_markdown(finding.amount), for_markdown(cost_text([finding])), for_markdown(finding.short_fix),
         )  # fmt: skip
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, ""])

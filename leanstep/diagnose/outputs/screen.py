@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import platform
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from leanstep.diagnose.cost import is_small
 from leanstep.diagnose.recording import source
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import Finding
+from leanstep.escape import for_workflow
 from leanstep.script.lines import Line, short_path
 from leanstep.script.marks import OTHER
 
@@ -371,7 +371,7 @@ def explain(entry: Entry) -> str:
 def _excerpt(line: Line, around: int = 3) -> list[str]:
     found = []
     for number in range(max(1, line.number - around), line.number + around):
-        text = linecache.getline(line.file, number).rstrip()
+        text = line.text(number).rstrip()
         if text or number == line.number:
             found.append(f"  {'>' if number == line.number else ' '} {number:4}  {text}")
     return found
@@ -384,16 +384,11 @@ def annotation_lines(findings: Sequence[Finding]) -> list[str]:
         if f.baselined:
             continue
         line = f.callers.most_common(1)[0][0] if f.line.library and f.callers else f.line
-        title = _escape(f"leanstep {f.rule}", property=True)
-        message = _escape(f"{f.what} {f.fix}")
+        title = for_workflow(f"leanstep {f.rule}", property=True)
+        message = for_workflow(f"{f.what} {f.fix}")
         # A trace without stacks knows no file.
-        where = f"file={_escape(short_path(line.file), property=True)},line={line.number}," * bool(
+        where = f"file={for_workflow(short_path(line.file), property=True)},line={line.number}," * bool(
             line.number
         )
         commands.append(f"::warning {where}title={title}::{message}")
     return commands
-
-
-def _escape(text: str, property: bool = False) -> str:
-    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return text.replace(":", "%3A").replace(",", "%2C") if property else text

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from leanstep.diagnose.step_clock import own_seconds
 from leanstep.script.lines import LIBRARY, USER, Line, judge_code
 
 Place = tuple[str, int]
@@ -147,14 +148,14 @@ class CompiledCode:
         def compiling(output: Any, gm: Any, example_inputs: Any) -> Any:
             graph = self._graph_of(output, gm)
             self._current.append(graph)
-            begin = time.perf_counter()
+            begin = own_seconds()
             try:
                 if graph.backend == "inductor":
                     self._read_inductor()
                 compiled = original(output, gm, example_inputs)
             finally:
                 self._current.pop()
-                graph.seconds = time.perf_counter() - begin
+                graph.seconds = own_seconds() - begin
             self._graphs[graph.function, graph.place] = graph
 
             def counted(*args: Any) -> Any:

@@ -22,7 +22,8 @@ class ReadCounter:
     def __init__(self, recorder: Any) -> None:
         self.recorder = recorder
         self.copies = HostCopies()
-        self.total = 0
+        # Of tensors on a device, which torch's sync debugging sees as well.
+        self.on_device = 0
 
     def on_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a Python-level call that may be a read."""
@@ -57,6 +58,7 @@ class ReadCounter:
                     target.requires_grad
                     or storage in recorder.parameters
                     or storage in recorder.state.tainted
+                    or storage in recorder.state.gradients_under_way
                 )
             phase = BACKWARD if in_engine else OPTIMIZER if recorder.stepping else FORWARD
             self.count(kind, target, site, phase, flags, tainted)
@@ -77,7 +79,8 @@ class ReadCounter:
             return
         state = recorder.state
         state.num_reads += 1
-        self.total += 1
+        if recorder.accelerator if target is None else target.device.type != "cpu":
+            self.on_device += 1
         if tainted or recorder.accelerator or target is None:
             state.count_read(site, kind, phase, "of the model" if tainted else "of data")
         else:

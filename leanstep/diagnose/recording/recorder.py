@@ -6,7 +6,9 @@ strides, versions and rows only past the byte thresholds. No value on a device i
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -118,6 +120,7 @@ class Recorder(RunRecord):
         elif op.built_in:
             op.outs = output_tensors(out)
             _add_sizes(op)
+            self._note_gradients(op.outs)
         else:
             self._follow_inputs(op)
             if info.writes and not op.in_engine and not op.created_node:
@@ -130,6 +133,12 @@ class Recorder(RunRecord):
             self._copies.follow(op.tensors, out)
         if info.counted:
             self.state.count(op)
+
+    def _note_gradients(self, outs: Sequence[Tensor]) -> None:
+        """What an autograd node computes is a gradient, also where it met no weight: hooks may read it."""
+        for tensor in outs:
+            with contextlib.suppress(RuntimeError):
+                self.state.gradients_under_way.add(storage_of(tensor))
 
     def _on_rename(self, info: OpInfo, args: tuple[Any, ...], out: Any) -> None:
         """Saving a tensor for the backward detaches it: the most frequent op of all, and no work."""
@@ -234,7 +243,7 @@ class Recorder(RunRecord):
                 trained = True
             if self._log_weight(op, tensor, storage):
                 tainted = tainted or storage in self.parameters
-            elif storage in state.tainted or tensor.requires_grad:
+            elif storage in state.tainted or storage in state.gradients_under_way or tensor.requires_grad:
                 tainted = True
             else:
                 data_inputs.append((storage, tensor))

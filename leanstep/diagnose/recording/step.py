@@ -99,6 +99,8 @@ class StepState:
     def __init__(self, run: RunRecord) -> None:
         self.run = run
         self.tainted: set[int] = set()
+        # Storages of the gradients of the running backward.
+        self.gradients_under_way: set[int] = set()
         self.churn = Churn()
         # Ops, FLOPs and written bytes of the whole recording.
         self.total = Amount()
@@ -268,6 +270,7 @@ class StepState:
         """The backward has run: what was saved for it is free again."""
         self.backward_runs += 1
         self.zero_storages.clear()
+        self.gradients_under_way.clear()
         for storage in self.used:
             parameter = self.run.parameters.get(storage)
             tensor = parameter.tensor() if parameter is not None else None

@@ -181,13 +181,16 @@ class SavedHooks:
             switch._saved_tensors_hooks_disable, switch._saved_tensors_hooks_enable = disable, enable
 
 
+# Of torch's warning at a synchronising call under set_sync_debug_mode("warn").
+SYNC_WARNING = "synchronizing CUDA operation"
+
+
 @contextmanager
 def sync_debug(recorder: Any) -> Iterator[None]:
     """Let torch warn at every synchronising call, and compare their number with the counted reads."""
     if not torch.cuda.is_available():
         yield
         return
-    before = torch.cuda.get_sync_debug_mode()
     show = warnings.showwarning
     seen = 0
 
@@ -195,27 +198,46 @@ def sync_debug(recorder: Any) -> Iterator[None]:
         message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
         nonlocal seen
-        if "synchronizing CUDA operation" not in str(message):
+        if SYNC_WARNING not in str(message):
             show(message, category, filename, lineno, file, line)
         elif recorder.active:
             seen += 1
 
-    torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=".*synchronizing CUDA operation.*")
+        warnings.filterwarnings("always", message=f".*{SYNC_WARNING}.*")
         warnings.showwarning = count
         try:
-            yield
+            with sync_debug_mode("warn"):
+                yield
         finally:
-            warnings.showwarning = show
-            torch.cuda.set_sync_debug_mode(before)
-            text = disagreement(recorder.reads.total, seen)
+            text = disagreement(recorder.reads.on_device, seen)
             if text is not None:
                 recorder.note("dropped", "", text)
 
 
+@contextmanager
+def sync_debug_mode(mode: str) -> Iterator[None]:
+    """torch's sync debugging in `mode`, and as it was before afterwards.
+
+    The first call of a process warns of a prototype, after the mode is set. Where warnings are errors, that
+    one must not leave the mode behind.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        _set_quietly(mode)
+        yield
+    finally:
+        _set_quietly(before)
+
+
+def _set_quietly(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 def disagreement(counted: int, seen: int) -> str | None:
-    """What to say when torch's sync warnings and the counted reads differ by over a tenth, else None."""
+    """What to say when torch's sync warnings and the reads of a device's tensors differ by over a tenth."""
     if abs(counted - seen) <= 0.1 * max(counted, seen):
         return None
     return f"torch warned of {seen} synchronising calls, {counted} host reads were counted"

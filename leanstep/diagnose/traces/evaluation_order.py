@@ -16,6 +16,8 @@ MODULE = "a module's forward"
 # A call always leaves a frame; an operator or an index may be one of plain Python numbers.
 _SURE, _MAYBE, _FAR = 20, 1, 10**6
 _MAX_WORK = 4_000_000
+# Bytes of a source file.
+_MAX_SOURCE = 4_000_000
 
 _OPERATORS: dict[type, tuple[str, ...]] = {
     ast.Add: ("::add", "::add_", "__radd__"), ast.Sub: ("::sub", "::sub_", "::rsub", "__rsub__"),
@@ -265,8 +267,18 @@ class Slots(ast.NodeVisitor):
         return _FAR
 
 
+def is_source(file: str) -> bool:
+    """Whether a file that a trace names is a Python file of the size that people write."""
+    try:
+        return file.endswith(".py") and Path(file).is_file() and Path(file).stat().st_size <= _MAX_SOURCE
+    except (OSError, ValueError):
+        return False
+
+
 @cache
 def _tree(file: str) -> ast.Module | None:
+    if not is_source(file):
+        return None
     try:
         return ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError, RecursionError):

@@ -12,6 +12,7 @@ import codecs
 import gzip
 import itertools
 import json
+import math
 import re
 import zlib
 from array import array
@@ -24,11 +25,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from leanstep.escape import printable
+
 CHUNK = 1 << 20
 # About 160 bytes each, with what the timeline and the rules make of them.
 MAX_EVENTS = 1_000_000
 # No event of a real trace is longer; text that does not close within it is no JSON.
 MAX_VALUE = 1 << 25
+# Characters of a name that are held; elements of a tensor.
+MAX_NAME, MAX_DIM = 8192, 2**48
 # Marks of a step have a name and times, no shapes and stacks.
 MAX_MARK = 1 << 14
 _MARK = re.compile(r'"(ProfilerStep#\d+|Optimizer\.step#[^"]*)"')
@@ -124,14 +129,16 @@ class Trace:
             return
         try:
             start, duration = float(event["ts"]), float(event.get("dur", 0.0))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return
+        if not (math.isfinite(start) and math.isfinite(duration)):
             return
         part = self.part
         if part is not None and (start > part.until or start + duration < part.start):
             return
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
-        name, detail, link = str(event["name"]), 0, -1
+        name, detail, link = printable(str(event["name"])[:MAX_NAME]), 0, -1
         # Torch 2.8 wraps what runs inside a function that the profiler's start found running once more.
         if kind == FRAME and name.startswith("<function "):
             return
@@ -144,7 +151,7 @@ class Trace:
                 self.forward_thread[index] = forward
             stack = args.get("Call stack")
             if stack:
-                self.stack_of[index] = self.stacks.number(str(stack))
+                self.stack_of[index] = self.stacks.number(printable(str(stack)))
         elif kind == FRAME:
             # An address in a name would make every object's method a name of its own.
             found = _ADDRESS.search(name)
@@ -170,20 +177,24 @@ class Trace:
 
     def _shape(self, args: dict[str, Any]) -> int:
         dims = args.get("Input Dims", args.get("Input dims"))
-        if dims is None:
+        if not isinstance(dims, list):
             return 0
-        types, strides = args.get("Input type", ()), args.get("Input Strides", ())
-        return self.shapes.number((_frozen(dims), _frozen(types), _frozen(strides)))
+        others = (args.get(name) for name in ("Input type", "Input Strides"))
+        types, strides = (_frozen(other) if isinstance(other, list) else () for other in others)
+        return self.shapes.number((_frozen(dims), types, strides))
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _frozen(value: Any, depth: int = 0) -> Any:
+    """Lists as tuples; what the profiler never writes (objects, deep lists) as None."""
+    if isinstance(value, list) and depth < 8:
+        return tuple(_frozen(item, depth + 1) for item in value)
+    return value if isinstance(value, (int, float, str)) else None
 
 
 def _integer(value: Any) -> int:
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return -1
     # Sequence numbers are unsigned in C++; what does not fit is "none".
     return number if -(2**63) <= number < 2**63 else -1
@@ -211,8 +222,11 @@ class Tensors:
                 self._add(dim, "float", stride)
 
     def _add(self, dim: Any, kind: str, stride: Any) -> None:
-        if not isinstance(dim, tuple) or not all(isinstance(size, int) for size in dim):
+        if not isinstance(dim, tuple) or not all(type(size) is int and 0 <= size <= MAX_DIM for size in dim):
             return
+        if math.prod(dim) > MAX_DIM:
+            return
+        stride = stride if isinstance(stride, tuple) and all(type(s) is int for s in stride) else ()
         self.dims.append(dim)
         self.types.append(kind)
         self.strides.append(stride)
@@ -326,7 +340,7 @@ def _marks(text: _Text) -> Iterator[Mark]:
                 event, _ = _DECODER.raw_decode(text.buffer, text.buffer.rindex("{", 0, found.start()))
                 if _CATEGORIES.get(str(event["cat"]).lower()) == NOTE:
                     yield found[1], float(event["ts"]), float(event["ts"]) + float(event["dur"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue
         if text.ended:
             return
@@ -368,6 +382,8 @@ def _part(text: _Text, share_of: Callable[[int], float]) -> Part | None:
 def read_trace(path: str) -> Trace:
     """The columns of a trace, `.gz` or not; raises ValueError with one line that says what is wrong."""
     file = Path(path)
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise ValueError(f"{path} is no regular file; expected a trace of torch.profiler")
     if file.is_dir():
         raise ValueError(f"{path} is a folder; expected a trace.json or trace.json.gz of torch.profiler")
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from leanstep.diagnose.traces.evaluation_order import MODULE, slots_of
+from leanstep.diagnose.traces.evaluation_order import MODULE, is_source, slots_of
 from leanstep.diagnose.traces.timeline import Timeline, is_accumulate, node_name
 from leanstep.diagnose.traces.trace_file import FRAME, NOTE, OP
 from leanstep.script.lines import LIBRARY, UNKNOWN, USER, Line, Site, judge_code
@@ -37,11 +37,16 @@ _KNOWN = (
 
 
 class Places:
-    """Sites of a trace's events. `roots`: folders in which the trace's files are looked for."""
+    """Sites of a trace's events.
+
+    roots: folders in which the trace's files are looked for. A trace may come from anybody: only Python files
+    inside these folders and the working directory are shown.
+    """
 
     def __init__(self, timeline: Timeline, roots: tuple[Path, ...] = ()) -> None:
         self.timeline = timeline
         self._roots = (*roots, Path.cwd())
+        self._readable: dict[str, bool] = {}
         self._judged: dict[int, tuple[int, str, int, str] | None] = {}
         self._lines: dict[int, int | None] = {}
         self._aligned: set[int] = set()
@@ -123,7 +128,15 @@ class Places:
         if frame not in self._aligned:
             self._aligned.add(frame)
             self._align(frame, file, number, function)
-        return Line(file, self._lines.get(child) or number, function, bool(flag & LIBRARY))
+        line = self._lines.get(child) or number
+        return Line(file, line, function, bool(flag & LIBRARY), self._may_read(file))
+
+    def _may_read(self, file: str) -> bool:
+        if file not in self._readable:
+            path = Path(file).resolve()
+            inside = any(path.is_relative_to(root.resolve()) for root in self._roots)
+            self._readable[file] = inside and is_source(str(path))
+        return self._readable[file]
 
     def _align(self, frame: int, file: str, number: int, function: str) -> None:
         found = slots_of(file, number, function)
@@ -231,7 +244,8 @@ class Places:
         for text in stack.split(";"):
             verdict = self.judge_text(text.strip())
             if verdict is not None and (not lines or verdict[0] & USER):
-                lines.append(Line(verdict[1], verdict[2], verdict[3], bool(verdict[0] & LIBRARY)))
+                flag, file, number, function = verdict
+                lines.append(Line(file, number, function, bool(flag & LIBRARY), self._may_read(file)))
                 if verdict[0] & USER:
                     break
         return self._intern(lines[0], lines[1] if len(lines) > 1 else None) if lines else None

@@ -22,6 +22,7 @@ from leanstep.diagnose.traces.timeline import Gap, Timeline, each, is_launch
 from leanstep.diagnose.traces.trace_file import KERNEL, NOTE, OP, read_trace
 from leanstep.diagnose.traces.trace_lines import Places
 from leanstep.diagnose.traces.trace_steps import StepBuilder
+from leanstep.escape import printable
 from leanstep.script.lines import UNKNOWN_LINE, Line, Site
 from leanstep.units import seconds as in_words
 
@@ -31,9 +32,9 @@ _COLLECTIVE = re.compile(r"nccl|all_?reduce|reduce_?scatter|all_?gather", re.IGN
 
 
 class TraceRun:
-    """One trace, judged."""
+    """One trace, judged. sources: further folders whose files may be shown."""
 
-    def __init__(self, path: str, limits: Limits | None = None) -> None:
+    def __init__(self, path: str, limits: Limits | None = None, sources: tuple[Path, ...] = ()) -> None:
         self.limits = limits or Limits()
         trace = read_trace(path)
         if not any(kind == OP for kind in trace.kind):
@@ -42,7 +43,7 @@ class TraceRun:
                 "[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
             )
         self.timeline = Timeline(trace)
-        self.places = Places(self.timeline, (Path(path).resolve().parent,))
+        self.places = Places(self.timeline, (Path(path).resolve().parent, *sources))
         self.builder = StepBuilder(self.timeline, self.places, self.limits)
         self.steps: list[StepRecord] = self.builder.steps
         for step, (low, high) in zip(self.steps, self.timeline.windows, strict=True):
@@ -62,7 +63,9 @@ class TraceRun:
     def device(self) -> str:
         devices = self.timeline.trace.facts.get("deviceProperties")
         names = [d.get("name") for d in devices if isinstance(d, dict)] if isinstance(devices, list) else []
-        return str(names[0]) if names and names[0] else "a GPU" if self.timeline.has_device else "CPU only"
+        if names and names[0]:
+            return printable(str(names[0]))
+        return "a GPU" if self.timeline.has_device else "CPU only"
 
     @property
     def facts(self) -> list[str]:

@@ -14,6 +14,7 @@ of one chunk.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -132,8 +133,31 @@ def gradient_source(source: RowSource) -> RowSource:
     The backward then puts them in their places, so that the zeros of other rows need not be multiplied.
     """
     if source.rows is None or not on_gpu(source.hidden.device):
+        return unrounded_source(source)
+    shape = (source.num_rows, source.hidden.shape[1])
+    return unrounded_source(RowSource(source.hidden.new_empty(()).expand(shape), None))
+
+
+def unrounded_source(source: RowSource) -> RowSource:
+    """The same rows for gradients that must not be rounded yet: fp16 ones stay in fp32 until the backward.
+
+    Their loss scale arrives there; without it many of them are below fp16's smallest number.
+    """
+    if source.hidden.dtype != torch.float16:
         return source
-    return RowSource(source.hidden.new_empty(()).expand(source.num_rows, source.hidden.shape[1]), None)
+    stand_in = source.hidden.new_empty((), dtype=torch.float32).expand(source.hidden.shape)
+    return RowSource(stand_in, source.rows)
+
+
+def gradient_scale(head: Head, divisor: float) -> float:
+    """A power of two for the logit gradients of fp16 products, which are formed without a loss scale.
+
+    Args:
+        divisor: what the loss is divided by, about: its row gradients are that much smaller than one.
+    """
+    if head.operand_dtype != torch.float16:
+        return 1.0
+    return 2.0 ** math.floor(math.log2(max(divisor, 1.0)))
 
 
 def most_saved_rows(chunks: Sequence[Chunk]) -> int:
@@ -162,7 +186,8 @@ def form_by_chunks(
     sums: HeadSums | None = None
     memory: TileMemory | None = early
     if any(wanted):
-        sums = replace(call, source=gradient_source(call.source)).head_sums(wanted, early)
+        low = None if call.low is None else unrounded_source(call.low)
+        sums = replace(call, source=gradient_source(call.source), low=low).head_sums(wanted, early)
         if early is None:
             memory = ChunkBuffer(weight, call.logit_dtype, most_saved_rows(chunks), call.head.columns)
     saved = None
@@ -200,6 +225,7 @@ class _LossWithGradients(torch.autograd.Function):
         wanted = [grad_mode and t is not None and t.requires_grad for t in tensors]
         outputs, ctx.gradients = loss.form(wanted)
         ctx.name, ctx.hidden_shape = loss.name, hidden.shape
+        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
         ctx.rows = loss.source.rows if on_gpu(hidden.device) else None
         ctx.mark_non_differentiable(*(t for t in outputs[1:] if t is not None))
         return tuple(outputs)
@@ -216,6 +242,8 @@ class _LossWithGradients(torch.autograd.Function):
         for grad in () if _is_one_on_host(g) else gradients:
             if grad is not None:
                 grad.mul_(g)
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        gradients = HeadGradients(*[None if grad is None else grad.to(dtype) for grad, dtype in pairs])
         if ctx.rows is not None and gradients.hidden is not None:
             hidden = gradients.hidden.new_zeros(ctx.hidden_shape)
             gradients = gradients._replace(hidden=hidden.index_add_(0, ctx.rows, gradients.hidden))

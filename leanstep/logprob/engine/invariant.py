@@ -55,16 +55,14 @@ class RowBlocks:
         copies: places that a row has in its block; 1, or `BLOCK` where places differ.
         block_rows: rows of one product; 0: as many as a tile has.
         part_columns: of the whole vocabulary, one part.
+        step: the number of places is a multiple of this.
     """
 
     num_rows: int
     copies: int
     block_rows: int
     part_columns: int
-
-    @property
-    def step(self) -> int:
-        return BLOCK if self.block_rows or self.copies > 1 else STEP
+    step: int = STEP
 
     def places(self, device: torch.device) -> Tensor:
         """Which of the caller's rows lies at each place; those that fill a block up are copies of row 0."""
@@ -107,21 +105,11 @@ def arrange_blocks(
             f"equal parts), got {head.weight.shape[0]}"
         )
     kernels = kernels_for(hidden, head.dtype, NATIVE_LOGITS)
-    widest = GPU_COLUMNS if on_gpu(device) else COLUMNS
-    if isinstance(tile, Tiles):
-        rows = tile.rows
-    elif tile is not None and tile[0] is not None:
-        rows = tile[0]
-    elif budget is not None:
-        rows = budget // (widest * head.dtype.itemsize)
-    else:
-        rows = 1 << 15 if on_gpu(device) else max_rows
-    if rows <= 0 and tile is not None:
-        raise ValueError(f"tile: expected (rows, columns) > 0, got {rows} rows")
+    rows = _most_rows(head, device, budget, tile, max_rows)
 
     def settled(copies: int, block_rows: int) -> tuple[RowBlocks, int]:
-        blocks = RowBlocks(num_rows, copies, block_rows, part)
-        return blocks, max(rows // blocks.step, 1) * blocks.step
+        step = BLOCK if block_rows or copies > 1 else _height_step(min(num_rows, rows), device)
+        return RowBlocks(num_rows, copies, block_rows, part, step), max(rows // step, 1) * step
 
     blocks, tile_rows = settled(1, 0)
     parts = blocks.column_parts(head.columns, device)
@@ -139,6 +127,31 @@ def arrange_blocks(
     columns = max((tile.stop - tile.start for tiles in parts for tile in tiles), default=1)
     cores = min(choose_cores(num_rows, head.columns, width, device), num_threads())
     return blocks, Arrangement(Tiles(tile_rows, columns, "vocab"), cores, kernels)
+
+
+def _most_rows(head: Head, device: torch.device, budget: int | None, tile: Any, max_rows: int) -> int:
+    """Rows of a tile: the caller's, else what the budget has room for."""
+    if isinstance(tile, Tiles):
+        rows = tile.rows
+    elif tile is not None and tile[0] is not None:
+        rows = tile[0]
+    elif budget is not None:
+        widest = GPU_COLUMNS if on_gpu(device) else COLUMNS
+        rows = budget // (widest * head.dtype.itemsize)
+    else:
+        rows = 1 << 15 if on_gpu(device) else max_rows
+    if rows <= 0 and tile is not None:
+        raise ValueError(f"tile: expected (rows, columns) > 0, got {rows} rows")
+    return rows
+
+
+def _height_step(rows: int, device: torch.device) -> int:
+    """What the height of a tile is a multiple of.
+
+    Each new height is tried. On a GPU that is a host sync, so there are eight heights per power of two only,
+    at the price of at most an eighth more rows.
+    """
+    return max(1 << max(rows.bit_length() - 4, 0), STEP) if on_gpu(device) else STEP
 
 
 def _agrees(rows: int, columns: int, constants: tuple[Any, ...]) -> bool:
@@ -161,7 +174,7 @@ def row_bits(
     None where that depends on a row's place in the tile. Two orders of addition may round a few sums alike:
     there are as many rows as give `TRIED_SUMS` logits.
     """
-    random = torch.Generator().manual_seed(columns)
+    random = torch.Generator(device).manual_seed(columns)
     bits = [
         _one_row_bits(rows, columns, width, operand, dtype, device, kernels, random)
         for _ in range(-(-TRIED_SUMS // columns))
@@ -179,20 +192,22 @@ def _one_row_bits(
     kernels: Any,
     random: torch.Generator,
 ) -> Tensor | None:
-    drawn = {"generator": random, "dtype": torch.float32, "device": "cpu"}
-    weight = torch.randn(row_stride(columns, device), width, **drawn).to(device, operand)
-    row = torch.randn(width, **drawn).to(device, operand) / width**0.5
+    drawn = {"generator": random, "dtype": torch.float32, "device": device}
+    weight = torch.randn(row_stride(columns, device), width, **drawn).to(operand)
+    row = torch.randn(width, **drawn).to(operand) / width**0.5
     z = torch.empty(rows, len(weight), dtype=dtype, device=device)
     product(row.expand(rows, width).contiguous(), weight.t(), z)
     stats = RowStatistics.empty(rows, dtype=dtype, device=device, moment=True)
-    stats.update_(z[:, :columns], [torch.empty_like(z)[:, :columns] for _ in range(2)], kernels=kernels)
+    # Kernels need no scratch.
+    scratch = [] if kernels is not None else [torch.empty_like(z)[:, :columns] for _ in range(2)]
+    stats.update_(z[:, :columns], scratch, kernels=kernels)
     du = z.to(operand)
     sums = torch.zeros(rows, width, dtype=dtype, device=device)
     product(du, weight, sums, accumulate=True)
     sums_of_rows = torch.stack([stats.max, stats.sum, stats.moment], 1)  # type: ignore[list-item]
-    found = torch.cat([z, sums_of_rows, sums], 1)
-    same = bool((found == found[:1]).all())
-    return found[0].clone() if same else None
+    results = (z, sums_of_rows, sums)
+    same = torch.stack([(part == part[:1]).all() for part in results]).all()
+    return torch.cat([part[0] for part in results]) if bool(same) else None
 
 
 def merged(found: list[RowStatistics], group: Any, parts_per_rank: int) -> RowStatistics:

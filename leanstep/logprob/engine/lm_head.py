@@ -25,6 +25,8 @@ from leanstep.logprob.engine.passes import aligned, gathered, mixed_product
 from leanstep.logprob.engine.tiles import LogitsInGradient, Tiles, on_gpu, row_stride
 from leanstep.logprob.parallel import VocabShard, reduce_hidden_grad
 
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
 
 @dataclass
 class RowSource:
@@ -58,7 +60,8 @@ class Head:
     """Weight, bias and the transform to logits, over the real columns of one vocabulary shard.
 
     `vocabulary` is the real size over all shards, where known; `dtype` is that of sums, `operand_dtype` that
-    of GEMM inputs; `columns` are the real local ones. `autocast` is the dtype that autocast asks for.
+    of GEMM inputs; `columns` are the real local ones. `narrow` is the 16-bit dtype that autocast asks for or
+    that hidden has: a GPU multiplies fp32 weights in it.
     `block_rows` are those of one product, 0 all of a tile; None: rows need not keep their bits.
     """
 
@@ -71,7 +74,7 @@ class Head:
     shard: VocabShard
     vocabulary: int | None
     dtype: torch.dtype
-    autocast: torch.dtype | None = None
+    narrow: torch.dtype | None = None
     block_rows: int | None = None
     operand_dtype: torch.dtype = field(init=False)
     columns: int = field(init=False)
@@ -82,8 +85,8 @@ class Head:
         self.operand_dtype = self.dtype
         # 16-bit GEMMs keep fp32 sums on a GPU; a CPU would round each tile of logits to 16 bits.
         if self.is_on_gpu and self.dtype == torch.float32:
-            sixteen_bit = self.weight.dtype in (torch.bfloat16, torch.float16)
-            self.operand_dtype = self.weight.dtype if sixteen_bit else self.autocast or self.dtype
+            is_narrow = self.weight.dtype in SIXTEEN_BIT
+            self.operand_dtype = self.weight.dtype if is_narrow else self.narrow or self.dtype
 
     def weight_tile(self, columns: slice, low: bool = False) -> Tensor:
         """Rows of the (`low`) weight, [W, D]; on a GPU rows of zeros fill an odd number of columns up."""
@@ -164,9 +167,20 @@ class Head:
         return tanh.square_().neg_().add_(1.0)
 
 
+def narrow_dtype(hidden: Tensor) -> torch.dtype | None:
+    """The 16-bit dtype of products with an fp32 weight: autocast's, else that of hidden; None: fp32."""
+    device_type = hidden.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return hidden.dtype if hidden.dtype in SIXTEEN_BIT else None
+
+
 def widened(tile: Tensor, columns: int) -> Tensor:
     """A tile [R, W] together with the padding of its rows: [R, columns]."""
-    return tile if tile.shape[1] == columns else tile.as_strided((len(tile), columns), tile.stride())
+    if tile.shape[1] == columns:
+        return tile
+    assert tile.stride(0) >= columns, f"a tile of {columns} columns, but {tile.stride(0)} elements per row"
+    return tile.as_strided((len(tile), columns), tile.stride())
 
 
 def cast_tile(tile: Tensor, dtype: torch.dtype, columns: int) -> Tensor:

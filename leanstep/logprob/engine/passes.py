@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from leanstep.cpu import has_memory, load_library, num_threads
 from leanstep.logprob.engine.pass_interface import Compared, LabelGradient
+from leanstep.triton_driver import can_launch
 
 # Below this many logits the first build (a second, once per machine) costs more than C++ saves.
 NATIVE_LOGITS = 1 << 18
@@ -101,20 +102,21 @@ def suited(kernels: Any, cores: int) -> Any:
 
 @functools.cache
 def _triton() -> Any:
-    try:
-        from leanstep.logprob.engine import kernel
-    except ImportError:
+    """Triton's kernels for tiles, or None."""
+    if not can_launch():
         return None
+    from leanstep.logprob.engine import kernel
+
     return kernel
 
 
 @functools.cache
 def row_kernels() -> Any:
     """Triton's kernels for whole rows, or None."""
-    try:
-        from leanstep.logprob.engine.gpu import kernel
-    except ImportError:
+    if not can_launch():
         return None
+    from leanstep.logprob.engine.gpu import kernel
+
     return kernel
 
 

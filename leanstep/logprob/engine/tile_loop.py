@@ -427,5 +427,7 @@ def _reference_logits(reference: tuple[Head, RowSource], rows: slice, columns: s
     """The tile of the reference head's logits."""
     head, source = reference
     h = source.chunk(rows, head.operand_dtype)
-    out = h.new_empty((len(h), columns.stop - columns.start), dtype=head.dtype)
-    return head.logits(h, None, head.weight_tile(columns), rows, columns, out)
+    weight = head.weight_tile(columns)
+    # The product writes the columns that fill the weight's tile up as well.
+    wide = h.new_empty((len(h), len(weight)), dtype=head.dtype)
+    return head.logits(h, None, weight, rows, columns, wide[:, : columns.stop - columns.start])

@@ -1,10 +1,12 @@
-"""What linear_logprobs, token_logprobs and linear_policy_loss share as torch.library ops.
+"""What the head functions share as torch.library ops.
 
 torch.compile(fullgraph=True) cannot trace a tile loop (threads, C++, launches). Inside a compiled region each
 function therefore calls an op, defined beside it, which the graph holds as one node. Forward and backward are
 ops of their own: the forward returns its row statistics as well, and the backward starts from them. What an
-op's arguments cannot express (process groups, a KL head, allowed ids, main_grad) is not traced and breaks the
-graph.
+op's arguments cannot express (process groups, main_grad) runs outside of the graph (`outside_graph`).
+
+The number of rows stays symbolic: a shape function uses `shape[0]`, because `len` makes it a constant, and
+with it one graph per number of rows.
 
 An op takes and returns tensors and plain numbers, so its signature is flat and long. Among the numbers 0
 means "not given", among the results an empty tensor means None.
@@ -15,28 +17,70 @@ means "not given", among the results an empty tensor means None.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from leanstep.logprob.checks import full_tensor
 from leanstep.logprob.engine.softmax import RowStatistics
-from leanstep.logprob.inputs import LMHead, LoRA, unpack_head
+from leanstep.logprob.inputs import Allowed, LMHead, LoRA, unpack_head
 
 Tensors = Sequence[Tensor | None]
-NUM_STATISTICS = 5  # that a forward op returns: max, sum, moment, target, total
+NAMES = [field.name for field in fields(RowStatistics)]
+NUM_STATISTICS = len(NAMES)  # that a forward op returns
 
 
-def packed_statistics(stats: RowStatistics) -> list[Tensor | None]:
-    """The statistics that the forward op hands to the backward op."""
-    vectors = (stats.max, stats.sum, stats.moment, stats.target, stats.total)
+def packed_statistics(stats: RowStatistics | None) -> list[Tensor | None]:
+    """The statistics that the forward op hands to the backward op; None: it keeps none."""
+    vectors = [getattr(stats, name, None) for name in NAMES]
     # Clones: they share a storage, and an op's results may not.
     return [None if vector is None else vector.clone() for vector in vectors]
 
 
-def unpacked_statistics(vectors: Sequence[Tensor]) -> RowStatistics:
-    return RowStatistics(*[vector if vector.numel() else None for vector in vectors])  # type: ignore[arg-type]
+def unpacked_statistics(vectors: Sequence[Tensor]) -> RowStatistics | None:
+    """None where the forward op kept none, or there are no rows."""
+    found = [vector if vector.numel() else None for vector in vectors]
+    return None if found[0] is None else RowStatistics(*found)  # type: ignore[arg-type]
+
+
+def statistics_shapes(row: tuple[Any, ...], target: tuple[Any, ...], *names: str) -> list[Any]:
+    """Shapes of the packed statistics: max, sum, target and those in `names`; 0 where one is not kept."""
+    kept = ("max", "sum", "target", *names)
+    return [0 if name not in kept else target if name == "target" else row for name in NAMES]
+
+
+def outside_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as a call that a compiled region leaves the graph for; an error with fullgraph=True."""
+    reason = f"{function.__name__}: a process group or main_grad; leave fullgraph=True out"
+    return torch.compiler.disable(function, reason=reason)
+
+
+def found_rows(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """An op's `rows` as row numbers; and the mask [T] again where that is how they came.
+
+    A mask stands for as many rows as it has True entries. That number is no size of a graph: the op's results
+    have an entry for all T rows, 0 where the mask is False.
+    """
+    if rows is None or rows.dtype != torch.bool:
+        return rows, None
+    return rows.nonzero().flatten(), rows
+
+
+def spread(values: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Values [R, ...] of the mask's rows at their places, [T, ...]; 0 elsewhere. Unchanged without a mask."""
+    if values is None or mask is None:
+        return values
+    full = values.new_zeros((mask.shape[0], *values.shape[1:]))
+    full[mask] = values
+    return full
+
+
+def gathered(values: Sequence[Tensor], mask: Tensor | None) -> list[Tensor]:
+    """The entries of `spread` values that the mask names; empty tensors stay."""
+    return [values_ if mask is None or not values_.numel() else values_[mask] for values_ in values]
 
 
 @contextlib.contextmanager
@@ -90,6 +134,8 @@ def flat_head(weight: Any, temperature: float | Tensor, hidden: Tensor) -> Any:
     """A head as an op takes it: (weight, bias, down, up), temperatures per row or None, [temperature, LoRA's
     scaling], the dtype of autocast or None."""
     tensor, bias, lora = unpack_head(weight)
+    # A sharded weight is gathered in the graph: an op takes plain tensors.
+    tensor, bias = full_tensor(tensor), full_tensor(bias)
     adapter, scaling = (None, None), 1.0
     if lora is not None:
         adapter, scaling = (lora.down, lora.up), float(lora.scaling)
@@ -104,3 +150,18 @@ def flat_head(weight: Any, temperature: float | Tensor, hidden: Tensor) -> Any:
 def head_of(weight: Tensor, bias: Tensor | None, down: Any, up: Any, scaling: float) -> LMHead:
     """The head that an op's flat arguments describe."""
     return LMHead(weight, bias, None if down is None else LoRA(down, up, scaling))
+
+
+def flat_allowed(allowed: Any) -> tuple[list[Any], int]:
+    """Allowed ids as an op takes them: [ids, offsets, has_set], and `whole_entropy`, -1 for None."""
+    if allowed is None:
+        return [None] * 3, -1
+    ids, offsets, has_set, whole = Allowed(*allowed)
+    return [ids, offsets, has_set], -1 if whole is None else int(whole)
+
+
+def allowed_of(tensors: Sequence[Any], whole: int) -> Allowed | None:
+    """The record that an op's flat arguments describe."""
+    if tensors[0] is None:
+        return None
+    return Allowed(tensors[0], tensors[1], tensors[2], None if whole < 0 else bool(whole))

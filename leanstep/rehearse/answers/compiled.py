@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch._higher_order_ops import auto_functionalize
 
-from leanstep.rehearse.answers import triton_launches
-from leanstep.rehearse.answers.stand_ins import fused_attention
-from leanstep.rehearse.events import Region
+from leanstep.rehearse.answers import flex_attention, triton_launches
+from leanstep.rehearse.answers.torch_cuda import refuse_what_dynamo_refuses
+from leanstep.rehearse.events import Event, Free, Launch, Region
 from leanstep.rehearse.tape import Tape
+from leanstep.rehearse.what_if import fused
 from leanstep.script.lines import IN_LEANSTEP, Line, nearest_line
 
 NOTE = "torch.compile: graphs captured and priced by a fusion model, not compiled"
 EAGER = "torch.compile ran eagerly"
-BLOCK = 128
-# Part of the scores that a mask which the host does not know lets through: a causal one's.
-ASSUMED_DENSITY = 0.5
 # What a fused kernel may hold besides calls that are tagged pointwise.
 REDUCTIONS = frozenset(
     "sum mean amax amin var_mean var max min argmax argmin prod any all logsumexp _softmax "
@@ -42,6 +42,13 @@ VIEWS = frozenset(
     "view permute transpose t expand squeeze unsqueeze slice select split split_with_sizes unbind as_strided "
     "alias _unsafe_view reshape detach".split()
 )
+# Custom ops that write into arguments: Inductor lets them write in place instead of cloning first.
+_IN_PLACE: dict[str, Any] = {
+    "auto_functionalized": lambda op, **given: auto_functionalize.auto_functionalized_dense(op, (), **given),
+    "auto_functionalized_v2": lambda op, **given: auto_functionalize.auto_functionalized_v2_dense(
+        op, (), **given
+    ),
+}
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -50,8 +57,9 @@ def install(tape: Tape, *, capture: bool) -> None:
     regions = _Regions(tape, capture)
     torch.compile = regions.compile  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.Module.compile = lambda self, *args, **kwargs: regions.compile_module(self)
+    torch.compiler.cudagraph_mark_step_begin = lambda: None
     with contextlib.suppress(ImportError):
-        _install_flex(tape)
+        flex_attention.install(tape)
 
 
 class _Regions:
@@ -91,6 +99,7 @@ class _Regions:
             self.prepared = True
             dynamo.config.suppress_errors = True
             dynamo.config.automatic_dynamic_shapes = False
+            refuse_what_dynamo_refuses()
             dynamo.allow_in_graph(torch.nn.functional.scaled_dot_product_attention)
         return aot_autograd(
             fw_compiler=functools.partial(self._graph, name),
@@ -106,39 +115,105 @@ class _Regions:
         number = len(regions) + 1
         first = next((line for n in graph.graph.nodes if (line := _line_of(n)) is not None), None)
         regions[number] = Region(number, name, first, 0, config.shape_padding)
-        inside = _kept_in_registers(graph)
+        program = _OnTape(self.tape, graph, number)
 
         def run(args: list[Any]) -> Any:
             regions[number] = regions[number]._replace(calls=regions[number].calls + 1)
-            return _OnTape(self.tape, graph, number, inside).boxed_run(
-                list(args) if type(args) is tuple else args
-            )
+            with self.tape.clock_held(functools.partial(_fused_now, self.tape)):
+                return program.run(list(args) if type(args) is tuple else args)
 
         run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
 
 
-class _OnTape(torch.fx.Interpreter):
-    """Runs a graph call by call; each has the line of the program that it came from."""
+def _fused_now(tape: Tape, events: list[Event]) -> list[Event]:
+    """A region's events as they are priced, for the clock that the program can read."""
+    freed = {event.storage for event in events if isinstance(event, Free)}
+    written = {number for event in events if isinstance(event, Launch) for number in event.writes}
+    storages = tape.recording.storages
+    alive = {number for number in written - freed if storages[number].category != "registers"}
+    return fused(events, tape.recording.regions, alive)
 
-    def __init__(self, tape: Tape, graph: torch.fx.GraphModule, number: int, inside: set[torch.fx.Node]):
-        super().__init__(graph)
-        self.tape, self.number, self.inside = tape, number, inside
 
-    def run_node(self, n: torch.fx.Node) -> Any:
-        if n.op != "call_function":
-            return super().run_node(n)
-        lines = self.tape.lines
-        lines.fixed = (_line_of(n), self.number)
-        self.tape.in_registers = n in self.inside
+class _Call(NamedTuple):
+    """One node of a captured graph. ends: nodes whose values nobody reads later."""
+
+    node: torch.fx.Node
+    run: Callable[..., Any]
+    line: Line | None
+    in_registers: bool
+    ends: list[torch.fx.Node]
+
+
+class _OnTape:
+    """A captured graph, run call by call; each has the line of the program that it came from."""
+
+    def __init__(self, tape: Tape, graph: torch.fx.GraphModule, number: int):
+        self.tape, self.graph, self.number = tape, graph, number
+        nodes = list(graph.graph.nodes)
+        inside, ends = _kept_in_registers(graph), _last_uses(nodes)
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.constants = [node for node in nodes if node.op == "get_attr"]
+        self.output = nodes[-1]
+        self.calls = [
+            _Call(node, self._runner(node), _line_of(node), node in inside, ends.get(node, []))
+            for node in nodes
+            if node.op == "call_function"
+        ]
+
+    def _runner(self, node: torch.fx.Node) -> Callable[..., Any]:
+        name = getattr(node.target, "_name", "")
+        if name.startswith("triton_kernel_wrapper"):
+            return lambda **arguments: triton_launches.captured(self.tape, arguments)
+        target: Any = node.target
+        if target in flex_attention.MASKED:
+            return functools.partial(flex_attention.MASKED[target], self.tape)
+        return _IN_PLACE.get(name, target)
+
+    def run(self, inputs: list[Any]) -> Any:
+        """Takes the inputs out of the list: one that is not needed any more is freed."""
+        values = dict(zip(self.inputs, inputs, strict=True))
+        inputs.clear()
+        for node in self.constants:
+            values[node] = operator.attrgetter(str(node.target))(self.graph)
+        lines, tape = self.tape.lines, self.tape
         try:
-            if getattr(n.target, "_name", "").startswith("triton_kernel_wrapper"):
-                _, given = self.fetch_args_kwargs_from_env(n)
-                return triton_launches.captured(self.tape, given)
-            return super().run_node(n)
+            for call in self.calls:
+                lines.fixed, tape.in_registers = (call.line, self.number), call.in_registers
+                args = _with_values(call.node.args, values)
+                values[call.node] = call.run(*args, **_with_values(call.node.kwargs, values))
+                del args
+                for node in call.ends:
+                    del values[node]
         finally:
-            lines.fixed = None
-            self.tape.in_registers = False
+            lines.fixed, tape.in_registers = None, False
+        return _with_values(self.output.args[0], values)
+
+
+def _last_uses(nodes: list[torch.fx.Node]) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+    """For each node, the nodes whose values it reads last; its own where nobody reads it."""
+    ends: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    seen: set[torch.fx.Node] = set()
+    for user in reversed(nodes):
+        for node in (*user.all_input_nodes, user):
+            if node not in seen:
+                seen.add(node)
+                ends.setdefault(user, []).append(node)
+    return ends
+
+
+def _with_values(tree: Any, values: dict[torch.fx.Node, Any]) -> Any:
+    """A node's arguments: nodes replaced by their values."""
+    if isinstance(tree, torch.fx.Node):
+        return values[tree]
+    if isinstance(tree, (list, tuple)):
+        branches = [_with_values(branch, values) for branch in tree]
+        return tuple(branches) if isinstance(tree, tuple) else branches
+    if isinstance(tree, dict):
+        return {key: _with_values(branch, values) for key, branch in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*[_with_values(part, values) for part in (tree.start, tree.stop, tree.step)])
+    return tree
 
 
 def _line_of(node: torch.fx.Node) -> Line | None:
@@ -208,105 +283,3 @@ class CompiledModule(torch.nn.Module):
             super().__setattr__(name, value)
         else:
             setattr(self._orig_mod, name, value)
-
-
-def _install_flex(tape: Tape) -> None:
-    from torch.nn.attention import flex_attention as flex
-
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        score_mod: Any = None,
-        block_mask: Any = None,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        return_lse: bool = False,
-        kernel_options: Any = None,
-        **options: Any,
-    ) -> Any:
-        """A fused kernel over the blocks that the mask lets through."""
-        density = _density(tape, block_mask)
-        out, lse = fused_attention("flex_attention", query, key, value, density, "bhtd")
-        return (out, lse) if return_lse or options.get("return_aux") is not None else out
-
-    def block_mask(
-        mask_mod: Any,
-        B: int | None,
-        H: int | None,
-        Q_LEN: int,
-        KV_LEN: int,
-        device: Any = "cuda",
-        BLOCK_SIZE: Any = BLOCK,
-        **_: Any,
-    ) -> Any:
-        """A block mask without the [Q_LEN, KV_LEN] mask: a compiler evaluates it block by block."""
-        size = BLOCK_SIZE
-        rows_block, columns_block = (size, size) if isinstance(size, int) else size
-        rows, columns = -(-Q_LEN // rows_block), -(-KV_LEN // columns_block)
-        counts = torch.empty(B or 1, H or 1, rows, dtype=torch.int32, device=device)
-        indices = torch.empty(B or 1, H or 1, rows, columns, dtype=torch.int32, device=device)
-        made: Any = flex.BlockMask.from_kv_blocks(
-            counts, indices, counts.clone(), indices.clone(), (rows_block, columns_block), mask_mod=mask_mod
-        )
-        made._density = _sampled_density(tape, mask_mod, Q_LEN, KV_LEN, rows_block, columns_block, device)
-        return made
-
-    attention._when_compiled = attention  # pyright: ignore[reportFunctionMemberAccess]
-    plain_mask = flex.create_block_mask
-
-    @functools.wraps(plain_mask)
-    def create_block_mask(*args: Any, _compile: bool = False, **kwargs: Any) -> Any:
-        return block_mask(*args, **kwargs) if _compile else plain_mask(*args, **kwargs)
-
-    create_block_mask._when_compiled = block_mask  # pyright: ignore[reportAttributeAccessIssue]
-    flex.flex_attention = attention
-    flex.create_block_mask = create_block_mask
-
-
-def _sampled_density(
-    tape: Tape, mask_mod: Any, q_len: int, kv_len: int, rows_block: int, columns_block: int, device: Any
-) -> float | None:
-    """Share of blocks with a sampled position that the mask lets through, from values that the host knows."""
-
-    def samples(length: int, block: int) -> Tensor:
-        starts = torch.arange(0, length, block)
-        return (
-            torch.stack([starts, starts + block // 2, starts + block - 1], 1).clamp_max(length - 1).flatten()
-        )
-
-    rows, columns = samples(q_len, rows_block), samples(kv_len, columns_block)
-    if rows.numel() * columns.numel() > 1 << 20:
-        return None
-    zero = torch.zeros((), dtype=torch.int64)
-    with tape.aside():
-        try:
-            with torch.no_grad():
-                found = mask_mod(*(t.to(device) for t in (zero, zero, rows[:, None], columns[None, :])))
-            known = tape.shadows.get(found)
-        except Exception:  # a mask that only works under vmap
-            return None
-        found = None
-    if known is None:
-        return None
-    known = known.expand(rows.numel(), columns.numel())
-    return float(known.reshape(-1, 3, columns.numel() // 3, 3).any(3).any(1).float().mean())
-
-
-def _density(tape: Tape, block_mask: Any) -> float:
-    if block_mask is None:
-        return 1.0
-    density = getattr(block_mask, "_density", None)
-    if density is None:
-        counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
-        known = tape.shadows.get(counts)
-        full = getattr(block_mask, "full_kv_num_blocks", None)
-        more = tape.shadows.get(full) if full is not None else None
-        if known is not None:
-            total = known.sum() + (more.sum() if more is not None else 0)
-            density = float(total) / max(1, indices.numel())
-    if density is None:
-        line = tape.lines.here()
-        tape.shadows.assume(line, "density of a block mask", ASSUMED_DENSITY)
-        return ASSUMED_DENSITY
-    return density

@@ -1,18 +1,24 @@
-"""torch.cuda.CUDAGraph and torch.cuda.graph: captured once, replayed as one call of the host.
+"""CUDAGraph, torch.cuda.graph and graphed callables: captured once, replayed as one call of the host.
 
 What a capture forbids is refused where it happens: anything that makes the host wait. A replay reads and
 writes the memory that was there at the capture: a tensor that was freed since then is named, where a device
-would silently read whatever is there now. Memory that the capture itself took stays with the graph.
+would silently read whatever is there now. Memory that the capture itself took stays with the graph. An update
+that was captured happens, and ends a step, at each replay.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import Any
 
 import torch
 
-from leanstep.rehearse.events import GRAPH_REPLAY, Alloc, Event, Free, HostWait, Launch
+from leanstep.rehearse.events import GRAPH_REPLAY, Alloc, Event, HostWait, Launch
 from leanstep.rehearse.tape import Tape
+from leanstep.rehearse.what_if import fused
+
+_HANDLES = itertools.count(1)
 
 
 def install(tape: Tape) -> None:
@@ -22,12 +28,14 @@ def install(tape: Tape) -> None:
         answer.__module__ = "torch.cuda"
         for where in (torch.cuda, torch.cuda.graphs):
             setattr(where, answer.__name__, answer)
-    torch.cuda.is_current_stream_capturing = lambda: _is_capturing(tape)
-    torch.cuda.graph_pool_handle = lambda: (0, 1)  # type: ignore[assignment, return-value]
+    modules: tuple[Any, ...] = (torch.cuda, torch.cuda.graphs)
+    for module in modules:
+        module.is_current_stream_capturing = lambda: tape.capture is not None
+        module.graph_pool_handle = _new_handle
 
 
-def _is_capturing(tape: Tape) -> bool:
-    return "add" in tape.__dict__
+def _new_handle() -> Any:
+    return (0, next(_HANDLES))
 
 
 def _graph_class(tape: Tape) -> type:
@@ -42,17 +50,63 @@ def _capture_class() -> type:
     class graph:
         """`with torch.cuda.graph(g):` captures what the body launches."""
 
+        default_capture_stream = None
+
         def __init__(self, cuda_graph: _Graph, pool: Any = None, stream: Any = None, **_: Any) -> None:
-            self.cuda_graph = cuda_graph
+            self.cuda_graph, self.pool = cuda_graph, pool
 
         def __enter__(self) -> None:
             torch.cuda.synchronize()
-            self.cuda_graph.capture_begin()
+            self.cuda_graph.capture_begin(self.pool)
 
         def __exit__(self, *_: object) -> None:
             self.cuda_graph.capture_end()
 
     return graph
+
+
+class _Pool:
+    """Memory of captures: what tensors hold of it, and the rest, which only replays write."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._sizes: dict[int, int] = {}
+        self._now = self._peak = 0
+        self._rest: int | None = None
+
+    def note(self, event: Event) -> None:
+        """An allocation or a release during a capture."""
+        if isinstance(event, Alloc):
+            self._sizes[event.storage] = event.nbytes
+            self._tape.pools[event.storage] = weakref.WeakMethod(self._released)
+            self._now += event.nbytes
+            self._peak = max(self._peak, self._now)
+
+    def _released(self, storage: int) -> None:
+        self._now -= self._sizes.pop(storage, 0)
+        if self._tape.capture is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Hold what tensors have released."""
+        rest = self._peak - self._now
+        if self._rest is not None and self._tape.recording.storages[self._rest].nbytes == rest:
+            return
+        self.free()
+        if rest:
+            place = self._tape.lines.place()
+            self._rest = self._tape.allocate(rest, (rest,), "uint8", place, "buffer")
+
+    def free(self) -> None:
+        if self._rest is not None:
+            self._tape.release(self._rest)
+            self._rest = None
+
+    def __del__(self) -> None:
+        self.free()
+
+
+_pools: weakref.WeakValueDictionary[Any, _Pool] = weakref.WeakValueDictionary()
 
 
 class _Graph:
@@ -61,17 +115,23 @@ class _Graph:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self.launches: list[Launch] | None = None
-        self._pool: int | None = None
+        self._played: list[Launch] = []  # the launches, compiled regions fused
+        self.updates: list[Any] = []  # parameter groups of each update inside the capture
+        self._handle: Any = None
+        self._pool: _Pool | None = None
         self._before: frozenset[int] = frozenset()
-        self._taken: list[Event] = []
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         tape = self._tape
-        if _is_capturing(tape):
+        if tape.capture is not None:
             raise RuntimeError("CUDA error: a capture is under way on this stream already")
         self.reset()
         launches: list[Launch] = []
-        self.launches, self._taken, self._before = launches, [], frozenset(tape.recording.storages)
+        # What earlier captures took stays with their pool.
+        self.launches, self._before = launches, frozenset(tape.recording.storages) - frozenset(tape.captured)
+        self._handle = pool or _new_handle()
+        self._pool = held = _pools.setdefault(self._handle, _Pool(tape))
+        tape.capture = self
         add = tape.add
 
         def captured(event: Event) -> None:
@@ -83,25 +143,32 @@ class _Graph:
             if isinstance(event, Launch):
                 launches.append(event)
                 return
-            self._taken.append(event)
             add(event)
+            held.note(event)
+            if isinstance(event, Alloc):
+                tape.captured.add(event.storage)
 
         tape.add = captured  # type: ignore[method-assign]
 
     def capture_end(self) -> None:
         tape = self._tape
         tape.__dict__.pop("add", None)
-        nbytes = _freed_peak(self._taken)
-        if nbytes:
-            self._pool = tape.allocate(nbytes, (nbytes,), "uint8", tape.lines.place(), "buffer")
+        tape.capture = None
+        tape.num_captures += 1
+        regions = tape.recording.regions
+        self._played = [e for e in fused(self.launches or [], regions) if isinstance(e, Launch)]
+        assert self._pool is not None
+        self._pool.settle()
 
     def replay(self) -> None:
         if self.launches is None:
             raise RuntimeError("CUDAGraph.replay: expected a captured graph, got one without a capture")
-        if _is_capturing(self._tape):
+        if self._tape.capture is not None:
             raise RuntimeError("CUDA error: a graph cannot be replayed while a capture is under way")
         self._look_for_freed(self.launches)
-        self._tape.add(_one_launch(self.launches, self._tape))
+        self._tape.add(_one_launch(self.launches, self._played, self._tape))
+        for groups in self.updates:
+            self._tape.update_replayed(groups)
 
     def _look_for_freed(self, launches: list[Launch]) -> None:
         alive = set(self._tape._numbers.values())
@@ -115,27 +182,24 @@ class _Graph:
                     )
 
     def reset(self) -> None:
-        tape = self._tape
-        if self._pool is not None:
-            tape.live_bytes -= tape.recording.storages[self._pool].nbytes
-            tape.add(Free(self._pool, tape.step))
         self.launches = self._pool = None
+        self._played, self.updates = [], []
 
-    def pool(self) -> tuple[int, int]:
-        return (0, 1)
+    def pool(self) -> Any:
+        return self._handle
 
     def __del__(self) -> None:
         self.reset()
 
 
-def _one_launch(launches: list[Launch], tape: Tape) -> Launch:
-    """All launches of a graph as one call of the host."""
+def _one_launch(launches: list[Launch], played: list[Launch], tape: Tape) -> Launch:
+    """All launches of a graph as one call of the host; `played`: those that compiled regions are fused in."""
     reads = [(r, t) for e in launches for r, t in zip(e.reads, e.traffic, strict=False)]
     writes = [(w, t) for e in launches for w, t in zip(e.writes, e.traffic[len(e.reads) :], strict=True)]
     place = tape.lines.place()
     return Launch(
         GRAPH_REPLAY,
-        tuple(kernel for e in launches for kernel in e.kernels),
+        tuple(kernel for e in played for kernel in e.kernels),
         place.line,
         place.phase,
         tape.step,
@@ -145,18 +209,3 @@ def _one_launch(launches: list[Launch], tape: Tape) -> Launch:
         region=place.region,
         products=tuple(product for e in launches for product in e.products),
     )
-
-
-def _freed_peak(taken: list[Event]) -> int:
-    """Bytes that the graph keeps: the peak of what its capture took, without what is still in use."""
-    sizes: dict[int, int] = {}
-    now = peak = 0
-    for event in taken:
-        if isinstance(event, Alloc):
-            sizes[event.storage] = event.nbytes
-            now += event.nbytes
-        elif isinstance(event, Free):
-            # What was there before the capture is not the graph's.
-            now -= sizes.pop(event.storage, 0)
-        peak = max(peak, now)
-    return peak - now

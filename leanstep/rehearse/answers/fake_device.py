@@ -84,6 +84,9 @@ def library() -> Path:
     except OSError as reason:
         if "no C++ compiler" in str(reason):
             raise RehearsalError(f"{reason}: a rehearsal builds a small library for torch once") from None
+        if reason.errno is not None or "No space left" in str(reason):
+            why = f"{reason.strerror or reason}" + f": {reason.filename}" * bool(reason.filename)
+            raise RehearsalError(f"LEANSTEP_CACHE: cannot build a library for torch there: {why}") from None
         raise RehearsalError(
             f"torch {version}: CUDA hooks differ from those of {RAN_WITH}, its stub does not build: {reason}"
         ) from None

@@ -43,13 +43,13 @@ def install(tape: Tape) -> None:
             with torch.no_grad():
                 new = fn(p)
             if new is not p:
-                if isinstance(p, FakeTensor) and isinstance(new, FakeTensor):
-                    p.data = new.detach()
+                if isinstance(p, FakeTensor) and (isinstance(new, FakeTensor) or type(new) is Tensor):
+                    p.data = new.detach()  # a small one that comes to the host is real: its twin
                 else:
                     self._parameters[name] = torch.nn.Parameter(new, p.requires_grad)
             if p.grad is not None:
                 with torch.no_grad():
-                    p.grad = fn(p.grad)
+                    p.grad = fake_twin(fn(p.grad))
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[name] = fn(buffer)

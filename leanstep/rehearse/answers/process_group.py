@@ -56,8 +56,8 @@ COLLECTIVES = {
 }
 
 
-def install(tape: Tape, ranks: int) -> None:
-    """Answer torch.distributed for rank 0 of `ranks`, or of the WORLD_SIZE that the program sets."""
+def install(tape: Tape, ranks: int, rank: int = 0) -> None:
+    """Answer torch.distributed for one rank of `ranks`, or of the WORLD_SIZE that the program sets."""
     torch.nn.parallel.DistributedDataParallel = _ddp_class(tape)  # pyright: ignore[reportAttributeAccessIssue]
     if not dist.is_available():
         return
@@ -69,7 +69,7 @@ def install(tape: Tape, ranks: int) -> None:
         size = int(os.environ.get("WORLD_SIZE") or (given.get("world_size") or ranks))
         size = max(1, size)
         if not dist.is_initialized():
-            start("fake", store=FakeStore(), rank=0, world_size=size)
+            start("fake", store=FakeStore(), rank=rank, world_size=size)
         tape.ranks = size
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **given: Any) -> Any:
@@ -142,6 +142,8 @@ def _answer_objects() -> None:
 def _collective(tape: Tape, name: str, args: Any, out: Any) -> None:
     """Tape one c10d call."""
     kind = COLLECTIVES.get(name)
+    if name == "wait_tensor":
+        tape.shadows.put(out, tape.shadows.get(args[0]))
     if kind is None:  # barrier, wait_tensor
         return
     tensors = device_tensors((args, out))
@@ -149,7 +151,7 @@ def _collective(tape: Tape, name: str, args: Any, out: Any) -> None:
         return
     sides = [device_tensors(a) for a in (*args, out)]
     payload = max((sum(shape_of(t).nbytes for t in side) for side in sides), default=0)
-    known = _as_on_this_rank(tape, name, args)
+    known = _as_on_this_rank(tape, name, args, out)
     _reduce(tape, kind, payload, tensors, _group_size(args), forget=not known)
     for tensor, value, factor in known:
         tape.shadows.received(tensor, value, factor)
@@ -165,7 +167,7 @@ def _group_size(args: Any) -> int:
     return (_resolve_process_group(group) if isinstance(group, str) else group).size()  # pyright: ignore
 
 
-def _as_on_this_rank(tape: Tape, name: str, args: Any) -> list[tuple[Tensor, Tensor, int]]:
+def _as_on_this_rank(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[Tensor, Tensor, int]]:
     """What the host knows of results if every rank sends what this one does: counts, flags, lengths.
 
     As (result, what this rank sends, factor of a sum); nothing where one of the results is not known.
@@ -181,10 +183,26 @@ def _as_on_this_rank(tape: Tape, name: str, args: Any) -> list[tuple[Tensor, Ten
     elif name in ("_allgather_base_", "allgather_"):
         outs, sent = (args[0], args[1]) if name == "allgather_" else ([[args[0]]], [args[1]])
         pairs, factor = [(t, mine) for some, mine in zip(outs, sent, strict=True) for t in some], 1
+    elif name in ("alltoall_base_", "all_to_all_single"):
+        return _exchanged(tape, name, args, out)
     else:
         return []
     found = [(t, tape.shadows.in_part(mine), factor) for t, mine in pairs]
     return [] if any(value is None for _, value, _ in found) else found  # pyright: ignore
+
+
+def _exchanged(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[Tensor, Tensor, int]]:
+    """An exchange of equal parts (how many tokens go to each expert): every rank sends this one its part."""
+    target, sent, splits = (
+        (args[0], args[1], args[3:5]) if name == "alltoall_base_" else (out, args[0], args[1:3])
+    )
+    ranks = _group_size(args)
+    value = tape.shadows.in_part(sent)
+    uneven = any(len(set(sizes)) > 1 for sizes in splits if sizes)
+    if value is None or uneven or not value.numel() or value.shape[0] % ranks:
+        return []
+    group = dist.ProcessGroup.unbox(args[2]) if name == "alltoall_base_" else _resolve_process_group(args[-1])
+    return [(target, value.chunk(ranks)[group.rank()].clone(), 1)]
 
 
 def _reduce(tape: Tape, kind: str, payload: int, tensors: list[Any], ranks: int, forget: bool = True) -> None:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import sys
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from leanstep.rehearse.kernel_costs import attention_kernel, register_cost
+from leanstep.rehearse.refusals import Refused
 from leanstep.rehearse.tape import Tape
 
 
@@ -98,6 +101,14 @@ def fused_attention(
     return _forward(q, k, v, share, layout, kernel)
 
 
+def fused_attention_backward(
+    kernel: str, saved: Sequence[Tensor], grad: Tensor, share: float, layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `fused_attention`. saved: q, k, v, its output and log-sum-exp."""
+    q, k, v, out, lse = saved
+    return _backward(q, k, v, out, lse, grad, share, layout, kernel)
+
+
 def install(tape: Tape) -> None:
     """Offer the modules below to `import`, after everything that is really installed."""
     register_cost("leanstep_rehearse::fused_attention", _price(False))
@@ -106,8 +117,15 @@ def install(tape: Tape) -> None:
     sys.meta_path.insert(0, _Answers())
 
 
+def after_import(name: str, answer: Callable[[types.ModuleType], None]) -> None:
+    """Call `answer` with an installed module as soon as the program imports it, or now if it has."""
+    if name in sys.modules:
+        answer(sys.modules[name])
+    AFTER_IMPORT[name] = answer
+
+
 class _Answers(importlib.abc.MetaPathFinder):
-    """Replaces functions of installed modules (`AFTER_IMPORT`) as soon as these are imported."""
+    """Answers for installed modules (`AFTER_IMPORT`) as soon as these are imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in AFTER_IMPORT:
@@ -119,8 +137,7 @@ class _Answers(importlib.abc.MetaPathFinder):
 
             def exec_module(module: types.ModuleType) -> None:
                 run(module)
-                for function, answer in AFTER_IMPORT[name].items():
-                    setattr(module, function, answer)
+                AFTER_IMPORT[name](module)
 
             loader.exec_module = exec_module
         return spec
@@ -137,6 +154,16 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         spec.submodule_search_locations = []
         return spec
 
+    def find_distributions(self, context: Any = None) -> Any:
+        """Libraries ask the installed packages for flash-attn before they import it."""
+        name = getattr(context, "name", None)
+        return [
+            _Distribution(package, module)
+            for package, module in DISTRIBUTIONS.items()
+            if name in (None, package, package.replace("-", "_"))
+            and importlib.machinery.PathFinder.find_spec(module) is None
+        ]
+
     def create_module(self, spec: Any) -> types.ModuleType:
         module = types.ModuleType(spec.name)
         module.__version__ = MODULES[spec.name].version  # pyright: ignore[reportAttributeAccessIssue]
@@ -146,6 +173,22 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.tape.notes[f"{module.__name__}: not installed, a stand-in with its shapes was used"] += 1
         for name, make in MODULES[module.__name__].functions.items():
             setattr(module, name, make(self.tape))
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """What `importlib.metadata` says of a stand-in's package."""
+
+    def __init__(self, package: str, module: str):
+        self.texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {MODULES[module].version}\n",
+            "top_level.txt": module,
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        return self.texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(path)
 
 
 class _Module:
@@ -211,6 +254,38 @@ def _packed_qkv(tape: Tape) -> Any:
     return lambda qkv, *args, **options: plain(*qkv.unbind(2), *args, **options)
 
 
+def _flash_with_cache(tape: Tape) -> Any:
+    """flash_attn_with_kvcache(q, k_cache, v_cache): decoding, a few queries against all keys."""
+
+    def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **__: Any) -> Tensor:
+        out, _lse = fused_attention("flash_attn_with_kvcache", q, k_cache, v_cache, 1.0, "bthd")
+        return out
+
+    return flash_attn_with_kvcache
+
+
+# Padding of flash_attn.bert_padding, in plain torch.
+
+
+def _index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
+    return rows[indices]
+
+
+def _unpad_input(hidden: Tensor, mask: Tensor, unused: Tensor | None = None) -> Any:
+    """Rows under the mask, their numbers, offsets of the sequences, the longest, and the lengths."""
+    lengths = mask.sum(-1, dtype=torch.int32)
+    used = mask if unused is None else mask + unused
+    indices = used.flatten().nonzero().flatten()
+    offsets = torch.nn.functional.pad(used.sum(-1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    return hidden.flatten(0, 1)[indices], indices, offsets, int(lengths.max().item()), lengths
+
+
+def _pad_input(rows: Tensor, indices: Tensor, batch: int, length: int) -> Tensor:
+    padded = rows.new_zeros(batch * length, *rows.shape[1:])
+    padded = padded.index_put((indices,), rows)
+    return padded.unflatten(0, (batch, length))
+
+
 def _xformers(tape: Tape) -> Any:
     def memory_efficient_attention(
         query: Tensor, key: Tensor, value: Tensor, attn_bias: Any = None, *_: Any, **__: Any
@@ -233,8 +308,6 @@ def _hub_kernels(tape: Tape) -> Any:
 
     def get_kernel(name: str, *_: Any, **__: Any) -> Any:
         if "flash" not in name:
-            from leanstep.rehearse.answers.torch_cuda import Refused
-
             raise Refused(f"the binary kernel {name} has no stand-in")
         functions = {n: make(tape) for n, make in FLASH.items()}
         tape.notes[f"kernel {name}: a stand-in with its shapes was used"] += 1
@@ -245,15 +318,28 @@ def _hub_kernels(tape: Tape) -> Any:
 
 # Fake tensors stand for real ones: what a library does while it traces is not what it does on the device.
 # (transformers then builds masks that it leaves out otherwise, and keeps SDPA from its flash kernel.)
-AFTER_IMPORT = {"transformers.utils.import_utils": {"is_fake_tensor": lambda x: False}}
+def _tensors_are_real(module: Any) -> None:
+    module.is_fake_tensor = lambda x: False
+
+
+AFTER_IMPORT: dict[str, Callable[[types.ModuleType], None]] = {
+    "transformers.utils.import_utils": _tensors_are_real
+}
 FLASH: dict[str, Callable[[Tape], Any]] = {
     "flash_attn_func": _flash,
     "flash_attn_varlen_func": _flash_varlen,
     "flash_attn_qkvpacked_func": _packed_qkv,
+    "flash_attn_with_kvcache": _flash_with_cache,
+}
+PADDING: dict[str, Callable[[Tape], Any]] = {
+    "index_first_axis": lambda tape: _index_first_axis,
+    "unpad_input": lambda tape: _unpad_input,
+    "pad_input": lambda tape: _pad_input,
 }
 MODULES = {
     "flash_attn": _Module("2.8.3", FLASH),
     "flash_attn.flash_attn_interface": _Module("2.8.3", FLASH),
+    "flash_attn.bert_padding": _Module("2.8.3", PADDING),
     "flash_attn_interface": _Module("3.0.0", FLASH),
     "flash_attn_3": _Module("3.0.0", FLASH),
     "xformers": _Module("0.0.32", {}),
@@ -263,3 +349,5 @@ MODULES = {
     ),
     "kernels": _Module("0.10.0", {"get_kernel": _hub_kernels}),
 }
+# Package -> its module, where libraries look for a package before they import the module.
+DISTRIBUTIONS = {"flash-attn": "flash_attn"}

@@ -21,17 +21,25 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from leanstep.rehearse.answers import cuda_graphs, parameters, tensor_types
+from leanstep.rehearse.answers.triton_launches import shared_memory_bytes
+from leanstep.rehearse.branches import assumed_numbers
 from leanstep.rehearse.events import HostWait
+from leanstep.rehearse.refusals import EXPORT, NESTED, Refused
 from leanstep.rehearse.shadows import check_ordinal, devices_here
 from leanstep.rehearse.tape import Tape
 from leanstep.script.lines import LIBRARY, USER, judge_code
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
+# Added to what stands for an address: no machine has memory there.
+NO_ADDRESS = 1 << 62
 # Kernels of the simulated device; they are removed with this object.
 _LIBRARY = torch.library.Library("aten", "IMPL")
-# torch composes these ops of others unless the device has a kernel for them, as CUDA has (2.8 to 2.15).
-OWN_KERNELS = ("_fused_rms_norm", "silu_backward", "mish_backward")
+# torch composes these ops of others unless the device has kernels for them, as CUDA has. `_fused_rms_norm` of
+# torch 2.8, which has no backward, is for Metal alone.
+OWN_KERNELS = ["silu_backward", "mish_backward"]
+if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
+    OWN_KERNELS.append("_fused_rms_norm")
 
 
 class DeviceProperties(types.SimpleNamespace):
@@ -39,10 +47,6 @@ class DeviceProperties(types.SimpleNamespace):
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return id(self)
-
-
-class Refused(Exception):
-    """The program asks for what a rehearsal cannot give; the message is one sentence."""
 
 
 def install(tape: Tape, device: Any) -> None:
@@ -67,11 +71,26 @@ def install(tape: Tape, device: Any) -> None:
     # `torch.tensor(x, device="cuda")` in a captured graph: nobody may compute with its value on the device.
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore
     proxy_tensor.CONSTANT_NUMEL_LIMIT = -1
-    torch._C._set_only_lift_cpu_tensors(True)
+    _lift_from_host()
     # Without FakeTensor in these lists the optimizers fall back to one launch per tensor.
     for supported in (_foreach_utils._foreach_supported_types, _optimizer_types):
         if FakeTensor not in supported:
             supported.append(FakeTensor)
+
+
+def _lift_from_host() -> None:
+    """`torch.tensor(x, device="cuda")` is a host tensor that is copied. torch keeps this flag per thread,
+    and starts threads of its own for backward."""
+    from torch.autograd.function import BackwardCFunction
+
+    run = BackwardCFunction.apply
+
+    def apply(self: Any, *args: Any) -> Any:
+        torch._C._set_only_lift_cpu_tensors(True)
+        return run(self, *args)
+
+    BackwardCFunction.apply = apply
+    torch._C._set_only_lift_cpu_tensors(True)
 
 
 def _own_kernels() -> None:
@@ -81,8 +100,7 @@ def _own_kernels() -> None:
         raise Refused("a kernel of the device was called where the rehearsal does not see it")
 
     for name in OWN_KERNELS:
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-        if hasattr(torch.ops.aten, name) and not has_kernel(f"aten::{name}", "CUDA"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             _LIBRARY.impl(name, off_tape, "CUDA")
 
 
@@ -119,9 +137,42 @@ def _constants_of_dynamo() -> None:
     utils.common_constant_types.add(DeviceProperties)
 
 
+# What Dynamo would trace, or refuse to, and the function in its place.
+_replaced: list[tuple[types.FunctionType, types.FunctionType]] = []
+
+
 def _set(target: Any, **answers: Any) -> None:
     for name, answer in answers.items():
-        setattr(target, name, _copy(answer) if isinstance(answer, types.FunctionType) else answer)
+        original = getattr(target, name, None)
+        if isinstance(answer, types.FunctionType):
+            answer = _copy(answer)
+            if isinstance(original, types.FunctionType):
+                _replaced.append((original, answer))
+        setattr(target, name, answer)
+
+
+def refuse_what_dynamo_refuses() -> None:
+    """Give each answer Dynamo's rule for the function that it replaces.
+
+    Dynamo has rules by object and does not trace torch's own files: without one, an answer would pass inside
+    `fullgraph=True` where the device's function does not. Called once a program compiles: the table of rules
+    takes a moment to build.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import SkipFunctionVariable, ctx_manager
+
+    # Dynamo's own `with torch.cuda.device(0)` holds the functions that it found when it was imported.
+    context: Any = ctx_manager.CUDADeviceVariable
+    context._exchange_fn = staticmethod(torch.cuda._exchange_device)
+    context._maybe_exchange_fn = staticmethod(torch.cuda._maybe_exchange_device)
+
+    rules = trace_rules.get_torch_obj_rule_map()
+    for original, answer in _replaced:
+        rule = rules.get(original)
+        if rule is None and trace_rules.check(original, is_inlined_call=True):
+            rule = SkipFunctionVariable
+        if rule is not None:
+            rules.setdefault(answer, rule)
 
 
 def _copy(function: types.FunctionType) -> types.FunctionType:
@@ -181,28 +232,30 @@ def _memory_answers(tape: Tape, device: Any) -> dict[str, Any]:
         return {
             "allocated_bytes.all.current": tape.live_bytes,
             "allocated_bytes.all.peak": tape.window_peak_bytes,
-            "reserved_bytes.all.current": tape.live_bytes,
-            "reserved_bytes.all.peak": tape.window_peak_bytes,
+            "reserved_bytes.all.current": tape.memory.reserved(tape.live_bytes),
+            "reserved_bytes.all.peak": tape.memory.peak_reserved(tape.window_peak_bytes),
             "num_alloc_retries": 0,
-            "num_ooms": 0,
+            "num_ooms": tape.memory.num_errors,
         }
 
     def reset_peak(*_: Any) -> None:
         tape.window_peak_bytes = tape.live_bytes
+        tape.memory.reset_peak()
 
     def free_and_total(*_: Any) -> tuple[int, int]:
-        return device.memory_bytes - tape.live_bytes - device.context_bytes, device.memory_bytes
+        taken = tape.memory.reserved(tape.live_bytes) + device.context_bytes
+        return device.memory_bytes - taken, device.memory_bytes
 
     return {
         "memory_allocated": lambda *_: tape.live_bytes,
-        "memory_reserved": lambda *_: tape.live_bytes,
+        "memory_reserved": lambda *_: tape.memory.reserved(tape.live_bytes),
         "max_memory_allocated": lambda *_: tape.window_peak_bytes,
-        "max_memory_reserved": lambda *_: tape.window_peak_bytes,
+        "max_memory_reserved": lambda *_: tape.memory.peak_reserved(tape.window_peak_bytes),
         "memory_stats": memory_stats,
         "mem_get_info": free_and_total,
         "reset_peak_memory_stats": reset_peak,
         "reset_max_memory_allocated": reset_peak,
-        "empty_cache": _nothing,
+        "empty_cache": lambda *_: tape.memory.empty_cache(),
         "ipc_collect": _nothing,
         "memory_summary": lambda *_, **__: "",
         "memory_snapshot": lambda *_, **__: [],
@@ -231,18 +284,12 @@ def _randomness_answers() -> dict[str, Any]:
 
 def _set_presence() -> None:
     """There is a device, and which one is chosen."""
-    # As a context manager and as a function: `with torch.cuda.device(0)`.
-    guard = type(
-        "device",
-        (),
-        {
-            "__init__": _check_device,
-            "__enter__": _nothing,
-            "__exit__": _nothing,
-            "idx": 0,
-            "prev_idx": 0,
-        },
-    )
+
+    def exchange_device(index: int) -> int:
+        """What `with torch.cuda.device(0)` and `device_of` call; they themselves stay torch's."""
+        check_ordinal(index)
+        return 0
+
     _set(
         torch.cuda,
         is_available=lambda: True,
@@ -254,8 +301,8 @@ def _set_presence() -> None:
         device_count=devices_here,
         current_device=lambda: 0,
         set_device=_check_device,
-        device=guard,
-        device_of=guard,
+        _exchange_device=exchange_device,
+        _maybe_exchange_device=exchange_device,
         can_device_access_peer=lambda *_: False,
     )
     _set(
@@ -273,6 +320,7 @@ def _set_presence() -> None:
 def _set_properties(device: Any) -> None:
     major, minor = device.capability
     has_bf16 = device.capability >= (8, 0)
+    shared = shared_memory_bytes(device)
     properties = DeviceProperties(
         name=device.name,
         major=major,
@@ -285,8 +333,8 @@ def _set_properties(device: Any) -> None:
         max_threads_per_block=1024,
         regs_per_multiprocessor=65_536,
         shared_memory_per_block=49_152,
-        shared_memory_per_block_optin=166_912 if major < 9 else 232_448,
-        shared_memory_per_multiprocessor=167_936 if major < 9 else 233_472,
+        shared_memory_per_block_optin=shared,
+        shared_memory_per_multiprocessor=shared + 1_024,
         gcnArchName="",
         uuid="0",
         is_integrated=0,
@@ -358,9 +406,12 @@ def _streams(tape: Tape) -> None:
             return False
 
         def __enter__(self) -> Stream:
+            tape.side_streams += self is not only
             return self
 
-        def __exit__(self, *_: Any) -> None: ...
+        def __exit__(self, *_: Any) -> None:
+            tape.side_streams -= self is not only
+
         def __hash__(self) -> int:
             return 0
 
@@ -371,7 +422,8 @@ def _streams(tape: Tape) -> None:
 
     @contextlib.contextmanager
     def on_stream(stream: Any):
-        yield stream
+        with stream if isinstance(stream, Stream) else contextlib.nullcontext(stream):
+            yield stream
 
     _set(
         torch.cuda,
@@ -402,6 +454,7 @@ def _generators() -> None:
             return real.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
     torch.Generator = Generator  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.default_generators = tuple(Generator() for _ in range(devices_here()))
 
 
 def _pinned_memory(tape: Tape) -> None:
@@ -420,6 +473,15 @@ def _pinned_memory(tape: Tape) -> None:
         return out
 
     torch.UntypedStorage.resize_ = resize_
+    address = torch.UntypedStorage.data_ptr
+
+    def data_ptr(self: Any) -> int:
+        """Programs compare addresses of storages (FSDP1, tied weights): one number each, no valid address."""
+        if self.device.type == "cpu":
+            return address(self)
+        return NO_ADDRESS | self._cdata if self.nbytes() else 0
+
+    torch.UntypedStorage.data_ptr = data_ptr
 
 
 def _list_reads(tape: Tape) -> None:
@@ -459,6 +521,20 @@ def _tensor_reads(tape: Tape) -> None:
             raise TypeError("numpy() of a tensor on cuda:0: expected one on the host, use .cpu() first")
         return torch.ones(self.shape, dtype=self.dtype).numpy()
 
+    shadows = tape.shadows
+    reporting = assumed_numbers(shadows.branches, tape.lines.here)
+    plain_item = torch.Tensor.item
+
+    def item(self: FakeTensor) -> Any:
+        """A number that nobody knows reports the branches that it decides."""
+        shadows.read_assumed, shadows.wraps_reads = False, True
+        try:
+            value = plain_item(self)
+        finally:
+            shadows.wraps_reads = False
+        return reporting(value) if shadows.read_assumed else value
+
+    _set(FakeTensor, item=item)
     _set(FakeTensor, numpy=numpy, tolist=lambda self: self.cpu().tolist())
     _set(FakeTensor, __format__=describe, __repr__=printed)
 
@@ -515,6 +591,7 @@ def _attention(tape: Tape, device: Any) -> None:
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
 
+    attention.__name__ = plain.__name__  # context_parallel replaces it by its name
     F.scaled_dot_product_attention = attention
     torch._C._nn.scaled_dot_product_attention = attention  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -591,5 +668,32 @@ def _refusals() -> None:
         return load_inline(name, cpp_sources, cuda_sources, *args, **given)
 
     _set(extension, load=load_sources, load_inline=load_text)
+    _refuse_exports_and_nested()
     # The message of FakeTensor names an internal; say what was asked for.
-    FakeTensor.data_ptr = refuse("data_ptr() of a device tensor")
+    no_address = refuse("data_ptr() of a device tensor")
+
+    def data_ptr(self: FakeTensor) -> int:
+        """torch compares addresses (FSDP1, graphed callables); a program hands them to code of the device."""
+        caller = sys._getframe(1).f_code
+        if judge_code(caller.co_filename, caller.co_name) & (USER | LIBRARY):
+            no_address()
+        return self.untyped_storage().data_ptr() + int(self.storage_offset()) * self.element_size()
+
+    FakeTensor.data_ptr = data_ptr
+
+
+def _refuse_exports_and_nested() -> None:
+    def export(*_: Any, **__: Any) -> Any:
+        raise Refused(EXPORT)
+
+    def ragged_size(tensor: Tensor, *, coeff: int = 1) -> Any:
+        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda":
+            raise Refused(NESTED)
+        return plain(tensor, coeff=coeff)
+
+    from torch.nested._internal import nested_tensor
+
+    plain = nested_tensor.get_tensor_symint
+    nested_tensor.get_tensor_symint = ragged_size
+    torch.export.export = export
+    torch.export.export_for_training = export  # pyright: ignore[reportAttributeAccessIssue]

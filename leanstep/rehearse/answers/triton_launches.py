@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from leanstep.measure.aot import SHARED_LIMITS
 from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import one_pass, register_cost, registered_cost
 from leanstep.rehearse.shadows import device_tensors, shape_of, with_shapes
@@ -54,6 +55,61 @@ def install(tape: Tape, device: Any) -> None:
 
         TensorDescriptor.__post_init__ = lambda self: None  # its checks look at addresses
     _install_driver(device)
+    _analyse_once()
+
+
+def _analyse_once() -> None:
+    """What a captured launch writes, as torch derives it from the kernel's code, in a bounded time.
+
+    torch 2.13 follows every path from a store back to the arguments: exponential in a long kernel. Each
+    value is followed once here, and equal launches are analysed once. The list of reads is then incomplete;
+    a capture asks for the writes alone.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    analysis: Any = getattr(wrap, "analyze_kernel_access", None)
+    if analysis is not None:
+        analyse, tma_stores = analysis.fn, wrap.get_tma_stores
+
+        def follow_once(functions: Any, name: str, *args: Any) -> Any:
+            tma_stores(functions, name)  # remembered by torch; it looks at values as well
+            return analyse({**functions, name: _EachOnce(functions[name])}, name, *args)
+
+        analysis.fn = follow_once
+    for name in ("identify_accessed_tensors", "identify_mutated_tensors"):  # from torch 2.11; before
+        if hasattr(wrap, name):
+            setattr(wrap, name, _by_argument_types(getattr(wrap, name)))
+
+
+class _EachOnce(dict[Any, list[Any]]):
+    """The operations behind each value; empty when they are asked for again."""
+
+    def __init__(self, operations: Mapping[Any, list[Any]]):
+        super().__init__(operations)
+        self.seen: set[Any] = set()
+
+    def __getitem__(self, value: Any) -> list[Any]:
+        if value in self.seen:
+            return []
+        self.seen.add(value)
+        return super().__getitem__(value)
+
+
+def _by_argument_types(identify: Any) -> Any:
+    """An analysis of a kernel that runs once for equal constants and types of its arguments."""
+    results: dict[Any, Any] = {}
+
+    def describe(value: Any) -> Any:
+        return ("tensor", value.dtype) if isinstance(value, torch.Tensor) else (type(value), repr(value))
+
+    def identified(kernel: Any, arguments: dict[str, Any], *others: Any) -> Any:
+        described = tuple((name, describe(value)) for name, value in arguments.items())
+        key = (kernel, described, repr(others))
+        if key not in results:
+            results[key] = identify(kernel, arguments, *others)
+        return results[key]
+
+    return identified
 
 
 class CompiledKernel:
@@ -107,6 +163,12 @@ def _grid(grid: Any, arguments: dict[str, Any]) -> Any:
         return None
 
 
+def shared_memory_bytes(device: Any) -> int:
+    """Shared memory that a block may use on a device of the table."""
+    major, minor = device.capability
+    return SHARED_LIMITS["gfx942" if device.vendor == "amd" else f"sm_{major}{minor}"]
+
+
 def _install_driver(device: Any) -> None:
     """What libraries ask of Triton's driver before they launch."""
     import triton.runtime
@@ -116,9 +178,8 @@ def _install_driver(device: Any) -> None:
     except ImportError:
         return
     major, minor = device.capability
-    shared = 166_912 if major < 9 else 232_448
     properties = {
-        "max_shared_mem": shared,
+        "max_shared_mem": shared_memory_bytes(device),
         "multiprocessor_count": device.units,
         "warpSize": 32,
         "max_num_regs": 65_536,

@@ -10,12 +10,25 @@ from logprob.flat import linear_logprobs, linear_policy_loss, token_logprobs
 
 pytest.importorskip("triton")
 
-from leanstep.logprob import LMHead, PolicyObjective, Transform, Tuning, policy_loss
+from leanstep.logprob import (
+    Allowed,
+    LMHead,
+    PolicyBatch,
+    PolicyObjective,
+    ReferenceHead,
+    Transform,
+    Tuning,
+    policy_loss,
+)
 from leanstep.logprob import linear_logprobs as unflattened
-from leanstep.logprob.engine import kernel, lm_head, passes, tiles
+from leanstep.logprob import linear_policy_loss as policy_of_rows
+from leanstep.logprob.engine import invariant, kernel, lm_head, passes, tiles
 from leanstep.logprob.engine.gpu import gpu_tiles
 from leanstep.logprob.engine.invariant import GPU_COLUMNS, RowBlocks
+from leanstep.logprob.engine.softmax import RowStatistics
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles, row_stride, tile_slices
+from leanstep.logprob.parallel import VocabShard
+from leanstep.objectives import TeacherHead, linear_distill_loss, linear_masked_logprobs
 
 pytestmark = pytest.mark.interpreter
 
@@ -394,3 +407,151 @@ def test_invariant_rows_keep_their_bits(gpu_route):
     assert torch.equal(whole.logp[some], part.logp) and torch.equal(whole.entropy[some], part.entropy)
     log_p = torch.log_softmax(hidden.double() @ weight.double().T, -1)
     torch.testing.assert_close(whole.logp.double(), log_p.gather(1, targets[:, None])[:, 0])
+
+
+def test_few_heights_are_tried_and_kernels_get_no_scratch(gpu_route, monkeypatch):
+    """A trial waits for the device: of 541 numbers of rows no more than 56 heights are tried."""
+    tried, scratches = [], []
+
+    def trial(rows, columns, *constants):
+        tried.append(rows)
+        return torch.zeros(1)
+
+    bits = invariant.row_bits
+    monkeypatch.setattr(invariant, "row_bits", trial)
+    weight = torch.zeros(16, 8)
+    head = lm_head.Head(weight, None, None, 1.0, None, 1.0, VocabShard(0, 16, 16), 16, torch.float32)
+    for rows in range(1, 20_001, 37):
+        hidden = torch.zeros(1, 8).expand(rows, 8)
+        blocks, _ = invariant.arrange_blocks(
+            head, hidden, rows, ranks=1, budget=None, tile=None, max_rows=1024
+        )
+        places = len(blocks.places(torch.device("cpu")))
+        assert rows <= places <= max(rows + 63, 1.125 * rows) and places % 64 == 0
+    assert len(set(tried)) <= 56, sorted(set(tried))
+    update = RowStatistics.update_
+
+    def watched(self, z, scratch, *args, **options):
+        scratches.append(len(scratch))
+        return update(self, z, scratch, *args, **options)
+
+    monkeypatch.setattr(RowStatistics, "update_", watched)
+    shape = (64, 512, 8, torch.float32, torch.float32, torch.device("cpu"))
+    found = [bits.__wrapped__(*shape, kernels) for kernels in (kernel, None)]
+    trials = len(scratches) // 2
+    assert scratches == [0] * trials + [2] * trials
+    torch.testing.assert_close(*found)
+
+
+def kl_to_reference(hidden, weight, reference_logits):
+    """KL(p || q) of the plain code, [T]."""
+    log_p = torch.log_softmax(hidden @ weight.T, -1)
+    log_q = torch.log_softmax(reference_logits.to(log_p.dtype), -1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+@pytest.mark.parametrize("tile", [None, Tiles(4, 64, "vocab")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kl_to_a_reference_head_of_an_odd_vocabulary(tile, dtype, gpu_route):
+    """The reference's tile of logits needs the padding that its product writes."""
+    hidden, weight, _, targets, upstream = inputs(dtype)
+    other = inputs(dtype, seed=1)[1]
+    logits = hidden.double() @ other.double().T
+
+    def fast(h, w):
+        reference = ReferenceHead(weight=other)
+        out = unflattened(h, w, targets, outputs=("kl",), reference=reference, tuning=Tuning(tile=tile))
+        return out.logp, out.kl
+
+    def slow(h, w):
+        return plain(h, w, None, targets)[0], kl_to_reference(h, w, logits)
+
+    truth = with_gradients(slow, (hidden.double(), weight.double()), upstream)
+    found, plainly = (with_gradients(f, (hidden, weight), upstream) for f in (fast, slow))
+    assert_as_good_as_plain(found, plainly, truth, 4e-3 if dtype == torch.bfloat16 else 2e-6)
+
+
+def test_masked_logprobs_with_a_reference_of_an_odd_vocabulary(gpu_route):
+    """Rows without a set go over the whole vocabulary, their reference as well."""
+    hidden, weight, _, targets, _ = inputs(torch.float32)
+    other = inputs(torch.float32, seed=1)[1]
+    ids = torch.stack([targets, (targets + 3) % V], 1).flatten()
+    has_set = torch.arange(T) % 3 > 0
+    kept = Allowed(
+        ids[has_set.repeat_interleave(2)], torch.cat([torch.zeros(1), 2 * has_set.cumsum(0)]).long(), has_set
+    )
+    out = linear_masked_logprobs(hidden, weight, targets, kept, reference=ReferenceHead(weight=other))
+    logits = hidden.double() @ other.double().T
+    expected = kl_to_reference(hidden.double(), weight.double(), logits)
+    torch.testing.assert_close(out.kl[~has_set].double(), expected[~has_set], rtol=1e-4, atol=1e-5)
+
+
+def test_a_16_bit_hidden_state_decides_for_an_fp32_weight(gpu_route, monkeypatch):
+    """Masters of FSDP2, gathered in fp32: without autocast all three products have 16-bit operands."""
+    hidden, weight, _, targets, upstream = inputs(torch.float32)
+    hidden = hidden.bfloat16()
+    operands = set()
+
+    def watched(a, b, *args, **options):
+        operands.update((a.dtype, b.dtype))
+        return product(a, b, *args, **options)
+
+    product = lm_head.product
+    monkeypatch.setattr(lm_head, "product", watched)
+
+    def fast(h, w):
+        out = linear_logprobs(h, w, targets, entropy="grad", tile=Tiles(5, 64, "vocab"))
+        return out.logp, out.entropy
+
+    def slow(h, w):
+        return plain(h, w.to(h.dtype), None, targets)
+
+    found, plainly = (
+        with_gradients(fast, (hidden, weight), upstream),
+        with_gradients(slow, (hidden, weight), upstream),
+    )
+    truth = with_gradients(slow, (hidden.double(), weight.double()), upstream)
+    assert operands == {torch.bfloat16}
+    assert [f.dtype for f in found] == [torch.float32, torch.float32, torch.bfloat16, torch.float32]
+    assert_as_good_as_plain(found, plainly, truth, 1e-3)
+
+
+# Triton's interpreter is numpy, which speaks of branches that are not taken.
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("route", ["CPU", "GPU"])
+@pytest.mark.parametrize("selected", [None, torch.tensor([1, 5, 9, 2])])
+@pytest.mark.parametrize("loss", ["policy", "distill", "two teachers"])
+def test_fp16_gradients_of_hidden_wait_for_the_loss_scale(loss, selected, route, request):
+    """A mean over a batch of two million tokens, and GradScaler's 65,536: rounded first, many are zeros."""
+    if route == "GPU":
+        request.getfixturevalue("gpu_route")
+    hidden, weight, _, targets, upstream = inputs(torch.float32)
+    hidden, other = hidden.half(), inputs(torch.float32, seed=1)[1]
+    rows = torch.arange(T) if selected is None else selected
+    old = upstream[0][: len(rows)] - 5.0
+
+    def fast(h, w):
+        fixed = {"normalizer": 2.0**21, "rows": selected}
+        if loss == "policy":
+            batch = PolicyBatch(old, upstream[1][: len(rows)])
+            fixed["objective"] = "gpg"
+            return (policy_of_rows(h, w, targets[: len(rows)], batch, **fixed).loss,)
+        teacher = TeacherHead(h.detach(), other.to(h.dtype))
+        return (
+            linear_distill_loss(h, w, teacher if loss == "distill" else [(teacher, 0.5)] * 2, **fixed).loss,
+        )
+
+    scale = torch.tensor(65536.0)
+    found = with_gradients(fast, (hidden, weight), [scale])
+    truth = with_gradients(fast, (hidden.double(), weight.double()), [scale.double()])
+    assert [g.dtype for g in found[1:]] == [torch.float16, torch.float32]
+    for gradient, exact in zip(found[1:], truth[1:], strict=True):
+        assert gradient.isfinite().all()
+        assert (gradient.double() - exact).abs().max() <= 2e-3 * exact.abs().max()
+    representable = truth[1].abs() > 2e-7
+    assert (found[1][representable] != 0).all()
+
+
+def test_a_padded_product_refuses_a_tile_without_padding():
+    with pytest.raises(AssertionError, match="a tile of 8 columns, but 5 elements per row"):
+        lm_head.widened(torch.zeros(3, 5), 8)

@@ -1,0 +1,194 @@
+"""flex_attention: a fused kernel over the blocks that its mask lets through.
+
+The number of blocks is the sum of the block mask's counts. A program that builds its mask outside compiled
+functions has known counts; `create_block_mask` gets them from a few positions per block, without the
+[Q_LEN, KV_LEN] mask. A captured graph holds for every mask, so there the counts are an input of the call and
+are read when the graph runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leanstep.rehearse.answers.stand_ins import fused_attention, fused_attention_backward
+from leanstep.rehearse.tape import Tape
+
+BLOCK = 128
+# Part of the scores that a mask which the host does not know lets through: a causal one's.
+ASSUMED_DENSITY = 0.5
+KERNEL, LAYOUT = "flex_attention", "bhtd"
+
+
+@torch.library.custom_op("leanstep_rehearse::masked_attention", mutates_args=())
+def _masked(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("a captured graph replaces this call")
+
+
+@_masked.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, counts: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("leanstep_rehearse::masked_attention_backward", mutates_args=())
+def _masked_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    counts: Tensor,
+    blocks: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise NotImplementedError("a captured graph replaces this call")
+
+
+@_masked_backward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    counts: Tensor,
+    blocks: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, counts, ctx.blocks = inputs
+    ctx.save_for_backward(q, k, v, *output, counts)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Any) -> Any:
+    *saved, counts = ctx.saved_tensors
+    return *_masked_backward(*saved, grad.contiguous(), counts, ctx.blocks), None, None
+
+
+_masked.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _run(tape: Tape, q: Tensor, k: Tensor, v: Tensor, counts: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    return fused_attention(KERNEL, q, k, v, _density(tape, counts, blocks), LAYOUT)
+
+
+def _run_backward(tape: Tape, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *saved, grad, counts, blocks = args
+    return fused_attention_backward(KERNEL, saved, grad, _density(tape, counts, blocks), LAYOUT)
+
+
+# What a captured graph runs in place of the calls above, with the counts that are known then.
+MASKED = {
+    torch.ops.leanstep_rehearse.masked_attention.default: _run,
+    torch.ops.leanstep_rehearse.masked_attention_backward.default: _run_backward,
+}
+
+
+def install(tape: Tape) -> None:
+    """Answer flex_attention and create_block_mask."""
+    from torch.nn.attention import flex_attention as flex
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Any = None,
+        block_mask: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        kernel_options: Any = None,
+        **options: Any,
+    ) -> Any:
+        """A fused kernel over the blocks that the mask lets through."""
+        if block_mask is None:
+            out, lse = fused_attention(KERNEL, query, key, value, 1.0, LAYOUT)
+        else:
+            counts, blocks = _counts(block_mask)
+            if torch.compiler.is_compiling():
+                out, lse = _masked(query, key, value, counts, blocks)
+            else:
+                out, lse = _run(tape, query, key, value, counts, blocks)
+        return (out, lse) if return_lse or options.get("return_aux") is not None else out
+
+    def block_mask(
+        mask_mod: Any,
+        B: int | None,
+        H: int | None,
+        Q_LEN: int,
+        KV_LEN: int,
+        device: Any = "cuda",
+        BLOCK_SIZE: Any = BLOCK,
+        **_: Any,
+    ) -> Any:
+        """A block mask without the [Q_LEN, KV_LEN] mask: a compiler evaluates it block by block."""
+        size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+        rows, columns = -(-Q_LEN // size[0]), -(-KV_LEN // size[1])
+        if torch.compiler.is_compiling():
+            counts = _count_blocks(mask_mod, Q_LEN, KV_LEN, size, device)
+        else:
+            counts = _count_aside(tape, mask_mod, Q_LEN, KV_LEN, size, device)
+        counts = counts.expand(B or 1, H or 1, rows).contiguous()
+        indices = torch.empty(B or 1, H or 1, rows, columns, dtype=torch.int32, device=device)
+        return flex.BlockMask.from_kv_blocks(
+            counts, indices, torch.zeros_like(counts), indices.clone(), size, mask_mod=mask_mod
+        )
+
+    attention._when_compiled = attention  # pyright: ignore[reportFunctionMemberAccess]
+    plain_mask = flex.create_block_mask
+
+    @functools.wraps(plain_mask)
+    def create_block_mask(*args: Any, _compile: bool = False, **kwargs: Any) -> Any:
+        return block_mask(*args, **kwargs) if _compile else plain_mask(*args, **kwargs)
+
+    create_block_mask._when_compiled = block_mask  # pyright: ignore[reportAttributeAccessIssue]
+    flex.flex_attention = attention
+    flex.create_block_mask = create_block_mask
+
+
+def _counts(block_mask: Any) -> tuple[Tensor, int]:
+    """Blocks that each row of blocks visits, and the number of all blocks."""
+    counts, full = block_mask.kv_num_blocks, getattr(block_mask, "full_kv_num_blocks", None)
+    return counts if full is None else counts + full, block_mask.kv_indices.numel()
+
+
+def _density(tape: Tape, counts: Tensor, blocks: int) -> float:
+    known = tape.shadows.get(counts)
+    if known is not None:
+        return float(known.sum()) / max(1, blocks)
+    tape.shadows.assume(tape.lines.place().line, "density of a block mask", ASSUMED_DENSITY)
+    return ASSUMED_DENSITY
+
+
+def _positions(length: int, block: int) -> Tensor:
+    """Three positions of each block: first, middle, last. [blocks, 3]"""
+    starts = torch.arange(0, length, block)
+    return torch.stack([starts, starts + block // 2, starts + block - 1], 1).clamp_max(length - 1)
+
+
+def _count_blocks(mask_mod: Any, q_len: int, kv_len: int, size: Any, device: Any) -> Tensor:
+    """Blocks with a position that the mask lets through, for each row of blocks.
+
+    Of each block three pairs are looked at: the latest query with the earliest key (causal masks), the
+    earliest with the latest (windows), and the middle ones.
+    """
+    rows, columns = _positions(q_len, size[0]).to(device), _positions(kv_len, size[1]).to(device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    visited = [mask_mod(zero, zero, rows[:, i, None], columns[None, :, 2 - i]) for i in range(3)]
+    shape = (rows.shape[0], columns.shape[0])
+    return functools.reduce(torch.logical_or, visited).expand(shape).sum(1, dtype=torch.int32)
+
+
+def _count_aside(tape: Tape, mask_mod: Any, q_len: int, kv_len: int, size: Any, device: Any) -> Tensor:
+    """The same outside a captured graph: no work of the program; unknown where the mask cannot be asked."""
+    with tape.aside(), torch.no_grad():
+        try:
+            return _count_blocks(mask_mod, q_len, kv_len, size, device)
+        except Exception:  # a mask that only works under vmap
+            return torch.empty(-(-q_len // size[0]), dtype=torch.int32, device=device)

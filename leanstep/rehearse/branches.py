@@ -1,0 +1,274 @@
+"""Branches that rest on a value that nobody knows: where they are, and whether they decide an update.
+
+A host read of an unknown value is looked up in the program's source: an `if`, `while`, `assert` or `for` that
+contains it, or one further down that tests the variable it is assigned to. A number from `.item()` reports
+the comparisons that it takes part in, wherever the program passes it.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from leanstep.rehearse.events import Branch
+from leanstep.script.lines import Line
+
+# Decisions of one branch without a backward, and without an update, after which the program is left.
+MOST_SKIPPED, MOST_DECIDED = 100, 1000
+_UPDATES = re.compile(r"(^|_)(steps?|backward|update|train\w*|optimi[sz]e)(_|$)")
+_READS = frozenset("bool float int item tolist any all isfinite isnan isinf".split())
+_TESTS = (ast.If, ast.While, ast.IfExp, ast.Assert)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+class NoUpdate(BaseException):
+    """The program makes no update. No `except Exception` of the program stops it."""
+
+    def __init__(self, line: Line | None, reason: str) -> None:
+        super().__init__(reason)
+        self.line = line
+
+
+class Condition(NamedTuple):
+    """A branch of the source. decides_update: one of its ways leaves out an update."""
+
+    line: Line
+    code: str
+    decides_update: bool
+
+
+class Branches:
+    """What the program decided by values that are assumed."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[Condition, str]] = Counter()
+        self._since_update: Counter[Condition] = Counter()
+        self._since_backward: Counter[Condition] = Counter()
+
+    def read(self, line: Line | None, value: object) -> None:
+        """The host read an assumed value at this line; noted if a branch follows from it."""
+        found = condition_at(line) if line is not None else None
+        if found is not None:
+            self._note(found, value)
+
+    def compared(self, line: Line | None, outcome: object) -> None:
+        """A comparison at this line has an assumed number on one side."""
+        if line is not None:
+            self._note(condition_at(line) or Condition(line, line.statement, False), outcome)
+
+    def _note(self, condition: Condition, value: object) -> None:
+        self._counts[condition, str(value)] += 1
+        if not condition.decides_update:
+            return
+        self._since_update[condition] += 1
+        self._since_backward[condition] += 1
+        decided, skipped = self._since_update[condition], self._since_backward[condition]
+        if decided >= MOST_DECIDED or skipped >= MOST_SKIPPED:
+            times = f"after {max(decided, skipped)} passes of this branch"
+            raise NoUpdate(condition.line, f"no update {times}: {self.responsible()}")
+
+    def responsible(self) -> str:
+        """The branch that was decided most often since the last update, in words; empty if there is none."""
+        if not self._since_update:
+            return ""
+        condition = self._since_update.most_common(1)[0][0]
+        value = max((n, value) for (other, value), n in self._counts.items() if other == condition)[1]
+        return f"{condition.line} `{condition.code}` decides it, by an assumed value ({value})"
+
+    def backward_began(self) -> None:
+        self._since_backward.clear()
+
+    def updated(self) -> None:
+        self._since_update.clear()
+        self._since_backward.clear()
+
+    def listed(self) -> list[Branch]:
+        """Those that decide an update first, then by how often."""
+        found = [
+            Branch(c.line, c.code, value, count, c.decides_update)
+            for (c, value), count in self._counts.items()
+        ]
+        return sorted(found, key=lambda branch: (not branch.decides_update, -branch.count))
+
+
+# Numbers that report their comparisons ------------------------------------------------------------------
+
+
+def assumed_numbers(branches: Branches, here: Callable[[], Line | None]) -> Callable[[Any], Any]:
+    """Turns a float or int into one that reports its comparisons; results of arithmetic with it do too."""
+    kinds: dict[type, type] = {}
+    for number in (float, int):
+        kinds[number] = _reporting(number, kinds, branches, here)
+    _follow_math(tuple(kinds.values()), branches, here)
+
+    def wrap(value: Any) -> Any:
+        kind = kinds.get(type(value))
+        return value if kind is None else kind(value)
+
+    return wrap
+
+
+def _reporting(
+    number: type, kinds: dict[type, type], branches: Branches, here: Callable[[], Line | None]
+) -> type:
+    def comparison(name: str) -> Any:
+        plain = getattr(number, name)
+
+        def compare(self: Any, *other: Any) -> Any:
+            outcome = plain(self, *other)
+            if outcome is not NotImplemented:
+                branches.compared(here(), outcome)
+            return outcome
+
+        return compare
+
+    def arithmetic(name: str) -> Any:
+        plain = getattr(number, name)
+
+        def compute(self: Any, *others: Any) -> Any:
+            result = plain(self, *others)
+            kind = kinds.get(type(result))
+            return result if kind is None else kind(result)
+
+        return compute
+
+    members: dict[str, Any] = {"__hash__": number.__hash__, "__slots__": ()}
+    for name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__bool__"):
+        members[name] = comparison(name)
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        members |= {f"__{side}{name}__": arithmetic(f"__{side}{name}__") for side in ("", "r")}
+    members |= {name: arithmetic(name) for name in ("__neg__", "__pos__", "__abs__")}
+    return type(f"assumed_{number.__name__}", (number,), members)
+
+
+def _follow_math(kinds: tuple[type, ...], branches: Branches, here: Callable[[], Line | None]) -> None:
+    """`math.isfinite(loss)` and the like are comparisons too."""
+    for name in ("isfinite", "isnan", "isinf"):
+        setattr(math, name, _followed(getattr(math, name), kinds, branches, here))
+
+
+def _followed(
+    plain: Callable[[Any], bool],
+    kinds: tuple[type, ...],
+    branches: Branches,
+    here: Callable[[], Line | None],
+) -> Callable[[Any], bool]:
+    @functools.wraps(plain)
+    def ask(x: Any, /) -> bool:
+        outcome = plain(x)
+        if isinstance(x, kinds):
+            branches.compared(here(), outcome)
+        return outcome
+
+    return ask
+
+
+# The source ---------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def condition_at(line: Line) -> Condition | None:
+    """The branch that a read at this line decides; None where the source shows none."""
+    tree = _tree(line.file)
+    if tree is None:
+        return None
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    tests = [node for node in ast.walk(tree) if (test := _test(node)) is not None and _spans(test, line)]
+    node = min(tests, key=lambda node: _length(_test(node)), default=None) or _later_test(tree, parents, line)
+    if node is None:
+        return None
+    # A multi-line test begins where the statement does.
+    at = line._replace(number=getattr(node, "lineno", line.number))
+    return Condition(at, at.statement, _decides_update(node, parents))
+
+
+@functools.cache
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _test(node: ast.AST) -> ast.expr | None:
+    """What a branch looks at."""
+    if isinstance(node, _TESTS):
+        return node.test
+    return node.iter if isinstance(node, ast.For | ast.AsyncFor) else None
+
+
+def _spans(node: Any, line: Line) -> bool:
+    return node.lineno <= line.number <= node.end_lineno
+
+
+def _length(node: Any) -> int:
+    return node.end_lineno - node.lineno
+
+
+def _later_test(tree: ast.Module, parents: dict[ast.AST, ast.AST], line: Line) -> ast.AST | None:
+    """`ok = bool(loss.isfinite())`: the first branch of this function that tests the variable afterwards."""
+    assigned = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr)
+        and _spans(node, line)
+        and _is_read(node.value)
+    ]
+    if not assigned:
+        return None
+    statement = assigned[-1]
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    names = {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+    scope = next(node for node in _outwards(statement, parents) if isinstance(node, _SCOPES))
+    later = [
+        node
+        for node in ast.walk(scope)
+        if (test := _test(node)) is not None
+        and test.lineno > line.number
+        and names & {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
+    ]
+    return min(later, key=lambda node: _test(node).lineno, default=None)  # pyright: ignore
+
+
+def _is_read(value: ast.expr | None) -> bool:
+    """Whether an expression itself reads or compares; a call may read something that it does not return."""
+    nodes = list(ast.walk(value)) if value is not None else []
+    called = {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
+    return bool(called & _READS) or any(isinstance(node, ast.Compare) for node in nodes)
+
+
+def _outwards(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    while node in parents:
+        node = parents[node]
+        yield node
+
+
+def _decides_update(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+    """Whether one of its ways has an update, or skips one by `continue`, `break`, `return` or `raise`."""
+    if not isinstance(node, ast.If | ast.While):
+        return False
+    ways = [inner for part in (*node.body, *node.orelse) for inner in ast.walk(part)]
+    if any(map(_is_update, ways)):
+        return True
+    around = list(_outwards(node, parents))
+    skipped: list[ast.AST] = []
+    if any(isinstance(inner, ast.Continue | ast.Break) for inner in ways):
+        skipped += [outer for outer in around if isinstance(outer, _LOOPS)][:1]
+    if any(isinstance(inner, ast.Return | ast.Raise) for inner in ways):
+        skipped += [outer for outer in around if isinstance(outer, _SCOPES)][:1]
+    return any(_is_update(inner) for outer in skipped for inner in ast.walk(outer))
+
+
+def _is_update(node: ast.AST) -> bool:
+    """`optimizer.step()`, `loss.backward()`, `train_step(...)`; not a schedule's step."""
+    if not isinstance(node, ast.Call):
+        return False
+    called = ast.unparse(node.func)
+    return "sched" not in called.lower() and _UPDATES.search(called.rpartition(".")[2]) is not None

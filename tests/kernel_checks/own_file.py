@@ -1,0 +1,44 @@
+"""A file as a user of `leanstep kernels FILE.py` has it: kernels, a function that calls one, launch()."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_one_kernel(x_ptr, size, BLOCK: tl.constexpr, MASK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < (size if MASK else size + 1)
+    tl.store(x_ptr + at, tl.load(x_ptr + at, mask=inside) + 1, mask=inside)
+
+
+@triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128}, num_warps=8)], key=["size"])
+@triton.jit
+def scale_kernel(x_ptr, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, 2 * tl.load(x_ptr + at, mask=at < size), mask=at < size)
+
+
+@triton.jit
+def forgotten_kernel(x_ptr):
+    tl.store(x_ptr, 0.0)
+
+
+def launch():
+    x = torch.ones(100, device="cuda")
+    add_one_kernel[(2,)](x, len(x), BLOCK=64, MASK=True)
+    scale_kernel[lambda meta: (triton.cdiv(len(x), meta["BLOCK"]),)](x, len(x))
+    # Another type, and a pointer that is no multiple of 16 bytes.
+    add_one_kernel[(2,)](torch.ones(101, device="cuda", dtype=torch.bfloat16)[1:], 100, BLOCK=64, MASK=True)
+
+
+def launch_with_a_step_too_far():
+    add_one_kernel[(2,)](torch.ones(100).to("cuda"), 100, BLOCK=64, MASK=False)
+
+
+def launch_nothing():
+    torch.cuda.synchronize()
+
+
+def launch_and_fail():
+    raise ValueError("no such size")

@@ -1,0 +1,98 @@
+"""`leanstep kernels FILE.py`: what is launched is compiled and checked; what cannot be is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from leanstep.cli import run
+from leanstep.kernel_checks import file_check
+from leanstep.kernel_checks.file_check import FileProblem
+
+FILE = Path(__file__).with_name("own_file.py")
+
+
+@pytest.fixture(autouse=True)
+def compiled_kernels(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+@pytest.mark.timeout(600)
+def test_what_a_file_launches_is_compiled_and_checked(capsys):
+    assert run(["kernels", str(FILE), "--targets", "sm_89,gfx942", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    for target in ("sm_89", "gfx942"):
+        rows = [row for row in result["rows"] if row["target"] == target]
+        # Two types of one kernel, two configurations of the other.
+        assert (
+            sorted(row["kernel"].split()[0] for row in rows) == ["add_one_kernel"] * 2 + ["scale_kernel"] * 2
+        )
+        assert {row["num_warps"] for row in rows} == {4, 8}
+        assert all(row["registers"] > 0 and row["spill_bytes"] == 0 and not row["error"] for row in rows)
+    assert result["problems"] == [] and result["launches"] == {"add_one_kernel": 2, "scale_kernel": 1}
+    assert result["not_launched"] == ["forgotten_kernel"]
+    assert "3 launches in the interpreter: no problem" in captured.err
+    assert "not launched, so not checked: forgotten_kernel" in captured.err
+
+
+@pytest.mark.timeout(600)
+def test_a_step_out_of_bounds_fails_and_names_the_line(capsys):
+    launch = f"{FILE}:launch_with_a_step_too_far"
+    assert run(["kernels", str(FILE), "--targets", "sm_90", "--launch", launch]) == 1
+    said = capsys.readouterr().err
+    (number,) = [
+        n
+        for n, line in enumerate(FILE.read_text().splitlines(), 1)
+        if "tl.load(x_ptr + at, mask=inside)" in line
+    ]
+    assert f"add_one_kernel, line {number}: load out of bounds" in said
+    assert f"add_one_kernel, line {number}: store out of bounds" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["missing.py"], "FILE.py: expected a Python file, got missing.py"),
+        ([str(FILE.parent)], "FILE.py: expected a Python file"),
+        ([str(FILE), "--launch", "missing.py:go"], "--launch: expected a Python file, got missing.py"),
+        ([str(FILE), "--shipped"], "--shipped: expected no FILE.py"),
+        (["--launch", str(FILE)], "--launch: expected FILE.py with it"),
+        (["--skip-memory"], "--skip-memory: expected FILE.py with it"),
+        ([str(FILE), "--targets", "hopper"], "--targets: expected names like"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, line, capsys):
+    assert run(["kernels", *arguments]) == 2
+    said = capsys.readouterr().err.strip()
+    assert line in said and len(said.splitlines()) == 1
+
+
+def request(function: str, file: Path = FILE) -> dict:
+    return {"file": str(file), "launch": str(file), "function": function, "targets": ["sm_90"]}
+
+
+def refusal(given: dict) -> str:
+    """The message of the process that compiles, without the process."""
+    with pytest.raises(FileProblem) as problem:
+        with file_check._without_gpu(given["targets"]):
+            module, launch = file_check._loaded(given)
+            file_check._compile(given, module, launch)
+    assert "\n" not in str(problem.value)
+    return str(problem.value)
+
+
+def test_a_file_that_cannot_be_checked_is_one_line(tmp_path):
+    assert "defines no go(); write launch()" in refusal(request("go"))
+    assert refusal(request("launch_nothing")).endswith("launch_nothing() launched no Triton kernel")
+    said = refusal(request("launch_and_fail"))
+    assert "launch_and_fail() failed: line " in said and said.endswith("ValueError: no such size")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\nimport not_installed_anywhere\n")
+    assert "line 2: ModuleNotFoundError: No module named 'not_installed_anywhere'" in refusal(
+        request("launch", broken)
+    )

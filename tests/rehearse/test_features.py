@@ -1,0 +1,131 @@
+"""Features of torch and its neighbours that programs use: they run, or the refusal names them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rehearse.rehearsed import SCRIPTS, run_script
+
+from leanstep.rehearse import refusals
+from leanstep.rehearse.events import Launch
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    capture = tmp_path_factory.mktemp("features")
+    rehearsed = run_script(SCRIPTS / "features.py", capture=capture, steps=1000, ranks=RANKS)
+    assert rehearsed.recording.refused is None, rehearsed.recording.refused
+    return rehearsed
+
+
+@pytest.fixture(scope="module")
+def seen(features) -> dict:
+    return json.loads(features.printed.splitlines()[-1])
+
+
+def test_backward_functions_make_tensors_of_the_device(seen):
+    assert seen["equal in backward"] is True
+
+
+def test_a_compiled_function_pins_memory(seen):
+    assert seen["pinned in a compiled function"] == [4, 16]
+
+
+def test_changes_of_shape_in_place_happen_each_time(seen):
+    assert seen["t_"] == [[5, 4]] * 3
+    assert seen["set_"] == [[2, 3]] * 3
+
+
+def test_storages_have_addresses_to_compare(seen):
+    assert seen["storages"] == [True, False]
+
+
+def test_the_default_generators(seen):
+    assert seen["generator"] == [3, [3]]
+
+
+def test_flash_attn_is_a_package_with_its_padding(seen):
+    assert seen["flash-attn"] == ["2.8.3", True]
+    assert seen["unpadded"] == [[8, 8], [0, 1, 2, 5, 6, 7, 8, 9], [0, 3, 8], 5, [3, 5]]
+    assert seen["padded"] == [2, 5, 8]
+
+
+def test_fsdp1_shards_gathers_and_scatters(features, seen):
+    assert seen["shards"] == 3 * (64 * 64 + 64) // RANKS
+    names = [
+        kernel.name
+        for event in features.recording.events
+        if isinstance(event, Launch)
+        for kernel in event.kernels
+        if kernel.kind == "collective"
+    ]
+    # Two iterations, three layers; some stay gathered between forward and backward.
+    assert names.count("reduce_scatter") == 2 * 3
+    assert names.count("all_gather") >= 2 * 3
+
+
+def test_a_long_triton_kernel_is_captured_in_a_bounded_time():
+    recording = run_script(SCRIPTS / "long_kernel.py", steps=2).recording
+    assert recording.refused is None, recording.refused
+    names = [e.name for e in recording.events if isinstance(e, Launch)]
+    assert names.count("triton::copy_kernel") == 2
+    assert "clone" not in names  # it writes its output alone: nothing is copied first
+
+
+def test_attention_visits_the_blocks_of_each_batchs_mask():
+    recording = run_script(SCRIPTS / "masks.py").recording
+    assert recording.refused is None, recording.refused
+    assert len(recording.regions) == 2  # forward and backward: the mask breaks no graph
+    assert not [a for a in recording.assumed if a.kind == "density of a block mask"]
+    flops = [
+        [k.flops for k in event.kernels]
+        for event in recording.events
+        if isinstance(event, Launch) and event.name.startswith("fused_attention")
+    ]
+    whole, blocks = 4 * 4096 * 4096 * 64, 32 * 32
+    # 16 documents of 2 blocks: 3 block pairs each. 2 of 16, windows of 8 blocks: 8 and the part block before.
+    short, long = 16 * 3, 2 * sum(min(i, 9) for i in range(1, 17))
+    each = [whole * visited / blocks for visited in (short, short, long)]
+    assert flops == [[part] for forward in each for part in (forward, 2.5 * forward)]
+
+
+SETUP = "import torch\nw = torch.nn.Linear(4, 4).cuda()\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (
+            "e = torch.nn.Embedding(9, 4, sparse=True).cuda()\ne(torch.arange(3).cuda()).sum().backward()\n",
+            "SPARSE",
+        ),
+        ("x = torch.eye(4).to_sparse().cuda()\n", "SPARSE"),
+        ("x = torch.eye(4, device='cuda').to_sparse_csr()\n", "SPARSE"),
+        ("x = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], device='cuda')\n", "NESTED"),
+        (
+            "x = torch.nested.nested_tensor([torch.ones(2, 4)], layout=torch.jagged, device='cuda')\nw(x)\n",
+            "NESTED",
+        ),
+        ("torch.export.export(w, (torch.ones(2, 4, device='cuda'),))\n", "EXPORT"),
+    ],
+)
+def test_a_refusal_names_the_feature(tmp_path, lines, sentence):
+    script = tmp_path / "train.py"
+    script.write_text(SETUP + lines)
+    refused = run_script(script).recording.refused
+    assert refused is not None
+    assert refused.reason == getattr(refusals, sentence)
+    assert refused.line is not None
+    assert refused.line.file.endswith("train.py")
+
+
+def test_a_shape_error_leaves_no_traceback_of_internals(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text(SETUP + "torch.ones(2, 3, device='cuda') * torch.ones(4, 5, device='cuda')\n")
+    recording = run_script(script, capture=tmp_path).recording
+    assert recording.refused is not None
+    assert recording.refused.reason.startswith("the program raised RuntimeError")
+    assert "Traceback" not in capfd.readouterr().err
