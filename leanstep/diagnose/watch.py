@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
