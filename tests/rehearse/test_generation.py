@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rehearse.rehearsed import stub_or_skip
@@ -13,6 +14,7 @@ from leanstep.rehearse.events import Request
 from leanstep.rehearse.iterations import Iteration, last_iteration
 from leanstep.rehearse.stage import rehearse
 from leanstep.rehearse.verdict import judge, text
+from leanstep.report import page
 
 GENERATE = """
 import torch
@@ -33,13 +35,13 @@ for _ in range(2):
 """
 
 
-def rehearsed(script: Path, every_call: bool) -> tuple[Iteration, tuple[int, int], str]:
+def rehearsed(script: Path, every_call: bool) -> tuple[Iteration, tuple[int, int], dict[str, Any]]:
     recording = rehearse(Request(str(script), steps=2, every_call=every_call), quiet=True)
     assert recording.refused is None, recording.refused
     device = device_named("h100")
     iteration = last_iteration(recording, device)
     assert iteration is not None
-    return iteration, recording.model_calls, text(judge(recording, [device]))
+    return iteration, recording.model_calls, judge(recording, [device])
 
 
 def test_tokens_of_generate_are_extrapolated(tmp_path: Path) -> None:
@@ -48,7 +50,8 @@ def test_tokens_of_generate_are_extrapolated(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(GENERATE)
     whole, (calls, none), _ = rehearsed(script, True)
-    short, (recorded, extrapolated), shown = rehearsed(script, False)
+    short, (recorded, extrapolated), report = rehearsed(script, False)
+    shown = text(report)
     assert (calls, none) == (0, 0) and recorded + extrapolated == 2 * (40 + 1) and extrapolated == 2 * 30
     assert [entry.phase for entry in short.phases] == [entry.phase for entry in whole.phases]
     for every, few in zip(whole.phases, short.phases, strict=True):
@@ -59,6 +62,8 @@ def test_tokens_of_generate_are_extrapolated(tmp_path: Path) -> None:
         assert few.seconds == pytest.approx(every.seconds, rel=0.05)
         assert few.peak_bytes == pytest.approx(every.peak_bytes, rel=0.02)
     assert "60 of 82 model calls without gradients extrapolated" in shown
+    page.add_section(str(tmp_path / "report.html"), "rehearse", report)
+    assert "<td>rollout</td>" in (tmp_path / "report.html").read_text()
     assert "rollout" in shown.splitlines()[0] and "scoring" in shown.splitlines()[0]
 
 
@@ -74,3 +79,39 @@ def test_tokens_of_generate_are_extrapolated(tmp_path: Path) -> None:
 )
 def test_a_series_goes_on_as_it_began(values: list[float], position: int, expected: float) -> None:
     assert next_value(values, position) == expected
+
+
+COLLECTS = """
+import torch
+class Policy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)
+        self.calls, self.seen = 0, []
+    def forward(self, tokens):
+        self.calls += 1
+        if COLLECT:
+            self.seen.append(tokens.shape)
+        return self.head(self.words(tokens))
+policy = Policy().cuda()
+optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+for step in range(1, 3):
+    tokens = torch.zeros(2, 4, dtype=torch.long, device="cuda")
+    with torch.no_grad():
+        for _ in range(20):
+            tokens = torch.cat([tokens, torch.multinomial(policy(tokens)[:, -1].softmax(-1), 1)], 1)
+    policy(tokens).sum().backward()
+    optimizer.step()
+    assert policy.calls == 21 * step and len(policy.seen) == 21 * step * COLLECT, (policy.calls, policy.seen)
+"""
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_what_a_model_keeps_of_its_calls_is_right(collects: bool, tmp_path: Path) -> None:
+    """A counter goes on in calls that are not run; a model that collects something in a list is run."""
+    stub_or_skip()
+    script = tmp_path / "train.py"
+    script.write_text(f"COLLECT = {collects}\n{COLLECTS}")
+    recording = rehearse(Request(str(script), steps=3), quiet=True)
+    assert recording.refused is None and len(recording.steps) == 2, recording.refused
+    assert (recording.model_calls[1] == 0) == collects

@@ -13,7 +13,7 @@ an output whose values are known, other launches, a captured graph.
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -109,12 +109,18 @@ class State:
             self._structure.append((path, type(value)))
 
     def _walk_module(self, module: torch.nn.Module) -> None:
+        """Tensors and counters of the module, and how much it has collected in containers of its own."""
         for number, part in enumerate(module.modules()):
             for owner in (part.__dict__, part._buffers):
                 for name, value in owner.items():
                     if isinstance(value, Tensor):
                         self.slots.append(Slot((number, name), value, owner, name))
                         self._structure.append((number, name, value.dtype, value.dim()))
+                    elif type(value) is int and not name.startswith("_"):
+                        self.slots.append(Slot((number, name), value, owner, name))
+                        self._structure.append((number, name, int))
+                    elif isinstance(value, (list, dict, set, deque)) and not name.startswith("_"):
+                        self._structure.append((number, name, len(value)))
 
 
 @dataclass
@@ -248,6 +254,8 @@ class RepeatedCalls:
 
     def _is_plain(self, span: Sequence[Event], outputs: list[Tensor], before: State, after: State) -> bool:
         """Whether the call left nothing behind but tensors of unknown values and longer caches."""
+        if any(part._forward_hooks or part._forward_pre_hooks for part in before.module.modules()):
+            return False
         launches = [e for e in span if isinstance(e, Launch)]
         return (
             before.structure == after.structure
