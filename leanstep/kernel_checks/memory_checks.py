@@ -56,6 +56,11 @@ class Problem:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Problem:
+        program = tuple(row["program"])
+        return cls(row["kernel"], row["line"], row["what"], row["count"], program)
+
 
 class MemoryProblem(AssertionError):
     """The first problem of a kernel, where it ends the launch."""
