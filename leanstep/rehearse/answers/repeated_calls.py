@@ -187,7 +187,8 @@ class Family:
 
         Sizes of the module's own tensors may be left out where they never change.
         """
-        if len(sizes) > len(self.series[-1].before):
+        length = len(self.series[-1].before)
+        if len(sizes) > length or (len(sizes) < length and not self.module_is_static):
             return None
         last, before = (call.before[: len(sizes)] for call in (self.series[-1], self.series[-2]))
         growth = [b - a for a, b in zip(before, last, strict=True)]
@@ -240,6 +241,10 @@ class RepeatedCalls:
             return output
         span = events[first:]
         after = State(module, args, kwargs).add_module()
+        if state.module_structure != after.module_structure:
+            # A cache was made, or something was collected: a series may begin after it.
+            family.series, family.templates = [], None
+            return output
         outputs = _output_tensors(output, state.objects)
         if outputs is None or not self._is_plain(span, outputs, state, after):
             family.usable = False
@@ -259,7 +264,6 @@ class RepeatedCalls:
         launches = [e for e in span if isinstance(e, Launch)]
         return (
             before.structure == after.structure
-            and before.module_structure == after.module_structure
             and bool(launches)
             and not any(e.region for e in launches)
             and not any(isinstance(e, Extrapolated) for e in span)
