@@ -55,7 +55,8 @@ def test_tokens_of_generate_are_extrapolated(tmp_path: Path) -> None:
     assert (calls, none) == (0, 0) and recorded + extrapolated == 2 * (40 + 1) and extrapolated == 2 * 30
     assert [entry.phase for entry in short.phases] == [entry.phase for entry in whole.phases]
     for every, few in zip(whole.phases, short.phases, strict=True):
-        assert few.flops == every.flops
+        # Sixteen tokens share the price of the one in the middle.
+        assert few.flops == pytest.approx(every.flops, rel=0.001)
         # The full output is made with two calls more.
         assert every.kernels <= few.kernels <= every.kernels + 4
         assert few.device_s == pytest.approx(every.device_s, rel=0.02)
@@ -97,10 +98,10 @@ policy = Policy().cuda()
 optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
 for step in range(1, 3):
     tokens = torch.zeros(2, 4, dtype=torch.long, device="cuda")
-    with torch.no_grad():
+    with torch.inference_mode():
         for _ in range(20):
             tokens = torch.cat([tokens, torch.multinomial(policy(tokens)[:, -1].softmax(-1), 1)], 1)
-    policy(tokens).sum().backward()
+    policy(tokens.clone()).sum().backward()
     optimizer.step()
     assert policy.calls == 21 * step and len(policy.seen) == 21 * step * COLLECT, (policy.calls, policy.seen)
 """

@@ -361,7 +361,7 @@ def templates_of(calls: Sequence[Sequence[Launch]]) -> list[Template] | None:
     return list(templates.values())
 
 
-def next_value(values: Sequence[float], position: int) -> float:
+def next_value(values: Sequence[float], position: float) -> float:
     """The series of `values`, `position` calls after its last one; quadratic if every difference says so."""
     steps = [b - a for a, b in pairwise(values)]
     bends = {b - a for a, b in pairwise(steps)}
@@ -371,7 +371,7 @@ def next_value(values: Sequence[float], position: int) -> float:
     return max(0.0, values[-1] + position * (values[-1] - values[0]) / (len(values) - 1))
 
 
-def extrapolated(family: Family, position: int) -> Extrapolated:
+def extrapolated(family: Family, position: float) -> Extrapolated:
     assert family.templates is not None
     parts: Counter[tuple[Line | None, Kernel]] = Counter()
     products: Counter[tuple[str, str]] = Counter()
@@ -397,11 +397,11 @@ def extrapolated(family: Family, position: int) -> Extrapolated:
     )
 
 
-def _next_kernel(column: Sequence[Kernel], position: int) -> Kernel:
+def _next_kernel(column: Sequence[Kernel], position: float) -> Kernel:
     if all(kernel == column[0] for kernel in column):
         return column[0]
     # The recorded call whose position has the same remainder: alignments repeat.
-    like = column[(position - 1) % len(column)]
+    like = column[(int(position) - 1) % len(column)]
     return like._replace(
         nbytes=next_value([k.nbytes for k in column], position),
         flops=next_value([k.flops for k in column], position),
