@@ -61,7 +61,7 @@ CHECKS: dict[tuple[str, ...], tuple[str, str, str]] = {
     ("write_kernel",): ("write", FUSED, "step_of_kernels or not_finite"),
     ("adam_kernel",): ("adam", FUSED, "step_of_kernels or bias_correction or not_finite"),
     ("lens_pairs_kernel",): ("lens_pairs or many_pairs or many_slots", ROWS, "pairs_equal"),
-    ("lens_targets_kernel", "_entries"): ("lens_targets or many_targets", ROWS, "targets_equal"),
+    ("lens_targets_kernel", "_entries"): ("lens_targets or many_targets", ROWS, "targets_equal or top_level"),
     ("lens_rows_kernel", "_signs", "_span", "_preference"): (
         "lens_rows_kernel or many_rows",
         ROWS,
@@ -102,6 +102,17 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         for rule in ("bound", "one more")
         for columns in ("cols[None, :]", "cols[:, None]")
     },
+    ("_store_both", "one more", "row + rows[None, :] > col + cols[:, None]"): (
+        "the diagonal is stored twice, with one value"
+    ),
+    (
+        "overwrite_exponentials_kernel",
+        "mask",
+        "tl.store(out_ptr + columns, dz.to(out_ptr.dtype.element_ty), mask=inside)",
+    ): (
+        "blocks cover less than twice the columns at half the bytes each: the surplus stays in the fp32 row, "
+        "whose logits have all been read"
+    ),
     ("xxt_kernel", "early return", "return"): _ABOVE,
     ("xtx_kernel", "early return", "return"): _ABOVE,
     ("adam_kernel", "early return", "return"): "every later access is masked by offset < size; it saves time",

@@ -435,8 +435,15 @@ def _save_policy(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _policy_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
     pairs = zip(ctx.saved_tensors, ctx.needed, strict=True)
-    grads = [grad * upstream[0].to(grad.dtype) if need else None for grad, need in pairs]
+    grads = [_scaled(grad, upstream[0]) if need else None for grad, need in pairs]
     return *grads, *(None,) * (ctx.num_inputs - len(grads))
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """grad * factor in the dtype of `grad`; a GradScaler's 65,536 is infinite in fp16."""
+    if grad.dtype == torch.float16:
+        return (grad.float() * factor.float()).half()
+    return grad * factor.to(grad.dtype)
 
 
 _policy_op.register_autograd(_policy_backward, setup_context=_save_policy)

@@ -552,6 +552,24 @@ def test_fp16_gradients_of_hidden_wait_for_the_loss_scale(loss, selected, route,
     assert (found[1][representable] != 0).all()
 
 
+def test_a_compiled_policy_loss_takes_the_loss_scale_of_fp16():
+    """65,536, a GradScaler's first, is infinite in fp16."""
+    hidden, weight, _, targets, upstream = inputs(torch.float32)
+    batch = PolicyBatch(upstream[0], upstream[1])
+
+    def gradient(function, dtype):
+        leaf = hidden.half().to(dtype).requires_grad_()
+        loss = function(leaf, weight.to(leaf.dtype), targets, batch, objective="gpg")
+        return torch.autograd.grad(65536.0 * loss.loss, leaf)[0]
+
+    compiled = gradient(torch.compile(policy_of_rows, backend="aot_eager", fullgraph=True), torch.float16)
+    exact = gradient(policy_of_rows, torch.float64).clamp(-65504.0, 65504.0)
+    assert compiled.dtype == torch.float16
+    small = exact.abs() < 60000.0
+    assert small.any() and compiled[small].isfinite().all()
+    assert (compiled[small].double() - exact[small]).abs().max() <= 5e-3 * exact[small].abs().max()
+
+
 def test_a_padded_product_refuses_a_tile_without_padding():
     with pytest.raises(AssertionError, match="a tile of 8 columns, but 5 elements per row"):
         lm_head.widened(torch.zeros(3, 5), 8)
