@@ -27,12 +27,12 @@ def counts(script: str, name: str) -> dict[str, Any]:
     from leanstep.rehearse.events import HostWait, Launch
 
     recording = rehearse(Request(script, (name,), device="h100", steps=3), quiet=True)
-    launches = [event for event in recording.events if isinstance(event, Launch)]
+    launches = [event for event in recording.events if isinstance(event, Launch) and event.kernels]
     return {
         "ended": recording.ended,
         "refused": recording.refused.reason if recording.refused is not None else None,
         "launches": sum(kernel.launches for event in launches for kernel in event.kernels),
-        "bytes": sum(kernel.nbytes for event in launches for kernel in event.kernels),
+        "bytes": round(sum(kernel.nbytes for event in launches for kernel in event.kernels)),
         "waits": sum(isinstance(event, HostWait) for event in recording.events),
         "peak_bytes": recording.peak_bytes,
         "calls": dict(sorted(Counter(event.name for event in launches).items())),
