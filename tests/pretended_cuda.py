@@ -47,6 +47,8 @@ def install() -> None:
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None,
         "get_device_properties": lambda device=None: h100,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: h100.name,

@@ -23,7 +23,7 @@ ALLOWED = {
     "diagnose": {"script", "flops", "files", "units", "escape"},
     "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
     # The user's script: runs below every command that watches it.
-    "script": {"files", "cpu", "escape"},
+    "script": {"files", "cpu", "escape", "units"},
     "fix": {"diagnose", "prove", "script", "files"},
     "report": {"escape", "measure", "diagnose", "rehearse", "case", "files", "units"},
     "recipes": {"lens", "logprob", "muon", "gpt", "files"},

@@ -40,6 +40,22 @@ from leanstep.script import children, guard  # noqa: E402
 SECRET = "hunter2-do-not-tell"
 SURVIVED, REFUSED = "survived", "refused"
 LIMIT_S = 120.0
+# What the commands import when they run: once here, not in every fork.
+IMPORTED = (
+    "torch._dynamo",
+    "leanstep.commands.diagnose",
+    "leanstep.commands.prove",
+    "leanstep.commands.bench",
+    "leanstep.commands.train",
+    "leanstep.diagnose.outputs.report_diff",
+    "leanstep.diagnose.outputs.sarif",
+    "leanstep.diagnose.traces.trace_report",
+    "leanstep.prove.compare",
+    "leanstep.prove.stopwatch",
+    "leanstep.recipes.training_loop",
+    "leanstep.report.page",
+    "leanstep.report.updates",
+)
 
 
 class Failed(Exception):
@@ -86,6 +102,20 @@ def command(folder: Path, *arguments: str) -> Ran:
         sys.stdout.flush()
         sys.stderr.flush()
     return Ran(code, *(path.read_text(encoding="utf-8", errors="replace") for path in paths))
+
+
+def forked(folder: Path, *arguments: str) -> Ran:
+    """`command` in a process of its own, which the script may end."""
+    pid = os.fork()
+    if not pid:
+        leave, code = os._exit, 70
+        try:
+            code = command(folder, *arguments).code
+        finally:
+            leave(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    texts = ((folder / name).read_text(errors="replace") for name in ("stdout", "stderr"))
+    return Ran(code, *texts)
 
 
 def judged(ran: Ran, allowed: tuple[int, ...] = (0, 1, 2, 3)) -> str:
@@ -307,7 +337,7 @@ def trace_names() -> Iterator[Attack]:
                     if place == "frame"
                     else "a.py(3): f"
                 )
-                for event in traced:
+                for event in list(traced):
                     if place == "op" and event["name"] == "aten::item":
                         event["args"].pop("Call stack")
                         event["name"] = "aten::item"
@@ -534,7 +564,7 @@ def checkpoints() -> Iterator[Attack]:
     from leanstep.recipes.checkpoint import CheckpointError
     from leanstep.recipes.training_loop import run as train
 
-    def attacked(folder: Path, damage: Callable[[Path], None]) -> str:
+    def attacked(folder: Path, damage: Callable[[Path], Any]) -> str:
         """Damage the newest of two checkpoints: the one before it is used, with a line."""
         out, said = folder / "run", []
         train(Doubling(), out, stop_after=4, say=said.append)
@@ -584,7 +614,7 @@ def checkpoints() -> Iterator[Attack]:
 
         return apply
 
-    def attack(name: str, damage: Callable[[Path], None]) -> Attack:
+    def attack(name: str, damage: Callable[[Path], Any]) -> Attack:
         return Attack("checkpoints", name, lambda folder: attacked(folder, damage))
 
     for share in (0, 0.01, 0.3, 0.6, 0.99):
@@ -749,7 +779,7 @@ def scripts() -> Iterator[Attack]:
     def gate(folder: Path, text: str) -> str:
         """The script reads its loss in every step: a gate on that cannot be left open."""
         (folder / "script.py").write_bytes(text.encode("latin-1"))
-        ran = command(
+        ran = forked(
             folder, "diagnose", "script.py", "--run-on", "--fail-on", "host-sync", "--json", "out.json"
         )
         if ran.code == 0:
@@ -1040,7 +1070,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--json", help="write every verdict to this file")
     options = parser.parse_args()
-    importlib.import_module("torch._dynamo")
+    for name in IMPORTED:
+        importlib.import_module(name)
     torch.set_num_threads(1)
     counts: dict[str, dict[str, int]] = {}
     rows, failures = [], []

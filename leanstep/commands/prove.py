@@ -24,9 +24,11 @@ from leanstep.commands.terminal import (
     JsonOption,
     MarkdownOption,
     Outputs,
+    SandboxOption,
     case_names,
     check_implementations,
     console,
+    enter_sandbox,
     kept_for_json,
     parse_device,
     parse_dtypes,
@@ -43,6 +45,7 @@ DRIFT_STEPS, SCRIPT_STEPS = 60, 2
 
 
 def prove(
+    context: typer.Context,
     cases: Annotated[
         list[str] | None,
         typer.Argument(
@@ -81,14 +84,21 @@ def prove(
     json: JsonOption = None,
     html: HtmlOption = None,
     markdown: MarkdownOption = None,
+    sandbox: SandboxOption = False,
 ) -> None:
     """Show that a fast path, or a changed script, is no further from the fp64 truth than the code before it.
+
+    Scripts run for real, several times: the files that they write are written, unless --sandbox is given.
 
     Example: leanstep prove before.py after.py --steps 3 -- --batch-size 8
     """
     scripts, script_args = split_scripts(cases)
     if steps is not None and steps < 1:
         raise BadInput(f"--steps: expected at least 1, got {steps}")
+    if sandbox:
+        if not scripts:
+            raise BadInput("--sandbox: expected scripts beside it; cases write no files")
+        json, html, markdown, *scripts = enter_sandbox(context, [json, html, markdown], scripts)
     outputs = Outputs(json, html, markdown)
     if invariant:
         _prove_invariant(scripts, script_args, outputs)

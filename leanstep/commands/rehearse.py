@@ -13,7 +13,14 @@ from leanstep.case import get_case
 from leanstep.commands import BadInput
 from leanstep.commands.sweep import check_settings, parse_settings, typed_sweep
 from leanstep.commands.sweep import run as run_sweep
-from leanstep.commands.terminal import check_writable, console, live_line, write_json
+from leanstep.commands.terminal import (
+    SandboxOption,
+    check_writable,
+    console,
+    enter_sandbox,
+    live_line,
+    write_json,
+)
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Request
 from leanstep.rehearse.what_if import CHANGES
@@ -82,6 +89,7 @@ _EAGER = Annotated[bool, typer.Option("--eager", help="Run torch.compile regions
 
 
 def rehearse(
+    context: typer.Context,
     target: _TARGET,
     args: _ARGS = None,
     device: _DEVICE = "h100",
@@ -99,11 +107,14 @@ def rehearse(
     what_if: _WHAT_IF = None,
     host_us: _HOST = None,
     eager: _EAGER = False,
+    sandbox: SandboxOption = False,
     patience: _PATIENCE = 600.0,
     oom: _OOM = "auto",
     every_call: _EVERY = False,
 ) -> None:
     """Predict peak memory, step time and what bounds it on a GPU that is not there, from the script as it is.
+
+    The script runs for real: the files that it writes are written, unless --sandbox is given.
 
     Exit code: 0 when the steps were seen, 3 when the script ended or was refused before; 2 for bad input.
 
@@ -117,6 +128,10 @@ def rehearse(
     is_case = not module and _is_case(target)
     if not is_case and (settings is not None or impl is not None or sweep):
         raise BadInput(f"--set, --impl, --sweep: for registered cases; {target} is a script")
+    if sandbox:
+        if is_case:
+            raise BadInput("--sandbox: expected a script; a case writes no files")
+        json, html, target = enter_sandbox(context, [json, html], [target])
     request = Request(
         target=target,
         args=tuple(args or ()),

@@ -24,6 +24,9 @@ from leanstep.commands import BadInput
 from leanstep.files import finite, is_written_through, write_text
 from leanstep.script.run import Program
 
+# A script may have replaced the module's.
+_dumps = json.dumps
+
 # The options that every command with a result has.
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; - = standard output.")
@@ -36,6 +39,25 @@ MarkdownOption = Annotated[
     str | None,
     typer.Option("--markdown", metavar="FILE", help="Append a summary, such as to $GITHUB_STEP_SUMMARY."),
 ]
+
+
+SandboxOption = Annotated[
+    bool,
+    typer.Option(
+        "--sandbox",
+        help="Run scripts in a copy of the working directory: without it, files that they write are real.",
+    ),
+]
+
+
+def enter_sandbox(context: typer.Context, outputs: list[str | None], scripts: list[str]) -> list[Any]:
+    """Work in a copy until the command ends. Returns outputs and scripts as they are named there."""
+    from leanstep.script.sandbox import inside, sandbox
+
+    home = Path.cwd()
+    absolute = [path if path in (None, "-") else str(home / path) for path in outputs]
+    copy = context.with_resource(sandbox())
+    return [*absolute, *(inside(script, home, copy) for script in scripts)]
 
 
 def console(json_path: str | None = None) -> Console:
@@ -113,7 +135,7 @@ def write_json(obj: Any, path: str | None) -> None:
         return
     # An output that cannot hold every character gets JSON's own escapes.
     ascii_only = path == "-" and "utf" not in (sys.stdout.encoding or "").lower()
-    text = json.dumps(finite(obj), indent=1, ensure_ascii=ascii_only, allow_nan=False)
+    text = _dumps(finite(obj), indent=1, ensure_ascii=ascii_only, allow_nan=False)
     if path == "-":
         try:
             sys.stdout.write(text + "\n")

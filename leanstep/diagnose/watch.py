@@ -9,7 +9,6 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -322,7 +321,7 @@ class Watch(StepListener, PhaseListener):
     # Rollouts
 
     def _position(self) -> Position:
-        return Position(time.perf_counter(), self.recorder.state.total)
+        return Position(own_seconds(), self.recorder.state.total)
 
     @property
     def _makes_rollouts(self) -> bool:

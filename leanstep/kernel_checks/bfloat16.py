@@ -73,7 +73,12 @@ def exact_bfloat16() -> Iterator[None]:
         )
 
     to_other = builder.create_fp_to_fp
+
+    def constant(self: Any, value: float) -> Any:
+        return handle(narrow(np.array([value], dtype=np.float32)), tl.bfloat16)
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(builder, "get_bf16", constant, create=True))
         replacements = {"create_dot": product, "binary_op": binary_op, "unary_op": unary_op}
         for name, function in (replacements | {"cast_impl": cast_impl, "create_fp_to_fp": convert}).items():
             stack.enter_context(mock.patch.object(builder, name, function))

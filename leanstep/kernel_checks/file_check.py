@@ -82,7 +82,7 @@ def check_file(
     checked = _in_process("memory", request) if memory else {"problems": [], "launches": {}}
     return FileReport(
         [CompiledKernel(**row) for row in compiled["rows"]],
-        [Problem(**{**row, "program": tuple(row["program"])}) for row in checked["problems"]],
+        [Problem.from_json(row) for row in checked["problems"]],
         checked["launches"],
         compiled["not_launched"],
     )

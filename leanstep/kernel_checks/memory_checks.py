@@ -56,6 +56,11 @@ class Problem:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Problem:
+        program = tuple(row["program"])
+        return cls(row["kernel"], row["line"], row["what"], row["count"], program)
+
 
 class MemoryProblem(AssertionError):
     """The first problem of a kernel, where it ends the launch."""
@@ -357,8 +362,12 @@ class _Hooks:
         self.original["set_grid_idx"](builder, *self.running[-1].start_program(number))
 
     def convert(self, argument: Any) -> Any:
-        """A tensor argument becomes an address in the range of its storage."""
+        """A tensor becomes an address in its storage's range, a float a float32 scalar, as on a GPU."""
         converted = self.original["_implicit_cvt"](argument)
+        if self.running and isinstance(argument, float):
+            tl = self.interpreter.tl
+            number = self.interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32)
+            return tl.tensor(number, tl.float32)
         if self.running and hasattr(argument, "data_ptr"):
             tensor = self.interpreter._unwrap_tensor(argument)
             converted.handle.data = np.array([self.running[-1].address_of(tensor)], dtype=np.uint64)

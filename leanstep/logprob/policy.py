@@ -47,9 +47,12 @@ from leanstep.logprob.engine.torch_ops import (
     gradients_of,
     head_of,
     leaves_of,
+    multiply_formed,
+    on_device,
     or_empty,
     outside_graph,
     recording,
+    save_formed,
     under_autocast,
 )
 from leanstep.logprob.inputs import Entropy, Transform, Tuning, VocabShards
@@ -427,19 +430,7 @@ def _(
     return [*made, *fake_gradients((hidden, weight, bias, down, up), needed, hidden)]
 
 
-def _save_policy(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*output[4:])
-    ctx.needed, ctx.num_inputs = inputs[-1], len(inputs)
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _policy_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
-    pairs = zip(ctx.saved_tensors, ctx.needed, strict=True)
-    grads = [grad * upstream[0].to(grad.dtype) if need else None for grad, need in pairs]
-    return *grads, *(None,) * (ctx.num_inputs - len(grads))
-
-
-_policy_op.register_autograd(_policy_backward, setup_context=_save_policy)
+_policy_op.register_autograd(multiply_formed, setup_context=save_formed)
 
 
 def _traced(
@@ -466,11 +457,9 @@ def _traced(
     given = (batch.old_logp, batch.advantages, batch.mask, batch.ref_logp)
     lengths = None if batch.sequence_lengths is None else list(batch.sequence_lengths)
     named = normalizer if isinstance(normalizer, str) else "-"
-    if isinstance(normalizer, (int, float)):
-        normalizer = torch.full((), float(normalizer), device=hidden.device)
     logits = "rounded" if tuning.round_logits else "exact"
     names = f"{objective.kind} {objective.kl} {named} {entropy} {logits}"
-    divisor = None if isinstance(normalizer, str) else normalizer
+    divisor = None if isinstance(normalizer, str) else on_device(normalizer, hidden)
     constants = (lengths, names, numbers, tuning.budget or 0, autocast, needed)
     out = _policy_op(hidden, *head, targets, rows, temperatures, *given, divisor, *constants)
     keys = ["clip_fraction", "mean_ratio", "approx_kl"]

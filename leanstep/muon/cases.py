@@ -42,13 +42,14 @@ def _polar_row(function: Callable[[Tensor], Tensor]) -> Callable[[Workload], Ste
 def _polar_limit(workload: Workload) -> Step:
     rows, cols = workload.tensors["update"].shape
     flops = plan_polar(rows, cols, compute_dtype=torch.float32, panels=10**6).flops()
-    return _matmuls(min(rows, cols), flops, workload.tensors["update"])
+    update = workload.tensors["update"]
+    return _matmuls(min(rows, cols), flops, update.device, _wide(update.dtype))
 
 
-def _matmuls(side: int, flops: float, like: Tensor) -> Step:
+def _matmuls(side: int, flops: float, device: torch.device, dtype: torch.dtype) -> Step:
     """Bare square products with as many operations as `flops`."""
-    a, out = torch.ones(side, side, dtype=_wide(like.dtype), device=like.device), like.new_empty(side, side)
-    out = out.to(a.dtype)
+    a = torch.ones(side, side, dtype=dtype, device=device)
+    out = torch.empty_like(a)
 
     def step() -> Outputs:
         for _ in range(max(1, round(flops / (2 * side**3)))):
@@ -175,10 +176,14 @@ def _stepping(
     return build
 
 
+def _product_dtype(parameter: Tensor) -> torch.dtype:
+    """Of the products of a step: bfloat16 on a GPU, as people run it there."""
+    return torch.bfloat16 if parameter.is_cuda else _wide(parameter.dtype)
+
+
 def _leanstep(compute_dtype: torch.dtype | None):
     def make(parameters: list[nn.Parameter], constants: dict[str, Any]) -> Callable[[], Any]:
-        native = torch.bfloat16 if parameters[0].is_cuda else _wide(parameters[0].dtype)
-        dtype = compute_dtype or native
+        dtype = compute_dtype or _product_dtype(parameters[0])
         return NorMuon(parameters, compute_dtype=dtype, **constants).step
 
     return make
@@ -197,7 +202,8 @@ def _step_limit(workload: Workload) -> Step:
         stack.size(0) * plan_polar(*stack.shape[1:], compute_dtype=torch.float32, panels=10**6).flops()
         for stack in (workload.tensors["wide"], workload.tensors["square"])
     )
-    return _matmuls(min(rows, cols), flops, workload.tensors["wide"])
+    wide = workload.tensors["wide"]
+    return _matmuls(min(rows, cols), flops, wide.device, _product_dtype(wide))
 
 
 def _step_notes(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
@@ -300,7 +306,7 @@ register(
                 "limit",
                 "limit",
                 _step_limit,
-                note="bare matmuls of the parameters' dtype with the operations of the leanstep row",
+                note="bare matmuls with the operations and the dtype of the leanstep row",
             ),
         ),
         sizes={

@@ -22,6 +22,7 @@ from leanstep.cpu import one_thread_each
 from leanstep.logprob import Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.checks import (
     CheckedCall,
+    accumulation_dtype,
     check_head_call,
     check_options,
     select_per_row,
@@ -47,6 +48,20 @@ from leanstep.logprob.engine.tiles import (
     even_slices,
     on_gpu,
 )
+from leanstep.logprob.engine.torch_ops import (
+    fake_gradients,
+    flat_head,
+    gradients_of,
+    head_of,
+    leaves_of,
+    multiply_formed,
+    on_device,
+    or_empty,
+    outside_graph,
+    recording,
+    save_formed,
+    under_autocast,
+)
 from leanstep.logprob.linear import linear_log_odds
 from leanstep.objectives.distill_tiles import ChunkPasses, Problem
 from leanstep.objectives.divergences import Divergence, checked_divergence
@@ -57,8 +72,10 @@ from leanstep.objectives.teachers import (
     Teacher,
     TeacherTopK,
     checked_top_k,
+    flat_teacher,
     open_teacher,
     tail_log_mass,
+    teacher_of,
 )
 
 # Logits of one chunk, all heads together. Fewer rows at a time spend more on rewriting dW than they save.
@@ -150,6 +167,12 @@ def linear_distill_loss(
     tuning = check_options(transform, shards, tuning)
     if hard is not None and not 0 <= hard.weight <= 1:
         raise ValueError(f"hard.weight: expected 0 <= value <= 1, got {hard.weight}")
+    if torch.compiler.is_compiling():
+        given: dict[str, Any] = {"temperature": temperature, "rows": rows, "row_weights": row_weights}
+        given |= {"normalizer": normalizer, "hard": hard, "transform": transform, "tuning": tuning}
+        if shards is None:
+            return _traced(hidden, weight, teacher, kind, **given)
+        return _outside_graph(hidden, weight, teacher, divergence=kind, shards=shards, **given)
     checked = check_head_call(
         hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
     )
@@ -167,6 +190,9 @@ def linear_distill_loss(
     one_thread = one_thread_each() if problem.cores > 1 else contextlib.nullcontext()
     with torch.autocast(hidden.device.type, enabled=False), one_thread:
         return DistillLoss(*loss_with_gradients(checked.tensors, _DistillLoss(problem)))
+
+
+_outside_graph = outside_graph(linear_distill_loss)
 
 
 def _open_teachers(
@@ -375,3 +401,97 @@ def _early_gradient(problem: Problem) -> LogitsInGradient | None:
     every_column = [columns for part in problem.column_parts for columns in part]
     fits = [early.reserve(slice(0, problem.tallest), columns) for columns in every_column]
     return early if all(fits) else None
+
+
+# The function as a torch.library op: the forward forms the gradients, backward multiplies them. teachers: all
+# tensors of all teachers. names: "alone" or "several", and what each teacher is (`teachers.flat_teacher`).
+# numbers: temperature, LoRA's scaling, scale, softcap, the divergence's weights, the labels' weight, and
+# four per teacher. counts: cross_entropy, budget, round_logits.
+
+
+@torch.library.custom_op("leanstep::linear_distill_loss", mutates_args=())
+def _distill_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor | None, up: Tensor | None,
+    teachers: list[Tensor], rows: Tensor | None, row_weights: Tensor | None, normalizer: Tensor | None,
+    targets: Tensor | None, names: str, numbers: list[float], counts: list[int],
+    autocast: torch.dtype | None, needed: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Loss, divergence, cross-entropy of the labels, entropy, and the gradients of the first five inputs."""
+    several, *kinds = names.split()
+    tensors, rest = iter(teachers), iter(numbers[8:])
+    weighted = [(teacher_of(kind, tensors, rest), next(rest)) for kind in kinds]
+    leaves: list[Any] = leaves_of((hidden, weight, bias, down, up), needed)
+    with recording(any(needed)), under_autocast(autocast, hidden):
+        out = linear_distill_loss(
+            leaves[0],
+            head_of(leaves[1], leaves[2], leaves[3], leaves[4], numbers[1]),
+            weighted if several == "several" else weighted[0][0],
+            divergence=Divergence(numbers[4], numbers[5], numbers[6], bool(counts[0])),
+            temperature=numbers[0],
+            rows=rows,
+            row_weights=row_weights,
+            normalizer=normalizer,
+            hard=None if targets is None else HardLabels(targets, numbers[7]),
+            transform=Transform(numbers[2], numbers[3] or None),
+            tuning=Tuning(counts[1] or None, round_logits=bool(counts[2])),
+        )
+        gradients = or_empty([None] * 5, hidden)
+        if any(needed):
+            gradients = gradients_of([out.loss], [torch.ones_like(out.loss)], leaves)
+    results = [out.loss.detach(), out.divergence, out.hard, out.entropy]
+    # Rows of one tensor: an op's results share no storage.
+    return [*or_empty([None if t is None else t.clone() for t in results], hidden), *gradients]
+
+
+@_distill_op.register_fake
+def _(
+    hidden, weight, bias, down, up, teachers, rows, row_weights, normalizer, targets, names, numbers, counts,
+    autocast, needed,
+):  # fmt: skip
+    num_rows = hidden.shape[0] if rows is None else rows.shape[0]
+    dtype = accumulation_dtype(hidden.dtype, weight.dtype)
+    shapes = [(), num_rows, 0 if targets is None else num_rows, num_rows]
+    results = [hidden.new_empty(shape, dtype=dtype) for shape in shapes]
+    results[2] = hidden.new_empty(0) if targets is None else results[2]
+    return [*results, *fake_gradients((hidden, weight, bias, down, up), needed, hidden)]
+
+
+_distill_op.register_autograd(multiply_formed, setup_context=save_formed)
+
+
+def _traced(
+    hidden: Tensor,
+    weight: Any,
+    teacher: Any,
+    kind: Divergence,
+    *,
+    temperature: Any,
+    rows: Tensor | None,
+    row_weights: Tensor | None,
+    normalizer: Any,
+    hard: HardLabels | None,
+    transform: Transform | None,
+    tuning: Tuning,
+) -> DistillLoss:
+    """`linear_distill_loss` inside a compiled region."""
+    if isinstance(temperature, Tensor):
+        raise ValueError("temperature: expected one number for all rows, got a tensor")
+    if not isinstance(normalizer, Tensor) and normalizer is not None and not normalizer > 0:
+        raise ValueError(f"normalizer: expected a number > 0, got {normalizer}")
+    transform = transform or Transform()
+    head, _, numbers, autocast = flat_head(weight, temperature, hidden)
+    numbers += [transform.scale, transform.softcap or 0.0, kind.teacher, kind.student, kind.mix]
+    numbers += [0.0 if hard is None else float(hard.weight)]
+    several = isinstance(teacher, (list, tuple))
+    names, teachers = ["several" if several else "alone"], []
+    for one, factor in teacher if several else [(teacher, 1.0)]:
+        name, tensors, more = flat_teacher(one)
+        names.append(name)
+        teachers += tensors
+        numbers += [*more, float(factor)]
+    needed = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, *head)]
+    divisor = None if normalizer is None else on_device(normalizer, hidden)
+    tensors = (hidden, *head, teachers, rows, row_weights, divisor, None if hard is None else hard.targets)
+    counts = [int(kind.cross_entropy), tuning.budget or 0, int(tuning.round_logits)]
+    out = _distill_op(*tensors, " ".join(names), numbers, counts, autocast, needed)
+    return DistillLoss(out[0], out[1], None if hard is None else out[2], out[3])

@@ -10,6 +10,7 @@ the head: log-prob, entropy and KL are 0, and so are its gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,13 +21,27 @@ from torch.utils.checkpoint import checkpoint
 from leanstep.logprob import Allowed, LMHead, ReferenceHead, Transform, Tuning, VocabShards, linear_logprobs
 from leanstep.logprob.checks import (
     HeadTensors,
+    accumulation_dtype,
     check_head_call,
     check_options,
     check_vocabulary,
     checked_allowed,
+    full_tensor,
 )
 from leanstep.logprob.engine.lm_head import Head
 from leanstep.logprob.engine.tiles import even_slices
+from leanstep.logprob.engine.torch_ops import (
+    allowed_of,
+    fake_gradients,
+    flat_allowed,
+    flat_head,
+    gradients_of,
+    leaves_of,
+    or_empty,
+    outside_graph,
+    recording,
+    under_autocast,
+)
 from leanstep.logprob.engine.vocab_subset import (
     SPARSE_FRACTION,
     AllowedIds,
@@ -42,11 +57,14 @@ RowOutputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class MaskPath(NamedTuple):
-    """Which way the rows went: kept ids alone, not at all (target alone), or the whole vocabulary."""
+    """Which way the rows went: kept ids alone, not at all (target alone), or the whole vocabulary.
 
-    sparse: int
-    singletons: int
-    dense: int
+    Inside torch.compile these are 0-dimensional tensors on the host.
+    """
+
+    sparse: Any
+    singletons: Any
+    dense: Any
 
 
 class MaskedLogProbs(NamedTuple):
@@ -108,6 +126,12 @@ def linear_masked_logprobs(
     """
     tuning = check_options(transform, shards, tuning, entropy=entropy, only_budget=False)
     _check_flat(kept)
+    if torch.compiler.is_compiling():
+        given: dict[str, Any] = {"rows": rows, "entropy": entropy, "temperature": temperature}
+        given |= {"reference": reference, "transform": transform, "tuning": tuning}
+        if shards is None and tuning.main_grad is None:
+            return _traced(hidden, weight, targets, kept, **given)
+        return _outside_graph(hidden, weight, targets, kept, shards=shards, **given)
     *sets, targets = _on_host([*kept, targets])
     checked = check_head_call(
         hidden,
@@ -159,6 +183,9 @@ def linear_masked_logprobs(
             **options,
         ).entropy
     return MaskedLogProbs(logp, entropies, kl, path)
+
+
+_outside_graph = outside_graph(linear_masked_logprobs)
 
 
 def _check_flat(kept: Any) -> None:
@@ -338,3 +365,128 @@ def _reference(reference: ReferenceHead | None, head: Head, hidden: Tensor) -> t
         raise ValueError(f"reference: expected {expected}, got {got}")
     bias = None if given.bias is None else given.bias.detach()
     return replace(head, weight=given.weight.detach(), bias=bias), ref_hidden.detach()
+
+
+# The function as a torch.library op. numbers: temperature, scale, softcap. counts: budget, whole_entropy.
+
+
+def _op_outputs(
+    tensors: Sequence[Any], numbers: Sequence[float], counts: Sequence[int], entropy: Any,
+    autocast: torch.dtype | None,
+) -> MaskedLogProbs:  # fmt: skip
+    hidden, weight, bias, targets, rows, temperatures, ids, offsets, has_set, *of_reference = tensors
+    kept = allowed_of((ids, offsets, has_set), counts[1])
+    assert kept is not None
+    with under_autocast(autocast, hidden):
+        return linear_masked_logprobs(
+            hidden,
+            LMHead(weight, bias),
+            targets,
+            kept,
+            rows=rows,
+            entropy=entropy,
+            temperature=numbers[0] if temperatures is None else temperatures,
+            reference=None if all(t is None for t in of_reference) else ReferenceHead(*of_reference),
+            transform=Transform(numbers[1], numbers[2] or None),
+            tuning=Tuning(counts[0] or None),
+        )
+
+
+@torch.library.custom_op("leanstep::linear_masked_logprobs", mutates_args=())
+def _masked_op(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: Tensor | None,
+    temperatures: Tensor | None, ids: Tensor, offsets: Tensor, has_set: Tensor | None,
+    reference_weight: Tensor | None, reference_hidden: Tensor | None, reference_bias: Tensor | None,
+    numbers: list[float], counts: list[int], entropy: str, autocast: torch.dtype | None,
+) -> list[Tensor]:  # fmt: skip
+    """logp, entropy and KL, [R] each, and the path, [3] on the host."""
+    tensors = (hidden, weight, bias, targets, rows, temperatures, ids, offsets, has_set)
+    tensors += (reference_weight, reference_hidden, reference_bias)
+    with torch.no_grad():
+        out = _op_outputs(tensors, numbers, counts, entropy, autocast)
+    return [*or_empty([out.logp, out.entropy, out.kl], out.logp), torch.tensor(out.path)]
+
+
+@_masked_op.register_fake
+def _(
+    hidden, weight, bias, targets, rows, temperatures, ids, offsets, has_set, reference_weight,
+    reference_hidden, reference_bias, numbers, counts, entropy, autocast,
+):  # fmt: skip
+    num_rows = hidden.shape[0] if rows is None else rows.shape[0]
+    dtype = accumulation_dtype(hidden.dtype, weight.dtype)
+    has_kl = reference_weight is not None or reference_hidden is not None
+    shapes = (num_rows, num_rows if entropy != "none" else 0, num_rows if has_kl else 0)
+    path = hidden.new_empty(3, dtype=torch.int64, device="cpu")
+    return [*(hidden.new_empty(shape, dtype=dtype) for shape in shapes), path]
+
+
+@torch.library.custom_op("leanstep::linear_masked_logprobs_backward", mutates_args=())
+def _masked_backward_op(
+    upstream: list[Tensor], needed: list[bool],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: Tensor | None,
+    temperatures: Tensor | None, ids: Tensor, offsets: Tensor, has_set: Tensor | None,
+    reference_weight: Tensor | None, reference_hidden: Tensor | None, reference_bias: Tensor | None,
+    numbers: list[float], counts: list[int], entropy: str, autocast: torch.dtype | None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of hidden, weight and bias; the kept ids are read once more."""
+    leaves = leaves_of((hidden, weight, bias), needed)
+    tensors = (*leaves, targets, rows, temperatures, ids, offsets, has_set)
+    tensors += (reference_weight, reference_hidden, reference_bias)
+    with recording():
+        out = _op_outputs(tensors, numbers, counts, entropy, autocast)
+        outputs = [out.logp, out.entropy if entropy == "grad" else None, out.kl]
+        return gradients_of(outputs, upstream, leaves)
+
+
+@_masked_backward_op.register_fake
+def _(upstream, needed, hidden, weight, bias, *_constants):
+    return fake_gradients((hidden, weight, bias), needed, upstream[0])
+
+
+_NUM_TENSORS = 12  # among the op's arguments, in front
+
+
+def _save_masked(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.constants = inputs[_NUM_TENSORS:]
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS])
+    ctx.mark_non_differentiable(output[3], *([output[1]] if inputs[-2] != "grad" else []))
+
+
+def _masked_backward(ctx: Any, upstream: Sequence[Tensor]) -> Any:
+    needed = list(ctx.needs_input_grad[:3])
+    grads = _masked_backward_op(list(upstream[:3]), needed, *ctx.saved_tensors, *ctx.constants)
+    grads = [grad if need else None for grad, need in zip(grads, needed, strict=True)]
+    return *grads, *(None,) * (_NUM_TENSORS - 3 + len(ctx.constants))
+
+
+_masked_op.register_autograd(_masked_backward, setup_context=_save_masked)
+
+
+def _traced(
+    hidden: Tensor,
+    weight: Any,
+    targets: Tensor,
+    kept: Any,
+    *,
+    rows: Tensor | None,
+    entropy: str,
+    temperature: float | Tensor,
+    reference: ReferenceHead | None,
+    transform: Transform | None,
+    tuning: Tuning,
+) -> MaskedLogProbs:
+    """`linear_masked_logprobs` inside a compiled region."""
+    (tensor, bias, down, _), temperatures, (number, _), autocast = flat_head(weight, temperature, hidden)
+    if down is not None:
+        raise ValueError("weight: expected a head without LoRA here; merge it first")
+    transform, of_reference = transform or Transform(), (None, None, None)
+    if reference is not None:
+        if reference.weight is None and reference.hidden is None:
+            raise ValueError("reference: expected a ReferenceHead with weight or hidden, got neither")
+        of_reference = (full_tensor(reference.weight), reference.hidden, full_tensor(reference.bias))
+    sets, whole = flat_allowed(kept)
+    numbers = [number, transform.scale, transform.softcap or 0.0]
+    tensors = (hidden, tensor, bias, targets, rows, temperatures, *sets, *of_reference)
+    out = _masked_op(*tensors, numbers, [tuning.budget or 0, whole], entropy, autocast)
+    entropies, kl = out[1] if entropy != "none" else None, None if reference is None else out[2]
+    return MaskedLogProbs(out[0], entropies, kl, MaskPath(*out[3].unbind()))

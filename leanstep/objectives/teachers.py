@@ -4,15 +4,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leanstep.logprob import Transform, VocabShards
-from leanstep.logprob.checks import assert_all, build_head, check_float, check_vocabulary, is_fake
+from leanstep.logprob import LMHead, LoRA, Transform, VocabShards
+from leanstep.logprob.checks import (
+    assert_all,
+    build_head,
+    check_float,
+    check_vocabulary,
+    full_tensor,
+    is_fake,
+)
 from leanstep.logprob.engine.lm_head import Head, RowSource
+from leanstep.logprob.inputs import unpack_head
 from leanstep.objectives.divergences import log_one_minus_exp
 
 
@@ -195,3 +204,43 @@ def open_teacher(
 def tail_log_mass(log_probs: Tensor) -> Tensor:
     """log(1 - sum of the given probabilities), [N]; -inf where nothing is left, without gradient there."""
     return log_one_minus_exp(torch.logsumexp(log_probs, -1).clamp(max=0.0))
+
+
+def flat_teacher(teacher: Any) -> tuple[str, list[Tensor], list[float]]:
+    """A teacher as an op takes it: a word with its kind and optional parts, its tensors, three numbers."""
+    if isinstance(teacher, TeacherHead):
+        tensor, bias, lora = unpack_head(teacher.weight)
+        word, tensors = "head", [teacher.hidden, full_tensor(tensor)]
+        if bias is not None:
+            word, tensors = f"{word}.bias", [*tensors, full_tensor(bias)]
+        if lora is not None:
+            word, tensors = f"{word}.lora", [*tensors, lora.down, lora.up]
+        transform = teacher.transform or Transform()
+        scaling = 1.0 if lora is None else float(lora.scaling)
+        return word, tensors, [scaling, transform.scale, transform.softcap or 0.0]
+    if isinstance(teacher, TeacherLogProbs):
+        return "log_probs", [teacher.log_probs], [0.0] * 3
+    if isinstance(teacher, TeacherTopK):
+        return "top_k.tail" if teacher.tail else "top_k", [teacher.ids, teacher.log_probs], [0.0] * 3
+    if isinstance(teacher, SoftLabels):
+        numbers = [float(teacher.label_smoothing), 0.0, 0.0]
+        if teacher.class_weights is None:
+            return "soft", [teacher.probabilities], numbers
+        return "soft.classes", [teacher.probabilities, teacher.class_weights], numbers
+    raise ValueError(f"teacher: expected a teacher's record, got {type(teacher).__name__}")
+
+
+def teacher_of(word: str, tensors: Iterator[Tensor], numbers: Iterator[float]) -> Any:
+    """The record that `flat_teacher` describes."""
+    kind, *parts = word.split(".")
+    first, second, third = next(numbers), next(numbers), next(numbers)
+    if kind == "head":
+        hidden, weight = next(tensors), next(tensors)
+        bias = next(tensors) if "bias" in parts else None
+        lora = LoRA(next(tensors), next(tensors), first) if "lora" in parts else None
+        return TeacherHead(hidden, LMHead(weight, bias, lora), Transform(second, third or None))
+    if kind == "log_probs":
+        return TeacherLogProbs(next(tensors))
+    if kind == "top_k":
+        return TeacherTopK(next(tensors), next(tensors), bool(parts))
+    return SoftLabels(next(tensors), first, next(tensors) if parts else None)

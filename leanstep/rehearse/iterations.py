@@ -46,7 +46,7 @@ class PhaseTiming:
 class Iteration:
     """A rollout and the steps that follow it, or one step of a script without rollouts.
 
-    whole: the next rollout was seen; the iteration has no more steps than these.
+    whole: the next rollout was seen, or it has as many steps as the iteration before it.
     """
 
     steps: list[Step]
@@ -78,9 +78,12 @@ def _steps(recording: Recording) -> tuple[list[Step], bool]:
     starts = [i for i, step in enumerate(recording.steps) if has_rollout(recording, step)]
     if not starts:
         return recording.steps[-1:], True
-    if len(starts) > 1:
-        return recording.steps[starts[-2] : starts[-1]], True
-    return recording.steps[starts[-1] :], False
+    last = recording.steps[starts[-1] :]
+    if len(starts) == 1:
+        return last, False
+    before = recording.steps[starts[-2] : starts[-1]]
+    # What the program generates before it trains is in the first iteration: a later one is better.
+    return (last, True) if len(last) >= len(before) else (before, True)
 
 
 def _pieces(recording: Recording, step: Step) -> list[Span]:

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -88,6 +89,9 @@ def _rehearsed(request: Request, quiet: bool, show: Callable[[str], None] | None
         environment = {**os.environ, **_rank_environment(request), "PYTHONUNBUFFERED": "1"}
         environment["PATH"] = _tools(folder, request.device) + os.environ.get("PATH", "")
         environment.pop("TRITON_INTERPRET", None)
+        # The program is left in the middle: what it would remove at its end goes with this folder.
+        environment["TMPDIR"] = str(folder / "tmp")
+        (folder / "tmp").mkdir()
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
         code = _server().run(asked, answered, quiet, _Watcher(answered, show))
         got = pickle.loads(answered.read_bytes()) if answered.exists() else _lost(request, code, folder)
@@ -291,6 +295,7 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         os.environ.clear()
         os.environ.update(environment)
         os.environ[guard.MARK] = mark
+        tempfile.tempdir = None  # looked up in the environment again
         os.chdir(folder)
         faulthandler.enable(Path(answered).with_name(_FAULTS).open("w"), all_threads=False)
         fake_device.check()

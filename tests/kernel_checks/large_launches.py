@@ -90,6 +90,8 @@ def symmetric_products() -> None:
         x = x if batch == 1 else torch.as_strided(sparse(STRIDE * 2 + 5 * 8, BF16), (3, 5, 5), (STRIDE, 8, 1))
         products.xxt(x, torch.zeros(*x.shape[:-2], x.size(-2), x.size(-2), dtype=BF16), tiles=tiles)
         products.xtx(x, torch.zeros(*x.shape[:-2], 5, 5, dtype=BF16), tiles=tiles)
+    # One step along the rows that are summed: its offsets alone pass 2^31.
+    products.xtx(rows_of(16, 5, BF16, 2**28), torch.zeros(5, 5, dtype=BF16), tiles=tiles)
     small = torch.randn(37, 37).to(BF16)
     products.xxt(small, rows_of(37, 37, BF16, stride), tiles=tiles)
     products.xtx(small, rows_of(37, 37, BF16, stride), tiles=tiles)
@@ -119,7 +121,7 @@ def slots(tensor: Any) -> list[Any]:
 
 # Matrices [items, rows, cols] of one parameter: 2^31 elements are passed by the number of matrices, then by
 # the rows of one.
-STACKS = ((2**22 + 3, 16, 33), (3, 2**24, 64))
+STACKS = ((2**22 + 3, 16, 33), (2, 2**25 + 16, 80))
 
 
 def momentum_steps() -> None:
@@ -146,7 +148,7 @@ def normalizations() -> None:
 
 def variances() -> None:
     for by_row in (False, True):
-        shape = (2, 2**26, 16) if by_row else (2, 40, 2**26)
+        shape = (1, 2**28 + 16, 16) if by_row else (2, 40, 2**26)
         for items, rows, cols in (STACKS[0], shape):
             lines, length = (rows, cols) if by_row else (cols, rows)
             blocks = triton.cdiv(lines, 16)
@@ -242,9 +244,8 @@ def many_rows() -> None:
     scores, grad, lod = (sparse(contexts * entries, dtype) for dtype in (BF16, FP32, INT8))
     pairs = 2**27
     sign, share, weight = (sparse(pairs * entries, dtype) for dtype in (INT8, FP32, FP32))
-    sign[-entries:] = 1
-    # Only the last of the pairs is this launch's: the chunks before it hold none.
     few = 4
+    sign[: few * entries] = 1
     worse = torch.full((few,), contexts - 1)
     vectors = [torch.ones(few) for _ in range(7)]
     flags = dict.fromkeys(("PREF", "RANK", "BUDGET", "SMOOTH", "SHARED", "WEIGHTED", "NEED_GRAD"), True)

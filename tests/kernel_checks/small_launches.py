@@ -51,6 +51,11 @@ def tokens_around(rows: int, columns: int) -> Tensor:
     return torch.tensor([around[row % len(around)] for row in range(rows)])
 
 
+def apart(tensors: Tensor) -> tuple[Any, ...]:
+    """The parts of a tensor, each in a storage of its own."""
+    return tuple(part.clone() for part in tensors)
+
+
 def update_statistics() -> None:
     with replaced(passes, STATISTICS_BLOCK=16):
         for rows, columns, dtype in ((7, 41, FP32), (6, 16, FP32), (6, 1, BF16), (5, 37, BF16)):
@@ -71,7 +76,7 @@ def update_statistics() -> None:
 def scale_exponentials() -> None:
     with replaced(passes, GRADIENT_BLOCK=16, SUMMED_ROWS=3):
         for rows, columns in ((7, 41), (6, 16), (5, 1)):
-            maximum, constant, slope, target = torch.randn(4, rows)
+            maximum, constant, slope, target = apart(torch.randn(4, rows))
             for finish in finishes(rows, columns):
                 for out_dtype in (FP32, BF16):
                     z = torch.randn(rows, columns)
@@ -85,7 +90,7 @@ def scale_exponentials() -> None:
 def overwrite_exponentials() -> None:
     with replaced(passes, GRADIENT_BLOCK=16):
         for rows, columns in ((7, 41), (6, 16), (5, 1)):
-            maximum, constant, slope, target = torch.randn(4, rows)
+            maximum, constant, slope, target = apart(torch.randn(4, rows))
             for finish in finishes(rows, columns):
                 z = torch.randn(rows, columns)
                 labels = (tokens_around(rows, columns), 0, target)
@@ -96,9 +101,9 @@ def overwrite_exponentials() -> None:
 def divergences() -> None:
     with replaced(passes, GRADIENT_BLOCK=16):
         for mode, (rows, columns) in enumerate(((5, 41), (4, 16), (3, 1), (2, 37), (2, 19))):
-            z, y = torch.randn(2, rows, columns).unbind(0)
-            z, y = z.clone(), y.softmax(-1) if mode == 4 else y.clone()
-            compared = Compared(tuple(torch.randn(4, rows).abs()), mode, 0.4, 0.6, 0.4)
+            z, y = apart(torch.randn(2, rows, columns))
+            y = y.softmax(-1) if mode == 4 else y
+            compared = Compared(apart(torch.randn(4, rows).abs()), mode, 0.4, 0.6, 0.4)
             sums, factor = torch.zeros(3, rows), torch.ones(rows)
             passes.divergence_sums(z, y, compared, sums)
             labels = LabelGradient(tokens_around(rows, columns), factor, factor, 0.7)
@@ -143,7 +148,8 @@ def squared_relu() -> None:
 
 def symmetric(function: Callable[..., Tensor]) -> Callable[[], None]:
     def launch() -> None:
-        for shape in ((41, 37), (2, 33, 17), (16, 16), (1, 5)):
+        # The last ones have more rows of tiles than a group.
+        for shape in ((41, 37), (2, 33, 17), (16, 16), (1, 5), (150, 3), (3, 150)):
             x = torch.randn(shape).to(BF16)
             side = shape[-2] if function is products.xxt else shape[-1]
             out = torch.empty(*shape[:-2], side, side, dtype=x.dtype)

@@ -44,7 +44,8 @@ def test_what_a_file_launches_is_compiled_and_checked(capsys):
 def test_a_step_out_of_bounds_fails_and_names_the_line(capsys):
     launch = f"{FILE}:launch_with_a_step_too_far"
     assert run(["kernels", str(FILE), "--targets", "sm_90", "--launch", launch]) == 1
-    said = capsys.readouterr().err
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
     (number,) = [
         n
         for n, line in enumerate(FILE.read_text().splitlines(), 1)

@@ -145,6 +145,12 @@ def test_programs_run_in_another_order_with_another_seed():
     assert order(0) == order(0) != order(1) != list(range(32))
 
 
+def test_a_float_is_a_float32_scalar_as_on_a_gpu():
+    out = torch.zeros(1, dtype=torch.float64)
+    assert problems_of("float_argument", out, 0.1) == []
+    assert out.item() == torch.tensor(0.1).item() != 0.1
+
+
 def test_the_first_problem_can_end_the_launch():
     with pytest.raises(InterpreterError, match=r"double_kernel, line .* load out of bounds"):
         with checked_launches(stop_at_first=True):

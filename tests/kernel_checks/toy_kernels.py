@@ -99,6 +99,12 @@ def neighbour_kernel(x_ptr, y_ptr, distance):
 
 
 @triton.jit
+def float_argument_kernel(out_ptr, value):
+    """Floats are float32 tensors on a GPU: they have a type to convert from."""
+    tl.store(out_ptr, value.to(tl.float64))
+
+
+@triton.jit
 def ticket_kernel(ticket_ptr, out_ptr):
     """Each program notes as how manieth it ran."""
     tl.store(out_ptr + tl.program_id(0), tl.atomic_add(ticket_ptr, 1))

@@ -15,7 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leanstep.lens import LensConfig, ObjectiveConfig, SamplingConfig, lens_loss, lens_objective
+from leanstep.lens import (
+    LensBatch,
+    LensConfig,
+    ObjectiveConfig,
+    SamplingConfig,
+    Variant,
+    lens_loss,
+    lens_objective,
+)
 from leanstep.lens import kernel as kernel_module
 from leanstep.lens.pairs import build_pairs, build_targets
 
@@ -135,6 +143,19 @@ def test_targets_equal_those_of_torch(block, tile, monkeypatch):
         assert sign.equal(want) and kept.equal((want != 0).any(1))
         found += int(kept.sum())
     assert found > 3
+
+
+def test_a_block_of_the_top_level_has_no_parent_that_a_request_could_mark():
+    """The better context asks for the first block, whose number is 0; entries of the top level have none."""
+    worse = Variant([0, 1, 2, 3, 16], [0, 0, 0, 0, 2], 2.5, False)
+    better = Variant([0, 4, 8, 12, 16], [1, 1, 1, 1, 2], 2.0, True)
+    config = LensConfig(block_size=4, max_lod=2)
+    batch = LensBatch.from_variants([[better, worse]], config, num_tokens=32).to(DEVICE)
+    pairs = build_pairs(batch.loss, batch.row, config)
+    sign, _ = kernel_module.triton_targets(batch, pairs, config)
+    assert sign.equal(build_targets(batch, pairs, config))
+    row = sign[pairs.worse == 1][0].tolist()
+    assert row[:4] == [-1] * 4 and row[4] == 0
 
 
 class Launches(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from rehearse.rehearsed import Rehearsed, run_text
@@ -199,3 +200,21 @@ def test_shapes_change_in_place_each_time_and_small_models_come_back_to_the_host
     got = run_text(tmp_path, SHAPES)
     assert got.recording.refused is None, got.recording.refused
     assert json.loads(got.printed) == [[[2, 3]] * 3, ["cpu", "cpu", True], ["cuda", "cuda"]]
+
+
+TEMPORARY = """\
+import json, tempfile, torch
+held = tempfile.TemporaryDirectory()
+model = torch.nn.Linear(2, 2).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print(json.dumps([held.name, tempfile.mkdtemp()]), flush=True)
+while True:
+    model(torch.ones(1, 2, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_program_that_is_left_leaves_no_temporary_folders(tmp_path):
+    got = run_text(tmp_path, TEMPORARY, steps=2)
+    assert got.recording.ended == "steps"
+    assert not [folder for folder in json.loads(got.printed) if Path(folder).exists()]

@@ -11,8 +11,9 @@ import torch
 from rehearse.rehearsed import SCRIPTS, run_script, stub_or_skip
 from toy_case import implementation, toy_case, wrong_gradient
 
-from leanstep.case import get_case, register, unregister
+from leanstep.case import all_cases, get_case, register, unregister
 from leanstep.cli import run
+from leanstep.measure.parity import dtype_name
 from leanstep.measure.side_by_side import BenchResult, BenchRow
 from leanstep.report import gpu_report
 
@@ -92,6 +93,32 @@ def test_syncs_are_those_that_torch_warns_about(monkeypatch):
     assert modes == ["warn", 0]
 
 
+def test_every_case_is_predicted_to_fit_a_card_of_24_gb_in_16_bits():
+    rows = gpu_report.load_predictions()["rows"]
+    too_large = {
+        (row["case"], row["impl"]): row["peak_bytes"] for row in rows if row["peak_bytes"] >= 22 << 30
+    }
+    assert too_large == {}
+    assert {row["dtype"] for row in rows} == {"bf16"}
+    # What a GPU will run is what was predicted; cases of packages that are not installed cannot be.
+    run = {
+        (case.name, case.size_on("cuda"), dtype_name(case.dtype_on("cuda")))
+        for case in all_cases().values()
+        if case.reference.missing(case.params("tiny"), "cuda") is None
+    }
+    assert run <= {(row["case"], row["size"], row["dtype"]) for row in rows}
+
+
+@pytest.mark.timeout(240)
+def test_the_shipped_predictions_are_those_of_this_code():
+    stub_or_skip()
+    pytest.importorskip("triton", reason="Triton is not installed")
+    shipped = [row for row in gpu_report.load_predictions()["rows"] if row["case"] == "masked-head"]
+    (made,) = gpu_report.predict([get_case("masked-head")])["rows"]
+    for figure in ("impl", "dtype", "launches", "host_waits", "peak_bytes"):
+        assert [row[figure] for row in shipped] == [made[figure]], figure
+
+
 def test_what_fell_short_is_said_in_order():
     row = {"case": "toy", "impl": "leanstep"}
     report = {
@@ -157,6 +184,8 @@ def test_the_report_measures_what_was_predicted(written):
     assert {row["impl"]: row["syncs"] for row in report["syncs"]} == {"leanstep": 0, "leanstep-blocked": 0}
     assert {row["case"] for row in report["prove"]} == {"transpose-add"}
     assert [result["case"] for result in report["bench"]] == ["transpose-add"]
+    # A rehearsal has no values to prove anything with; nothing else falls short.
+    assert gpu_report.shortfalls({**report, "prove": []}) == []
 
 
 def test_one_page_shows_figures_bench_and_proofs(written):
@@ -165,16 +194,35 @@ def test_one_page_shows_figures_bench_and_proofs(written):
     assert "Speed against the others" in page and "peak above inputs" in page
 
 
-def test_a_broken_case_is_a_problem_and_the_others_go_on(monkeypatch, tmp_path):
-    good = register(toy_case("toy-good", implementation("broken", wrong_gradient)))
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The CPU as the device: only what the device is asked for differs."""
     cuda = SimpleNamespace(name="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: cuda)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(gpu_report, "nearest_device", lambda properties: "h100")
     monkeypatch.setattr(gpu_report, "environment", lambda device: {**HERE, "accelerator": {"name": "x"}})
+
+
+@pytest.mark.parametrize(("predicted", "falls_short"), [(1, False), (2, False), (0, True)])
+def test_a_device_that_waits_as_predicted_is_healthy(predicted, falls_short, stand_in, monkeypatch):
+    case = register(toy_case("toy"))
+    monkeypatch.setattr(gpu_report, "count_syncs", lambda step, device: (1, "loss.py:7"))
+    expected = prediction(size="tiny", dtype="fp32", impl="fast", host_waits=predicted) | HERE
+    try:
+        report = gpu_report.run_report(
+            [case], torch.device("cpu"), size="tiny", budget_s=0.01, predictions=expected
+        )
+    finally:
+        unregister("toy")
+    assert [(row["syncs"], row["predicted"]) for row in report["syncs"]] == [(1, predicted)]
+    assert bool(gpu_report.shortfalls(report)) == falls_short
+
+
+def test_a_broken_case_is_a_problem_and_the_others_go_on(stand_in, monkeypatch, tmp_path):
+    good = register(toy_case("toy-good", implementation("broken", wrong_gradient)))
     monkeypatch.setattr(gpu_report, "count_syncs", lambda step, device: (0, ""))
     try:
-        # The CPU stands in: only what the device is asked for differs.
         bad = SimpleNamespace(name="toy-bad")
         report = gpu_report.run_report(
             [bad, good], torch.device("cpu"), size="tiny", budget_s=0.01, predictions=prediction() | HERE

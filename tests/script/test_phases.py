@@ -145,7 +145,7 @@ def test_diagnose_and_rehearse_agree_on_phases_and_their_flops(name: str) -> Non
     assert iteration is not None and len(iteration.steps) == steps and iteration.whole
     assert {entry.phase: entry.flops for entry in iteration.phases if entry.phase != OTHER} == flops
     recorded, extrapolated = recording.model_calls
-    assert extrapolated > recorded
+    assert extrapolated >= recorded
     assert all(
         entry.peak_bytes > 0 and entry.kernels > 0 for entry in iteration.phases if entry.phase in names
     )

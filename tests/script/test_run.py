@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,32 @@ def test_what_cannot_be_run_is_one_line(tmp_path: Path):
         Program.find(str(tmp_path / "none.py"))
     with pytest.raises(BadInput, match=r"has no train\.py and no __main__\.py"):
         Program.find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "call", ["os._exit(3)", "os.execv('/bin/true', ['true'])", "os.execlp('true', 'true')"]
+)
+def test_a_script_that_ends_its_process_ends_only_itself(tmp_path, capfd, call):
+    script = tmp_path / "leaves.py"
+    script.write_text(f"import os\n{call}\n")
+    before = os._exit, os.execv, os.execve
+    outcome = run_script(Program(str(script)), [], contextlib.nullcontext())
+    assert outcome.code == (3 if "_exit" in call else 1)
+    assert "leanstep: the script left through os." in capfd.readouterr().err
+    assert (os._exit, os.execv, os.execve) == before
+
+
+def test_a_fork_of_the_script_leaves_as_ever(tmp_path):
+    script = tmp_path / "forks.py"
+    forks = "import os, sys\npid = os.fork()\nif not pid:\n    os._exit(7)\n"
+    script.write_text(forks + "sys.exit(os.waitpid(pid, 0)[1] >> 8)\n")
+    assert run_script(Program(str(script)), [], contextlib.nullcontext()).code == 7
+
+
+def test_an_exception_that_cannot_be_printed_has_a_name(tmp_path):
+    script = tmp_path / "odd.py"
+    script.write_text(
+        "class Odd(Exception):\n    def __str__(self):\n        raise ValueError\n\nraise Odd\n"
+    )
+    outcome = run_script(Program(str(script)), [], contextlib.nullcontext())
+    assert (outcome.exception, outcome.said) == ("Odd", "Odd: (its message cannot be printed)")

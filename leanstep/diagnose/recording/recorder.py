@@ -135,7 +135,7 @@ class Recorder(RunRecord):
             self.state.count(op)
 
     def _note_gradients(self, outs: Sequence[Tensor]) -> None:
-        """What an autograd node computes is a gradient, also before it meets a weight: hooks may read it."""
+        """What an autograd node computes is a gradient, even if it met no weight yet. Hooks may read it."""
         for tensor in outs:
             with contextlib.suppress(RuntimeError):
                 self.state.gradients_under_way.add(storage_of(tensor))

@@ -123,6 +123,40 @@ def fake_gradients(tensors: Tensors, needed: Sequence[bool], like: Tensor) -> li
     return or_empty(some, like)
 
 
+def save_formed(ctx: Any, inputs: Any, output: Any) -> None:
+    """For an op that forms its gradients: `needed` is its last input; it returns the loss, three more results
+    and the gradients of its first five inputs."""
+    ctx.save_for_backward(*output[4:])
+    ctx.needed = inputs[-1]
+    ctx.others = [[None] * len(x) if _is_tensors(x) else None for x in inputs[5:]]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def multiply_formed(ctx: Any, upstream: Sequence[Tensor]) -> Any:
+    """The backward of such an op."""
+    pairs = zip(ctx.saved_tensors, ctx.needed, strict=True)
+    grads = [_scaled(grad, upstream[0]) if need else None for grad, need in pairs]
+    return *grads, *ctx.others
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """grad * factor in the dtype of `grad`; a GradScaler's 65,536 is infinite in fp16."""
+    if grad.dtype == torch.float16:
+        return (grad.float() * factor.float()).half()
+    return grad * factor.to(grad.dtype)
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Tensor)
+
+
+def on_device(number: float | Tensor, hidden: Tensor) -> Tensor:
+    """A number as the 0-dimensional tensor that an op takes; a tensor as it is."""
+    if isinstance(number, Tensor):
+        return number
+    return torch.full((), float(number), dtype=torch.float64, device=hidden.device)
+
+
 def under_autocast(dtype: torch.dtype | None, tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Autocast as it was around the traced call."""
     if dtype is None:

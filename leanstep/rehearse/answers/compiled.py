@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import operator
 import re
 from collections.abc import Callable
@@ -101,12 +102,18 @@ class _Regions:
             dynamo.config.automatic_dynamic_shapes = False
             refuse_what_dynamo_refuses()
             dynamo.allow_in_graph(torch.nn.functional.scaled_dot_product_attention)
-        return aot_autograd(
+        capture = aot_autograd(
             fw_compiler=functools.partial(self._graph, name),
             bw_compiler=functools.partial(self._graph, name),
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table,
         )
+
+        def backend(*args: Any, **given: Any) -> Any:
+            with _collector_paused():
+                return capture(*args, **given)
+
+        return backend
 
     def _graph(self, name: str, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         from torch._inductor import config
@@ -124,6 +131,18 @@ class _Regions:
 
         run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
+
+
+@contextlib.contextmanager
+def _collector_paused():
+    """A capture makes millions of objects, and no garbage of the program: none is looked for meanwhile."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _fused_now(tape: Tape, events: list[Event]) -> list[Event]:

@@ -83,7 +83,10 @@ def library() -> Path:
         return build_library(SOURCE, [[*flags, *link]])
     except OSError as reason:
         if "no C++ compiler" in str(reason):
-            raise RehearsalError(f"{reason}: a rehearsal builds a small library for torch once") from None
+            raise RehearsalError(
+                f"{reason}: a rehearsal builds a small library for torch once (apt install g++, "
+                "dnf install gcc-c++, xcode-select --install, or conda install cxx-compiler)"
+            ) from None
         if reason.errno is not None or "No space left" in str(reason):
             why = f"{reason.strerror or reason}" + f": {reason.filename}" * bool(reason.filename)
             raise RehearsalError(f"LEANSTEP_CACHE: cannot build a library for torch there: {why}") from None

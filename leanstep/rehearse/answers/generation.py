@@ -109,7 +109,7 @@ class Generations:
         self._add_peak(calls)
         for first in range(0, self._left_out, CHUNK):
             count = min(CHUNK, self._left_out - first)
-            event = _times(extrapolated(family, first + (count + 1) // 2), count)
+            event = _times(extrapolated(family, first + (count + 1) / 2), count)
             tape.add(event.at(place.line, place.phase, tape.step))
             for wait in calls[-1].waits * count:
                 tape.add(replace(wait, step=tape.step))

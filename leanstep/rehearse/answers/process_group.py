@@ -7,6 +7,7 @@ buckets and reduces them as they become ready; FSDP2 and DTensor run as they are
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -68,6 +69,9 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
 
         size = int(os.environ.get("WORLD_SIZE") or (given.get("world_size") or ranks))
         size = max(1, size)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
+            # Before 2.13 only this tool of torch registers fake implementations of the collectives.
+            importlib.import_module("torch.distributed._tools.fake_collectives")
         if not dist.is_initialized():
             start("fake", store=FakeStore(), rank=rank, world_size=size)
         tape.ranks = size

@@ -13,7 +13,7 @@ an output whose values are known, other launches, a captured graph.
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -109,12 +109,18 @@ class State:
             self._structure.append((path, type(value)))
 
     def _walk_module(self, module: torch.nn.Module) -> None:
+        """Tensors and counters of the module, and how much it has collected in containers of its own."""
         for number, part in enumerate(module.modules()):
             for owner in (part.__dict__, part._buffers):
                 for name, value in owner.items():
                     if isinstance(value, Tensor):
                         self.slots.append(Slot((number, name), value, owner, name))
                         self._structure.append((number, name, value.dtype, value.dim()))
+                    elif type(value) is int and not name.startswith("_"):
+                        self.slots.append(Slot((number, name), value, owner, name))
+                        self._structure.append((number, name, int))
+                    elif isinstance(value, (list, dict, set, deque)) and not name.startswith("_"):
+                        self._structure.append((number, name, len(value)))
 
 
 @dataclass
@@ -181,7 +187,8 @@ class Family:
 
         Sizes of the module's own tensors may be left out where they never change.
         """
-        if len(sizes) > len(self.series[-1].before):
+        length = len(self.series[-1].before)
+        if len(sizes) > length or (len(sizes) < length and not self.module_is_static):
             return None
         last, before = (call.before[: len(sizes)] for call in (self.series[-1], self.series[-2]))
         growth = [b - a for a, b in zip(before, last, strict=True)]
@@ -234,6 +241,10 @@ class RepeatedCalls:
             return output
         span = events[first:]
         after = State(module, args, kwargs).add_module()
+        if state.module_structure != after.module_structure:
+            # A cache was made, or something was collected: a series may begin after it.
+            family.series, family.templates = [], None
+            return output
         outputs = _output_tensors(output, state.objects)
         if outputs is None or not self._is_plain(span, outputs, state, after):
             family.usable = False
@@ -248,10 +259,11 @@ class RepeatedCalls:
 
     def _is_plain(self, span: Sequence[Event], outputs: list[Tensor], before: State, after: State) -> bool:
         """Whether the call left nothing behind but tensors of unknown values and longer caches."""
+        if any(part._forward_hooks or part._forward_pre_hooks for part in before.module.modules()):
+            return False
         launches = [e for e in span if isinstance(e, Launch)]
         return (
             before.structure == after.structure
-            and before.module_structure == after.module_structure
             and bool(launches)
             and not any(e.region for e in launches)
             and not any(isinstance(e, Extrapolated) for e in span)
@@ -349,7 +361,7 @@ def templates_of(calls: Sequence[Sequence[Launch]]) -> list[Template] | None:
     return list(templates.values())
 
 
-def next_value(values: Sequence[float], position: int) -> float:
+def next_value(values: Sequence[float], position: float) -> float:
     """The series of `values`, `position` calls after its last one; quadratic if every difference says so."""
     steps = [b - a for a, b in pairwise(values)]
     bends = {b - a for a, b in pairwise(steps)}
@@ -359,7 +371,7 @@ def next_value(values: Sequence[float], position: int) -> float:
     return max(0.0, values[-1] + position * (values[-1] - values[0]) / (len(values) - 1))
 
 
-def extrapolated(family: Family, position: int) -> Extrapolated:
+def extrapolated(family: Family, position: float) -> Extrapolated:
     assert family.templates is not None
     parts: Counter[tuple[Line | None, Kernel]] = Counter()
     products: Counter[tuple[str, str]] = Counter()
@@ -385,11 +397,11 @@ def extrapolated(family: Family, position: int) -> Extrapolated:
     )
 
 
-def _next_kernel(column: Sequence[Kernel], position: int) -> Kernel:
+def _next_kernel(column: Sequence[Kernel], position: float) -> Kernel:
     if all(kernel == column[0] for kernel in column):
         return column[0]
     # The recorded call whose position has the same remainder: alignments repeat.
-    like = column[(position - 1) % len(column)]
+    like = column[(int(position) - 1) % len(column)]
     return like._replace(
         nbytes=next_value([k.nbytes for k in column], position),
         flops=next_value([k.flops for k in column], position),

@@ -24,6 +24,7 @@ from leanstep.logprob import linear_logprobs as unflattened
 from leanstep.logprob import linear_policy_loss as policy_of_rows
 from leanstep.logprob.engine import invariant, kernel, lm_head, passes, tiles
 from leanstep.logprob.engine.gpu import gpu_tiles
+from leanstep.logprob.engine.gpu import kernel as gpu_kernel
 from leanstep.logprob.engine.invariant import GPU_COLUMNS, RowBlocks
 from leanstep.logprob.engine.softmax import RowStatistics
 from leanstep.logprob.engine.tiles import Tiles, choose_tiles, row_stride, tile_slices
@@ -552,6 +553,64 @@ def test_fp16_gradients_of_hidden_wait_for_the_loss_scale(loss, selected, route,
     assert (found[1][representable] != 0).all()
 
 
+def test_a_compiled_policy_loss_takes_the_loss_scale_of_fp16():
+    """65,536, a GradScaler's first, is infinite in fp16."""
+    hidden, weight, _, targets, upstream = inputs(torch.float32)
+    batch = PolicyBatch(upstream[0], upstream[1])
+
+    def gradient(function, dtype):
+        leaf = hidden.half().to(dtype).requires_grad_()
+        loss = function(leaf, weight.to(leaf.dtype), targets, batch, objective="gpg")
+        return torch.autograd.grad(65536.0 * loss.loss, leaf)[0]
+
+    compiled = gradient(torch.compile(policy_of_rows, backend="aot_eager", fullgraph=True), torch.float16)
+    exact = gradient(policy_of_rows, torch.float64).clamp(-65504.0, 65504.0)
+    assert compiled.dtype == torch.float16
+    small = exact.abs() < 60000.0
+    assert small.any() and compiled[small].isfinite().all()
+    assert (compiled[small].double() - exact[small]).abs().max() <= 5e-3 * exact[small].abs().max()
+
+
 def test_a_padded_product_refuses_a_tile_without_padding():
     with pytest.raises(AssertionError, match="a tile of 8 columns, but 5 elements per row"):
         lm_head.widened(torch.zeros(3, 5), 8)
+
+
+def traced_calls():
+    hidden, weight, _, targets, (old, advantages) = inputs(torch.float32)
+    batch = PolicyBatch(old, advantages)
+    teacher = TeacherHead(hidden.flip(0), weight.flip(0))
+    return {
+        "update_statistics scale_exponentials": lambda h, w: unflattened(h, w, targets, entropy="grad").logp,
+        "policy_rows": lambda h, w: policy_of_rows(h, w, targets, batch, rows=ROWS).loss,
+        "divergence_sums divergence_gradient": lambda h, w: linear_distill_loss(h, w, teacher).loss,
+    }
+
+
+ROWS = torch.arange(T).flip(0)
+
+
+# The interpreter computes lanes that a mask drops.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
+@pytest.mark.parametrize("names", traced_calls())
+def test_the_kernels_of_the_passes_run_inside_a_whole_graph(gpu_route, monkeypatch, names):
+    """Dynamo sees an op; the op launches the kernels."""
+    launched = set()
+    for name in names.split():
+        module = kernel if hasattr(kernel, name) else gpu_kernel
+
+        run = getattr(module, name)
+
+        def counted(*args, name=name, run=run, **options):
+            launched.add(name)
+            return run(*args, **options)
+
+        monkeypatch.setattr(module, name, counted)
+    call, leaves = traced_calls()[names], inputs(torch.float32)[:2]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda h, w: [call(h, w)], fullgraph=True, backend="aot_eager")
+    upstream = [torch.linspace(0.5, 1.5, T)] if names.startswith("update") else [torch.tensor(1.0)]
+    found = with_gradients(compiled, leaves, upstream)
+    assert launched == set(names.split())
+    for got, want in zip(found, with_gradients(lambda h, w: [call(h, w)], leaves, upstream), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

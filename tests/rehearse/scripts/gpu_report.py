@@ -12,6 +12,8 @@ from leanstep.report import gpu_report
 folder = Path(sys.argv[1])
 gpu_report.PREDICTIONS = folder / "predictions.json"
 timing.WARM_S = 0.0
-torch.cuda.set_sync_debug_mode = lambda mode: None  # of the C++ that a CPU build lacks
+# Of the C++ that a CPU build lacks.
+torch.cuda.set_sync_debug_mode = lambda mode: None
+torch.cuda.get_sync_debug_mode = lambda: 0
 torch.zeros(1, device="cuda")
 print(run(["gpu-report", "transpose-add", "--size", "tiny", "--budget", "0.01", "--out", str(folder)]))

@@ -40,7 +40,7 @@ policy = Policy().to(device)
 optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
 for _ in range(6):
     tokens = torch.randint(0, WORDS, (4, 8), device=device)
-    with torch.inference_mode():
+    with torch.no_grad():
         start = 0
         for _ in range(18):
             logits = policy.forward(tokens[:, start:], start)
@@ -48,7 +48,6 @@ for _ in range(6):
             tokens = torch.cat([tokens, torch.multinomial(logits[:, -1].softmax(-1), 1)], 1)
     for layer in policy.layers:
         layer.seen = None
-    tokens = tokens.clone()
     scores = policy.forward(tokens[:, :-1]).log_softmax(-1).gather(-1, tokens[:, 1:, None])
     (scores.mean() * 0.1).backward()
     optimizer.step()
