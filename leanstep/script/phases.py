@@ -56,6 +56,9 @@ class PhaseListener:
         """Runs a call of transformers' `generate`."""
         return generate(*args, **kwargs)
 
+    def block_ends(self) -> None:
+        """A no_grad or inference_mode block has ended."""
+
     def positions_again(self, caller: FrameType, length: int) -> None:
         """A call computes the positions of the last call again and one more: generation without a cache."""
 
@@ -199,6 +202,7 @@ class PhaseMarker:
 
     def _leave_block(self, original: Any, block: Any, *details: Any) -> Any:
         result = original(block, *details)
+        self._listener.block_ends()
         if not self._generating:
             self._resume()
         return result
