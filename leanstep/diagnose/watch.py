@@ -349,6 +349,10 @@ class Watch(StepListener, PhaseListener):
         if self._modes_on:
             self.recorder.on_positions_again(caller, length)
 
+    def context_lost(self, caller: FrameType) -> None:
+        if self._modes_on:
+            self.recorder.on_context_lost(caller)
+
     def _end_iteration(self) -> None:
         """The iteration under way has been timed as far as it will be."""
         iteration = self.iteration_clock.iteration
@@ -469,6 +473,8 @@ class Watch(StepListener, PhaseListener):
             if finding.rule == "no-kv-cache" and rollout is not None:
                 again = finding.evidence["computed_again"] / finding.evidence["positions"]
                 finding.work.seconds = again * rollout
+            elif finding.rule == "no-context" and rollout is not None:
+                finding.work.seconds = rollout
         self._findings = Findings(
             cost.price(findings, self.steps, self.step_seconds, calibration, self.iteration_seconds)
         )
