@@ -6,12 +6,12 @@ the marks of `leanstep.script.phases`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from leanstep.diagnose.recording.step import Amount
-from leanstep.script.marks import NO_GRAD, PHASES, ROLLOUT, SCORING, Mark, spans
+from leanstep.script.marks import NO_GRAD, PHASES, ROLLOUT, SCORING, UPDATE, Mark, spans
 
 
 class Position(NamedTuple):
@@ -23,7 +23,7 @@ class Position(NamedTuple):
 
 @dataclass
 class PhaseTotal:
-    """One phase. `seconds`: in the timed iteration, None where none was timed; the rest per recorded run."""
+    """One phase of an iteration. `seconds`: in the timed one, None where none was; the rest as recorded."""
 
     phase: str
     seconds: float | None = None
@@ -39,6 +39,14 @@ class Stretch:
     start: Position
     end: Position
     steps: int = 0
+
+
+class RecordedStep(NamedTuple):
+    """Where a step was recorded, and whether a rollout is part of it."""
+
+    start: Position
+    end: Position
+    has_rollout: bool
 
 
 class IterationClock:
@@ -82,24 +90,31 @@ class IterationClock:
 def totals(
     marks: Sequence[Mark],
     timed: Stretch | None,
-    recorded: Iterable[tuple[Position, Position]],
+    recorded: Sequence[RecordedStep],
     rollouts: bool,
 ) -> list[PhaseTotal]:
-    """The phases of a script, those that took nothing left out; empty if it only makes updates.
+    """The phases of an iteration, those that took nothing left out; empty if a script only makes updates.
 
-    timed: the stretch whose seconds count; recorded: where steps were recorded.
-    rollouts: whether the script ever makes one.
+    timed: the stretch whose seconds count; its updates are those of an iteration.
+    rollouts: whether the script ever makes one. Where it makes none, an iteration is a step.
     """
     by_phase = {phase: PhaseTotal(phase) for phase in PHASES}
     if timed is not None:
         for phase, first, last in spans(marks, timed.start, timed.end):
             by_phase[phase].seconds = (by_phase[phase].seconds or 0.0) + last.time - first.time
-    for start, end in recorded:
-        for phase, first, last in spans(marks, start, end):
+    for step in recorded:
+        for phase, first, last in spans(marks, step.start, step.end):
             entry = by_phase[phase]
             entry.ops += last.recorded.ops - first.recorded.ops
             entry.flops += last.recorded.flops - first.recorded.flops
             entry.written_bytes += last.recorded.written_bytes - first.recorded.written_bytes
+    # A recording may end between the updates of an iteration: an iteration has fewer of them, or more.
+    iterations = sum(step.has_rollout for step in recorded) if rollouts else len(recorded)
+    updates = timed.steps if timed is not None else len(recorded) / max(1, iterations)
+    for phase, entry in by_phase.items():
+        share = updates / max(1, len(recorded)) if phase == UPDATE else 1 / max(1, iterations)
+        entry.ops, entry.flops = round(share * entry.ops), round(share * entry.flops)
+        entry.written_bytes = round(share * entry.written_bytes)
     present = [entry for entry in by_phase.values() if entry.seconds or entry.ops]
     if not any(entry.phase in (ROLLOUT, SCORING) for entry in present):
         return []

@@ -366,6 +366,16 @@ def no_kv_cache(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     return hits
 
 
+def no_context(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
+    """Generation gives the model one token and an empty cache."""
+    lines = by_line(step.no_context, Tally).items()
+    return [
+        Hit(line, total.count, callers, "forward", {"calls": total.count})
+        for line, (total, callers) in lines
+        if total.count >= limits["calls"]
+    ]
+
+
 def launch_bound(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     """The device runs dry because the host launches small kernels one by one."""
     return [

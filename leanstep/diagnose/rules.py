@@ -229,6 +229,19 @@ RULES: dict[str, Rule] = {
             "keep keys and values: use_cache=True",
         ),
         Rule(
+            "no-context",
+            rule_checks.no_context,
+            lambda f: _plural(f.count, "call"),
+            lambda f: (
+                f"Generation without context: {_plural(f.count, 'call')} with one token and a KV cache that "
+                "is still empty."
+            ),
+            "The model sees neither the prompt nor the tokens before: what it generates is not its answer. "
+            "In transformers, checkpointing in training mode switches off the cache that generate() needs.",
+            "model.eval() or gradient_checkpointing_disable() for the rollout, model.train() after it.",
+            "model.eval() for the rollout",
+        ),
+        Rule(
             "unbatched-optimizer",
             rule_checks.unbatched_optimizer,
             lambda f: f"{f.count:,} ops",

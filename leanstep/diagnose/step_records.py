@@ -158,6 +158,8 @@ class StepRecord:
     has_rollout: bool = False
     # Calls of a generation that computes earlier positions again; bytes are positions.
     again: dict[Site, Tally] = field(default_factory=dict)
+    # Calls of a generation whose cache stayed empty.
+    no_context: dict[Site, Tally] = field(default_factory=dict)
     # Vocabulary-wide tensors that were written without gradients, by width.
     unsaved: dict[tuple[Site, int], Tally] = field(default_factory=dict)
     head_width: int = 0
@@ -208,7 +210,7 @@ class StepRecord:
 _MERGED = (
     "ops", "reads", "heads", "zero_fills", "state_copies", "other_copies", "duplicate_casts", "round_trips",
     "saved", "churn", "unused_grads", "attention", "doubles", "clones", "retained", "blocking",
-    "slow_launches", "pauses", "again", "unsaved",
+    "slow_launches", "pauses", "again", "no_context", "unsaved",
 )  # fmt: skip
 
 
@@ -287,6 +289,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "retained-chunks": {"chunks": 4, "bytes": 8 * 1024 * 1024, "rows": 64},
     "no-grad-vocab": {"bytes": 32 * 1024 * 1024, "rows": 64},
     "no-kv-cache": {"calls": 8},
+    "no-context": {"calls": 2},
     "unbatched-optimizer": {"repeats": 16, "ops": 64, "bytes": 4 * 1024 * 1024, "flops": 4e9},
     "slow-dtype": {"rate": 0.5, "share": 0.01},
     "alloc-churn": {"buffers": 16, "bytes": 1024 * 1024},

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from leanstep.diagnose import compiled_rules, cost, iteration_times, rules
-from leanstep.diagnose.iteration_times import IterationClock, PhaseTotal, Position, Stretch
+from leanstep.diagnose.iteration_times import IterationClock, PhaseTotal, Position, RecordedStep, Stretch
 from leanstep.diagnose.recording import torch_hooks
 from leanstep.diagnose.recording.compiled_code import CompiledCode
 from leanstep.diagnose.recording.recorder import Recorder
-from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode
+from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode, reach_modes_again
 from leanstep.diagnose.step_clock import StepClock, own_seconds
 from leanstep.diagnose.step_records import Findings, Limits, StepRecord
 from leanstep.script.hooks import in_engine, replace_function
@@ -89,7 +89,7 @@ class Watch(StepListener, PhaseListener):
         self.iteration_clock = IterationClock()
         self.marker = StepMarker(self, PhaseMarker(self._position, self))
         # Where steps were recorded, and where the step under way began.
-        self._recorded: list[tuple[Position, Position]] = []
+        self._recorded: list[RecordedStep] = []
         self._step_began = Position(0.0)
         self._timed: Stretch | None = None
         self.has_loader = False
@@ -253,7 +253,7 @@ class Watch(StepListener, PhaseListener):
             self._dropped = record
         else:
             self.steps.append(record)
-            self._recorded.append((began, self._step_began))
+            self._recorded.append(RecordedStep(began, self._step_began, record.has_rollout))
             self._iterations.add(self.marker.iterations)
             if len(self.steps) > FULL_STEPS:
                 old = self.steps[-FULL_STEPS - 1]
@@ -341,9 +341,17 @@ class Watch(StepListener, PhaseListener):
         elif self.iteration_clock.rollout_begins():
             self._end_iteration()
 
+    def block_ends(self) -> None:
+        if self._modes_on:
+            reach_modes_again()
+
     def positions_again(self, caller: FrameType, length: int) -> None:
         if self._modes_on:
             self.recorder.on_positions_again(caller, length)
+
+    def context_lost(self, caller: FrameType) -> None:
+        if self._modes_on:
+            self.recorder.on_context_lost(caller)
 
     def _end_iteration(self) -> None:
         """The iteration under way has been timed as far as it will be."""
@@ -465,6 +473,8 @@ class Watch(StepListener, PhaseListener):
             if finding.rule == "no-kv-cache" and rollout is not None:
                 again = finding.evidence["computed_again"] / finding.evidence["positions"]
                 finding.work.seconds = again * rollout
+            elif finding.rule == "no-context" and rollout is not None:
+                finding.work.seconds = rollout
         self._findings = Findings(
             cost.price(findings, self.steps, self.step_seconds, calibration, self.iteration_seconds)
         )

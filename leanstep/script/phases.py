@@ -8,7 +8,8 @@ call leads to a sampled token or action, and how the length of its input changes
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class ModelCall(NamedTuple):
     """A call of a module without gradients.
 
     length: positions of its token input, 0 where it has none. streak: how many calls of the module before it
-    were part of the same generation, the first of which began at `first`.
+    were part of the same generation, the first of which began at `first`. cache: the KV cache it was given.
     """
 
     position: Any
@@ -37,6 +38,7 @@ class ModelCall(NamedTuple):
     length: int
     streak: int
     first: Any
+    cache: weakref.ref[Any] | None
 
 
 class PhaseListener:
@@ -56,8 +58,14 @@ class PhaseListener:
         """Runs a call of transformers' `generate`."""
         return generate(*args, **kwargs)
 
+    def block_ends(self) -> None:
+        """A no_grad or inference_mode block has ended."""
+
     def positions_again(self, caller: FrameType, length: int) -> None:
         """A call computes the positions of the last call again and one more: generation without a cache."""
+
+    def context_lost(self, caller: FrameType) -> None:
+        """A call gets one position and a cache that the call before was to fill, and which is empty."""
 
 
 class PhaseMarker:
@@ -126,10 +134,10 @@ class PhaseMarker:
         return original(module, *args, **kwargs)
 
     def _call_without_gradients(
-        self, module: torch.nn.Module, inputs: Iterable[Any], caller: FrameType
+        self, module: torch.nn.Module, inputs: Sequence[Any], caller: FrameType
     ) -> None:
         self._listener.call_begins(module)
-        call = self._next_call(id(module), _token_length(inputs), caller)
+        call = self._next_call(id(module), _token_length(inputs), _dynamic_cache(inputs), caller)
         if self._generating or (not call.length and call.frame == self._rollout_frame):
             self._begin(ROLLOUT, call.position)
             return
@@ -142,7 +150,7 @@ class PhaseMarker:
             self._begin(SCORING, call.position)
             self._is_rollout_from(call.first if call.streak == MIN_STREAK else call.position, call.frame)
 
-    def _next_call(self, module: int, length: int, caller: FrameType) -> ModelCall:
+    def _next_call(self, module: int, length: int, cache: Any, caller: FrameType) -> ModelCall:
         before, position, frame = self._last.get(module), self._position(), frame_key(caller)
         streak, first = 0, position
         if before is not None and length:
@@ -151,7 +159,11 @@ class PhaseMarker:
                 streak, first = before.streak + 1, before.first
             if grows:
                 self._listener.positions_again(caller, length)
-        call = self._last[module] = ModelCall(position, frame, length, streak, first)
+        if before is not None and cache is not None and before.cache is not None and length == 1:
+            if before.cache() is cache and not cache.get_seq_length():
+                self._listener.context_lost(caller)
+        reference = weakref.ref(cache) if cache is not None else None
+        call = self._last[module] = ModelCall(position, frame, length, streak, first, reference)
         return call
 
     def _sample(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,6 +211,7 @@ class PhaseMarker:
 
     def _leave_block(self, original: Any, block: Any, *details: Any) -> Any:
         result = original(block, *details)
+        self._listener.block_ends()
         if not self._generating:
             self._resume()
         return result
@@ -241,6 +254,11 @@ class PhaseMarker:
         while self.marks and self.marks[-1].phase == SCORING and self.marks[-1].position >= position:
             self.marks.pop()
         self._begin(ROLLOUT, position)
+
+
+def _dynamic_cache(inputs: Sequence[Any]) -> Any:
+    """The growing KV cache of transformers. Others have no length that is known without a kernel."""
+    return next((value for value in inputs if type(value).__name__ == "DynamicCache"), None)
 
 
 def _token_length(inputs: Iterable[Any]) -> int:

@@ -94,6 +94,29 @@ def test_all_rows_dead_means_that_the_loss_has_no_gradient(advantage: float, dea
         assert "linear_logprobs" not in finding.fix and finding.leanstep is None
 
 
+@pytest.mark.parametrize(("training", "lost"), [(True, True), (False, False)])
+def test_generation_with_an_empty_cache_is_found(training: bool, lost: bool) -> None:
+    """Checkpointing in training mode keeps no keys and values; generate() passes one token all the same."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=16, vocab_size=64,
+    )  # fmt: skip
+    policy = transformers.LlamaForCausalLM(config)
+    policy.gradient_checkpointing_enable()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    with diagnose.watch(steps=2, warmup=0) as watch:
+        for _ in range(2):
+            policy.train(training)
+            tokens = policy.generate(torch.ones(2, 4, dtype=torch.long), max_new_tokens=6, min_new_tokens=6)
+            policy.train()
+            policy(tokens, use_cache=False).logits.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = of("no-context", list(watch.findings()))
+    assert [finding.evidence["calls"] for finding in found] == ([5] if lost else [])
+
+
 def test_a_custom_autograd_function_is_not_scoring() -> None:
     """Gradients are off inside its forward, but what it makes is for its backward."""
 

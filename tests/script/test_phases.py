@@ -151,6 +151,12 @@ def test_diagnose_and_rehearse_agree_on_phases_and_their_flops(name: str) -> Non
     )
 
 
+def test_diagnose_counts_an_iteration_when_the_recording_ends_inside_one() -> None:
+    path = str(SCRIPTS / "cached_rollout.py")
+    whole, cut = (call_in_child(_diagnosed, path, steps, fork=True)[0] for steps in (2, 3))
+    assert whole == cut
+
+
 @pytest.mark.parametrize("name", PHASES)
 def test_extrapolated_calls_cost_what_they_cost_when_all_of_them_run(name: str) -> None:
     stub_or_skip()

@@ -225,7 +225,7 @@ def _times(watch: Any) -> list[str]:
 
 
 def _phase_lines(watch: Any) -> list[str]:
-    """A line for each phase: its time in one iteration, and what the recorded steps counted in it."""
+    """A line for each phase: what it takes in one iteration."""
     lines = []
     for entry in watch.phases:
         took = units.about(entry.seconds) if entry.seconds else "-"

@@ -369,6 +369,12 @@ class Recorder(RunRecord):
         if site is not None:
             tally(self.state.again, site, length)
 
+    def on_context_lost(self, caller: FrameType) -> None:
+        """Generation goes on with an empty cache."""
+        site, _ = self.stack.locate(caller, False)
+        if site is not None:
+            tally(self.state.no_context, site, 0)
+
     # Saved tensors
 
     def _pack(self, tensor: Tensor) -> Tensor:

@@ -137,6 +137,7 @@ class StepState:
         self.wide: dict[int, LiveBytes] = {}
         self.habits = Habits()
         self.again: dict[Site, Tally] = {}
+        self.no_context: dict[Site, Tally] = {}
         self.unsaved: dict[tuple[Site, int], Tally] = {}
         # Sites whose ops a trained parameter leads to, and sites of ops that only others lead to.
         self.trained: set[int] = set()
@@ -330,6 +331,7 @@ class StepState:
             retained=self.habits.retained,
             compiled=self.compiled,
             again=self.again,
+            no_context=self.no_context,
             unsaved=self.unsaved,
             head_width=head_width,
             head_inner=self.products.head_inner,

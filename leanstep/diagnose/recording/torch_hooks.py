@@ -114,6 +114,16 @@ def leave_mode(mode: Any) -> None:
         push(other)
 
 
+def reach_modes_again() -> None:
+    """Dispatch modes that were entered inside an inference_mode block: torch forgets them when it ends.
+
+    The end of the block restores the dispatch keys of its beginning, and with them "there is no mode".
+    """
+    if torch._C._len_torch_dispatch_stack():
+        for key in (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot):
+            torch._C._dispatch_tls_set_dispatch_key_included(key, True)
+
+
 def _top(mode: Any) -> Any:
     if isinstance(mode, TorchFunctionMode):
         return torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1)

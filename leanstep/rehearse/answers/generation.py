@@ -2,16 +2,19 @@
 
 The loop of `generate` asks its stopping criteria once per token. After `TOKENS` tokens the rehearsal answers
 that all sequences have ended. The tokens up to the maximum length are priced from the recorded ones, as
-`repeated_calls` does for single calls, and the output gets its full length.
+`repeated_calls` does for single calls, and the output gets its full length. A call whose second token
+continues the series of an earlier call stops there: prompts of another length make the same series.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import isclose
 from typing import Any
 
 import torch
@@ -26,7 +29,7 @@ from leanstep.rehearse.answers.repeated_calls import (
     recorded_call,
     templates_of,
 )
-from leanstep.rehearse.events import Extrapolated
+from leanstep.rehearse.events import Extrapolated, Launch
 from leanstep.rehearse.shadows import CHOSEN_INDEX
 from leanstep.script.hooks import replace_function
 
@@ -34,8 +37,40 @@ from leanstep.script.hooks import replace_function
 TOKENS = RECORDED + 2
 # So many tokens share a price: that of the one in the middle.
 CHUNK = 16
+# Series that are remembered, and how closely a token must agree with one.
+MAX_SERIES, FITS = 16, 1e-3
 # Arguments of other ways to generate: these run as they are.
 _OTHER_WAYS = ("streamer", "assistant_model", "custom_generate", "prompt_lookup_num_tokens")
+
+
+@dataclass
+class Series:
+    """Tokens of a call that ran. `length`: of the sequences after the last one; `live`: bytes after each."""
+
+    family: Family
+    length: int
+    live: list[int]
+
+    def fits(self, token: RecordedCall, position: int) -> bool:
+        """Whether a token is the one that the series has at `position`: same kernels, bytes and FLOPs."""
+        recorded = [call.launches for call in self.family.series]
+        if any(len(launches) != len(token.launches) for launches in recorded):
+            return False
+        if any(_kinds(a) != _kinds(b) for a, b in zip(token.launches, recorded[-1], strict=True)):
+            return False
+        totals = [_work(launches) for launches in recorded]
+        expected = [next_value(column, position) for column in zip(*totals, strict=True)]
+        pairs = zip(_work(token.launches), expected, strict=True)
+        return all(isclose(work, value, rel_tol=FITS) for work, value in pairs)
+
+
+def _kinds(launch: Launch) -> tuple[Any, ...]:
+    return launch.name, launch.line, [(kernel.kind, kernel.dtype) for kernel in launch.kernels]
+
+
+def _work(launches: Sequence[Launch]) -> tuple[float, float]:
+    kernels = [kernel for launch in launches for kernel in launch.kernels]
+    return sum(kernel.nbytes for kernel in kernels), sum(kernel.flops for kernel in kernels)
 
 
 class Generations:
@@ -44,21 +79,26 @@ class Generations:
     def __init__(self, tape: Any) -> None:
         self.tape = tape
         self.extrapolated = 0
-        # Of the call under way: where its tokens end, live bytes there, tokens that are left out.
+        # Of earlier calls, the newest last.
+        self._recorded: deque[Series] = deque(maxlen=MAX_SERIES)
+        # Of the call under way: where its tokens end, live bytes there, length of its sequences.
         self._ends: list[int] = []
         self._live: list[int] = []
+        self._length = 0
+        # What its other tokens cost, and how many they are.
+        self._series: Series | None = None
         self._left_out = 0
 
     def run(self, generate: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`generate(*args, **kwargs)` with fewer tokens recorded, where its result is a tensor of tokens."""
         if not self._is_plain(args, kwargs):
             return generate(*args, **kwargs)
-        self._ends, self._live, self._left_out = [], [], 0
+        self._ends, self._live, self._series, self._left_out = [], [], None, 0
         with self._stopping_early():
             tokens = generate(*args, **kwargs)
-        if not self._left_out or not isinstance(tokens, Tensor):
+        if self._series is None or not isinstance(tokens, Tensor):
             return tokens
-        self._add_tokens()
+        self._add_tokens(self._series)
         more = torch.full(
             (tokens.shape[0], self._left_out), CHOSEN_INDEX, dtype=tokens.dtype, device=tokens.device
         )
@@ -89,37 +129,56 @@ class Generations:
         self._ends.append(len(self.tape.recording.events))
         self._live.append(self.tape.live_bytes)
         done = original(criteria, input_ids, *args, **kwargs)
-        longest = criteria.max_length
-        if len(self._ends) < TOKENS or not isinstance(longest, int) or not isinstance(done, Tensor):
-            return done
-        self._left_out = max(0, longest - input_ids.shape[1])
-        return torch.ones_like(done) if self._left_out else done
+        longest, self._length = criteria.max_length, input_ids.shape[1]
+        if isinstance(longest, int) and isinstance(done, Tensor) and longest > self._length:
+            self._series = self._known_series() if len(self._ends) < TOKENS else self._new_series()
+            if self._series is not None:
+                self._left_out = longest - self._length
+                return torch.ones_like(done)
+        return done
 
-    def _add_tokens(self) -> None:
-        """The price of the tokens that are left out, and the memory of their cache."""
-        tape, place = self.tape, self.tape.lines.place()
-        events = tape.recording.events
-        ends = self._ends[-RECORDED - 1 :]
-        calls = [recorded_call(events[a:b]) for a, b in pairwise(ends)]
+    def _known_series(self) -> Series | None:
+        """The series of an earlier call that this one repeats, as its second token shows."""
+        if len(self._ends) != 2:
+            return None
+        token = self._tokens(self._ends)[0]
+        fitting = (s for s in reversed(self._recorded) if s.fits(token, self._length - s.length))
+        return next(fitting, None)
+
+    def _new_series(self) -> Series:
+        calls = self._tokens(self._ends[-RECORDED - 1 :])
         family = Family(series=calls, templates=templates_of([call.launches for call in calls]))
         if family.templates is None:
-            tape.notes["generate: recorded tokens differ; the last one stands for those left out"] += 1
+            self.tape.notes["generate: recorded tokens differ; the last one stands for those left out"] += 1
             family = Family(series=[calls[-1]] * RECORDED)
             family.templates = templates_of([calls[-1].launches] * RECORDED)
-        self._add_peak(calls)
+        series = Series(family, self._length, self._live[-RECORDED:])
+        self._recorded.append(series)
+        return series
+
+    def _tokens(self, ends: Sequence[int]) -> list[RecordedCall]:
+        events = self.tape.recording.events
+        return [recorded_call(events[a:b]) for a, b in pairwise(ends)]
+
+    def _add_tokens(self, series: Series) -> None:
+        """The price of the tokens that are left out, and the memory of their cache."""
+        tape, place = self.tape, self.tape.lines.place()
+        ran = self._length - series.length
+        self._add_peak(series, ran, ran + self._left_out)
         for first in range(0, self._left_out, CHUNK):
             count = min(CHUNK, self._left_out - first)
-            event = _times(extrapolated(family, first + (count + 1) / 2), count)
+            event = _times(extrapolated(series.family, ran + first + (count + 1) / 2), count)
             tape.add(event.at(place.line, place.phase, tape.step))
-            for wait in calls[-1].waits * count:
+            for wait in series.family.series[-1].waits * count:
                 tape.add(replace(wait, step=tape.step))
         self.extrapolated += self._left_out
 
-    def _add_peak(self, calls: list[RecordedCall]) -> None:
+    def _add_peak(self, series: Series, ran: int, last: int) -> None:
+        """The memory of token `last` of the series, where `ran` is the last one that was run."""
         tape, place = self.tape, self.tape.lines.place()
-        live = next_value(self._live[-RECORDED:], self._left_out)
-        transient = next_value([call.transient for call in calls], self._left_out)
-        extra = int(live + transient) - tape.live_bytes
+        grown = next_value(series.live, last) - next_value(series.live, ran)
+        transient = next_value([call.transient for call in series.family.series], last)
+        extra = int(self._live[-1] + grown + transient) - tape.live_bytes
         if extra > 0:
             tape.release(tape.allocate(extra, (extra,), "uint8", place, "temporary"))
 

@@ -40,12 +40,13 @@ policy = Policy().to(device)
 optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
 for _ in range(6):
     tokens = torch.randint(0, WORDS, (4, 8), device=device)
-    with torch.no_grad():
+    with torch.inference_mode():
         start = 0
         for _ in range(18):
             logits = policy.forward(tokens[:, start:], start)
             start = tokens.shape[1]
             tokens = torch.cat([tokens, torch.multinomial(logits[:, -1].softmax(-1), 1)], 1)
+    tokens = tokens.clone()
     for layer in policy.layers:
         layer.seen = None
     scores = policy.forward(tokens[:, :-1]).log_softmax(-1).gather(-1, tokens[:, 1:, None])
