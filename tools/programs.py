@@ -257,7 +257,8 @@ def einsum():
 @program
 def convolution():
     features = (nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
-    model = nn.Sequential(*features, nn.Linear(8 * 7 * 7, 10)).cuda()
+    model = nn.Sequential(*features, nn.LazyLinear(10)).cuda()
+    model(inputs(4, 3, 16, 16))
     return model, lambda: model(inputs(4, 3, 16, 16))
 
 

@@ -155,7 +155,14 @@ class Tape(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """Asked by Dynamo: it captures no graph under a mode that says no."""
         return True
+
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):  # torch 2.8 asks this
+
+        @classmethod
+        def is_infra_mode(cls) -> bool:
+            return True
 
     # Events
 
@@ -646,7 +653,7 @@ def _check_bounds(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> No
     last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=False))
     elements = 0 if 0 in size else last + 1
     there = tensor.untyped_storage().nbytes() // tensor.element_size()
-    if elements > there or min(offset, *stride) < 0:
+    if elements > there or min((offset, *stride)) < 0:
         raise RuntimeError(
             f"{name}: size {list(size)}, stride {list(stride)}, storage_offset {offset} need {elements} "
             f"elements, out of bounds for a storage of {there}"

@@ -401,7 +401,9 @@ def text(report: Data) -> str:
         )
         more = len(report["assumed"]) - 2
         tail.append(f"assumed values  {first}" + (f"; {more} more in the JSON" if more > 0 else ""))
-    tail += [f"note  {note}" for note in report["notes"][:3]]
+    # What was counted otherwise than asked for comes first.
+    notes = sorted(report["notes"], key=lambda note: "counted as eager code" not in note)
+    tail += [f"note  {note}" for note in notes[:3]]
     tail.append("Every figure is predicted from shapes and published device figures; nothing was measured.")
     return "\n".join([*lines[: LINES - len(tail)], *tail])
 

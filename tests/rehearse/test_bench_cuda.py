@@ -75,6 +75,6 @@ def test_a_gpu_runs_the_peers_own_kernels(benched):
 def test_the_default_size_and_dtype_of_a_gpu(benched):
     assert benched[1]["defaults"] == {
         "logprob-linear": ["gpu", "bf16"],
-        "muon-step": ["gpu", "fp32"],
+        "muon-step": ["gpu", "bf16"],
         "lens-loss": ["gpu", "bf16"],
     }

@@ -129,3 +129,49 @@ def test_a_shape_error_leaves_no_traceback_of_internals(tmp_path, capfd):
     assert recording.refused is not None
     assert recording.refused.reason.startswith("the program raised RuntimeError")
     assert "Traceback" not in capfd.readouterr().err
+
+
+LAZY = """import torch
+from torch import nn
+model = nn.Sequential(
+    nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(10, device="cuda")
+).cuda().bfloat16()
+images = torch.randn(4, 3, 6, 6, device="cuda", dtype=torch.bfloat16)
+"""
+
+
+def test_lazy_modules_get_their_shapes_at_the_first_call(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        LAZY + "model(images)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "model(images).sum().backward()\noptimizer.step()\n"
+        "print([[*p.shape, p.device.type, str(p.dtype)] for p in model.parameters()])\n"
+        "print([b.device.type for b in model.buffers()], type(model[3]) is nn.Linear)\n"
+    )
+    got = run_script(script, capture=tmp_path)
+    assert got.recording.refused is None
+    shapes = [[8, 3, 3, 3], [8], [8], [8], [10, 128], [10]]
+    here = ["cuda", "torch.bfloat16"]
+    assert got.printed.splitlines() == [str([s + here for s in shapes]), "['cuda', 'cuda', 'cuda'] True"]
+
+
+def test_an_optimizer_over_uninitialised_parameters_is_refused(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(LAZY + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n")
+    refused = run_script(script).recording.refused
+    assert refused is not None and refused.line is not None and refused.line.number == 7
+    assert refused.reason.endswith("call the model once before the optimizer is made")
+
+
+def test_a_graph_that_torch_cannot_capture_is_named_in_the_verdict(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nimport torch._dynamo.backends.common as backend\n"
+        "def fails(*args, **kwargs):\n    raise ValueError('no such graph')\n"
+        "backend.aot_module_simplified = fails\n"
+        "f = torch.compile(lambda x: x.sin() + 1)\n"
+        "f(torch.ones(3, device='cuda'))\n"
+    )
+    notes = [note for note in run_script(script).recording.notes if "counted as eager code" in note]
+    assert len(notes) == 1
+    assert "train.py:" in notes[0] and "no such graph" in notes[0]

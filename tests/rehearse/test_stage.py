@@ -49,8 +49,9 @@ REFUSED = {
     ),
     "bounds": (
         "import torch\nx = torch.ones(4, 8, device='cuda')\nx.as_strided((4, 4), (8, 1), 4)\n"
+        "x.as_strided((), (), 31)\n"
         "x[2:].as_strided((2, 8), (8, 1), 17)\n",
-        4,
+        5,
         "the program raised RuntimeError: as_strided: size [2, 8], stride [8, 1], storage_offset 17 need 33 "
         "elements, out of bounds for a storage of 32",
     ),

@@ -273,3 +273,9 @@ def test_a_compiled_script_without_the_eager_figure_does_not_claim_to_have_run_e
     made.notes["torch.compile: graphs captured and priced by a fusion model, not compiled"] = 1
     assert "ran eagerly" not in verdict.text(verdict.judge(made, [H100]))
     assert "eagerly" in verdict.text(verdict.judge(made, [H100], eager=recorded()))
+
+
+def test_what_is_counted_as_eager_code_is_among_the_notes_that_are_shown():
+    made = recorded(region=1)
+    made.notes = {"one": 1, "two": 1, "three": 1, "torch.compile: x is counted as eager code": 1}
+    assert "note  torch.compile: x is counted as eager code" in verdict.text(verdict.judge(made, [H100]))

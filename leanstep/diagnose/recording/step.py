@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +38,8 @@ from leanstep.script.lines import IN_LEANSTEP, Line, Site
 LARGE_BYTES = 1024 * 1024
 # The parameters read between the runs of an op are counted from this many runs on.
 MIN_REPEATS = 8
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# Python code in torch 2.13; a method in C, which has no frame, in 2.15.
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 class OpCounts:
@@ -396,10 +399,20 @@ def _in_autograd_function() -> bool:
     """Whether a forward of `torch.autograd.Function` runs: gradients are off inside, and it makes its own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY:
+        code = frame.f_code
+        if code is _APPLY or (_APPLY is None and code.co_name == "forward" and _is_functions(code)):
             return True
         frame = frame.f_back
     return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_functions(code: CodeType) -> bool:
+    """Whether this is the forward of a `torch.autograd.Function`."""
+    kinds = [torch.autograd.Function]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return any(getattr(inspect.unwrap(kind.forward), "__code__", None) is code for kind in kinds)
 
 
 def _parameters_read(counts: OpCounts, distinct: dict[tuple[int, int], int]) -> int:

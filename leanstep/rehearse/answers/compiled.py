@@ -11,13 +11,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import operator
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._guards import TracingContext
 from torch._higher_order_ops import auto_functionalize
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep.rehearse.answers import flex_attention, triton_launches
 from leanstep.rehearse.answers.torch_cuda import refuse_what_dynamo_refuses
@@ -28,6 +32,7 @@ from leanstep.script.lines import IN_LEANSTEP, Line, nearest_line
 
 NOTE = "torch.compile: graphs captured and priced by a fusion model, not compiled"
 EAGER = "torch.compile ran eagerly"
+NOT_CAPTURED = "torch.compile: torch could not capture this; it is counted as eager code"
 # What a fused kernel may hold besides calls that are tagged pointwise.
 REDUCTIONS = frozenset(
     "sum mean amax amin var_mean var max min argmax argmin prod any all logsumexp _softmax "
@@ -100,6 +105,12 @@ class _Regions:
             self.prepared = True
             dynamo.config.suppress_errors = True
             dynamo.config.automatic_dynamic_shapes = False
+            logging.getLogger("torch._dynamo.convert_frame").addFilter(self._not_captured)
+            if "__init_subclass__" not in vars(TorchDispatchMode):
+                # Where a graph breaks, Dynamo would trace the tape as a part of the program; torch 2.13
+                # and newer see to it themselves.
+                kind: Any = type(self.tape)
+                kind.__torch_dispatch__ = dynamo.disable(kind.__torch_dispatch__)
             refuse_what_dynamo_refuses()
             dynamo.allow_in_graph(torch.nn.functional.scaled_dot_product_attention)
         capture = aot_autograd(
@@ -109,11 +120,20 @@ class _Regions:
             decompositions=select_decomp_table,
         )
 
-        def backend(*args: Any, **given: Any) -> Any:
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any], **given: Any) -> Any:
             with _collector_paused():
-                return capture(*args, **given)
+                return capture(graph, _of_the_capture(inputs), **given)
 
         return backend
+
+    def _not_captured(self, record: logging.LogRecord) -> bool:
+        """Put an error that Dynamo only logs into the verdict."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or record.levelno < logging.WARNING:
+            return True
+        reason = (str(error).strip() or type(error).__name__).splitlines()
+        self.tape.notes[f"{NOT_CAPTURED} ({self.tape.lines.here()}: {' '.join(reason[:2])[:200]})"] += 1
+        return False
 
     def _graph(self, name: str, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         from torch._inductor import config
@@ -131,6 +151,12 @@ class _Regions:
 
         run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
+
+
+def _of_the_capture(inputs: list[Any]) -> list[Any]:
+    """The tape's fake tensors as those of Dynamo's own mode: torch before 2.13 refuses other ones."""
+    mode = TracingContext.get().fake_mode
+    return [mode.from_tensor(x) if mode is not None and isinstance(x, FakeTensor) else x for x in inputs]
 
 
 @contextlib.contextmanager

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
+from leanstep.rehearse.answers import lazy_modules
 from leanstep.rehearse.tape import Tape
 
 # A host parameter of at most this many elements keeps its initial value: temperatures, scales, gates.
@@ -17,6 +19,7 @@ KNOWN_PARAMETER_ELEMENTS = 64
 
 def install(tape: Tape) -> None:
     """New parameters are fake, `.to("cuda")` keeps their identity, copies of modules keep them parameters."""
+    lazy_modules.install()
     make = torch.nn.Parameter.__new__
 
     def fake_twin(data: Any) -> Any:
@@ -40,6 +43,9 @@ def install(tape: Tape) -> None:
         for name, p in self._parameters.items():
             if p is None:
                 continue
+            if is_lazy(p):
+                lazy_modules.move(p, fn)
+                continue
             with torch.no_grad():
                 new = fn(p)
             if new is not p:
@@ -51,7 +57,11 @@ def install(tape: Tape) -> None:
                 with torch.no_grad():
                     p.grad = fake_twin(fn(p.grad))
         for name, buffer in self._buffers.items():
-            if buffer is not None:
+            if buffer is None:
+                continue
+            if is_lazy(buffer):
+                lazy_modules.move(buffer, fn)
+            else:
                 self._buffers[name] = fn(buffer)
         return self
 

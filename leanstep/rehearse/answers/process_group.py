@@ -87,6 +87,7 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
                 setattr(module, name, answer)
     _answer_spawn(tape)
     _answer_objects()
+    _remember_reductions()
     _leave_out_shapes(tape)
     tape.collective = lambda name, args, out: _collective(tape, name, args, out)
 
@@ -143,6 +144,22 @@ def _answer_objects() -> None:
     dist.broadcast_object_list = lambda *_, **__: None
 
 
+# What the program asked `all_reduce` for last.
+_asked: dict[str, Any] = {"op": None}
+
+
+def _remember_reductions() -> None:
+    """The group of torch 2.8 gets an object that does not tell which reduction it stands for."""
+    plain = dist.all_reduce
+
+    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **given: Any) -> Any:
+        _asked["op"] = op
+        return plain(tensor, op, *args, **given)
+
+    if torch.__version__.startswith("2.8."):
+        dist.all_reduce = dist.distributed_c10d.all_reduce = all_reduce
+
+
 def _collective(tape: Tape, name: str, args: Any, out: Any) -> None:
     """Tape one c10d call."""
     kind = COLLECTIVES.get(name)
@@ -179,7 +196,7 @@ def _as_on_this_rank(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[T
     if name == "broadcast_":
         pairs, factor = [(t, t) for t in args[0]], 1
     elif name == "allreduce_":
-        op, kinds = args[2].op(), dist.ReduceOp
+        op, kinds = args[2].op() if args[2]._has_method("op") else _asked["op"], dist.ReduceOp
         if op not in (kinds.SUM, kinds.AVG, kinds.MIN, kinds.MAX):
             return []
         factor = dist.ProcessGroup.unbox(args[1]).size() if op == kinds.SUM else 1
