@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from leanstep.rehearse.answers.stand_ins import after_import
 from leanstep.rehearse.refusals import Refused
@@ -44,7 +47,8 @@ class _Objects:
             dst = dist.get_global_rank(group, rank) if group is not None else rank
         if dst is not None:
             with contextlib.suppress(Exception):  # an object that only its own process understands
-                self.tape.recording.sent.append((dst, pickle.dumps(self.last)))
+                shapes = tree_map_only(FakeTensor, _shape_alone, self.last)
+                self.tape.recording.sent.append((dst, pickle.dumps(shapes)))
 
     def receive(self, object_list: list[Any], *_: Any, **__: Any) -> None:
         if self.waiting:
@@ -54,6 +58,12 @@ class _Objects:
         object_list[:] = self.last
         line = self.tape.lines.here()
         self.tape.shadows.assume(line, "recv_object_list", "what the rank before sends")
+
+
+def _shape_alone(tensor: FakeTensor) -> torch.Tensor:
+    """Before torch 2.11 a stage sends tensors of the meta device; fake ones cannot be pickled."""
+    with _disable_current_modes():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _answer_stage(module: Any, objects: _Objects) -> None:

@@ -54,6 +54,7 @@ def install(tape: Tape, device: Any) -> None:
     """Answer for `device` (a record of `devices.DEVICES`), tape what is asked."""
     _own_kernels()
     _no_real_kernels()
+    _mixed_product()
     _device_answers(tape, device)
     _streams(tape)
     _generators()
@@ -118,6 +119,17 @@ def _no_real_kernels() -> None:
 
     _set(fake_tensor, run_fallback_kernel=run_on_host)
     _set(fake_impls, run_fallback_kernel=run_on_host)
+
+
+def _mixed_product() -> None:
+    """`torch.mm(a, b, out_dtype=...)`: torch 2.8's fake implementation does not take the third argument."""
+    from torch._subclasses import fake_impls
+
+    if torch.__version__.startswith("2.8."):
+
+        @fake_impls.register_op_impl(torch.ops.aten.mm.dtype)
+        def mm(mode: Any, func: Any, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+            return torch.ops.aten.mm.default(a, b).new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
 def _constants_of_dynamo() -> None:
