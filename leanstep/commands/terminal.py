@@ -120,7 +120,8 @@ def check_writable(path: str | None, argument: str) -> None:
         return
     folder = Path(os.path.realpath(target)).parent
     if not folder.is_dir():
-        raise BadInput(f"{argument}: the folder {folder} does not exist")
+        missing = folder if target.is_symlink() else target.parent
+        raise BadInput(f"{argument}: the folder {missing} does not exist")
     # Root may write anywhere os.access says no to, and a read-only mount says yes to root: try it.
     try:
         with tempfile.NamedTemporaryFile(dir=folder):

@@ -59,8 +59,11 @@ class Iteration:
 
 
 def has_rollout(recording: Recording, step: Step) -> bool:
-    """Whether a rollout is part of the step."""
-    return any(phase == ROLLOUT for phase, _, _ in spans(recording.phases, step.first, step.last))
+    """Whether a rollout is part of the step; one of an engine of its own leaves no event."""
+    begun = any(
+        mark.phase == ROLLOUT and step.first <= mark.position < step.last for mark in recording.phases
+    )
+    return begun or any(phase == ROLLOUT for phase, _, _ in spans(recording.phases, step.first, step.last))
 
 
 def last_iteration(recording: Recording, device: Device) -> Iteration | None:

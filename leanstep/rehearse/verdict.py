@@ -18,6 +18,7 @@ from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Event, Extrapolated, Free, Kernel, Launch, Recording, Request
 from leanstep.rehearse.time_model import Clock, Timing
 from leanstep.script.lines import Line
+from leanstep.script.marks import ROLLOUT
 from leanstep.units import gib, ms
 
 GIB = 2**30
@@ -126,6 +127,13 @@ def _time(
     return found
 
 
+def _rollout_of(recording: Recording, iteration: iterations.Iteration) -> str:
+    """none; priced; or not priced: vLLM and the like run it in an engine of their own."""
+    if not recording.iterations:
+        return "none"
+    return "priced" if any(entry.phase == ROLLOUT for entry in iteration.phases) else "not priced"
+
+
 def _iteration(recording: Recording, iteration: iterations.Iteration | None) -> Data | None:
     """Rollout, scoring and update; None for a script that only makes updates."""
     if iteration is None:
@@ -135,6 +143,7 @@ def _iteration(recording: Recording, iteration: iterations.Iteration | None) -> 
         "ms": iteration.seconds * 1e3,
         "steps": len(iteration.steps),
         "whole": iteration.whole,
+        "rollout": _rollout_of(recording, iteration),
         "last_step_has_rollout": iterations.has_rollout(recording, recording.steps[-1]),
         "model_calls": recorded + extrapolated,
         "extrapolated_calls": extrapolated,
@@ -259,7 +268,11 @@ def _iteration_text(iteration: Data) -> str:
     """The phases of an iteration in one sentence, and whether the step before it is one with a rollout."""
     phases = ", ".join(f"{entry['phase']} {ms(entry['ms'])}" for entry in iteration["phases"])
     steps = units.steps(iteration["steps"]) + ("" if iteration["whole"] else " so far")
-    without = "" if iteration["last_step_has_rollout"] else " (this step has no rollout)"
+    without = ""
+    if iteration["rollout"] == "not priced":
+        without = " (without its rollout, which an engine of its own makes)"
+    elif iteration["rollout"] == "priced" and not iteration["last_step_has_rollout"]:
+        without = " (this step has no rollout)"
     return f"an iteration of {steps} {ms(iteration['ms'])}: {phases}{without}"
 
 

@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "what_if": None,
     "host_us": None,
     "eager": False,
+    "sandbox": False,
 }
 
 
@@ -48,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 def rehearse(**options: Any) -> int:
     with pytest.raises(typer.Exit) as left:
-        command.rehearse(**{"target": "train.py", **OPTIONS, **options})
+        command.rehearse(**{"context": None, "target": "train.py", **OPTIONS, **options})
     return left.value.exit_code
 
 
@@ -99,4 +100,4 @@ def test_a_case_gets_its_bare_products_and_the_ratio(asked: list[Request], capsy
 )
 def test_bad_input_is_one_line(options: dict[str, Any], message: str, asked: list[Request]):
     with pytest.raises(BadInput, match=message):
-        command.rehearse(**{"target": "train.py", **OPTIONS, **options})
+        command.rehearse(**{"context": None, "target": "train.py", **OPTIONS, **options})

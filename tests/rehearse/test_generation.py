@@ -85,6 +85,38 @@ def test_a_series_goes_on_as_it_began(values: list[float], position: int, expect
     assert next_value(values, position) == expected
 
 
+ENGINE = """
+import sys, types
+import torch
+vllm = types.ModuleType("vllm")
+class LLM:
+    def generate(self, prompts):
+        return prompts
+vllm.LLM = LLM
+sys.modules["vllm"] = vllm
+policy = torch.nn.Sequential(torch.nn.Embedding(64, 16), torch.nn.Linear(16, 64)).cuda()
+optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+for _ in range(3):
+    tokens = torch.tensor(LLM().generate([[1, 2, 3]])).cuda()
+    with torch.no_grad():
+        old = policy(tokens)
+    (policy(tokens) - old).exp().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_rollout_of_an_engine_is_said_to_be_left_out(tmp_path: Path) -> None:
+    stub_or_skip()
+    script = tmp_path / "train.py"
+    script.write_text(ENGINE)
+    iteration, _, report = rehearsed(script, False)
+    assert [entry.phase for entry in iteration.phases][:2] == ["scoring", "update"] and len(
+        iteration.steps
+    ) == 1
+    first = text(report).splitlines()[0]
+    assert "without its rollout, which an engine of its own makes" in first and "no rollout" not in first
+
+
 COLLECTS = """
 import torch
 class Policy(torch.nn.Module):

@@ -76,6 +76,8 @@ def command_line(folder: Path, arguments: list[str]) -> int:
             tempfile.tempdir = os.environ["TMPDIR"] = str(folder / "temporary")
             example.examples_folder = lambda: folder
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            # Whoever runs the tests under nohup has it ignored, and so would the command.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             sys.argv = ["leanstep", *arguments]
             cli.main()
     except SystemExit as left:
