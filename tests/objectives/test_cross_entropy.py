@@ -214,7 +214,9 @@ class TestCompiled:
         return hidden.requires_grad_(), weight.requires_grad_(), labels
 
     @pytest.mark.parametrize(
-        "options", [{}, {"reduction": "sum"}, {"class_weights": torch.rand(50)}], ids=str
+        "options",
+        [{}, {"reduction": "sum"}, {"class_weights": torch.linspace(0.1, 1.0, 50)}],
+        ids=["mean", "sum", "class weights"],
     )
     @pytest.mark.parametrize("rows", ["all", torch.arange(3, 31), None], ids=["all", "given", "found"])
     def test_a_whole_graph_gives_the_numbers_of_eager(self, rows, options):
