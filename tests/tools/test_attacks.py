@@ -55,7 +55,7 @@ def chosen():
                 yield pytest.param(attack, id=f"{group}-{attack.name}")
 
 
-@pytest.mark.parametrize("attack", chosen())
+@pytest.mark.parametrize("attack", list(chosen()))
 def test_an_attack_is_survived_or_refused(attack):
     for name in attacks.IMPORTED:
         importlib.import_module(name)
