@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import multiprocessing as mp
+import pickle
 import queue
 import sys
 import tempfile
@@ -57,7 +58,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
                     continue
                 if error is not None:
                     raise AssertionError(f"rank {rank}:\n{error}")
-                values[rank] = value
+                values[rank] = pickle.loads(value)
         finally:
             for process in processes:
                 process.join(timeout=5 if len(values) == world_size else 0)
@@ -102,7 +103,8 @@ def _rank_main(rank, world_size, store, path, name, args, results, timeout) -> N
         )
         module = _load(path)
         value = getattr(module, name)(rank, world_size, *args)
-        results.put((rank, None, value))
+        # Bytes, not tensors: torch would send a handle of memory that ends with this process.
+        results.put((rank, None, pickle.dumps(value)))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
