@@ -161,9 +161,9 @@ def test_the_model_scales_its_queries_for_flex_attention():
         assert (model.hidden(ids, bounds) - band).abs().max() > 1e-3
 
 
-def test_flex_attention_raises_at_the_limit_of_graphs(flex_graphs, monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_flex_attention_raises_at_the_limit_of_graphs(flex_graphs):
     """Without fullgraph Dynamo would call the eager one, which makes T x T scores."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     plan = make_flex_plan([0, 64], 17, "cpu")
     for dtype, raises in ((torch.float32, False), (torch.float64, True)):
         inputs = [torch.randn(64, 2, 16, dtype=dtype) for _ in range(3)]
