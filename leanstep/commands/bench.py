@@ -108,7 +108,7 @@ def bench(
     failed: list[str] = []
     for case in chosen:
         for override in overrides:
-            with progress_bar(out, case.name) as report, kept_for_json(json):
+            with progress_bar(out, case.name, plain_lines=True) as report, kept_for_json(json):
                 result = run_bench(
                     case,
                     size or case.size_on(where),
@@ -150,7 +150,7 @@ def _bench_pair(
     before, after = (Job(script, tuple(args), ranks=ranks) for script in scripts)
     out = console(outputs.json)
     proof = None
-    with progress_bar(out, "bench") as report:
+    with progress_bar(out, "bench", plain_lines=True) as report:
         if with_proof:
             proof = prove_scripts(before, after, fork=True, report=lambda what: report(f"prove {what}", 0.0))
             if proof.problem is not None:
