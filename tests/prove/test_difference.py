@@ -31,7 +31,7 @@ CHANGES = {
         ("/ mask[:, 1:].sum()", "/ ids.numel()"),
         "21 sum of a mask / 27 tokens with padding: a mean over another number of tokens",
     ),
-    "shifted targets": (("ids[:, 1:, None]", "ids[:, :-1, None]"), "Shifted targets: a row scores the token one"),
+    "shifted targets": (("ids[:, 1:, None]", "ids[:, :-1, None]"), "Shifted targets: a row scores the token"),
     "a mask left out": (("(logp * mask[:, 1:])", "logp"), "The same tokens, other gradients"),
     "the learning rate": (("lr=0.1", "lr=0.03"), "The same gradients, an update 0.3 times as large"),
     "another optimizer": (("optim.SGD", "optim.Adam"), "The same gradients, another update: the optimizer"),
