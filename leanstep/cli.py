@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 import leanstep
 from leanstep.commands import BadInput, FellShort
 from leanstep.escape import printable
+from leanstep.measure.busy import sleep_while_waiting
 
 SUMMARY = (
     "Find the waste in an LLM training step, replace it with an exact fast path, "
@@ -224,6 +225,8 @@ def main() -> None:
         # An output of few characters (ASCII, Latin-1) shows the others as escapes.
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
             stream.reconfigure(errors="backslashreplace")
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        sleep_while_waiting()
     code = run()
     try:
         sys.stdout.flush()
