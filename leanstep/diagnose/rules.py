@@ -348,7 +348,7 @@ RULES: dict[str, Rule] = {
                 f"Rows of a parameter by weight[ids]: {_listed(f.evidence['shapes'])}, "
                 f"{size(f.evidence['bytes'])} per step."
             ),
-            "The backward of indexing is a general index_put with accumulation, which sorts the ids on a GPU; "
+            "The backward of indexing is a general index_put with sums, which sorts the ids on a GPU; "
             "that of an embedding is one kernel.",
             "torch.nn.functional.embedding(ids, weight): the same rows, a cheaper backward.",
             "F.embedding(ids, weight)",
