@@ -43,7 +43,9 @@ def train(
     against: Annotated[str | None, typer.Option(help="An earlier record to compare with.")] = None,
     set_options: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any other option of the recipe: KEY=VALUE; gpt: model.FIELD=VALUE."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any other option of the recipe; gpt: model.FIELD=VALUE too."
+        ),
     ] = None,
     ablate: Annotated[
         str | None,
