@@ -7,10 +7,12 @@ The commands' bodies live in `leanstep/commands/`, one module each.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 from types import FrameType
@@ -87,12 +89,12 @@ class _LazyCommands(TyperGroup):
             single = typer.Typer(add_completion=False)
             single.command(context_settings=settings)(target)
             command = typer.main.get_command(single)
-        _hide_values_of_switches(command, ctx)
+        _plain_help(command, ctx)
         command.name = cmd_name
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _hide_values_of_switches(self, ctx)
+        _plain_help(self, ctx)
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
@@ -102,11 +104,19 @@ class _LazyCommands(TyperGroup):
             raise _Interrupted from None
 
 
-def _hide_values_of_switches(command: Any, ctx: Any) -> None:
-    """A switch takes no value: without this the help shows one."""
+def _plain_help(command: Any, ctx: Any) -> None:
+    """Names instead of Python types: no value for a switch, `SCRIPT [ARGS]...` for arguments."""
     for param in (*command.params, command.get_help_option(ctx)):
         if param is not None and getattr(param, "is_flag", False):
             param.metavar = " "
+        elif param is not None and param.param_type_name == "argument":
+            usage = param.metavar
+            if usage is None:
+                param.metavar = param.name.upper()
+                usage = param.metavar if param.required else f"[{param.metavar}]"
+                usage += "..." * (param.nargs != 1)
+            param.display_type_rich = lambda ctx: None
+            param._usage_display_name = lambda usage=usage: usage
 
 
 app = typer.Typer(
@@ -132,6 +142,16 @@ def _root(
     """The options before a command."""
 
 
+def _hint(error: Any) -> str:
+    """What was probably meant: a command with a similar name, an option of the script."""
+    option = getattr(error, "option_name", None)
+    if option is not None and type(error).__name__ == "NoSuchOption":
+        return f"; options of your script go behind --, as in: leanstep diagnose train.py -- {option} ..."
+    name = re.search(r"No such command '([^']*)'", error.format_message())
+    close = difflib.get_close_matches(name[1], COMMANDS, n=1) if name else []
+    return f" Did you mean {close[0]}?" if close else ""
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     command = typer.main.get_command(app)
@@ -146,7 +166,7 @@ def run(arguments: list[str] | None = None) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             return 2
-        return _one_line(error.format_message(), 2)
+        return _one_line(error.format_message() + _hint(error), 2)
     except (_Interrupted, typer.Abort, KeyboardInterrupt):
         return _one_line("interrupted", 130)
     except Ended as error:

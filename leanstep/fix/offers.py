@@ -350,12 +350,13 @@ def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...], log: P
 
 
 def measured(before: Job, after: Job, settings: Settings) -> PairBench:
-    """Steps of both in turns; scripts of a few updates several times over."""
+    """Steps of both in turns; scripts of a few short updates several times over."""
     if not settings.timing_s:
         return PairBench(SideRow(before.label), SideRow(after.label))
     options = {"budget_s": settings.timing_s, "fork": settings.fork, "min_rounds": 1}
+    end = time.monotonic() + 4 * settings.timing_s
     runs = [bench_scripts(before, after, **options)]
-    while runs[0].before.samples < MIN_ROUNDS and len(runs) < SHORT_RUNS:
+    while runs[0].before.samples < MIN_ROUNDS and len(runs) < SHORT_RUNS and time.monotonic() < end:
         runs.append(bench_scripts(before, after, **options))
     return sorted(runs, key=lambda run: run.time_ratio or 0.0)[len(runs) // 2]
 
