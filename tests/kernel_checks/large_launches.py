@@ -242,10 +242,9 @@ def many_targets() -> None:
 def many_rows() -> None:
     contexts, entries = 2**27, 17
     scores, grad, lod = (sparse(contexts * entries, dtype) for dtype in (BF16, FP32, INT8))
-    pairs = 2**27
-    sign, share, weight = (sparse(pairs * entries, dtype) for dtype in (INT8, FP32, FP32))
     few = 4
-    sign[: few * entries] = 1
+    # They end with the last entry of the last pair.
+    sign, share, weight = (torch.ones(few * entries, dtype=dtype) for dtype in (INT8, FP32, FP32))
     worse = torch.full((few,), contexts - 1)
     vectors = [torch.ones(few) for _ in range(7)]
     flags = dict.fromkeys(("PREF", "RANK", "BUDGET", "SMOOTH", "SHARED", "WEIGHTED", "NEED_GRAD"), True)
