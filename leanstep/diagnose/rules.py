@@ -341,6 +341,19 @@ RULES: dict[str, Rule] = {
             "one buffer, _foreach_copy_",
         ),
         Rule(
+            "indexed-weight",
+            habit_checks.indexed_weight,
+            lambda f: _plural(f.count, "look-up"),
+            lambda f: (
+                f"Rows of a parameter by weight[ids]: {_listed(f.evidence['shapes'])}, "
+                f"{size(f.evidence['bytes'])} per step."
+            ),
+            "The backward of indexing is a general index_put with sums, which sorts the ids on a GPU; "
+            "that of an embedding is one kernel.",
+            "torch.nn.functional.embedding(ids, weight): the same rows, a cheaper backward.",
+            "F.embedding(ids, weight)",
+        ),
+        Rule(
             "retain-graph",
             habit_checks.retain_graph,
             lambda f: _plural(f.count, "call"),
@@ -434,6 +447,7 @@ def find(
         for line in _of_rollouts(steps, verdicts, name):
             hits = [v[name][line] for v, step in zip(verdicts, steps, strict=True) if step.has_rollout]
             findings.append(_finding(rule, hits, per_rollout=True))
+    advice.fit(findings, steps)
     return findings
 
 
@@ -464,5 +478,4 @@ def _finding(rule: Rule, hits: list[Hit], per_rollout: bool = False) -> Finding:
         in_loop=rule.id == "host-sync" and count >= 2, per_rollout=per_rollout,
     )  # fmt: skip
     finding.what, finding.amount = rule.what(finding), rule.amount(finding)
-    advice.fit(finding)
     return finding
