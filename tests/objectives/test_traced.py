@@ -317,12 +317,14 @@ def test_one_graph_for_any_temperature_or_normalizer(name):
 SELECTING = {
     "token_logprobs": lambda h, w, t, r: token_logprobs(h @ w.T, t, rows=r).logp,
     "linear_logprobs": lambda h, w, t, r: linear_logprobs(h, w, t, rows=r).logp,
-    "linear_policy_loss": lambda h, w, t, r: linear_policy_loss(
-        h, w, t, PolicyBatch(t / V, 1 - t / V), rows=r
-    ).loss,
-    "linear_distill_loss": lambda h, w, t, r: linear_distill_loss(
-        h, w, TeacherHead(h.detach(), w.detach() + 1), hard=HardLabels(t, 0.2), rows=r
-    ).loss,
+    "linear_policy_loss": lambda h, w, t, r: (
+        linear_policy_loss(h, w, t, PolicyBatch(t / V, 1 - t / V), rows=r).loss
+    ),
+    "linear_distill_loss": lambda h, w, t, r: (
+        linear_distill_loss(
+            h, w, TeacherHead(h.detach(), w.detach() + 1), hard=HardLabels(t, 0.2), rows=r
+        ).loss
+    ),
 }
 
 

@@ -162,7 +162,12 @@ def written(tmp_path_factory):
     ran = run_script(SCRIPTS / "gpu_report.py", str(folder), capture=folder, steps=10**6, device="h100")
     assert ran.recording.refused is None, ran.recording.refused
     page = (folder / "index.html").read_text()
-    return predicted, json.loads((folder / "report.json").read_text()), page, (folder / "exit_code").read_text()
+    return (
+        predicted,
+        json.loads((folder / "report.json").read_text()),
+        page,
+        (folder / "exit_code").read_text(),
+    )
 
 
 def test_predictions_hold_every_device_and_what_a_call_asks_for(written):

@@ -184,8 +184,8 @@ def under_autocast(dtype: torch.dtype | None, tensor: Tensor) -> contextlib.Abst
 
 
 def flat_head(weight: Any, temperature: float | Tensor, hidden: Tensor) -> Any:
-    """A head as an op takes it: (weight, bias, down, up), temperatures or None for 1.0, LoRA's scaling, the dtype
-    of autocast or None."""
+    """A head as an op takes it: (weight, bias, down, up), temperatures or None for 1.0, LoRA's scaling, the
+    dtype of autocast or None."""
     tensor, bias, lora = unpack_head(weight)
     # A sharded weight is gathered in the graph: an op takes plain tensors.
     tensor, bias = full_tensor(tensor), full_tensor(bias)
