@@ -324,7 +324,7 @@ class ChunkPasses:
         cap, labels = 0.0, None
         if head.softcap is not None:
             assert not isinstance(head.temperature, Tensor)
-            cap = head.temperature / head.softcap
+            cap = head.softcap / head.temperature
         if hard is not None and problem.targets is not None:
             assert not isinstance(head.temperature, Tensor)
             labels = LabelGradient(problem.targets[self.part], factors[1], hard[0], head.temperature)

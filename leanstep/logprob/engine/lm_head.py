@@ -160,11 +160,13 @@ class Head:
     def cap_slope(self, z: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
         """1 - tanh(a / softcap)^2, read back from z before z is overwritten."""
         assert self.softcap is not None
-        unit = self.temperature
-        if isinstance(unit, Tensor):
-            unit = unit[rows].unsqueeze(-1)
-        tanh = torch.mul(z, unit / self.softcap, out=out)
-        return tanh.square_().neg_().add_(1.0)
+        height = self.softcap / self.temperature if isinstance(self.temperature, float | int) else None
+        if height is None:
+            height = (self.softcap / self.temperature[rows]).unsqueeze(-1)  # type: ignore[index]
+        # Divided by what `logits` multiplied with, and not 1 - tanh^2: near 1 a unit in the last place of
+        # tanh is the whole slope.
+        tanh = torch.div(z, height, out=out)
+        return (1.0 - tanh).mul_(tanh.add_(1.0))
 
 
 def narrow_dtype(hidden: Tensor) -> torch.dtype | None:
