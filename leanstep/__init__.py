@@ -2,8 +2,9 @@
 
 The packages: `leanstep.logprob`, `leanstep.objectives`, `leanstep.muon`, `leanstep.lens`, `leanstep.gpt`;
 `leanstep.diagnose` names the lines that waste time or memory, `leanstep.prove` compares the updates that
-scripts make, and `leanstep.update()` captures one. They are imported on use, so that `import leanstep` costs
-nothing.
+scripts make, and `leanstep.update()` captures one. `leanstep.model_logprobs` and
+`leanstep.masked_token_logprobs` score a padded batch. They are imported on use, so that `import leanstep`
+costs nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import importlib
 from typing import Any
 
 __version__ = "0.3.0.dev0"
-__all__ = ["diagnose", "gpt", "lens", "logprob", "muon", "objectives", "prove", "update"]
+_FUNCTIONS = {
+    "masked_token_logprobs": "leanstep.logprob",
+    "model_logprobs": "leanstep.integrations.causal_lm",
+    "update": "leanstep.prove",
+}
+__all__ = ["diagnose", "gpt", "lens", "logprob", "muon", "objectives", "prove", *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "update":
-        return importlib.import_module("leanstep.prove").update
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
     if name in __all__:
         return importlib.import_module(f"leanstep.{name}")
     raise AttributeError(f"module 'leanstep' has no attribute {name!r}")

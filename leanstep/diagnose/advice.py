@@ -1,21 +1,63 @@
-"""Advice that fits the place: inside somebody else's trainer a rule's general advice cannot be followed.
+"""Advice that fits the place: what a user can change from their own line, in the kind of script it is in.
 
-Each entry names what a user can change from their own line. `fit` puts the first that matches into a finding.
+Each entry names what exists in that place: a trainer's class where a trainer runs the step, a function where
+the loop is the user's own. `fit` puts the first that matches into a finding.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leanstep.diagnose.step_records import Finding
-from leanstep.script.lines import short_path
+from leanstep.diagnose.step_records import Finding, StepRecord
+from leanstep.script.lines import Line, short_path
 
 HEAD_RULES = ("dead-rows", "full-vocab", "retained-chunks")
+ALL_HEAD_RULES = (*HEAD_RULES, "no-grad-vocab")
+TRANSFORMERS, TRL = "transformers/", "trl/"
+# The user's line that starts a trainer's loop.
+_TRAINER_CALL = re.compile(r"\.train\(")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What kind of script the findings are in.
+
+    trainer: a Trainer runs the step. model_in: the package whose code multiplies with the head, "" for the
+    user's own. has_labels: transformers computes the loss. is_rl: the script generates what it trains on.
+    """
+
+    trainer: bool = False
+    model_in: str = ""
+    has_labels: bool = False
+    is_rl: bool = False
+
+
+def surroundings(steps: Sequence[StepRecord], findings: Sequence[Finding]) -> Surroundings:
+    heads = [site for step in steps for site, head in step.heads.items() if head.width == step.head_width]
+    lines = [site.line for site in heads] + [f.line for f in findings if f.rule in ALL_HEAD_RULES]
+    callers = [site.caller for site in heads if site.caller is not None]
+    callers += [caller for finding in findings for caller in finding.callers]
+    packages = [package for package in (TRANSFORMERS, TRL) if any(_is_in(line, package) for line in lines)]
+    return Surroundings(
+        trainer=any(_TRAINER_CALL.search(caller.statement) for caller in callers),
+        model_in=packages[0] if packages else "",
+        has_labels=any(_is_in(line, f"{TRANSFORMERS}loss/") for line in lines),
+        is_rl=any(step.has_rollout for step in steps),
+    )
+
+
+def _is_in(line: Line, package: str) -> bool:
+    return line.library and short_path(line.file).startswith(package)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """For findings of `rules` in files that start with `package`, on lines that contain one of `code`."""
+    """For findings of `rules` in files that start with `package`, on lines that contain one of `code`.
+
+    trainer, model_in, has_labels, is_rl: what the surroundings must be; None: anything.
+    """
 
     rules: tuple[str, ...]
     fix: str
@@ -23,14 +65,20 @@ class Advice:
     package: str = ""
     code: tuple[str, ...] = ("",)
     leanstep: str | None = None
+    trainer: bool | None = None
+    model_in: str | None = None
+    has_labels: bool | None = None
+    is_rl: bool | None = None
 
-    def fits(self, finding: Finding) -> bool:
-        line = finding.line
-        lines = [line, *finding.callers]
-        if self.package and not (line.library and short_path(line.file).startswith(self.package)):
+    def fits(self, finding: Finding, around: Surroundings) -> bool:
+        wanted = ("trainer", "model_in", "has_labels", "is_rl")
+        if any(getattr(self, name) not in (None, getattr(around, name)) for name in wanted):
             return False
+        if self.package and not _is_in(finding.line, self.package):
+            return False
+        lines = [finding.line, *finding.callers]
         return finding.rule in self.rules and any(
-            word in near.statement for near in lines for word in self.code
+            word in near.statement or word in short_path(near.file) for near in lines for word in self.code
         )
 
 
@@ -53,42 +101,108 @@ ADVICE = (
         leanstep="leanstep.integrations.trl.apply_leanstep",
     ),
     Advice(
-        HEAD_RULES,
+        ALL_HEAD_RULES,
         "leanstep.integrations.transformers: LeanTrainer in place of Trainer, or apply_leanstep(model) "
         "once. Rows with label -100 then never meet the head, and one tile of logits is held.",
         "LeanTrainer or apply_leanstep(model)",
-        package="transformers/",
         leanstep="leanstep.integrations.transformers.LeanTrainer",
+        trainer=True,
+        model_in=TRANSFORMERS,
+    ),
+    Advice(
+        HEAD_RULES,
+        "leanstep.integrations.transformers.apply_leanstep(model) once, before the loop: model(..., "
+        "labels=...) then gives the same loss, rows with label -100 never meet the head, and one tile of "
+        "logits is held.",
+        "apply_leanstep(model) before the loop",
+        leanstep="leanstep.integrations.transformers.apply_leanstep",
+        model_in=TRANSFORMERS,
+        has_labels=True,
+    ),
+    Advice(
+        ALL_HEAD_RULES,
+        "leanstep.model_logprobs(model, input_ids, mask, attention_mask=...) in place of model(...).logits, "
+        "log_softmax and gather: log-probs (and entropy) [B, T - 1] of the tokens that the mask chooses. "
+        "Other rows never meet the head, and one tile of logits is held. Old and reference log-probs: the "
+        "same call under no_grad.",
+        "leanstep.model_logprobs(model, ids, mask)",
+        leanstep="leanstep.model_logprobs",
+        model_in=TRANSFORMERS,
+    ),
+    Advice(
+        ALL_HEAD_RULES,
+        "leanstep.masked_token_logprobs(hidden, head, tokens, mask) on the hidden states in front of the "
+        "head: log-probs (and entropy) [B, T - 1] of the tokens that the mask chooses. Other rows never meet "
+        "the head, and one tile of logits is held.",
+        "masked_token_logprobs(hidden, head, …)",
+        leanstep="leanstep.masked_token_logprobs",
+        model_in="",
+        is_rl=True,
     ),
     Advice(
         ("host-sync",),
         "The trainer looks at the loss on every step to keep NaN out of its logs: "
         "TrainingArguments(logging_nan_inf_filter=False) leaves the value on the device.",
         "logging_nan_inf_filter=False",
-        package="transformers/",
+        package=f"{TRANSFORMERS}trainer",
         code=("isnan(", "isinf("),
     ),
     Advice(
         ("host-sync",),
-        "A look at every generated token, to see whether all sequences have ended: generate with a server "
-        "(use_vllm=True), or with fewer and longer calls.",
+        "generate() looks at every token whether all sequences have ended: the trainer's use_vllm=True "
+        "generates with a server.",
         "generate with a server (use_vllm)",
-        package="transformers/",
+        package=TRANSFORMERS,
+        code=("unfinished_sequences",),
+        trainer=True,
+    ),
+    Advice(
+        ("host-sync",),
+        "generate() looks at every token whether all sequences have ended. That is part of generate(); "
+        "fewer and longer calls, for more sequences at once, share the reads.",
+        "part of generate(): one per token",
+        package=TRANSFORMERS,
         code=("unfinished_sequences",),
     ),
     Advice(
         ("host-sync",),
-        "The library reads it, mostly to log: a larger logging_steps reads less often where its code asks "
-        "for that, and a callback can drop metrics that nobody looks at.",
-        "the library's read: log less often",
-        package="transformers/",
+        "transformers looks whether the attention mask masks anything. Leave attention_mask out where "
+        "nothing is padded; with padding the read is part of the library.",
+        "no attention_mask where nothing is padded",
+        package=f"{TRANSFORMERS}masking_utils",
     ),
     Advice(
         ("host-sync",),
-        "The library reads it, mostly to log: a larger logging_steps reads less often where its code asks "
+        "Tokens are copied to the host to become text: decode all sequences with one batch_decode().",
+        "one batch_decode() for all sequences",
+        package=f"{TRANSFORMERS}tokenization",
+    ),
+    Advice(
+        ("host-sync",),
+        "The trainer reads it, mostly to log: a larger logging_steps reads less often where its code asks "
+        "for that, and a callback can drop metrics that nobody looks at.",
+        "the trainer's read: log less often",
+        package=f"{TRANSFORMERS}trainer",
+    ),
+    Advice(
+        ("host-sync",),
+        "The trainer reads it, mostly to log: a larger logging_steps reads less often where its code asks "
         "for that.",
-        "the library's read: log less often",
-        package="trl/",
+        "the trainer's read: log less often",
+        package=TRL,
+    ),
+    Advice(
+        ("host-sync",),
+        "The library reads it in its own code; from the calling line only fewer calls help.",
+        "the library's own read: fewer calls",
+        package=TRANSFORMERS,
+    ),
+    Advice(
+        ("host-sync",),
+        "Every parameter and buffer is copied to the host, one after the other. Where memory allows keep the "
+        "model on the device, or copy into pinned memory: tensor.to(device, non_blocking=True).",
+        "keep it on the device, or pinned memory",
+        code=(".cpu()", '.to("cpu")', ".to('cpu')"),
     ),
     Advice(
         ("unbatched-optimizer", "alloc-churn"),
@@ -107,13 +221,16 @@ ADVICE = (
 )  # fmt: skip
 
 
-def fit(finding: Finding) -> None:
-    """Replace the advice of a finding by one that its user can follow, where there is one."""
-    if finding.rule == "dead-rows" and finding.count == finding.evidence["rows"]:
-        finding.what, finding.fix, finding.short_fix = NO_GRADIENT
-        finding.leanstep = None
-        return
-    for advice in ADVICE:
-        if advice.fits(finding):
-            finding.fix, finding.short_fix, finding.leanstep = advice.fix, advice.short_fix, advice.leanstep
-            return
+def fit(findings: Sequence[Finding], steps: Sequence[StepRecord]) -> None:
+    """Replace the advice of each finding by one that its user can follow, where there is one."""
+    around = surroundings(steps, findings)
+    for finding in findings:
+        if finding.rule == "dead-rows" and finding.count == finding.evidence["rows"]:
+            finding.what, finding.fix, finding.short_fix = NO_GRADIENT
+            finding.leanstep = None
+            continue
+        for advice in ADVICE:
+            if advice.fits(finding, around):
+                finding.fix, finding.short_fix = advice.fix, advice.short_fix
+                finding.leanstep = advice.leanstep
+                break

@@ -189,14 +189,7 @@ def price(
         memory_share = work.held_bytes / peak_saved if peak_saved else 0.0
         known = whole or (memory_share and work.held_bytes)
         finding.share = max(time_share, memory_share) if known else None
-    # Among reads a line of the user's own goes first: a library's is often not theirs to change.
-    ranked = sorted(
-        findings,
-        key=lambda f: (
-            f.compiled, f.rule == "host-sync" and f.line.library, -(f.share or 0.0), -(f.seconds or 0.0),
-            -f.count,
-        ),
-    )  # fmt: skip
+    ranked = sorted(findings, key=lambda f: (f.compiled, -(f.share or 0.0), -(f.seconds or 0.0), -f.count))
     for number, finding in enumerate(ranked, 1):
         finding.rank = number
     return ranked

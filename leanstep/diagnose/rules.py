@@ -434,6 +434,7 @@ def find(
         for line in _of_rollouts(steps, verdicts, name):
             hits = [v[name][line] for v, step in zip(verdicts, steps, strict=True) if step.has_rollout]
             findings.append(_finding(rule, hits, per_rollout=True))
+    advice.fit(findings, steps)
     return findings
 
 
@@ -464,5 +465,4 @@ def _finding(rule: Rule, hits: list[Hit], per_rollout: bool = False) -> Finding:
         in_loop=rule.id == "host-sync" and count >= 2, per_rollout=per_rollout,
     )  # fmt: skip
     finding.what, finding.amount = rule.what(finding), rule.amount(finding)
-    advice.fit(finding)
     return finding

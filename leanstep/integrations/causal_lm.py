@@ -13,7 +13,8 @@ and not a slightly different loss.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from leanstep.logprob import LogProbs, Transform, linear_logprobs
+from leanstep.logprob.checks import check_entropy
 from leanstep.logprob.inputs import Entropy, unpack_head
+from leanstep.logprob.padded import PaddedRows
 
 IGNORED = -100
+_CHECKED = "_leanstep_head_is_checked"
 _UNKNOWN_ROUTER = "model: the auxiliary loss of {}'s router is not one leanstep knows"
 
 
@@ -81,6 +85,101 @@ def _scale(config: Any) -> float:
     if divisor is not None:
         return float(divisor) if config.model_type == "hyperclovax" else 1.0 / float(divisor)
     return 1.0
+
+
+def model_logprobs(
+    model: Any,
+    input_ids: Tensor,
+    mask: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    entropy: Entropy = "none",
+    max_rows: int | None = None,
+    logits_to_keep: int | None = None,
+    **inputs: Any,
+) -> Any:
+    """Log-prob of each token of a padded batch under a transformers model; 0 where the mask is 0.
+
+    Equivalent to:
+        logits = model(input_ids, **inputs).logits[:, :-1].float() / temperature
+        logp = torch.log_softmax(logits, -1).gather(-1, input_ids[:, 1:, None])[..., 0] * mask[:, 1:]
+
+    The model runs as usual, with its wrappers (DDP, FSDP, DeepSpeed, PEFT), checkpointing and autocast; in
+    place of its head runs `masked_token_logprobs` on the rows that the mask chooses. Under `torch.no_grad()`
+    this gives old and reference log-probs.
+
+    Args:
+        model: a causal LM of transformers, or a wrapper around one.
+        input_ids: [B, T], padded on either side.
+        mask: bool or 0 and 1: [B, T] or [B, T - 1], or [B, K] of the last K tokens. None: every token counts.
+        temperature, entropy, max_rows: as in `masked_token_logprobs`.
+        logits_to_keep: instead of a mask, as the model takes it: the last `logits_to_keep` - 1 tokens count.
+        inputs: of the model: attention_mask, position_ids, use_cache ...
+
+    Returns:
+        [B, T - 1], or [B, K] for a mask of the last K tokens; with `entropy` a pair of such tensors.
+
+    Host reads: as `masked_token_logprobs`; the one on a GPU does not wait for the model. The first call of a
+        model compares the head with the model's own on three tokens.
+
+    Raises:
+        ValueError: for a head that leanstep cannot express.
+    """
+    check_entropy(entropy)
+    causal = _causal_model(model)
+    if not getattr(causal, _CHECKED, False):
+        check_head(causal)
+        setattr(causal, _CHECKED, True)
+    head = causal_head(causal)
+    if logits_to_keep is not None:
+        if mask is not None:
+            raise ValueError("logits_to_keep: expected None beside a mask; a mask [B, K] says the same")
+        mask = torch.ones((len(input_ids), logits_to_keep - 1), dtype=torch.bool)
+    rows = PaddedRows(input_ids, mask, input_ids.shape[1], input_ids.device, max_rows)
+    transform, results = Transform(head.scale, head.softcap), []
+
+    def scores(hidden: Tensor) -> Tensor:
+        hidden = hidden.to(_compute_dtype(hidden))
+        with torch.autocast(hidden.device.type, enabled=False):
+            scored = rows.score(hidden, head.layer, entropy, temperature, transform, None)
+        results.append(scored)
+        # In the place of logits, so that wrappers find every parameter in the graph of the model's output.
+        return scored[0].unsqueeze(-1) if isinstance(scored, tuple) else scored.unsqueeze(-1)
+
+    with _replaced_forward(head.layer, scores):
+        model(input_ids=input_ids, **inputs)
+    if len(results) != 1:
+        name = type(causal).__name__
+        raise ValueError(
+            f"model: expected {name} to run its head once per forward, it ran {len(results)} times"
+        )
+    return results[0]
+
+
+def _causal_model(model: Any) -> Any:
+    """The causal LM inside DDP, FSDP, DeepSpeed, torch.compile and PEFT."""
+    # Wrappers hand on the attributes of what they hold, so unwrap first and ask then.
+    for name in ("module", "_orig_mod") * 2:
+        inner = getattr(model, name, None)
+        model = inner if isinstance(inner, nn.Module) else model
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(causal, "get_output_embeddings") or not hasattr(causal, "config"):
+        raise ValueError(f"model: expected a transformers causal LM, got {type(causal).__name__}")
+    return causal
+
+
+@contextmanager
+def _replaced_forward(layer: nn.Module, forward: Any) -> Iterator[None]:
+    """The layer's hooks still run, so that a sharded weight is gathered around `forward`."""
+    own = layer.__dict__.get("forward")
+    layer.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del layer.forward
+        else:
+            layer.forward = own
 
 
 def score_labels(

@@ -21,6 +21,7 @@ from leanstep.logprob.objective import (
     PolicyObjective,
     policy_loss,
 )
+from leanstep.logprob.padded import masked_token_logprobs
 from leanstep.logprob.parallel import gather_response, gather_vocab_starts, return_parts
 from leanstep.logprob.policy import linear_policy_loss
 from leanstep.logprob.rows import (
@@ -56,6 +57,7 @@ __all__ = [
     "gather_vocab_starts",
     "linear_logprobs",
     "linear_policy_loss",
+    "masked_token_logprobs",
     "next_token_targets",
     "plan_rows",
     "policy_loss",

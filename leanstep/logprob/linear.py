@@ -175,6 +175,8 @@ def counted_logprobs(
     targets: Tensor,
     counts: Tensor,
     *,
+    entropy: Entropy = "none",
+    temperature: float = 1.0,
     outputs: Sequence[str] = (),
     transform: Transform | None = None,
     tuning: Tuning | None = None,
@@ -183,9 +185,9 @@ def counted_logprobs(
 
     For compiled regions only: their number is no size of the graph, and the other rows stay out of the head.
     """
-    options: dict[str, Any] = {"rows": counts, "temperature": 1.0, "transform": transform}
+    options: dict[str, Any] = {"rows": counts, "temperature": temperature, "transform": transform}
     options |= {"reference": None, "allowed": None, "tuning": Tuning() if tuning is None else tuning}
-    return _traced(hidden, weight, targets, _requested("none", outputs), **options)
+    return _traced(hidden, weight, targets, _requested(entropy, outputs), **options)
 
 
 def linear_log_odds(

@@ -54,3 +54,14 @@ def reference_linear_logprobs(
     if rows is not None:
         logits = logits.index_select(0, rows)
     return reference_logprobs(logits, targets, temperature, allowed, whole_entropy)
+
+
+def reference_masked_token_logprobs(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of each token of a padded batch, [B, T - 1] each, 0 where `mask` [B, T] is 0."""
+    logits = torch.nn.functional.linear(hidden[:, : tokens.shape[1] - 1], weight)
+    scored = mask[:, 1:].bool()
+    targets = torch.where(scored, tokens[:, 1:], 0)
+    logp, entropy = reference_logprobs(logits.flatten(0, 1), targets.flatten(), temperature)
+    return torch.where(scored, logp.view(scored.shape), 0), torch.where(scored, entropy.view(scored.shape), 0)

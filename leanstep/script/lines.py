@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import linecache
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable
@@ -78,6 +79,11 @@ class Line(NamedTuple):
         return linecache.getline(self.file, number).rstrip("\n") if self.readable else ""
 
     @property
+    def passes_on(self) -> bool:
+        """Whether the line is `return inner(*args, **kwargs)`: a wrapper's, which says nothing."""
+        return re.fullmatch(r"(.*:\s*)?return [\w.]+\(\*\w+,\s*\*\*\w+\)", self.code) is not None
+
+    @property
     def statement(self) -> str:
         """The code to show: a line that opens a bracket is continued until it closes."""
         text = self.code
@@ -131,6 +137,7 @@ class Stack:
         self._at: dict[tuple[int, int], Line] = {}
         self._sites: dict[tuple[int, int, int], Site] = {}
         self._compiled: dict[int, int] = {}
+        self._passing: dict[int, bool] = {}
         self._chains: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def new_step(self) -> None:
@@ -215,16 +222,23 @@ class Stack:
         return False
 
     def _caller(self, frame: FrameType) -> Line | None:
-        outer = frame.f_back
+        """The user's line that led to a library's frame; wrappers that pass arguments on are skipped."""
+        outer, passed_on = frame.f_back, None
         while outer is not None:
             code = outer.f_code
             verdict = self._verdicts.get(id(code))
             if verdict is None:
                 verdict = self._judge(code)
             if verdict & USER:
-                return self._line_at(outer)
+                line = self._line_at(outer)
+                passes_on = self._passing.get(id(line))
+                if passes_on is None:
+                    passes_on = self._passing[id(line)] = line.passes_on
+                if not passes_on:
+                    return line
+                passed_on = passed_on or line
             outer = outer.f_back
-        return None
+        return passed_on
 
     def _outer_flags(self, frame: FrameType, in_engine: bool) -> int:
         """Compiled, transformed or recomputed: said by frames further out than the line itself."""

@@ -33,12 +33,6 @@ def test_reads_are_a_share_of_a_gpus_step() -> None:
     assert 0.99 < finding.share < 1
 
 
-def test_a_users_read_goes_before_a_librarys() -> None:
-    mine, theirs = Line("train.py", 7), Line("site-packages/net.py", 3, "forward", True)
-    step = StepRecord(reads={Site(theirs, mine): Tally(9), Site(mine): Tally(1)}, num_ops=100)
-    assert [f.line for f in cost.price(find([step]), [step], 0.1, RATES)] == [mine, theirs]
-
-
 def test_a_teachers_whole_backward_is_idle() -> None:
     teacher, student = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)

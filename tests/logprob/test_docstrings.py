@@ -30,6 +30,9 @@ MEANS = {
     "linear_policy_loss": CLOSE(
         "value.loss", "linear_policy_loss(hidden, weight, targets, batch, rows=rows).loss"
     ),
+    "masked_token_logprobs": CLOSE(
+        "logp", "masked_token_logprobs(padded_hidden, weight, padded, padded_mask)"
+    ),
     "next_token_targets": "(rows.equal(pair[0]) and targets.equal(pair[1]))",
     "plan_rows": "rows.equal(one_plan.rows) and targets.equal(one_plan.targets(tokens))",
     "policy_loss": CLOSE("loss", "policy_loss(logp, old_logp, advantages).loss"),
@@ -56,7 +59,9 @@ def world(name: str) -> dict[str, object]:
     names |= {"response_only": True, "loss_mask_only": False, "rows": rows}
     names |= {"hidden": torch.randn(L, D, generator=g), "weight": torch.randn(V, D, generator=g)}
     names |= {"bias": torch.randn(V, generator=g), "targets": torch.randint(V, (4,), generator=g)}
-    names |= {"logits": torch.randn(4, V, generator=g)}
+    names |= {"logits": torch.randn(4, V, generator=g), "padded": torch.randint(V, (2, L), generator=g)}
+    names |= {"padded_mask": torch.rand(2, L, generator=g) > 0.5}
+    names |= {"padded_hidden": torch.randn(2, L, D, generator=g)}
     names |= {k: torch.randn(4, generator=g) for k in ("logp", "old_logp", "advantages")}
     names["batch"] = package.PolicyBatch(
         names["old_logp"], names["advantages"], mask=torch.tensor([1, 1, 0, 1])
