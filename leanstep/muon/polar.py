@@ -3,7 +3,7 @@
 Two forms of the same polynomial, n = shorter side, r = longer / shorter:
 
     standard   A = X X^T; X <- (aI + bA + cA^2) X                 15r + 5 units of n^3 with symmetric products
-    gram       stay in n x n: Q <- P Q, G <- P G P, finally Q X    3r + 17, or 6r + 14 with a restart
+    gram       stay in n x n: Q <- P Q, G <- P G P, finally Q X    3r + 20, or 6r + 15 with a restart
 
 A tall X uses A = X^T X and multiplies from the right: the same numbers as transposing, with no transposed
 copy. `plan_polar` chooses by shape, device and dtype; every choice can be forced; `explain` prints it.
