@@ -491,10 +491,10 @@ def draw_policy(draw: Draw) -> Trial:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logp, entropies = reference_logprobs(logits, targets)
         dtype = torch.promote_types(trial.dtype, torch.float32)
-        inputs = [None if x is None else x.to(dtype).to(logp.dtype) for x in (old, advantages, mask, ref)]
+        was, gain, other = (x.to(dtype).to(logp.dtype) for x in (old, advantages, ref))
         out = policy_loss(
-            logp, inputs[0], inputs[1], mask=inputs[2], ref_logp=inputs[3], sequence_lengths=lengths,
-            entropy=entropies, **options,
+            logp, was, gain, mask=None if mask is None else mask.to(logp.dtype), ref_logp=other,
+            sequence_lengths=lengths, entropy=entropies, **options,
         )  # fmt: skip
         return {"loss": out.loss}
 
@@ -839,7 +839,7 @@ def run(families: list[str], seed: int, cases: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("families", nargs="*", default=[], help=", ".join(FAMILIES))
     parser.add_argument("--cases", type=int, default=200, help="per family")
     parser.add_argument("--seed", type=int, default=0)

@@ -212,7 +212,7 @@ def lens_calls() -> dict[str, Call]:
     inputs = (embeddings, batch.pos, batch.lod, batch.valid, batch.num_tokens)
     proxy, keys = lens.ProxyLoss(config), (batch.pos[0], batch.lod[0])
     counts = [len(variants) for variants in samples]
-    focus = {"block_size": 4, "max_lod": 2, "budget": 40, "num_tokens": 64}
+    focus: dict[str, Any] = {"block_size": 4, "max_lod": 2, "budget": 40, "num_tokens": 64}
 
     def in_background() -> None:
         background = lens.AsyncLens(net, config)
@@ -326,7 +326,7 @@ def missing(calls: dict[str, Call]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("functions", nargs="*", help="all by default")
     parser.add_argument("--calls", type=int, default=3000)
     parser.add_argument("--seconds", type=float, default=60.0, help="at most, per function")

@@ -82,6 +82,8 @@ def linear_cross_entropy(
     if not isinstance(hidden, Tensor) or hidden.dim() not in (2, 3):
         got = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
         raise ValueError(f"hidden: expected [B, T, D] or [N, D], got {got}")
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"labels: expected a tensor, got {type(labels).__name__}")
     flat = hidden.flatten(0, -2)
     if labels.is_floating_point():
         given = {"transform": transform, "shards": shards, "tuning": tuning}
@@ -253,6 +255,8 @@ def _soft_targets(
     """Probability targets [..., V]: the forward KL's tile loop without the teacher's entropy."""
     if shift:
         raise ValueError(f"shift: expected 0 or None with probability targets, got {shift}")
+    if labels.dim() < 2:
+        raise ValueError(f"labels: expected ids, or probabilities [..., V], got {tuple(labels.shape)}")
     probabilities = labels.flatten(0, -2)
     check_float("labels", probabilities, 2)
     num_rows = flat.shape[0]

@@ -268,7 +268,7 @@ class ChunkPasses:
         tiles = scratch.tiles(5, len(z), z.shape[1])
         cap = None
         if head.softcap is not None and slopes:
-            cap = head.cap_slope(z, part)
+            cap = head.cap_slope(z / head.height(part))
         extra = None
         if hard is not None and slopes:
             extra = self._hard_slope(z, finals[0].max, hard[0], columns)

