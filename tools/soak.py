@@ -84,6 +84,9 @@ def logprob_calls() -> dict[str, Call]:
         "linear_policy_loss": lambda: logprob.linear_policy_loss(
             hidden, weight, targets, batch
         ).loss.backward(),
+        "masked_token_logprobs": lambda: (
+            logprob.masked_token_logprobs(hidden.view(3, 4, 16), weight, targets.view(3, 4)).sum().backward()
+        ),
         "policy_loss": lambda: logprob.policy_loss(*values),
         "plan_rows": lambda: logprob.plan_rows([9, 8], [5, 3], layout="zigzag", cp_size=2, cp_rank=1),
         "full_loss_mask": lambda: logprob.full_loss_mask(masks, [9], [5]),
@@ -332,7 +335,6 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="at most, per function")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(2)
     failures = 0
     with tempfile.TemporaryDirectory() as folder:
         calls = {**logprob_calls(), **objective_calls(), **muon_calls(), **lens_calls()}

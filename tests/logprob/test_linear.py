@@ -296,7 +296,10 @@ def test_the_docstring_equivalence():
         ({"rows": torch.tensor([0.5])}, "rows: expected a one-dimensional int64"),
         ({"rows": torch.tensor([0, 1, 3])}, r"rows: expected ids in \[0, 3\), got 0 to 3"),
         ({"rows": torch.tensor([0, 1, -1])}, r"rows: expected ids in \[0, 3\), got -1 to 1"),
-        ({"hidden": torch.zeros(3, 4).to(torch.float8_e4m3fn)}, "hidden: expected a dense tensor of at least"),
+        (
+            {"hidden": torch.zeros(3, 4).to(torch.float8_e4m3fn)},
+            "hidden: expected a dense tensor of at least",
+        ),
         ({"weight": torch.zeros(7, 4).to_sparse()}, "weight: expected a dense tensor of at least 16 bits"),
         ({"softcap": 1e-45}, "softcap: expected a value > 0"),
         ({"softcap": float("inf")}, "softcap: expected a value > 0"),
