@@ -7,10 +7,12 @@ The commands' bodies live in `leanstep/commands/`, one module each.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 from types import FrameType
@@ -22,6 +24,7 @@ from typer.core import TyperGroup
 import leanstep
 from leanstep.commands import BadInput, FellShort
 from leanstep.escape import printable
+from leanstep.measure.busy import sleep_while_waiting
 
 SUMMARY = (
     "Find the waste in an LLM training step, replace it with an exact fast path, "
@@ -86,12 +89,12 @@ class _LazyCommands(TyperGroup):
             single = typer.Typer(add_completion=False)
             single.command(context_settings=settings)(target)
             command = typer.main.get_command(single)
-        _hide_values_of_switches(command, ctx)
+        _plain_help(command, ctx)
         command.name = cmd_name
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        _hide_values_of_switches(self, ctx)
+        _plain_help(self, ctx)
         super().format_help(ctx, formatter)
 
     def invoke(self, ctx: Any) -> Any:
@@ -101,11 +104,19 @@ class _LazyCommands(TyperGroup):
             raise _Interrupted from None
 
 
-def _hide_values_of_switches(command: Any, ctx: Any) -> None:
-    """A switch takes no value: without this the help shows one."""
+def _plain_help(command: Any, ctx: Any) -> None:
+    """Names instead of Python types: no value for a switch, `SCRIPT [ARGS]...` for arguments."""
     for param in (*command.params, command.get_help_option(ctx)):
         if param is not None and getattr(param, "is_flag", False):
             param.metavar = " "
+        elif param is not None and param.param_type_name == "argument":
+            usage = param.metavar
+            if usage is None:
+                param.metavar = param.name.upper()
+                usage = param.metavar if param.required else f"[{param.metavar}]"
+                usage += "..." * (param.nargs != 1)
+            param.display_type_rich = lambda ctx: None
+            param._usage_display_name = lambda usage=usage: usage
 
 
 app = typer.Typer(
@@ -131,6 +142,16 @@ def _root(
     """The options before a command."""
 
 
+def _hint(error: Any) -> str:
+    """What was probably meant: a command with a similar name, an option of the script."""
+    option = getattr(error, "option_name", None)
+    if option is not None and type(error).__name__ == "NoSuchOption":
+        return f"; options of your script go behind --, as in: leanstep diagnose train.py -- {option} ..."
+    name = re.search(r"No such command '([^']*)'", error.format_message())
+    close = difflib.get_close_matches(name[1], COMMANDS, n=1) if name else []
+    return f" Did you mean {close[0]}?" if close else ""
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     command = typer.main.get_command(app)
@@ -145,7 +166,7 @@ def run(arguments: list[str] | None = None) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
             return 2
-        return _one_line(error.format_message(), 2)
+        return _one_line(error.format_message() + _hint(error), 2)
     except (_Interrupted, typer.Abort, KeyboardInterrupt):
         return _one_line("interrupted", 130)
     except Ended as error:
@@ -204,6 +225,8 @@ def main() -> None:
         # An output of few characters (ASCII, Latin-1) shows the others as escapes.
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
             stream.reconfigure(errors="backslashreplace")
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        sleep_while_waiting()
     code = run()
     try:
         sys.stdout.flush()

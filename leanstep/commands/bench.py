@@ -50,6 +50,9 @@ def bench(
         typer.Option(help="fp32, bf16, fp16 or fp64; on a GPU bf16 where the case is proven in it."),
     ] = None,
     budget: Annotated[float, typer.Option(help="Seconds of timing per case.")] = 20.0,
+    beside: Annotated[
+        int, typer.Option(metavar="N", help="Keep N other processes computing during the timing.")
+    ] = 0,
     proof: Annotated[
         bool, typer.Option("--proof/--no-proof", help="Of two scripts: prove them first; a ratio needs it.")
     ] = True,
@@ -71,13 +74,15 @@ def bench(
     scripts, script_args = split_scripts(cases)
     if budget <= 0:
         raise BadInput(f"--budget: expected seconds above 0, got {budget}")
+    if beside < 0:
+        raise BadInput(f"--beside: expected a number of processes, 0 or more, got {beside}")
     if scripts:
         if len(scripts) != 2:
             raise BadInput(f"bench: one script, {scripts[0]}; expected a second one to compare it with")
         counts = parse_ranks(ranks)
         if len(counts) > 1:
             raise BadInput(f"--ranks: expected one number of processes, got {ranks!r}")
-        _bench_pair(scripts, script_args, counts[0], budget, proof, Outputs(json, html, markdown))
+        _bench_pair(scripts, script_args, counts[0], budget, beside, proof, Outputs(json, html, markdown))
         return
     if ranks is not None:
         raise BadInput("--ranks: expected two scripts beside it")
@@ -103,7 +108,7 @@ def bench(
     failed: list[str] = []
     for case in chosen:
         for override in overrides:
-            with progress_bar(out, case.name) as report, kept_for_json(json):
+            with progress_bar(out, case.name, plain_lines=True) as report, kept_for_json(json):
                 result = run_bench(
                     case,
                     size or case.size_on(where),
@@ -112,6 +117,7 @@ def bench(
                     device=where,
                     dtype=dtypes[0] if dtypes else None,
                     budget_s=budget,
+                    beside=beside,
                     progress=report,
                 )
             out.print(bench_table(result.to_json()))
@@ -131,6 +137,7 @@ def _bench_pair(
     args: list[str],
     ranks: int | None,
     budget: float,
+    beside: int,
     with_proof: bool,
     outputs: Outputs,
 ) -> None:
@@ -143,12 +150,12 @@ def _bench_pair(
     before, after = (Job(script, tuple(args), ranks=ranks) for script in scripts)
     out = console(outputs.json)
     proof = None
-    with progress_bar(out, "bench") as report:
+    with progress_bar(out, "bench", plain_lines=True) as report:
         if with_proof:
             proof = prove_scripts(before, after, fork=True, report=lambda what: report(f"prove {what}", 0.0))
             if proof.problem is not None:
                 raise BadInput(f"bench: {proof.problem} (--no-proof measures without comparing)")
-        result = bench_scripts(before, after, budget_s=budget, fork=True, report=report)
+        result = bench_scripts(before, after, budget_s=budget, beside=beside, fork=True, report=report)
     result.proven = proof.ok if proof else None
     result.verdict = proof.sentence() if proof else "not proven: --no-proof was given"
     payload = result.to_json()

@@ -47,7 +47,8 @@ _ANNOTATE = Annotated[bool, typer.Option("--annotations", help="Print one ::warn
 _EXPLAIN = Annotated[int | None, typer.Option("--explain", min=1, help="Print entry N in full.")]
 _ALL = Annotated[bool, typer.Option("--all", help="Show small findings as well.")]
 _LIMIT = Annotated[
-    list[str] | None, typer.Option("--threshold", help="id.name=value, such as op-storm.repeats=64.")
+    list[str] | None,
+    typer.Option("--threshold", metavar="ID.NAME=N", help="id.name=value, such as op-storm.repeats=64."),
 ]
 _RUN_ON = Annotated[bool, typer.Option("--run-on", help="Let the script run to its end after the recording.")]
 _SELECT = Annotated[

@@ -18,7 +18,10 @@ def fix(
         str | None, typer.Option("--rule", metavar="RULES", help="Only repairs of these rules: ids, or any.")
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Apply what is offered.")] = False,
-    budget: Annotated[float, typer.Option("--budget", help="Seconds of timing per repair.")] = 5.0,
+    budget: Annotated[
+        float,
+        typer.Option("--budget", help="Seconds for everything; what is not through by then is left alone."),
+    ] = 600.0,
     json: JsonOption = None,
 ) -> None:
     """Repair the findings that need no thought: diff, proof and measurement of each; --write applies them.
@@ -46,13 +49,12 @@ def fix(
             raise
         raise BadInput("fix: expected the package libcst; pip install libcst") from None
     out = console(json)
-    with progress_bar(out, "fix") as report:
-        done = iter(range(19))
+    with progress_bar(out, "fix", plain_lines=True) as report:
         found = find_fixes(
             path,
             args or [],
-            Settings(rules, budget_s=budget, fork=True),
-            lambda what: report(what, next(done, 19) / 20),
+            Settings(rules, timing_s=min(5.0, budget / 20), budget_s=budget, fork=True),
+            lambda what: report(f"{what} (at most {budget:.0f} s in all)", 0.0),
         )
     if write:
         found.write()

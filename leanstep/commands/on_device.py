@@ -148,8 +148,8 @@ def gains(findings: Sequence[Data], files: Sequence[str], recording: Recording, 
                 entry["gain_bytes"] = memory.allocated - least
                 entry["why"] = f"{gib(entry['gain_bytes'])} of {gib(memory.allocated)} peak"
         else:
-            then = what_if.last_step(recording, device, transform)
-            saved = max(0.0, now.step_s - then.step_s) if then is not None else 0.0
+            then = what_if.last_step_seconds(recording, device, transform)
+            saved = max(0.0, now.step_s - then) if then is not None else 0.0
             entry["gain_ms"], entry["gain_share"] = saved * 1e3, saved / now.step_s
             if saved < 0.005 * now.step_s:
                 bound = {

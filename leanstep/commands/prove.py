@@ -182,7 +182,7 @@ def _parity_rows(proof: _CaseProof, out: Console, json: str | None) -> list[dict
     from leanstep.measure.parity import prove_case
 
     rows = []
-    with progress_bar(out, "prove") as report, kept_for_json(json):
+    with progress_bar(out, "prove", plain_lines=True) as report, kept_for_json(json):
         for index, case in enumerate(proof.cases):
             report(case.name, index / len(proof.cases))
             rows += prove_case(
@@ -197,7 +197,7 @@ def _drift_rows(proof: _CaseProof, out: Console, json: str | None) -> list[dict[
 
     rows = []
     for case in proof.with_training():
-        with progress_bar(out, f"drift {case.name}") as report, kept_for_json(json):
+        with progress_bar(out, f"drift {case.name}", plain_lines=True) as report, kept_for_json(json):
             rows += run_drift(
                 case,
                 runs=proof.drift_runs,
@@ -218,7 +218,7 @@ def _prove_pair(
     before, after = (Job(script, tuple(args), steps, ranks=ranks) for script in scripts)
     out = console(outputs.json)
     proof, interrupted = PairProof(before.label, after.label), False
-    with progress_bar(out, "prove") as report:
+    with progress_bar(out, "prove", plain_lines=True) as report:
         done = iter(range(9))
         try:
             proof = prove_scripts(
@@ -267,7 +267,7 @@ def _prove_cuts(
     if len(jobs) < 2:
         raise BadInput("--same: expected at least two cuts to compare; give --same twice, or --ranks 1,2")
     out = console(outputs.json)
-    with progress_bar(out, "prove") as report:
+    with progress_bar(out, "prove", plain_lines=True) as report:
         done = iter(range(len(jobs)))
         proof = prove_cuts(
             scripts[0], jobs, fork=True, report=lambda what: report(what, next(done, 0) / len(jobs))

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import leanstep
 from leanstep.case import CASE_MODULES, Case, all_cases, get_case
@@ -213,20 +214,55 @@ def say_above(console: Console, line: str) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(console: Console, title: str) -> Iterator[Callable[[str, float], None]]:
-    """Yield `report(what, share)`, with share from 0 to 1."""
+def progress_bar(
+    console: Console, title: str, *, plain_lines: bool = False
+) -> Iterator[Callable[[str, float], None]]:
+    """Yield `report(what, share)`, with share from 0 to 1.
+
+    plain_lines: without a terminal a line on standard error says from time to time what is running.
+    """
     if not console.is_terminal:
-        yield lambda what, share: None
+        with _plain_progress(title) if plain_lines else contextlib.nullcontext(_silent) as report:
+            yield report
         return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.fields[what]}"),
         TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=1.0, what="")
         yield lambda what, share: bar.update(task, completed=share, what=what)
+
+
+def _silent(what: str, share: float) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def _plain_progress(title: str) -> Iterator[Callable[[str, float], None]]:
+    """`prove: train.py in fp64, 20 s, about 10 s left`, every PLAIN_LINE_S seconds."""
+    start, ended = time.monotonic(), threading.Event()
+    running = ["", 0.0]
+
+    def show() -> None:
+        while not ended.wait(PLAIN_LINE_S):
+            what, share, passed = running[0], float(running[1]), time.monotonic() - start
+            left = f", about {passed * (1 / share - 1):.0f} s left" if share > 0.05 else ""
+            print(f"{title}: {what}, {passed:.0f} s{left}", file=sys.stderr, flush=True)
+
+    def report(what: str, share: float) -> None:
+        running[:] = [what, share]
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield report
+    finally:
+        ended.set()
+        thread.join()
 
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -40,7 +40,8 @@ def train(
     ] = None,
     against: Annotated[str | None, typer.Option(help="An earlier record to compare with.")] = None,
     set_options: Annotated[
-        list[str] | None, typer.Option("--set", help="Any other option of the recipe: KEY=VALUE.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any other option of the recipe: KEY=VALUE."),
     ] = None,
     log_every: Annotated[int | None, typer.Option(help="Steps between metric lines.")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,

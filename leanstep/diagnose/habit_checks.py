@@ -50,6 +50,18 @@ def weight_clone(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     return hits
 
 
+def indexed_weight(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
+    """Rows of a parameter are taken by weight[ids], whose backward is an index_put with sorting."""
+    hits = []
+    for line, (total, callers) in by_line(step.indexed, Tally).items():
+        if total.bytes >= limits["bytes"]:
+            evidence = {"shapes": dict(total.detail.most_common(3)), "bytes": total.bytes}
+            # The backward reads the gradient and adds it row by row: written about twice as often as needed.
+            work = Work(moved_bytes=2 * total.bytes)
+            hits.append(Hit(line, total.count, callers, FORWARD, evidence, work))
+    return hits
+
+
 def retain_graph(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     """backward(retain_graph=True): saved tensors stay, and what they lead to is walked again."""
     hits = []

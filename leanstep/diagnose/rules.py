@@ -341,6 +341,19 @@ RULES: dict[str, Rule] = {
             "one buffer, _foreach_copy_",
         ),
         Rule(
+            "indexed-weight",
+            habit_checks.indexed_weight,
+            lambda f: _plural(f.count, "look-up"),
+            lambda f: (
+                f"Rows of a parameter by weight[ids]: {_listed(f.evidence['shapes'])}, "
+                f"{size(f.evidence['bytes'])} per step."
+            ),
+            "The backward of indexing is a general index_put with sums, which sorts the ids on a GPU; "
+            "that of an embedding is one kernel.",
+            "torch.nn.functional.embedding(ids, weight): the same rows, a cheaper backward.",
+            "F.embedding(ids, weight)",
+        ),
+        Rule(
             "retain-graph",
             habit_checks.retain_graph,
             lambda f: _plural(f.count, "call"),

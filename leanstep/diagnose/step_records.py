@@ -141,10 +141,12 @@ class StepRecord:
     saved: dict[tuple[Site, int], SavedRecord] = field(default_factory=dict)
     churn: dict[Site, Tally] = field(default_factory=dict)
     unused_grads: dict[Site, Tally] = field(default_factory=dict)
-    # Habits: softmaxes over products of activations, float64 results, copies of weights, kept graphs.
+    # Habits: softmaxes over products of activations, float64 results, copies and indexing of weights, kept
+    # graphs.
     attention: dict[Site, Tally] = field(default_factory=dict)
     doubles: dict[Site, Tally] = field(default_factory=dict)
     clones: dict[Site, Tally] = field(default_factory=dict)
+    indexed: dict[Site, Tally] = field(default_factory=dict)
     retained: dict[Site, Tally] = field(default_factory=dict)
     # Only a trace knows these: copies to the device that the host waits for, stretches and pauses in which
     # the device is idle. Bytes of the last two are nanoseconds of it.
@@ -209,7 +211,8 @@ class StepRecord:
 
 _MERGED = (
     "ops", "reads", "heads", "zero_fills", "state_copies", "other_copies", "duplicate_casts", "round_trips",
-    "saved", "churn", "unused_grads", "attention", "doubles", "clones", "retained", "blocking",
+    "saved", "churn", "unused_grads", "attention", "doubles", "clones", "indexed", "retained",
+    "blocking",
     "slow_launches", "pauses", "again", "no_context", "unsaved",
 )  # fmt: skip
 
@@ -298,6 +301,7 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "gelu-by-hand": {"ops": 5, "op_bytes": 64 * 1024, "bytes": 1024 * 1024},
     "float64": {"bytes": 256 * 1024},
     "weight-clone": {"bytes": 256 * 1024},
+    "indexed-weight": {"bytes": 256 * 1024},
     "retain-graph": {"calls": 1},
     "launch-bound": {"share": 0.10, "launches": 16},
     "blocking-copy": {"copies": 1},

@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
+import signal
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +41,7 @@ _UNSTABLE = ("slow-dtype",)
 SHORT_RUNS = 3
 # Medians this close are one time; beyond it the spread of the samples decides.
 SAME_TIME = 1.03
+NO_TIME = "no time left, a larger --budget tries it"
 
 
 @dataclass
@@ -117,12 +122,42 @@ def _place(finding: Finding) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """`updates` are compared, `budget_s` seconds timed per repair (0: none); children are forked or fresh."""
+    """`updates` are compared, `timing_s` seconds timed per repair (0: none); children are forked or fresh.
+
+    budget_s: seconds for everything; a repair that is not through by then is left alone.
+    """
 
     rules: tuple[str, ...] = ()
     updates: int = 2
-    budget_s: float = 5.0
+    timing_s: float = 5.0
+    budget_s: float = math.inf
     fork: bool = False
+
+
+class _TimeIsUp(Exception):
+    """The budget is used up."""
+
+
+@contextlib.contextmanager
+def _until(deadline: float) -> Iterator[None]:
+    """Raise _TimeIsUp in here once `deadline` has passed; outside the main thread only before and after."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise _TimeIsUp
+    if math.isinf(left) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        raise _TimeIsUp
+
+    old = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, left)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, old)
 
 
 def find_fixes(
@@ -133,10 +168,17 @@ def find_fixes(
 ) -> Fixes:
     """Diagnose the script and try every mechanical repair. Nothing of the user's is changed."""
     settings, say = settings or Settings(), report or (lambda what: None)
+    deadline = time.monotonic() + settings.budget_s
     bench = _Workbench(script.absolute(), tuple(argv), settings, say)
     fixes = Fixes(str(script))
     say(f"diagnose {script.name}")
-    bench.diagnosis = bench.diagnose(bench.script)
+    try:
+        with _until(deadline):
+            bench.diagnosis = bench.diagnose(bench.script)
+    except _TimeIsUp:
+        raise BadInput(
+            f"--budget: {script.name} was not diagnosed within {settings.budget_s:.0f} seconds"
+        ) from None
     if not bench.diagnosis.steps:
         ended = bench.diagnosis.ended or "without a training step"
         raise BadInput(f"fix: {script.name} ended {ended}; nothing can be repaired")
@@ -154,7 +196,11 @@ def find_fixes(
             key = frozenset(variant.edits)
             if key not in tried:
                 say(f"{finding.rule}: {variant.title}")
-                tried[key] = bench.attempt(finding, variant.title, variant.edits)
+                try:
+                    with _until(deadline):
+                        tried[key] = bench.attempt(finding, variant.title, variant.edits)
+                except _TimeIsUp:
+                    tried[key] = f"{variant.title}: {NO_TIME}"
             outcome = tried[key]
             if isinstance(outcome, Offer):
                 break
@@ -164,7 +210,17 @@ def find_fixes(
             fixes.offers.append(outcome)
         else:
             outcome.findings.append(finding)
-    _join(fixes, bench)
+    try:
+        with _until(deadline):
+            _join(fixes, bench)
+    except _TimeIsUp:
+        # Each of them holds alone; the first, of the most expensive finding, is offered.
+        for offer in fixes.offers[1:]:
+            fixes.refused += [
+                (finding, f"{offer.title}: holds alone, {NO_TIME}") for finding in offer.findings
+            ]
+        fixes.offers, fixes.together = fixes.offers[:1], None
+        fixes.changed = _changes(fixes)
     return fixes
 
 
@@ -184,8 +240,12 @@ def _join(fixes: Fixes, bench: _Workbench) -> None:
                     fixes.refused += [(finding, why) for finding in offer.findings]
             fixes.offers = kept
         fixes.together = joined if isinstance(joined, Offer) else None
+    fixes.changed = _changes(fixes)
+
+
+def _changes(fixes: Fixes) -> dict[Path, tuple[bytes, bytes]]:
     edits = [edit for offer in fixes.offers for edit in offer.edits]
-    fixes.changed = {path: (path.read_bytes(), data) for path, data in changed_files(edits).items()}
+    return {path: (path.read_bytes(), data) for path, data in changed_files(edits).items()}
 
 
 def changed_files(edits: Sequence[Edit]) -> dict[Path, bytes]:
@@ -226,6 +286,7 @@ class _Workbench:
         except NotUnderstood as error:
             return str(error)
         with overlaid(self.script, changed) as (copy, path):
+            self.say(f"{title}: diagnose the copy")
             after = self.diagnose(copy, path)
             if after.ended is not None:
                 return f"{title}: the copy ended {after.ended}"
@@ -233,9 +294,11 @@ class _Workbench:
             if wrong is not None:
                 return f"{title}: {wrong}"
             own = self.job(copy, path=path)
+            self.say(f"{title}: prove")
             proof = self._proven(own)
             if not proof.ok:
                 return f"{title}: {proof.sentence()}"
+            self.say(f"{title}: measure")
             bench = measured(self.job(self.script), own, self.settings)
         bench.proven, bench.verdict = True, proof.sentence()
         if is_slower(bench):
@@ -287,12 +350,13 @@ def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...], log: P
 
 
 def measured(before: Job, after: Job, settings: Settings) -> PairBench:
-    """Steps of both in turns; scripts of a few updates several times over."""
-    if not settings.budget_s:
+    """Steps of both in turns; scripts of a few short updates several times over."""
+    if not settings.timing_s:
         return PairBench(SideRow(before.label), SideRow(after.label))
-    options = {"budget_s": settings.budget_s, "fork": settings.fork, "min_rounds": 1}
+    options = {"budget_s": settings.timing_s, "fork": settings.fork, "min_rounds": 1}
+    end = time.monotonic() + 4 * settings.timing_s
     runs = [bench_scripts(before, after, **options)]
-    while runs[0].before.samples < MIN_ROUNDS and len(runs) < SHORT_RUNS:
+    while runs[0].before.samples < MIN_ROUNDS and len(runs) < SHORT_RUNS and time.monotonic() < end:
         runs.append(bench_scripts(before, after, **options))
     return sorted(runs, key=lambda run: run.time_ratio or 0.0)[len(runs) // 2]
 

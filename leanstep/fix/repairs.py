@@ -15,6 +15,7 @@ import libcst as cst
 
 from leanstep.diagnose.step_records import Finding
 from leanstep.fix.head_repair import rows_before_the_head
+from leanstep.fix.logprob_repair import logprobs_of_the_model
 from leanstep.fix.read_repairs import keep_on_the_device
 from leanstep.fix.source_edits import (
     LOOPS,
@@ -336,6 +337,10 @@ def _no_retain(project: Project, source: Source, statement: Statement) -> list[V
     raise NotUnderstood("no backward(retain_graph=True)")
 
 
+def _logprobs(project: Project, source: Source, statement: Statement) -> list[Variant]:
+    return [Variant(*repair) for repair in logprobs_of_the_model(project.sources(), source, statement)]
+
+
 REPAIRS: dict[str, Callable[[Project, Source, Statement], list[Variant]]] = {
     "unbatched-optimizer": _optimizer,
     "alloc-churn": _optimizer,
@@ -347,5 +352,7 @@ REPAIRS: dict[str, Callable[[Project, Source, Statement], list[Variant]]] = {
     "dead-rows": lambda project, source, statement: [
         Variant(*found) for found in rows_before_the_head(source, statement)
     ],
+    "full-vocab": _logprobs,
+    "no-grad-vocab": _logprobs,
     "retain-graph": _no_retain,
 }

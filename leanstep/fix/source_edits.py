@@ -218,6 +218,18 @@ class Source:
         stop = self.data.find(b"\n", end)
         return Edit(self.path, start, len(self.data) if stop < 0 else stop + 1, "")
 
+    def delete_with_comments(self, statement: cst.CSTNode) -> Edit:
+        """The statement, and the comments and blank lines directly above it."""
+        line = self.delete_line(statement)
+        start = line.start
+        while start:
+            above = self.data.rfind(b"\n", 0, start - 1) + 1
+            text = self.data[above:start].strip()
+            if text and not text.startswith(b"#"):
+                break
+            start = above
+        return Edit(self.path, start, line.end, "")
+
     def _line_start(self, statement: cst.CSTNode) -> tuple[int, str]:
         begin, _ = self.span(statement)
         start = self.data.rfind(b"\n", 0, begin) + 1

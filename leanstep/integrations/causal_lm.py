@@ -95,6 +95,7 @@ def model_logprobs(
     temperature: float = 1.0,
     entropy: Entropy = "none",
     max_rows: int | None = None,
+    targets: Tensor | None = None,
     logits_to_keep: int | None = None,
     **inputs: Any,
 ) -> Any:
@@ -113,7 +114,8 @@ def model_logprobs(
         input_ids: [B, T], padded on either side.
         mask: bool or 0 and 1: [B, T] or [B, T - 1], or [B, K] of the last K tokens. None: every token counts.
         temperature, entropy, max_rows: as in `masked_token_logprobs`.
-        logits_to_keep: instead of a mask, as the model takes it: the last `logits_to_keep` - 1 tokens count.
+        targets: [B, T], scored in place of `input_ids`: labels, for example.
+        logits_to_keep: as the model takes it: only the last `logits_to_keep` - 1 tokens count.
         inputs: of the model: attention_mask, position_ids, use_cache ...
 
     Returns:
@@ -131,11 +133,11 @@ def model_logprobs(
         check_head(causal)
         setattr(causal, _CHECKED, True)
     head = causal_head(causal)
+    tokens = input_ids if targets is None else targets
     if logits_to_keep is not None:
-        if mask is not None:
-            raise ValueError("logits_to_keep: expected None beside a mask; a mask [B, K] says the same")
-        mask = torch.ones((len(input_ids), logits_to_keep - 1), dtype=torch.bool)
-    rows = PaddedRows(input_ids, mask, input_ids.shape[1], input_ids.device, max_rows)
+        mask = torch.ones_like(tokens, dtype=torch.bool, device="cpu") if mask is None else mask
+        mask = mask[:, -(logits_to_keep - 1) :]
+    rows = PaddedRows(tokens, mask, input_ids.shape[1], input_ids.device, max_rows)
     transform, results = Transform(head.scale, head.softcap), []
 
     def scores(hidden: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leanstep.cpu import one_thread_for
 from leanstep.lens.batch import GIST_STEP, LensBatch
 from leanstep.lens.lens_config import LensConfig
 from leanstep.lens.lens_terms import LossCall, coverage_gradient, smooth_budget, total_of
@@ -338,7 +339,8 @@ def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: Lens
     # [0]: the worse context's gists looked up in the better; [1]: the other way round.
     query = torch.add(start, both.flip(0)[:, :, None], alpha=gists.stride)
     block_at = query[1] & -block if b & (b - 1) == 0 else query[1] - query[1] % block
-    slot = torch.searchsorted(gists.key, torch.cat([query, block_at[None]]))
+    with one_thread_for(query):
+        slot = torch.searchsorted(gists.key, torch.cat([query, block_at[None]]))
     # Key minus query is the LOD when an entry starts exactly there, and at least 8 otherwise.
     found = gists.key.index_select(0, slot[:2].view(-1)).view(query.shape) - query
     expand = found[0].view_as(lod_worse) < lod_worse

@@ -11,6 +11,7 @@ import torch
 
 from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload
 from leanstep.measure import parity
+from leanstep.measure.busy import busy_processes
 from leanstep.measure.peaks import measure_peak
 from leanstep.measure.timing import (
     TimeUp,
@@ -148,12 +149,14 @@ def run_bench(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     budget_s: float = 20.0,
+    beside: int = 0,
     progress: Progress | None = None,
 ) -> BenchResult:
     """Measure `case` at `size`; the reference always runs, because every ratio is against it in this run.
 
     A row whose call takes longer than `TIME_BOX` budgets is given up: no figures, and a note "> 40 s".
     `dtype`: of the workload; None: `case.dtype_on(device)`. On a GPU and with a dtype the result names it.
+    `beside`: how many other processes compute while the rows are timed.
     """
     report = progress or (lambda what, share: None)
     params = case.params(size, overrides or {})
@@ -162,6 +165,8 @@ def run_bench(
     if dtype is not None or torch.device(device).type == "cuda":
         head["dtype"] = parity.dtype_name(dtype or case.dtype_on(device))
     dtype = dtype or case.dtype_on(device)
+    if beside:
+        head["beside"] = beside
     rows = _Rows(chosen, max(TIME_BOX * budget_s, MIN_BOX_S))
     result = BenchResult(case.name, _size_label(size, overrides), head, list(rows.by_name.values()))
     runnable = rows.without_missing(chosen, params, device)
@@ -178,14 +183,15 @@ def run_bench(
     steps, first_calls = _first_calls(bench, workload)
 
     report("time", 0.2)
-    timings = interleave(
-        {name: rows.guarded(name, step) for name, step in steps.items()},
-        budget_s=budget_s,
-        box_s=rows.box_s,
-        device=device,
-        first_calls=first_calls,
-        on_round=lambda done, planned: report("time", 0.2 + 0.6 * done / planned),
-    )
+    with busy_processes(beside):
+        timings = interleave(
+            {name: rows.guarded(name, step) for name, step in steps.items()},
+            budget_s=budget_s,
+            box_s=rows.box_s,
+            device=device,
+            first_calls=first_calls,
+            on_round=lambda done, planned: report("time", 0.2 + 0.6 * done / planned),
+        )
     report("memory and host reads", 0.8)
     for implementation in runnable:
         name = implementation.name

@@ -20,6 +20,7 @@ import contextlib
 import functools
 import gc
 import math
+import os
 import platform
 import re
 import signal
@@ -295,6 +296,8 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "device": device_name(str(device)),
         "threads": torch.get_num_threads(),
     }
+    if os.environ.get("OMP_WAIT_POLICY"):
+        head["omp_wait_policy"] = os.environ["OMP_WAIT_POLICY"]
     return {**head, "accelerator": accelerator(device)} if torch.device(device).type == "cuda" else head
 
 

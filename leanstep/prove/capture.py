@@ -32,6 +32,7 @@ from leanstep.script.steps import StepListener, StepMarker
 
 # Distinct token ids that a histogram keeps: more than any vocabulary in use.
 _MAX_IDS = 1 << 20
+MOST_TARGETS = 1 << 16
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Recorder(StepListener):
         self._arrivals: dict[int, None] = {}
         self._fresh: dict[int, Sketch] = {}
         self._seen: list[tuple[str, Any]] = []
+        self._targets: list[int] = []
         self._clipping = 0
         self._in_backward = False
         self._before: dict[int, tuple[Sketch, Tensor | None, int | None]] = {}
@@ -124,12 +126,20 @@ class Recorder(StepListener):
         if self._parts:
             part.arrived.append(self._fresh)
             part.update.counts.append(self._take_counts())
+            part.update.targets, self._targets = part.update.targets + self._targets, []
         self._note_by_hand(result)
 
     def count(self, what: str, value: Any) -> None:
         """A number of tokens that the program itself counted since the last backward; a twin reports them."""
         if self._parts and not self._in_backward and self._inside is None:
             self._seen.append((what, value))
+
+    def note_targets(self, targets: Tensor) -> None:
+        """Ids that a loss or a gather was given since the last backward; a twin reports them."""
+        room = MOST_TARGETS - len(self._targets)
+        if self._parts and not self._in_backward and self._inside is None and room > 0:
+            with outside_modes():
+                self._targets += targets.flatten()[:room].tolist()
 
     def _take_counts(self) -> dict[str, float]:
         seen, self._seen = self._seen, []

@@ -33,6 +33,7 @@ class Update:
         clipped: as the optimizer saw them, where they were clipped.
         changes: parameters after the step minus before it, entries weighted by `sketches.sketch`.
         parts: per backward call the gradient it added, where asked for; `counts` the tokens beside it.
+        targets: ids that losses and gathers of the vocabulary were given, beside `parts`.
     """
 
     number: int
@@ -47,6 +48,7 @@ class Update:
     changes: dict[str, Sketch] = field(default_factory=dict)
     parts: list[dict[str, Sketch]] = field(default_factory=list)
     counts: list[dict[str, float]] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
 
     def drop_full(self) -> None:
         """Let go of the whole tensors; the sketches stay."""
@@ -64,6 +66,7 @@ class Update:
         self.changes = {**part.changes, **self.changes}
         self.parts += part.parts
         self.counts += part.counts
+        self.targets += part.targets
 
     @property
     def backward_calls(self) -> int:

@@ -26,6 +26,7 @@ from leanstep import units
 from leanstep.measure.drift import CONFIDENCE, first_divergence, paired_shift
 from leanstep.measure.parity import FACTOR, FLOOR
 from leanstep.prove.capture import Captured, Update
+from leanstep.prove.difference import of_the_gradient, of_the_optimizer
 from leanstep.prove.script_jobs import Job, run_job
 from leanstep.prove.sketches import Sketch, distance
 
@@ -71,6 +72,7 @@ class PairProof:
     parameters: int = 0
     notes: list[str] = field(default_factory=list)
     problem: str | None = None
+    kind: str = ""
     drift: dict[str, Any] | None = None
 
     @property
@@ -106,6 +108,8 @@ class PairProof:
         return (
             f"not the same update: first at step {first.step}, the {first.what}{where}{more}: "
             f"{first.error:.2g} from fp64, {first.reference_error:.2g} before, bound {first.bound:.2g}{also}"
+            + f". {self.kind[:1].upper()}{self.kind[1:]}"
+            * bool(self.kind)
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -116,6 +120,7 @@ class PairProof:
             "ok": self.ok,
             "verdict": self.sentence(),
             "problem": self.problem,
+            "kind": self.kind,
             "first": asdict(first) if first else None,
             "steps": self.steps,
             "iterations": self.iterations,
@@ -145,6 +150,17 @@ def prove_scripts(before: Job, after: Job, *, fork: bool = False, report: Any = 
         _keep_losses(proof, runs)
         raise
     judge(proof, runs["before"], runs["after"], runs["truth"])
+    first = proof.first
+    if first is None or proof.problem is not None:
+        return proof
+    mine, theirs = (runs[name].updates[first.step - 1] for name in ("before", "after"))
+    if any(row.what == "gradient" for row in proof.failed if row.step == first.step):
+        say("what kind of difference it is")
+        proof.kind = of_the_gradient(before, after, first.step, lambda job: run_job(job, fork=fork))
+    elif first.what != "loss" or any(row.what == "update" for row in proof.failed):
+        proof.kind = of_the_optimizer(mine, theirs)
+    else:
+        proof.kind = "another loss with the same gradient: a constant term, or another value for the log"
     return proof
 
 

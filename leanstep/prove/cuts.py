@@ -177,7 +177,7 @@ def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[
     if lacking:
         return _said(row, "missing", f"{lacking[0]} has a gradient in only one of them")
     names = list(mine.gradients)
-    a, b = _stacked(mine.gradients, names), _stacked(theirs.gradients, names)
+    a, b = stacked(mine.gradients, names), stacked(theirs.gradients, names)
     size = max(float(np.linalg.norm(a)), 1e-300)
     row.distance = float(np.linalg.norm(a - b)) / size
     if not math.isfinite(row.distance):
@@ -201,7 +201,7 @@ def _said(row: CutRow, kind: str, detail: str) -> CutRow:
     return row
 
 
-def _stacked(sketches: dict[str, Sketch], names: list[str]) -> Array:
+def stacked(sketches: dict[str, Sketch], names: list[str]) -> Array:
     parts = [sketches[name].projection if name in sketches else None for name in names]
     assert all(part is not None for part in parts)
     return np.concatenate([part for part in parts if part is not None])
@@ -226,7 +226,26 @@ def _factor_name(factor: float, first: list[Captured], other: list[Captured]) ->
     for value, meaning in known:
         if value != 1 and math.isclose(factor, value, rel_tol=1e-6):
             return f"{factor:.6g} = {meaning}"
+    counts = {
+        name: value
+        for captured in (*first, *other)
+        for name, value in _total_counts(captured.updates[0]).items()
+        if value > 0
+    }
+    for (name, value), (other_name, other_value) in itertools.permutations(counts.items(), 2):
+        if value != other_value and math.isclose(factor, value / other_value, rel_tol=1e-6):
+            numbers = f"{value:g} {name} / {other_value:g} {other_name}"
+            return f"{factor:.6g} = {numbers}: a mean over another number of tokens"
     return f"{factor:.6g}"
+
+
+def _total_counts(update: Update) -> dict[str, float]:
+    """What the program counted in all of its backward calls, by name."""
+    totals: dict[str, float] = {}
+    for counts in update.counts:
+        for name, value in counts.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
 
 
 def _by_weights(
@@ -238,12 +257,12 @@ def _by_weights(
         parts = [(u, k) for u in updates for k in range(len(u.parts)) if set(u.parts[k]) >= set(names)]
         if len(parts) < 2 or len(parts) < sum(len(u.parts) for u in updates):
             continue
-        matrix = np.stack([_stacked(u.parts[k], names) for u, k in parts], axis=1)
-        target = _stacked(whole[0].updates[0].gradients, names)
+        matrix = np.stack([stacked(u.parts[k], names) for u, k in parts], axis=1)
+        target = stacked(whole[0].updates[0].gradients, names)
         weights, *_ = np.linalg.lstsq(matrix, target, rcond=None)
         if np.linalg.norm(matrix @ weights - target) > 10 * limit * np.linalg.norm(target):
             continue
-        own = _stacked(updates[0].gradients, names)
+        own = stacked(updates[0].gradients, names)
         base, *_ = np.linalg.lstsq(matrix, own, rcond=None)
         row.weights = [float(w) for w in weights / np.where(base == 0, 1, base)]
         shown = ", ".join(f"{weight:.3g}" for weight in row.weights[:8])

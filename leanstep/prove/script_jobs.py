@@ -128,7 +128,9 @@ def capture_script(job: Job) -> Captured:
         raise Stop
 
     recorder = Recorder(job.steps, parts=job.parts, full=job.full, on_done=stop)
-    twin = Twin(dropout=job.dropout, count=recorder.count) if job.twin else None
+    twin = None
+    if job.twin:
+        twin = Twin(dropout=job.dropout, count=recorder.count, note_targets=recorder.note_targets)
 
     @contextlib.contextmanager
     def recorded() -> Iterator[None]:
@@ -142,7 +144,8 @@ def capture_script(job: Job) -> Captured:
         outcome = run_script(job.program, job.argv, recorded())
     captured = recorder.captured
     if outcome.exception is not None:
-        captured.error, captured.said = outcome.exception, outcome.said
+        place = f" ({outcome.where})" if outcome.where else ""
+        captured.error, captured.said = outcome.exception, outcome.said + place
     elif outcome.code:
         captured.error = f"exit code {outcome.code}"
     if twin is not None:

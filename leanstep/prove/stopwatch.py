@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanstep import units
 from leanstep.files import BadInput
+from leanstep.measure.busy import busy_processes
 from leanstep.measure.peaks import recorded_allocations
 from leanstep.prove.script_jobs import Job, free_port, module_path, rank_environment, seeded
 from leanstep.script.children import Child, ended_afterwards, how_it_ended, log_to, start, temporary_folder
@@ -98,16 +99,23 @@ def bench_scripts(
     *,
     budget_s: float = 20.0,
     min_rounds: int = MIN_ROUNDS,
+    beside: int = 0,
     fork: bool = False,
     report: Callable[[str, float], None] | None = None,
 ) -> PairBench:
-    """Measure both. Raises BadInput, in one line, for a script that ends before it could be measured."""
+    """Measure both. Raises BadInput, in one line, for a script that ends before it could be measured.
+
+    beside: how many other processes compute while the scripts are timed.
+    """
     say = report or (lambda what, share: None)
     result = PairBench(SideRow(before.label), SideRow(after.label))
     rows = [result.before, result.after]
     with temporary_folder() as folder:
         say("time", 0.0)
-        samples = _interleaved([before, after], rows, folder, (budget_s, min_rounds), fork, say)
+        with busy_processes(beside):
+            samples = _interleaved([before, after], rows, folder, (budget_s, min_rounds), fork, say)
+        if beside:
+            result.notes.append(f"timed beside {beside} busy process{'es' * (beside > 1)}")
         for row, values in zip(rows, samples, strict=True):
             ordered, last = sorted(values), len(values) - 1
             row.median_s = statistics.median(ordered)

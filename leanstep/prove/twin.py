@@ -27,6 +27,8 @@ from leanstep.script.syncs import RUNS_USER_CODE, run_under, torchs_own
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 HALF = (torch.float16, torch.bfloat16)
 _NOMINAL = "_leanstep_nominal"
+# A gather from fewer columns is no look-up of tokens.
+SMALLEST_VOCABULARY = 16
 # Methods that name a dtype in their own name.
 _CASTS: dict[Any, torch.dtype] = {
     Tensor.float: torch.float32,
@@ -55,15 +57,23 @@ class Twin:
     Args:
         dropout: False replaces dropout by the identity, for comparisons in which masks cannot be equal.
         count: called with (name, value) for every number of tokens that the program counts.
+        note_targets: called with the ids that losses and gathers of a vocabulary get.
 
     `fallbacks` names the ops that ran in fp32.
     """
 
-    def __init__(self, *, dropout: bool = True, count: Count | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        dropout: bool = True,
+        count: Count | None = None,
+        note_targets: Callable[[Tensor], None] | None = None,
+    ) -> None:
         self.default = torch.get_default_dtype()
         self.fallbacks: dict[str, int] = {}
         self.draws = 0
         self.count = count
+        self.note_targets = note_targets
         self.dropout = dropout
         self._off = 0
         self._rounds = 0
@@ -356,6 +366,11 @@ class _Ops(TorchDispatchMode):
             result = self._in_fp32(func, args, kwargs)
         if twin.count is not None:
             self._counted(func, args, result)
+        if twin.note_targets is not None:
+            targets = _targets_of(func._schema.name, args)
+            if targets is not None:
+                with twin.paused():
+                    twin.note_targets(targets)
         return result
 
     def _counted(self, func: Any, args: Any, result: Any) -> None:
@@ -425,3 +440,12 @@ class _Ops(TorchDispatchMode):
                     whole.copy_(low)
             return args[0] if isinstance(result, Tensor) else result
         return tree_map_only(Tensor, lambda t: t.double() if t.dtype is torch.float32 else t, result)
+
+
+def _targets_of(name: str, args: Any) -> Tensor | None:
+    """The ids that an op takes out of a vocabulary: one per row."""
+    if name == "aten::nll_loss_forward":
+        return args[1]
+    if name == "aten::gather" and args[2].shape[-1:] == (1,) and args[0].shape[-1] >= SMALLEST_VOCABULARY:
+        return args[2]
+    return None

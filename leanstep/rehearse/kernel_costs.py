@@ -543,6 +543,11 @@ def register_cost(name: str, cost: Cost) -> None:
     _costs[name] = cost
 
 
+def has_cost(name: str) -> bool:
+    """Whether a cost is registered under this name."""
+    return name in _costs
+
+
 def registered_cost(name: str, arguments: Mapping[str, Any]) -> tuple[Kernel, ...] | None:
     """What the registered function says of this launch, or None when there is none."""
     cost = _costs.get(name)

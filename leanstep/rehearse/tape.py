@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_map_only
 
 from leanstep.flops import CountCall, Counted, counter_of, operand_type
 from leanstep.rehearse import events
+from leanstep.rehearse.answers.custom_ops import ONE_PASS, body_of, needs_a_price
 from leanstep.rehearse.answers.in_place import REPLACED, as_on_a_device
 from leanstep.rehearse.events import Kernel
-from leanstep.rehearse.kernel_costs import FREE, kernels, registered_cost
+from leanstep.rehearse.kernel_costs import FREE, kernels, one_pass, registered_cost
 from leanstep.rehearse.lines import WORKSPACE, Lines, Place
 from leanstep.rehearse.out_of_memory import DeviceMemory
 from leanstep.rehearse.plans import MOST_PLANS, Arguments, Plan, Taped, plan_of
@@ -408,7 +409,8 @@ class Tape(TorchDispatchMode):
             kwargs["generator"] = None
         read = op_read(func._schema.name, args, kwargs)
         call = DeviceCall(func, name, args, kwargs, where, self.lines.place(), read)
-        answer = self._answer(call)
+        body = body_of(func)
+        answer = self._answer(call) if body is None else self._run_body(call, body)
         return self._on_device(call, given) if answer is NotImplemented else answer
 
     def _name(self, func: Any) -> str:
@@ -463,6 +465,27 @@ class Tape(TorchDispatchMode):
             self._wait_for(call, call.args)
             return NotImplemented
         return answer(self, call)
+
+    def _run_body(self, call: DeviceCall, body: Callable[..., Any]) -> Any:
+        """A custom op in Python: what its body does. A compiler does not look into it: it is in no region.
+
+        NotImplemented where the body needs what is not there, memory of the device or a binary.
+        """
+        taped, lines = self.recording.events, self.lines
+        start, outer, fixed = len(taped), self.in_registers, lines.fixed
+        self.in_registers = False
+        if fixed is not None:
+            lines.fixed = (fixed[0], 0)
+        try:
+            with self:
+                return body(*call.args, **call.kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            taped[start:] = [e for e in taped[start:] if isinstance(e, events.Alloc | events.Free)]
+            return NotImplemented
+        finally:
+            self.in_registers, lines.fixed = outer, fixed
 
     def _wait_for(self, call: DeviceCall, tensors: Any) -> None:
         """The host waits if the call is a read and one of these tensors is on the device."""
@@ -619,6 +642,9 @@ class Tape(TorchDispatchMode):
         if made is None:
             before, after = [shape_of(t) for t in reads], [shape_of(t) for t in writes]
             made = tuple(kernels(name, before, after, _info(named)))
+            if needs_a_price(func):
+                made = (one_pass(name, [*before, *after]),)
+                self.notes[f"custom op {func._schema.name}: {ONE_PASS}"] += 1
         return made, self._count(call, outs) if func.namespace == "aten" else _counted_in(made)
 
     def _count(self, call: DeviceCall, outs: Tensors) -> tuple[Counted, ...]:

@@ -57,10 +57,13 @@ def judge(
         "lines": _lines(recording, device),
         "syncs": [
             {"line": g.line, "kind": g.kind, "count": g.count, "saved_ms": g.saved_ms}
-            for g in what_if.sync_gains(recording, device)
+            for g in what_if.sync_gains(recording, device, timing)
         ],
         "what_if": _what_if(recording, device, memory, timing),
-        "devices": [_summary(recording, other) for other in devices],
+        "devices": [
+            _summary(device, memory, timing),
+            *(_summary(other, *_on(recording, other)) for other in devices[1:]),
+        ],
         "assumed": [
             {"line": place(a.line), "kind": a.kind, "count": a.count, "value": a.value}
             for a in recording.assumed
@@ -199,8 +202,8 @@ def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timin
         return found
 
     def milliseconds(transform: what_if.Transform) -> float | None:
-        then = what_if.last_step(recording, device, transform)
-        return then.step_s * 1e3 if then is not None else None
+        then = what_if.last_step_seconds(recording, device, transform)
+        return then * 1e3 if then is not None else None
 
     found["no_syncs_ms"] = milliseconds(what_if.without_waits())
     # A call that was not run has no neighbours to fuse.
@@ -212,10 +215,14 @@ def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timin
     return found
 
 
-def _summary(recording: Recording, device: Device) -> Data:
-    """One device of the comparison: the same recording on its figures."""
+def _on(recording: Recording, device: Device) -> tuple[Memory, Timing | None]:
+    """The same recording on the figures of another device."""
     memory = memory_of(recording, device.memory_bytes, device.context_bytes, points=1)
-    timing = what_if.last_step(recording, device)
+    return memory, what_if.last_step(recording, device)
+
+
+def _summary(device: Device, memory: Memory, timing: Timing | None) -> Data:
+    """One device of the comparison."""
     return {
         "device": device.key,
         "name": device.name,

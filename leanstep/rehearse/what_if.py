@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from leanstep.rehearse.cuda_allocator import Replay, place, replay
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import (
+    Alloc,
     Event,
     Extrapolated,
+    Free,
     HostWait,
     Kernel,
     Launch,
@@ -25,7 +27,7 @@ from leanstep.rehearse.events import (
     Step,
     Storage,
 )
-from leanstep.rehearse.time_model import HostCosts, Timing, element_bytes, time_steps
+from leanstep.rehearse.time_model import Clock, HostCosts, Timing, element_bytes, time_steps
 
 # Kernels that a compiler merges into its neighbours.
 _MERGED = frozenset(
@@ -48,17 +50,39 @@ def last_step(
     transform: changes the events of a step before they are played. compiled: regions that torch.compile
     captured are fused; False plays their calls one by one.
     """
-    if not recording.steps:
+    played, ends = _last_steps(recording, transform, compiled)
+    if not played:
         return None
+    return time_steps(played, ends, device, costs or HostCosts.of(recording.request.host_us))[-1]
+
+
+def last_step_seconds(recording: Recording, device: Device, transform: Transform) -> float | None:
+    """`last_step(...).step_s` alone: a long iteration is replayed once for each change that is looked at."""
+    played, ends = _last_steps(recording, transform)
+    if not played:
+        return None
+    clock = Clock(device, costs=HostCosts.of(recording.request.host_us))
+    began_at = ends[0] if len(ends) > 1 else 0
+    for event in played[:began_at]:
+        clock.play(event)
+    began = clock.now
+    for event in played[began_at:]:
+        clock.play(event)
+    return clock.now - began
+
+
+def _last_steps(
+    recording: Recording, transform: Transform | None, compiled: bool = True
+) -> tuple[list[Event], list[int]]:
+    """The events of the last two steps that take time, and where each step ends."""
     played: list[Event] = []
     ends = []
     for step in recording.steps[-2:]:
         part = step_events(recording, step, compiled)
-        played += transform(part) if transform is not None else part
+        part = transform(part) if transform is not None else part
+        played += [event for event in part if not isinstance(event, Alloc | Free)]
         ends.append(len(played))
-    if not played:
-        return None
-    return time_steps(played, ends, device, costs or HostCosts.of(recording.request.host_us))[-1]
+    return played, ends
 
 
 def step_events(recording: Recording, step: Step, compiled: bool = True) -> Sequence[Event]:
@@ -216,9 +240,11 @@ class SyncGain:
     saved_ms: float
 
 
-def sync_gains(recording: Recording, device: Device, at_most: int = 8) -> list[SyncGain]:
-    """Each line that waits in the last step, and what the step gains when that line alone no longer does."""
-    now = last_step(recording, device)
+def sync_gains(recording: Recording, device: Device, now: Timing | None, at_most: int = 8) -> list[SyncGain]:
+    """Each line that waits in the last step, and what the step gains when that line alone no longer does.
+
+    now: the last step as it is.
+    """
     if now is None:
         return []
     step = recording.steps[-1]
@@ -228,8 +254,8 @@ def sync_gains(recording: Recording, device: Device, at_most: int = 8) -> list[S
             counts[place(event.line), event.kind] += 1
     found = []
     for (line, kind), count in counts.most_common(at_most):
-        then = last_step(recording, device, without_waits(line))
-        saved = (now.step_s - then.step_s) * 1e3 if then is not None else 0.0
+        then = last_step_seconds(recording, device, without_waits(line))
+        saved = (now.step_s - then) * 1e3 if then is not None else 0.0
         found.append(SyncGain(line, kind, count, max(0.0, saved)))
     return sorted(found, key=lambda gain: -gain.saved_ms)
 

@@ -99,15 +99,20 @@ def render(data: Data) -> str:
         "time_text": time_text,
         "json_block": json_block,
     }
-    return environment.get_template("page.html.j2").render(
-        view=sections.view(data["sections"]),
-        data=data,
-        written=data.get("written", ""),
-        version=leanstep.__version__,
-        style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
-        script=(TEMPLATES / "page.js").read_text(encoding="utf-8"),
-        plotly=_plotly_script(),
+    template, shown = (
+        environment.get_template("page.html.j2"),
+        {
+            "view": sections.view(data["sections"]),
+            "data": data,
+            "written": data.get("written", ""),
+            "version": leanstep.__version__,
+            "style": (TEMPLATES / "page.css").read_text(encoding="utf-8"),
+            "script": (TEMPLATES / "page.js").read_text(encoding="utf-8"),
+        },
     )
+    page = template.render(shown, plotly="")
+    # plotly is 4.7 MB: only where there is something to draw.
+    return template.render(shown, plotly=_plotly_script()) if 'class="chart' in page else page
 
 
 def json_block(value: Any) -> Markup:

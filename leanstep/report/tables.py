@@ -13,7 +13,11 @@ from leanstep import units
 
 def bench_table(result: dict[str, Any]) -> Group:
     machine = f"torch {result['torch']} · {result['device']}, {result['threads']} threads"
+    if result.get("omp_wait_policy"):
+        machine += f" (OMP_WAIT_POLICY={result['omp_wait_policy']})"
     title = f"{result['case']} · {result['size']} · {machine}"
+    if result.get("beside"):
+        title += f" · beside {result['beside']} busy process{'es' * (result['beside'] > 1)}"
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("implementation", "kind"):
         table.add_column(name)

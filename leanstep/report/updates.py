@@ -26,9 +26,9 @@ def _notes(result: Data) -> list[Text]:
 
 
 def _judged(title: str, table: Table, result: Data) -> Group:
-    """A title, the rows, the notes and the verdict in its colour."""
-    verdict = Text(result["verdict"], style="green" if result["ok"] else "bold red")
-    return Group(Text(title, style="bold"), table, *_notes(result), verdict)
+    """A title, the rows, the notes and the verdict; one that is not good is the command's last line."""
+    verdict = [Text(result["verdict"], style="green")] if result["ok"] else []
+    return Group(Text(title, style="bold"), table, *_notes(result), *verdict)
 
 
 def _with_notes(lines: list[str], result: Data) -> str:

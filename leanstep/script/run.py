@@ -24,7 +24,7 @@ from typing import Any
 
 from leanstep.escape import printable
 from leanstep.files import BadInput
-from leanstep.script.lines import LEANSTEP_FOLDER, TORCH_FOLDER
+from leanstep.script.lines import LEANSTEP_FOLDER, TORCH_FOLDER, USER, nearest_line, traceback_frames
 
 # Files of torch through which a mode passes an op on; without the mode their frames are not on the stack.
 _PASSED_ON = (f"{TORCH_FOLDER}_ops.py", f"{TORCH_FOLDER}overrides.py")
@@ -45,11 +45,13 @@ class _Left(BaseException):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the script ended: its exit code, and its exception's name and what it says in one line, if any."""
+    """How the script ended: its exit code; of an exception its name, what it says in one line, and the file
+    and line of the script's own code."""
 
     code: int = 0
     exception: str | None = None
     said: str = ""
+    where: str = ""
     stopped: bool = False
 
 
@@ -241,7 +243,8 @@ def _run(program: Program, argv: Sequence[str], context: AbstractContextManager[
         return Outcome(130, "KeyboardInterrupt", one_line(error))
     except BaseException as error:
         _print_traceback(error)
-        return Outcome(1, type(error).__name__, one_line(error))
+        line = nearest_line(traceback_frames(error.__traceback__), USER)
+        return Outcome(1, type(error).__name__, one_line(error), where="" if line is None else line.place)
     return Outcome()
 
 

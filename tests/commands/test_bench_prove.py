@@ -80,6 +80,7 @@ def test_bench_exits_1_and_prints_no_ratio_when_a_fast_path_is_broken(broken, ca
         (["bench", "toy", "--sweep", "depth=1"], "--sweep: toy has no parameter 'depth'"),
         (["bench", "toy", "--sweep", "rows=many"], "--sweep: expected a number, got 'many'"),
         (["bench", "toy", "--budget", "0"], "--budget: expected seconds above 0, got 0.0"),
+        (["bench", "toy", "--beside", "-1"], "--beside: expected a number of processes, 0 or more, got -1"),
         (["bench", "toy", "--device", "tpu"], "--device:"),
         (["bench", "toy", "--dtype", "fp8"], "--dtype: no dtype 'fp8'; it takes fp64, fp32, fp16, bf16"),
         (["bench", "toy", "--dtype", "fp32,bf16"], "--dtype: expected one dtype, got 'fp32,bf16'"),
@@ -112,6 +113,13 @@ def test_a_dtype_is_measured_proven_and_named(toy, capsys):
     plain = next(row for row in result["rows"] if row["impl"] == "reference")
     # Far above what fp32 rounds, far below a wrong answer.
     assert 1e-4 < plain["max_error"] < 2e-2
+
+
+def test_a_bench_beside_busy_processes_says_so(toy, capsys):
+    assert run(["bench", "toy", "--budget", "0.01", "--beside", "1", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["beside"] == 1
+    assert "· beside 1 busy process" in " ".join(captured.err.split())
 
 
 def test_version_and_help(capsys):

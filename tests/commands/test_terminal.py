@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 from rich.console import Console
 
+from leanstep.commands import terminal
 from leanstep.commands.terminal import progress_bar, say_above
 
 
@@ -26,3 +28,15 @@ def test_a_terminal_shows_the_figures(capsys):
         say_above(console, "hello [bracketed]")
     err = capsys.readouterr().err
     assert "3/10 loss 1.2346 · 12,346 tok/s" in err and "gpt" in err and "hello [bracketed]" in err
+
+
+def test_long_work_says_what_is_running_without_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "PLAIN_LINE_S", 0.05)
+    written = threading.Event()
+    monkeypatch.setattr(terminal, "print", lambda text, **options: (lines.append(text), written.set()), False)
+    lines: list[str] = []
+    with progress_bar(Console(file=sys.stdout), "prove", plain_lines=True) as report:
+        report("train.py in fp64", 0.5)
+        assert written.wait(30)
+    assert lines[0].startswith("prove: train.py in fp64, 0 s, about 0 s left")
+    assert capsys.readouterr().out == ""

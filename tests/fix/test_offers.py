@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def not_timed(before, after, settings) -> PairBench:
 
 def fixes_of(script: Path, *rules: str):
     """Not timed. In a process of its own: forks of a test session are slow and inherit what it left."""
-    return call_in_child(find_fixes, script, (), Settings(rules, budget_s=0, fork=True))
+    return call_in_child(find_fixes, script, (), Settings(rules, timing_s=0, fork=True))
 
 
 def test_a_project_is_repaired_in_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -188,3 +189,14 @@ def test_bad_input_is_one_line(tmp_path: Path, capfd, monkeypatch, words: list[s
     monkeypatch.chdir(tmp_path)
     assert cli.run(["fix", *words]) == 2
     assert line in capfd.readouterr().err
+
+
+def test_the_budget_ends_a_repair_and_everything_else(tmp_path: Path):
+    with pytest.raises(offers._TimeIsUp), offers._until(time.monotonic() + 0.05):
+        time.sleep(60)
+    with pytest.raises(offers._TimeIsUp), offers._until(time.monotonic()):
+        raise AssertionError("no time, no work")
+    script = tmp_path / "train.py"
+    script.write_text("import time\ntime.sleep(60)\n", encoding="utf-8")
+    with pytest.raises(BadInput, match=r"--budget: train.py was not diagnosed within 1 seconds"):
+        find_fixes(script, (), Settings(budget_s=1.0, fork=True))

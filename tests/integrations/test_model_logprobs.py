@@ -96,8 +96,17 @@ def test_logits_to_keep_means_the_last_tokens():
     torch.testing.assert_close(
         model_logprobs(model, ids, attention[:, -5:] * 0 + 1, attention_mask=attention), last
     )
-    with pytest.raises(ValueError, match="logits_to_keep: expected None beside a mask"):
-        model_logprobs(model, ids, attention, logits_to_keep=6)
+    both = model_logprobs(model, ids, attention, attention_mask=attention, logits_to_keep=6)
+    torch.testing.assert_close(both, whole[:, -5:] * attention[:, -5:])
+
+
+def test_labels_may_differ_from_the_tokens():
+    model, (ids, attention, mask) = causal_lm("llama"), padded()
+    labels = torch.where(mask, ids.flip(1), -100)
+    ours = model_logprobs(model, ids, mask, targets=labels, attention_mask=attention)
+    log_p = model(input_ids=ids, attention_mask=attention).logits[:, :-1].log_softmax(-1)
+    theirs = log_p.gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0] * mask[:, 1:]
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_autocast_around_the_call_chooses_the_operands():

@@ -164,13 +164,13 @@ def test_every_term_equals_the_loops(backend, form, seed):
         )
 
 
-def test_compact_and_dense_layouts_agree():
+def compact_batch(config):
+    """Contexts with few gists, which the loss looks up instead of comparing every position."""
     from dataclasses import replace
 
     from leanstep.lens.closed_form import can_compact
     from leanstep.lens.contexts import sample_variants
 
-    config = LensConfig(block_size=4, max_lod=2)
     generator = torch.Generator().manual_seed(3)
     samples = []
     for _ in range(5):
@@ -179,6 +179,30 @@ def test_compact_and_dense_layouts_agree():
         samples.append([replace(v, loss=x) for v, x in zip(variants, losses, strict=True)])
     batch = LensBatch.from_variants(samples, config, num_tokens=400)
     assert can_compact(batch, config)
+    return batch
+
+
+def test_a_lookup_of_few_values_wakes_no_second_thread(monkeypatch):
+    config = LensConfig(block_size=4, max_lod=2)
+    batch = compact_batch(config)
+    lookup, threads = torch.searchsorted, []
+    monkeypatch.setattr(
+        torch, "searchsorted", lambda *args: threads.append(torch.get_num_threads()) or lookup(*args)
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        lens_loss(torch.randn(batch.pos.shape).tanh().requires_grad_(), batch, config)
+        assert threads == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_compact_and_dense_layouts_agree():
+    from dataclasses import replace
+
+    config = LensConfig(block_size=4, max_lod=2)
+    batch = compact_batch(config)
     dense = replace(batch, gists=None)
     x = torch.randn(batch.pos.shape, dtype=torch.float64).tanh().requires_grad_()
     a, b = lens_loss(x, batch, config), lens_loss(x, dense, config)

@@ -48,6 +48,7 @@ def together():
     reading, broken = implementation("syncing", syncing), implementation("broken", wrong_gradient)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(side_by_side, "MIN_BOX_S", 1_000.0)
+        patch.delenv("OMP_WAIT_POLICY", raising=False)
         return rows_of(
             toy_case("toy", implementation("fast", fast), reading, broken, sized, annotate=annotate)
         )

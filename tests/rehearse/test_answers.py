@@ -33,6 +33,10 @@ def test_the_process_is_rank_0_of_eight(said):
     assert said["world"] == [0, 8]
 
 
+def test_a_group_has_the_backend_that_was_asked_for(said):
+    assert said["backends"] == ["nccl", "gloo"]
+
+
 def test_ddp_reduces_every_gradient_once_in_buckets(answers):
     reduced = [k for k in kernels_at(answers, "reduced") if k.kind == "collective"]
     assert [(k.name, k.nbytes, k.sizes) for k in reduced] == [

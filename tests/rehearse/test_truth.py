@@ -28,7 +28,9 @@ def peaks(tmp_path_factory):
     more = ["trainers"] if all(importlib.util.find_spec(name) for name in PACKAGES) else []
     real = subprocess.run(
         [sys.executable, str(script), "cpu", *more],
-        **{"capture_output": True, "text": True, "check": True, "timeout": 250},
+        capture_output=True,
+        text=True,
+        check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     fake = run_script(script, "cuda", *more, capture=tmp_path_factory.mktemp("truth"), steps=1000)

@@ -82,7 +82,7 @@ def test_without_its_waits_a_step_is_never_longer_and_a_line_is_found_by_name():
     assert now is not None and free is not None and other is not None
     assert free.step_s < now.step_s == other.step_s
     assert free.waits == 0 and now.waits == 3
-    (gain,) = what_if.sync_gains(made, H100)
+    (gain,) = what_if.sync_gains(made, H100, now)
     assert (gain.line, gain.kind, gain.count) == ("train.py:5 main", "item", 3)
     assert gain.saved_ms == pytest.approx((now.step_s - free.step_s) * 1e3)
 

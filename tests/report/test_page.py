@@ -187,3 +187,12 @@ def test_a_sweep_is_drawn_against_what_the_device_has_room_for():
     assert table["columns"][:4] == ["implementation", "response frac", "peak bytes", "h200 fits"]
     assert table["rows"][0][:5] == ["reference", "1", "176 GiB", "no", "-"]
     assert table["rows"][-1][-1] == "trl is not installed"
+
+
+def test_a_page_without_charts_is_small(full_page: Path, tmp_path: Path):
+    """Charts bring plotly's 4.7 MB along; tables do not."""
+    path = tmp_path / "small.html"
+    page.add_section(path, "prove", samples.prove_result(ok=False))
+    assert path.stat().st_size < 200_000
+    assert "plotly.js" not in path.read_text(encoding="utf-8")
+    assert "plotly.js" in full_page.read_text(encoding="utf-8")

@@ -26,6 +26,7 @@ class Habits:
         self.attention: dict[Site, Tally] = {}
         self.doubles: dict[Site, Tally] = {}
         self.clones: dict[Site, Tally] = {}
+        self.indexed: dict[Site, Tally] = {}
         self.retained: dict[Site, Tally] = {}
         # Products of two activations, and what was computed from them elementwise: storage -> keys.
         self._scores: dict[int, int] = {}

@@ -239,6 +239,18 @@ def on_clone(state: StepState, op: OpRun) -> None:
             state.habits.on_clone(source, out, op.site)
 
 
+def on_index(state: StepState, op: OpRun) -> None:
+    """weight[ids]: rows of a matrix by integer ids, with a gradient to come."""
+    if not op.direct or op.in_engine or op.phase != FORWARD or not op.created_node or op.flags & IN_LEANSTEP:
+        return
+    source, indices = op.args[0], op.args[1]
+    if len(indices) != 1 or indices[0] is None or indices[0].dtype not in (torch.int64, torch.int32):
+        return
+    if source.dim() == 2 and source.untyped_storage()._cdata in state.run.parameters:
+        shape = f"{list(source.shape)}[{list(indices[0].shape)}]"
+        tally(state.habits.indexed, op.site, op.outs[0].nbytes, 1, shape)
+
+
 def on_add(state: StepState, op: OpRun) -> None:
     if not op.direct or op.written_bytes < state.run.layout_bytes:
         return
@@ -278,6 +290,7 @@ HANDLERS: dict[str, Handler] = {
     ),
     **dict.fromkeys(INTO_ZEROS, on_write_into_zeros),
     "clone": on_clone,
+    "index": on_index,
     **dict.fromkeys(("add", "add_", "sub", "sub_", "copy_"), on_add),
     **dict.fromkeys(
         ("_foreach_add_", "_foreach_add", "_foreach_sub_", "_foreach_sub", "_foreach_copy_"), on_foreach_add

@@ -331,6 +331,7 @@ class StepState:
             attention=self.habits.attention,
             doubles=self.habits.doubles if self._is_narrower() else {},
             clones=self.habits.clones,
+            indexed=self.habits.indexed,
             retained=self.habits.retained,
             compiled=self.compiled,
             again=self.again,

@@ -222,6 +222,7 @@ class _OnTape:
         for node in self.constants:
             values[node] = operator.attrgetter(str(node.target))(self.graph)
         lines, tape = self.tape.lines, self.tape
+        outer = lines.fixed, tape.in_registers  # of a custom op with a compiled body
         try:
             for call in self.calls:
                 lines.fixed, tape.in_registers = (call.line, self.number), call.in_registers
@@ -231,7 +232,7 @@ class _OnTape:
                 for node in call.ends:
                     del values[node]
         finally:
-            lines.fixed, tape.in_registers = None, False
+            lines.fixed, tape.in_registers = outer
         return _with_values(self.output.args[0], values)
 
 

@@ -88,8 +88,23 @@ def _answer_stage(module: Any, objects: _Objects) -> None:
 
 
 def _note_schedule(tape: Tape, module: Any) -> None:
+    if hasattr(module, "_build_p2p_edge_groups"):  # since torch 2.15
+        module._build_p2p_edge_groups = _with_fake_group(module._build_p2p_edge_groups)
     for schedule in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
         schedule.__init__ = _noted(tape, schedule.__init__)
+
+
+def _with_fake_group(build: Any) -> Any:
+    """A fake group cannot be split: with it torch uses the group of all stages for every pair of ranks."""
+
+    def edges(*args: Any) -> Any:
+        answer, dist.get_backend = dist.get_backend, dist.distributed_c10d.get_backend
+        try:
+            return build(*args)
+        finally:
+            dist.get_backend = answer
+
+    return edges
 
 
 def _noted(tape: Tape, build: Any) -> Any:

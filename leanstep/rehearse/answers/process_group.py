@@ -62,9 +62,10 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
     torch.nn.parallel.DistributedDataParallel = _ddp_class(tape)  # pyright: ignore[reportAttributeAccessIssue]
     if not dist.is_available():
         return
-    start = dist.init_process_group
+    start, another = dist.init_process_group, dist.new_group
+    backends: dict[Any, str] = {}  # group -> what the program asked for
 
-    def init_process_group(*_: Any, **given: Any) -> None:
+    def init_process_group(backend: str | None = None, *_: Any, **given: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         size = int(os.environ.get("WORLD_SIZE") or (given.get("world_size") or ranks))
@@ -74,12 +75,20 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
             importlib.import_module("torch.distributed._tools.fake_collectives")
         if not dist.is_initialized():
             start("fake", store=FakeStore(), rank=rank, world_size=size)
+            backends[dist.group.WORLD] = str(backend or dist.Backend.UNDEFINED).lower()
         tape.ranks = size
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **given: Any) -> Any:
-        return another(ranks, timeout, "fake", **given)  # gloo beside NCCL, as programs ask for flags
+        group = another(ranks, timeout, "fake", **given)  # gloo beside NCCL, as programs ask for flags
+        backends[group] = str(backend or backends[dist.group.WORLD]).lower()
+        return group
 
-    another = dist.new_group
+    def get_backend(group: Any = None) -> str:
+        real = dist.distributed_c10d.get_backend(group)
+        return backends.get(group or dist.group.WORLD, backends.get(dist.group.WORLD, real))
+
+    # torch's own functions, which must know that the group is fake, call the one of distributed_c10d.
+    dist.get_backend = get_backend
     # A mesh starts the group itself where the program has not.
     for module in (dist, dist.distributed_c10d, dist.device_mesh):
         for name, answer in (("init_process_group", init_process_group), ("new_group", new_group)):

@@ -18,6 +18,7 @@ from leanstep.rehearse.events import Kernel
 seen = {}
 dist.init_process_group("nccl")
 seen["world"] = [dist.get_rank(), dist.get_world_size()]
+seen["backends"] = [dist.get_backend(), dist.get_backend(dist.new_group(backend="gloo"))]
 
 # A fresh bucket for each 25 MiB; 40 MiB of gradients in 10 matrices.
 wide = DistributedDataParallel(

@@ -1,0 +1,393 @@
+"""`log_softmax(model(...).logits).gather(tokens)` of a padded batch becomes `model_logprobs(model, ...)`.
+
+A scoring function calls a model of transformers, cuts its logits by one position and gathers the log-probs of
+the tokens, by itself or in functions that it calls. Its statements are followed one after the other; the
+model's call becomes `leanstep.model_logprobs` with the same arguments, and statements that only served the
+logits go. The mask is the one that the result is multiplied with, or one that all callers have at hand: then
+the function gets a parameter for it. Whether a mask is the right one is decided by the proof.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import libcst as cst
+
+from leanstep.fix.source_edits import Edit, NotUnderstood, Source, Statement, is_plain, keyword
+
+Repair = tuple[str, tuple[Edit, ...]]
+NAME = "model_logprobs"
+_SAME_VALUES = ("to", "float", "contiguous", "long", "double", "unsqueeze", "squeeze", "clone", "detach")
+_LOG_SOFTMAX = ("torch.nn.functional.log_softmax", "torch.log_softmax")
+# Masks of something else than the tokens that are trained on.
+_OTHER_MASKS = re.compile("atten|attn|pad|prompt|causal", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Output:
+    """What the model returned."""
+
+    call: cst.Call
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Its logits: divided by `temperature`, without the last position when `cut`, the last `keep` of them."""
+
+    call: cst.Call
+    temperature: str | None = None
+    cut: bool = False
+    keep: bool = False
+    is_log_softmax: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids or a mask by the code that gives [B, T]; without the first position when `shifted`."""
+
+    code: str
+    shifted: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probs of `tokens`, gathered from `logits`."""
+
+    logits: Logits
+    tokens: Tokens
+
+
+Value = Output | Logits | Tokens | LogProbs | None
+
+
+@dataclass
+class Scoring:
+    """A function that scores tokens, and where it does so."""
+
+    source: Source
+    function: cst.FunctionDef
+    model_statement: Statement
+    last_statement: Statement
+    log_probs: LogProbs
+    functions: set[str] = field(default_factory=set)
+    mask: str | None = None
+
+
+def logprobs_of_the_model(sources: Sequence[Source], source: Source, statement: Statement) -> list[Repair]:
+    """Repairs of a finding on vocabulary-wide tensors on this line; with a mask first."""
+    inside = source.enclosing(statement, cst.FunctionDef)
+    if inside is None:
+        raise NotUnderstood("the logits are not scored in a function")
+    for candidate in sources:
+        for function in candidate.all(cst.FunctionDef):
+            scoring = _Follower(sources, candidate, function).scoring()
+            if scoring is not None and (function is inside or inside.name.value in scoring.functions):
+                return _repairs(sources, scoring)
+    raise NotUnderstood("no function that gathers log-probs from the logits of a transformers model")
+
+
+class _Follower:
+    """Follows the statements of a function, and what its names stand for."""
+
+    def __init__(self, sources: Sequence[Source], source: Source, function: cst.FunctionDef) -> None:
+        self.sources, self.source, self.function = sources, source, function
+        self.names: dict[str, Value] = {}
+        self.called: set[str] = set()
+        self.masks: list[str] = []
+
+    def scoring(self) -> Scoring | None:
+        body = self.function.body.body
+        model_statement, found = None, None
+        for statement in body:
+            if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+                if model_statement is not None and found is None:
+                    return None
+                continue
+            value = self._run(statement.body[0])
+            if isinstance(value, (Output, Logits)) and model_statement is None:
+                model_statement = statement
+            if isinstance(value, LogProbs) and found is None:
+                found = Scoring(self.source, self.function, model_statement or statement, statement, value)
+        if found is None or not found.log_probs.logits.cut:
+            return None
+        found.functions, found.mask = self.called, (self.masks or [None])[0]
+        return found
+
+    def _run(self, small: cst.CSTNode) -> Value:
+        if isinstance(small, cst.Return) and small.value is not None:
+            return self.value(small.value)
+        if isinstance(small, cst.Assign) and len(small.targets) == 1:
+            target = small.targets[0].target
+            if isinstance(target, cst.Name):
+                value = self.value(small.value)
+                self.names[target.value] = value
+                return value
+        return None
+
+    def value(self, node: cst.BaseExpression) -> Value:
+        """What an expression stands for; None: nothing known."""
+        if isinstance(node, cst.Name):
+            return self.names.get(node.value, Tokens(node.value))
+        if isinstance(node, cst.Attribute):
+            value = self.value(node.value)
+            if isinstance(value, Output):
+                return Logits(value.call) if node.attr.value == "logits" else None
+            return Tokens(self.source.text(node)) if is_plain(node) else None
+        if isinstance(node, cst.Subscript):
+            return self._subscript(node)
+        if isinstance(node, cst.BinaryOperation):
+            return self._arithmetic(node)
+        return self._call(node) if isinstance(node, cst.Call) else None
+
+    def _arithmetic(self, node: cst.BinaryOperation) -> Value:
+        """logits / temperature, log_probs * mask."""
+        left, right = self.value(node.left), self.value(node.right)
+        if isinstance(node.operator, cst.Divide) and isinstance(left, Logits) and left.temperature is None:
+            return replace(left, temperature=self.source.text(node.right))
+        if isinstance(node.operator, cst.Multiply) and isinstance(left, LogProbs):
+            if isinstance(right, Tokens) and right.shifted:
+                self.masks.append(right.code)
+            return left
+        return None
+
+    def _subscript(self, node: cst.Subscript) -> Value:
+        value = self.value(node.value)
+        text = self.source.text(node)[len(self.source.text(node.value)) :].replace(" ", "")
+        if isinstance(value, Output):
+            return Logits(value.call) if text in ('["logits"]', "['logits']", "[0]") else None
+        if isinstance(value, Logits):
+            if text in ("[:,:-1]", "[:,:-1,:]", "[...,:-1,:]") and not value.cut:
+                return replace(value, cut=True)
+            # The last tokens: with logits_to_keep the model has cut them already.
+            kept = re.fullmatch(r"\[(?::|\.\.\.),-[\w.]+:(?:,:)?\]", text)
+            return replace(value, keep=True) if kept else None
+        if isinstance(value, Tokens) and not value.shifted and not value.last:
+            if text in ("[:,1:]", "[...,1:]"):
+                return replace(value, shifted=True)
+            if re.fullmatch(r"\[(?::|\.\.\.),-[\w.]+:\]", text):
+                return replace(value, last=True)
+            if re.fullmatch(r"\[(?:\"\w+\"|'\w+')\]", text):
+                return Tokens(self.source.text(node))
+        return None
+
+    def _call(self, node: cst.Call) -> Value:
+        function, names = node.func, self.source.qualified(node)
+        if names & set(_LOG_SOFTMAX) and node.args:
+            return _softmaxed(self.value(node.args[0].value))
+        if "torch.gather" in names and node.args:
+            return self._gathered(self.value(node.args[0].value), node)
+        if isinstance(function, cst.Attribute):
+            name = function.attr.value
+            if name == "forward" and is_plain(function.value):
+                return Output(node) if _is_model_call(node) else None
+            if name in (*_SAME_VALUES, "log_softmax", "gather"):
+                value = self.value(function.value)
+                if name == "log_softmax":
+                    return _softmaxed(value)
+                return self._gathered(value, node) if name == "gather" else value
+        elif isinstance(function, cst.Name):
+            helper = self._helper(function.value)
+            if helper is not None:
+                return self._followed(*helper, node)
+            return Output(node) if _is_model_call(node) else None
+        return None
+
+    def _gathered(self, value: Value, node: cst.Call) -> Value:
+        index = keyword(node, "index")
+        given = index.value if index is not None else node.args[-1].value
+        tokens = self.value(given)
+        if isinstance(value, Logits) and value.is_log_softmax and isinstance(tokens, Tokens):
+            return LogProbs(value, tokens)
+        return None
+
+    def _helper(self, name: str) -> tuple[Source, cst.FunctionDef] | None:
+        for source in (self.source, *self.sources):
+            for function in source.module.body:
+                if isinstance(function, cst.FunctionDef) and function.name.value == name:
+                    return source, function
+        return None
+
+    def _followed(self, source: Source, function: cst.FunctionDef, node: cst.Call) -> Value:
+        """What a function of the user's returns for these arguments."""
+        inner = _Follower(self.sources, source, function)
+        parameters = [parameter.name.value for parameter in function.params.params]
+        for number, arg in enumerate(node.args):
+            name = arg.keyword.value if arg.keyword is not None else (parameters[number:] or [""])[0]
+            inner.names[name] = self.value(arg.value)
+        if function is self.function or not any(isinstance(v, Logits) for v in inner.names.values()):
+            return None
+        value: Value = None
+        for statement in function.body.body:
+            if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
+                value = inner._run(statement.body[0])
+        self.called |= {function.name.value, *inner.called}
+        return value
+
+
+def _softmaxed(value: Value) -> Value:
+    return replace(value, is_log_softmax=True) if isinstance(value, Logits) else None
+
+
+def _is_model_call(node: cst.Call) -> bool:
+    """A model's call names its input_ids."""
+    return keyword(node, "input_ids") is not None and not any(arg.star for arg in node.args)
+
+
+def _repairs(sources: Sequence[Source], scoring: Scoring) -> list[Repair]:
+    source, logits, tokens = scoring.source, scoring.log_probs.logits, scoring.log_probs.tokens
+    if logits.keep and keyword(logits.call, "logits_to_keep") is None:
+        raise NotUnderstood("the last logits are taken without logits_to_keep")
+    if not tokens.shifted and not tokens.last:
+        raise NotUnderstood("the tokens are not shifted by one position")
+    ids = keyword(logits.call, "input_ids")
+    assert ids is not None
+    options = {} if logits.temperature is None else {"temperature": logits.temperature}
+    if source.text(ids.value) != tokens.code:
+        options["targets"] = tokens.code
+    if not _known_before(scoring, [*options.values(), scoring.mask or ""]):
+        raise NotUnderstood("the mask, the labels or the temperature are made behind the model's call")
+    imports = source.import_line("leanstep", NAME)
+    title = f"log-probs without the logits: {NAME}"
+    repairs = []
+    if scoring.mask is not None:
+        body = _edited_body(scoring, {"mask": scoring.mask, **options})
+        repairs.append((f"{title} of the tokens in {scoring.mask}", (*body, *imports)))
+    else:
+        parameter = "token_mask" if source.uses("mask", scoring.function) else "mask"
+        passed = _passed_masks(sources, scoring, parameter)
+        if passed:
+            body = _edited_body(scoring, {"mask": parameter, **options})
+            repairs.append((f"{title}, with a mask from its callers", (*passed, *body, *imports)))
+    if "targets" not in options:
+        # Labels may be -100 where no mask looks.
+        repairs.append((f"{title} of all tokens", (*_edited_body(scoring, options), *imports)))
+    return repairs
+
+
+def _known_before(scoring: Scoring, codes: Sequence[str]) -> bool:
+    """Whether the names in these expressions have their values at the model's call, and keep them."""
+    source, function = scoring.source, scoring.function
+    body, first = source.block_of(scoring.model_statement)
+    for name in {root for code in codes for root in re.findall(r"^[A-Za-z_]\w*", code)}:
+        before = any(source.is_stored(use) for use in source.uses(name, function.params))
+        before = before or any(source.is_changed(name, part) for part in body[:first])
+        stored_later = any(source.is_stored(use) for part in body[first:] for use in source.uses(name, part))
+        if not before or stored_later:
+            return False
+    return True
+
+
+def _edited_body(scoring: Scoring, options: dict[str, str]) -> list[Edit]:
+    """The model's call in its new form, and without what only served the logits."""
+    source, call = scoring.source, scoring.log_probs.logits.call
+    model = call.func.value if isinstance(call.func, cst.Attribute) else call.func
+    extras = "".join(f", {name}={code}" for name, code in options.items())
+    arguments = source.text(call)[len(source.text(call.func)) + 1 :]
+    new_call = f"{NAME}({source.text(model)}{extras}, {arguments}"
+    if arguments[:1] == "\n":
+        new_call = f"{NAME}({source.text(model)}{extras},{arguments}"
+    body, first = source.block_of(scoring.model_statement)
+    last = next(i for i, part in enumerate(body) if part is scoring.last_statement)
+    final = source.only_one(scoring.last_statement, cst.BaseSmallStatement)
+    assign = isinstance(final, cst.Assign)
+    result = source.text(final.targets[0].target) if assign else source.fresh("log_probs")  # type: ignore[union-attr]
+    live = {name.value for later in body[last + 1 :] for name in source.all(cst.Name, later)} - {result}
+    deleted = []
+    for statement in reversed(body[first + 1 : last]):
+        names = {name.value for name in source.all(cst.Name, statement)}
+        stored = _stored_name(statement)
+        if stored is None and not _is_text(statement):
+            live |= names
+        elif stored is not None and stored not in live:
+            deleted.append(statement)
+        elif stored is not None:
+            live = (live - {stored}) | names
+    if result in live:
+        raise NotUnderstood(f"{result} is used between the model's call and the log-probs")
+    if not assign and len(deleted) == last - first - 1:
+        start = f"return {new_call}"
+        deleted.append(scoring.last_statement)
+        ending = []
+    else:
+        start = f"{result} = {new_call}"
+        if assign:
+            deleted.append(scoring.last_statement)
+            ending = []
+        else:
+            ending = [source.replace(scoring.last_statement, f"return {result}")]
+    if scoring.last_statement is scoring.model_statement:
+        raise NotUnderstood("the log-probs are computed in one expression")
+    edits = [source.delete_with_comments(statement) for statement in deleted]
+    small = source.only_one(scoring.model_statement, cst.BaseSmallStatement)
+    return [source.replace(small, start), *edits, *ending]
+
+
+def _stored_name(statement: Statement) -> str | None:
+    """x of `x = ...`."""
+    if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
+        small = statement.body[0]
+        if isinstance(small, cst.Assign) and len(small.targets) == 1:
+            target = small.targets[0].target
+            return target.value if isinstance(target, cst.Name) else None
+    return None
+
+
+def _is_text(statement: Statement) -> bool:
+    return isinstance(statement, cst.SimpleStatementLine) and all(
+        isinstance(part, cst.Expr) and isinstance(part.value, cst.SimpleString) for part in statement.body
+    )
+
+
+def _passed_masks(sources: Sequence[Source], scoring: Scoring, parameter: str) -> list[Edit]:
+    """A parameter for the mask, and its argument at every call; empty where a caller has no mask."""
+    function, parameters = scoring.function, scoring.function.params
+    if not parameters.params or parameters.star_kwarg is not None or parameters.kwonly_params:
+        return []
+    last = parameters.params[-1]
+    end = last.default or (last.annotation.annotation if last.annotation is not None else last.name)
+    edits = [scoring.source.insert_after(end, f", {parameter}=None")]
+    for source in sources:
+        for call in source.all(cst.Call):
+            if not isinstance(call.func, cst.Name) or call.func.value != function.name.value:
+                continue
+            mask = _mask_at(sources, source, call)
+            if mask is None or not call.args or any(arg.star for arg in call.args):
+                return []
+            edits.append(source.insert_after(call.args[-1], f", {parameter}={mask}"))
+    return edits if len(edits) > 1 else []
+
+
+def _mask_at(sources: Sequence[Source], source: Source, call: cst.Call) -> str | None:
+    """A mask of tokens that the caller has: a field beside those that it passes, or a name of its own."""
+    for arg in call.args:
+        if isinstance(arg.value, cst.Attribute) and isinstance(arg.value.value, cst.Name):
+            fields = sorted(_mask_fields(sources))
+            return f"{arg.value.value.value}.{fields[0]}" if len(fields) == 1 else None
+    scope = source.enclosing(call, cst.FunctionDef)
+    if scope is None:
+        return None
+    before = source.span(call)[0]
+    names = {
+        name.value
+        for name in source.all(cst.Name, scope)
+        if source.is_stored(name) and source.span(name)[0] < before and _is_mask(name.value)
+    }
+    return names.pop() if len(names) == 1 else None
+
+
+def _mask_fields(sources: Sequence[Source]) -> set[str]:
+    """Fields of the user's classes that are named as masks of tokens."""
+    return {
+        target.target.value
+        for source in sources
+        for owner in source.all(cst.ClassDef)
+        for target in source.all(cst.AnnAssign, owner)
+        if isinstance(target.target, cst.Name) and _is_mask(target.target.value)
+    }
+
+
+def _is_mask(name: str) -> bool:
+    return "mask" in name and _OTHER_MASKS.search(name) is None

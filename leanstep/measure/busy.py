@@ -1,0 +1,71 @@
+"""A host with other work: how busy its cores are, and processes that keep them busy for `bench --beside N`.
+
+A training host is rarely idle: data loaders, generation and other ranks share its cores. There OpenMP's
+threads do harm: each spins for milliseconds at the end of an operation, on a core that another thread needs.
+With `OMP_WAIT_POLICY=passive` they sleep instead. OpenMP reads that once, when torch is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from leanstep.script.children import start_program
+
+# It never waits: the scheduler gives it every share of a core that it can get.
+PROGRAM = "while True: pass"
+# The kernel counts in hundredths of a second.
+LOOK_S = 0.1
+BUSY_SHARE = 0.5
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Run `count` processes that compute without pause during the block."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            child = start_program([sys.executable, "-I", "-S", "-c", PROGRAM], env=os.environ)
+            stack.callback(child.kill)
+        yield
+
+
+def sleep_while_waiting() -> None:
+    """Where others use most of this process's cores, let OpenMP's threads sleep instead of spin.
+
+    For before torch is loaded. What the user set stays.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ and busy_share() > BUSY_SHARE:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def busy_share(seconds: float = LOOK_S) -> float:
+    """Share of the time of this process's cores that is in use, while this process sleeps; 0 if unknown."""
+    before = _core_times()
+    time.sleep(seconds if before else 0)
+    used = [
+        (used_after - used, whole_after - whole)
+        for (used, whole), (used_after, whole_after) in zip(before, _core_times(), strict=False)
+    ]
+    elapsed = sum(whole for _, whole in used)
+    return sum(share for share, _ in used) / elapsed if elapsed else 0.0
+
+
+def _core_times() -> list[tuple[int, int]]:
+    """(ticks in use, all ticks) of each core that this process may use; empty where nobody counts them."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+        names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):
+        return []
+    times = []
+    for line in lines:
+        name, *ticks = line.split()
+        if name in names:
+            # user, nice, system, idle, iowait, irq, softirq, steal
+            counts = [int(tick) for tick in ticks[:8]]
+            times.append((sum(counts) - counts[3] - counts[4], sum(counts)))
+    return times

@@ -1,0 +1,78 @@
+"""Two scripts do not make the same update: what kind of difference is it?
+
+Gradients that agree and updates that do not: the optimizer. Otherwise both scripts run once more, in fp64,
+and `cuts.compare_cuts` looks for a constant factor, weights that follow token counts, padding and other data.
+If fp64 makes them agree, the difference is rounding. The targets of losses and gathers show a shift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from leanstep.prove.captured import Captured, Update
+from leanstep.prove.cuts import CutRow, compare_cuts, stacked
+from leanstep.prove.script_jobs import Job
+from leanstep.prove.sketches import Sketch
+
+# Changes whose direction agrees this well differ by a factor; they are fp32 or half precision.
+SAME_DIRECTION = 1e-2
+# Of two lists of targets so many must agree after a shift.
+SHIFTED = 0.9
+
+
+def of_the_optimizer(before: Update, after: Update) -> str:
+    """The gradients agree, what the optimizer made of them does not."""
+    if bool(before.clipped) != bool(after.clipped):
+        return "the same gradients, but only one of the scripts clips them"
+    factor = _factor(before.changes, after.changes)
+    if factor is not None:
+        return f"the same gradients, an update {factor:.4g} times as large: the learning rate or its schedule"
+    return "the same gradients, another update: the optimizer, its options or parameter groups"
+
+
+def _factor(mine: dict[str, Sketch], theirs: dict[str, Sketch]) -> float | None:
+    names = [name for name in mine if name in theirs]
+    if not names:
+        return None
+    a, b = stacked(mine, names), stacked(theirs, names)
+    factor = float(a @ b) / max(float(a @ a), 1e-300)
+    return factor if np.linalg.norm(b - factor * a) <= SAME_DIRECTION * np.linalg.norm(b) else None
+
+
+def of_the_gradient(before: Job, after: Job, step: int, run: Callable[[Job], list[Captured]]) -> str:
+    """Compare step number `step` of both scripts in fp64."""
+    sides = []
+    for job in (before, after):
+        captured = run(replace(job, twin=True, parts=True, steps=step))
+        if any(each.error is not None or len(each.updates) < step for each in captured):
+            return ""
+        sides.append([replace(each, updates=each.updates[step - 1 :]) for each in captured])
+    first, other = sides
+    row = compare_cuts(before.label, first, after.label, other)
+    if row.same:
+        return f"in fp64 both have the same gradient: {after.label} rounds more"
+    shifted = _of_the_targets(first[0].updates[0].targets, other[0].updates[0].targets)
+    if row.kind not in ("mixing", "weights") or not shifted:
+        return _words(row)
+    return shifted
+
+
+def _words(row: CutRow) -> str:
+    if row.kind == "mixing":
+        where = f"first at {row.parameter}"
+        return f"the same tokens, other gradients ({where}): the mask, the targets or the formula"
+    return row.sentence
+
+
+def _of_the_targets(mine: list[int], theirs: list[int]) -> str:
+    """What two lists of targets say; empty where they are equal or cannot be compared."""
+    if len(mine) != len(theirs) or len(mine) < 2 or mine == theirs:
+        return ""
+    a, b = np.array(mine), np.array(theirs)
+    for name, same in (("later", a[1:] == b[:-1]), ("earlier", a[:-1] == b[1:])):
+        if same.mean() >= SHIFTED:
+            return f"shifted targets: a row scores the token one position {name} than before"
+    return f"other targets: {int((a != b).sum()):,} of {len(a):,} differ"

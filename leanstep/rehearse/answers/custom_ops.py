@@ -1,0 +1,34 @@
+"""Custom ops in Python (`torch.library.custom_op`): their bodies tell what they launch on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._library.custom_ops import OPDEFS
+
+from leanstep.rehearse.kernel_costs import has_cost
+
+# Namespaces of torch's own ops: they are priced by their names.
+TORCHS = frozenset(
+    "aten prims rngprims inductor_prims debugprims inductor quantized _quantized quantized_decomposed "
+    "c10d c10d_functional _c10d_functional _c10d_functional_autograd fsdp _dtensor symm_mem flex_lib "
+    "streams profiler sparse mkl mkldnn onednn onnx export debug_mode_ops _native".split()
+)
+ONE_PASS = "priced as one pass over its tensors; register_cost gives it another price"
+
+
+def body_of(func: Any) -> Callable[..., Any] | None:
+    """What an op runs on the device, where that is Python and nobody registered a cost."""
+    if not needs_a_price(func):
+        return None
+    definition = OPDEFS.get(func._schema.name)
+    if definition is None:
+        return None
+    bodies = definition._backend_fns
+    return bodies.get("cuda", bodies.get(None))
+
+
+def needs_a_price(func: Any) -> bool:
+    """Whether an op is not torch's own and has no registered cost."""
+    return func.namespace not in TORCHS and not has_cost(func._schema.name)

@@ -1,0 +1,157 @@
+"""Scoring functions of RL scripts: the edit that puts model_logprobs in place of logits and gather."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libcst", reason="libcst is not installed")
+
+from leanstep.fix.logprob_repair import logprobs_of_the_model
+from leanstep.fix.offers import changed_files
+from leanstep.fix.repairs import Project
+from leanstep.fix.source_edits import NotUnderstood
+
+IMPORTS = "import torch\nimport torch.nn.functional as F\n"
+SCORED = IMPORTS + "from leanstep import model_logprobs\n"
+# Left-padded sequences: a helper gathers, callers have the mask.
+CALLERS = """
+
+def gathered(logits, ids):
+    log_p = F.log_softmax(logits, dim=-1)
+    return log_p.gather(dim=-1, index=ids.unsqueeze(-1)).squeeze(-1)
+
+
+def score(model, ids: torch.Tensor, attention_mask: torch.Tensor):
+    output = model.forward(input_ids=ids, attention_mask=attention_mask)
+    # The last row has no token.
+    logits = output["logits"]
+    log_probs = gathered(logits=logits[:, :-1].to(torch.float32), ids=ids[:, 1:])
+    return log_probs
+
+
+class Experience:
+    ids: torch.Tensor
+    attention_mask: torch.Tensor
+    action_mask: torch.Tensor
+
+
+def train(model, exp, ids, attention_mask):
+    action_mask = attention_mask[:, 1:]
+    old = score(model, ids, attention_mask)
+    new = score(model, exp.ids, exp.attention_mask)
+"""
+
+
+def repaired(folder: Path, text: str, here: str = "log_softmax") -> list[tuple[str, str]]:
+    """Title and new text of each repair of the first line that contains `here`."""
+    path = folder / "train.py"
+    path.write_text(text, encoding="utf-8")
+    project = Project([path])
+    source = project.source(path)
+    number = next(i for i, line in enumerate(text.splitlines(), 1) if here in line)
+    repairs = logprobs_of_the_model(project.sources(), source, source.statement_at(number))
+    return [(title, changed_files(edits)[path].decode()) for title, edits in repairs]
+
+
+def test_the_mask_comes_from_the_callers(tmp_path):
+    (masked_title, masked), (plain_title, plain) = repaired(tmp_path, IMPORTS + CALLERS)
+    assert "mask from its callers" in masked_title and "all tokens" in plain_title
+    expected = (SCORED + CALLERS).replace(
+        "    output = model.forward(input_ids=ids, attention_mask=attention_mask)\n"
+        "    # The last row has no token.\n"
+        '    logits = output["logits"]\n'
+        "    log_probs = gathered(logits=logits[:, :-1].to(torch.float32), ids=ids[:, 1:])\n",
+        "    log_probs = model_logprobs(model{}, input_ids=ids, attention_mask=attention_mask)\n",
+    )
+    assert plain == expected.replace("{}", "")
+    expected = expected.replace("{}", ", mask=mask").replace(
+        "attention_mask: torch.Tensor):", "attention_mask: torch.Tensor, mask=None):"
+    )
+    expected = expected.replace(
+        "ids, attention_mask)\n    new", "ids, attention_mask, mask=action_mask)\n    new"
+    )
+    assert masked == expected.replace(
+        "exp.ids, exp.attention_mask)", "exp.ids, exp.attention_mask, mask=exp.action_mask)"
+    )
+
+
+def test_a_mask_that_the_result_is_multiplied_with_and_labels(tmp_path):
+    text = (
+        IMPORTS
+        + """
+
+def score(model, inputs, temperature):
+    outputs = model(input_ids=inputs["input_ids"], use_cache=False)
+
+    logits = outputs.logits / temperature
+    shift_labels = inputs["labels"][..., 1:]
+    shift_mask = inputs["labels_mask"][..., 1:]
+    shift_labels[~shift_mask] = 0
+
+    # Gather.
+    log_probs = logits[..., :-1, :].log_softmax(dim=-1)
+    log_probs = torch.gather(log_probs, dim=-1, index=shift_labels.unsqueeze(-1)).squeeze(-1)
+    log_probs = log_probs * shift_mask
+    return log_probs
+"""
+    )
+    ((_, new),) = repaired(tmp_path, text)
+    assert new == SCORED + '''
+
+def score(model, inputs, temperature):
+    log_probs = model_logprobs(model, mask=inputs["labels_mask"], temperature=temperature, \
+targets=inputs["labels"], input_ids=inputs["input_ids"], use_cache=False)
+    shift_labels = inputs["labels"][..., 1:]
+    shift_mask = inputs["labels_mask"][..., 1:]
+    shift_labels[~shift_mask] = 0
+    log_probs = log_probs * shift_mask
+    return log_probs
+'''  # fmt: skip
+
+
+def test_logits_to_keep_stays_with_the_call(tmp_path):
+    text = (
+        IMPORTS
+        + """
+
+def score(model, ids, mask, keep):
+    logits = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep + 1).logits
+    logits = logits[:, :-1, :]
+    ids = ids[:, -keep:]
+    logits = logits[:, -keep:, :]
+    return F.log_softmax(logits, dim=-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+"""
+    )
+    ((_, new),) = repaired(tmp_path, text)
+    assert (
+        new
+        == SCORED
+        + """
+
+def score(model, ids, mask, keep):
+    return model_logprobs(model, input_ids=ids, attention_mask=mask, logits_to_keep=keep + 1)
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (("[:, :-1]", ""), "no function that gathers"),
+        (("ids[:, 1:]", "ids"), "not shifted by one"),
+        (("input_ids=ids", "*ids"), "no function that gathers"),
+        (('output["logits"]', 'output["hidden"]'), "no function that gathers"),
+    ],
+)
+def test_what_is_not_understood_is_left_alone(tmp_path, change, why):
+    with pytest.raises(NotUnderstood, match=why):
+        repaired(tmp_path, (IMPORTS + CALLERS).replace(*change))
+
+
+def test_without_a_mask_in_every_caller_none_is_passed(tmp_path):
+    ((title, _),) = repaired(
+        tmp_path, IMPORTS + CALLERS + "\n\ndef other(model, ids):\n    score(model, ids, ids)\n"
+    )
+    assert "all tokens" in title

@@ -1,0 +1,71 @@
+"""prove names the kind of a difference between two scripts, once, and where a script failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from leanstep.cli import run
+
+SCRIPT = """import torch
+from torch import nn
+import torch.nn.functional as F
+torch.manual_seed(0)
+words, head = nn.Embedding(40, 8), nn.Linear(8, 40)
+optimizer = torch.optim.SGD([*words.parameters(), *head.parameters()], lr=0.1)
+for i in range(2):
+    ids = torch.randint(0, 39, (3, 9))
+    ids[1, 6:] = 39
+    mask = (ids != 39).float()
+    logits = head(words(ids).cumsum(1))[:, :-1]
+    logp = F.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    loss = -(logp * mask[:, 1:]).sum() / mask[:, 1:].sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+CHANGES = {
+    "a factor of two": (("loss = -(", "loss = -2 * ("), "A constant factor: 2"),
+    "another normalisation": (
+        ("/ mask[:, 1:].sum()", "/ ids.numel()"),
+        "21 sum of a mask / 27 tokens with padding: a mean over another number of tokens",
+    ),
+    "shifted targets": (("ids[:, 1:, None]", "ids[:, :-1, None]"), "Shifted targets: a row scores the token"),
+    "a mask left out": (("(logp * mask[:, 1:])", "logp"), "The same tokens, other gradients"),
+    "the learning rate": (("lr=0.1", "lr=0.03"), "The same gradients, an update 0.3 times as large"),
+    "another optimizer": (("optim.SGD", "optim.Adam"), "The same gradients, another update: the optimizer"),
+    "clipping": (
+        ("    optimizer.step()", "    nn.utils.clip_grad_norm_(head.parameters(), 0.1); optimizer.step()"),
+        "The same gradients, but only one of the scripts clips them",
+    ),
+    "rounding": (
+        ("head(words(ids).cumsum(1))", "(head(words(ids).cumsum(1))).to(torch.bfloat16).float()"),
+        "In fp64 both have the same gradient: after.py rounds more",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_kind_of_a_difference_is_named_once(tmp_path: Path, capfd, name: str):
+    change, words = CHANGES[name]
+    assert change[0] in SCRIPT
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text(SCRIPT, encoding="utf-8")
+    after.write_text(SCRIPT.replace(*change), encoding="utf-8")
+    assert run(["prove", str(before), str(after), "--steps", "1"]) == 1
+    out, err = capfd.readouterr()
+    (line,) = [line for line in err.splitlines() if line.startswith("leanstep:")]
+    assert words in line
+    assert "not the same update" not in out and line.count("not the same update") == 1
+
+
+def test_the_line_of_an_exception_is_named_once(tmp_path: Path, capfd):
+    before, after = tmp_path / "before.py", tmp_path / "after.py"
+    before.write_text(SCRIPT, encoding="utf-8")
+    after.write_text(SCRIPT.replace("(3, 9)", "(3, 9, 2)"), encoding="utf-8")
+    assert run(["prove", str(before), str(after)]) == 2
+    out, err = capfd.readouterr()
+    (line,) = [line for line in err.splitlines() if line.startswith("leanstep:")]
+    assert "RuntimeError: The size of tensor" in line and "after.py:13)" in line
+    assert "RuntimeError" not in out
