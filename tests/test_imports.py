@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "leanstep"
 FAST_PATHS = ("lens", "logprob", "objectives", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
-    "lens": {"triton_driver"},
+    "lens": {"cpu", "triton_driver"},
     "logprob": {"cpu", "output_buffers", "triton_driver"},
     "objectives": {"logprob", "cpu"},
     "muon": {"cpu", "output_buffers", "triton_driver"},

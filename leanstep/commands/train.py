@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from leanstep.commands import BadInput, FellShort
+from leanstep.commands.ablations import compare_variants
 from leanstep.commands.terminal import check_writable, write_json
 
 RECIPES = ("gpt", "lens", "grpo")
@@ -41,8 +43,15 @@ def train(
     against: Annotated[str | None, typer.Option(help="An earlier record to compare with.")] = None,
     set_options: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any other option of the recipe: KEY=VALUE."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any other option of the recipe; gpt: model.FIELD=VALUE too."
+        ),
     ] = None,
+    ablate: Annotated[
+        str | None,
+        typer.Option(metavar="FIELD=VALUE,...", help="gpt: does each of these change the loss?"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Paired runs of every ablation.")] = 5,
     log_every: Annotated[int | None, typer.Option(help="Steps between metric lines.")] = None,
     eval_every: Annotated[int | None, typer.Option(help="Steps between evaluations.")] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
@@ -60,6 +69,7 @@ def train(
     Several processes: torchrun --nproc-per-node 2 -m leanstep train gpt ...
 
     Example: leanstep train gpt --preset tiny --out runs/gpt
+    Example: leanstep train gpt --ablate inject=before,smear=false --seeds 5
     """
     from leanstep.recipes import process_group
     from leanstep.recipes.distributed import check_device
@@ -69,6 +79,7 @@ def train(
     if preset not in module.PRESETS:
         raise BadInput(f"--preset: {recipe} has no {preset!r}; it has {', '.join(module.PRESETS)}")
     _check_numbers(1, MOST_STEPS, steps=steps, runs=runs, keep=keep, stop_after=stop_after)
+    _check_numbers(2, 1000, seeds=seeds)
     _check_numbers(0, MOST_STEPS, log_every=log_every, eval_every=eval_every, save_every=save_every)
     _check_numbers(0, 2**32 - 1 - (runs or 0), seed=seed)
     for name, path in (("out", out), ("record", record), ("against", against)):
@@ -87,6 +98,11 @@ def train(
     except ValueError as error:
         raise BadInput(f"--{error}") from error
     options = _options(module, recipe, {"optimizer": optimizer, "lr": lr}, set_options or [])
+    variants = _variants(module, recipe, ablate)
+    if variants and (runs is not None or target is not None):
+        raise BadInput(
+            "--ablate: expected no --runs and no --target beside it; --seeds is its number of runs"
+        )
     plan = _Plan(
         module=module,
         recipe=recipe,
@@ -101,6 +117,8 @@ def train(
     )
     try:
         with process_group(device) as world:
+            if variants:
+                return compare_variants(plan, variants, range(seed, seed + seeds), world, json_path)
             if runs is None:
                 return _train_once(plan, seed, target, world, json_path)
             assert target is not None
@@ -290,19 +308,50 @@ def _options(module: Any, recipe: str, named: dict[str, Any], pairs: list[str]) 
 
     known = [entry.name for entry in fields(module.SETTINGS)]
     options = {key: value for key, value in named.items() if value is not None}
-    given = {}
+    given, model = {}, {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
-        if not separator or not key.isidentifier():
+        if not separator or not key.removeprefix("model.").isidentifier():
             raise BadInput(f"--set: expected KEY=VALUE, got {pair!r}")
-        given[key] = text
+        if key.startswith("model."):
+            model |= _model_field(module, recipe, key.removeprefix("model."), text)
+        else:
+            given[key] = text
     for key in (*options, *given):
         if key not in known:
             raise BadInput(f"{recipe}: no option {key!r}; it has {', '.join(known) or 'none'}")
     try:
-        return {**options, **{key: parse_setting(module.SETTINGS, key, text) for key, text in given.items()}}
+        options |= {key: parse_setting(module.SETTINGS, key, text) for key, text in given.items()}
     except ValueError as error:
         raise BadInput(f"{recipe}: {error}") from error
+    return {**options, "model": model} if model else options
+
+
+def _model_field(module: Any, recipe: str, name: str, text: str) -> dict[str, Any]:
+    """One field of the recipe's model and its value."""
+    from leanstep.recipes.settings import parse_field
+
+    if not hasattr(module, "MODEL"):
+        raise BadInput(f"{recipe}: its model has no fields to set; gpt's has")
+    known = [entry.name for entry in fields(module.MODEL)]
+    if name not in known:
+        raise BadInput(f"{recipe}: the model has no field {name!r}; it has {', '.join(known)}")
+    try:
+        return {name: parse_field(module.MODEL, name, text)}
+    except ValueError as error:
+        raise BadInput(f"{recipe}: model.{error}") from error
+
+
+def _variants(module: Any, recipe: str, ablate: str | None) -> dict[str, dict[str, Any]]:
+    """The model's fields of every ablation, by its text: `inject=before,smear=false` are two."""
+    variants = {}
+    # A comma inside a value (a tuple) is followed by no name.
+    for pair in re.split(r",(?=\s*[A-Za-z_]\w*\s*=)", ablate) if ablate is not None else ():
+        name, separator, text = (part.strip() for part in pair.partition("="))
+        if not separator or not text:
+            raise BadInput(f"--ablate: expected FIELD=VALUE, got {pair!r}")
+        variants[f"{name}={text}"] = _model_field(module, recipe, name, text)
+    return variants
 
 
 def _check_numbers(least: int, most: int, **values: int | None) -> None:

@@ -140,6 +140,15 @@ ADVICE = (
         is_rl=True,
     ),
     Advice(
+        HEAD_RULES,
+        "leanstep.objectives.linear_cross_entropy(hidden, head, labels) on the hidden states in front of the "
+        "head: the same loss, rows with label -100 never meet the head, and one tile of logits is held.",
+        "linear_cross_entropy(hidden, head, …)",
+        leanstep="leanstep.objectives.linear_cross_entropy",
+        code=("cross_entropy(",),
+        model_in="",
+    ),
+    Advice(
         ("host-sync",),
         "The trainer looks at the loss on every step to keep NaN out of its logs: "
         "TrainingArguments(logging_nan_inf_filter=False) leaves the value on the device.",

@@ -43,6 +43,19 @@ from leanstep.muon.state import (
 )
 from leanstep.muon.update import update_parameters
 
+# Options of published optimizers whose steps NorMuon repeats, by name.
+PRESETS: dict[str, dict[str, Any]] = {
+    # `NorMuonAndAdam` of record 74. Its table of betas and multipliers per parameter belongs in the groups.
+    "modded-nanogpt": {
+        "lr": 0.023,
+        "residual": "truncate",
+        "eps_mode": "absolute",
+        "method": "standard",
+        "compute_dtype": torch.bfloat16,
+        "adam": {"lr": 0.008, "eps": 1e-10, "weight_decay": 0.005, "residual": "none"},
+    },
+}
+
 
 class NorMuon(torch.optim.Optimizer):
     """Polar Express Muon with NorMuon variance reduction and cautious decay; Adam for all other parameters.
@@ -129,6 +142,28 @@ class NorMuon(torch.optim.Optimizer):
         self._names: dict[Tensor, str] = {}
         self._start_empty()
         super().__init__(params, {"lr": lr})
+
+    @classmethod
+    def preset(cls, name: str, params: Iterable[Any], **options: Any) -> NorMuon:
+        """An optimizer that makes the steps of a published one.
+
+        Equivalent to, for "modded-nanogpt":
+            adam = dict(lr=0.008, eps=1e-10, weight_decay=0.005, residual="none")
+            optimizer = NorMuon(
+                params, lr=0.023, residual="truncate", eps_mode="absolute", method="standard",
+                compute_dtype=torch.bfloat16, adam=adam,
+            )
+
+        Args:
+            name: "modded-nanogpt": `NorMuonAndAdam` of record 74.
+            params: as for NorMuon.
+            options: as for NorMuon, in place of the preset's; `adam` is merged key by key.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"name: expected one of {', '.join(PRESETS)}, got {name!r}")
+        chosen = PRESETS[name]
+        merged = {**chosen, **options, "adam": {**chosen["adam"], **(options.get("adam") or {})}}
+        return cls(params, **merged)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: torch's part, and the options and names that a later step needs."""

@@ -3,6 +3,8 @@
     leanstep train gpt --preset tiny                       # under a minute on two cores
     leanstep train gpt --preset record-74 --set data=DIR   # .bin shards `*train*` and `*val*` of GPT-2 tokens
     leanstep train gpt --optimizer adamw --lr 3e-3         # same model, data and schedule
+    leanstep train gpt --set model.inject=before           # any field of GPTConfig
+    leanstep train gpt --ablate inject=before,smear=false --seeds 5
 
 The global batch of a step is cut into micro-batches; ranks share them, so the number of ranks changes the
 speed and not the result (beyond the rounding of a sum in another order).
@@ -162,10 +164,18 @@ class GPTSettings:
 
 
 SETTINGS = GPTSettings
+# Fields of the model for `--set model.FIELD=VALUE` and `--ablate`.
+MODEL = GPTConfig
 
 
 def build(
-    preset: str, *, seed: int = 0, steps: int | None = None, world: World | None = None, **given: Any
+    preset: str,
+    *,
+    seed: int = 0,
+    steps: int | None = None,
+    world: World | None = None,
+    model: Mapping[str, Any] | None = None,
+    **given: Any,
 ) -> GPTTraining:
     """A training at step 0.
 
@@ -174,6 +184,7 @@ def build(
         seed: of the initial weights and of where in the data the run starts.
         steps: length; the preset's schedule is stretched to it.
         world: the ranks that share the work.
+        model: fields of `GPTConfig` in place of the preset's.
         given: fields of `GPTSettings`.
     """
     if preset not in _PRESETS:
@@ -185,7 +196,9 @@ def build(
         stages = (replace(s, tokens=round(s.tokens * settings.tokens)) for s in schedule.stages)
         schedule = replace(schedule, stages=tuple(stages))
     shards = _find_data(chosen, settings.data, settings.vocab_size, settings.bos)
-    model_fields = {**chosen.model_fields, "vocab_size": shards.vocab_size}
+    if model and "vocab_size" in model:
+        raise ValueError("model.vocab_size: the data decides it, set vocab_size")
+    model_fields = {**chosen.model_fields, **(model or {}), "vocab_size": shards.vocab_size}
     return GPTTraining(
         GPTConfig.preset(chosen.model, **model_fields),
         schedule,

@@ -17,12 +17,13 @@ A table is a frozen dataclass whose fields come from `setting`; its `__post_init
 
 from __future__ import annotations
 
+import ast
 import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any, TypeVar
 
 Settings = TypeVar("Settings")
@@ -104,6 +105,41 @@ def parse_setting(table: type, name: str, text: str) -> Any:
         except (ValueError, KeyError):
             continue
     raise ValueError(f"{name}: expected {_describe(kinds)}, got {text!r}")
+
+
+def parse_field(table: type, name: str, text: str) -> Any:
+    """The value that `text` stands for, by the annotation of the field `name`: tuples and literals too.
+
+    `3,10` and `(3, 10)` are the same tuple, `3` is (3,) where a tuple is expected.
+    """
+    hint = typing.get_type_hints(table)[name]
+    words: dict[str, Any] = {"true": True, "false": False, "none": None}
+    try:
+        value = words[text.lower()] if text.lower() in words else ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        value = text
+    for candidate in (value, (value,)):
+        if _is_a(candidate, hint):
+            return candidate
+    expected = str(hint).replace("typing.", "").replace("<class '", "").replace("'>", "")
+    raise ValueError(f"{name}: expected {expected}, got {text!r}")
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether `value` has the annotated type; whole numbers are floats, bools are no numbers."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, UnionType):
+        return any(_is_a(value, part) for part in parts)
+    if origin is typing.Literal:
+        return value in parts
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        kinds = [parts[0]] * len(value) if parts[-1] is Ellipsis else parts
+        return len(kinds) == len(value) and all(map(_is_a, value, kinds))
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def with_given(settings: Settings, given: Mapping[str, Any]) -> Settings:

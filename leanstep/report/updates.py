@@ -59,7 +59,20 @@ def pair_lines(result: Data) -> Group:
             units.small(worst["bound"]),
             style=None if passed == len(rows) else "red",
         )
-    return _judged(f"{result['before']}  →  {result['after']}", table, result)
+    judged = _judged(f"{result['before']}  →  {result['after']}", table, result)
+    return Group(judged, Text(drift_sentence(result["drift"]))) if result.get("drift") else judged
+
+
+def drift_sentence(drift: Data) -> str:
+    """What paired runs of two scripts say about the loss."""
+    at = drift["first_divergence"]
+    apart = "the losses never differ" if at is None else f"the losses first differ at step {at + 1}"
+    interval = f"{drift['shift_low']:+.1e} … {drift['shift_high']:+.1e}"
+    return (
+        f"loss after {units.steps(drift['steps'])}, {drift['runs']} paired runs: shift {drift['shift']:+.2e} "
+        f"(95 % interval {interval}), p = {drift['p_value']:.3f}; "
+        f"a shift of {units.small(drift['detectable_shift'])} would be seen 4 times out of 5; {apart}"
+    )
 
 
 def _by_step(rows: list[Data]) -> dict[int, list[Data]]:
@@ -96,6 +109,8 @@ def pair_markdown(result: Data) -> str:
             units.small(worst["bound"]),
         ]
         lines.append(f"| {step} | " + " | ".join(cells) + " |")
+    if result.get("drift"):
+        lines += ["", for_markdown(drift_sentence(result["drift"])), ""]
     return _with_notes(lines, result)
 
 

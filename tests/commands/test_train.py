@@ -6,6 +6,7 @@ import json
 import sys
 import types
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
@@ -42,6 +43,13 @@ class Slope:
 
 
 @dataclass(frozen=True)
+class SlopeModel:
+    offset: float = 0.0
+    layers: tuple[int, ...] = (1,)
+    side: Literal["left", "right"] = "left"
+
+
+@dataclass(frozen=True)
 class SlopeSettings:
     slope: float = setting(0.25, above=0)
 
@@ -55,9 +63,16 @@ def slope_recipe(monkeypatch):
     module.PRESETS = {"tiny": "a line"}
     module.SETTINGS = SlopeSettings
 
-    def build(preset, *, seed=0, steps=None, world=None, **given):
+    module.MODEL = SlopeModel
+
+    def build(preset, *, seed=0, steps=None, world=None, model=None, **given):
         assert isinstance(world, World)
-        return Slope(seed, steps or 10, SlopeSettings(**given).slope, world.size)
+        built = Slope(seed, steps or 10, SlopeSettings(**given).slope, world.size)
+        fields = SlopeModel(**(model or {}))
+        # Noise of the seed that the change does not share.
+        built.loss += fields.offset * (1 + 0.1 * seed)
+        built.settings["model"] = str(fields)
+        return built
 
     module.build = build
     monkeypatch.setitem(sys.modules, "leanstep.recipes.slope", module)
@@ -122,6 +137,47 @@ def test_a_record_counts_seeds_tests_the_mean_and_compares(tmp_path, capsys):
     assert (tmp_path / "b" / "record.json").exists()
     code, _, err = train(capsys, "slope", "--out", tmp_path / "c", "--runs", 2, "--target", 2.5)
     assert code == 1 and "not below 2.5 with p < 0.01" in err.splitlines()[-1]
+
+
+def test_fields_of_the_model_can_be_set(tmp_path, capsys):
+    arguments = ["slope", "--out", tmp_path / "r", "--json", "-"]
+    code, out, _ = train(
+        capsys, *arguments, "--set", "model.layers=3,10", "--set", "model.side=right", "--set", "slope=0.2"
+    )
+    settings = json.loads(out)["settings"]
+    assert code == 0 and settings["slope"] == 0.2
+    assert settings["model"] == str(SlopeModel(layers=(3, 10), side="right"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--set", "model.side=up"], "slope: model.side: expected Literal['left', 'right'], got 'up'"),
+        (["--set", "model.layers=x"], "slope: model.layers: expected tuple[int, ...], got 'x'"),
+        (["--set", "model.width=1"], "slope: the model has no field 'width'; it has offset, layers, side"),
+        (["--ablate", "offset"], "--ablate: expected FIELD=VALUE, got 'offset'"),
+        (["--ablate", "offset=1", "--seeds", "1"], "--seeds: expected at least 2, got 1"),
+        (
+            ["--ablate", "offset=1", "--target", "1"],
+            "--ablate: expected no --runs and no --target beside it; ",
+        ),
+    ],
+)
+def test_bad_fields_get_one_line(tmp_path, capsys, arguments, line):
+    code, _, err = train(capsys, "slope", "--out", tmp_path, *arguments)
+    assert code == 2 and err.startswith(f"leanstep: {line}") and err.count("\n") == 1
+
+
+def test_ablations_are_paired_by_seed(tmp_path, capsys):
+    arguments = ["slope", "--out", tmp_path, "--ablate", "offset=0.5,layers=3,10,offset=-0.5", "--seeds", 3]
+    code, out, _ = train(capsys, *arguments)
+    assert code == 0 and "3 paired runs" in out and "could see" in out
+    code, out, _ = train(capsys, *arguments, "--resume", "--json", "-")
+    rows = {row["variant"]: row for row in json.loads(out)["rows"]}
+    assert list(rows) == ["unchanged", "offset=0.5", "layers=3,10", "offset=-0.5"]
+    assert rows["offset=0.5"]["shift"] == pytest.approx(0.5 * 1.1, abs=1e-4)
+    assert rows["offset=0.5"]["p_value"] < 0.05 < rows["layers=3,10"]["p_value"]
+    assert rows["offset=-0.5"]["shift_high"] < 0
 
 
 def test_a_diverged_seed_is_no_record(tmp_path, capsys):

@@ -163,6 +163,14 @@ def test_a_hand_written_sft_script_keeps_its_loss(tmp_path):
     assert place.advice(rollout=False, extra=loss) == "apply_leanstep(model) before the loop"
 
 
+def test_a_models_own_cross_entropy_gets_a_function_for_it(tmp_path):
+    place = Place(tmp_path, "loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())")
+    step = StepRecord(head_width=512)
+    step.heads[Site(place.mine)] = HeadRecord(rows=100, dead=80, width=512, inner=16, element_bytes=4)
+    (finding,) = [f for f in find([step]) if f.rule == "dead-rows"]
+    assert finding.leanstep == "leanstep.objectives.linear_cross_entropy"
+
+
 @pytest.mark.parametrize(
     ("file", "code", "call", "advice"),
     [

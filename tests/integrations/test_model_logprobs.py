@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from docstring_code import python_blocks
 from integrations.tiny_models import FAMILIES, VOCAB, causal_lm
 from torch import nn
 
@@ -198,3 +201,19 @@ def test_a_head_with_an_unknown_factor_is_refused_at_the_first_call():
     model.lm_head.forward = lambda x: 1.5 * original(x)
     with pytest.raises(ValueError, match="head of LlamaForCausalLM differs"):
         model_logprobs(model, ids, mask)
+
+
+def test_before_and_after_of_the_page_are_the_same():
+    """docs/rl.md: the code that is replaced, and what replaces it."""
+    blocks = python_blocks(Path(__file__).parents[2] / "docs" / "rl.md")
+    before, after, own = blocks[:3]
+    model, (tokens, attention_mask, mask) = causal_lm("llama"), padded()
+    space = {"model": model, "tokens": tokens, "mask": mask, "attention_mask": attention_mask}
+    space |= {"F": torch.nn.functional, "head": model.lm_head}
+    space["hidden"] = model.model(input_ids=tokens, attention_mask=attention_mask).last_hidden_state
+    exec(before, space)
+    expected = space["log_probs"] * mask[:, 1:]
+    for code in (after, own):
+        exec(code, space)
+        torch.testing.assert_close(space["log_probs"], expected, rtol=1e-4, atol=1e-5)
+    assert space["entropy"].shape == expected.shape

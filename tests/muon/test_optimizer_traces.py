@@ -13,7 +13,6 @@ def replay(trace, compute_dtype):
     """Run the recorded gradients through the optimizer the way the speedrun does."""
     hyper = trace["hyper"]
     params = {label: nn.Parameter(array(entry)) for label, entry in trace["init"].items()}
-    adam = hyper["adam"]
     groups = [
         {
             "params": [("mlp_bank", params["mlp_bank"])],
@@ -30,22 +29,12 @@ def replay(trace, compute_dtype):
                 "betas": tuple(row["betas"]),
                 "lr_mul": row["lr_mul"],
                 "wd_mul": row["wd_mul"],
-                "eps": adam["eps"],
-                "weight_decay": adam["weight_decay"],
-                "residual": "none",
             }
         )
-    optimizer = NorMuon(
-        groups,
-        lr=hyper["normuon"]["lr"],
-        adam={"lr": adam["lr"]},
-        beta2=hyper["normuon"]["beta2"],
-        weight_decay=hyper["normuon"]["weight_decay"],
-        residual="truncate",
-        eps_mode="absolute",
-        compute_dtype=compute_dtype,
-        method="standard",
-    )
+    optimizer = NorMuon.preset("modded-nanogpt", groups, compute_dtype=compute_dtype)
+    for group in optimizer.param_groups:
+        expected = hyper["adam" if group["algorithm"] == "adam" else "normuon"]
+        assert {name: group[name] for name in expected} == expected
     base = [group["lr"] for group in optimizer.param_groups]
     tied, snapshots = True, []
     for row in trace["steps"]:

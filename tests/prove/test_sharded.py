@@ -8,6 +8,7 @@ from prove.captured_scripts import job
 from leanstep.prove.compare import prove_drift
 from leanstep.prove.script_jobs import run_job
 from leanstep.prove.sketches import distance
+from leanstep.report.updates import drift_sentence
 
 # FSDP2 warns about views; a forked script has the filters of this session.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,6 +38,8 @@ def test_drift_moves_the_seeds_and_pairs_the_runs():
     found = prove_drift(before, after, runs=3, fork=True)
     assert found["ok"] and found["runs"] == 3
     assert abs(found["shift"]) < 1e-4
+    sentence = drift_sentence(found)
+    assert "3 paired runs: shift " in sentence and "p = " in sentence and "4 times out of 5" in sentence
     first = [
         run_job(job("policy.py", steps=1, seed=seed), fork=True)[0].updates[0].loss for seed in (1000, 2000)
     ]
