@@ -34,8 +34,7 @@ test-gpu: $(VENV)/.test
 
 # The host half of test-gpu on a machine that only says it has a GPU: sync debugging, kernels that are not
 # interpreted, devices to choose from. Tests that need the device's memory are skipped.
-HOST := tests/diagnose/test_not_seen.py tests/diagnose/test_watch.py tests/commands/test_diagnose.py \
-        tests/commands/test_contract.py tests/muon/test_fused.py tests/on_device tests/test_pretended_cuda.py
+HOST := tests/diagnose tests/commands tests/muon/test_fused.py tests/on_device tests/test_pretended_cuda.py
 
 test-pretend: $(VENV)/.test
 	LEANSTEP_TEST_DEVICE=pretended OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(HOST) $(PYTEST_ARGS)

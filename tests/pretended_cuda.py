@@ -44,6 +44,8 @@ def install() -> None:
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "manual_seed_all": lambda seed: None,

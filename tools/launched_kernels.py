@@ -1,12 +1,13 @@
 """Compile what the public paths launch, with the launches' own arguments, for every target.
 
     python tools/launched_kernels.py                        all targets; writes results/launched-kernels.json
-    python tools/launched_kernels.py --targets sm_90        one of them, printed only
-    python tools/launched_kernels.py --sample 16            every 16th variant
+    python tools/launched_kernels.py --targets sm_90        one of them; its row of that file is replaced
+    python tools/launched_kernels.py --sample 16            every 16th variant, printed only
 
 Each target's launches are recorded in a rehearsal on a device of its kind (tests/kernel_checks/
 recorded_paths.py), because tiles and stages depend on the device. A tool, not a test: all targets take a
-quarter of an hour of one core. tests/kernel_checks/test_launched.py compiles a part.
+quarter of an hour of one core, and a second run finds what the first compiled in Triton's cache.
+tests/kernel_checks/test_launched.py compiles a part.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def launches_on(device: str, *rooms: str) -> list[RecordedLaunch]:
 def compiled_for(target: str, launches: list[RecordedLaunch], sample: int = 1) -> dict[str, Any]:
     """One row of the table: variants, those that fall short, and the largest of each figure."""
     variants = variants_of(launches, target)
-    rows = [compile_variant(variant, target, shipped=False) for variant in variants[::sample]]
+    rows = []
+    for variant in variants[::sample]:
+        rows.append(compile_variant(variant, target, shipped=False))
+        print(f"{target} {len(rows)} of {len(variants[::sample])}: {rows[-1].kernel}", file=sys.stderr)
     return {
         "target": target,
         "launches": len(launches),
@@ -61,6 +65,14 @@ def compiled_for(target: str, launches: list[RecordedLaunch], sample: int = 1) -
         "spilling": [f"{row.kernel}: {row.spill_bytes} bytes" for row in rows if row.spill_bytes],
         "complaints": [f"{row.kernel} {row.complaint}" for row in rows if row.complaint],
     }
+
+
+def keep_row(row: dict[str, Any]) -> None:
+    """Put one target's row into the file of results."""
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = [*(other for other in rows if other["target"] != row["target"]), row]
+    rows.sort(key=lambda one: TARGETS.index(one["target"]))
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def main() -> int:
@@ -79,8 +91,8 @@ def main() -> int:
         row = compiled_for(target, recorded[device], chosen.sample)
         table.append(row)
         print(json.dumps(row), flush=True)
-    if targets == list(TARGETS) and chosen.sample == 1:
-        RESULTS.write_text(json.dumps(table, indent=1) + "\n")
+        if chosen.sample == 1:
+            keep_row(row)
     return 1 if any(row["complaints"] for row in table) else 0
 
 

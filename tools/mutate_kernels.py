@@ -1,18 +1,22 @@
 """Delete each barrier, mask and bound from each kernel and see whether the tests of CI notice.
 
-    python tools/mutate_kernels.py                 every mutant; writes results/kernel-mutants.json
+    python tools/mutate_kernels.py                 every mutant; appends to results/kernel-mutants.jsonl
     python tools/mutate_kernels.py --list          only list them
     python tools/mutate_kernels.py muon/kernel     mutants of files or kernels whose name contains this
 
 A mutant is a copy of the package with one change in one kernel file. First the memory checks of that file's
 kernels run on it, then the tests that compare the kernels' values. It is killed when one of them fails.
 EQUIVALENT lists mutants that cannot matter, with the reason. A tool, not a test: it takes an hour.
+
+A second run judges only what the file of results does not have: other mutants, survivors, and mutants of a
+kernel file that changed. `--all` judges everything again.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import importlib
 import json
 import os
@@ -26,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "results" / "kernel-mutants.json"
+RESULTS = ROOT / "results" / "kernel-mutants.jsonl"
 PASSES, ROWS = "tests/logprob/engine/test_passes.py", "tests/lens/test_kernel.py"
 PRODUCTS, FUSED = "tests/muon/test_kernel.py", "tests/muon/test_fused.py"
 # Kernels (and functions that they call) -> launches in tests/kernel_checks, then tests that compare values.
@@ -63,7 +67,7 @@ CHECKS: dict[tuple[str, ...], tuple[str, str, str]] = {
     ("lens_pairs_kernel",): ("lens_pairs or many_pairs or many_slots", ROWS, "pairs_equal"),
     ("lens_targets_kernel", "_entries"): ("lens_targets or many_targets", ROWS, "targets_equal or top_level"),
     ("lens_rows_kernel", "_signs", "_span", "_preference"): (
-        "lens_rows_kernel or many_rows",
+        "lens_rows_kernel or many_rows or late_pair",
         ROWS,
         "eager_path or half_precision",
     ),
@@ -317,49 +321,60 @@ def judged(mutants: list[Mutant], copy: Path) -> Iterator[tuple[Mutant, str]]:
         yield mutant, outcome
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", help="parts of paths of kernel files")
-    parser.add_argument("--list", action="store_true")
-    chosen = parser.parse_args()
-    mutants = [
-        mutant
-        for path in sorted((ROOT / "leanstep").rglob("kernel.py"))
-        for mutant in mutants_of(path)
-        if any(part in f"{mutant.file} {mutant.kernel}" for part in chosen.files or [""])
-    ]
-    if chosen.list:
-        print("\n".join(mutant.name for mutant in mutants))
-        print(Counter(m.rule for m in mutants), len(mutants))
-        return 0
+def digest_of(file: str) -> str:
+    return hashlib.sha256((ROOT / "leanstep" / file).read_bytes()).hexdigest()[:16]
+
+
+def earlier_results() -> dict[tuple[str, str], dict[str, str]]:
+    """Rows of the file of results by mutant and digest of its kernel file, without survivors."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    rows = [row for row in map(json.loads, lines) if row["outcome"] != "survived"]
+    return {(row["mutant"], row["digest"]): row for row in rows}
+
+
+def judge_all(mutants: list[Mutant]) -> None:
+    """Judge mutants on a copy of the package and append a row for each to the file of results."""
     os.environ |= {"TRITON_INTERPRET": "1", "LEANSTEP_TEST_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     sys.dont_write_bytecode = True
     # Children of this process have these already.
     for name in ("torch._dynamo", "torch.distributed.tensor", "triton.runtime.interpreter"):
         importlib.import_module(name)
-
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, RESULTS.open("a") as results:
         copy = Path(folder)
-        for name in ("leanstep", "tests", "pyproject.toml"):
-            source = ROOT / name
-            copied = copy / name
-            shutil.copytree(
-                source, copied, ignore=shutil.ignore_patterns("__pycache__")
-            ) if source.is_dir() else shutil.copy(source, copied)
-        for mutant, outcome in judged(mutants, copy):
+        for name in ("leanstep", "tests"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        for number, (mutant, outcome) in enumerate(judged(mutants, copy), 1):
             reason = reason_if_equivalent(mutant)
             if outcome == "survived" and reason:
                 outcome = f"equivalent: {reason}"
-            rows.append(
-                {"mutant": mutant.name, "kernel": mutant.kernel, "rule": mutant.rule, "outcome": outcome}
-            )
-            print(f"{len(rows)} of {len(mutants)}  {outcome:15}  {mutant.name}", flush=True)
-    if not chosen.files:
-        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    survivors = [row for row in rows if row["outcome"] == "survived"]
-    print(Counter(row["outcome"].split(":")[0] for row in rows))
-    return 1 if survivors else 0
+            row = {"mutant": mutant.name, "kernel": mutant.kernel, "rule": mutant.rule, "outcome": outcome}
+            print(json.dumps(row | {"digest": digest_of(mutant.file)}), file=results, flush=True)
+            print(f"{number} of {len(mutants)}  {outcome:15}  {mutant.name}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", help="parts of the mutants' files, lines or kernels")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--all", action="store_true", help="judge again what the file of results has")
+    chosen = parser.parse_args()
+    mutants = [
+        mutant
+        for path in sorted((ROOT / "leanstep").rglob("kernel.py"))
+        for mutant in mutants_of(path)
+        if any(part in f"{mutant.name} {mutant.kernel}" for part in chosen.parts or [""])
+    ]
+    if chosen.list:
+        print("\n".join(mutant.name for mutant in mutants))
+        print(Counter(m.rule for m in mutants), len(mutants))
+        return 0
+    earlier = {} if chosen.all else earlier_results()
+    judge_all([m for m in mutants if (m.name, digest_of(m.file)) not in earlier])
+    known = earlier_results()
+    outcomes = [known.get((m.name, digest_of(m.file)), {"outcome": "survived"})["outcome"] for m in mutants]
+    print(Counter(outcome.split(":")[0] for outcome in outcomes))
+    return 1 if "survived" in outcomes else 0
 
 
 if __name__ == "__main__":

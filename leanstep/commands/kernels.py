@@ -173,7 +173,7 @@ def gpu_report(
 ) -> None:
     """Prove, measure and watch every case on a GPU, each figure beside its prediction: attach it to an issue.
 
-    Exit code: 1 when a proof failed, a fast path made the host wait, or a case did not run.
+    Exit code: 1 when a proof failed, a fast path waits more often than predicted, or a case did not run.
 
     Example: leanstep gpu-report --out leanstep-gpu-report
     """

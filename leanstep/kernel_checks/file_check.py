@@ -155,9 +155,10 @@ def _launched(request: dict[str, Any], launch: Callable[[], Any]) -> None:
     try:
         launch()
     except Exception as problem:
-        raise FileProblem(
-            f"{request['launch']}: {request['function']}() failed: {_one_line(problem, request['launch'])}"
-        ) from None
+        said = f"{request['launch']}: {request['function']}() failed: {_one_line(problem, request['launch'])}"
+        if type(problem).__name__ == "InterpreterError":
+            said += "; Triton's interpreter cannot run this kernel, --skip-memory only compiles it"
+        raise FileProblem(said) from None
 
 
 def _compile(request: dict[str, Any], module: types.ModuleType, launch: Callable[[], Any]) -> dict[str, Any]:

@@ -58,6 +58,7 @@ from leanstep.logprob.engine.torch_ops import (
     recording,
     spread,
     statistics_shapes,
+    temperature_of,
     under_autocast,
     unpacked_statistics,
 )
@@ -599,7 +600,7 @@ def _reference_head(
     return constant, RowSource(ref_hidden.detach(), checked.rows)
 
 
-# The function as a torch.library op. numbers: temperature, LoRA's scaling, scale, softcap, smoothing. counts:
+# The function as a torch.library op. numbers: LoRA's scaling, scale, softcap, smoothing. counts:
 # lse, top_k, budget, rows and columns of a tile, round_logits, kl, reverse_kl, whole_entropy (-1: None). rows
 # may be a mask [T]: `torch_ops.found_rows`.
 
@@ -612,15 +613,15 @@ def _op_problem(
     hidden, weight, bias, down, up, targets, rows, temperatures, *others = tensors
     lse, top_k, budget, tile_rows, tile_columns, rounds, kl, reverse_kl, whole = counts
     wanted = {"lse": lse, "top_k": top_k, "kl": kl, "reverse_kl": reverse_kl}
-    transform = Transform(numbers[2], numbers[3] or None, numbers[4])
+    transform = Transform(numbers[1], numbers[2] or None, numbers[3])
     tile = (tile_rows or None, tile_columns or None) if tile_rows or tile_columns else None
     tuning = Tuning(budget or None, tile, "none", round_logits=bool(rounds))
     with under_autocast(autocast, hidden):
         checked = check_head_call(
             hidden,
-            head_of(weight, bias, down, up, numbers[1]),
+            head_of(weight, bias, down, up, numbers[0]),
             rows=rows,
-            temperature=numbers[0] if temperatures is None else temperatures,
+            temperature=temperature_of(temperatures),
             transform=transform,
             shards=None,
         )
@@ -674,7 +675,7 @@ def _(
     shapes = [several, *(row if wanted else 0 for wanted in (moment, lse, kl, reverse_kl))]
     shapes += [(num_rows, k) if k else 0]
     if allowed_ids is None:
-        names = {"moment": moment, "total": numbers[4], "cross": kl, "reverse_cross": reverse_kl}
+        names = {"moment": moment, "total": numbers[3], "cross": kl, "reverse_cross": reverse_kl}
         names |= dict.fromkeys(("ref_max", "ref_sum"), kl or reverse_kl)
         shapes += statistics_shapes(row, several, *(name for name, wanted in names.items() if wanted))
     else:
@@ -747,8 +748,8 @@ def _traced(
 ) -> LogProbs:
     """`linear_logprobs` inside a compiled region."""
     transform, (entropy, names, top_k) = transform or Transform(), request
-    head, temperatures, numbers, autocast = flat_head(weight, temperature, hidden)
-    numbers += [transform.scale, transform.softcap or 0.0, transform.label_smoothing]
+    head, temperatures, scaling, autocast = flat_head(weight, temperature, hidden)
+    numbers = [scaling, transform.scale, transform.softcap or 0.0, transform.label_smoothing]
     tile = (tuning.tile.rows, tuning.tile.columns) if isinstance(tuning.tile, Tiles) else tuning.tile
     sides = [0, 0] if tile is None else [tile[0] or 0, tile[1] or 0]
     wants_lse, k = int(bool({"lse", "z_loss"} & names)), max(top_k, int("argmax" in names))

@@ -47,6 +47,8 @@ from leanstep.logprob.engine.torch_ops import (
     packed_statistics,
     recording,
     statistics_shapes,
+    temperature_of,
+    traced_temperature,
     unpacked_statistics,
 )
 from leanstep.logprob.engine.vocab_subset import AllowedIds
@@ -405,28 +407,25 @@ def _check_reusable(logits: Tensor, rows: Tensor | None, dtype: torch.dtype) -> 
 # The function as a torch.library op. counts: lse, budget, rows of a chunk, whole_entropy (-1: None).
 
 
-def _op_chunks(
-    logits: Tensor, tensors: Sequence[Any], temperature: float, counts: Sequence[int], entropy: Any
-) -> _Chunks:
+def _op_chunks(logits: Tensor, tensors: Sequence[Any], counts: Sequence[int], entropy: Any) -> _Chunks:
     """The chunks that an op's arguments describe."""
     targets, rows, temperatures, *sets = tensors
     _, budget, tile_rows, whole = counts
     tuning = Tuning(budget or None, (tile_rows, None) if tile_rows else None)
-    per_row_or_one = temperature if temperatures is None else temperatures
     allowed = allowed_of(sets, whole)
-    return _chosen_chunks(logits, targets, rows, entropy, per_row_or_one, allowed, None, tuning)
+    return _chosen_chunks(logits, targets, rows, entropy, temperature_of(temperatures), allowed, None, tuning)
 
 
 @torch.library.custom_op("leanstep::token_logprobs", mutates_args=())
 def _token_op(
     logits: Tensor, targets: Tensor, rows: Tensor | None, temperatures: Tensor | None,
-    allowed_ids: Tensor | None, allowed_offsets: Tensor | None, has_set: Tensor | None, temperature: float,
+    allowed_ids: Tensor | None, allowed_offsets: Tensor | None, has_set: Tensor | None,
     counts: list[int], entropy: str,
 ) -> list[Tensor]:  # fmt: skip
     """logp, entropy, lse and the statistics: [R] each."""
     tensors = (targets, rows, temperatures, allowed_ids, allowed_offsets, has_set)
     with torch.no_grad():
-        chunks = _op_chunks(logits, tensors, temperature, counts, entropy)
+        chunks = _op_chunks(logits, tensors, counts, entropy)
         # With allowed ids the backward starts afresh.
         known = _statistics(logits, chunks) if allowed_ids is None else None
         statistics = packed_statistics(known)
@@ -435,7 +434,7 @@ def _token_op(
 
 
 @_token_op.register_fake
-def _(logits, targets, rows, temperatures, ids, offsets, has_set, temperature, counts, entropy):
+def _(logits, targets, rows, temperatures, ids, offsets, has_set, counts, entropy):
     row, moment = (logits.shape[0] if rows is None else rows.shape[0],), entropy != "none"
     kept = (
         [0] * NUM_STATISTICS if ids is not None else statistics_shapes(row, row, "moment" if moment else "")
@@ -448,13 +447,13 @@ def _(logits, targets, rows, temperatures, ids, offsets, has_set, temperature, c
 def _token_backward_op(
     upstream: list[Tensor], statistics: list[Tensor], logits: Tensor, targets: Tensor, rows: Tensor | None,
     temperatures: Tensor | None, allowed_ids: Tensor | None, allowed_offsets: Tensor | None,
-    has_set: Tensor | None, temperature: float, counts: list[int], entropy: str,
+    has_set: Tensor | None, counts: list[int], entropy: str,
 ) -> Tensor:  # fmt: skip
     """The gradient of the logits."""
     leaf = logits.detach().requires_grad_()
     tensors = (targets, rows, temperatures, allowed_ids, allowed_offsets, has_set)
     with recording():
-        chunks = _op_chunks(leaf, tensors, temperature, counts, entropy)
+        chunks = _op_chunks(leaf, tensors, counts, entropy)
         out = _scored(leaf, chunks, {"lse"} if counts[0] else set(), unpacked_statistics(statistics))
         outputs = [out.logp, out.entropy if entropy == "grad" else None, out.lse]
         return gradients_of(outputs, upstream, [leaf])[0]
@@ -496,11 +495,10 @@ def _traced(
     tuning: Tuning,
 ) -> LogProbs:
     """`token_logprobs` inside a compiled region."""
-    per_row = temperature if isinstance(temperature, Tensor) else None
-    number = 1.0 if isinstance(temperature, Tensor) else float(temperature)
+    temperatures = traced_temperature(temperature, logits)
     tile_rows = tuning.tile[0] if isinstance(tuning.tile, tuple) else None
     sets, whole = flat_allowed(allowed)
     counts = [int(bool(names)), tuning.budget or 0, tile_rows or 0, whole]
-    out = _token_op(logits, targets, rows, per_row, *sets, number, counts, entropy)
+    out = _token_op(logits, targets, rows, temperatures, *sets, counts, entropy)
     lse, z_loss = out[2] if "lse" in names else None, out[2].square() if "z_loss" in names else None
     return LogProbs(out[0], out[1] if entropy != "none" else None, lse, z_loss)

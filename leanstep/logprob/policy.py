@@ -53,6 +53,7 @@ from leanstep.logprob.engine.torch_ops import (
     outside_graph,
     recording,
     save_formed,
+    temperature_of,
     under_autocast,
 )
 from leanstep.logprob.inputs import Entropy, Transform, Tuning, VocabShards
@@ -381,7 +382,7 @@ def _most_rows(checked: CheckedCall, tuning: Tuning) -> int:
 
 # The function as a torch.library op: the forward forms the gradients, backward multiplies them. An op takes
 # only tensors and numbers, so every tensor is a parameter of its own. names: kind, kl, normalizer, entropy,
-# rounding; numbers: temperature, LoRA's scaling, scale, softcap, clip_low, clip_high, kl_coef, entropy_coef,
+# rounding; numbers: LoRA's scaling, scale, softcap, clip_low, clip_high, kl_coef, entropy_coef,
 # dual_clip, temperatures, covariance.
 
 
@@ -394,21 +395,21 @@ def _policy_op(
 ) -> list[Tensor]:  # fmt: skip
     """Loss, logp, entropy, metrics, and the gradients of hidden, weight, bias, down and up."""
     kind, kl, norm, entropy, logits = names.split()
-    low, high, kl_coef, entropy_coef, dual, *more = numbers[4:]
+    low, high, kl_coef, entropy_coef, dual, *more = numbers[3:]
     choice = (tuple(more[:2]), CovarianceChoice(*more[2:]))
     leaves: list[Any] = leaves_of((hidden, weight, bias, down, up), needed)
     with recording(any(needed)), under_autocast(autocast, hidden):
         out = linear_policy_loss(
             leaves[0],
-            head_of(leaves[1], leaves[2], leaves[3], leaves[4], numbers[1]),
+            head_of(leaves[1], leaves[2], leaves[3], leaves[4], numbers[0]),
             targets,
             PolicyBatch(old_logp, advantages, mask, ref_logp, lengths),
             objective=PolicyObjective(kind, low, high, dual or None, kl, kl_coef, entropy_coef, *choice),  # type: ignore[arg-type]
             normalizer=norm if normalizer is None else normalizer,  # type: ignore[arg-type]
             rows=rows,
             entropy=entropy,  # type: ignore[arg-type]
-            temperature=numbers[0] if temperatures is None else temperatures,
-            transform=Transform(numbers[2], numbers[3] or None),
+            temperature=temperature_of(temperatures),
+            transform=Transform(numbers[1], numbers[2] or None),
             tuning=Tuning(budget or None, round_logits=logits == "rounded"),
         )
         gradients = or_empty([None] * 5, hidden)
@@ -424,7 +425,7 @@ def _(
     normalizer, lengths, names, numbers, budget, autocast, needed,
 ):  # fmt: skip
     num_rows = hidden.shape[0] if rows is None else rows.shape[0]
-    moment = names.split()[3] != "none" or numbers[7] != 0
+    moment = names.split()[3] != "none" or numbers[6] != 0
     shapes = [(), num_rows, num_rows if moment else 0, 3 + moment]
     made = [hidden.new_empty(shape, dtype=accumulation_dtype(hidden.dtype, weight.dtype)) for shape in shapes]
     return [*made, *fake_gradients((hidden, weight, bias, down, up), needed, hidden)]
@@ -449,8 +450,8 @@ def _traced(
 ) -> PolicyLoss:
     """`linear_policy_loss` inside a compiled region."""
     transform = transform or Transform()
-    head, temperatures, numbers, autocast = flat_head(weight, temperature, hidden)
-    numbers += [transform.scale, transform.softcap or 0.0, objective.clip_low, objective.clip_high]
+    head, temperatures, scaling, autocast = flat_head(weight, temperature, hidden)
+    numbers = [scaling, transform.scale, transform.softcap or 0.0, objective.clip_low, objective.clip_high]
     numbers += [objective.kl_coef, objective.entropy_coef, objective.dual_clip or 0.0]
     numbers += [*objective.temperatures, *objective.covariance]
     needed = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, *head)]

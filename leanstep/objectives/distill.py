@@ -479,9 +479,9 @@ def _traced(
     if not isinstance(normalizer, Tensor) and normalizer is not None and not normalizer > 0:
         raise ValueError(f"normalizer: expected a number > 0, got {normalizer}")
     transform = transform or Transform()
-    head, _, numbers, autocast = flat_head(weight, temperature, hidden)
-    numbers += [transform.scale, transform.softcap or 0.0, kind.teacher, kind.student, kind.mix]
-    numbers += [0.0 if hard is None else float(hard.weight)]
+    head, _, scaling, autocast = flat_head(weight, 1.0, hidden)
+    numbers = [float(temperature), scaling, transform.scale, transform.softcap or 0.0]
+    numbers += [kind.teacher, kind.student, kind.mix, 0.0 if hard is None else float(hard.weight)]
     several = isinstance(teacher, (list, tuple))
     names, teachers = ["several" if several else "alone"], []
     for one, factor in teacher if several else [(teacher, 1.0)]:

@@ -40,6 +40,7 @@ from leanstep.logprob.engine.torch_ops import (
     or_empty,
     outside_graph,
     recording,
+    temperature_of,
     under_autocast,
 )
 from leanstep.logprob.engine.vocab_subset import (
@@ -367,7 +368,7 @@ def _reference(reference: ReferenceHead | None, head: Head, hidden: Tensor) -> t
     return replace(head, weight=given.weight.detach(), bias=bias), ref_hidden.detach()
 
 
-# The function as a torch.library op. numbers: temperature, scale, softcap. counts: budget, whole_entropy.
+# The function as a torch.library op. numbers: scale, softcap. counts: budget, whole_entropy.
 
 
 def _op_outputs(
@@ -385,9 +386,9 @@ def _op_outputs(
             kept,
             rows=rows,
             entropy=entropy,
-            temperature=numbers[0] if temperatures is None else temperatures,
+            temperature=temperature_of(temperatures),
             reference=None if all(t is None for t in of_reference) else ReferenceHead(*of_reference),
-            transform=Transform(numbers[1], numbers[2] or None),
+            transform=Transform(numbers[0], numbers[1] or None),
             tuning=Tuning(counts[0] or None),
         )
 
@@ -476,7 +477,7 @@ def _traced(
     tuning: Tuning,
 ) -> MaskedLogProbs:
     """`linear_masked_logprobs` inside a compiled region."""
-    (tensor, bias, down, _), temperatures, (number, _), autocast = flat_head(weight, temperature, hidden)
+    (tensor, bias, down, _), temperatures, _, autocast = flat_head(weight, temperature, hidden)
     if down is not None:
         raise ValueError("weight: expected a head without LoRA here; merge it first")
     transform, of_reference = transform or Transform(), (None, None, None)
@@ -485,7 +486,7 @@ def _traced(
             raise ValueError("reference: expected a ReferenceHead with weight or hidden, got neither")
         of_reference = (full_tensor(reference.weight), reference.hidden, full_tensor(reference.bias))
     sets, whole = flat_allowed(kept)
-    numbers = [number, transform.scale, transform.softcap or 0.0]
+    numbers = [transform.scale, transform.softcap or 0.0]
     tensors = (hidden, tensor, bias, targets, rows, temperatures, *sets, *of_reference)
     out = _masked_op(*tensors, numbers, [tuning.budget or 0, whole], entropy, autocast)
     entropies, kl = out[1] if entropy != "none" else None, None if reference is None else out[2]

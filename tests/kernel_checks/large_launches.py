@@ -120,8 +120,8 @@ def slots(tensor: Any) -> list[Any]:
 
 
 # Matrices [items, rows, cols] of one parameter: 2^31 elements are passed by the number of matrices, then by
-# the rows of one.
-STACKS = ((2**22 + 3, 16, 33), (2, 2**25 + 16, 80))
+# the rows of one. That one is alone: with another before it, an offset that wraps would land in the other.
+STACKS = ((2**22 + 3, 16, 33), (1, 2**25 + 16, 80))
 
 
 def momentum_steps() -> None:
@@ -242,16 +242,33 @@ def many_targets() -> None:
 def many_rows() -> None:
     contexts, entries = 2**27, 17
     scores, grad, lod = (sparse(contexts * entries, dtype) for dtype in (BF16, FP32, INT8))
-    pairs = 2**27
-    sign, share, weight = (sparse(pairs * entries, dtype) for dtype in (INT8, FP32, FP32))
     few = 4
-    sign[: few * entries] = 1
+    # They end with the last entry of the last pair.
+    sign, share, weight = (torch.ones(few * entries, dtype=dtype) for dtype in (INT8, FP32, FP32))
     worse = torch.full((few,), contexts - 1)
     vectors = [torch.ones(few) for _ in range(7)]
     flags = dict.fromkeys(("PREF", "RANK", "BUDGET", "SMOOTH", "SHARED", "WEIGHTED", "NEED_GRAD"), True)
     lens_rows_kernel[(contexts,)](
         scores, sign, lod, share, weight, worse, *vectors, grad, few, entries, entries,
         1.0, 1.0, 1.0, 1.0, 1.0, FORM=0, **flags, DOUBLE=False, BLOCK_SIZE=4, MAX_LOD=2, BLOCK_P=4, BLOCK_W=8,
+    )  # fmt: skip
+
+
+def late_pair() -> None:
+    """One context whose only pair has its entries beyond 2^31."""
+    entries, pairs = 2**14, 2**17 + 1
+    scores, grad, lod = (sparse(entries, dtype) for dtype in (BF16, FP32, INT8))
+    sign, share, weight = (sparse(pairs * entries, dtype) for dtype in (INT8, FP32, FP32))
+    sign[-entries:] = 1
+    worse = torch.full((pairs,), -1)
+    worse[-1] = 0
+    vectors = [torch.ones(pairs) for _ in range(7)]
+    terms = ("PREF", "RANK", "BUDGET", "SMOOTH", "SHARED", "WEIGHTED", "NEED_GRAD")
+    flags = {term: term in ("PREF", "WEIGHTED") for term in terms}
+    lens_rows_kernel[(1,)](
+        scores, sign, lod, share, weight, worse, *vectors, grad, pairs, entries, entries,
+        1.0, 1.0, 1.0, 1.0, 1.0, FORM=0, **flags, DOUBLE=False, BLOCK_SIZE=4, MAX_LOD=2,
+        BLOCK_P=2**18, BLOCK_W=2**14,
     )  # fmt: skip
 
 
@@ -272,4 +289,5 @@ LARGE: list[Callable[[], None]] = [
     many_slots,
     many_targets,
     many_rows,
+    late_pair,
 ]

@@ -97,3 +97,15 @@ def test_a_file_that_cannot_be_checked_is_one_line(tmp_path):
     assert "line 2: ModuleNotFoundError: No module named 'not_installed_anywhere'" in refusal(
         request("launch", broken)
     )
+
+
+def test_what_the_interpreter_cannot_run_is_said_with_the_way_around_it():
+    from triton.runtime.errors import InterpreterError
+
+    def launch():
+        raise InterpreterError("TypeError('cannot convert None to tensor')")
+
+    with pytest.raises(
+        FileProblem, match=r"convert None .*interpreter cannot run .*--skip-memory only compiles"
+    ):
+        file_check._launched({"launch": "own.py", "function": "launch"}, launch)

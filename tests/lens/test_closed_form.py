@@ -369,7 +369,6 @@ def test_no_host_reads_between_scores_and_gradient(backend):
 
 @pytest.mark.timeout(300)
 # Inductor's own imports.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_a_full_graph_by_inductor_is_as_close_to_float64_as_eager():
     from leanstep.cpu import find_compiler
 

