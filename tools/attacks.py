@@ -323,6 +323,7 @@ def trace_names() -> Iterator[Attack]:
         "null byte": "a\x00b",
         "surrogate": "a\ud800b",
         "long": "x" * 5_000_000,
+        "longer than a path": "x" * 5_000,
         "jinja": "{{ 7 * 7 }}{% raw %}",
         "rich": "[red]x[/red][link=x]",
     }

@@ -79,7 +79,7 @@ def readable_examples(out: Path) -> Path:
 def diagnose_script(path: Path, *, steps: int = 2) -> dict[str, Any]:
     """What `leanstep diagnose PATH --json` gives, with the script's own output kept away from the screen."""
     from leanstep.diagnose import Limits
-    from leanstep.diagnose.cost import is_small
+    from leanstep.diagnose.cost import worth_a_line
     from leanstep.diagnose.outputs import screen
     from leanstep.diagnose.watch import Watch
     from leanstep.script.run import Program, Stop, run_script
@@ -96,8 +96,8 @@ def diagnose_script(path: Path, *, steps: int = 2) -> dict[str, Any]:
     if outcome.code:
         last = said.getvalue().strip().splitlines()[-1:] or [f"exit code {outcome.code}"]
         raise FellShort(f"demo: {path} failed: {last[0]}")
-    # As on the terminal: what costs less than half a percent of the step is not worth a line.
-    findings = [finding for finding in watch.findings() if not is_small(finding)]
+    # What costs less than half a percent of the step is not worth a line.
+    findings = worth_a_line(watch.findings(), watch.steps)
     return screen.as_json(watch, findings, str(path))
 
 

@@ -15,7 +15,7 @@ import torch
 
 from leanstep.diagnose.recording.ops import HALF
 from leanstep.diagnose.step_clock import own_seconds
-from leanstep.diagnose.step_records import Finding, MatmulKey, StepRecord
+from leanstep.diagnose.step_records import Finding, MatmulKey, StepRecord, Work
 
 # A read on a GPU waits for the queue: the latency of a synchronisation plus the gap until work arrives again.
 SYNC_SECONDS = (10e-6, 50e-6)
@@ -42,6 +42,10 @@ class Calibration:
     bytes_per_s: float
     strided_bytes_per_s: float
     flops_per_s: float
+
+
+# A core that nobody else uses. An op of a step has Python and autograd around it.
+PLAIN_CORE, PLAIN_STEP_OP_S = Calibration(2e-6, 3e-6, 10e9, 2e9, 50e9), 30e-6
 
 
 def _median_seconds(function: Callable[[], object], repeats: int, rounds: int = 5) -> float:
@@ -158,17 +162,10 @@ def price(
 
     iteration_seconds: what findings are weighed against that come once per rollout; None: the step.
     """
-    peak_saved = max((max(step.peak_saved_bytes, step.peak_wide_bytes) for step in steps), default=0)
     on_gpu = gpu_step_seconds(steps)
     for finding in findings:
         work = finding.work
-        seconds = (
-            work.ops * calibration.op_s
-            + work.loop_ops * calibration.loop_op_s
-            + work.moved_bytes / calibration.bytes_per_s
-            + work.strided_bytes / calibration.strided_bytes_per_s
-            + work.flops / calibration.flops_per_s
-        )
+        seconds = _seconds(work, calibration)
         finding.basis = "calibrated"
         if work.seconds is not None:
             seconds, finding.basis = work.seconds, "measured"
@@ -186,13 +183,49 @@ def price(
             finding.seconds, finding.basis = None, "measured"
         whole = (finding.per_rollout and iteration_seconds) or step_seconds
         time_share = min(1.0, seconds / whole) if whole else 0.0
-        memory_share = work.held_bytes / peak_saved if peak_saved else 0.0
+        memory_share = _memory_share(work, steps)
         known = whole or (memory_share and work.held_bytes)
         finding.share = max(time_share, memory_share) if known else None
     ranked = sorted(findings, key=lambda f: (f.compiled, -(f.share or 0.0), -(f.seconds or 0.0), -f.count))
     for number, finding in enumerate(ranked, 1):
         finding.rank = number
     return ranked
+
+
+def _memory_share(work: Work, steps: Sequence[StepRecord]) -> float:
+    """Of the most that was saved for a backward at once."""
+    peak_saved = max((max(step.peak_saved_bytes, step.peak_wide_bytes) for step in steps), default=0)
+    return work.held_bytes / peak_saved if peak_saved else 0.0
+
+
+def _seconds(work: Work, calibration: Calibration) -> float:
+    return (
+        work.ops * calibration.op_s
+        + work.loop_ops * calibration.loop_op_s
+        + work.moved_bytes / calibration.bytes_per_s
+        + work.strided_bytes / calibration.strided_bytes_per_s
+        + work.flops / calibration.flops_per_s
+    )
+
+
+def worth_a_line(findings: Sequence[Finding], steps: Sequence[StepRecord]) -> list[Finding]:
+    """Without the small ones by the rates of a plain core: how busy this one is makes no difference."""
+    core, whole = PLAIN_CORE, 0.0
+    if steps:
+        whole = statistics.median(
+            step.num_ops * PLAIN_STEP_OP_S
+            + 3 * step.written_bytes / core.bytes_per_s
+            + step.flops / core.flops_per_s
+            for step in steps
+        )
+
+    def is_worth_it(finding: Finding) -> bool:
+        work = finding.work
+        if work.reads or work.seconds is not None or not whole:
+            return not is_small(finding)
+        return max(_seconds(work, core) / whole, _memory_share(work, steps)) >= SMALL_SHARE
+
+    return [finding for finding in findings if is_worth_it(finding)]
 
 
 def gpu_step_seconds(steps: Sequence[StepRecord]) -> float:

@@ -104,9 +104,10 @@ class _OwnHead(Head):
     shift: float = 0.0
     float8: Float8 | None = None
 
-    def logits(
+    def bounded(
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
     ) -> Tensor:
+        """The logits themselves: their slope follows from them."""
         if self.float8 is not None:
             self.float8.product(h, columns, out)
             if self.softcap is None:
@@ -118,10 +119,14 @@ class _OwnHead(Head):
         assert self.softcap is not None
         return out.sigmoid_().mul_(self.softcap)
 
-    def cap_slope(self, z: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+    @property
+    def has_tanh(self) -> bool:
+        return False
+
+    def cap_slope(self, bounded: Tensor) -> Tensor:
         """a s (1 - s) with s = z / a; the factor 1 / c is the row's."""
         assert self.softcap is not None
-        return torch.addcmul(z, z, z, value=-1 / self.softcap, out=out)
+        return torch.addcmul(bounded, bounded, bounded, value=-1 / self.softcap)
 
 
 def _make_call(

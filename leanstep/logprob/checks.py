@@ -118,7 +118,7 @@ def check_head_call(
         hidden = gather_hidden_rows(hidden, shard_rows(host_rows, num_rows, group, hidden.device), group)
         rows, reduce_grad = None, "none"
     else:
-        check_rows(rows, hidden.device)
+        check_rows(rows, hidden.device, num_rows)
     head, tensors = build_head(hidden, weight, transform, shards)
     if main_grad is not None:
         shape, device = tensors[1].shape, hidden.device
@@ -206,15 +206,21 @@ def check_float(name: str, tensor: Tensor, dims: int) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dim() != dims:
         got = _describe(tensor)
         raise ValueError(f"{name}: expected a floating-point tensor with {dims} dimensions, got {got}")
+    if tensor.layout != torch.strided or tensor.dtype.itemsize < 2:
+        got = f"{tensor.dtype} {tensor.layout}"
+        raise ValueError(f"{name}: expected a dense tensor of at least 16 bits per number, got {got}")
 
 
-def check_rows(rows: Tensor | None, device: torch.device) -> None:
+def check_rows(rows: Tensor | None, device: torch.device, num_rows: int) -> None:
+    """Refuse what selects no rows of the input; on a GPU indexing itself asserts that they are in range."""
     if rows is None:
         return
     if not isinstance(rows, Tensor) or rows.dtype != torch.int64 or rows.dim() != 1:
         raise ValueError(f"rows: expected a one-dimensional int64 tensor, got {_describe(rows)}")
     if rows.device != device:
         raise ValueError(f"rows: expected device {device}, got {rows.device}")
+    if rows.device.type == "cpu" and rows.numel():
+        check_range("rows", rows, num_rows)
 
 
 def select_per_row(name: str, values: Tensor, rows: Tensor | None, num_rows: int) -> Tensor:
@@ -276,8 +282,8 @@ def check_temperature(
         if temperature.numel() and not is_fake(temperature):
             assert_all(temperature > 0, "temperature: expected values > 0", temperature)
         return temperature
-    if not float(temperature) > 0:
-        raise ValueError(f"temperature: expected a value > 0, got {temperature}")
+    if not float(temperature) >= torch.finfo(torch.float32).tiny:
+        raise ValueError(f"temperature: expected a value > 0 (in float32), got {temperature}")
     return float(temperature)
 
 

@@ -8,9 +8,11 @@ that names the argument. checks.py has the checks of the other arguments.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from leanstep.logprob.engine.tiles import Tiles
@@ -89,8 +91,10 @@ class Transform:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"softcap: expected a value > 0 or None, got {self.softcap}")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale: expected a finite number, got {self.scale}")
+        if self.softcap is not None and not torch.finfo(torch.float32).tiny <= self.softcap < math.inf:
+            raise ValueError(f"softcap: expected a value > 0 (in float32) or None, got {self.softcap}")
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected 0 <= value < 1, got {self.label_smoothing}")
 

@@ -227,9 +227,11 @@ def _policy_term(
         covariance, counts = _covariance(logp, advantages, mask)
         choice = objective.covariance
         in_band = counts & ~clipped & (covariance > choice.low) & (covariance < choice.high)
-        # The paper draws from the band. A hash of row and value does so too, and ranks and runs agree on it.
+        # The paper draws from the band. A hash of the row and of what the caller passed does so too, and
+        # ranks, runs and other roundings of logp agree on it.
         place = torch.arange(len(covariance), device=covariance.device, dtype=torch.float64)
-        draw = ((place * 12.9898 + covariance.double() * 78.233).sin() * 43758.5453).frac().abs()
+        value = old_logp.double() + advantages.double()
+        draw = ((place * 12.9898 + value * 78.233).sin() * 43758.5453).frac().abs()
         chosen = _highest(torch.where(in_band, draw, -1.0), counts, choice.share) & in_band
         return torch.where(chosen, 0.0, losses), clipped | chosen
     if objective.dual_clip is not None:

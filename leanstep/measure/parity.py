@@ -76,10 +76,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if a.numel() == 0:
         return True
-    return torch.equal(
-        a.detach().contiguous().reshape(-1).view(torch.uint8),
-        b.detach().contiguous().reshape(-1).view(torch.uint8),
-    )
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # A copy: a tensor of one element counts as contiguous whatever its stride is.
+    flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def truth_of(case: Case, workload: Workload) -> Outputs:

@@ -75,7 +75,7 @@ register(
                 "leanstep",
                 "fast",
                 _polar_row(lambda u: polar(u, compute_dtype=_wide(u.dtype))),
-                note="float32; gram form from ratio 1.25 on, symmetric panels",
+                note="float32; gram form from ratio 4/3 on, symmetric panels",
             ),
             Implementation(
                 "leanstep-restart",

@@ -404,7 +404,12 @@ def _rate_factor(group: Group, rows: int, cols: int) -> float:
     if group["layout"] == "in_out":
         rows, cols = cols, rows
     rule = group["lr_rule"]
-    return shape_factor(rows, cols, rule) if isinstance(rule, str) else float(rule(rows, cols))
+    if isinstance(rule, str):
+        return shape_factor(rows, cols, rule)
+    factor = float(rule(rows, cols))
+    if not math.isfinite(factor):
+        raise ValueError(f"lr_rule: expected a finite factor for {rows} x {cols}, got {factor}")
+    return factor
 
 
 def _on_meta(shape: Sequence[int]) -> Tensor:

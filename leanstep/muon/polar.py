@@ -3,7 +3,7 @@
 Two forms of the same polynomial, n = shorter side, r = longer / shorter:
 
     standard   A = X X^T; X <- (aI + bA + cA^2) X                 15r + 5 units of n^3 with symmetric products
-    gram       stay in n x n: Q <- P Q, G <- P G P, finally Q X    3r + 17, or 6r + 14 with a restart
+    gram       stay in n x n: Q <- P Q, G <- P G P, finally Q X    3r + 20, or 6r + 15 with a restart
 
 A tall X uses A = X^T X and multiplies from the right: the same numbers as transposing, with no transposed
 copy. `plan_polar` chooses by shape, device and dtype; every choice can be forced; `explain` prints it.
@@ -28,9 +28,9 @@ from leanstep.muon.transpose import triton_kernels
 
 METHODS = ("auto", "standard", "gram")
 EPS_MODES = ("relative", "absolute")
-# From about this aspect ratio on the n x n form needs fewer operations (3.25r + 21.25 < 16.25r + 6.25 with
+# From about this aspect ratio on the n x n form needs fewer operations (3.25r + 23.5 < 16.25r + 6.25 with
 # four panels).
-GRAM_RATIO = 1.25
+GRAM_RATIO = 4 / 3
 # Squaring loses digits of singular values below 1e-3 of the largest; after two steps these have grown 33
 # times, and a fresh Gram matrix wins one or two digits back for 3r - 3 units. Small matrices have the time
 # for it; large ones go without, still 20 times closer than bfloat16 on the worst spectra of docs/muon.md.
@@ -119,15 +119,16 @@ class PolarPlan:
         symmetric, gram, apply = 2 * share, 2 * share * r, 2 * r
         if self.method == "standard":
             return num_steps * (gram + symmetric + apply) * n**3
-        total, fresh = gram, True
+        total, factors = gram, 0
         for index in range(num_steps):
             last = index == num_steps - 1 or index + 1 == self.restart
-            total += symmetric + (0 if fresh else symmetric) + (0 if last else 2 * symmetric)
-            fresh = False
+            product = (0, symmetric, 2)[min(factors, 2)]
+            total += symmetric + product + (0 if last else 2 * symmetric)
+            factors += 1
             if last:
                 total += apply
                 if index + 1 != num_steps:
-                    total, fresh = total + gram, True
+                    total, factors = total + gram, 0
         return total * n**3
 
     def __str__(self) -> str:
@@ -175,7 +176,7 @@ def plan_polar(
 
     Example:
         plan = plan_polar(768, 3072, compute_dtype=torch.float32)
-        plan.method, plan.flops() / 768**3                                  # "gram", 33
+        plan.method, plan.flops() / 768**3                                  # "gram", 35
 
     Args:
         device, dtype: of the update that will be orthogonalised.
@@ -355,7 +356,7 @@ def iterate(
 
     work = workspace.take("work", square, x)
     product, other = workspace.take("product", square, x), workspace.take("other", square, x)
-    fresh = True
+    factors = 0
     gram_matrix(x, gram, tall=plan.tall, panels=plan.panels)
     for index, (a, b, c) in enumerate(coefficients):
         restart = index + 1 == plan.restart and index + 1 < len(coefficients)
@@ -364,19 +365,22 @@ def iterate(
         if not last:
             commuting_product(poly, gram, work, panels=plan.panels)
             commuting_product(work, poly, gram, panels=plan.panels)
-        if fresh:
+        if factors == 0:
             poly, product = product, poly
         else:
-            commuting_product(poly, product, other, panels=plan.panels)
+            # The factors commute except where G is noise, which grows with each step: a matrix of low rank
+            # needs the first factor next to x, and from the third on their product as it is, not mirrored.
+            pair = (product, poly) if plan.tall else (poly, product)
+            commuting_product(*pair, other, panels=plan.panels if factors == 1 else 1)
             product, other = other, product
-        fresh = False
+        factors += 1
         if last:
             if out is not None and not restart:
                 spare = out
             x, spare = apply(product, x, spare), x
         if restart:
             gram_matrix(x, gram, tall=plan.tall, panels=plan.panels)
-            fresh = True
+            factors = 0
     return x
 
 

@@ -169,9 +169,15 @@ def check_state(
     if second is not None:
         shapes["second_momentum"] = second
     for key, expected in shapes.items():
-        got = tuple(state[key].shape) if key in state else None
-        if got != expected:
+        value = state.get(key)
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name}: expected a tensor as state {key!r}, got {type(value).__name__}")
+        got = None if value is None else tuple(value.shape)
+        if value is None or got != expected:
             raise ValueError(f"{name}: expected state {key!r} of shape {expected}, got {got}")
+        if value.dtype != torch.int16 if key == "residual" else not value.is_floating_point():
+            wanted = "int16" if key == "residual" else "floating-point"
+            raise ValueError(f"{name}: expected {wanted} numbers in state {key!r}, got {value.dtype}")
 
 
 def check_loadable(groups: list[Group], state_dict: dict[str, Any]) -> None:

@@ -79,9 +79,7 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing: expected 0 <= value < 1, got {label_smoothing}")
     if transform is not None and transform.label_smoothing:
         raise ValueError("transform: expected label_smoothing as an argument of its own, got it in Transform")
-    if not isinstance(hidden, Tensor) or hidden.dim() not in (2, 3):
-        got = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
-        raise ValueError(f"hidden: expected [B, T, D] or [N, D], got {got}")
+    _check_tensors(hidden, labels)
     flat = hidden.flatten(0, -2)
     if labels.is_floating_point():
         given = {"transform": transform, "shards": shards, "tuning": tuning}
@@ -159,6 +157,14 @@ def linear_ahead_cross_entropy(
         for ahead, (hidden, weight, factor) in enumerate(zip(each, weights, factors, strict=True), 1)
     ]
     return torch.stack(losses).sum(0)
+
+
+def _check_tensors(hidden: Any, labels: Any) -> None:
+    if not isinstance(hidden, Tensor) or hidden.dim() not in (2, 3):
+        got = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+        raise ValueError(f"hidden: expected [B, T, D] or [N, D], got {got}")
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"labels: expected a tensor, got {type(labels).__name__}")
 
 
 def align_labels(labels: Tensor, shift: int, ignore_index: int) -> Tensor:
@@ -253,6 +259,8 @@ def _soft_targets(
     """Probability targets [..., V]: the forward KL's tile loop without the teacher's entropy."""
     if shift:
         raise ValueError(f"shift: expected 0 or None with probability targets, got {shift}")
+    if labels.dim() < 2:
+        raise ValueError(f"labels: expected ids, or probabilities [..., V], got {tuple(labels.shape)}")
     probabilities = labels.flatten(0, -2)
     check_float("labels", probabilities, 2)
     num_rows = flat.shape[0]

@@ -268,7 +268,7 @@ class ChunkPasses:
         tiles = scratch.tiles(5, len(z), z.shape[1])
         cap = None
         if head.softcap is not None and slopes:
-            cap = head.cap_slope(z, part)
+            cap = head.cap_slope(z / head.height(part))
         extra = None
         if hard is not None and slopes:
             extra = self._hard_slope(z, finals[0].max, hard[0], columns)
@@ -324,7 +324,7 @@ class ChunkPasses:
         cap, labels = 0.0, None
         if head.softcap is not None:
             assert not isinstance(head.temperature, Tensor)
-            cap = head.temperature / head.softcap
+            cap = head.softcap / head.temperature
         if hard is not None and problem.targets is not None:
             assert not isinstance(head.temperature, Tensor)
             labels = LabelGradient(problem.targets[self.part], factors[1], hard[0], head.temperature)

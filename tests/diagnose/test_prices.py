@@ -52,6 +52,25 @@ def test_a_teachers_whole_backward_is_idle() -> None:
     assert finding.work.moved_bytes > 0
 
 
+def test_what_is_worth_a_line_does_not_depend_on_how_busy_the_machine_is() -> None:
+    bank = torch.nn.Parameter(torch.zeros(8, 256, 256))
+    optimizer = torch.optim.SGD([bank], lr=0.1)
+
+    def step() -> None:
+        torch.stack([bank[i].sum() for i in range(8)]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    watch = record(step)
+    shown, small = [], []
+    for step_seconds in (1e-4, 1e4):
+        findings = cost.price(watch.findings(), watch.steps, step_seconds, RATES)
+        shown.append([finding.rule for finding in cost.worth_a_line(findings, watch.steps)])
+        small.append([cost.is_small(finding) for finding in findings])
+    assert shown == [["zero-fill"]] * 2
+    assert small == [[False], [True]]
+
+
 def test_a_head_is_priced_by_all_that_lives_at_once() -> None:
     hidden, weight = torch.nn.Parameter(torch.randn(512, 8)), torch.nn.Parameter(torch.randn(8192, 8))
     optimizer = torch.optim.SGD([hidden, weight], lr=0.1)

@@ -108,7 +108,7 @@ def divergences() -> None:
             passes.divergence_sums(z, y, compared, sums)
             labels = LabelGradient(tokens_around(rows, columns), factor, factor, 0.7)
             out = torch.zeros(rows, columns, dtype=BF16)
-            passes.divergence_gradient(z, y, out, compared, sums[1], factor, 0.05, labels)
+            passes.divergence_gradient(z, y, out, compared, sums[1], factor, 20.0, labels)
             passes.divergence_gradient(z, y, y, compared, sums[1], factor)
 
 

@@ -294,6 +294,17 @@ def test_the_docstring_equivalence():
         ({"targets": torch.tensor([0, -1, 1])}, r"targets: expected ids in \[0, 7\)"),
         ({"targets": torch.tensor([0, 1])}, "targets: expected length 3"),
         ({"rows": torch.tensor([0.5])}, "rows: expected a one-dimensional int64"),
+        ({"rows": torch.tensor([0, 1, 3])}, r"rows: expected ids in \[0, 3\), got 0 to 3"),
+        ({"rows": torch.tensor([0, 1, -1])}, r"rows: expected ids in \[0, 3\), got -1 to 1"),
+        (
+            {"hidden": torch.zeros(3, 4).to(torch.float8_e4m3fn)},
+            "hidden: expected a dense tensor of at least",
+        ),
+        ({"weight": torch.zeros(7, 4).to_sparse()}, "weight: expected a dense tensor of at least 16 bits"),
+        ({"softcap": 1e-45}, "softcap: expected a value > 0"),
+        ({"softcap": float("inf")}, "softcap: expected a value > 0"),
+        ({"scale": float("nan")}, "scale: expected a finite number"),
+        ({"temperature": 1e-45}, "temperature: expected a value > 0"),
         ({"temperature": -1.0}, "temperature: expected a value > 0"),
         ({"softcap": 0.0}, "softcap: expected a value > 0"),
         ({"label_smoothing": 1.0}, "label_smoothing: expected 0 <= value < 1"),
@@ -353,3 +364,32 @@ def test_a_reducer_that_waits_for_the_weight_hears_of_main_grad():
     plain = weight.detach().clone().requires_grad_()
     linear_logprobs(hidden, plain, targets).logp.sum().backward()
     torch.testing.assert_close(main_grad, plain.grad)
+
+
+@pytest.mark.parametrize("entropy", ["none", "grad"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_slope_of_a_saturated_softcap_is_as_exact_as_plain_code(entropy, frozen):
+    # Logits of 3 to 9 times the cap: 1 - tanh^2 is a few units in the last place of 1.
+    cap, g = 2.0, torch.Generator().manual_seed(0)
+    hidden = torch.linspace(3 * cap, 9 * cap, 600)[:, None]
+    weight, targets = torch.tensor([[1.0], [-1.0], [0.9]]), torch.randint(3, (600,), generator=g)
+
+    def gradients(dtype, fast):
+        h, w = (t.to(dtype).requires_grad_() for t in (hidden, weight))
+        w = w.detach() if frozen else w
+        if fast:
+            out = linear_logprobs(h, w, targets, softcap=cap, temperature=0.7, entropy=entropy)
+            logp, entropies = out.logp, out.entropy
+        else:
+            logp, entropies = reference_linear_logprobs(h, w, targets, softcap=cap, temperature=0.7)
+        loss = logp.sum() if entropy == "none" else logp.sum() + 0.3 * entropies.sum()
+        return torch.autograd.grad(loss, [h] if frozen else [h, w])
+
+    # Row by row: each has a slope of its own.
+    for truth, plain, ours in zip(
+        gradients(torch.float64, False), gradients(torch.float32, False), gradients(torch.float32, True),
+        strict=True,
+    ):  # fmt: skip
+        size = truth.abs().clamp(min=1e-12)
+        own, error = ((plain - truth).abs() / size).mean(), ((ours - truth).abs() / size).mean()
+        assert error <= 1.5 * own

@@ -85,6 +85,8 @@ def test_integer_outputs_count_mismatches():
 def test_bits_tell_negative_zero_from_zero():
     assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    # One element of a longer row keeps the row's stride.
+    assert same_bits(torch.zeros(200).as_strided((1,), (128,)), torch.zeros(1))
 
 
 @pytest.mark.parametrize("name", sorted(all_cases()))

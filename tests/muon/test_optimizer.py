@@ -150,6 +150,29 @@ def test_learning_rate_rules(rule, factor):
         torch.testing.assert_close(swapped, plain / factor, atol=1e-6, rtol=1e-5)
 
 
+def test_a_rule_without_a_finite_factor_is_refused():
+    with pytest.raises(ValueError, match="lr_rule: expected a finite factor for 40 x 20, got nan"):
+        step_once(torch.zeros(40, 20), torch.randn(40, 20), lr_rule=lambda rows, cols: float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ("x", "expected a tensor as state 'momentum_buffer', got str"),
+        (torch.ones(4, 6).long(), "expected floating-point numbers"),
+    ],
+)
+def test_a_loaded_state_of_another_kind_is_refused(value, complaint):
+    weight = nn.Parameter(torch.randn(4, 6))
+    weight.grad = torch.randn(4, 6)
+    optimizer = NorMuon([weight])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["momentum_buffer"] = value
+    with pytest.raises(ValueError, match=complaint):
+        optimizer.load_state_dict(saved)
+
+
 def test_row_variance_and_no_variance():
     weight, grad = torch.zeros(20, 40), torch.randn(20, 40)
     off = step_once(weight, grad, variance="off", lr_rule="none")

@@ -184,6 +184,8 @@ def test_master_weights_under_autocast_are_as_near_as_plain_code():
         ({"rows": "some"}, "rows: expected row numbers"),
         ({"label_smoothing": 1.0}, "label_smoothing: expected 0 <= value < 1"),
         ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels: expected \(11,\), got \(3,\)"),
+        ({"labels": [0] * 11}, "labels: expected a tensor, got list"),
+        ({"labels": torch.zeros(11)}, r"labels: expected ids, or probabilities \[..., V\], got \(11,\)"),
         ({"class_weights": torch.ones(4)}, r"class_weights: expected \[23\], got \(4,\)"),
         (
             {"class_weights": torch.ones(V), "label_smoothing": 0.1, "transform": Transform(softcap=3.0)},

@@ -25,7 +25,7 @@ SHARES = {
 # Reproductions of defects that were seen: by name.
 NAMED = {
     "trace-fields": ["ts = huge", "correlation = inf", "Input Dims = object", "Input type = negative"],
-    "trace-names": ["newline in file", "escape in file", "html in file"],
+    "trace-names": ["newline in file", "escape in file", "html in file", "longer than a path in file"],
     "trace-files": ["FIFO"],
     "reports": ["diff: deep", "diff: count = object", "baseline: count = inf", "page: diagnose = list"],
     "outputs": ["--json null device", "--html link", "--baseline FIFO"],

@@ -133,8 +133,8 @@ class Places:
 
     def _may_read(self, file: str) -> bool:
         if file not in self._readable:
-            path = Path(file).resolve()
-            inside = any(path.is_relative_to(root.resolve()) for root in self._roots)
+            path = _resolved(Path(file))
+            inside = path is not None and any(path.is_relative_to(root.resolve()) for root in self._roots)
             self._readable[file] = inside and is_source(str(path))
         return self._readable[file]
 
@@ -220,13 +220,9 @@ class Places:
             return (flag, file, number, function) if own else None
         # The profiler cuts what is on Python's path off the front.
         for root in self._roots:
-            if (root / file).is_file():
-                return (
-                    USER,
-                    _same_source(str((root / file).resolve()), file, number, function),
-                    number,
-                    function,
-                )
+            path = _resolved(root / file)
+            if path is not None and path.is_file():
+                return USER, _same_source(str(path), file, number, function), number, function
         package = parts[0].removesuffix(".py")
         if package in sys.stdlib_module_names:
             return None
@@ -260,6 +256,22 @@ class Places:
         parts = [*notes[-1:], *(ops[-1:] if ops else []), *(ops[:1] if len(set(ops)) > 1 else [])]
         key = tuple(dict.fromkeys(parts)) or (line.text(index),)
         return self._paths.setdefault(key, Line(" > ".join(key), 0, key[-1]))
+
+
+# PATH_MAX of Linux; others allow less.
+_LONGEST_PATH = 4096
+
+
+def _resolved(path: Path) -> Path | None:
+    """The file that a trace names, or None where no file can have such a name."""
+    if len(str(path)) > _LONGEST_PATH:
+        return None
+    try:
+        path = path.resolve()
+        path.exists()
+    except (OSError, ValueError):
+        return None
+    return path
 
 
 def _same_source(here: str, file: str, number: int, function: str) -> str:

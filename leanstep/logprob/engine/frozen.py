@@ -55,6 +55,14 @@ class RowJacobians(NamedTuple):
     lse: Tensor | None
 
 
+class _ChunkSums(NamedTuple):
+    """A and B of a chunk, [R, D], and the slope of the softcap at the rows' targets, [R]; None: not there."""
+
+    first: Tensor
+    second: Tensor | None
+    own_slope: Tensor | None
+
+
 class FrozenLinearLogProbs(torch.autograd.Function):
     """Neither weight nor bias needs a gradient: the rows' Jacobians are formed in the forward loop."""
 
@@ -126,11 +134,11 @@ def frozen_forward(
             pending.append((rows, sums))
     if call.group is not None:
         local, stats = stats, combine_statistics(stats, call.group)
-        for rows, (first, second) in pending:
+        for rows, sums in pending:
             before, after = (s.rows(rows.start, rows.stop) for s in (local, stats))
             step = (before.max - finite_shift(after.max)).clamp_(min=EXPONENT_FLOOR[call.head.dtype])
-            _move_(first, second, step, _mean(before), _mean(after))
-            _write(call, after, rows, (first, second), jacobians)
+            _move_(sums.first, sums.second, step, _mean(before), _mean(after))
+            _write(call, after, rows, sums, jacobians)
     return stats, best, RowJacobians(*jacobians)  # type: ignore[arg-type]
 
 
@@ -167,20 +175,25 @@ def _frozen_on_gpu(call: Call) -> tuple[RowStatistics, None, RowJacobians]:
 
 def _project_chunk(
     call: Call, part: RowStatistics, best: TopK | None, rows: slice, scratch: Scratch, centred: bool
-) -> tuple[Tensor, Tensor | None]:
+) -> _ChunkSums:
     head, targets = call.head, call.targets[rows]
     size = rows.stop - rows.start
     h, low_h = call.chunks(rows)
     first = h.new_zeros((size, head.weight.shape[1]), dtype=head.dtype)
     second = torch.zeros_like(first) if centred else None
+    own_slope = None if head.softcap is None else torch.zeros_like(part.target)
     for columns in [c for part in call.column_parts for c in part]:
         z, work = scratch.tiles(2, size, columns.stop - columns.start)
         weight = head.weight_tile(columns)
-        head.logits(h, low_h, weight, rows, columns, z)
-        read_targets_(part.target, z, targets, head.shard.start + columns.start)
+        head.bounded(h, low_h, weight, rows, columns, z)
+        cap, first_id = None, head.shard.start + columns.start
+        if own_slope is not None:
+            cap = head.cap_slope(z)
+            read_targets_(own_slope, cap, targets, first_id)
+        head.logits_of(z, rows, z)
+        read_targets_(part.target, z, targets, first_id)
         if best is not None:
-            best.update_(z, rows, columns.start + head.shard.start)
-        cap = None if head.softcap is None else head.cap_slope(z, rows)
+            best.update_(z, rows, first_id)
         mean = _mean(part)
         shift, step, shrink = part.raise_max_(z.amax(-1))
         e = exponentials(z.sub_(shift.unsqueeze(-1)), work)
@@ -195,7 +208,7 @@ def _project_chunk(
         if second is not None:
             z.sub_(_mean(part).unsqueeze(-1)).mul_(e)
             product(z.to(head.operand_dtype), weight, second, accumulate=True)
-    return first, second
+    return _ChunkSums(first, second, own_slope)
 
 
 def _move_(first: Tensor, second: Tensor | None, step: Tensor, mean: Tensor, new_mean: Tensor) -> None:
@@ -215,23 +228,23 @@ def _write(
     call: Call,
     part: RowStatistics,
     rows: slice,
-    sums: tuple[Tensor, Tensor | None],
+    sums: _ChunkSums,
     jacobians: list[Tensor | None],
 ) -> None:
     head = call.head
     slope = head.row_slope(rows)
     slope = slope.unsqueeze(-1) if isinstance(slope, Tensor) else slope
     inverse = torch.where(part.sum == 0, 0.0, 1.0 / part.sum).unsqueeze(-1)
-    mean_weight = sums[0].mul_(inverse).mul_(slope)
+    mean_weight = sums.first.mul_(inverse).mul_(slope)
     local, held = tile_ids(call.targets[rows], head.shard.start, max(head.columns, 1))
     alive = held.logical_and_(part.sum != 0)
     own = head.weight.index_select(0, local).to(head.dtype) * slope
-    if head.softcap is not None:
-        own.mul_(head.cap_slope(part.target.unsqueeze(-1), rows))
+    if sums.own_slope is not None:
+        own.mul_(sums.own_slope.unsqueeze(-1))
     logp, entropy, lse = jacobians
     assert logp is not None
     logp[rows] = torch.where(alive.unsqueeze(-1), own, 0.0).sub_(mean_weight).to(logp.dtype)
-    if entropy is not None and sums[1] is not None:
-        entropy[rows] = sums[1].mul_(inverse).mul_(slope).neg_().to(entropy.dtype)
+    if entropy is not None and sums.second is not None:
+        entropy[rows] = sums.second.mul_(inverse).mul_(slope).neg_().to(entropy.dtype)
     if lse is not None:
         lse[rows] = mean_weight.to(lse.dtype)

@@ -265,7 +265,7 @@ def divergence_sums_kernel(
 def divergence_gradient_kernel(
     z_ptr, y_ptr, out_ptr, z_max_ptr, z_log_sum_ptr, y_max_ptr, y_log_sum_ptr, slope_ptr, factor_ptr,
     tokens_ptr, hard_factor_ptr, hard_log_sum_ptr,
-    first_column, num_columns, z_stride, y_stride, out_stride, a, b, mix, cap, temperature,
+    first_column, num_columns, z_stride, y_stride, out_stride, a, b, mix, inverse_cap, temperature,
     MODE: tl.constexpr, IS_CAPPED: tl.constexpr, HAS_LABELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -285,7 +285,8 @@ def divergence_gradient_kernel(
         one -= tl.where(columns == tl.load(tokens_ptr + row) - first_column, 1.0, 0.0)
         du += tl.where(hard_factor == 0, 0.0, hard_factor * one)
     if IS_CAPPED:
-        du *= 1.0 - (z * cap) * (z * cap)
+        tanh = z * inverse_cap
+        du *= (1.0 - tanh) * (1.0 + tanh)
     tl.store(out_ptr + row * out_stride + columns, du.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -375,7 +376,7 @@ def divergence_gradient(
             divergence_gradient_kernel[(rows, triton.cdiv(columns, block))](
                 z, y, out, *compared.statistics, slope, factor, *given[:3],
                 first, columns, z.stride(0), y.stride(0), out.stride(0),
-                compared.a, compared.b, compared.mix, cap, given.temperature,
+                compared.a, compared.b, compared.mix, 1.0 / cap if cap else 0.0, given.temperature,
                 MODE=compared.mode, **flags, num_warps=4,
             )  # fmt: skip
     return out
@@ -436,7 +437,7 @@ def _entries() -> list[dict]:
 def _divergence_entries() -> list[dict]:
     """Forward KL, reverse KL and what lies between, gradients in 16 bits; logits kept for them."""
     entries, flags = [], {"IS_CAPPED": False, "HAS_LABELS": False}
-    types = dict.fromkeys(("a", "b", "mix", "cap", "temperature"), "fp32")
+    types = dict.fromkeys(("a", "b", "mix", "inverse_cap", "temperature"), "fp32")
     types |= {"out_ptr": "*bf16", "z_stride": "i64", "y_stride": "i64"}
     for mode, name in enumerate(("forward", "reverse", "between")):
         for fn, more, warps in ((divergence_sums_kernel, {}, 8), (divergence_gradient_kernel, flags, 4)):

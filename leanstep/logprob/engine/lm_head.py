@@ -134,22 +134,41 @@ class Head:
             product(low_h, low.t(), wide, factor=self.factor, accumulate=True)
         return out
 
+    @property
+    def has_tanh(self) -> bool:
+        """Whether `bounded` is not yet z."""
+        return self.softcap is not None
+
     def logits(
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
     ) -> Tensor:
         """z [R, W] into `out`; `weight` is `weight_tile(columns)`, `h` the chunk of hidden rows."""
+        bounded = self.bounded(h, low_h, weight, rows, columns, out)
+        return self.logits_of(bounded, rows, bounded)
+
+    def bounded(
+        self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
+    ) -> Tensor:
+        """tanh(a / softcap) [R, W] into `out`, for `logits_of` and `cap_slope`; z without a softcap."""
         self.product_tile(h, low_h, weight, columns, out)
         if self.bias is not None:
             out.add_(self.bias[columns].to(self.dtype) * self.factor)
         if self.softcap is not None:
             out.tanh_()
-            if not isinstance(self.temperature, Tensor):
-                out.mul_(self.softcap / self.temperature)
-            else:
-                out.mul_((self.softcap / self.temperature[rows]).unsqueeze(-1))
         elif isinstance(self.temperature, Tensor):
             out.div_(self.temperature[rows].unsqueeze(-1))
         return out
+
+    def logits_of(self, bounded: Tensor, rows: slice, out: Tensor) -> Tensor:
+        """z of a tile from `bounded`, into `out`; the tile itself without a tanh."""
+        return torch.mul(bounded, self.height(rows), out=out) if self.has_tanh else bounded
+
+    def height(self, rows: slice) -> float | Tensor:
+        """The largest logit, softcap / temperature."""
+        assert self.softcap is not None
+        if not isinstance(self.temperature, Tensor):
+            return self.softcap / self.temperature
+        return (self.softcap / self.temperature[rows]).unsqueeze(-1)
 
     def row_slope(self, rows: slice) -> float | Tensor:
         """The part of du/dz that is the same for a whole row: scale / temperature."""
@@ -157,14 +176,9 @@ class Head:
             return self.scale / self.temperature[rows]
         return self.scale / self.temperature
 
-    def cap_slope(self, z: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
-        """1 - tanh(a / softcap)^2, read back from z before z is overwritten."""
-        assert self.softcap is not None
-        unit = self.temperature
-        if isinstance(unit, Tensor):
-            unit = unit[rows].unsqueeze(-1)
-        tanh = torch.mul(z, unit / self.softcap, out=out)
-        return tanh.square_().neg_().add_(1.0)
+    def cap_slope(self, bounded: Tensor) -> Tensor:
+        """1 - tanh^2 of a tile from `bounded`: read back from z, the slope near 1 would be its rounding."""
+        return (1.0 - bounded).mul_(1.0 + bounded)
 
 
 def narrow_dtype(hidden: Tensor) -> torch.dtype | None:

@@ -193,8 +193,8 @@ void divergence_row(const float* z, const float* y, float* out, int64_t columns,
         if (cap != 0.0f) {
 #pragma omp simd
             for (int64_t j = 0; j < count; ++j) {
-                const float tanh = z[start + j] * cap;
-                du[j] *= 1.0f - tanh * tanh;
+                const float tanh = z[start + j] / cap;
+                du[j] *= (1.0f - tanh) * (1.0f + tanh);
             }
         }
         std::memcpy(out + start, du, count * sizeof(float));
@@ -254,8 +254,8 @@ void divergence_sums(const float* z, const float* y, int64_t rows, int64_t colum
             {statistics[2][i], statistics[3][i]}, {a, b, mix}, value + i, slope + i, entropy + i);
 }
 
-// out <- factor (S - p slope) per row, which may be z or y, and 0 where both factors are 0; `cap` is temperature
-// over softcap, or 0. With `tokens` their cross-entropy's gradient at temperature 1 is added, times `hard_factor`.
+// out <- factor (S - p slope) per row, which may be z or y, and 0 where both factors are 0; `cap` is the
+// softcap over the temperature, or 0. With `tokens` their cross-entropy's gradient at temperature 1 is added, times `hard_factor`.
 void divergence_gradient(const float* z, const float* y, float* out, int64_t rows, int64_t columns,
                          int64_t z_stride, int64_t y_stride, int64_t out_stride, const float* const* statistics,
                          int64_t mode, float a, float b, float mix, const float* slope, const float* factor,

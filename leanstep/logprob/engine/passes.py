@@ -230,7 +230,7 @@ class NativePasses:
     ) -> Tensor:
         """out <- factor (S - p slope), `slope` being the row's sum of S; `out` may be `z` or `y`.
 
-        A row whose factors are 0 gets zeros. `cap`: temperature over softcap. With `labels` the gradient of
+        A row whose factors are 0 gets zeros. `cap`: softcap over temperature. With `labels` the gradient of
         their cross-entropy is added; the tile begins at id `first`.
         """
         pointers, kind = _pointers(compared)

@@ -209,7 +209,10 @@ def _forward_part(
                 finish = head.finish(rows, columns)
                 part.update_(z, work, targets, first, kernels=call.kernels, finish=finish)
                 continue
-            head.logits(h, low_h, head.weight_tile(columns), rows, columns, z)
+            # A saved tile keeps what the slope of the softcap is read from.
+            head.bounded(h, low_h, head.weight_tile(columns), rows, columns, z)
+            if head.has_tanh:
+                z = head.logits_of(z, rows, scratch.tile(0, size, width))
             if part.total is not None:
                 part.total.add_(z.sum(-1))
             if best is not None:
@@ -303,7 +306,7 @@ def _backward_part(
         else:
             tiles = scratch.tiles(gradient.scratch_tiles, *shape)
             if z is None:
-                z = head.logits(h, low_h, weight_tile, rows, columns, tiles[0])
+                z = head.bounded(h, low_h, weight_tile, rows, columns, tiles[0])
             du = gradient.tile(z, tiles, rows, columns)
         placed = slice(rows.start + first_row, rows.stop + first_row)
         sums.add(du, h, low_h, weight_tile, placed, columns)
@@ -388,12 +391,13 @@ class TileGradient:
             overlaps=overlaps,
         )
 
-    def tile(self, z: Tensor, scratch: Sequence[Tensor], rows: slice, columns: slice) -> Tensor:
-        """The gradient for the tile of logits `z` [R, W], in the first tile of `scratch`."""
+    def tile(self, bounded: Tensor, scratch: Sequence[Tensor], rows: slice, columns: slice) -> Tensor:
+        """The gradient for a tile of `Head.bounded` [R, W], in the first tile of `scratch`."""
         call, head = self.call, self.call.head
         if rows is not self._rows:
             self._rows, self._part = rows, self.main.rows(rows)
-        cap = None if head.softcap is None else head.cap_slope(z, rows)
+        cap = None if head.softcap is None else head.cap_slope(bounded)
+        z = head.logits_of(bounded, rows, scratch[0])
         targets, first = call.targets[rows], head.shard.start + columns.start
         addition = None
         if self.kl is not None and call.reference is not None and self.final is not None:
