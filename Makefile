@@ -35,9 +35,11 @@ test-gpu: $(VENV)/.test
 # The host half of test-gpu on a machine that only says it has a GPU: sync debugging, kernels that are not
 # interpreted, devices to choose from. Tests that need the device's memory are skipped.
 HOST := tests/diagnose tests/commands tests/muon/test_fused.py tests/on_device tests/test_pretended_cuda.py
+# Long runs of whole programs, which ask for no device.
+LONG := --ignore=tests/commands/test_demo.py --ignore=tests/diagnose/test_third_party.py
 
 test-pretend: $(VENV)/.test
-	LEANSTEP_TEST_DEVICE=pretended OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(HOST) $(PYTEST_ARGS)
+	LEANSTEP_TEST_DEVICE=pretended OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(HOST) $(LONG) $(PYTEST_ARGS)
 
 # Checks of kernels that take too long for CI, see docs/kernels.md.
 SEEDS ?= 50
