@@ -8,9 +8,10 @@
     skewed KL     a = 1     b = 0       mix = alpha        KL(q || alpha q + (1-alpha) p), DistiLLM 2024
     skewed reverse KL       b = 1       mix = 1 - alpha    KL(p || alpha p + (1-alpha) q)
 
-With S_v = p_v dD/dp_v (up to a constant times p_v) the gradient of the logits is dz = S - p sum(S):
+With S_v = p_v dD/dp_v + c p_v, for any constant c, the gradient of the logits is dz = S - p sum(S). The c here
+makes S small where student and teacher agree; with c = 0 dz would be a small difference of large numbers:
 
-    S = -a (1-mix) q p / m + b p (log(p / m) - (1-mix) p / m)
+    S = p (b log(p / m) + k (q - p) / m),    k = (1-mix) (b mix - a (1-mix)),    0 for JSD
 
 Both sums merge over tiles and shards by addition. An outcome with p = 0 or q = 0 adds what its limit is.
 """
@@ -143,16 +144,18 @@ def tile_terms_(
     m = torch.mul(q, mix, out=first).add_(p, alpha=1.0 - mix).clamp_(min=torch.finfo(p.dtype).tiny)
     log_m = torch.log(m, out=second)
     value = torch.zeros_like(p[:, 0])
-    # p / m, then S piece by piece; log m is finite, and 0 times a clamped log is 0.
-    share = torch.div(p, m, out=first)
+    # S / p; log m is finite, and 0 times a clamped log is 0.
     if b:
         terms = torch.clamp(log_p, min=floor, out=slope).sub_(log_m)
         value.add_(torch.linalg.vecdot(terms, p), alpha=b)
-        slope.sub_(share, alpha=1.0 - mix).mul_(p).mul_(b)
+        slope.mul_(b)
     else:
         slope.zero_()
+    apart = (1.0 - mix) * (b * mix - a * (1.0 - mix))
+    if apart:
+        slope.addcdiv_(q - p, m, value=apart)
+    slope.mul_(p)
     if a:
-        slope.addcmul_(share, q, value=-a * (1.0 - mix))
         terms = torch.clamp(log_q, min=floor, out=first).sub_(log_m)
         value.add_(torch.linalg.vecdot(terms, q), alpha=a)
     return value, slope
