@@ -8,10 +8,10 @@
     skewed KL     a = 1     b = 0       mix = alpha        KL(q || alpha q + (1-alpha) p), DistiLLM 2024
     skewed reverse KL       b = 1       mix = 1 - alpha    KL(p || alpha p + (1-alpha) q)
 
-With S_v = p_v dD/dp_v + c p_v, for any constant c, the gradient of the logits is dz = S - p sum(S). The c here
-makes S small where student and teacher agree; with c = 0 dz would be a small difference of large numbers:
+With S_v = p_v dD/dp_v + c p_v, for any constant c, the gradient of the logits is dz = S - p sum(S). With c = b
+S is small for JSD where student and teacher agree; else dz would be a small difference of large numbers:
 
-    S = p (b log(p / m) + k (q - p) / m),    k = (1-mix) (b mix - a (1-mix)),    0 for JSD
+    S = p (b log(p / m) + k q / m),    k = b mix - a (1-mix),    0 for JSD
 
 Both sums merge over tiles and shards by addition. An outcome with p = 0 or q = 0 adds what its limit is.
 """
@@ -151,9 +151,9 @@ def tile_terms_(
         slope.mul_(b)
     else:
         slope.zero_()
-    apart = (1.0 - mix) * (b * mix - a * (1.0 - mix))
-    if apart:
-        slope.addcdiv_(q - p, m, value=apart)
+    share = b * mix - a * (1.0 - mix)
+    if share:
+        slope.addcdiv_(q, m, value=share)
     slope.mul_(p)
     if a:
         terms = torch.clamp(log_q, min=floor, out=first).sub_(log_m)

@@ -222,11 +222,11 @@ def _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE: tl.constexp
     elif MODE == 2:
         m = tl.maximum(mix * q + (1.0 - mix) * p, 1.1754944e-38)
         log_m = tl.log(m)
-        apart = (1.0 - mix) * (b * mix - a * (1.0 - mix))
+        share = b * mix - a * (1.0 - mix)
         of_p = tl.maximum(log_p, _FLOOR) - log_m
         of_q = tl.maximum(log_q, _FLOOR) - log_m
         value = a * (q * of_q) + b * (p * of_p)
-        slope = p * (b * of_p + apart * ((q - p) / m))
+        slope = p * (b * of_p + share * (q / m))
     else:
         gap = -log_p
         if MODE == 0:

@@ -131,10 +131,10 @@ inline Term term_of(float z, float y, Softmax student, Softmax teacher, Kind kin
         const float rest = 1.0f - kind.mix, both = kind.mix * q + rest * p;
         const float tiny = std::numeric_limits<float>::min();
         const float m = both < tiny ? tiny : both, log_m = log_of(m);
-        const float apart = rest * (kind.b * kind.mix - kind.a * rest);
+        const float share = kind.b * kind.mix - kind.a * rest;
         const float of_p = clamped(log_p) - log_m, of_q = clamped(log_q) - log_m;
         term.value = kind.a * (q * of_q) + kind.b * (p * of_p);
-        term.slope = p * (kind.b * of_p + apart * ((q - p) / m));
+        term.slope = p * (kind.b * of_p + share * (q / m));
     } else {
         const float gap = mode == FORWARD ? log_q - log_p : -log_p;
         term.value = q == 0.0f ? 0.0f : kind.a * (q * gap);
