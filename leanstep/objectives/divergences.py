@@ -8,8 +8,9 @@
     skewed KL     a = 1     b = 0       mix = alpha        KL(q || alpha q + (1-alpha) p), DistiLLM 2024
     skewed reverse KL       b = 1       mix = 1 - alpha    KL(p || alpha p + (1-alpha) q)
 
-With S_v = p_v dD/dp_v + c p_v, for any constant c, the gradient of the logits is dz = S - p sum(S). With c = b
-S is small for JSD where student and teacher agree; else dz would be a small difference of large numbers:
+With S_v = p_v dD/dp_v + c p_v, for any constant c, the gradient of the logits is dz = S - p sum(S). With
+c = b the S of JSD is small where student and teacher agree; without it dz would be a small difference of large
+numbers:
 
     S = p (b log(p / m) + k q / m),    k = b mix - a (1-mix),    0 for JSD
 
