@@ -9,8 +9,8 @@
     skewed reverse KL       b = 1       mix = 1 - alpha    KL(p || alpha p + (1-alpha) q)
 
 With S_v = p_v dD/dp_v + c p_v, for any constant c, the gradient of the logits is dz = S - p sum(S). With
-c = b the S of JSD is small where student and teacher agree; without it dz would be a small difference of large
-numbers:
+c = b the S of JSD is small where student and teacher agree. Without c, dz would be a small difference of
+large numbers:
 
     S = p (b log(p / m) + k q / m),    k = b mix - a (1-mix),    0 for JSD
 
