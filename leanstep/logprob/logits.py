@@ -112,7 +112,7 @@ def token_logprobs(
     if tuning.invariant:
         raise ValueError("tuning: expected invariant=False here: the logits were made elsewhere")
     check_float("logits", logits, 2)
-    check_rows(rows, logits.device, len(logits))
+    check_rows(rows, logits.device, logits.shape[0])
     if torch.compiler.is_compiling():
         options: dict[str, Any] = {"rows": rows, "entropy": entropy, "temperature": temperature}
         options |= {"allowed": allowed, "tuning": tuning}

@@ -176,7 +176,7 @@ def plan_polar(
 
     Example:
         plan = plan_polar(768, 3072, compute_dtype=torch.float32)
-        plan.method, plan.flops() / 768**3                                  # "gram", 35
+        plan.method, plan.flops() / 768**3                                  # "gram", 36.5
 
     Args:
         device, dtype: of the update that will be orthogonalised.

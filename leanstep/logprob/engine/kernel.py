@@ -226,7 +226,8 @@ def _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE: tl.constexp
         of_p = tl.maximum(log_p, _FLOOR) - log_m
         of_q = tl.maximum(log_q, _FLOOR) - log_m
         value = a * (q * of_q) + b * (p * of_p)
-        slope = p * (b * of_p + share * (q / m))
+        # e^(log q - log m) is q / m; the quotient itself makes sm_90's assembler spill.
+        slope = p * (b * of_p + share * tl.exp(of_q))
     else:
         gap = -log_p
         if MODE == 0:
