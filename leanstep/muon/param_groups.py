@@ -177,8 +177,8 @@ def _check_choices(group: Group) -> None:
     if not callable(rule) and rule not in LR_RULES:
         raise ValueError(f"lr_rule: expected one of {', '.join(LR_RULES)} or a callable, got {rule!r}")
     for triple in group.get("coefficients", ()):
-        if len(triple) != 3:
-            raise ValueError(f"coefficients: expected (a, b, c) per step, got {triple!r}")
+        if len(triple) != 3 or not all(isinstance(x, (int, float)) and math.isfinite(x) for x in triple):
+            raise ValueError(f"coefficients: expected finite (a, b, c) per step, got {triple!r}")
 
 
 def check_params(group: Group, names: list[str]) -> None:

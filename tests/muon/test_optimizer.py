@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 
 import pytest
 import torch
@@ -368,6 +369,7 @@ def bad_groups():
         ("multipliers", lambda: NorMuon([matrix], lr_mul=[1.0, 2.0]), "^lr_mul: expected"),
         ("phase", lambda: NorMuon([matrix], every=2, phase=2), "^phase: expected"),
         ("rule", lambda: NorMuon([matrix], lr_rule="adam"), "^lr_rule: expected"),
+        ("nan", lambda: NorMuon([matrix], coefficients=[(math.nan, 1, 1)]), "^coefficients: expected finite"),
         ("nonfinite", lambda: NorMuon([matrix], nonfinite="warn"), "^nonfinite: expected"),
         (
             "complex",
