@@ -225,7 +225,7 @@ def main() -> None:
         # An output of few characters (ASCII, Latin-1) shows the others as escapes.
         if isinstance(stream, io.TextIOWrapper) and "utf" not in stream.encoding.lower():
             stream.reconfigure(errors="backslashreplace")
-    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS and not {"-h", "--help"} & set(sys.argv):
         sleep_while_waiting()
     code = run()
     try:

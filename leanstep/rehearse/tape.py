@@ -469,7 +469,7 @@ class Tape(TorchDispatchMode):
     def _run_body(self, call: DeviceCall, body: Callable[..., Any]) -> Any:
         """A custom op in Python: what its body does. A compiler does not look into it: it is in no region.
 
-        NotImplemented where the body needs what is not there, memory of the device or a binary.
+        NotImplemented where the body needs real device memory or a compiled library.
         """
         taped, lines = self.recording.events, self.lines
         start, outer, fixed = len(taped), self.in_registers, lines.fixed

@@ -56,7 +56,10 @@ class RowJacobians(NamedTuple):
 
 
 class _ChunkSums(NamedTuple):
-    """A and B of a chunk, [R, D], and the slope of the softcap at the rows' targets, [R]; None: not there."""
+    """A and B of a chunk, [R, D], and the slope of the softcap at the rows' targets, [R].
+
+    B is None without an entropy, the slope without a softcap.
+    """
 
     first: Tensor
     second: Tensor | None
