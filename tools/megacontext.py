@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from leanstep.integrations import megacontext
 
 VOCAB = 61
+COMPARED = ("loss", "grad", "ema", "agreement", "span_corr", "stats")
 
 
 class BaseModel(nn.Module):
@@ -56,7 +57,7 @@ def load_upstream(checkout: Path) -> Any:
     if not (checkout / "mc" / "runtime.py").is_file():
         raise SystemExit(f"checkout: expected a MegaContext checkout, {checkout} has no mc/runtime.py")
     sys.path.insert(0, str(checkout.resolve()))
-    runtime = importlib.import_module("mc.runtime")
+    runtime: Any = importlib.import_module("mc.runtime")
     runtime.get_report = lambda: types.SimpleNamespace(log=lambda *args, **kwargs: None)
     return runtime
 
@@ -157,7 +158,7 @@ def flat(grads: list[Tensor]) -> Tensor:
 def compare(checkout: Path, num_settings: int, seed: int, dtype: torch.dtype) -> dict[str, float]:
     """Largest relative differences over random settings."""
     runtime = load_upstream(checkout)
-    worst = dict.fromkeys(("loss", "grad", "ema", "agreement", "span_corr", "stats"), 0.0)
+    worst: dict[str, float] = dict.fromkeys(COMPARED, 0.0)
     active = done = number = 0
     while done < num_settings:
         number += 1
@@ -276,7 +277,7 @@ def time_both(checkout: Path, repeats: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="leanstep beside MegaContext's own code")
     parser.add_argument("command", choices=["equal", "time"])
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--settings", type=int, default=200, help="random settings to compare")

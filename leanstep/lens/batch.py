@@ -194,21 +194,11 @@ class LensBatch:
             raise ValueError(
                 f"num_tokens: expected {len(samples)} lengths, one per sample, got {len(per_sample)}"
             )
-        flat = [v for variants in samples for v in variants]
-        names = [
-            f"variant {j} of sample {i}" for i, variants in enumerate(samples) for j in range(len(variants))
-        ]
         counts = tuple(len(variants) for variants in samples)
         width = max(counts, default=1)
         longest = max(per_sample, default=1)
-        positions = [torch.as_tensor(v.positions, dtype=torch.int64) for v in flat]
-        lods = [torch.as_tensor(v.lods, dtype=torch.int8) for v in flat]
-        for name, p, lod in zip(names, positions, lods, strict=True):
-            if p.dim() != 1 or p.shape != lod.shape:
-                raise ValueError(
-                    f"lods: {name} has {tuple(lod.shape)} lods for positions of shape {tuple(p.shape)}"
-                )
-        home = positions[0].device if flat else torch.device("cpu")
+        positions, lods = context_rows(samples)
+        home = positions[0].device if positions else torch.device("cpu")
         lengths = [len(p) for p in positions]
         tokens = [t for t, c in zip(per_sample, counts, strict=True) for _ in range(c)]
         marked = [[j for j, v in enumerate(variants) if v.is_baseline] for variants in samples]
@@ -297,6 +287,23 @@ class LensBatch:
         }
         # Only the closed form on a CPU reads them.
         return replace(self, **moved, gists=self.gists if torch.device(device).type == "cpu" else None)
+
+
+def context_rows(samples: Sequence[Sequence[Variant]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Positions and LODs of every context where they are: int64 and int8 tensors of equal length."""
+    positions, lods = [], []
+    for i, variants in enumerate(samples):
+        for j, variant in enumerate(variants):
+            p = torch.as_tensor(variant.positions, dtype=torch.int64)
+            lod = torch.as_tensor(variant.lods, dtype=torch.int8)
+            if p.dim() != 1 or p.shape != lod.shape:
+                name = f"variant {j} of sample {i}"
+                raise ValueError(
+                    f"lods: {name} has {tuple(lod.shape)} lods for positions of shape {tuple(p.shape)}"
+                )
+            positions.append(p)
+            lods.append(lod)
+    return positions, lods
 
 
 def pad_rows(rows: Sequence[Tensor], fill: int, lengths: Sequence[int]) -> Tensor:
