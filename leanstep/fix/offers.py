@@ -37,6 +37,8 @@ from leanstep.script.run import Program, Stop, run_script
 
 # What depends on this machine's speed, or comes and goes with it, is not held against a repair.
 _UNSTABLE = ("slow-dtype",)
+# A finding must hold on so many recorded steps.
+STEPS = 2
 # A script with few updates is timed in several runs.
 SHORT_RUNS = 3
 # Medians this close are one time; beyond it the spread of the samples decides.
@@ -165,8 +167,12 @@ def find_fixes(
     argv: Sequence[str] = (),
     settings: Settings | None = None,
     report: Callable[[str], None] | None = None,
+    on_offer: Callable[[Offer], None] | None = None,
 ) -> Fixes:
-    """Diagnose the script and try every mechanical repair. Nothing of the user's is changed."""
+    """Diagnose the script and try every mechanical repair. Nothing of the user's is changed.
+
+    report: called with what runs next. on_offer: called with each repair as soon as it holds by itself.
+    """
     settings, say = settings or Settings(), report or (lambda what: None)
     deadline = time.monotonic() + settings.budget_s
     bench = _Workbench(script.absolute(), tuple(argv), settings, say)
@@ -195,7 +201,6 @@ def find_fixes(
         for variant in variants:
             key = frozenset(variant.edits)
             if key not in tried:
-                say(f"{finding.rule}: {variant.title}")
                 try:
                     with _until(deadline):
                         tried[key] = bench.attempt(finding, variant.title, variant.edits)
@@ -208,6 +213,8 @@ def find_fixes(
             fixes.refused.append((finding, outcome))
         elif outcome not in fixes.offers:
             fixes.offers.append(outcome)
+            if on_offer is not None:
+                on_offer(outcome)
         else:
             outcome.findings.append(finding)
     try:
@@ -266,10 +273,11 @@ class _Workbench:
     def job(self, script: Path, twin: bool = False, path: tuple[str, ...] = ()) -> Job:
         return Job(str(script), self.argv, self.settings.updates, twin=twin, path=path)
 
-    def diagnose(self, script: Path, path: tuple[str, ...] = ()) -> Diagnosis:
+    def diagnose(self, script: Path, path: tuple[str, ...] = (), timed: bool = True) -> Diagnosis:
+        """timed: findings are ranked by their share of a step, which is timed for that."""
         with temporary_folder() as folder:
-            log = folder / "log"
-            return call_in_child(_diagnosed, str(script), self.argv, path, log, fork=self.settings.fork)
+            log, fork = folder / "log", self.settings.fork
+            return call_in_child(_diagnosed, str(script), self.argv, path, log, timed, fork=fork)
 
     def attempt_all(self, offers: list[Offer]) -> Offer | str:
         findings = [finding for offer in offers for finding in offer.findings]
@@ -286,19 +294,19 @@ class _Workbench:
         except NotUnderstood as error:
             return str(error)
         with overlaid(self.script, changed) as (copy, path):
-            self.say(f"{title}: diagnose the copy")
-            after = self.diagnose(copy, path)
+            self.say(f"{finding.rule}: diagnose the copy")
+            after = self.diagnose(copy, path, timed=False)
             if after.ended is not None:
                 return f"{title}: the copy ended {after.ended}"
             wrong = _not_gone(self.diagnosis, after, findings)
             if wrong is not None:
                 return f"{title}: {wrong}"
             own = self.job(copy, path=path)
-            self.say(f"{title}: prove")
+            self.say(f"{finding.rule}: prove the copy")
             proof = self._proven(own)
             if not proof.ok:
                 return f"{title}: {proof.sentence()}"
-            self.say(f"{title}: measure")
+            self.say(f"{finding.rule}: measure the copy")
             bench = measured(self.job(self.script), own, self.settings)
         bench.proven, bench.verdict = True, proof.sentence()
         if is_slower(bench):
@@ -325,13 +333,15 @@ def _not_gone(before: Diagnosis, after: Diagnosis, findings: list[Finding]) -> s
     return f"it brings a finding of {came[0]}" if came else None
 
 
-def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...], log: Path) -> Diagnosis:
+def _diagnosed(
+    script: str, argv: tuple[str, ...], path: tuple[str, ...], log: Path, timed: bool
+) -> Diagnosis:
     """In a child: the findings of a few steps, and the user's files that were run. Output goes to `log`."""
 
     def stop() -> None:
         raise Stop
 
-    watch = Watch(timed_warmup=True, on_done=stop)
+    watch = Watch(STEPS, timed_warmup=True, on_done=stop, timed=timed)
     with log_to(log), module_path(path):
         outcome = run_script(Program(script), argv, watch)
     said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
