@@ -6,6 +6,7 @@ step and never drops is memory that grows.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -65,6 +66,9 @@ class Survivors:
 
     def settle(self) -> None:
         """The last step is over: note in each record what is left of its step."""
+        if self._steps:
+            # Objects that refer to each other live until the garbage collector comes by.
+            gc.collect()
         for record, buffers, graphs in self._steps:
             storages = set()
             for site, storage, num_bytes in buffers:
