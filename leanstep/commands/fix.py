@@ -111,9 +111,11 @@ def _fix_lines(found: Any, write: bool) -> list[str]:
 
 
 def _where(finding: Any) -> str:
+    from leanstep.fix.offers import users_line
     from leanstep.script.lines import short_path
 
-    return f"{short_path(finding.line.file)}:{finding.line.number}"
+    line = users_line(finding)
+    return f"{short_path(line.file)}:{line.number}"
 
 
 def _time_words(bench: Any) -> str:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from leanstep.diagnose.advice import APPLY
 from leanstep.diagnose.outputs import gate
 from leanstep.diagnose.step_records import Finding
 from leanstep.diagnose.watch import Watch
@@ -32,7 +33,7 @@ from leanstep.prove.compare import PairProof, judge
 from leanstep.prove.script_jobs import Job, module_path, run_job
 from leanstep.prove.stopwatch import MIN_ROUNDS, PairBench, SideRow, bench_scripts
 from leanstep.script.children import call_in_child, log_to, temporary_folder
-from leanstep.script.lines import USER, judge_code, short_path
+from leanstep.script.lines import USER, Line, judge_code, short_path
 from leanstep.script.run import Program, Stop, run_script
 
 # What depends on this machine's speed, or comes and goes with it, is not held against a repair.
@@ -117,8 +118,14 @@ class Fixes:
         }
 
 
+def users_line(finding: Finding) -> Line:
+    """The line of a finding; of a library's line the user's line that led there."""
+    callers = finding.callers.most_common(1) if finding.line.library else []
+    return callers[0][0] if callers else finding.line
+
+
 def _place(finding: Finding) -> dict[str, Any]:
-    line = finding.line
+    line = users_line(finding)
     return {"rule": finding.rule, "file": short_path(line.file), "line": line.number, "code": line.code}
 
 
@@ -355,7 +362,7 @@ def _diagnosed(
         # Built-in packages of torch have made-up names that no file has.
         if isinstance(file, str) and Path(file).is_file() and judge_code(file, "") & USER:
             paths.add(Path(file).absolute())
-    findings = [finding for finding in watch.findings() if not finding.line.library]
+    findings = [f for f in watch.findings() if not f.line.library or f.leanstep == APPLY]
     return Diagnosis(findings, sorted(paths), len(watch.steps), ended)
 
 
