@@ -288,9 +288,12 @@ def _prove_invariant(scripts: list[str], args: list[str], outputs: Outputs) -> N
 
     if len(scripts) != 1:
         raise BadInput(f"--invariant: expected one script, got {len(scripts)}")
-    proof = prove_invariance(Job(scripts[0], tuple(args)), fork=True)
+    out = console(outputs.json)
+    with progress_bar(out, "prove", plain_lines=True) as report:
+        report("rows in other company", 0.0)
+        proof = prove_invariance(Job(scripts[0], tuple(args)), fork=True)
     result = proof.to_json()
-    console(outputs.json).print(invariance_lines(result))
+    out.print(invariance_lines(result))
     outputs.write(f"prove {scripts[0]} invariance", result, invariance_markdown(result))
     if proof.problem is not None:
         raise BadInput(f"prove: {proof.problem}")
