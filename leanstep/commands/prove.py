@@ -11,7 +11,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -40,9 +40,6 @@ from leanstep.commands.terminal import (
     split_scripts,
     write_json,
 )
-
-if TYPE_CHECKING:
-    from leanstep.prove.script_jobs import Job
 
 # Steps of training runs under --drift, and updates of a script that are compared.
 DRIFT_STEPS, SCRIPT_STEPS = 60, 2
@@ -113,13 +110,10 @@ def prove(
             raise BadInput(f"--ranks: expected one number of processes with two scripts, got {ranks!r}")
         if drift and runs < 2:
             raise BadInput(f"--runs: expected at least 2 paired runs, got {runs}")
-        from leanstep.prove.script_jobs import Job
-
-        jobs = [Job(script, tuple(script_args), ranks=counts[0]) for script in scripts]
+        sizes = _PairSizes(steps or SCRIPT_STEPS, counts[0])
         if drift:
-            _prove_pair(jobs, SCRIPT_STEPS, (runs, steps or DRIFT_STEPS), outputs)
-        else:
-            _prove_pair(jobs, steps or SCRIPT_STEPS, None, outputs)
+            sizes = _PairSizes(SCRIPT_STEPS, counts[0], drift_runs=runs, drift_steps=steps or DRIFT_STEPS)
+        _prove_pair(scripts, script_args, sizes, outputs)
         return
     if same or ranks:
         _prove_cuts(scripts, script_args, same or [""], counts, outputs)
@@ -218,25 +212,35 @@ def _drift_rows(proof: _CaseProof, out: Console, json: str | None) -> list[dict[
     return [row.to_json() for row in rows]
 
 
-def _prove_pair(jobs: list[Job], steps: int, drift: tuple[int, int] | None, outputs: Outputs) -> None:
-    """Compare `steps` updates; drift: pairs of training runs and steps per run, or None."""
+@dataclass(frozen=True)
+class _PairSizes:
+    """Updates of two scripts to compare, and pairs of training runs. drift_runs 0: no drift."""
+
+    steps: int
+    ranks: int | None
+    drift_runs: int = 0
+    drift_steps: int = 0
+
+
+def _prove_pair(scripts: list[str], args: list[str], sizes: _PairSizes, outputs: Outputs) -> None:
     from leanstep.prove.compare import PairProof, prove_drift, prove_scripts
+    from leanstep.prove.script_jobs import Job
     from leanstep.report.updates import pair_lines, pair_markdown
 
-    before, after = (replace(job, steps=steps) for job in jobs)
+    before, after = (Job(script, tuple(args), sizes.steps, ranks=sizes.ranks) for script in scripts)
     out = console(outputs.json)
     proof, interrupted = PairProof(before.label, after.label), False
-    num_runs = drift[0] if drift else 0
+    num_runs = sizes.drift_runs
     with progress_bar(out, "prove", plain_lines=True) as report:
         done = iter(range(9))
         try:
             proof = prove_scripts(
                 before, after, fork=True, report=lambda what: report(what, next(done, 9) / (3 + num_runs))
             )
-            if drift and proof.ok:
-                report(f"{num_runs} pairs of runs, {units.steps(drift[1])} each", 0.5)
-                before, after = (replace(job, steps=drift[1]) for job in jobs)
-                proof.drift = prove_drift(before, after, runs=num_runs, fork=True)
+            if num_runs and proof.ok:
+                report(f"{num_runs} pairs of runs, {units.steps(sizes.drift_steps)} each", 0.5)
+                long = [replace(job, steps=sizes.drift_steps) for job in (before, after)]
+                proof.drift = prove_drift(long[0], long[1], runs=num_runs, fork=True)
         except KeyboardInterrupt as error:
             proof, interrupted = getattr(error, "proof", proof), True
     result = proof.to_json()
