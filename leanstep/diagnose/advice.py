@@ -16,6 +16,8 @@ from leanstep.script.lines import Line, short_path
 HEAD_RULES = ("dead-rows", "full-vocab", "retained-chunks")
 ALL_HEAD_RULES = (*HEAD_RULES, "no-grad-vocab")
 TRANSFORMERS, TRL = "transformers/", "trl/"
+# What replaces a loss that transformers computes from labels.
+APPLY = "leanstep.integrations.transformers.apply_leanstep"
 # The user's line that starts a trainer's loop.
 _TRAINER_CALL = re.compile(r"\.train\(")
 
@@ -115,7 +117,7 @@ ADVICE = (
         "labels=...) then gives the same loss, rows with label -100 never meet the head, and one tile of "
         "logits is held.",
         "apply_leanstep(model) before the loop",
-        leanstep="leanstep.integrations.transformers.apply_leanstep",
+        leanstep=APPLY,
         model_in=TRANSFORMERS,
         has_labels=True,
     ),
