@@ -36,6 +36,7 @@ KINDS = (
     "norm",
     "batch_norm",
     "reduce",
+    "one_warp",
     "gather",
     "scatter",
     "fill",
@@ -59,7 +60,8 @@ class Kernel(NamedTuple):
     nbytes: read and written in all.
     dtype: "bfloat16", "float32", ...; "tf32" for fp32 products that may use TF32; "float8" for any fp8.
     sizes: gemm, conv: (batch, m, n, k); attention: (batch * heads, T, S, D); softmax: (rows, row length);
-        norm, batch_norm: (blocks, elements that a block walks one after the other); collective: (ranks,);
+        norm, batch_norm: (blocks, elements that a block walks one after the other); one_warp: (rows,), a sum
+        that a single warp forms; collective: (ranks,);
         else ().
     alignment: bytes (16, 8, 4 or 2) that divide every leading dimension of a product, every row of a softmax,
         norm or gather; pointwise kinds: every row of the operands.

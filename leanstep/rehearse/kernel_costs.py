@@ -67,8 +67,7 @@ FILL = frozenset(
     "cauchy_ geometric_".split()
 )
 GATHER = frozenset(
-    "embedding index_select gather index take masked_select nonzero nll_loss_forward nll_loss2d_forward "
-    "_unsafe_index take_along_dim".split()
+    "embedding index_select gather index take masked_select nonzero _unsafe_index take_along_dim".split()
 )
 SCATTER = frozenset(
     "index_add index_add_ scatter_add scatter_add_ index_put index_put_ _index_put_impl_ scatter scatter_ "
@@ -87,6 +86,8 @@ REDUCE = frozenset(
     "nansum bincount histc searchsorted bucketize median kthvalue _unique2 unique_dim "
     "unique_consecutive isin".split()
 )
+# Multiplications of a 3 x 3 filter that tiles of 4 x 4 results save, transforms included.
+_WINOGRAD = 1.5
 # Out of place: the first argument is copied, then changed in place.
 COPIED_FIRST = frozenset(("masked_fill", "index_fill"))
 MULTI_TENSOR = ("_foreach", "_fused_adam", "_fused_sgd", "_fused_adagrad", "_amp_foreach")
@@ -210,7 +211,8 @@ def _attention(call: Call) -> list[Kernel]:
 def _convolution(call: Call) -> list[Kernel]:
     """Implicit GEMM; backward is one for the data (not in the first layer) and one for the weight.
 
-    Matrix units want channels last: tensors in NCHW order are transposed before and after.
+    Matrix units want channels last: tensors in NCHW order are transposed before and after. In fp32 nothing is
+    transposed, and a 3 x 3 filter of stride 1 takes fewer multiplications (Winograd) for result and data.
     """
     ins, outs = call.ins, call.outs
     backward = call.name == "convolution_backward"
@@ -224,13 +226,16 @@ def _convolution(call: Call) -> list[Kernel]:
     moved = x.nbytes + w.nbytes + result_bytes
     flops = float(convolution_flops(rows * w.size[0], w.size))
     dtype = operand_type(x.dtype, call.info.get("conv_tf32", False))
-    made = [Kernel("conv", moved, flops, dtype, (groups, rows, channels, taps))]
+    on_matrix_units = dtype not in ("float32", "float64")
+    winograd = not on_matrix_units and w.size[2:] == (3, 3) and size[2:] == x.size[2:]
+    multiplied = round(rows / _WINOGRAD) if winograd else rows
+    made = [Kernel("conv", moved, flops, dtype, (groups, multiplied, channels, taps))]
     if backward:
         of_weight = Kernel("conv", moved, flops, dtype, (groups, channels, taps, rows))
-        of_data = Kernel("conv", moved, flops, dtype, (groups, rows, taps, channels))
+        of_data = Kernel("conv", moved, flops, dtype, (groups, multiplied, taps, channels))
         made = [of_weight] if x.size[1] <= 4 else [of_data, of_weight]
     channels_last = len(x.stride) > 2 and x.stride[1] == 1 and x.size[1] > 1
-    if not channels_last:
+    if on_matrix_units and not channels_last:
         # Per product: input, filter, result, and a result to clear.
         transposed, launches = len(made) * moved, 4 * len(made)
         elements = transposed / x.width
@@ -259,8 +264,6 @@ def _gather(call: Call) -> list[Kernel]:
     ins, outs = call.ins, call.outs
     indices = sum(t.nbytes for t in ins if t.dtype.startswith(("int", "bool")))
     selected = outs[0].nbytes if outs else 0
-    if call.name.startswith("nll_loss"):  # mean over what was gathered: one element for each target
-        selected = ins[1].numel * ins[0].width if len(ins) > 1 else 0
     row = outs[0].size[-1] if outs and outs[0].size else 1
     return [
         Kernel(
@@ -293,6 +296,17 @@ def _embedding_backward(call: Call) -> list[Kernel]:
         Kernel("fill", call.written, 0.0, call.dtype),
         Kernel("scatter", 2 * call.ins[0].nbytes + 24 * rows, 0.0, call.dtype, (), 5),
     ]
+
+
+def _nll_loss(call: Call) -> list[Kernel]:
+    """One element for each target. A mean or sum of a list of targets is formed by one warp."""
+    ins = call.ins
+    rows = ins[1].numel if len(ins) > 1 else 1
+    moved = rows * (8 + ins[0].width)
+    is_list = call.name == "nll_loss_forward" and bool(call.outs) and call.outs[0].numel == 1
+    if is_list and rows > 1:
+        return [Kernel("one_warp", moved, 0.0, call.dtype, (rows,))]
+    return [Kernel("gather", moved, 0.0, call.dtype, elements=1.8 * rows)]
 
 
 def _nll_loss_backward(call: Call) -> list[Kernel]:
@@ -336,13 +350,15 @@ def _batch_norm(call: Call) -> list[Kernel]:
     x = _normalized(call)
     channels = x.size[1] if len(x.size) > 1 else 1
     each = x.numel // max(1, channels)
-    # torch's own kernels: one block per channel, one element per thread and iteration; libraries take four.
-    library = "cudnn" in call.name or "miopen" in call.name
-    length = each * (2 if call.backward else 1) // (4 if library else 1)
-    launches = 1 if call.backward or library else 3
+    # cuDNN spreads a channel over many blocks. torch's own kernels (bf16) have one block per channel and one
+    # element per thread and iteration; MIOpen takes four.
+    own, miopen = x.dtype == "bfloat16", "miopen" in call.name
+    length = each * (2 if call.backward else 1) // (4 if miopen else 1)
+    sizes = (channels, max(1, length)) if own or miopen else ()
+    launches = 3 if own and not (miopen or call.backward) else 1
     # Statistics first, then a second pass over the input.
     moved = call.read + call.written + x.nbytes
-    return [Kernel("batch_norm", moved, 0.0, x.dtype, (channels, max(1, length)), launches)]
+    return [Kernel("batch_norm", moved, 0.0, x.dtype, sizes, launches)]
 
 
 def _group_norm(call: Call) -> list[Kernel]:
@@ -354,7 +370,8 @@ def _group_norm(call: Call) -> list[Kernel]:
         rows = x.size[0] * 32 if x.numel > x.size[0] * 32 else 1
     scaled = any(len(t.size) == 1 for t in _row_weights(call, x))
     launches = 3 + 2 * scaled if call.backward else 2 + scaled
-    return [_norm_kernel(call, x, max(1, rows), launches)]
+    # One element per thread and iteration, where a row's norm takes four.
+    return [_norm_kernel(call, x, max(1, rows), launches, slower=4)]
 
 
 def _row_norm(call: Call) -> list[Kernel]:
@@ -383,10 +400,12 @@ def _row_weights(call: Call, x: Shape) -> list[Shape]:
     return [t for t in call.ins[1:] if 1 < t.numel < x.numel]
 
 
-def _norm_kernel(call: Call, x: Shape, rows: int, launches: int = 1) -> Kernel:
+def _norm_kernel(call: Call, x: Shape, rows: int, launches: int = 1, slower: int = 1) -> Kernel:
     passes = 4 if call.backward else 2
-    sizes = (rows, passes * x.numel // rows)
-    return Kernel("norm", call.read + call.written, 0.0, x.dtype, sizes, launches)
+    sizes = (rows, slower * passes * x.numel // rows)
+    # Statistics first, then the operands again: the cache has about two thirds of them.
+    again = 0.33 * x.nbytes * (2 if call.backward else 1)
+    return Kernel("norm", call.read + call.written + again, 0.0, x.dtype, sizes, launches)
 
 
 # Elementwise
@@ -502,6 +521,8 @@ _ATEN_COSTS: dict[str, Callable[[Call], list[Kernel]]] = {
     **dict.fromkeys(GEMM, _gemm),
     **dict.fromkeys(SCATTER, _scatter),
     "embedding_dense_backward": _embedding_backward,
+    "nll_loss_forward": _nll_loss,
+    "nll_loss2d_forward": _nll_loss,
     "nll_loss_backward": _nll_loss_backward,
     "nll_loss2d_backward": _nll_loss_backward,
     **dict.fromkeys(SOFTMAX, _softmax),

@@ -24,10 +24,11 @@ from leanstep.rehearse.events import GRAPH_REPLAY, Event, Extrapolated, HostWait
 class Rates:
     """The fitted constants of a vendor's devices and libraries.
 
-    start_us: shortest kernel. stream: share of the memory rate of a long vectorised pass. issue: elements a
-    clock and unit whose address is computed. wait_us: one step of a block's loop that waits for its load.
-    product: share of the sustained matrix rate that a large tile's inner loop reaches; ramp: half-size
-    (elements) of a tile; product_start_us: start of a product; single: share of the fp32 peak.
+    start_us: shortest kernel (longer before Ada: `_start_us`). stream: share of the memory rate of a long
+    vectorised pass. issue: elements a clock and unit whose address is computed. wait_us: one step of a loop
+    that waits for its load. product: share of the sustained matrix rate that a large tile's inner loop
+    reaches; ramp: half-size (elements) of a tile; product_start_us: start of a product; single: share of the
+    fp32 peak.
     conv, attention: shares of the sustained rate.
     """
 
@@ -44,12 +45,14 @@ class Rates:
 
 
 # From `tools/calibrate.py --fit`: AMD's on all tables; NVIDIA's on the first six, frozen since published
-# steps were predicted with them. `single` (fp32 without matrix units) and NVIDIA's `conv` are assumptions.
+# steps were predicted with them. Except for NVIDIA's `stream`: passes of Liger's public table (A100, H100,
+# B200) reach 0.80 to 0.85 of the memory's rate. `single` (fp32 without matrix units) and NVIDIA's `conv` are
+# assumptions.
 RATES: Mapping[str, Rates] = MappingProxyType(
     {
         "nvidia": Rates(
             start_us=1.62,
-            stream=0.908,
+            stream=0.83,
             issue=1.75,
             wait_us=0.838,
             product=1.08,
@@ -130,6 +133,11 @@ _KEPT_ROW_BYTES = 96 * 1024
 _WARP_ROW = 1024
 # Elements of one step of a block's loop.
 _STEP = {"norm": 2048, "batch_norm": 512}
+# A loss that one warp sums: rows of a step, and its loads that wait for one another (the target, then its
+# logit; both partly hidden).
+_WARP, _WARP_LOADS = 32, 1.33
+# Kernels before this generation start later: 3 to 4 us in public traces of A100 and V100.
+_LATE_START_BEFORE, _LATE_START = (8, 9), 2.0
 # torch's attention kernels use the matrix instructions of the generation before on these and later.
 _OLD_INSTRUCTIONS_FROM, _OLD_INSTRUCTIONS = (9, 0), 0.62
 # Rate of attention's backward relative to its forward, as its authors report it for long sequences.
@@ -149,6 +157,9 @@ def seconds(kernel: Kernel, device: Device, rates: Rates | None = None) -> float
         return 2e-6 + kernel.nbytes / device.pcie
     if kind == "collective":
         return _collective(kernel, device)
+    if kind == "one_warp":
+        waits = _WARP_LOADS * math.ceil(kernel.sizes[0] / _WARP)
+        return (_start_us(device, rates) + waits * rates.wait_us) * 1e-6
     moved, rows_s = kernel.nbytes, 0.0
     if kind == "softmax" and len(kernel.sizes) == 2 and kernel.sizes[1] > _WARP_ROW:
         moved, rows_s = _long_softmax(kernel, device, rates)
@@ -162,8 +173,13 @@ def seconds(kernel: Kernel, device: Device, rates: Rates | None = None) -> float
         blocks, length = kernel.sizes
         steps = math.ceil(length / _STEP[kind]) * math.ceil(blocks / (4 * device.units))
         limits.append(max(0, steps - chained) * rates.wait_us * 1e-6)
-    fixed = kernel.launches * rates.start_us + chained * rates.wait_us
+    fixed = kernel.launches * _start_us(device, rates) + chained * rates.wait_us
     return fixed * 1e-6 + _joined(limits)
+
+
+def _start_us(device: Device, rates: Rates) -> float:
+    late = device.vendor == "nvidia" and device.capability < _LATE_START_BEFORE
+    return rates.start_us * (_LATE_START if late else 1.0)
 
 
 def _joined(limits: Iterable[float]) -> float:
@@ -191,11 +207,11 @@ def _product(kernel: Kernel, device: Device, rates: Rates) -> float:
     batch, m, n, k = kernel.sizes
     on_matrix_units = kernel.dtype not in ("float32", "float64")
     share = rates.product * device.sustained if on_matrix_units else rates.single
-    if kernel.kind == "conv":
+    if kernel.kind == "conv" and on_matrix_units:
         share *= rates.conv
     unit = device.flops(kernel.dtype) / device.units * share
     # Feeding a unit costs (rows + columns) loads a step: the slower it multiplies, the smaller a tile does.
-    ramp = rates.ramp * min(1.0, _appetite(device, kernel.dtype) / _APPETITE[device.vendor])
+    ramp = rates.ramp * min(1.0, _appetite(device, kernel.dtype) / _APPETITE[device.vendor]) ** 0.5
     best = math.inf
     for rows, columns in TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
@@ -268,7 +284,7 @@ def _attention(kernel: Kernel, device: Device, rates: Rates) -> float:
     filled = groups / (math.ceil(groups / device.units) * device.units) if groups < 4 * device.units else 1.0
     compute = work / (device.flops(kernel.dtype) * share * max(filled, 0.05))
     memory = kernel.nbytes / (device.hbm * rates.stream)
-    return (rates.start_us + 3 * rates.wait_us) * 1e-6 + _joined((compute, memory))
+    return (_start_us(device, rates) + 3 * rates.wait_us) * 1e-6 + _joined((compute, memory))
 
 
 def _collective(kernel: Kernel, device: Device) -> float:

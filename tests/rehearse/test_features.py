@@ -39,6 +39,10 @@ def test_equal_blocks_share_a_backend(seen):
     assert seen["backends of three blocks"] == [3, 1]
 
 
+def test_convolutions_keep_channels_last(seen):
+    assert seen["channels last"] == [False, True]
+
+
 def test_changes_of_shape_in_place_happen_each_time(seen):
     assert seen["t_"] == [[5, 4]] * 3
     assert seen["set_"] == [[2, 3]] * 3

@@ -237,6 +237,55 @@ def test_masked_fill_copies_its_input_first():
     assert [k.kind for k in kernels("masked_fill_", [x, mask], [x])] == ["broadcast"]
 
 
+def dense(*size: int, dtype: str = "float32", width: int = 4, order: str = "nchw") -> Shape:
+    stride, step = [0] * len(size), 1
+    for dim in (1, 3, 2, 0) if order == "nhwc" else reversed(range(len(size))):
+        stride[dim], step = step, step * size[dim]
+    return Shape(size, tuple(stride), width, dtype)
+
+
+def test_a_mean_loss_is_the_loop_of_one_warp():
+    logits, targets = dense(16384, 32), Shape((16384,), (1,), 8, "int64")
+    mean, each = dense(), dense(16384)
+    (one_warp,), (gather,) = (kernels("nll_loss_forward", [logits, targets], [out]) for out in (mean, each))
+    assert (one_warp.kind, one_warp.sizes) == ("one_warp", (16384,))
+    # Published for an A100: 0.6 ms for 16,384 rows.
+    assert seconds(one_warp, A100) == pytest.approx(0.6e-3, rel=0.1)
+    assert seconds(gather, A100) < 0.1e-3
+
+
+def convolution(order: str, dtype: str, width: int, filter_size: int = 3) -> list[Kernel]:
+    x = dense(8, 64, 32, 32, dtype=dtype, width=width, order=order)
+    weight = dense(64, 64, filter_size, filter_size, dtype=dtype, width=width, order=order)
+    return kernels("convolution", [x, weight], [x])
+
+
+def test_only_matrix_units_want_channels_last():
+    assert [k.kind for k in convolution("nchw", "float16", 2)] == ["conv", "strided"]
+    assert [k.kind for k in convolution("nhwc", "float16", 2)] == ["conv"]
+    assert [k.kind for k in convolution("nchw", "float32", 4)] == ["conv"]
+
+
+def test_small_filters_in_fp32_multiply_less_than_their_flops():
+    (three,), (five,) = convolution("nchw", "float32", 4), convolution("nchw", "float32", 4, filter_size=5)
+    per_flop = [seconds(kernel, V100) / kernel.flops for kernel in (three, five)]
+    assert per_flop[0] < 0.8 * per_flop[1]
+
+
+def test_batch_norm_of_a_library_is_priced_by_its_bytes():
+    half = dense(256, 64, 56, 56, dtype="float16", width=2)
+    (kernel,) = kernels("native_batch_norm", [half], [half])
+    assert seconds(kernel, A100) == pytest.approx(
+        3 * half.nbytes / (A100.hbm * RATES["nvidia"].stream), rel=0.05
+    )
+    (own,) = kernels("native_batch_norm", [replace_dtype(half)], [replace_dtype(half)])
+    assert seconds(own, A100) > 2 * seconds(kernel, A100)
+
+
+def replace_dtype(shape: Shape) -> Shape:
+    return shape._replace(dtype="bfloat16")
+
+
 def test_slower_units_are_fed_by_smaller_tiles():
     """What a large tile loses to loads falls with the rate of the multipliers."""
 

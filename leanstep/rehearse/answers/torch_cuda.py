@@ -21,7 +21,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizer_types
 from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from leanstep.rehearse.answers import cuda_graphs, parameters, tensor_types
+from leanstep.rehearse.answers import convolutions, cuda_graphs, parameters, tensor_types
 from leanstep.rehearse.answers.triton_launches import shared_memory_bytes
 from leanstep.rehearse.branches import assumed_numbers
 from leanstep.rehearse.events import HostWait
@@ -63,6 +63,7 @@ def install(tape: Tape, device: Any) -> None:
     _list_reads(tape)
     parameters.install(tape)
     tensor_types.install()
+    convolutions.install()
     _attention(tape, device)
     _files(tape)
     _loaders(tape)

@@ -46,6 +46,13 @@ for _ in range(3):
 of_blocks = [cached[number].compiler_fn for number in set(cached) - before]
 seen["backends of three blocks"] = [len(of_blocks), len(set(of_blocks))]
 
+# Convolutions keep the layout of their input.
+image = torch.randn(2, 8, 6, 6, device="cuda")
+filters = torch.randn(4, 8, 3, 3, device="cuda")
+layouts = (torch.contiguous_format, torch.channels_last)
+results = [torch.nn.functional.conv2d(image.contiguous(memory_format=m), filters) for m in layouts]
+seen["channels last"] = [y.is_contiguous(memory_format=torch.channels_last) for y in results]
+
 # Calls that change a tensor's size or storage in place, repeated with the same shapes.
 turned, moved = [], []
 for _ in range(3):
