@@ -185,7 +185,9 @@ def train(kind: str, text: str, steps: int, *, exact: bool, traced: bool) -> dic
         for p in params.values():
             p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
         if kind == "preset":
-            modded_nanogpt.transpose_add(params["embed"].grad, params["lm_head"].grad)
+            tied, head = params["embed"].grad, params["lm_head"].grad
+            assert tied is not None and head is not None
+            modded_nanogpt.transpose_add(tied, head)
             params["embed"].grad = None
             optimizer.step()
             modded_nanogpt.transpose_copy(params["lm_head"].data, params["embed"].data)
