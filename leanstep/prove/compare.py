@@ -362,7 +362,8 @@ def prove_drift(before: Job, after: Job, *, runs: int, fork: bool = False) -> di
     worse = found["p_value"] < 1 - CONFIDENCE and found["shift"] > 0
     return {
         "runs": runs,
-        "steps": before.steps,
+        # A script may end before the number of steps asked for.
+        "steps": max((len(losses) for curves in pairs for losses in curves), default=0),
         "first_divergence": min(seen) if seen else None,
         "ok": not worse,
         **found,
