@@ -95,17 +95,6 @@ def one_thread_each() -> contextlib.AbstractContextManager[None]:
     return _one_thread_each.block()
 
 
-def one_thread_for(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-    """torch uses one thread inside this block, for an operation on few values of this tensor.
-
-    Some operations wake a second thread for 200 values. On a busy host that thread has no core: the caller
-    spins until it gets one, for milliseconds.
-    """
-    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
-        return contextlib.nullcontext()
-    return one_thread_each()
-
-
 def end_idle_threads() -> None:
     """End OpenMP's workers that have nothing to do; the next parallel operation starts new ones.
 

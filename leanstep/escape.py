@@ -1,6 +1,8 @@
-"""Text from strangers (traces, reports, names in a repository) on a terminal, in Markdown and in CI logs."""
+"""Text, also from strangers (traces, names in a repository), on a terminal, in Markdown and in CI logs."""
 
 from __future__ import annotations
+
+import textwrap
 
 # A line that begins like this, after spaces, is a command to GitHub's and Azure's runners.
 _COMMANDS = ("::", "##[", "##vso[")
@@ -22,6 +24,26 @@ def _terminal_line(line: str) -> str:
     line = "\t".join(printable(part) for part in line.split("\t"))
     words = line.lstrip()
     return line[: len(line) - len(words)] + "\\" + words if words.startswith(_COMMANDS) else line
+
+
+def clip(text: str, width: int) -> str:
+    """At most `width` characters; an ellipsis says that more were there."""
+    return text if len(text) <= width else text[: max(width - 1, 1)] + "…"
+
+
+def fold(text: str, width: int) -> str:
+    """Break lines that are longer than `width` at spaces; what follows is indented by four more columns."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if len(line) <= width:
+            lines.append(line)
+            continue
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        # A path stays whole, so that it can be opened from the terminal.
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    return "\n".join(lines)
 
 
 def for_markdown(text: str) -> str:

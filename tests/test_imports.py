@@ -48,6 +48,7 @@ ALLOWED = {
         "objectives",
         "muon",
         "gpt",
+        "lens",
         "case",
         "diagnose",
         "rehearse",

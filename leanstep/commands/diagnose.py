@@ -12,7 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from leanstep.commands import BadInput
-from leanstep.commands.terminal import MarkdownOption, add_markdown, check_writable, console, write_json
+from leanstep.commands.terminal import (
+    MarkdownOption,
+    add_markdown,
+    check_writable,
+    console,
+    print_text,
+    write_json,
+)
 from leanstep.diagnose.outputs import gate, screen
 from leanstep.diagnose.step_records import RULE_IDS, Finding, Limits
 from leanstep.diagnose.watch import Watch
@@ -306,7 +313,7 @@ def _run(program: Program, args: list[str], watch: Watch, json: str | None) -> O
 
 def _say(text: str, json: str | None) -> None:
     if text:
-        console(json).print(for_terminal(text), markup=False, highlight=False, soft_wrap=True)
+        print_text(console(json), for_terminal(text))
 
 
 def _show(
@@ -314,7 +321,7 @@ def _show(
     json: str | None,
 ) -> None:  # fmt: skip
     target = console(json)
-    width = max(target.width, 60) if target.is_terminal else screen.WIDTH
+    width = max(target.width, 60) if target.is_terminal else min(target.width, screen.WIDTH)
     text = screen.screen(
         watch, findings, str(program), silenced=silenced, show_all=show_all, width=width,
         exception=outcome.exception,

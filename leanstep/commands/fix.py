@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from leanstep.commands import BadInput
-from leanstep.commands.terminal import JsonOption, check_writable, console, progress_bar, write_json
+from leanstep.commands.terminal import (
+    JsonOption,
+    check_writable,
+    console,
+    print_text,
+    progress_bar,
+    say_above,
+    write_json,
+)
 from leanstep.units import ratio, seconds
 
 
@@ -48,18 +58,29 @@ def fix(
         if error.name is None or not error.name.startswith("libcst"):
             raise
         raise BadInput("fix: expected the package libcst; pip install libcst") from None
-    out = console(json)
+    out, start = console(json), time.monotonic()
+
+    def show(offer: Any) -> None:
+        passed = f"{time.monotonic() - start:.0f} s"
+        line = f"fix: {passed}: {offer.findings[0].rule}: proven, {_time_words(offer.bench)}"
+        say_above(out if out.is_terminal else Console(stderr=True), line)
+
     with progress_bar(out, "fix", plain_lines=True) as report:
         found = find_fixes(
             path,
             args or [],
             Settings(rules, timing_s=min(5.0, budget / 20), budget_s=budget, fork=True),
-            lambda what: report(f"{what} (at most {budget:.0f} s in all)", 0.0),
+            lambda what: report(f"{what} (--budget {budget:.0f} s)", 0.0),
+            show,
         )
     if write:
         found.write()
     for line in _fix_lines(found, write):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        # A diff that is folded is none.
+        if line.startswith("--- "):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print_text(out, line)
     write_json({**found.as_dict(), "written": write and bool(found.changed)}, json)
 
 
@@ -90,14 +111,21 @@ def _fix_lines(found: Any, write: bool) -> list[str]:
 
 
 def _where(finding: Any) -> str:
+    from leanstep.fix.offers import users_line
     from leanstep.script.lines import short_path
 
-    return f"{short_path(finding.line.file)}:{finding.line.number}"
+    line = users_line(finding)
+    return f"{short_path(line.file)}:{line.number}"
+
+
+def _time_words(bench: Any) -> str:
+    before, after = bench.before.median_s, bench.after.median_s
+    return f"step {seconds(before)} → {seconds(after)} ({ratio(bench.time_ratio)})"
 
 
 def _measured_words(bench: Any) -> str:
     before, after = bench.before, bench.after
-    words = [f"step {seconds(before.median_s)} → {seconds(after.median_s)} ({ratio(bench.time_ratio)})"]
+    words = [_time_words(bench)]
     for name, unit in (("host_syncs", "host reads"), ("ops", "ops")):
         old, new = getattr(before, name), getattr(after, name)
         if old is not None and new is not None and old != new:

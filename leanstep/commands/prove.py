@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
+from leanstep import units
 from leanstep.case import Case
 from leanstep.commands import BadInput, FellShort
 from leanstep.commands.terminal import (
@@ -40,7 +41,7 @@ from leanstep.commands.terminal import (
     write_json,
 )
 
-# Steps of a case's training runs under --drift, and updates of a script that are compared.
+# Steps of training runs under --drift, and updates of a script that are compared.
 DRIFT_STEPS, SCRIPT_STEPS = 60, 2
 
 
@@ -65,7 +66,7 @@ def prove(
     ] = False,
     runs: Annotated[int, typer.Option(help="Paired runs per variant under --drift.")] = 8,
     steps: Annotated[
-        int | None, typer.Option(help="Updates of a script (2), or steps per run under --drift (60).")
+        int | None, typer.Option(help="Updates that are compared (2); under --drift, steps per run (60).")
     ] = None,
     same: Annotated[
         list[str] | None,
@@ -107,7 +108,11 @@ def prove(
     if len(scripts) == 2 and not same:
         if len(counts) > 1:
             raise BadInput(f"--ranks: expected one number of processes with two scripts, got {ranks!r}")
-        sizes = (steps or SCRIPT_STEPS, counts[0], runs if drift else 0)
+        if drift and runs < 2:
+            raise BadInput(f"--runs: expected at least 2 paired runs, got {runs}")
+        sizes = _PairSizes(steps or SCRIPT_STEPS, counts[0])
+        if drift:
+            sizes = _PairSizes(SCRIPT_STEPS, counts[0], drift_runs=runs, drift_steps=steps or DRIFT_STEPS)
         _prove_pair(scripts, script_args, sizes, outputs)
         return
     if same or ranks:
@@ -207,26 +212,35 @@ def _drift_rows(proof: _CaseProof, out: Console, json: str | None) -> list[dict[
     return [row.to_json() for row in rows]
 
 
-def _prove_pair(
-    scripts: list[str], args: list[str], sizes: tuple[int, int | None, int], outputs: Outputs
-) -> None:
+@dataclass(frozen=True)
+class _PairSizes:
+    """Updates of two scripts to compare, and pairs of training runs. drift_runs 0: no drift."""
+
+    steps: int
+    ranks: int | None
+    drift_runs: int = 0
+    drift_steps: int = 0
+
+
+def _prove_pair(scripts: list[str], args: list[str], sizes: _PairSizes, outputs: Outputs) -> None:
     from leanstep.prove.compare import PairProof, prove_drift, prove_scripts
     from leanstep.prove.script_jobs import Job
     from leanstep.report.updates import pair_lines, pair_markdown
 
-    steps, ranks, drift_runs = sizes
-    before, after = (Job(script, tuple(args), steps, ranks=ranks) for script in scripts)
+    before, after = (Job(script, tuple(args), sizes.steps, ranks=sizes.ranks) for script in scripts)
     out = console(outputs.json)
     proof, interrupted = PairProof(before.label, after.label), False
+    num_runs = sizes.drift_runs
     with progress_bar(out, "prove", plain_lines=True) as report:
         done = iter(range(9))
         try:
             proof = prove_scripts(
-                before, after, fork=True, report=lambda what: report(what, next(done, 9) / (3 + drift_runs))
+                before, after, fork=True, report=lambda what: report(what, next(done, 9) / (3 + num_runs))
             )
-            if drift_runs and proof.ok:
-                report(f"{drift_runs} pairs of runs", 0.5)
-                proof.drift = prove_drift(before, after, runs=drift_runs, fork=True)
+            if num_runs and proof.ok:
+                report(f"{num_runs} pairs of runs, {units.steps(sizes.drift_steps)} each", 0.5)
+                long = [replace(job, steps=sizes.drift_steps) for job in (before, after)]
+                proof.drift = prove_drift(long[0], long[1], runs=num_runs, fork=True)
         except KeyboardInterrupt as error:
             proof, interrupted = getattr(error, "proof", proof), True
     result = proof.to_json()
@@ -288,9 +302,12 @@ def _prove_invariant(scripts: list[str], args: list[str], outputs: Outputs) -> N
 
     if len(scripts) != 1:
         raise BadInput(f"--invariant: expected one script, got {len(scripts)}")
-    proof = prove_invariance(Job(scripts[0], tuple(args)), fork=True)
+    out = console(outputs.json)
+    with progress_bar(out, "prove", plain_lines=True) as report:
+        report("rows in other company", 0.0)
+        proof = prove_invariance(Job(scripts[0], tuple(args)), fork=True)
     result = proof.to_json()
-    console(outputs.json).print(invariance_lines(result))
+    out.print(invariance_lines(result))
     outputs.write(f"prove {scripts[0]} invariance", result, invariance_markdown(result))
     if proof.problem is not None:
         raise BadInput(f"prove: {proof.problem}")

@@ -19,6 +19,7 @@ from leanstep.commands.terminal import (
     console,
     enter_sandbox,
     live_line,
+    print_text,
     write_json,
 )
 from leanstep.rehearse.devices import Device
@@ -160,7 +161,7 @@ def rehearse(
         check_settings(get_case(target), dict(request.settings), "--set")
     recording = run_request(request, json)
     report = _report(recording, devices, changes, json)
-    console(json).print(_text(report), markup=False, highlight=False, soft_wrap=True)
+    print_text(console(json), _text(report))
     write_json(report, json)
     if html is not None:
         from leanstep.report import page

@@ -14,6 +14,7 @@ from leanstep.commands.terminal import (
     DTYPES,
     check_implementations,
     console,
+    print_text,
     progress_bar,
     split_list,
     write_json,
@@ -132,7 +133,7 @@ def run(sweep: Sweep, json: str | None, html: str | None) -> int:
     out = console(json)
     with progress_bar(out, sweep.case.name) as report:
         result = rehearse_sweep(sweep, report)
-    out.print(text(result), markup=False, highlight=False, soft_wrap=True)
+    print_text(out, text(result))
     write_json(result, json)
     if html is not None:
         from leanstep.report import page

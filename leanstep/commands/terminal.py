@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 import leanstep
 from leanstep.case import CASE_MODULES, Case, all_cases, get_case
 from leanstep.commands import BadInput
+from leanstep.escape import clip, fold
 from leanstep.files import finite, is_written_through, write_text
 from leanstep.script.run import Program
 
@@ -65,7 +66,14 @@ def console(json_path: str | None = None) -> Console:
     """The console for humans; standard error when standard output carries the JSON object."""
     plain = Console(stderr=json_path == "-", highlight=False)
     # A pipe has no width; the usual guess of 80 columns would break every row of a table in three.
-    return plain if plain.is_terminal else Console(stderr=json_path == "-", highlight=False, width=160)
+    has_width = plain.is_terminal or "COLUMNS" in os.environ
+    return plain if has_width else Console(stderr=json_path == "-", highlight=False, width=160)
+
+
+def print_text(out: Console, text: str) -> None:
+    """Plain text within the width of the terminal; what goes into a file or a pipe keeps its lines."""
+    shown = fold(text, out.width) if out.is_terminal or "COLUMNS" in os.environ else text
+    out.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 def case_names() -> list[str]:
@@ -78,6 +86,8 @@ def case_names() -> list[str]:
 
 # A pipe gets a line so often, a terminal one line that changes.
 PLAIN_LINE_S = 10.0
+# Columns of such a line.
+MAX_LINE = 80
 
 
 @contextlib.contextmanager
@@ -86,14 +96,14 @@ def live_line(title: str) -> Iterator[Callable[[str], None]]:
     screen = Console(stderr=True, highlight=False)
     if screen.is_terminal:
         with screen.status(title) as status:
-            yield lambda text: status.update(f"{title}: {text}")
+            yield lambda text: status.update(clip(f"{title}: {text}", screen.width - 4))
         return
     shown = [time.monotonic()]
 
     def show(text: str) -> None:
         if time.monotonic() - shown[0] >= PLAIN_LINE_S:
             shown[0] = time.monotonic()
-            print(f"{title}: {text}", file=sys.stderr, flush=True)
+            print(clip(f"{title}: {text}", MAX_LINE), file=sys.stderr, flush=True)
 
     yield show
 
@@ -234,7 +244,7 @@ def progress_bar(
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=1.0, what="")
-        yield lambda what, share: bar.update(task, completed=share, what=what)
+        yield lambda what, share: bar.update(task, completed=share, what=clip(what, console.width // 2))
 
 
 def _silent(what: str, share: float) -> None:
@@ -251,7 +261,8 @@ def _plain_progress(title: str) -> Iterator[Callable[[str, float], None]]:
         while not ended.wait(PLAIN_LINE_S):
             what, share, passed = running[0], float(running[1]), time.monotonic() - start
             left = f", about {passed * (1 / share - 1):.0f} s left" if share > 0.05 else ""
-            print(f"{title}: {what}, {passed:.0f} s{left}", file=sys.stderr, flush=True)
+            end = f", {passed:.0f} s{left}"
+            print(clip(f"{title}: {what}", MAX_LINE - len(end)) + end, file=sys.stderr, flush=True)
 
     def report(what: str, share: float) -> None:
         running[:] = [what, share]

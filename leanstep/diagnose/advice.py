@@ -16,6 +16,8 @@ from leanstep.script.lines import Line, short_path
 HEAD_RULES = ("dead-rows", "full-vocab", "retained-chunks")
 ALL_HEAD_RULES = (*HEAD_RULES, "no-grad-vocab")
 TRANSFORMERS, TRL = "transformers/", "trl/"
+# What replaces a loss that transformers computes from labels.
+APPLY = "leanstep.integrations.transformers.apply_leanstep"
 # The user's line that starts a trainer's loop.
 _TRAINER_CALL = re.compile(r"\.train\(")
 
@@ -115,7 +117,7 @@ ADVICE = (
         "labels=...) then gives the same loss, rows with label -100 never meet the head, and one tile of "
         "logits is held.",
         "apply_leanstep(model) before the loop",
-        leanstep="leanstep.integrations.transformers.apply_leanstep",
+        leanstep=APPLY,
         model_in=TRANSFORMERS,
         has_labels=True,
     ),
@@ -182,6 +184,14 @@ ADVICE = (
     ),
     Advice(
         ("host-sync",),
+        "Tokens must be on the host to become text: batch_decode() copies them once per call, and nothing is "
+        "left to do but to call it for more sequences at once.",
+        "needed: text is made on the host",
+        package=f"{TRANSFORMERS}tokenization",
+        code=("batch_decode(",),
+    ),
+    Advice(
+        ("host-sync",),
         "Tokens are copied to the host to become text: decode all sequences with one batch_decode().",
         "one batch_decode() for all sequences",
         package=f"{TRANSFORMERS}tokenization",
@@ -205,6 +215,14 @@ ADVICE = (
         "The library reads it in its own code; from the calling line only fewer calls help.",
         "the library's own read: fewer calls",
         package=TRANSFORMERS,
+    ),
+    Advice(
+        ("host-sync",),
+        "The loop asks at every token whether all sequences have ended. Ask every k-th token: a few tokens "
+        "more are generated and cut off, and the device does not wait.",
+        "ask every k-th token",
+        code=("finished.all(", "done.all(", "ended.all(", "eos).all("),
+        is_rl=True,
     ),
     Advice(
         ("host-sync",),

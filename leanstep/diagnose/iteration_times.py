@@ -15,10 +15,14 @@ from leanstep.script.marks import NO_GRAD, PHASES, ROLLOUT, SCORING, UPDATE, Mar
 
 
 class Position(NamedTuple):
-    """Where a phase begins: the time, and what had been recorded by then."""
+    """Where a phase begins: the time, and what had been recorded by then.
+
+    waited: how long the main thread had waited for a core, which `time` leaves out.
+    """
 
     time: float
     recorded: Amount = Amount()
+    waited: float = 0.0
 
 
 @dataclass

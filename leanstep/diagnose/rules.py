@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leanstep.diagnose import advice, habit_checks, rule_checks
+from leanstep.diagnose import advice, growth_checks, habit_checks, rule_checks
 from leanstep.diagnose.step_records import Finding, Hit, Limits, StepRecord
 from leanstep.script.lines import Line
-from leanstep.units import size
+from leanstep.units import about, size
 
 Hits = dict[str, dict[Line, Hit]]
 
@@ -31,6 +31,12 @@ class Rule:
     fix: str
     short_fix: str
     leanstep: str | None = None
+    # In place of `find`: what all steps together show.
+    find_over_steps: Callable[[Sequence[StepRecord], Mapping[str, float]], list[Hit]] | None = None
+
+
+def _no_hits(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
+    return []
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -74,6 +80,38 @@ def _unbatched(f: Finding) -> str:
     e = f.evidence
     repeats = _listed(e["repeats"])
     return f"The optimizer dispatches {e['ops']:,} ops from this line, one tensor at a time: {repeats}."
+
+
+def _grown_memory(f: Finding) -> str:
+    e = f.evidence
+    if e["graphs"]:
+        return (
+            f"The graphs of {e['graphs']:,} earlier steps are still alive: a loss is kept with what it was "
+            "computed from."
+        )
+    return (
+        f"What this line made in {e['steps']:,} earlier steps is still alive: "
+        f"{size(e['bytes_per_step'])} per step, {size(e['bytes'])} so far."
+    )
+
+
+def _grown_step(f: Finding) -> str:
+    e = f.evidence
+    if e["cpu_seconds"] is not None:
+        first, last = e["cpu_seconds"]
+        return (
+            f"From the first third of {e['steps']} steps to the last the CPU time of a step grows from "
+            f"{about(first)} to {about(last)}, with the same ops: Python code does more and more."
+        )
+    shown = {"ops": "{:,} ops".format, "flops": _gflop, "written_bytes": lambda n: f"{size(n)} written"}
+    grown = ", ".join(f"{shown[n](e['first'][n])} → {shown[n](e['last'][n])}" for n in e["grows"])
+    return (
+        f"From the first third of {e['steps']} steps to the last a step grows: {grown}. This line grows most."
+    )
+
+
+def _gflop(flops: int) -> str:
+    return f"{flops / 1e9:,.3g} GFLOP"
 
 
 RULES: dict[str, Rule] = {
@@ -368,6 +406,35 @@ RULES: dict[str, Rule] = {
             "drop it; add losses, one backward",
         ),
         Rule(
+            "growing-memory",
+            _no_hits,
+            lambda f: (
+                f"{f.evidence['graphs']:,} graphs"
+                if f.evidence["graphs"]
+                else f"{size(f.evidence['bytes_per_step'])} per step"
+            ),
+            _grown_memory,
+            "Memory grows with every step until it is full.",
+            "Keep numbers: loss.item(), or loss.detach() where the host must not wait; no_grad() for losses "
+            "that are only looked at. Empty a cache or bound its size, and keep a copy of a small slice "
+            "(x[0].clone()): a view holds the whole tensor.",
+            "loss.detach(); bound what is kept",
+            find_over_steps=growth_checks.growing_memory,
+        ),
+        Rule(
+            "growing-step",
+            _no_hits,
+            lambda f: f"grows over {f.evidence['steps']} steps",
+            _grown_step,
+            "Each step takes longer than the one before, without an end.",
+            "Look for what a step takes over from the one before: a running sum of losses whose backward "
+            "walks through all earlier graphs (add loss.detach()), a list or a tensor that is lengthened and "
+            "gone through in every step. Where sequences or batches grow on purpose, all is well: "
+            "# leanstep: allow growing-step.",
+            "take over less from step to step",
+            find_over_steps=growth_checks.growing_step,
+        ),
+        Rule(
             "launch-bound",
             rule_checks.launch_bound,
             lambda f: f"{f.count:,} launches",
@@ -441,6 +508,9 @@ def find(
     findings = []
     for name, rule in RULES.items():
         if rules is not None and name not in rules:
+            continue
+        if rule.find_over_steps is not None:
+            findings.extend(_finding(rule, [hit]) for hit in rule.find_over_steps(steps, limits[name]))
             continue
         everywhere = [line for line in verdicts[0][name] if all(line in hits[name] for hits in verdicts)]
         findings.extend(_finding(rule, [hits[name][line] for hits in verdicts]) for line in everywhere)

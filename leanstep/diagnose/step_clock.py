@@ -22,10 +22,10 @@ _SCHEDULER_STATISTICS = Path("/proc/self/schedstat")
 
 def own_seconds() -> float:
     """A clock that stops while the main thread is ready to run, but other processes occupy the cores."""
-    return time.perf_counter() - _waited_seconds()
+    return time.perf_counter() - waited_seconds()
 
 
-def _waited_seconds() -> float:
+def waited_seconds() -> float:
     """How long the main thread has waited for a core; 0 where the system does not say."""
     try:
         return int(_SCHEDULER_STATISTICS.read_bytes().split()[1]) / 1e9

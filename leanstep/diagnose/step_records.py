@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,6 +121,14 @@ class MatmulKey:
     shape: tuple[int, int, int, int, bool]
 
 
+class LineWork(NamedTuple):
+    """What the ops of one line did in a step, those of its backward included."""
+
+    ops: int = 0
+    flops: int = 0
+    written_bytes: int = 0
+
+
 @dataclass
 class StepRecord:
     """One training step."""
@@ -177,6 +185,15 @@ class StepRecord:
     saved_bytes: int = 0
     peak_saved_bytes: int = 0
     flops: int = 0
+    # What was still alive when the last step was over: buffers by the line that made them, graphs by the line
+    # of their backward.
+    outlived: dict[Site, Tally] = field(default_factory=dict)
+    graphs_alive: dict[Site, Tally] = field(default_factory=dict)
+    # CPU time of the main thread, and the line that ended the step with an update.
+    cpu_seconds: float | None = None
+    update_site: Site | None = None
+    # Of the first steps, whose counters are forgotten; empty otherwise.
+    early_work: dict[Site, LineWork] = field(default_factory=dict)
     # Filled after recording by `cost.measure_half_rates`: dtype -> (its GFLOP/s, fp32 GFLOP/s) on this CPU.
     half_rates: dict[torch.dtype, tuple[float, float]] = field(default_factory=dict)
     # What the rules said, kept in place of the counters once there are many steps.
@@ -202,9 +219,22 @@ class StepRecord:
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(later, name))
 
-    def forget_counters(self, hits: Any) -> None:
-        """Keep what the rules said and the totals; a thousand recorded steps must stay small."""
+    @property
+    def line_work(self) -> dict[Site, LineWork]:
+        """What each line did; empty for a step in the middle of a long recording."""
+        work: dict[Site, LineWork] = dict(self.early_work)
+        for key, op in self.ops.items():
+            ops, flops, written = work.get(key.site, LineWork())
+            work[key.site] = LineWork(ops + op.count, flops + op.flops, written + op.written_bytes)
+        return work
+
+    def forget_counters(self, hits: Any, keep_work: bool = False) -> None:
+        """Keep what the rules said and the totals; a thousand recorded steps must stay small.
+
+        keep_work: keep what each line did, too.
+        """
         self.hits = hits
+        self.early_work = self.line_work if keep_work else {}
         for name in (*_MERGED, "matmuls"):
             getattr(self, name).clear()
 
@@ -303,11 +333,15 @@ DEFAULTS: dict[str, dict[str, float]] = {
     "weight-clone": {"bytes": 256 * 1024},
     "indexed-weight": {"bytes": 256 * 1024},
     "retain-graph": {"calls": 1},
+    "growing-memory": {"steps": 8, "share": 0.75, "bytes": 4096},
+    "growing-step": {"steps": 8, "share": 0.2, "time": 2, "seconds": 1e-3},
     "launch-bound": {"share": 0.10, "launches": 16},
     "blocking-copy": {"copies": 1},
     "step-gap": {"share": 0.05},
 }
 RULE_IDS = tuple(DEFAULTS)
+# What only a comparison of many steps can show, and from how many on.
+GROWTH_RULES, GROWTH_STEPS = ("growing-memory", "growing-step"), 8
 # What only a trace of a GPU can show.
 TRACE_RULES = ("launch-bound", "blocking-copy", "step-gap")
 

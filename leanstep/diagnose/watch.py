@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,9 +24,10 @@ from leanstep.diagnose.recording import torch_hooks
 from leanstep.diagnose.recording.compiled_code import CompiledCode
 from leanstep.diagnose.recording.recorder import Recorder
 from leanstep.diagnose.recording.torch_hooks import SavedHooks, as_it_is, leave_mode, reach_modes_again
-from leanstep.diagnose.step_clock import StepClock, own_seconds
-from leanstep.diagnose.step_records import Findings, Limits, StepRecord
+from leanstep.diagnose.step_clock import StepClock, own_seconds, waited_seconds
+from leanstep.diagnose.step_records import GROWTH_STEPS, Findings, Limits, StepRecord
 from leanstep.script.hooks import in_engine, replace_function
+from leanstep.script.lines import Site
 from leanstep.script.marks import ROLLOUT
 from leanstep.script.phases import PhaseListener, PhaseMarker
 from leanstep.script.steps import StepListener, StepMarker
@@ -54,6 +56,7 @@ class Watch(StepListener, PhaseListener):
         limits: thresholds of the rules.
         timed_warmup: run the warm-up unrecorded and time its last step (the command line does).
         on_done: called once when the last step has been recorded.
+        timed: time one more step, or an iteration, after the recorded ones.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Watch(StepListener, PhaseListener):
         *,
         timed_warmup: bool = False,
         on_done: Callable[[], None] | None = None,
+        timed: bool = True,
     ) -> None:
         if steps < 1:
             raise ValueError(f"steps: expected at least 1, got {steps}")
@@ -72,13 +76,14 @@ class Watch(StepListener, PhaseListener):
         self.num_steps, self.num_warmup = steps, warmup
         self.limits = limits or Limits()
         self.recorder = Recorder(self.limits)
+        self.recorder.survivors.on = steps >= GROWTH_STEPS
         self.steps: list[StepRecord] = []
         self.boundary = "none"
         self._measured_seconds: float | None = None
         self.warmup_done = 0
         self.finished = False
         self.exception: BaseException | None = None
-        self._timed_warmup = timed_warmup and warmup > 0
+        self._timed_warmup, self._times_afterwards = timed_warmup and warmup > 0, timed
         self._on_done = on_done
         self._stack = ExitStack()
         self._modes_on = False
@@ -102,6 +107,8 @@ class Watch(StepListener, PhaseListener):
         self._iterations: set[int] = set()
         self._last_iteration = 0
         self._scanned = False
+        self._cpu_seconds: float | None = None
+        self._update_site: Site | None = None
         self._started = self._last_end = 0.0
         self._closed_at = 0.0
         # The shortest recorded step: a step without the recorder takes no longer.
@@ -196,6 +203,8 @@ class Watch(StepListener, PhaseListener):
         stepping.append(key)
         if self.clock.running:
             self.clock.optimizer_begins()
+        if self._modes_on and self.recorder.survivors.on:
+            self._update_site, _ = self.recorder.stack.locate(sys._getframe(1), False)
 
     def optimizer_ends(self, optimizer: torch.optim.Optimizer) -> None:
         if self.clock.running:
@@ -240,6 +249,7 @@ class Watch(StepListener, PhaseListener):
         if self._closed_at and self._modes_on:
             self._longest_possible = min(self._longest_possible or now, now - self._closed_at)
         self._closed_at = now
+        self._note_growth(record)
         began, self._step_began = self._step_began, self._position()
         record.has_rollout = self.marker.iterations > self._last_iteration
         self._last_iteration = self.marker.iterations
@@ -257,19 +267,32 @@ class Watch(StepListener, PhaseListener):
             self._iterations.add(self.marker.iterations)
             if len(self.steps) > FULL_STEPS:
                 old = self.steps[-FULL_STEPS - 1]
-                old.forget_counters(rules.judge(old, self.limits))
+                early = len(self.steps) <= 2 * FULL_STEPS
+                old.forget_counters(rules.judge(old, self.limits), keep_work=early)
         if len(self.steps) >= self.num_steps:
             self._done(late)
+
+    def _note_growth(self, record: StepRecord) -> None:
+        """For a comparison with later steps: the CPU time since the last step, the line of the update."""
+        cpu_seconds = time.thread_time()
+        if self._cpu_seconds is not None:
+            record.cpu_seconds = cpu_seconds - self._cpu_seconds
+        self._cpu_seconds, record.update_site = cpu_seconds, self._update_site
+        if self.recorder.survivors.on:
+            dropped = self._incomplete or self.warmup_done < self.num_warmup
+            self.recorder.survivors.end_step(None if dropped else record)
 
     def _done(self, late: bool) -> None:
         self.finished = True
         self.recorder.state.churn.settle(last=True)
+        self.recorder.survivors.settle()
         self.recorder.active = False
         self._leave_modes()
         self._last_end = own_seconds()
         if self._stackless:
             return  # The script is over: nothing to time, nobody to stop.
-        if (self.step_seconds or 0.0) <= (MAX_ITERATION_S if self._makes_rollouts else MAX_TIMED_S):
+        longest = MAX_ITERATION_S if self._makes_rollouts else MAX_TIMED_S
+        if self._times_afterwards and (self.step_seconds or 0.0) <= longest:
             # Only a whole step is worth timing.
             self._clock_waits = late
             if not late:
@@ -321,7 +344,7 @@ class Watch(StepListener, PhaseListener):
     # Rollouts
 
     def _position(self) -> Position:
-        return Position(own_seconds(), self.recorder.state.total)
+        return Position(own_seconds(), self.recorder.state.total, waited_seconds())
 
     @property
     def _makes_rollouts(self) -> bool:
@@ -455,6 +478,7 @@ class Watch(StepListener, PhaseListener):
         if torch_hooks.triton_entries() > self._jit_entries:
             self.recorder.note("triton", "", "Triton kernels were launched directly: they are not seen")
         state.churn.settle(last=True)
+        self.recorder.survivors.settle()
         state.reset()
         compiled_rules.note_unread(self.recorder, self.steps, self._compiler)
         for error in self.recorder.errors:
@@ -494,6 +518,11 @@ class Watch(StepListener, PhaseListener):
     @property
     def step_is_bound(self) -> bool:
         return self.step_seconds is not None and self.step_seconds != self._measured_seconds
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the timed step or iteration stood still because other processes held the cores."""
+        return self._timed.end.waited - self._timed.start.waited if self._timed is not None else 0.0
 
     @property
     def iterations(self) -> int | None:

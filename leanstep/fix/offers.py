@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from leanstep.diagnose.advice import APPLY
 from leanstep.diagnose.outputs import gate
 from leanstep.diagnose.step_records import Finding
 from leanstep.diagnose.watch import Watch
@@ -32,11 +33,13 @@ from leanstep.prove.compare import PairProof, judge
 from leanstep.prove.script_jobs import Job, module_path, run_job
 from leanstep.prove.stopwatch import MIN_ROUNDS, PairBench, SideRow, bench_scripts
 from leanstep.script.children import call_in_child, log_to, temporary_folder
-from leanstep.script.lines import USER, judge_code, short_path
+from leanstep.script.lines import USER, Line, judge_code, short_path
 from leanstep.script.run import Program, Stop, run_script
 
 # What depends on this machine's speed, or comes and goes with it, is not held against a repair.
 _UNSTABLE = ("slow-dtype",)
+# A finding must hold on so many recorded steps.
+STEPS = 2
 # A script with few updates is timed in several runs.
 SHORT_RUNS = 3
 # Medians this close are one time; beyond it the spread of the samples decides.
@@ -115,8 +118,14 @@ class Fixes:
         }
 
 
+def users_line(finding: Finding) -> Line:
+    """The line of a finding; of a library's line the user's line that led there."""
+    callers = finding.callers.most_common(1) if finding.line.library else []
+    return callers[0][0] if callers else finding.line
+
+
 def _place(finding: Finding) -> dict[str, Any]:
-    line = finding.line
+    line = users_line(finding)
     return {"rule": finding.rule, "file": short_path(line.file), "line": line.number, "code": line.code}
 
 
@@ -165,8 +174,12 @@ def find_fixes(
     argv: Sequence[str] = (),
     settings: Settings | None = None,
     report: Callable[[str], None] | None = None,
+    on_offer: Callable[[Offer], None] | None = None,
 ) -> Fixes:
-    """Diagnose the script and try every mechanical repair. Nothing of the user's is changed."""
+    """Diagnose the script and try every mechanical repair. Nothing of the user's is changed.
+
+    report: called with what runs next. on_offer: called with each repair as soon as it holds by itself.
+    """
     settings, say = settings or Settings(), report or (lambda what: None)
     deadline = time.monotonic() + settings.budget_s
     bench = _Workbench(script.absolute(), tuple(argv), settings, say)
@@ -195,7 +208,6 @@ def find_fixes(
         for variant in variants:
             key = frozenset(variant.edits)
             if key not in tried:
-                say(f"{finding.rule}: {variant.title}")
                 try:
                     with _until(deadline):
                         tried[key] = bench.attempt(finding, variant.title, variant.edits)
@@ -208,6 +220,8 @@ def find_fixes(
             fixes.refused.append((finding, outcome))
         elif outcome not in fixes.offers:
             fixes.offers.append(outcome)
+            if on_offer is not None:
+                on_offer(outcome)
         else:
             outcome.findings.append(finding)
     try:
@@ -266,10 +280,11 @@ class _Workbench:
     def job(self, script: Path, twin: bool = False, path: tuple[str, ...] = ()) -> Job:
         return Job(str(script), self.argv, self.settings.updates, twin=twin, path=path)
 
-    def diagnose(self, script: Path, path: tuple[str, ...] = ()) -> Diagnosis:
+    def diagnose(self, script: Path, path: tuple[str, ...] = (), timed: bool = True) -> Diagnosis:
+        """timed: findings are ranked by their share of a step, which is timed for that."""
         with temporary_folder() as folder:
-            log = folder / "log"
-            return call_in_child(_diagnosed, str(script), self.argv, path, log, fork=self.settings.fork)
+            log, fork = folder / "log", self.settings.fork
+            return call_in_child(_diagnosed, str(script), self.argv, path, log, timed, fork=fork)
 
     def attempt_all(self, offers: list[Offer]) -> Offer | str:
         findings = [finding for offer in offers for finding in offer.findings]
@@ -286,19 +301,19 @@ class _Workbench:
         except NotUnderstood as error:
             return str(error)
         with overlaid(self.script, changed) as (copy, path):
-            self.say(f"{title}: diagnose the copy")
-            after = self.diagnose(copy, path)
+            self.say(f"{finding.rule}: diagnose the copy")
+            after = self.diagnose(copy, path, timed=False)
             if after.ended is not None:
                 return f"{title}: the copy ended {after.ended}"
             wrong = _not_gone(self.diagnosis, after, findings)
             if wrong is not None:
                 return f"{title}: {wrong}"
             own = self.job(copy, path=path)
-            self.say(f"{title}: prove")
+            self.say(f"{finding.rule}: prove the copy")
             proof = self._proven(own)
             if not proof.ok:
                 return f"{title}: {proof.sentence()}"
-            self.say(f"{title}: measure")
+            self.say(f"{finding.rule}: measure the copy")
             bench = measured(self.job(self.script), own, self.settings)
         bench.proven, bench.verdict = True, proof.sentence()
         if is_slower(bench):
@@ -325,13 +340,15 @@ def _not_gone(before: Diagnosis, after: Diagnosis, findings: list[Finding]) -> s
     return f"it brings a finding of {came[0]}" if came else None
 
 
-def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...], log: Path) -> Diagnosis:
+def _diagnosed(
+    script: str, argv: tuple[str, ...], path: tuple[str, ...], log: Path, timed: bool
+) -> Diagnosis:
     """In a child: the findings of a few steps, and the user's files that were run. Output goes to `log`."""
 
     def stop() -> None:
         raise Stop
 
-    watch = Watch(timed_warmup=True, on_done=stop)
+    watch = Watch(STEPS, timed_warmup=True, on_done=stop, timed=timed)
     with log_to(log), module_path(path):
         outcome = run_script(Program(script), argv, watch)
     said = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
@@ -345,7 +362,7 @@ def _diagnosed(script: str, argv: tuple[str, ...], path: tuple[str, ...], log: P
         # Built-in packages of torch have made-up names that no file has.
         if isinstance(file, str) and Path(file).is_file() and judge_code(file, "") & USER:
             paths.add(Path(file).absolute())
-    findings = [finding for finding in watch.findings() if not finding.line.library]
+    findings = [f for f in watch.findings() if not f.line.library or f.leanstep == APPLY]
     return Diagnosis(findings, sorted(paths), len(watch.steps), ended)
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import libcst as cst
 
+from leanstep.diagnose.advice import APPLY
 from leanstep.diagnose.step_records import Finding
 from leanstep.fix.head_repair import rows_before_the_head
+from leanstep.fix.label_repair import apply_where_the_model_is_made
 from leanstep.fix.logprob_repair import logprobs_of_the_model
 from leanstep.fix.read_repairs import keep_on_the_device
 from leanstep.fix.source_edits import (
@@ -87,6 +89,8 @@ def variants(project: Project, finding: Finding) -> list[Variant]:
     repair = REPAIRS.get(finding.rule)
     if repair is None:
         raise NotUnderstood("no mechanical repair")
+    if finding.leanstep == APPLY:
+        return [Variant(*apply_where_the_model_is_made(project.sources()))]
     path = Path(finding.line.file)
     if path not in project.files:
         raise NotUnderstood("not in a file of the script's own")

@@ -211,6 +211,15 @@ class Source:
         start, indent = self._line_start(statement)
         return Edit(self.path, start, start, indent + code + self.module.default_newline)
 
+    def insert_line_after(self, statement: cst.CSTNode, code: str) -> Edit:
+        """A line of its own below a simple statement, indented as the statement is."""
+        _, indent = self._line_start(statement)
+        _, end = self.span(statement)
+        stop = self.data.find(b"\n", end) + 1
+        if not stop:
+            raise NotUnderstood("no line behind the statement")
+        return Edit(self.path, stop, stop, indent + code + self.module.default_newline)
+
     def delete_line(self, statement: cst.CSTNode) -> Edit:
         """The statement and its line or lines, with the comment behind it."""
         start, _ = self._line_start(statement)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -58,9 +59,6 @@ class GistList:
     key: Tensor
     stride: int
     top_level: int
-
-    def to(self, device: torch.device | str) -> GistList:
-        return replace(self, rows=self.rows.to(device), key=self.key.to(device))
 
 
 @dataclass(frozen=True)
@@ -124,6 +122,7 @@ class LensBatch:
         shape_VW = tuple(pos.shape)
         if tuple(lod.shape) != shape_VW:
             raise ValueError(f"lod: expected shape {shape_VW} to match pos, got {tuple(lod.shape)}")
+        full = valid is None
         if valid is None:
             valid = torch.ones_like(pos, dtype=torch.bool)
         if tuple(valid.shape) != shape_VW or valid.dtype != torch.bool:
@@ -156,8 +155,8 @@ class LensBatch:
         if tuple(baseline.shape) != (loss.shape[0],):
             raise ValueError(f"baseline: expected shape ({loss.shape[0]},), got {tuple(baseline.shape)}")
         return cls(
-            pos=torch.where(valid, pos.long(), num_tokens),
-            lod=torch.where(valid, lod, 0).to(torch.int8),
+            pos=pos.long() if full else torch.where(valid, pos.long(), num_tokens),
+            lod=(lod if full else torch.where(valid, lod, 0)).to(torch.int8),
             valid=valid,
             loss=loss.detach(),
             row=row.long(),
@@ -178,13 +177,16 @@ class LensBatch:
         device: torch.device | str | None = None,
         loss_dtype: torch.dtype = torch.float64,
     ) -> LensBatch:
-        """Pad the variants of a micro-batch, check them on the host, and move them in one transfer.
+        """Pad the variants of a micro-batch where they are; variants on the host are checked.
+
+        Nothing is read from a device: contexts that are tensors on a GPU stay there and are not checked
+        (`check` does, with a host sync).
 
         Args:
             samples: the variants of each sample.
             config: gives block size and levels for the checks.
             num_tokens: tokens per sequence, one number or one per sample.
-            device: where the objective will run.
+            device: where the objective will run; None = where the contexts are.
             loss_dtype: dtype of host losses; losses that are tensors keep at least their own precision.
         """
         per_sample = [num_tokens] * len(samples) if isinstance(num_tokens, int) else list(num_tokens)
@@ -192,53 +194,32 @@ class LensBatch:
             raise ValueError(
                 f"num_tokens: expected {len(samples)} lengths, one per sample, got {len(per_sample)}"
             )
-        flat = [v for variants in samples for v in variants]
-        names = [
-            f"variant {j} of sample {i}" for i, variants in enumerate(samples) for j in range(len(variants))
-        ]
         counts = tuple(len(variants) for variants in samples)
         width = max(counts, default=1)
         longest = max(per_sample, default=1)
-        positions = [torch.as_tensor(v.positions, dtype=torch.int64, device="cpu") for v in flat]
-        lods = [torch.as_tensor(v.lods, dtype=torch.int8, device="cpu") for v in flat]
-        for name, p, lod in zip(names, positions, lods, strict=True):
-            if p.dim() != 1 or p.shape != lod.shape:
-                raise ValueError(
-                    f"lods: {name} has {tuple(lod.shape)} lods for positions of shape {tuple(p.shape)}"
-                )
-        if flat:
-            pos = pad_sequence(positions, batch_first=True, padding_value=longest)
-            lod = pad_sequence(lods, batch_first=True)
-            lengths = torch.tensor([len(p) for p in positions])
-        else:
-            pos, lod = torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.int8)
-            lengths = torch.zeros(0, dtype=torch.int64)
-        valid = torch.arange(pos.shape[1]) < lengths[:, None]
-        tokens = torch.tensor(
-            [t for t, c in zip(per_sample, counts, strict=True) for _ in range(c)], dtype=torch.int64
-        )
-
-        row = torch.zeros(len(samples), width, dtype=torch.int64)
-        baseline = torch.zeros(len(samples), dtype=torch.int64)
-        context = 0
-        for i, variants in enumerate(samples):
-            row[i, : len(variants)] = torch.arange(context, context + len(variants))
-            context += len(variants)
-            marked = [j for j, v in enumerate(variants) if v.is_baseline]
-            baseline[i] = marked[0] if marked else 0
+        positions, lods = context_rows(samples)
+        home = positions[0].device if positions else torch.device("cpu")
+        lengths = [len(p) for p in positions]
+        tokens = [t for t, c in zip(per_sample, counts, strict=True) for _ in range(c)]
+        marked = [[j for j, v in enumerate(variants) if v.is_baseline] for variants in samples]
         batch = cls.from_tensors(
-            pos,
-            lod,
+            pad_rows(positions, longest, lengths),
+            pad_rows(lods, 0, lengths),
             _loss_table([[v.loss for v in variants] for variants in samples], width, loss_dtype),
-            row,
+            row_table(counts),
             num_tokens=longest,
-            valid=valid,
-            tokens=tokens,
-            baseline=baseline,
+            valid=real_cells(lengths, home),
+            tokens=torch.tensor(tokens, dtype=torch.int64),
+            baseline=torch.tensor([m[0] if m else 0 for m in marked], dtype=torch.int64),
             counts=counts,
         )
-        batch.check(config)
-        return replace(batch, gists=list_gists(batch, config)).to(device)
+        if home.type == "cpu":
+            batch.check(config)
+        return batch.with_gists(config).to(home if device is None else device)
+
+    def with_gists(self, config: LensConfig) -> LensBatch:
+        """The same batch with its gists listed, where a path uses them: see `list_gists`."""
+        return replace(self, gists=list_gists(self, config))
 
     def with_losses(self, losses: Tensor, *, gist_delta_weight: float = 0.0) -> LensBatch:
         """The same contexts with the base model's losses [V], which stay on their device.
@@ -304,34 +285,106 @@ class LensBatch:
             name: getattr(self, name).to(device)
             for name in ("pos", "lod", "valid", "loss", "row", "tokens", "baseline")
         }
-        return replace(self, **moved, gists=None if self.gists is None else self.gists.to(device))
+        # Only the closed form on a CPU reads them.
+        return replace(self, **moved, gists=self.gists if torch.device(device).type == "cpu" else None)
+
+
+def context_rows(samples: Sequence[Sequence[Variant]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Positions and LODs of every context where they are: int64 and int8 tensors of equal length."""
+    positions, lods = [], []
+    for i, variants in enumerate(samples):
+        for j, variant in enumerate(variants):
+            p = torch.as_tensor(variant.positions, dtype=torch.int64)
+            lod = torch.as_tensor(variant.lods, dtype=torch.int8)
+            if p.dim() != 1 or p.shape != lod.shape:
+                name = f"variant {j} of sample {i}"
+                raise ValueError(
+                    f"lods: {name} has {tuple(lod.shape)} lods for positions of shape {tuple(p.shape)}"
+                )
+            positions.append(p)
+            lods.append(lod)
+    return positions, lods
+
+
+def pad_rows(rows: Sequence[Tensor], fill: int, lengths: Sequence[int]) -> Tensor:
+    """[V, W] from rows [W] or [1, W], right-padded with `fill`. Host syncs: none."""
+    if not rows:
+        return torch.zeros(0, 0, dtype=torch.int64)
+    if min(lengths) == max(lengths):
+        return torch.cat(list(rows)).view(len(rows), -1)
+    return pad_sequence([row.view(-1) for row in rows], batch_first=True, padding_value=fill)
+
+
+def real_cells(lengths: Sequence[int], device: torch.device) -> Tensor | None:
+    """[V, W] bool: the cells of right-padded rows that are not padding; None when all are real."""
+    if not lengths or min(lengths) == max(lengths):
+        return None
+    ends = torch.tensor(lengths).to(device, non_blocking=True)
+    return torch.arange(max(lengths), device=device) < ends[:, None]
+
+
+def row_table(counts: Sequence[int]) -> Tensor:
+    """[B, C] int64: contexts numbered sample by sample; unused slots hold 0.
+
+    >>> row_table([2, 1])
+    tensor([[0, 1],
+            [2, 0]])
+    """
+    width, first, table = max(counts, default=1), 0, []
+    if all(count == width for count in counts):
+        return torch.arange(len(counts) * width).view(len(counts), width)
+    for count in counts:
+        table.append([*range(first, first + count), *[0] * (width - count)])
+        first += count
+    return torch.tensor(table, dtype=torch.int64).view(len(counts), width)
 
 
 def list_gists(batch: LensBatch, config: LensConfig) -> GistList | None:
-    """The gists of right-padded contexts; None when a context overlaps itself. Reads host data."""
-    pos, lod, valid = batch.pos, batch.lod, batch.valid
-    if pos.numel() == 0 or (valid[:, 1:] & ~valid[:, :-1]).any():
+    """The gists of each context, for the CPU's closed form.
+
+    None on a GPU, whose kernels read dense rows, and for contexts that overlap themselves, are not ascending
+    or have holes: dense rows handle those.
+    """
+    if batch.pos.numel() == 0 or batch.pos.device.type != "cpu":
         return None
+    # numpy: dozens of operations on a few hundred numbers, where a torch call costs more than its work.
+    pos, lod, valid = (np.ascontiguousarray(t.numpy()) for t in (batch.pos, batch.lod, batch.valid))
     num_contexts, width = pos.shape
-    span = torch.tensor(config.spans())[lod.long()]
-    if (valid[:, 1:] & valid[:, :-1] & (pos[:, :-1] + span[:, :-1] > pos[:, 1:])).any():
+    # A free block behind the last token: no block of real tokens reaches the padding there.
+    stride = (batch.num_tokens // config.block_size + 2) * config.block_size
+    start_VW, padded = pos, np.count_nonzero(valid) < valid.size
+    if padded:
+        if np.any((valid[:, 1:] != valid[:, :-1]).sum(1) > 1):
+            return None
+        # Left padding goes in front of its context's first token, right padding behind the last one.
+        start_VW = np.where(valid, pos, np.where(valid[:, :1], stride - 1, -1))
+    backward = start_VW[:, 1:] <= start_VW[:, :-1]
+    if np.any(backward & valid[:, 1:] & valid[:, :-1] if padded else backward):
         return None
-    b, above = config.block_size, lod > 0
-    most = max(int(above.sum(1).max()), 1)
-    entry = torch.where(above, torch.arange(width), width).sort(dim=1).values[:, :most]
-    real = entry < width
-    entry = entry.clamp(max=width - 1)
-    start = torch.where(real, pos.gather(1, entry), batch.num_tokens)
-    level = torch.where(real, lod.long().gather(1, entry), -1)
-    first = torch.arange(num_contexts)[:, None]
-    rows = torch.stack(
-        [first * width + entry, start * GIST_STEP, level, torch.where(real, span.gather(1, entry), 0)], 1
-    )
-    # Padding sits a block behind the last token, so that no block of real tokens reaches it.
-    stride = (batch.num_tokens // b + 2) * b
-    key = (torch.where(valid, pos, stride - 1) + first * stride) * GIST_STEP + lod
-    key = torch.nn.functional.pad(key.reshape(-1), (0, 1), value=1 << 60)
-    return GistList(rows, key, stride * GIST_STEP, int(level.max()))
+    cell = np.flatnonzero(lod != 0)
+    context, level = cell // width, lod.take(cell).astype(np.int64)
+    start, span = pos.take(cell), np.take(config.spans(), level)
+    after = np.minimum(cell + 1, pos.size - 1)
+    # The next cell: of the same context, and no padding.
+    follows = ((cell + 1) % width > 0) & valid.take(after)
+    if np.any(follows & (start + span > pos.take(after))):
+        return None
+    counts = np.bincount(context, minlength=num_contexts)
+    column = np.arange(cell.size) - (np.cumsum(counts) - counts).take(context)
+    first = np.arange(num_contexts)[:, None]
+    # Padding: the last cell of its context, a start behind the last token, no level.
+    rows = np.zeros((num_contexts, 4, max(int(counts.max()), 1)), dtype=np.int64)
+    rows[:, 0] = first * width + (width - 1)
+    rows[:, 1] = batch.num_tokens * GIST_STEP
+    rows[:, 2] = -1
+    rows[context, :, column] = np.stack([cell, start * GIST_STEP, level, span], 1)
+    key = torch.empty(num_contexts * width + 1, dtype=torch.int64)
+    origin, starts = torch.from_numpy(first * (stride * GIST_STEP)), torch.from_numpy(start_VW)
+    torch.add(origin, starts, alpha=GIST_STEP, out=key[:-1].view(num_contexts, width))
+    key.numpy()[cell] += level
+    key[-1] = 1 << 60
+    top_level = int(level.max(initial=-1))
+    return GistList(torch.from_numpy(rows), key, stride * GIST_STEP, top_level)
 
 
 def _loss_table(losses: list[list[float | Tensor | None]], width: int, dtype: torch.dtype) -> Tensor:

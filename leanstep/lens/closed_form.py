@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from leanstep.cpu import one_thread_for
 from leanstep.lens.batch import GIST_STEP, LensBatch
 from leanstep.lens.lens_config import LensConfig
 from leanstep.lens.lens_terms import LossCall, coverage_gradient, smooth_budget, total_of
@@ -27,13 +27,17 @@ from leanstep.lens.pairs import Pairs, build_targets, pair_factors, span_table
 
 @dataclass
 class ClosedForm:
-    """Loss, terms per pair, state, and d loss / d scores (None if not asked for)."""
+    """Loss, terms per pair, state, and d loss / d scores (None if not asked for).
+
+    `entries`: [P, M] scores and signs of the entries that were looked at, for metrics; None from a kernel.
+    """
 
     loss: Tensor
     terms: dict[str, Tensor]
     kept: Tensor
     state: Tensor
     grad: Tensor | None
+    entries: tuple[Tensor, Tensor] | None = None
 
 
 class AttachGradient(torch.autograd.Function):
@@ -90,7 +94,7 @@ def closed_form_loss(call: LossCall) -> ClosedForm:
     context_terms(call, scores, rows.terms, rows.kept, rows.factor, grad)
     total = total_of(rows.terms, config)
     loss = scores.new_zeros(()) if total is None else torch.dot(total, rows.factor)
-    return ClosedForm(loss, rows.terms, rows.kept, rows.state, grad)
+    return ClosedForm(loss, rows.terms, rows.kept, rows.state, grad, (x, sign_PM))
 
 
 @dataclass
@@ -328,53 +332,55 @@ def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: Lens
     """Candidates of every pair with their signs; assumes contexts without overlap, as `list_gists` checks."""
     gists = batch.gists
     assert gists is not None
-    b, num_pairs, num_gists = config.block_size, pairs.worse.shape[0], gists.rows.shape[2]
+    # numpy: few hundred numbers per call, where a torch call costs more than its work.
+    all_rows, key = gists.rows.numpy(), gists.key.numpy()
+    worse, better, live = (t.numpy() for t in (pairs.worse, pairs.better, pairs.live))
+    b, num_pairs, num_gists = config.block_size, len(worse), all_rows.shape[2]
     block = b * GIST_STEP
     # Compared with itself, a context gives no target: that is how dead pairs drop out.
-    better = torch.where(pairs.live, pairs.better, pairs.worse)
-    both = torch.stack([pairs.worse, better])
-    mine = gists.rows.index_select(0, both.view(-1)).view(2, num_pairs, 4, num_gists)
-    cell_gist, _, lod_worse, span = mine[0].unbind(1)
-    start = mine[:, :, 1]
+    both = np.stack([worse, np.where(live, better, worse)])
+    mine = all_rows.take(both, axis=0)  # [2, P, 4, G]
+    lod_worse = mine[0, :, 2]
     # [0]: the worse context's gists looked up in the better; [1]: the other way round.
-    query = torch.add(start, both.flip(0)[:, :, None], alpha=gists.stride)
-    block_at = query[1] & -block if b & (b - 1) == 0 else query[1] - query[1] % block
-    with one_thread_for(query):
-        slot = torch.searchsorted(gists.key, torch.cat([query, block_at[None]]))
+    query = mine[:, :, 1] + both[::-1, :, None] * gists.stride
+    block_at = query[1] - query[1] % block
+    slot = np.searchsorted(key, np.concatenate([query.reshape(-1), block_at.reshape(-1)]))
+    slot = slot.reshape(3, num_pairs, num_gists)
     # Key minus query is the LOD when an entry starts exactly there, and at least 8 otherwise.
-    found = gists.key.index_select(0, slot[:2].view(-1)).view(query.shape) - query
-    expand = found[0].view_as(lod_worse) < lod_worse
+    found = key.take(slot[:2]) - query
     # A block without a request is compared with a far-away start, which matches nothing.
-    compare_at = torch.where(found[1] == 0, block_at, -(1 << 60))
-    cell_block = slot[2].clamp(max=scores.numel() - b).unsqueeze(2) + torch.arange(b, device=scores.device)
-    offset = gists.key.index_select(0, cell_block.view(-1)).view(cell_block.shape) - compare_at.unsqueeze(2)
+    compare_at = np.where(found[1] == 0, block_at, -(1 << 60))
+    cell_block = np.minimum(slot[2], scores.numel() - b)[:, :, None] + np.arange(b)
+    offset = key.take(cell_block) - compare_at[:, :, None]
     if b & (b - 1) == 0:
         raw = (offset & ~(block - GIST_STEP)) == 0
     else:
         raw = (offset >= 0) & (offset < block) & (offset % GIST_STEP == 0)
-    hit = torch.cat([expand, raw.view(num_pairs, num_gists * b)], 1)
     # Gists expand, raw tokens collapse.
-    sign = hit.to(scores.dtype)
-    sign[:, num_gists:].neg_()
+    sign = np.empty((num_pairs, num_gists * (1 + b)), dtype=np.int8)
+    sign[:, :num_gists] = found[0] < lod_worse
+    np.negative(
+        raw.reshape(num_pairs, num_gists * b), out=sign[:, num_gists:], dtype=np.int8, casting="unsafe"
+    )
     for level in range(1, min(config.max_lod, gists.top_level)):
         _collapse_gists(sign[:, :num_gists], mine[0], mine[1], level, b)
-    cell = torch.cat([cell_gist, cell_block.view(num_pairs, num_gists * b)], 1)
+    cell = torch.from_numpy(np.concatenate([mine[0, :, 0], cell_block.reshape(num_pairs, num_gists * b)], 1))
     return CompactEntries(
         cell=cell,
         x=scores.reshape(-1).index_select(0, cell.view(-1)).view(cell.shape),
-        sign=sign,
-        span=span.to(scores.dtype),
+        sign=torch.from_numpy(sign).to(scores.dtype),
+        span=torch.from_numpy(mine[0, :, 3]).to(scores.dtype),
     )
 
 
-def _collapse_gists(sign: Tensor, worse: Tensor, better: Tensor, level: int, block_size: int) -> None:
+def _collapse_gists(sign: Any, worse: Any, better: Any, level: int, block_size: int) -> None:
     """Requests between gists: the better context is coarser where the worse holds one of `level`."""
-    _, start_worse, lod_worse, _ = worse.unbind(1)
-    _, start_better, lod_better, _ = better.unbind(1)
+    start_worse, lod_worse, start_better, lod_better = worse[:, 1], worse[:, 2], better[:, 1], better[:, 2]
     parent = block_size ** (level + 1) * GIST_STEP
     at_level = lod_worse == level
+    if not at_level.any() or not (lod_better > level).any():
+        return
     same_start = start_worse[:, :, None] == start_better[:, None, :]
     asks = (same_start & at_level[:, :, None]).any(1) & (lod_better > level)
     same_parent = (start_worse // parent)[:, :, None] == (start_better // parent)[:, None, :]
-    reached = (same_parent & asks[:, None, :]).any(2) & at_level
-    sign.masked_fill_(reached, -1.0)
+    sign[(same_parent & asks[:, None, :]).any(2) & at_level] = -1

@@ -20,7 +20,7 @@ from leanstep.lens.closed_form import AttachGradient, ClosedForm, closed_form_lo
 from leanstep.lens.lens_config import LensConfig
 from leanstep.lens.lens_terms import Denominator, LossCall, compute_dtype, eager_terms, total_of
 from leanstep.lens.pairs import build_pairs, build_targets, sample_pairs, sample_spans
-from leanstep.lens.telemetry import PREFIX, LensMetrics, LensResult, SectionTimer
+from leanstep.lens.telemetry import PREFIX, LensMetrics, LensResult, MemoryWatch, SectionTimer
 from leanstep.triton_driver import can_launch
 
 BACKENDS = ("auto", "eager", "fused")
@@ -98,17 +98,20 @@ def lens_loss(
     )
     if backend == "fused":
         implementation = closed_form_loss if kernels is None else kernels.triton_loss
-        loss, values, kept, ema = _fused(call, implementation, generator)
+        loss, values, kept, ema, entries = _fused(call, implementation, generator)
     else:
         loss, values, kept, ema = _eager(call, generator)
-    metrics = LensMetrics(scores.detach(), batch, config, pairs, kept, values, loss.detach(), ema)
+        entries = None
+    metrics = LensMetrics(
+        scores.detach(), batch, config, pairs, kept, values, loss.detach(), ema, entries=entries
+    )
     return LensResult(loss, values, kept, True, ema, pairs, metrics, scores.detach())
 
 
 def _fused(
     call: LossCall, implementation: Callable[[LossCall], ClosedForm], generator: torch.Generator | None
-) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-    """Loss, terms, kept and state; the gradient is attached to the loss."""
+) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Loss, terms, kept, state and looked-at entries; the gradient is attached to the loss."""
     scores, dtype = call.scores, compute_dtype(call.scores)
     with torch.no_grad():
         # The kernel reads any dtype; the torch version works in the dtype of its sums.
@@ -120,7 +123,7 @@ def _fused(
             call = replace(call, sign=sign, span_weights=weights)
         out = implementation(call)
     loss = AttachGradient.apply(scores, out.loss, out.grad) if call.need_grad else out.loss
-    return loss, out.terms, out.kept, out.state
+    return loss, out.terms, out.kept, out.state, out.entries
 
 
 def _eager(
@@ -225,7 +228,7 @@ class LensObjective(nn.Module):
         self._active_steps = 0
         self._variants = 0
         self._variants_known = True
-        self._memory: dict[str, float] = {}
+        self._memory = MemoryWatch()
         self._warned = False
 
     def is_due(self) -> bool:
@@ -289,13 +292,32 @@ class LensObjective(nn.Module):
             return LensResult(torch.zeros((), device=batch.pos.device), active=False, state=self._state())
 
         device = batch.pos.device
-        self._watch_memory(device, begin=True)
+        with self._memory.watch(device, (*batch.pos.shape, *batch.loss.shape)):
+            result = self._run(scores, batch, inputs, options, generator)
+        if self.config.gate.mode == "scale" and self.config.gate.every > 1:
+            result.loss = result.loss * self.config.gate.every
+        detached = result.loss.detach()
+        # In place: a CUDA graph adds to where the sum was when it was captured.
+        self._loss_sum = detached.clone() if self._loss_sum is None else self._loss_sum.add_(detached)
+        self._active_steps += 1
+        self._metrics = result.metrics
+        return result
+
+    def _run(
+        self,
+        scores: Tensor | Scorer,
+        batch: LensBatch,
+        inputs: tuple[Any, ...],
+        options: dict[str, Any],
+        generator: torch.Generator | None,
+    ) -> LensResult:
+        """The objective on this micro-step and on those that waited for it."""
         results = []
         for past_batch, past_inputs, past_options in self._waiting:
             assert callable(scores)
             results.append(self._evaluate(scores(*past_inputs), past_batch, past_options, generator))
         self._waiting.clear()
-        self._timer.start(device)
+        self._timer.start(batch.pos.device)
         if callable(scores):
             values = scores(*inputs)
             self._timer.mark("lens_forward_ms")
@@ -304,14 +326,6 @@ class LensObjective(nn.Module):
         result = self._evaluate(values, batch, options, generator, timed=True)
         if results:
             result.loss = torch.stack([r.loss for r in (*results, result)]).mean()
-        if self.config.gate.mode == "scale" and self.config.gate.every > 1:
-            result.loss = result.loss * self.config.gate.every
-        self._watch_memory(device, begin=False)
-        detached = result.loss.detach()
-        # In place: a CUDA graph adds to where the sum was when it was captured.
-        self._loss_sum = detached.clone() if self._loss_sum is None else self._loss_sum.add_(detached)
-        self._active_steps += 1
-        self._metrics = result.metrics
         return result
 
     def _evaluate(
@@ -353,28 +367,6 @@ class LensObjective(nn.Module):
         else:
             self._variants += sum(batch.counts)
 
-    def _watch_memory(self, device: torch.device, *, begin: bool) -> None:
-        """Memory of this call from the allocator's counters; resetting the peak is the user's business.
-
-        Neither the process's peak above the level at entry nor the bytes allocated inside can be below this
-        call's own peak; the smaller of the two is reported. It is exact when the call sets a new peak.
-        """
-        if device.type != "cuda":
-            return
-        stats = torch.cuda.memory_stats(device)
-        now = {
-            "level": stats.get("allocated_bytes.all.current", 0),
-            "bytes": stats.get("allocated_bytes.all.allocated", 0),
-            "allocations": stats.get("allocation.all.allocated", 0),
-        }
-        if begin:
-            self._memory = now
-        else:
-            peak = stats.get("allocated_bytes.all.peak", 0) - self._memory["level"]
-            allocated = now["bytes"] - self._memory["bytes"]
-            self._memory["peak_lens_mb"] = min(peak, allocated) / 2**20
-            self._memory["lens_allocs"] = float(now["allocations"] - self._memory["allocations"])
-
     def log_due(self, every: int) -> bool:
         """True after the first micro-step and after every `every`-th."""
         return self.micro_steps == 1 or (every > 0 and self.micro_steps % every == 0)
@@ -392,8 +384,8 @@ class LensObjective(nn.Module):
         }
         host["lens_ms"] = timings.get("lens_loss_ms")
         host["variants_total_step"] = float(self._variants) if self._variants_known else None
-        host["peak_lens_mb"] = self._memory.get("peak_lens_mb")
-        host["lens_allocs"] = self._memory.get("lens_allocs")
+        host["peak_lens_mb"] = self._memory.peak_lens_mb
+        host["lens_allocs"] = self._memory.lens_allocs
         if base_forward_ms is not None:
             host["base_forward_ms"] = base_forward_ms
         if grad_accum_steps is not None:

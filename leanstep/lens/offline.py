@@ -16,18 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
 
 from leanstep.lens.batch import LensBatch, Variant
 from leanstep.lens.lens_config import LensConfig
 from leanstep.lens.lens_objective import lens_loss
 
-FORMAT = "leanstep-contexts-1"
+FORMAT = "leanstep-contexts-2"
 LossFunction = Callable[[Tensor, LensBatch], Tensor]
 
 
 @dataclass(frozen=True)
 class CachedBatch:
     """A micro-batch from the cache: the batch, whose sequences they are, and what was stored beside them.
+
+    `extras` holds one tensor per sequence or None; `inputs` the controller's arguments by name, [V, W, ...]
+    right-padded with 0.
 
     Equivalent to, for the first record:
         cached = cache.batch([0], config)                        # cached.batch.pos: [V, W]
@@ -37,10 +42,11 @@ class CachedBatch:
     batch: LensBatch
     sequence_ids: list[int]
     extras: list[Tensor | None]
+    inputs: dict[str, Tensor]
 
 
 class ContextCache:
-    """Append-only records: sequence id, variants with losses, one optional tensor per sequence.
+    """Append-only records: sequence id, variants with losses; optional tensors per sequence and per variant.
 
     Example:
         cache = ContextCache()
@@ -60,11 +66,23 @@ class ContextCache:
         return len(self._records)
 
     def append(
-        self, sequence_id: int, variants: Sequence[Variant], num_tokens: int, *, extra: Tensor | None = None
+        self,
+        sequence_id: int,
+        variants: Sequence[Variant],
+        num_tokens: int,
+        *,
+        extra: Tensor | None = None,
+        inputs: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> None:
-        """Add a sequence. `extra`: token ids or embeddings; kept as given, on the host."""
+        """Add a sequence.
+
+        Args:
+            extra: one tensor for the sequence, such as its token ids; kept as it is, on the host.
+            inputs: per variant, the controller's arguments by name, [W, ...] each (embeddings, encodings).
+        """
         if not variants:
             raise ValueError(f"variants: sequence {sequence_id} has none")
+        stored = _check_inputs(sequence_id, variants, inputs)
         losses = [torch.nan if v.loss is None else float(v.loss) for v in variants]
         self._records.append(
             {
@@ -75,6 +93,7 @@ class ContextCache:
                 "losses": torch.tensor(losses, dtype=torch.float32),
                 "baseline": torch.tensor([v.is_baseline for v in variants]),
                 "extra": None if extra is None else extra.detach().cpu(),
+                "inputs": stored,
             }
         )
 
@@ -96,7 +115,13 @@ class ContextCache:
             device=device,
             loss_dtype=torch.float32,
         )
-        return CachedBatch(made, [r["id"] for r in records], [r["extra"] for r in records])
+        rows = [row for r in records for row in r["inputs"]]
+        if rows and len(rows) != made.num_contexts:
+            raise ValueError(f"indices: {len(rows)} of {made.num_contexts} variants have stored inputs")
+        names = sorted(rows[0]) if rows else ()
+        inputs = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in names}
+        inputs = {name: tensor.to(device) if device else tensor for name, tensor in inputs.items()}
+        return CachedBatch(made, [r["id"] for r in records], [r["extra"] for r in records], inputs)
 
     def batches(
         self,
@@ -120,6 +145,7 @@ class ContextCache:
         records = self._records
         flat = [(p, lod) for r in records for p, lod in zip(r["positions"], r["lods"], strict=True)]
         extras = {str(i): r["extra"] for i, r in enumerate(records) if r["extra"] is not None}
+        inputs = {str(i): r["inputs"] for i, r in enumerate(records) if r["inputs"]}
         empty = torch.zeros(0)
         torch.save(
             {
@@ -133,6 +159,7 @@ class ContextCache:
                 "losses": torch.cat([r["losses"] for r in records]) if records else empty,
                 "baseline": torch.cat([r["baseline"] for r in records]) if records else empty.bool(),
                 "extras": extras,
+                "inputs": inputs,
             },
             path,
         )
@@ -160,10 +187,29 @@ class ContextCache:
                     "losses": losses[i],
                     "baseline": baseline[i],
                     "extra": data["extras"].get(str(i)),
+                    "inputs": data["inputs"].get(str(i), []),
                 }
             )
             first += count
         return cache
+
+
+def _check_inputs(
+    sequence_id: int, variants: Sequence[Variant], inputs: Sequence[Mapping[str, Tensor]] | None
+) -> list[dict[str, Tensor]]:
+    """The inputs of each variant on the host; none when None."""
+    if inputs is None:
+        return []
+    if len(inputs) != len(variants):
+        raise ValueError(f"inputs: sequence {sequence_id} has {len(variants)} variants, got {len(inputs)}")
+    for variant, row in zip(variants, inputs, strict=True):
+        for name, tensor in row.items():
+            if set(row) != set(inputs[0]) or tensor.shape[:1] != (len(variant.positions),):
+                raise ValueError(
+                    f"inputs: expected the names {sorted(inputs[0])} with {len(variant.positions)} rows, "
+                    f"got {name} of shape {tuple(tensor.shape)}"
+                )
+    return [{name: tensor.detach().cpu() for name, tensor in row.items()} for row in inputs]
 
 
 @dataclass
@@ -242,20 +288,23 @@ class AsyncLens:
         self.dropped = 0
         self.last_loss: Tensor | None = None
 
-    def submit(self, batch: LensBatch, inputs: tuple[Any, ...]) -> AsyncHandle:
+    def submit(
+        self, batch: LensBatch, inputs: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
+    ) -> AsyncHandle:
         """Start on a micro-batch with LensNet's arguments; parameters and inputs as they are now."""
         if self._closed:
             raise RuntimeError("submit: this AsyncLens is closed")
         with torch.no_grad():
             snapshot = {name: p.detach().clone() for name, p in self.controller.named_parameters()}
             buffers = {name: b.detach().clone() for name, b in self.controller.named_buffers()}
-        kept = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
+        arguments = (inputs, dict(keywords or {}))
+        arguments = tree_map_only(Tensor, torch.Tensor.detach, arguments)
         ready = None
         if self._home.type == "cuda":
             ready = torch.cuda.Event()
             # The current device may be another one than the controller's.
             ready.record(torch.cuda.current_stream(self._home))
-        future = self._worker.submit(self._run, snapshot, buffers, batch, kept, ready)
+        future = self._worker.submit(self._run, snapshot, buffers, batch, arguments, ready)
         handle = AsyncHandle(future, self._step)
         self._pending.append(handle)
         return handle
@@ -265,21 +314,21 @@ class AsyncLens:
         snapshot: dict[str, Tensor],
         buffers: dict[str, Tensor],
         batch: LensBatch,
-        inputs: tuple[Any, ...],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
         ready: torch.cuda.Event | None,
     ) -> tuple[Tensor, dict[str, Tensor], torch.cuda.Event | None]:
         if self._stream is None:
-            return (*self._differentiate(snapshot, buffers, batch, inputs), None)
+            return (*self._differentiate(snapshot, buffers, batch, arguments), None)
         with torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
             # The allocator must not hand this memory out again before the side stream has read it. Tensors of
             # another device are copied on that device's current stream.
-            for tensor in tensors_in((snapshot, buffers, batch, inputs)):
+            for tensor in tensors_in((snapshot, buffers, batch, arguments)):
                 if tensor.is_cuda:
                     near = tensor.device == self._away
                     tensor.record_stream(self._stream if near else torch.cuda.current_stream(tensor.device))
-            loss, grads = self._differentiate(snapshot, buffers, batch, inputs)
+            loss, grads = self._differentiate(snapshot, buffers, batch, arguments)
             finished = torch.cuda.Event()
             finished.record()
         return loss, grads, finished
@@ -289,16 +338,16 @@ class AsyncLens:
         snapshot: dict[str, Tensor],
         buffers: dict[str, Tensor],
         batch: LensBatch,
-        inputs: tuple[Any, ...],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if self._away != self._home:
             snapshot = {name: t.to(self._away) for name, t in snapshot.items()}
             buffers = {name: t.to(self._away) for name, t in buffers.items()}
-            inputs = tuple(x.to(self._away) if isinstance(x, Tensor) else x for x in inputs)
+            arguments = tree_map_only(Tensor, lambda x: x.to(self._away), arguments)
             batch = batch.to(self._away)
         leaves = {name: t.requires_grad_() for name, t in snapshot.items()}
         with torch.enable_grad():
-            scores = functional_call(self._shadow, {**leaves, **buffers}, inputs)
+            scores = functional_call(self._shadow, {**leaves, **buffers}, *arguments)
             loss = self._loss(scores, batch)
             grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         named = {name: g for name, g in zip(leaves, grads, strict=True) if g is not None}
@@ -345,7 +394,10 @@ class AsyncLens:
         for number, group in enumerate(optimizer.param_groups):
             inside = {id(p) for p in group["params"]}
             if inside & mine and inside - mine:
-                raise ValueError(f"optimizer: group {number} mixes the controller's parameters with others")
+                raise ValueError(
+                    f"optimizer: group {number} mixes the controller's parameters with others; "
+                    "give the controller an optimizer or a group of its own, because its gradients come late"
+                )
             seen |= inside & mine
         if seen != mine:
             raise ValueError(f"optimizer: holds {len(seen)} of the controller's {len(mine)} parameters")

@@ -89,7 +89,7 @@ def build_pairs(
     if num_variants == 3:
         # One pair is sorted as it is, and the quota keeps at least one.
         gap = torch.cat([gap, gap_BN[:, 2:]], 1)
-        pick = torch.nn.functional.pad(pick, (0, 1), value=2)
+        pick = torch.cat([pick, pick.new_full((num_samples, 1), 2)], 1)
     elif num_variants > 3:
         late_gap, late_pick = torch.sort(gap_BN[:, num_primary:], dim=1, stable=True)
         if config.sampling.hard_negative_ratio < 1:

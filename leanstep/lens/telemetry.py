@@ -5,11 +5,17 @@ V contexts · W padded length · B samples · C variants per sample · P pairs
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from leanstep.lens.batch import LensBatch
 from leanstep.lens.lens_config import TERMS, LensConfig
@@ -39,6 +45,7 @@ class LensMetrics:
     terms: dict[str, Tensor]
     loss: Tensor
     state: Tensor
+    entries: tuple[Tensor, Tensor] | None = None
     extra: dict[str, Tensor | float | None] = field(default_factory=dict)
 
     @torch.no_grad()
@@ -65,7 +72,7 @@ class LensMetrics:
             "policy_score_abs_mean": torch.where(some, _mean(absolute, present), nan),
             "policy_score_std_mean": torch.where(some, _mean(spread, present), nan),
         }
-        out |= self._target_metrics(num_kept)
+        out |= self._target_metrics()
         out |= self._advantage_metrics(x, mean)
         own = owned_tokens(batch, self.config).sum(1).double() / batch.tokens
         out["coverage_mean"] = _mean(own, present)
@@ -84,16 +91,33 @@ class LensMetrics:
             out["variants_mean"] = has_loss / max(batch.loss.shape[0], 1)
         return out
 
-    def _target_metrics(self, num_kept: Tensor) -> dict[str, Tensor]:
-        sign = build_targets(self.batch, self.pairs, self.config).double()
-        x = torch.where(sign != 0, self.scores.double().index_select(0, self.pairs.worse), 0)
-        num_masked = (sign != 0).sum(1)
-        agree = (sign * x).sum(1) > 0
-        target = sign * torch.tanh(self.pairs.delta.double())[:, None]
+    @torch.no_grad()
+    def target_sums(self) -> Tensor:
+        """[P, 3, 3] float64: products, summed over a pair's entries with a target, of score, sign and 1."""
+        if self.entries is not None:
+            x, sign = self.entries
+        else:
+            # The loss has not kept them.
+            sign = build_targets(self.batch, self.pairs, self.config).to(self.scores.dtype)
+            x = self.scores.index_select(0, self.pairs.worse)
+        rows = torch.stack([torch.where(sign != 0, x, 0), sign, sign.abs()], 1).double()
+        return rows @ rows.mT
+
+    def _target_metrics(self) -> dict[str, Tensor]:
+        sums = self.target_sums()
+        num_masked, balance, aligned = sums[:, 1, 1], sums[:, 1, 2], sums[:, 0, 1]
+        num_kept, count = (num_masked > 0).sum().double(), num_masked.sum()
+        target = torch.tanh(self.pairs.delta.double())
+        sum_x, square_x = sums[:, 0, 2].sum(), sums[:, 0, 0].sum()
+        sum_t, square_t = torch.dot(target, balance), torch.dot(target.square(), num_masked)
+        spread_x, spread_t = square_x - sum_x * sum_x / count, square_t - sum_t * sum_t / count
+        # What rounding leaves of a constant column is not variation.
+        varies = (spread_x > 1e-13 * square_x) & (spread_t > 1e-13 * square_t)
+        product = torch.dot(target, aligned) - sum_x * sum_t / count
         return {
-            "preference_agreement": _mean(agree.double(), self.kept),
-            "masked_entries_mean": _mean(num_masked.double(), self.kept),
-            "pref_span_corr": _pearson(x, target, sign != 0),
+            "preference_agreement": (aligned > 0).sum() / num_kept,
+            "masked_entries_mean": count / num_kept,
+            "pref_span_corr": torch.where(varies, product / (spread_x * spread_t).sqrt(), torch.nan),
         }
 
     def _advantage_metrics(self, x: Tensor, mean: Tensor) -> dict[str, Tensor]:
@@ -172,6 +196,76 @@ class LensResult:
     pairs: Pairs | None = None
     metrics: LensMetrics | None = None
     scores: Tensor | None = None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Peak of the memory that tensors made inside the block hold at the same time: `peak_bytes`.
+
+    Example:
+        with LiveBytes() as live:
+            lens_loss(scores, batch, config)
+        megabytes = live.peak_bytes / 2**20
+
+    For a CPU, whose allocator has no counters. An operation's own scratch memory is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def _watch(self, value: Any, *, ours: bool) -> None:
+        for tensor in tree_leaves(value):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                size = storage.nbytes() if ours else 0
+                self._known.setdefault(storage._cdata, (StorageWeakRef(storage), size))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+        # What an operation gets and has not been made here was there before.
+        self._watch((args, kwargs), ours=False)
+        result = func(*args, **(kwargs or {}))
+        self._watch(result, ours=True)
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._known.values()))
+        return result
+
+
+class MemoryWatch:
+    """Peak memory of the objective's calls, `peak_lens_mb`; on a GPU also allocations, `lens_allocs`.
+
+    GPU: from the allocator's counters, whose peak is never reset. Neither the process's peak above the level
+    at entry nor the bytes allocated inside can be below this call's own peak; the smaller of the two is
+    reported. It is exact when the call sets a new peak.
+
+    CPU: the tensors of the first call of each shape are watched; later calls hold the same memory.
+    """
+
+    def __init__(self) -> None:
+        self.peak_lens_mb: float | None = None
+        self.lens_allocs: float | None = None
+        self._shape: tuple[int, ...] | None = None
+
+    @contextlib.contextmanager
+    def watch(self, device: torch.device, shape: tuple[int, ...]) -> Iterator[None]:
+        if device.type == "cuda":
+            before = torch.cuda.memory_stats(device)
+            yield
+            after = torch.cuda.memory_stats(device)
+            level = before.get("allocated_bytes.all.current", 0)
+            peak = after.get("allocated_bytes.all.peak", 0) - level
+            self.peak_lens_mb = min(peak, _growth(before, after, "allocated_bytes.all.allocated")) / 2**20
+            self.lens_allocs = float(_growth(before, after, "allocation.all.allocated"))
+        elif device.type != "cpu" or shape == self._shape or torch.compiler.is_compiling():
+            yield
+        else:
+            with LiveBytes() as live:
+                yield
+            self._shape, self.peak_lens_mb = shape, live.peak_bytes / 2**20
+
+
+def _growth(before: dict[str, int], after: dict[str, int], name: str) -> int:
+    return after.get(name, 0) - before.get(name, 0)
 
 
 class SectionTimer:

@@ -308,7 +308,7 @@ def _top_k_loss(
     if teacher.tail and ids.shape[1] != checked.head.vocabulary:
         out = linear_log_odds(hidden, weight, ids, **options)
         odds_of_tail = out.logp.new_zeros((len(out.logp), 1))
-        log_p = torch.log_softmax(torch.cat([out.logp, odds_of_tail], -1), -1)
+        log_p = _OddsToLogProbs.apply(torch.cat([out.logp, odds_of_tail], -1))
         log_q = torch.cat([log_q, tail_log_mass(log_q).unsqueeze(-1)], -1)
     else:
         out = linear_logprobs(hidden, weight, ids, entropy="metric", **options)
@@ -317,6 +317,29 @@ def _top_k_loss(
     values = plain_divergence(log_p, log_q, kind)
     loss = torch.where(weights == 0, 0.0, values * weights).sum()
     return DistillLoss(loss, values.detach(), None, out.entropy)
+
+
+class _OddsToLogProbs(torch.autograd.Function):
+    """`torch.log_softmax(odds, -1)` whose gradient keeps its digits when one outcome has nearly all the mass.
+
+    The gradient of the likeliest outcome is g - p (g + rest): two nearly equal numbers where p is close to 1.
+    It is formed as g (1 - p) - p rest, with 1 - p summed over the other outcomes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, odds: Tensor) -> Tensor:
+        log_p = torch.log_softmax(odds, -1)
+        ctx.save_for_backward(log_p)
+        return log_p
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (log_p,) = ctx.saved_tensors
+        p, likeliest = log_p.exp(), log_p.argmax(-1, keepdim=True)
+        p_other, grad_other = (t.scatter(-1, likeliest, 0.0).sum(-1, keepdim=True) for t in (p, grad))
+        p_likeliest, grad_likeliest = p.gather(-1, likeliest), grad.gather(-1, likeliest)
+        slope = grad - p * (grad_likeliest + grad_other)
+        return slope.scatter(-1, likeliest, grad_likeliest * p_other - p_likeliest * grad_other)
 
 
 def _row_weights(

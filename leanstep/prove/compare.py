@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ def prove_scripts(before: Job, after: Job, *, fork: bool = False, report: Any = 
     twin = replace(before, twin=True)
     try:
         for name, job in (("before", before), ("after", after), ("truth", twin)):
-            say(f"{job.label}{' in fp64' if name == 'truth' else ''}")
+            say(f"{Path(job.script).name} ({name if name != 'truth' else 'before, in fp64'})")
             runs[name] = _of_ranks(run_job(job, fork=fork))
     except KeyboardInterrupt as error:
         error.proof = proof  # type: ignore[attr-defined]
@@ -361,7 +362,8 @@ def prove_drift(before: Job, after: Job, *, runs: int, fork: bool = False) -> di
     worse = found["p_value"] < 1 - CONFIDENCE and found["shift"] > 0
     return {
         "runs": runs,
-        "steps": before.steps,
+        # A script may end before the number of steps asked for.
+        "steps": max((len(losses) for curves in pairs for losses in curves), default=0),
         "first_divergence": min(seen) if seen else None,
         "ok": not worse,
         **found,

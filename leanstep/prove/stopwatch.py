@@ -1,8 +1,8 @@
 """Two scripts measured side by side: a step of one, a step of the other, and so on.
 
 Each script runs in a process of its own and waits at the end of every step until it is its turn, so that both
-are exposed to the same noise and never run at the same time. Memory, host reads and ops are counted apart, in
-runs that nobody times.
+are exposed to the same noise and never run at the same time. Memory, host reads and ops are counted
+afterwards, in steps that nobody times.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from leanstep.script.steps import StepListener, StepMarker
 from leanstep.script.syncs import count_host_reads
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 40
+# After so many budgets fewer rounds are enough, where the caller says so.
+PATIENCE = 4
 # Timed steps that are dropped; the one before them, with imports and first allocations, is not timed at all.
 WARMUP = 1
 
@@ -105,15 +107,20 @@ def bench_scripts(
 ) -> PairBench:
     """Measure both. Raises BadInput, in one line, for a script that ends before it could be measured.
 
+    min_rounds: steps that a script must make; MIN_ROUNDS are timed where it makes as many.
     beside: how many other processes compute while the scripts are timed.
     """
     say = report or (lambda what, share: None)
     result = PairBench(SideRow(before.label), SideRow(after.label))
     rows = [result.before, result.after]
+    jobs = [before, after]
     with temporary_folder() as folder:
         say("time", 0.0)
-        with busy_processes(beside):
-            samples = _interleaved([before, after], rows, folder, (budget_s, min_rounds), fork, say)
+        with contextlib.ExitStack() as stack:
+            lines = [stack.enter_context(_talking(job, folder, fork, "time")) for job in jobs]
+            with busy_processes(beside):
+                samples = _interleaved(lines, jobs, rows, (budget_s, min_rounds), say)
+            counts = [_counted_now(lines[side], job, 0.8 + 0.1 * side, say) for side, job in enumerate(jobs)]
         if beside:
             result.notes.append(f"timed beside {beside} busy process{'es' * (beside > 1)}")
         for row, values in zip(rows, samples, strict=True):
@@ -123,9 +130,9 @@ def bench_scripts(
             row.samples = len(ordered)
             if row.iterations:
                 result.notes.append(f"{row.script}: {units.steps(row.steps, row.iterations)}")
-        for side, job in enumerate((before, after)):
-            say(f"memory and host reads of {job.label}", 0.8 + 0.1 * side)
-            counted = _counted(job, folder, fork)
+        for side, job in enumerate(jobs):
+            # A script that ended meanwhile is run once more.
+            counted = counts[side] or _counted(job, folder, fork)
             if counted is None:
                 result.notes.append(f"{job.label} ended before its memory and host reads were counted")
                 continue
@@ -164,34 +171,32 @@ def _receive(line: Connection, child: Child) -> Any:
 
 
 def _interleaved(
+    lines: list[tuple[Connection, Child]],
     jobs: list[Job],
     rows: list[SideRow],
-    folder: Path,
     limits: tuple[float, int],
-    fork: bool,
     say: Callable[[str, float], None],
 ) -> list[list[float]]:
     """Seconds of each job's steps; `rows` count the steps."""
     budget_s, min_rounds = limits
     samples: list[list[float]] = [[] for _ in jobs]
-    with contextlib.ExitStack() as stack:
-        lines = [stack.enter_context(_talking(job, folder, fork, "time")) for job in jobs]
-        for side, job in enumerate(jobs):
-            for _ in range(WARMUP):
-                _turn(lines[side], job, rows[side], 0, min_rounds)
-        started = time.monotonic()
-        order = list(range(len(jobs)))
-        for number in range(MAX_ROUNDS):
-            for side in order:
-                elapsed = _turn(lines[side], jobs[side], rows[side], number, min_rounds)
-                if elapsed is None:
-                    return samples
-                samples[side].append(elapsed)
-            order.reverse()
-            spent = time.monotonic() - started
-            say("time", min(0.8, 0.8 * spent / budget_s))
-            if spent > budget_s and number + 1 >= min_rounds:
-                break
+    for side, job in enumerate(jobs):
+        for _ in range(WARMUP):
+            _turn(lines[side], job, rows[side], 0, min_rounds)
+    started = time.monotonic()
+    order = list(range(len(jobs)))
+    for number in range(MAX_ROUNDS):
+        for side in order:
+            elapsed = _turn(lines[side], jobs[side], rows[side], number, min_rounds)
+            if elapsed is None:
+                return samples
+            samples[side].append(elapsed)
+        order.reverse()
+        spent = time.monotonic() - started
+        say("time", min(0.8, 0.8 * spent / budget_s))
+        enough = MIN_ROUNDS if spent < PATIENCE * budget_s else min_rounds
+        if spent > budget_s and number + 1 >= enough:
+            break
     return samples
 
 
@@ -218,7 +223,24 @@ def _turn(
     )
 
 
-def _counted(job: Job, folder: Path, fork: bool) -> tuple[int, int, int, list[tuple[float, int]]] | None:
+Counted = tuple[int, int, int, list[tuple[float, int]]]
+
+
+def _counted_now(
+    talk: tuple[Connection, Child], job: Job, share: float, say: Callable[[str, float], None]
+) -> Counted | None:
+    """Count the next two steps of a script that was timed and still runs; None if it has ended."""
+    say(f"memory and host reads of {Path(job.script).name}", share)
+    line, child = talk
+    try:
+        line.send("count")
+        kind, value, _, _ = _receive(line, child)
+    except (EOFError, OSError):
+        return None
+    return value if kind == "counted" else None
+
+
+def _counted(job: Job, folder: Path, fork: bool) -> Counted | None:
     with _talking(job, folder, fork, "count") as (line, child):
         try:
             kind, value, _, _ = _receive(line, child)
@@ -244,7 +266,7 @@ def _measured_child(job: Job, descriptor: int, log: Path, kind: str, port: int) 
     # The log lies in the parent's folder: a child that is stopped in the middle leaves nothing behind.
     with log_to(log):
         with Connection(descriptor) as line:
-            watched = _Gate(line) if kind == "time" else _Inspection(line)
+            watched = _Gate(line, counts_at_once=kind == "count")
             with seeded(job.seed), module_path(job.path):
                 outcome = run_script(job.program, job.argv, watched)
             with contextlib.suppress(OSError):
@@ -283,19 +305,27 @@ class _Measured(StepListener):
 
 
 class _Gate(_Measured):
-    """Waits for its turn at every step and says how long the last one took."""
+    """Waits for its turn at every step and says how long the last one took, until it is told to count."""
 
-    def __init__(self, line: Connection) -> None:
+    def __init__(self, line: Connection, counts_at_once: bool = False) -> None:
         super().__init__(line)
         self._since: float | None = None
+        self._inspection = _Inspection() if counts_at_once else None
 
     def boundary(self) -> None:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        if self._since is not None:
-            self.send("step", time.perf_counter() - self._since)
-        self.line.recv()
-        self._since = time.perf_counter()
+        if self._inspection is None:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            if self._since is not None:
+                self.send("step", time.perf_counter() - self._since)
+            if self.line.recv() == "count":
+                self._inspection = _Inspection()
+            self._since = time.perf_counter()
+        if self._inspection is not None:
+            counted = self._inspection.boundary()
+            if counted is not None:
+                self.send("counted", counted)
+                raise Stop
 
 
 class _CountOps(TorchDispatchMode):
@@ -308,17 +338,17 @@ class _CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Inspection(_Measured):
-    """The second step under the allocator's record, the third under counters."""
+class _Inspection:
+    """The next step under the allocator's record, the one after it under counters."""
 
-    def __init__(self, line: Connection) -> None:
-        super().__init__(line)
+    def __init__(self) -> None:
         self._number = 0
         self._within = contextlib.ExitStack()
         self._timeline: list[tuple[float, int]] = []
         self._ops, self._reads = _CountOps(), None
 
-    def boundary(self) -> None:
+    def boundary(self) -> Counted | None:
+        """A step has ended; what was counted, when it was the last of them."""
         self._within.close()
         self._number += 1
         if self._number == 1:
@@ -337,5 +367,5 @@ class _Inspection(_Measured):
         elif self._number == 3:
             assert self._reads is not None
             peak = max((level for _, level in self._timeline), default=0)
-            self.send("counted", (peak, self._reads.total, self._ops.ops, self._timeline))
-            raise Stop
+            return peak, self._reads.total, self._ops.ops, self._timeline
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group
@@ -15,6 +16,8 @@ Data = dict[str, Any]
 # Rows that a terminal, a summary or a page shows; the JSON has all of them.
 SHOWN = 12
 ON_PAGE = 200
+# Characters of a script and its arguments in a title or a table; two of them fit into a line.
+LABEL = 36
 
 
 def _table() -> Table:
@@ -25,10 +28,10 @@ def _notes(result: Data) -> list[Text]:
     return [Text(f"  {note}", style="dim") for note in result["notes"]]
 
 
-def _judged(title: str, table: Table, result: Data) -> Group:
+def _judged(title: str, table: Table, result: Data, below: Sequence[Text] = ()) -> Group:
     """A title, the rows, the notes and the verdict; one that is not good is the command's last line."""
     verdict = [Text(result["verdict"], style="green")] if result["ok"] else []
-    return Group(Text(title, style="bold"), table, *_notes(result), *verdict)
+    return Group(Text(title, style="bold"), table, *below, *_notes(result), *verdict)
 
 
 def _with_notes(lines: list[str], result: Data) -> str:
@@ -40,27 +43,39 @@ def pair_lines(result: Data) -> Group:
     """`prove before.py after.py` for the terminal."""
     table = _table()
     table.add_column("step")
-    for name in ("loss before", "loss after", "loss in fp64", "checks", "closest to its bound", "", "error"):
-        table.add_column(name, justify="left" if name in ("closest to its bound", "") else "right")
-    for name in ("before", "bound"):
+    for name in ("loss before", "loss after", "loss in fp64", "checks"):
         table.add_column(name, justify="right")
     for step, rows in _by_step(result["rows"]).items():
-        worst = _worst(rows)
         passed = sum(row["ok"] for row in rows)
         losses = [result["losses"].get(name, []) for name in ("before", "after", "truth")]
         table.add_row(
             str(step),
             *[f"{of[step - 1]:.6f}" if len(of) >= step else "-" for of in losses],
             f"{passed}/{len(rows)}",
-            worst["parameter"] or "loss",
-            worst["what"] if worst["parameter"] else "",
-            units.small(worst["error"]),
-            units.small(worst["reference_error"]),
-            units.small(worst["bound"]),
             style=None if passed == len(rows) else "red",
         )
-    judged = _judged(f"{result['before']}  →  {result['after']}", table, result)
+    names = "  →  ".join(_short(result[side]) for side in ("before", "after"))
+    judged = _judged(names, table, result, _worst_lines(result["rows"]))
     return Group(judged, Text(drift_sentence(result["drift"]))) if result.get("drift") else judged
+
+
+def _short(label: str) -> str:
+    """The script's name, and the beginning of its arguments."""
+    return label if len(label) <= LABEL else label[: LABEL - 1] + "…"
+
+
+def _worst_lines(rows: list[Data]) -> list[Text]:
+    """Two lines on the check that fails first, or is closest to its bound."""
+    if not rows:
+        return []
+    worst = _worst(rows)
+    which = "closest to its bound" if worst["ok"] else "first that fails"
+    what = f"{worst['what']} of {worst['parameter']}" if worst["parameter"] else "loss"
+    errors = ", ".join(
+        f"{name} {units.small(worst[key])}"
+        for name, key in (("error", "error"), ("before", "reference_error"), ("bound", "bound"))
+    )
+    return [Text(f"{which}: {what}, step {worst['step']}"), Text(f"  {errors}")]
 
 
 def drift_sentence(drift: Data) -> str:
@@ -193,7 +208,9 @@ def bench_lines(result: Data) -> Group:
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "script" else "right")
     for row in result["rows"]:
-        table.add_row(*_cells(row))
+        label, *cells = _cells(row)
+        # Arguments are the same on both sides, and would make rows of several lines.
+        table.add_row(_short(label.split(" ")[0]), *cells)
     style = "green" if result["proven"] else "bold red" if result["proven"] is False else "yellow"
     return Group(table, *_notes(result), Text(_gain(result), style=style))
 

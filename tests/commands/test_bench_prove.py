@@ -136,3 +136,42 @@ def test_help_names_every_case(command, capsys):
     assert run([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in case_names())
+
+
+@pytest.mark.parametrize(
+    ("options", "compared", "trained"),
+    [(["--drift"], 2, 60), (["--drift", "--steps", "9"], 2, 9), (["--steps", "3"], 3, None)],
+)
+def test_drift_of_two_scripts_trains_long_enough_to_see_one(
+    tmp_path, monkeypatch, capsys, options, compared, trained
+):
+    from leanstep.prove import compare
+
+    seen = {}
+
+    def same_update(before, after, **_):
+        seen["compared"] = before.steps, after.steps
+        return compare.PairProof(before.label, after.label)
+
+    def drift(before, after, *, runs, fork):
+        seen["trained"] = before.steps, after.steps
+        numbers = {"shift": 0.0, "shift_low": 0.0, "shift_high": 0.0, "p_value": 1.0, "detectable_shift": 0.1}
+        return {"runs": runs, "steps": before.steps, "first_divergence": None, "ok": True, **numbers}
+
+    monkeypatch.setattr(compare, "prove_scripts", same_update)
+    monkeypatch.setattr(compare, "prove_drift", drift)
+    monkeypatch.setattr(compare.PairProof, "ok", property(lambda self: True))
+    scripts = []
+    for name in ("before.py", "after.py"):
+        (tmp_path / name).write_text("import torch\n")
+        scripts.append(str(tmp_path / name))
+    run(["prove", *scripts, *options])
+    assert seen["compared"] == (compared, compared)
+    assert seen.get("trained") == (None if trained is None else (trained, trained))
+    assert (trained is None) or f"loss after {trained} steps, 8 paired runs" in capsys.readouterr().out
+
+
+def test_drift_of_two_scripts_needs_two_runs(tmp_path, capsys):
+    (tmp_path / "a.py").write_text("import torch\n")
+    assert run(["prove", str(tmp_path / "a.py"), str(tmp_path / "a.py"), "--drift", "--runs", "1"]) == 2
+    assert "--runs: expected at least 2 paired runs, got 1" in capsys.readouterr().err

@@ -141,6 +141,10 @@ def test_time_of_other_processes_is_no_part_of_a_step(monkeypatch, tmp_path, of_
             statistics.write_text(f"123 {int(waited[0] * 1e9)} 7\n")
             watch.step()
     assert watch.step_seconds == pytest.approx(0.5)
+    # A script's own clock shows the time that is left out: the header says so.
+    assert watch.waited_seconds == pytest.approx(of_others)
+    said = "By the clock the step took 7.5 s: for 7 s other processes held the cores."
+    assert (said in screen.header(watch, "train.py")) is bool(of_others)
 
 
 def test_a_system_without_scheduler_statistics_gives_plain_time(monkeypatch, tmp_path) -> None:

@@ -146,8 +146,15 @@ def score(model, ids, mask, keep):
     ],
 )
 def test_what_is_not_understood_is_left_alone(tmp_path, change, why):
+    text = (IMPORTS + CALLERS).replace(*change)
     with pytest.raises(NotUnderstood, match=why):
-        repaired(tmp_path, (IMPORTS + CALLERS).replace(*change))
+        repaired(tmp_path, f"{text}\nimport transformers\nmodel = transformers.AutoModelForCausalLM(None)\n")
+
+
+def test_a_model_of_the_scripts_own_is_said_to_be_one(tmp_path):
+    text = (IMPORTS + CALLERS).replace('output["logits"]', "output")
+    with pytest.raises(NotUnderstood, match=r"the script's own.*masked_token_logprobs"):
+        repaired(tmp_path, text)
 
 
 def test_without_a_mask_in_every_caller_none_is_passed(tmp_path):

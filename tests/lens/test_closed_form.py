@@ -182,22 +182,6 @@ def compact_batch(config):
     return batch
 
 
-def test_a_lookup_of_few_values_wakes_no_second_thread(monkeypatch):
-    config = LensConfig(block_size=4, max_lod=2)
-    batch = compact_batch(config)
-    lookup, threads = torch.searchsorted, []
-    monkeypatch.setattr(
-        torch, "searchsorted", lambda *args: threads.append(torch.get_num_threads()) or lookup(*args)
-    )
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        lens_loss(torch.randn(batch.pos.shape).tanh().requires_grad_(), batch, config)
-        assert threads == [1] and torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_compact_and_dense_layouts_agree():
     from dataclasses import replace
 

@@ -157,11 +157,30 @@ def test_memory_is_measured_without_resetting_the_peak(monkeypatch):
 
     for peak_after, expected in ((130, 30.0), (900, 50.0)):
         counters(100, 120, 1000, 10)
-        objective._watch_memory(device, begin=True)
-        counters(110, peak_after, 1050, 17)
-        objective._watch_memory(device, begin=False)
+        with objective._memory.watch(device, ()):
+            counters(110, peak_after, 1050, 17)
         read = objective.read_metrics()
         assert read["mc/peak_lens_mb"] == expected and read["mc/lens_allocs"] == 7
+
+
+def test_peak_memory_on_a_cpu_counts_tensors_that_live_together():
+    from leanstep.lens.telemetry import LiveBytes
+
+    x = torch.ones(1000)
+    with LiveBytes() as live:
+        x.add_(1)  # there before
+        for _ in range(5):
+            y = x * 2  # the next one replaces it
+        z = y.view(10, 100)[:2] + 1
+    assert live.peak_bytes == 2 * 4000 and z.shape == (2, 100)
+
+    batch, scores = scored()
+    objective = LensObjective(LensConfig(block_size=4))
+    objective(scores.requires_grad_(), batch)
+    first = objective.read_metrics()["mc/peak_lens_mb"]
+    assert first is not None and first * 2**20 >= scores.nbytes
+    objective(scores, batch)
+    assert objective.read_metrics()["mc/peak_lens_mb"] == first
 
 
 def test_slow_objective_warns_once(monkeypatch):

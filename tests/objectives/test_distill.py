@@ -202,6 +202,21 @@ def test_the_tail_of_a_student_that_is_sure(logit, kind):
         torch.testing.assert_close(got.grad.double(), wanted.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["reverse_kl", ("jsd", 0.3), ("skew_kl", 0.1)])
+def test_gradient_of_a_student_that_is_nearly_certain(kind):
+    # All but e^-25 of the mass on one outcome: in fp32 p is 1 and p - 1 has no digits.
+    def gradient(dtype: torch.dtype) -> torch.Tensor:
+        weight = torch.tensor([[25.0], [0.0]], dtype=dtype, requires_grad=True)
+        teacher = TeacherTopK(torch.tensor([[0]]), torch.tensor([[-0.5]], dtype=dtype))
+        linear_distill_loss(torch.ones(1, 1, dtype=dtype), weight, teacher, divergence=kind).loss.backward()
+        assert weight.grad is not None
+        return weight.grad.double()
+
+    exact = gradient(torch.float64)
+    assert exact.abs().max() > 0
+    assert (gradient(torch.float32) - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
 @pytest.mark.parametrize("who", ["head", "given", "top k"])
 def test_rows_as_long_as_the_batch_select_every_row_in_order(who):
     """A teacher's tensor of that length could follow the rows or the batch: another order is refused."""

@@ -28,6 +28,8 @@ SCHEMA_FILE = Path(__file__).with_name("schema.json")
 MAX_ENTRIES = 10
 # From this share of the step on, waiting for a batch is said before any finding.
 MUCH_WAITING = 0.3
+# From this share of its own time on, what a step waited for a core is said.
+MUCH_LOAD = 0.2
 WIDTH = 80
 
 
@@ -58,6 +60,7 @@ def as_json(
             "boundary": watch.boundary,
             "ops": ops[len(ops) // 2] if ops else 0,
             "step_seconds": watch.step_seconds,
+            "waited_seconds": watch.waited_seconds,
             "parts": watch.clock.parts,
             "iteration": _iteration(watch),
             "phases": [iteration_times.as_dict(entry) for entry in watch.phases],
@@ -209,7 +212,7 @@ def header(watch: Any, script: str) -> str:
     shares = shares_of(watch)
     if shares:
         text += "\n  of it " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
-    return "\n".join([text, *_phase_lines(watch)])
+    return "\n".join([text, *_waiting(watch), *_phase_lines(watch)])
 
 
 def _times(watch: Any) -> list[str]:
@@ -224,14 +227,26 @@ def _times(watch: Any) -> list[str]:
     return [f"step at most {took} (as recorded)" if watch.step_is_bound else f"step {took} unrecorded"]
 
 
+def _waiting(watch: Any) -> list[str]:
+    """A line where the script's own clock must show far more than the header's time."""
+    seconds, waited = watch.iteration_seconds or watch.step_seconds or 0.0, watch.waited_seconds
+    if waited < MUCH_LOAD * seconds or not seconds:
+        return []
+    what = "iteration" if watch.iteration_clock.iteration is not None else "step"
+    whole, part = units.about(seconds + waited), units.about(waited)
+    return [f"  By the clock the {what} took {whole}: for {part} other processes held the cores."]
+
+
 def _phase_lines(watch: Any) -> list[str]:
     """A line for each phase: what it takes in one iteration."""
     lines = []
+    longest = max((len(entry.phase) for entry in watch.phases), default=0)
     for entry in watch.phases:
         took = units.about(entry.seconds) if entry.seconds else "-"
         flops = f"{entry.flops / 1e9:,.1f} GFLOP" if entry.flops else ""
         written = f"{units.size(entry.written_bytes)} written"
-        lines.append(f"    {entry.phase:<26} {took:>9}  {entry.ops:>9,} ops  {written}  {flops}".rstrip())
+        phase = entry.phase.ljust(longest)
+        lines.append(f"    {phase} {took:>8}  {entry.ops:>7,} ops  {written}  {flops}".rstrip())
     return lines
 
 

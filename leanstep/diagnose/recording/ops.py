@@ -37,7 +37,7 @@ class OpInfo:
 
     __slots__ = (
         "counted", "handler", "makes_buffer", "matmul", "maybe_read", "name", "products", "renames",
-        "schema_name", "tensor_positions", "view", "writes",
+        "returns_new", "schema_name", "tensor_positions", "view", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -60,8 +60,8 @@ class OpInfo:
             for i, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write and not argument.kwarg_only
         )
-        returns_new = all(r.alias_info is None for r in schema.returns)
-        self.makes_buffer = self.counted and returns_new and not self.matmul and self.name != "_to_copy"
+        self.returns_new = all(r.alias_info is None for r in schema.returns)
+        self.makes_buffer = self.counted and self.returns_new and not self.matmul and self.name != "_to_copy"
         self.handler: Callable[[Any, OpRun], None] | None = None
 
 

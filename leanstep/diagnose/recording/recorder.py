@@ -21,6 +21,7 @@ from leanstep.diagnose.recording.ops import OpInfo, OpRun, output_tensors, stora
 from leanstep.diagnose.recording.read_counts import ReadCounter
 from leanstep.diagnose.recording.source import AutogradLines
 from leanstep.diagnose.recording.step import StepState
+from leanstep.diagnose.recording.survivors import Survivors
 from leanstep.diagnose.recording.torch_hooks import (
     CallMode,
     OpMode,
@@ -61,6 +62,7 @@ class Recorder(RunRecord):
         super().__init__(limits)
         self.active = False
         self.stack = Stack()
+        self.survivors = Survivors()
         self.state = StepState(self)
         # Optimizers whose step() is running, outermost first.
         self.stepping: list[int] = []
@@ -133,6 +135,8 @@ class Recorder(RunRecord):
             self._copies.follow(op.tensors, out)
         if info.counted:
             self.state.count(op)
+            if self.survivors.on and info.returns_new:
+                self.survivors.made(op.outs, op.site)
 
     def _note_gradients(self, outs: Sequence[Tensor]) -> None:
         """What an autograd node computes is a gradient, even if it met no weight yet. Hooks may read it."""
@@ -374,6 +378,13 @@ class Recorder(RunRecord):
         site, _ = self.stack.locate(caller, False)
         if site is not None:
             tally(self.state.no_context, site, 0)
+
+    def on_backward_call(self, losses: Any, kwargs: dict[str, Any], caller: FrameType) -> None:
+        if self.survivors.on or kwargs.get("retain_graph"):
+            site, _ = self.stack.locate(caller, False)
+            self.state.habits.on_backward_call(kwargs, site)
+            if site is not None and self.survivors.on:
+                self.survivors.backward_begins(losses, site)
 
     # Saved tensors
 

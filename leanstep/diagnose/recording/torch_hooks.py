@@ -75,9 +75,8 @@ class CallMode(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         func, kwargs = torchs_own(func), kwargs or {}
         if func in RUNS_USER_CODE:
-            if self.recorder.active and func in BACKWARD_CALLS and kwargs.get("retain_graph"):
-                site, _ = self.recorder.stack.locate(sys._getframe(1), False)
-                self.recorder.state.habits.on_backward_call(kwargs, site)
+            if self.recorder.active and func in BACKWARD_CALLS:
+                self.recorder.on_backward_call(args[0] if args else None, kwargs, sys._getframe(1))
             return run_under(self, func, args, kwargs)
         if self.recorder.active and call_kind(func) is not None:
             return self.recorder.reads.on_call(func, args, kwargs)

@@ -17,7 +17,17 @@ from leanstep.diagnose import rule_checks, rules
 from leanstep.diagnose.compiled_rules import CompiledReport
 from leanstep.diagnose.cost import SYNC_SECONDS, gpu_step_seconds
 from leanstep.diagnose.iteration_times import IterationClock, PhaseTotal
-from leanstep.diagnose.step_records import BACKWARD, FORWARD, OPTIMIZER, Finding, Limits, StepRecord, Tally
+from leanstep.diagnose.step_records import (
+    BACKWARD,
+    FORWARD,
+    GROWTH_RULES,
+    OPTIMIZER,
+    RULE_IDS,
+    Finding,
+    Limits,
+    StepRecord,
+    Tally,
+)
 from leanstep.diagnose.traces.timeline import Gap, Timeline, each, is_launch
 from leanstep.diagnose.traces.trace_file import KERNEL, NOTE, OP, read_trace
 from leanstep.diagnose.traces.trace_lines import Places
@@ -53,6 +63,7 @@ class TraceRun:
         self.warmup_done, self.num_warmup = 0, 0
         self.boundary, self.iterations = self.timeline.boundary, None
         self.step_seconds, self.step_is_bound = self.timeline.step_us / 1e6, False
+        self.waited_seconds = 0.0
         self.recorder = SimpleNamespace(accelerator=self.timeline.has_device)
         self.clock = SimpleNamespace(parts=None)
         self.phases: list[PhaseTotal] = []
@@ -216,7 +227,9 @@ class TraceRun:
 
     def findings(self) -> list[Finding]:
         """Findings that hold on every step, by what they cost, the most expensive first."""
-        found = [f for f in rules.find(self.steps, self.limits) if f.line is not UNKNOWN_LINE]
+        # The steps of a trace are few, and what outlives them is not in it.
+        names = [name for name in RULE_IDS if name not in GROWTH_RULES]
+        found = [f for f in rules.find(self.steps, self.limits, names) if f.line is not UNKNOWN_LINE]
         on_gpu = gpu_step_seconds(self.steps)
         for finding in found:
             self._price(finding, on_gpu)

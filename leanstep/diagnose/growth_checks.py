@@ -1,0 +1,162 @@
+"""Checks behind the rules on growth: what late steps have more of than early ones.
+
+Counted, not timed, wherever possible: buffers and graphs that outlive their step, ops, FLOPs and bytes of a
+step. Only Python work shows in no count; for it the main thread's CPU time must at least double.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from leanstep.diagnose.step_records import FORWARD, Hit, LineWork, StepRecord, Tally, Work, by_line
+from leanstep.script.lines import UNKNOWN_LINE, Line
+
+# Of the last steps anything may be alive: a variable holds its value until it is bound again.
+LAST_STEPS = 2
+# Standard deviations of the Mann-Kendall statistic from which on values rise: once in 2,000 by chance.
+TREND = 3.3
+MAX_VALUES = 256
+# For each half of the steps.
+HALF_TREND = 2.0
+
+
+def rises(values: Sequence[float], deviations: float = TREND) -> bool:
+    """Mann-Kendall: whether later values are larger than earlier ones more often than by chance."""
+    # Every pair is looked at: of a long recording every k-th value is enough.
+    values = values[:: max(1, len(values) // MAX_VALUES)]
+    count = len(values)
+    pairs = sum(
+        (later > earlier) - (later < earlier) for i, earlier in enumerate(values) for later in values[i + 1 :]
+    )
+    deviation = math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    return deviation > 0 and (pairs - 1) / deviation > deviations
+
+
+def thirds(values: Sequence[float]) -> tuple[float, float, float]:
+    """The medians of the first, the middle and the last third."""
+    third = len(values) // 3
+    parts = values[:third], values[third : len(values) - third], values[len(values) - third :]
+    first, middle, last = (statistics.median(part) for part in parts)
+    return first, middle, last
+
+
+def growing_memory(steps: Sequence[StepRecord], limits: Mapping[str, float]) -> list[Hit]:
+    """Lines whose buffers, or whose graphs, outlive nearly every step."""
+    if len(steps) < limits["steps"]:
+        return []
+    settled = steps[:-LAST_STEPS]
+    enough = limits["share"] * len(settled)
+    hits = []
+    for line, kept in _steps_by_line(settled, "outlived").items():
+        total = sum(entry.bytes for entry, _ in kept)
+        if len(kept) < enough or total < limits["bytes"] * len(kept):
+            continue
+        callers: Counter[Line] = sum((callers for _, callers in kept), Counter())
+        evidence = {"bytes_per_step": total // len(kept), "bytes": total, "steps": len(kept), "graphs": 0}
+        hits.append(Hit(line, len(kept), callers, FORWARD, evidence, Work(held_bytes=total)))
+    for line, kept in _steps_by_line(settled, "graphs_alive").items():
+        if len(kept) >= enough and not any(hit.line == line for hit in hits):
+            callers = sum((callers for _, callers in kept), Counter())
+            evidence = {"bytes_per_step": 0, "bytes": 0, "steps": len(kept), "graphs": len(kept)}
+            hits.append(Hit(line, len(kept), callers, "backward", evidence))
+    return hits
+
+
+def _steps_by_line(steps: Sequence[StepRecord], table: str) -> dict[Line, list[tuple[Tally, Counter[Line]]]]:
+    """What is left of the steps, by line: an entry for each step that left something."""
+    lines: dict[Line, list[tuple[Tally, Counter[Line]]]] = defaultdict(list)
+    for step in steps:
+        for line, entry in by_line(getattr(step, table), Tally).items():
+            lines[line].append(entry)
+    return lines
+
+
+def growing_step(steps: Sequence[StepRecord], limits: Mapping[str, float]) -> list[Hit]:
+    """Later steps do more: ops, FLOPs or bytes, or CPU time at the same ops. One line stands for all.
+
+    A step with a rollout is compared with others that have one.
+    """
+    with_rollout = [step for step in steps if step.has_rollout]
+    without = [step for step in steps if not step.has_rollout]
+    for group in (with_rollout, without):
+        if len(group) >= limits["steps"]:
+            hit = _more_work(group, limits) or _more_time(group, limits)
+            if hit is not None:
+                return [hit]
+    return []
+
+
+_COUNTS: dict[str, Callable[[StepRecord], float]] = {
+    "ops": lambda step: step.num_ops,
+    "flops": lambda step: step.flops,
+    "written_bytes": lambda step: step.written_bytes,
+}
+
+
+def _more_work(steps: Sequence[StepRecord], limits: Mapping[str, float]) -> Hit | None:
+    series = {name: [count(step) for step in steps] for name, count in _COUNTS.items()}
+    ends = {name: thirds(values) for name, values in series.items()}
+    grows = [
+        name
+        for name, (first, _, last) in ends.items()
+        if last > (1 + limits["share"]) * first and rises(series[name])
+    ]
+    if not grows:
+        return None
+    line, callers = _most_grown(steps)
+    gain = {name: max(0.0, ends[name][2] - ends[name][0]) for name in ends}
+    evidence = {
+        "first": {name: int(ends[name][0]) for name in ends},
+        "last": {name: int(ends[name][2]) for name in ends},
+        "grows": grows,
+        "steps": len(steps),
+        "cpu_seconds": None,
+    }
+    work = Work(ops=gain["ops"], moved_bytes=2 * gain["written_bytes"], flops=gain["flops"])
+    return Hit(line, len(steps), callers, FORWARD, evidence, work)
+
+
+def _most_grown(steps: Sequence[StepRecord]) -> tuple[Line, Counter[Line]]:
+    """The line whose work grew most from the first steps to the last, of those that kept their lines."""
+    known = [step.line_work for step in steps if step.line_work]
+    few = max(1, len(known) // 3)
+    gains: dict[Line, float] = defaultdict(float)
+    callers: dict[Line, Counter[Line]] = defaultdict(Counter)
+    for sign, part in ((-1, known[:few]), (1, known[-few:])):
+        for table in part:
+            for site, work in table.items():
+                gains[site.line] += sign * _plain_seconds(work) / len(part)
+                if site.caller is not None:
+                    callers[site.line][site.caller] += work.ops
+    gains.pop(UNKNOWN_LINE, None)
+    line = max(gains, key=lambda line: gains[line], default=UNKNOWN_LINE)
+    return line, callers[line]
+
+
+def _plain_seconds(work: LineWork) -> float:
+    """About what it takes on a plain core: only used to weigh lines against each other."""
+    return 1e-5 * work.ops + work.written_bytes / 5e9 + work.flops / 5e10
+
+
+def _more_time(steps: Sequence[StepRecord], limits: Mapping[str, float]) -> Hit | None:
+    """CPU time that rises in both halves and doubles: load that sets in once raises it in one of them."""
+    timed = [step for step in steps if step.cpu_seconds is not None and step.update_site is not None]
+    if len(timed) < limits["steps"]:
+        return None
+    seconds = [step.cpu_seconds or 0.0 for step in timed]
+    half, third = len(seconds) // 2, len(seconds) // 3
+    first, _, last = thirds(seconds)
+    if not (rises(seconds) and all(rises(part, HALF_TREND) for part in (seconds[:half], seconds[half:]))):
+        return None
+    if min(seconds[-third:]) < limits["time"] * first or last - first < limits["seconds"]:
+        return None
+    site = timed[-1].update_site
+    assert site is not None
+    callers: Counter[Line] = Counter() if site.caller is None else Counter({site.caller: 1})
+    evidence = {
+        "first": {}, "last": {}, "grows": [], "steps": len(timed), "cpu_seconds": [first, last],
+    }  # fmt: skip
+    return Hit(site.line, len(timed), callers, FORWARD, evidence, Work(seconds=last - first), "medium")

@@ -1,0 +1,81 @@
+"""What outlives its step: buffers by line, and graphs whose backward has run.
+
+A training that repeats itself drops in every step what it made in the step before. What a line makes in each
+step and never drops is memory that grows.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from leanstep.diagnose.step_records import StepRecord, tally
+from leanstep.script.lines import Site
+
+# Smaller buffers are not followed: a logged loss is no leak.
+MIN_BYTES = 1024
+_KEY = "leanstep"
+
+
+class _Mark:
+    """Lives in the metadata of a graph's last node, and dies with the node."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Survivors:
+    """Buffers and graphs of the recorded steps that are still alive. References are weak: nothing is held.
+
+    on: whether enough steps will be recorded for a comparison; otherwise nothing is followed.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self._buffers: list[tuple[Site, StorageWeakRef, int]] = []
+        self._graphs: list[tuple[Site, weakref.ref[_Mark]]] = []
+        # The steps before, each with what is still alive of it.
+        self._steps: list[tuple[StepRecord, list[Any], list[Any]]] = []
+
+    def made(self, outs: Sequence[Tensor], site: Site) -> None:
+        """An op wrote into new buffers."""
+        for out in outs:
+            if out.nbytes >= MIN_BYTES:
+                self._buffers.append((site, StorageWeakRef(out.untyped_storage()), out.nbytes))
+
+    def backward_begins(self, losses: Any, site: Site) -> None:
+        """Mark the last node of each graph that a backward is about to run through."""
+        for loss in losses if isinstance(losses, (list, tuple)) else (losses,):
+            node = getattr(loss, "grad_fn", None)
+            if node is not None:
+                mark = node.metadata[_KEY] = _Mark()
+                self._graphs.append((site, weakref.ref(mark)))
+
+    def end_step(self, record: StepRecord | None) -> None:
+        """`record`: the step's, None for one that is dropped. Forgets what has been freed meanwhile."""
+        if record is not None:
+            self._steps.append((record, self._buffers, self._graphs))
+        self._buffers, self._graphs = [], []
+        for _, buffers, graphs in self._steps:
+            buffers[:] = [entry for entry in buffers if not entry[1].expired()]
+            graphs[:] = [entry for entry in graphs if entry[1]() is not None]
+
+    def settle(self) -> None:
+        """The last step is over: note in each record what is left of its step."""
+        if self._steps:
+            # Objects that refer to each other live until the garbage collector comes by.
+            gc.collect()
+        for record, buffers, graphs in self._steps:
+            storages = set()
+            for site, storage, num_bytes in buffers:
+                if not storage.expired() and storage.cdata not in storages:
+                    storages.add(storage.cdata)
+                    tally(record.outlived, site, num_bytes)
+            for site, mark in graphs:
+                if mark() is not None:
+                    tally(record.graphs_alive, site)
+        self._steps = []
