@@ -208,8 +208,9 @@ def bench_lines(result: Data) -> Group:
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "script" else "right")
     for row in result["rows"]:
-        script, *cells = _cells(row)
-        table.add_row(_short(script), *cells)
+        label, *cells = _cells(row)
+        # Arguments are the same on both sides, and would make rows of several lines.
+        table.add_row(_short(label.split(" ")[0]), *cells)
     style = "green" if result["proven"] else "bold red" if result["proven"] is False else "yellow"
     return Group(table, *_notes(result), Text(_gain(result), style=style))
 

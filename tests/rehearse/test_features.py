@@ -34,6 +34,11 @@ def test_a_compiled_function_pins_memory(seen):
     assert seen["pinned in a compiled function"] == [4, 16]
 
 
+def test_equal_blocks_share_a_backend(seen):
+    # Dynamo compiles code again for another backend, and gives up after eight of them.
+    assert seen["backends of three blocks"] == [3, 1]
+
+
 def test_changes_of_shape_in_place_happen_each_time(seen):
     assert seen["t_"] == [[5, 4]] * 3
     assert seen["set_"] == [[2, 3]] * 3

@@ -73,6 +73,7 @@ class _Regions:
         self.tape, self.capture = tape, capture
         self.real_compile = torch.compile
         self.prepared = False
+        self.backends: dict[str, Any] = {}
 
     def compile(self, model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -94,6 +95,16 @@ class _Regions:
             module._compiled_call_impl = self.real_compile(module._call_impl, backend=backend, dynamic=False)
 
     def _backend(self, name: str) -> Any:
+        """One for all regions of a name.
+
+        Equal blocks share their code, and Dynamo compiles it again for another backend: after eight it would
+        run the others eagerly.
+        """
+        if name not in self.backends:
+            self.backends[name] = self._new_backend(name)
+        return self.backends[name]
+
+    def _new_backend(self, name: str) -> Any:
         """AOTAutograd with Inductor's decompositions and partition; the tape in place of code generation."""
         import torch._dynamo as dynamo
         import torch._inductor.lowering  # decompositions (of pooling) name it without importing it

@@ -38,6 +38,14 @@ def with_pinned(x, scale):
 torch.compiler.cudagraph_mark_step_begin()
 seen["pinned in a compiled function"] = list(with_pinned(torch.randn(4, 16, device="cuda"), 3).shape)
 
+# Blocks of one class, each compiled.
+cached = torch._dynamo.eval_frame.cached_backends
+before = set(cached)
+for _ in range(3):
+    torch.compile(torch.nn.Linear(16, 16, device="cuda"))(torch.randn(4, 16, device="cuda"))
+of_blocks = [cached[number].compiler_fn for number in set(cached) - before]
+seen["backends of three blocks"] = [len(of_blocks), len(set(of_blocks))]
+
 # Calls that change a tensor's size or storage in place, repeated with the same shapes.
 turned, moved = [], []
 for _ in range(3):
