@@ -184,6 +184,14 @@ ADVICE = (
     ),
     Advice(
         ("host-sync",),
+        "Tokens must be on the host to become text: batch_decode() copies them once per call, and nothing is "
+        "left to do but to call it for more sequences at once.",
+        "needed: text is made on the host",
+        package=f"{TRANSFORMERS}tokenization",
+        code=("batch_decode(",),
+    ),
+    Advice(
+        ("host-sync",),
         "Tokens are copied to the host to become text: decode all sequences with one batch_decode().",
         "one batch_decode() for all sequences",
         package=f"{TRANSFORMERS}tokenization",
@@ -207,6 +215,14 @@ ADVICE = (
         "The library reads it in its own code; from the calling line only fewer calls help.",
         "the library's own read: fewer calls",
         package=TRANSFORMERS,
+    ),
+    Advice(
+        ("host-sync",),
+        "The loop asks at every token whether all sequences have ended. Ask every k-th token: a few tokens "
+        "more are generated and cut off, and the device does not wait.",
+        "ask every k-th token",
+        code=("finished.all(", "done.all(", "ended.all(", "eos).all("),
+        is_rl=True,
     ),
     Advice(
         ("host-sync",),

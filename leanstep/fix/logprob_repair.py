@@ -21,7 +21,6 @@ Repair = tuple[str, tuple[Edit, ...]]
 NAME = "model_logprobs"
 _SAME_VALUES = ("to", "float", "contiguous", "long", "double", "unsqueeze", "squeeze", "clone", "detach")
 _LOG_SOFTMAX = ("torch.nn.functional.log_softmax", "torch.log_softmax")
-_IMPORTS_TRANSFORMERS = re.compile(rb"^\s*(from|import) transformers\b", re.MULTILINE)
 OWN_MODEL = (
     "the model is the script's own, and where its head begins is for you to say: "
     "masked_token_logprobs(hidden, head, tokens, mask), docs/rl.md"
@@ -91,9 +90,14 @@ def logprobs_of_the_model(sources: Sequence[Source], source: Source, statement: 
             scoring = _Follower(sources, candidate, function).scoring()
             if scoring is not None and (function is inside or inside.name.value in scoring.functions):
                 return _repairs(sources, scoring)
-    if not any(_IMPORTS_TRANSFORMERS.search(each.data) for each in sources):
+    if not any(_makes_a_transformers_model(each) for each in sources):
         raise NotUnderstood(OWN_MODEL)
     raise NotUnderstood("no function that gathers log-probs from the logits of a transformers model")
+
+
+def _makes_a_transformers_model(source: Source) -> bool:
+    names = {name for call in source.all(cst.Call) for name in source.qualified(call)}
+    return any(name.startswith("transformers.") and "ForCausalLM" in name for name in names)
 
 
 class _Follower:

@@ -5,23 +5,34 @@
     layer = apply_leanstep(model.output_layer)
     out = layer.logprobs(hidden, plan.targets(tokens), rows=plan.rows, entropy="grad")
 
-or the same as a function, `output_layer_logprobs(hidden, layer, targets, ...)`.
+or the same as a function, `output_layer_logprobs(hidden, layer, targets, ...)`. `HiddenOutput(layer)` makes
+the layer return its input, for trainers whose loss is computed from what the model returns.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from leanstep.integrations.versions import require_version
-from leanstep.logprob import LMHead, LogProbs, VocabShards, linear_logprobs, token_logprobs
+from leanstep.logprob import LMHead, LogProbs, Tuning, VocabShards, linear_logprobs, token_logprobs
+from leanstep.logprob.parallel import resolve_group
+from leanstep.logprob.rows import RowPlan
 
 TESTED = ("0.16",)
+# Of each sequence: what a model does to its output, it does to every row.
+CHECKED_ROWS = 64
 
 require_version("megatron-core", ("0",))
 
 from megatron.core import parallel_state  # noqa: E402 - after the check, so that a stub fails with our line
+
+
+def require_tested(*, allow_untested: bool = False) -> None:
+    """Refuse a Megatron-Core version that the adapters were not tested with."""
+    require_version("megatron-core", TESTED, allow_untested=allow_untested)
 
 
 def tensor_parallel_group() -> Any:
@@ -39,7 +50,7 @@ def apply_leanstep(output_layer: Any, *, allow_untested: bool = False) -> Any:
     Raises:
         UnknownVersion, ValueError: what is not supported is refused here, before the first step.
     """
-    require_version("megatron-core", TESTED, allow_untested=allow_untested)
+    require_tested(allow_untested=allow_untested)
     _check_layer(output_layer)
 
     def logprobs(hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
@@ -65,7 +76,7 @@ def vocab_parallel_logprobs(
         vocab_total: the real vocabulary when the last shard is padded.
         options: as for `token_logprobs`.
     """
-    require_version("megatron-core", TESTED, allow_untested=allow_untested)
+    require_tested(allow_untested=allow_untested)
     shards = VocabShards(tensor_parallel_group(), total=vocab_total)
     return token_logprobs(logits, targets, shards=shards, **options)
 
@@ -87,8 +98,10 @@ def output_layer_logprobs(
         output_layer: a `ColumnParallelLinear`; its sequence-parallel setting is honoured.
         targets: [S * B] ids, what each row of the flattened hidden states predicts, or one per row of `rows`.
         weight: the shared embedding's weight, when the layer has none of its own.
+
+    With `gradient_accumulation_fusion` the weight's gradient is added to its `main_grad`, as Megatron does.
     """
-    require_version("megatron-core", TESTED, allow_untested=allow_untested)
+    require_tested(allow_untested=allow_untested)
     weight = output_layer.weight if weight is None else weight
     if weight is None:
         raise ValueError("weight: this output layer has no weight of its own; pass the shared embedding's")
@@ -100,7 +113,96 @@ def output_layer_logprobs(
         total=vocab_total,
         sequence_parallel=bool(getattr(output_layer, "sequence_parallel", False)),
     )
+    if getattr(output_layer, "gradient_accumulation_fusion", False) and _is_trained(weight):
+        options.setdefault("tuning", Tuning(main_grad=weight.main_grad))  # type: ignore[attr-defined]
     return linear_logprobs(hidden, LMHead(weight, output_layer.bias), targets, shards=shards, **options)
+
+
+class HiddenOutput:
+    """Makes an output layer return its input; whoever computes the loss calls `logprobs` instead.
+
+    The layer stays a module that the model calls, so hooks on its forward, those that gather parameters for
+    instance, run before its weight is read. A call that asks for gathered logits gets the stock projection.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        _check_layer(layer)
+        if layer.bias is not None and layer.skip_bias_add:
+            raise ValueError("output_layer: expected no bias, or one that the layer adds itself")
+        self.layer = layer
+        self._project = layer.forward
+        self._weight: Tensor | None = None
+        self._returned: Tensor | None = None
+        self._is_checked = False
+        layer.forward = self.forward
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the model calls in place of the projection."""
+        if runtime_gather_output:
+            return self._project(input_, weight=weight, runtime_gather_output=True, **options)
+        self._weight = self.layer.weight if weight is None else weight
+        if not self._is_checked:
+            self._returned = input_.detach()
+        return input_, None
+
+    def num_rows(self, local_rows: int) -> int:
+        """Rows of the micro-batch; sequence parallelism leaves each rank a part of them."""
+        group = resolve_group(tensor_parallel_group())
+        return local_rows if group is None or not self.layer.sequence_parallel else local_rows * group.size()
+
+    def check(self, output: Tensor) -> None:
+        """Refuse a model that changes what its output layer returns, by a softcap for instance; checks once.
+
+        Args:
+            output: what the model returned, [B, S, D].
+        """
+        if self._is_checked:
+            return
+        if self._returned is None:
+            raise ValueError("output_layer: expected a model that calls it in its forward")
+        expected, first = self._returned.transpose(0, 1), slice(CHECKED_ROWS)
+        equal = expected.shape == output.shape
+        if not equal or not torch.equal(expected[:, first].to(output.dtype), output[:, first].detach()):
+            raise ValueError(
+                "output_layer: the model changes the layer's output before the loss; its logits are needed"
+            )
+        self._is_checked, self._returned = True, None
+
+    def logprobs(self, hidden: Tensor, targets: Tensor, plan: RowPlan, **options: Any) -> LogProbs:
+        """`output_layer_logprobs` of the plan's rows.
+
+        Args:
+            hidden: [T, D] (or [T / TP, D] under sequence parallelism), possibly converted to fp32.
+        """
+        assert self._weight is not None
+        rows = plan.rows_host if self.layer.sequence_parallel else plan.rows
+        # Megatron returns fp32 outputs; back to the weight's dtype nothing is lost.
+        hidden = hidden.to(self._weight.dtype)
+        options = {"weight": self._weight, "rows": rows, "allow_untested": True, **options}
+        return output_layer_logprobs(hidden, self.layer, targets, **options)
+
+
+def find_output_layer(model: Any) -> Any:
+    """The model's output layer, or None on a pipeline stage that has none."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    layers = [module for name, module in model.named_modules() if name.split(".")[-1] == "output_layer"]
+    if not layers:
+        return None
+    if len(layers) > 1 or not isinstance(layers[0], ColumnParallelLinear):
+        kinds = ", ".join(type(layer).__name__ for layer in layers)
+        raise ValueError(f"output_layer: expected one ColumnParallelLinear in the model, got {kinds}")
+    return layers[0]
+
+
+def _is_trained(weight: Any) -> bool:
+    return torch.is_grad_enabled() and weight.requires_grad and getattr(weight, "main_grad", None) is not None
 
 
 def _check_layer(output_layer: Any) -> None:

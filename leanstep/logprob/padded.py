@@ -103,7 +103,7 @@ class PaddedRows:
         if mask is None and not before and not after:
             return
         if mask is None:
-            mask = torch.ones((len(tokens), scored), dtype=torch.bool)
+            mask = torch.ones((len(tokens), scored), dtype=torch.bool, device="cpu")
         self.counts = _framed(mask[:, mask.shape[1] - scored :] != 0, before, after)
         if not torch.compiler.is_compiling():
             self.rows = _rows_ahead(self.counts, device, max_rows)
@@ -162,7 +162,7 @@ def _rows_ahead(counts: Tensor, device: torch.device, max_rows: int | None) -> C
     if counts.device.type != "cuda":
         rows = to_device(counts.nonzero().flatten(), device)
         return lambda: rows
-    number = torch.empty((), dtype=torch.int64, pin_memory=True)
+    number = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
     number.copy_(counts.sum(), non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()

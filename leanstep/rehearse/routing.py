@@ -37,7 +37,7 @@ def spread_evenly(name: str, args: Sequence[Any], kwargs: dict[str, Any], indice
     if not 1 < choices <= MOST_CHOICES or rows < choices or indices.numel() > MOST_ELEMENTS:
         return None
     per_row = indices.numel() // rows
-    chosen = torch.arange(rows * per_row).remainder_(choices).to(indices.dtype)
+    chosen = torch.arange(rows * per_row, device="cpu").remainder_(choices).to(indices.dtype)
     if indices.dim() < scores.dim():  # the dimension is gone
         return mark_spread(chosen.reshape(indices.shape))
     size = [*indices.shape]

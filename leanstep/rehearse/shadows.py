@@ -176,9 +176,9 @@ class Shadows:
         """Which elements of a tensor are not known, as part of its storage."""
         mask = self.partial.get(storage_key(tensor))
         if mask is None:
-            return torch.zeros((), dtype=torch.bool)
+            return torch.zeros((), dtype=torch.bool, device="cpu")
         if mask.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():  # another dtype
-            return torch.ones((), dtype=torch.bool)
+            return torch.ones((), dtype=torch.bool, device="cpu")
         return mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def follows(self, tensors: Sequence[Tensor]) -> bool:
@@ -199,7 +199,7 @@ class Shadows:
         elements = nbytes // tensor.element_size()
         if tensor.numel() < elements <= PARTLY_ELEMENTS and key not in self.stale:
             if key not in self.partial:
-                self.partial[key] = torch.zeros(elements, dtype=torch.bool)
+                self.partial[key] = torch.zeros(elements, dtype=torch.bool, device="cpu")
                 self._forget_when_freed(tensor)
             mask = self.partial[key]
             if mask.numel() == elements:  # else: seen as two dtypes
@@ -293,7 +293,7 @@ class Shadows:
     def no_overflow(self, found_inf: Tensor, line: Line | None) -> None:
         """GradScaler looked for an overflow in unknown gradients."""
         self.assume(line, "found_inf", 0.0)
-        self.copied_in(found_inf, torch.zeros(found_inf.shape))
+        self.copied_in(found_inf, torch.zeros(found_inf.shape, device="cpu"))
 
     def on_host(self, source: Tensor, dtype: torch.dtype, line: Line | None) -> Tensor:
         """A host copy of a device tensor: real, unless it is large and unknown."""
@@ -309,7 +309,7 @@ class Shadows:
         known = self.in_part(source)
         if known is not None:
             return self._on_host_assumed(known.masked_fill(self._unknown(source), assumed).to(dtype))
-        return self._on_host_assumed(torch.full(source.shape, assumed, dtype=dtype))
+        return self._on_host_assumed(torch.full(source.shape, assumed, dtype=dtype, device="cpu"))
 
     def _on_host_assumed(self, value: Tensor) -> Tensor:
         self.assumed_on_host = True
@@ -382,7 +382,7 @@ class Shadows:
     ) -> Tensor | None:
         """The value of all elements of a result, if it follows from what is assumed of unknown ones."""
         if name in NOT_FINITE and values[0] is None:
-            return torch.zeros((), dtype=torch.bool)
+            return torch.zeros((), dtype=torch.bool, device="cpu")
         if name in COMPARISONS and len(args) == 2:
             return self._compare_unknown(COMPARISONS[name], args[0], args[1])
         # Of large tensors that are the same everywhere: `torch.isfinite(gradient).all()`.
@@ -403,7 +403,7 @@ class Shadows:
         itself = left is right and left.is_floating_point()
         infinite = any(isinstance(side, float) and math.isinf(side) for side in sides)
         single = all(not isinstance(side, Tensor) or side.numel() == 1 for side in (left, right))
-        return torch.tensor(compare(*sides)) if itself or infinite or single else None
+        return torch.tensor(compare(*sides), device="cpu") if itself or infinite or single else None
 
     def _number(self, side: Any) -> Any:
         """One side of a comparison as a number, plausible where it is unknown; else the known tensor."""
@@ -461,7 +461,9 @@ class Shadows:
             last = max(0, (operands[0].shape[-1] if operands and operands[0].dim() else 1) - 1)
             chosen = min(CHOSEN_INDEX, last)
             self.assume(line, name, chosen)
-            self.put(outs[0], mark_assumed(torch.full(outs[0].shape, chosen, dtype=outs[0].dtype)))
+            self.put(
+                outs[0], mark_assumed(torch.full(outs[0].shape, chosen, dtype=outs[0].dtype, device="cpu"))
+            )
             return
         # An absorbing operand decides alone: loops that end at a length do so whatever was drawn.
         short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
@@ -470,7 +472,9 @@ class Shadows:
                 if value is None or value.dtype != torch.bool or not value.numel():
                     continue
                 if bool(value.all()) if short == "or" else not bool(value.any()):
-                    self.put(outs[0], torch.full(outs[0].shape, short == "or", dtype=outs[0].dtype))
+                    self.put(
+                        outs[0], torch.full(outs[0].shape, short == "or", dtype=outs[0].dtype, device="cpu")
+                    )
                     return
         for tensor in mutated:
             self.forget(tensor)

@@ -197,9 +197,14 @@ def _cells(row: Data) -> list[str]:
 def _gain(result: Data) -> str:
     if result["time_ratio"] is None:
         return "no ratio: " + result["verdict"]
-    faster = f"{units.ratio(result['time_ratio'])} faster"
-    less = f", {units.ratio(result['memory_ratio'])} less memory" if result["memory_ratio"] else ""
-    return f"{faster}{less}; {result['verdict']}"
+    gains = [_factor(result["time_ratio"], "faster", "slower")]
+    if result["memory_ratio"]:
+        gains.append(_factor(result["memory_ratio"], "less memory", "more memory"))
+    return f"{', '.join(gains)}; {result['verdict']}"
+
+
+def _factor(ratio: float, better: str, worse: str) -> str:
+    return f"{units.ratio(ratio)} {better}" if ratio >= 1 else f"{units.ratio(1 / ratio)} {worse}"
 
 
 def bench_lines(result: Data) -> Group:
@@ -208,8 +213,9 @@ def bench_lines(result: Data) -> Group:
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name == "script" else "right")
     for row in result["rows"]:
-        script, *cells = _cells(row)
-        table.add_row(_short(script), *cells)
+        label, *cells = _cells(row)
+        # Arguments are the same on both sides, and would make rows of several lines.
+        table.add_row(_short(label.split(" ")[0]), *cells)
     style = "green" if result["proven"] else "bold red" if result["proven"] is False else "yellow"
     return Group(table, *_notes(result), Text(_gain(result), style=style))
 

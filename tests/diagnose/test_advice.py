@@ -177,6 +177,7 @@ def test_a_models_own_cross_entropy_gets_a_function_for_it(tmp_path):
         ("generation/utils.py", "return bool(unfinished_sequences.max())", "m.generate(x)", "generate()"),
         ("masking_utils.py", "if padding_mask.all():", "out = model(ids)", "attention_mask"),
         ("tokenization_utils_base.py", "token_ids = to_py_obj(token_ids)", "t.decode(ids)", "batch_decode()"),
+        ("tokenization_utils_base.py", "ids = to_py_obj(ids)", "texts = t.batch_decode(ids)", "on the host"),
         ("cache_utils.py", "if n.item():", "out = model(ids)", "fewer calls"),
         ("trainer.py", "tr_loss.item()", "trainer.train()", "log less often"),
     ],
@@ -186,6 +187,20 @@ def test_reads_inside_transformers_get_what_can_be_done_about_them(tmp_path, fil
     step = StepRecord(reads={Site(place.line(f"transformers/{file}", code), place.mine): Tally(9)}, num_ops=9)
     (finding,) = find([step])
     assert advice in finding.short_fix and "vllm" not in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("code", "rollout", "advice"),
+    [
+        ("if is_finished.all():", True, "ask every k-th token"),
+        ("if is_finished.all():", False, "keep on the device; read once per step"),
+        ("if not loss.isfinite().all():", True, "keep on the device; read once per step"),
+    ],
+)
+def test_a_loop_that_asks_for_the_end_at_every_token(tmp_path, code, rollout, advice):
+    step = StepRecord(reads={Site(Place(tmp_path, code).mine): Tally(32)}, num_ops=9, has_rollout=rollout)
+    (finding,) = find([step])
+    assert finding.short_fix == advice
 
 
 def test_reads_are_ranked_by_cost_wherever_they_are():

@@ -148,7 +148,7 @@ def score(model, ids, mask, keep):
 def test_what_is_not_understood_is_left_alone(tmp_path, change, why):
     text = (IMPORTS + CALLERS).replace(*change)
     with pytest.raises(NotUnderstood, match=why):
-        repaired(tmp_path, f"import transformers\n{text}")
+        repaired(tmp_path, f"{text}\nimport transformers\nmodel = transformers.AutoModelForCausalLM(None)\n")
 
 
 def test_a_model_of_the_scripts_own_is_said_to_be_one(tmp_path):

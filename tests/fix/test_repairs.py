@@ -367,7 +367,7 @@ LEFT_ALONE = {
         "import torch.nn.functional as F\nlogits = a(h) + b(h)  # here\nloss = F.cross_entropy(logits, y)",
         "not head(hidden)",
     ),
-    "another loss": ("dead-rows", "logits = head(h)  # here\nloss = my_loss(logits, y)", "no torch.nn"),
+    "another loss": ("dead-rows", "logits = head(h)  # here\nloss = my_loss(logits, y)", "no cross_entropy"),
     "a rule without a mechanical repair": ("op-storm", "x = x + 1  # here", "no mechanical repair"),
     "two statements on a line": ("host-sync", "a = 1; b = loss.item()  # here", "of its own"),
 }

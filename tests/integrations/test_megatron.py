@@ -1,17 +1,13 @@
-"""Megatron-Core: tensor-parallel output layer over gloo equals one rank; slime's calling convention."""
+"""Megatron-Core: tensor-parallel output layer over gloo equals one rank."""
 
 from __future__ import annotations
 
-import json
 import warnings
-from argparse import Namespace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-VECTORS = Path(__file__).parent.parent / "vectors" / "logprob"
 VOCAB, WIDTH, TOKENS = 37, 16, 12
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -98,81 +94,6 @@ def test_two_tensor_parallel_ranks_equal_one(run_ranks, sequence_parallel):
     assert not stacked[VOCAB:].any(), "padded columns take no part"
 
 
-def slime_call(case, rank, *, response_only, loss_mask_only, **groups):
-    from leanstep.integrations.slime import get_log_probs_and_entropy
-
-    e2e, own = case["e2e"], case["ranks"][rank]
-    logits = torch.tensor(own["logits"])
-    layout = case["layout"]
-    args = Namespace(
-        rollout_temperature=e2e["temperature"],
-        log_probs_chunk_size=e2e["chunk"],
-        qkv_format="bshd" if layout.startswith("bshd") else "thd",
-        allgather_cp=layout == "allgather",
-        log_probs_response_only=response_only,
-        log_probs_loss_mask_only=loss_mask_only,
-        entropy_coef=0.01,
-    )
-    return get_log_probs_and_entropy(
-        logits[None],
-        args=args,
-        unconcat_tokens=[torch.tensor(t) for t in case["tokens"]],
-        total_lengths=case["total_lengths"],
-        response_lengths=case["response_lengths"],
-        with_entropy=True,
-        max_seq_lens=[case["max_seq_len"]] * len(case["tokens"]) if case.get("max_seq_len") else None,
-        loss_masks=[torch.tensor(m) for m in case["loss_masks"]],
-        **groups,
-    )
-
-
-def cases_of(name):
-    return [c for c in json.loads((VECTORS / name).read_text())["cases"] if "top_p_token_ids" not in c["e2e"]]
-
-
-@pytest.mark.parametrize("name", ["e2e_cp1_thd.json", "e2e_cp1_bshd.json"])
-@pytest.mark.parametrize(
-    ("switches", "field"),
-    [
-        ((False, False), "e2e_pr_off"),
-        ((True, False), "e2e_response_only"),
-        ((True, True), "e2e_loss_mask_only"),
-    ],
-)
-def test_the_slime_function_gives_slimes_own_results(name, switches, field):
-    for case in cases_of(name):
-        expected = case["ranks"][0][field]
-        empty, found = slime_call(
-            case, 0, response_only=switches[0], loss_mask_only=switches[1], tp_group=None, cp_group=None
-        )
-        assert empty.numel() == 0
-        for ours, theirs in zip(found["log_probs"], expected["log_probs"], strict=True):
-            np.testing.assert_allclose(ours.numpy(), np.array(theirs, dtype=np.float32), rtol=2e-5, atol=2e-5)
-        for ours, theirs in zip(found["entropy"], expected["entropy"], strict=True):
-            np.testing.assert_allclose(
-                ours.detach().numpy(), np.array(theirs, dtype=np.float32), rtol=2e-5, atol=2e-5
-            )
-
-
-def slime_rank(rank: int, world_size: int, name: str, index: int):
-    import torch.distributed as dist
-
-    case = cases_of(name)[index]
-    _, found = slime_call(
-        case, rank, response_only=True, loss_mask_only=False, tp_group=None, cp_group=dist.group.WORLD
-    )
-    return {key: [v.detach().numpy() for v in values] for key, values in found.items()}
-
-
-@pytest.mark.parametrize("name", ["e2e_zigzag.json", "e2e_allgather.json"])
-def test_context_parallel_ranks_give_slimes_own_results(run_ranks, name):
-    case = cases_of(name)[0]
-    for rank, found in enumerate(run_ranks(case["cp_size"], slime_rank, name, 0)):
-        for key in ("log_probs", "entropy"):
-            for ours, theirs in zip(found[key], case["ranks"][rank]["e2e_full"][key], strict=True):
-                np.testing.assert_allclose(ours, np.array(theirs, dtype=np.float32), rtol=2e-5, atol=2e-5)
-
-
 # Three samples in one packed row, three padding tokens behind them; nothing of the second one counts.
 TOTALS, RESPONSES, PADDING = [7, 5, 9], [3, 4, 5], 3
 LOSS_MASKS = [torch.tensor([1, 0, 1]), torch.zeros(4, dtype=torch.long), torch.ones(5, dtype=torch.long)]
@@ -214,24 +135,6 @@ def stock_scores(logits, tokens):
     return [logp[rows] for rows in response_rows()], [entropy[rows] for rows in response_rows()]
 
 
-def slime_scores(logits, tokens, switches):
-    from leanstep.integrations.slime import get_log_probs_and_entropy
-
-    args = Namespace(
-        rollout_temperature=1.0,
-        log_probs_chunk_size=4,
-        qkv_format="thd",
-        log_probs_response_only=switches[0],
-        log_probs_loss_mask_only=switches[1],
-        entropy_coef=COEFFICIENT,
-    )
-    _, found = get_log_probs_and_entropy(
-        logits, args=args, unconcat_tokens=tokens, total_lengths=TOTALS, response_lengths=RESPONSES,
-        with_entropy=True, loss_masks=LOSS_MASKS,
-    )  # fmt: skip
-    return found["log_probs"], found["entropy"]
-
-
 def layer_scores(hidden, layer, tokens):
     """`output_layer_logprobs` on the response rows: no logits at all."""
     from leanstep.integrations.megatron import output_layer_logprobs
@@ -239,15 +142,6 @@ def layer_scores(hidden, layer, tokens):
     flat, rows = torch.cat(tokens), torch.cat(response_rows())
     out = output_layer_logprobs(hidden, layer, flat[rows + 1], rows=rows, entropy="grad")
     return out.logp.split(RESPONSES), out.entropy.split(RESPONSES)
-
-
-METHODS = {
-    "stock": None,
-    "slime, all rows": (False, False),
-    "slime, response rows": (True, False),
-    "slime, loss-mask rows": (True, True),
-    "output layer": None,
-}
 
 
 def training_rank(rank: int, world_size: int):
@@ -264,7 +158,7 @@ def training_rank(rank: int, world_size: int):
         params_dtype=torch.float32,
     )
     found = {}
-    for method, switches in METHODS.items():
+    for method in ("stock", "output layer"):
         generator = torch.Generator().manual_seed(0)
         embedding = torch.randn(WORDS, WIDTH, generator=generator).requires_grad_()
         full = torch.randn(WORDS, WIDTH, generator=generator)
@@ -286,7 +180,7 @@ def training_rank(rank: int, world_size: int):
                 scores = layer_scores(hidden, layer, tokens)
             else:
                 logits, _ = layer(hidden[None])
-                scores = slime_scores(logits, tokens, switches) if switches else stock_scores(logits, tokens)
+                scores = stock_scores(logits, tokens)
             loss = policy_loss(*scores, advantages)
             optimizer.zero_grad()
             loss.backward()
@@ -312,12 +206,6 @@ def test_training_steps_on_two_ranks_equal_megatrons_own_loss(run_ranks):
                     )
 
 
-def test_loss_mask_only_needs_response_only():
-    case = cases_of("e2e_cp1_thd.json")[0]
-    with pytest.raises(ValueError, match="log_probs_loss_mask_only: needs log_probs_response_only"):
-        slime_call(case, 0, response_only=False, loss_mask_only=True, tp_group=None, cp_group=None)
-
-
 def test_an_unknown_megatron_version_is_refused(monkeypatch):
     pytest.importorskip("megatron.core")
     from importlib import metadata
@@ -328,24 +216,6 @@ def test_an_unknown_megatron_version_is_refused(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda package: "0.99.1")
     with pytest.raises(UnknownVersion, match=r"megatron-core: version 0.99.1"):
         megatron.vocab_parallel_logprobs(torch.zeros(1, 3), torch.tensor([0]))
-    case = cases_of("e2e_cp1_thd.json")[0]
-    with pytest.raises(UnknownVersion, match=r"megatron-core: version 0.99.1"):
-        slime_call(case, 0, response_only=True, loss_mask_only=False)
-    _, found = slime_call(case, 0, response_only=True, loss_mask_only=False, allow_untested=True)
-    expected = case["ranks"][0]["e2e_response_only"]["log_probs"]
-    for ours, theirs in zip(found["log_probs"], expected, strict=True):
-        np.testing.assert_allclose(ours.numpy(), np.array(theirs, dtype=np.float32), rtol=2e-5, atol=2e-5)
-
-
-def test_apply_leanstep_swaps_slimes_function():
-    import types
-
-    from leanstep.integrations import slime
-
-    module = types.SimpleNamespace(get_log_probs_and_entropy=None)
-    assert slime.apply_leanstep(module).get_log_probs_and_entropy is slime.get_log_probs_and_entropy
-    with pytest.raises(ValueError, match="loss_module: expected slime"):
-        slime.apply_leanstep(types.SimpleNamespace())
 
 
 def test_apply_leanstep_gives_the_output_layer_a_method():

@@ -366,6 +366,18 @@ def test_a_reducer_that_waits_for_the_weight_hears_of_main_grad():
     torch.testing.assert_close(main_grad, plain.grad)
 
 
+def test_a_shared_embeddings_own_gradient_survives_main_grad():
+    """Megatron sets zero_out_wgrad on it: its hook then adds what arrives, in spite of the mark."""
+    weight = torch.nn.Parameter(torch.randn(23, 5))
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
+    main_grad = torch.zeros(23, 5)
+    ids, targets = torch.randint(0, 23, (4,)), torch.randint(0, 23, (4,))
+    linear_logprobs(weight[ids], weight, targets, main_grad=main_grad).logp.sum().backward()
+    plain = weight.detach().clone().requires_grad_()
+    linear_logprobs(plain[ids], plain, targets).logp.sum().backward()
+    torch.testing.assert_close(main_grad + weight.grad, plain.grad)
+
+
 @pytest.mark.parametrize("entropy", ["none", "grad"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_slope_of_a_saturated_softcap_is_as_exact_as_plain_code(entropy, frozen):

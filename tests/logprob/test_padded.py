@@ -28,6 +28,15 @@ def batch(side: str = "left", dtype=torch.float32, seed: int = 0):
     return hidden, weight, tokens, mask
 
 
+def test_the_default_device_of_a_script_makes_no_difference():
+    """The mask that stands for no mask is the host's; torch refuses pinned memory anywhere else as well."""
+    hidden, weight, tokens, _ = batch()
+    tokens = tokens.clamp(min=0)
+    expected = masked_token_logprobs(hidden, weight, tokens)
+    with torch.device("meta"):
+        assert torch.equal(masked_token_logprobs(hidden, weight, tokens), expected)
+
+
 def gradients(function, hidden, weight, *args, **options):
     """Results and gradients under upstream gradients that are not ones."""
     hidden, weight = (t.detach().clone().requires_grad_() for t in (hidden, weight))

@@ -240,11 +240,13 @@ def _waiting(watch: Any) -> list[str]:
 def _phase_lines(watch: Any) -> list[str]:
     """A line for each phase: what it takes in one iteration."""
     lines = []
+    longest = max((len(entry.phase) for entry in watch.phases), default=0)
     for entry in watch.phases:
         took = units.about(entry.seconds) if entry.seconds else "-"
         flops = f"{entry.flops / 1e9:,.1f} GFLOP" if entry.flops else ""
         written = f"{units.size(entry.written_bytes)} written"
-        lines.append(f"    {entry.phase:<26} {took:>9}  {entry.ops:>9,} ops  {written}  {flops}".rstrip())
+        phase = entry.phase.ljust(longest)
+        lines.append(f"    {phase} {took:>8}  {entry.ops:>7,} ops  {written}  {flops}".rstrip())
     return lines
 
 

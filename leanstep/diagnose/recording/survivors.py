@@ -6,11 +6,13 @@ step and never drops is memory that grows.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -44,8 +46,10 @@ class Survivors:
     def made(self, outs: Sequence[Tensor], site: Site) -> None:
         """An op wrote into new buffers."""
         for out in outs:
-            if out.nbytes >= MIN_BYTES:
-                self._buffers.append((site, StorageWeakRef(out.untyped_storage()), out.nbytes))
+            # A sparse tensor has no storage, nor has every subclass.
+            if out.layout is torch.strided and out.nbytes >= MIN_BYTES:
+                with contextlib.suppress(RuntimeError):
+                    self._buffers.append((site, StorageWeakRef(out.untyped_storage()), out.nbytes))
 
     def backward_begins(self, losses: Any, site: Site) -> None:
         """Mark the last node of each graph that a backward is about to run through."""

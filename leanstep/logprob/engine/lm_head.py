@@ -225,12 +225,14 @@ def product(
 def main_grad_mark(weight: Any) -> Tensor | None:
     """What autograd gets for a weight whose gradient was added to its main_grad: None, or Megatron's mark.
 
-    Megatron's reducers wait for a gradient to arrive; the mark tells them not to read it.
+    Megatron's reducers wait for a gradient to arrive; the mark tells them not to read it. That of a shared
+    embedding (`zero_out_wgrad`) they do read: autograd has added the embedding's own gradient to it.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
+    is_read = getattr(weight, "zero_out_wgrad", False)
+    return torch.zeros_like(weight) if is_read else torch.empty_like(weight)
 
 
 class HeadGradients(NamedTuple):

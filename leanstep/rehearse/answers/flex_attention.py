@@ -168,7 +168,7 @@ def _density(tape: Tape, counts: Tensor, blocks: int) -> float:
 
 def _positions(length: int, block: int) -> Tensor:
     """Three positions of each block: first, middle, last. [blocks, 3]"""
-    starts = torch.arange(0, length, block)
+    starts = torch.arange(0, length, block, device="cpu")
     return torch.stack([starts, starts + block // 2, starts + block - 1], 1).clamp_max(length - 1)
 
 

@@ -246,7 +246,7 @@ def _packing(plain: Callable[..., Any]) -> Callable[..., Any]:
         if x.device.type != "cuda":
             return plain(x, lengths, batch_first)
         longest = int(lengths.max())
-        batch_sizes = (lengths[None, :] > torch.arange(longest)[:, None]).sum(1)
+        batch_sizes = (lengths[None, :] > torch.arange(longest, device=lengths.device)[:, None]).sum(1)
         steps = x.transpose(0, 1) if batch_first else x
         parts, first = [], 0
         for live, run in itertools.groupby(batch_sizes.tolist()):

@@ -281,7 +281,7 @@ def _randomness_answers() -> dict[str, Any]:
     """Nobody reads what the device draws: its generators have no state."""
 
     def no_state(*_: Any) -> Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
+        return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
     return {
         "manual_seed": _nothing,
@@ -535,7 +535,7 @@ def _tensor_reads(tape: Tape) -> None:
     def numpy(self: FakeTensor, *_: Any, **__: Any) -> Any:
         if self.fake_device.type == "cuda":
             raise TypeError("numpy() of a tensor on cuda:0: expected one on the host, use .cpu() first")
-        return torch.ones(self.shape, dtype=self.dtype).numpy()
+        return torch.ones(self.shape, dtype=self.dtype, device="cpu").numpy()
 
     shadows = tape.shadows
     reporting = assumed_numbers(shadows.branches, tape.lines.here)
