@@ -139,9 +139,7 @@ def micro_batch(trainer: Trainer, args):
 
 def build(trainer: Trainer, args, settings, *, pre_process=True):
     """The model through the trainer's own provider."""
-    slime_package.provide = lambda pre_process, post_process: small_model(
-        **settings, width=WIDTH, vocab=VOCAB, pre_process=pre_process, post_process=post_process
-    )
+    slime_package.build = lambda **stage: small_model(**settings, width=WIDTH, vocab=VOCAB, **stage)
     args.custom_model_provider_path = "slime_package.provide"
     return trainer.models.get_model_provider_func(args, "actor")(pre_process=pre_process, post_process=True)
 
@@ -272,8 +270,8 @@ def special_models(rank: int, world_size: int):
             args = arguments(**flags)
             apply_leanstep(args)
             is_stage = name == "last stage"
-            settings = {"tp": world_size, "cp": 1, "sequence_parallel": True, **settings}
-            model = build(trainer, args, settings, pre_process=not is_stage)
+            sharding = {"tp": world_size, "cp": 1, "sequence_parallel": name != "bf16"}
+            model = build(trainer, args, {**sharding, **settings}, pre_process=not is_stage)
             batch = micro_batch(trainer, args)
             received = torch.randn(batch["tokens"].shape[1] // world_size, 1, WIDTH).requires_grad_()
             if is_stage:
