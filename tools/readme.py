@@ -54,7 +54,8 @@ README_LINES = (
     Line(
         "lens-loss",
         "seed",
-        "controller objective, 39 pairs of 1,831 entries; plain code: a loop with `.item()`",
+        "controller objective, 39 pairs of 1,831 entries; plain code: per-entry loops with `.item()` of "
+        "an older commit, for the seed's own commit see [megacontext.md](docs/megacontext.md)",
         also=("eager", "eager autograd"),
     ),
     Line(

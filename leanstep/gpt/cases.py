@@ -71,6 +71,49 @@ def _by_unbind(mlp: Tensor, attn: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     return list(unbind_bank(mlp)), list(unbind_bank(attn))
 
 
+# Three ways to read a bank; values and gradients have the same bits.
+BANK_FORMS = {"index": _by_index, "halves": _by_halves, "unbind": _by_unbind}
+
+
+def train_from_banks(form: str, seed: int, steps: int, *, compiled: bool = False) -> list[float]:
+    """Losses of a residual network in bfloat16 whose weights are read from banks in one of `BANK_FORMS`."""
+    generator = torch.Generator().manual_seed(seed)
+    layers, dim = 4, 32
+
+    def draw(*shape: int, scale: float) -> Tensor:
+        values = torch.randn(shape, generator=generator) * scale
+        return values.bfloat16().requires_grad_()
+
+    mlp, attn = draw(layers, 2, 4 * dim, dim, scale=0.1), draw(layers, 4 * dim, dim, scale=0.1)
+    truth = torch.randn(dim, dim, generator=generator) / dim**0.5
+    optimizer = torch.optim.AdamW([mlp, attn], lr=2e-3)
+
+    def loss_of(x: Tensor, mlp: Tensor, attn: Tensor) -> Tensor:
+        mlp_weights, attn_weights = BANK_FORMS[form](mlp, attn)
+        hidden = x.bfloat16()
+        for layer in range(layers):
+            mixed = F.rms_norm(hidden, (dim,)) @ attn_weights[layer].T
+            hidden = hidden + mixed[:, :dim] * torch.tanh(mixed[:, dim : 2 * dim])
+            up = F.relu(F.rms_norm(hidden, (dim,)) @ mlp_weights[2 * layer].T).square()
+            hidden = hidden + up @ mlp_weights[2 * layer + 1]
+        return (hidden.float() - x @ truth).square().mean()
+
+    step = torch.compile(loss_of, dynamic=False, fullgraph=True) if compiled else loss_of
+    losses = []
+    for _ in range(steps):
+        loss = step(torch.randn(64, dim, generator=generator), mlp, attn)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
+
+
+def _bank_drift(implementation: str, seed: int, steps: int) -> list[float]:
+    form = {"reference": "index", "leanstep": "unbind", "halves": "halves"}[implementation]
+    return train_from_banks(form, seed, steps)
+
+
 def _stream_banks(workload: Workload) -> Step:
     t = workload.tensors
 
@@ -109,6 +152,7 @@ BANK_ACCESS = register(
         dtypes=(torch.float32, torch.bfloat16),
         # Nothing is computed here, only moved: every path must give the same bits.
         floor=0.0,
+        drift=_bank_drift,
     )
 )
 

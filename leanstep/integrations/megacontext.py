@@ -286,18 +286,30 @@ def loss_table(batch_states: Sequence[Any], device: torch.device) -> Tensor:
 def read_telemetry(controller: Any, metrics: LensMetrics, valid: Tensor | None) -> None:
     """What upstream keeps of a call, in one read: agreement, span correlation, score statistics, EMA."""
     absolute, spread = score_statistics(metrics.scores.float(), valid)
-    parts = [metrics.target_sums().view(-1), metrics.pairs.delta, absolute, spread, metrics.state]
-    numbers = torch.cat([part.double().view(-1) for part in parts]).cpu().numpy()
-    num_pairs = metrics.pairs.delta.shape[0]
-    sums, delta = numbers[: 9 * num_pairs].reshape(-1, 9), numbers[9 * num_pairs : 10 * num_pairs]
-    score_abs, score_std, ema = numbers[10 * num_pairs :].tolist()
+    sums, delta, score_abs, score_std, ema = read_together(
+        metrics.target_sums(), metrics.pairs.delta, absolute, spread, metrics.state
+    )
+    sums = sums.reshape(-1, 9)
     num_kept = np.count_nonzero(sums[:, 4])
     controller._last_span_score_corr = span_correlation(sums, np.tanh(delta))
     if num_kept:
         controller._last_preference_agreement = float(np.count_nonzero(sums[:, 1] > 0) / num_kept)
-        controller._last_policy_stats = {"score_abs_mean": score_abs, "score_std_mean": score_std}
+        controller._last_policy_stats = {
+            "score_abs_mean": float(score_abs),
+            "score_std_mean": float(score_std),
+        }
     if metrics.config.objective.budget_smooth_weight > 0:
-        controller._budget_mass_ema = ema
+        controller._budget_mass_ema = float(ema)
+
+
+def read_together(*tensors: Tensor) -> list[np.ndarray]:
+    """The tensors' values on the host, in one transfer."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.numpy() for tensor in tensors]
+    joined = torch.cat([tensor.double().reshape(-1) for tensor in tensors]).cpu().numpy()
+    ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
+    parts = np.split(joined, ends)
+    return [part.reshape(tuple(tensor.shape)) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def span_correlation(sums: np.ndarray, target: np.ndarray) -> float | None:

@@ -305,7 +305,7 @@ class CompactEntries:
 
     Args:
         cell: [P, M] int64 index into the flattened [V, W] scores.
-        x: [P, M] their scores.
+        x: [P, M] their scores, 0 where an entry has no target.
         sign: [P, M] +1 expand, -1 collapse, 0 none, in the scores' dtype.
         span: [P, G] tokens under the first G columns; the others are raw tokens.
     """
@@ -365,9 +365,11 @@ def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: Lens
     for level in range(1, min(config.max_lod, gists.top_level)):
         _collapse_gists(sign[:, :num_gists], mine[0], mine[1], level, b)
     cell = torch.from_numpy(np.concatenate([mine[0, :, 0], cell_block.reshape(num_pairs, num_gists * b)], 1))
+    x = scores.reshape(-1).index_select(0, cell.view(-1)).view(cell.shape)
     return CompactEntries(
         cell=cell,
-        x=scores.reshape(-1).index_select(0, cell.view(-1)).view(cell.shape),
+        # A block may reach into padding, which may hold anything, NaN included.
+        x=x.masked_fill_(torch.from_numpy(sign == 0), 0),
         sign=torch.from_numpy(sign).to(scores.dtype),
         span=torch.from_numpy(mine[0, :, 3]).to(scores.dtype),
     )

@@ -99,8 +99,8 @@ class LensMetrics:
         else:
             # The loss has not kept them.
             sign = build_targets(self.batch, self.pairs, self.config).to(self.scores.dtype)
-            x = self.scores.index_select(0, self.pairs.worse)
-        rows = torch.stack([torch.where(sign != 0, x, 0), sign, sign.abs()], 1).double()
+            x = torch.where(sign != 0, self.scores.index_select(0, self.pairs.worse), 0)
+        rows = torch.stack([x, sign, sign.abs()], 1).double()
         return rows @ rows.mT
 
     def _target_metrics(self) -> dict[str, Tensor]:

@@ -197,9 +197,14 @@ def _cells(row: Data) -> list[str]:
 def _gain(result: Data) -> str:
     if result["time_ratio"] is None:
         return "no ratio: " + result["verdict"]
-    faster = f"{units.ratio(result['time_ratio'])} faster"
-    less = f", {units.ratio(result['memory_ratio'])} less memory" if result["memory_ratio"] else ""
-    return f"{faster}{less}; {result['verdict']}"
+    gains = [_factor(result["time_ratio"], "faster", "slower")]
+    if result["memory_ratio"]:
+        gains.append(_factor(result["memory_ratio"], "less memory", "more memory"))
+    return f"{', '.join(gains)}; {result['verdict']}"
+
+
+def _factor(ratio: float, better: str, worse: str) -> str:
+    return f"{units.ratio(ratio)} {better}" if ratio >= 1 else f"{units.ratio(1 / ratio)} {worse}"
 
 
 def bench_lines(result: Data) -> Group:

@@ -182,6 +182,24 @@ def compact_batch(config):
     return batch
 
 
+def test_blocks_that_reach_into_padding_do_not_read_it():
+    """The better context ends in a gist whose block the worse one holds only in part."""
+    from leanstep.lens.closed_form import can_compact
+
+    config = LensConfig(block_size=4, max_lod=2)
+    better = Variant(list(range(57)), [0] * 56 + [1], 1.0)
+    samples = [[Variant(list(range(length)), [0] * length, 2.0, True), better] for length in (57, 58, 60)]
+    batch = LensBatch.from_variants(samples, config, num_tokens=60)
+    assert can_compact(batch, config) and not batch.valid.all()
+    scores = torch.randn(batch.pos.shape, dtype=torch.float64).tanh()
+    truth = lens_loss(scores, batch, config, backend="eager").loss
+    x = torch.where(batch.valid, scores, torch.nan).requires_grad_()
+    result = lens_loss(x, batch, config)
+    result.loss.backward()
+    torch.testing.assert_close(result.loss, truth)
+    assert not x.grad.isnan().any() and result.metrics.read()["mc/pref_span_corr"] is None
+
+
 def test_compact_and_dense_layouts_agree():
     from dataclasses import replace
 

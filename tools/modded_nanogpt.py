@@ -1,0 +1,294 @@
+"""modded-nanogpt's own text with leanstep's pieces in it, on a CPU: traced, and stepped beside upstream's.
+
+    git clone https://github.com/KellerJordan/modded-nanogpt && git -C modded-nanogpt checkout 20dd158
+    python tools/modded_nanogpt.py optimizer modded-nanogpt     # ten steps beside upstream's own code
+    python tools/modded_nanogpt.py swap modded-nanogpt DIR      # train_gpt.py with leanstep, to rehearse
+    python tools/modded_nanogpt.py banks                        # drift of three ways to read a bank
+
+`optimizer` executes the part of train_gpt.py that holds polar_express and NorMuonAndAdam. Every
+`torch.compile(fullgraph=True)` in it traces with Dynamo; a graph break is an error. Two things differ from a
+GPU: the compiler's back end, and shifts of uint32, which a CPU lacks (they are done in int64).
+The checkout is only read and run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from leanstep.gpt.cases import BANK_FORMS, train_from_banks
+from leanstep.integrations import modded_nanogpt
+from leanstep.measure.drift import paired_shift
+from leanstep.muon import NorMuon
+
+FIRST, LAST = "# Polar Express\n", "# PyTorch nn.Module definitions for the model\n"
+SHIFTS = (
+    ("(p.to(torch.uint32) << 16) | mantissa.to(torch.uint32)", "_joined(p, mantissa)"),
+    ("p_precise = p_precise_raw.view(torch.float32)", "p_precise = p_precise_raw"),
+    ("p.copy_((p_precise_raw >> 16).to(torch.uint16))", "_split(p_precise, p, mantissa)"),
+    ("        mantissa.copy_(p_precise_raw.to(torch.uint16))\n", ""),
+)
+IMPORT = "from triton_kernels import XXT, XTX, ba_plus_cAA, "
+PIECES = "XXT, XTX, ba_plus_cAA, transpose_add, transpose_copy"
+
+
+def _joined(high: Tensor, low: Tensor) -> Tensor:
+    bits = (high.view(torch.int16).long() << 16) | (low.view(torch.int16).long() & 0xFFFF)
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def _split(value: Tensor, high: Tensor, low: Tensor) -> None:
+    bits = value.view(torch.int32)
+    high.copy_((bits >> 16).to(torch.int16).view(torch.uint16))
+    low.copy_((((bits & 0xFFFF) ^ 0x8000) - 0x8000).to(torch.int16).view(torch.uint16))
+
+
+def plain_xxt(A: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(A @ A.mT)
+
+
+def plain_xtx(A: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(A.mT @ A)
+
+
+def plain_quadratic(A: Tensor, alpha: float, beta: float, out: Tensor) -> Tensor:
+    return out.copy_(alpha * (A @ A) + beta * A)
+
+
+PLAIN = {
+    "XXT": plain_xxt,
+    "XTX": plain_xtx,
+    "ba_plus_cAA": plain_quadratic,
+    "transpose_add": lambda src, dst: dst.add_(src.T),
+    "transpose_copy": lambda src, dst: dst.copy_(src.T),
+}
+LEANSTEP = {name: getattr(modded_nanogpt, name) for name in PLAIN}
+
+
+def read_script(checkout: Path) -> str:
+    script = checkout / "train_gpt.py"
+    if not script.is_file():
+        raise SystemExit(f"checkout: expected a modded-nanogpt checkout, {checkout} has no train_gpt.py")
+    return script.read_text(encoding="utf-8")
+
+
+def load_optimizer(
+    text: str, pieces: dict[str, Any], *, exact: bool = False, traced: bool = True
+) -> dict[str, Any]:
+    """Upstream's optimizer with these pieces.
+
+    exact: products in float32, to tell mistakes from rounding. traced: its `torch.compile` lines are kept.
+    """
+    part = text[text.index(FIRST) : text.index(LAST)]
+    for before, after in SHIFTS:
+        if before not in part:
+            raise SystemExit(f"checkout: expected commit 20dd158; train_gpt.py lacks {before!r}")
+        part = part.replace(before, after)
+    if exact:
+        part = part.replace("X = g.bfloat16()", "X = g.clone()")
+    compiled = []
+
+    def trace(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return lambda f: trace(f, **options)
+        compiled.append((function.__name__, options))
+        return torch.compile(function, backend="aot_eager", **options) if traced else function
+
+    names: dict[str, Any] = {}
+    header = (
+        "from dataclasses import dataclass\nimport math, os, threading\nimport torch.distributed as dist\n"
+    )
+    exec(header, names)
+    proxy = type(sys)("torch")
+    proxy.__dict__.update(torch.__dict__)
+    proxy.__dict__["compile"] = trace
+    names |= {"torch": proxy, "Tensor": Tensor, "nn": nn, "np": __import__("numpy"), **pieces}
+    names |= {"_joined": _joined, "_split": _split, "world_size": 1, "grad_accum_steps": 8}
+    exec(compile(part, "train_gpt.py", "exec"), names)
+    names["compiled"] = compiled
+    return names
+
+
+def make_params(generator: torch.Generator) -> dict[str, nn.Parameter]:
+    def draw(*shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.randn(shape, generator=generator).bfloat16() * 0.1)
+
+    params = {
+        "attn_bank": draw(4, 16, 16),
+        "mlp_bank": draw(2, 2, 48, 16),
+        "lm_head": draw(16, 40),
+        "embed": draw(40, 16),
+        "scalars": nn.Parameter(torch.randn(7, generator=generator)),
+    }
+    params["attn_bank"].reshape = (4, 16, 16)  # type: ignore[method-assign, assignment]
+    params["mlp_bank"].reshape = (4, 48, 16)  # type: ignore[method-assign, assignment]
+    params["embed"].data.copy_(params["lm_head"].data.T)
+    for label, p in params.items():
+        p.label = label  # type: ignore[attr-defined]
+    return params
+
+
+ADAM = {"lr": 0.008, "eps": 1e-10, "weight_decay": 0.005}
+MUON = {"lr": 0.023, "momentum": 0.95, "beta2": 0.95, "weight_decay": 1.2}
+BETAS = {"lm_head": (0.5, 0.95), "embed": (0.5, 0.95), "scalars": (0.9, 0.99)}
+
+
+def upstream_optimizer(names: dict[str, Any], params: dict[str, nn.Parameter]) -> Any:
+    table = {
+        label: {"optim": "adam" if label in BETAS else "normuon", "comms": "sharded"} for label in params
+    }
+    for label, betas in BETAS.items():
+        table[label]["adam_betas"] = list(betas)  # type: ignore[assignment]
+    order = list(params)
+    return names["NorMuonAndAdam"](
+        list(params.items()),
+        param_table=table,
+        scatter_order=order,
+        work_order=order,
+        adam_defaults=ADAM,
+        normuon_defaults=MUON,
+    )
+
+
+def leanstep_optimizer(params: dict[str, nn.Parameter], compute_dtype: torch.dtype) -> NorMuon:
+    groups: list[dict[str, Any]] = [
+        {"params": [params["attn_bank"]]},
+        {"params": [params["mlp_bank"]], "lr_mul": [1.0, 2.0] * 2},
+        *({"params": [params[n]], "algorithm": "adam", "betas": b} for n, b in BETAS.items() if n != "embed"),
+    ]
+    return NorMuon.preset("modded-nanogpt", groups, compute_dtype=compute_dtype)
+
+
+def train(kind: str, text: str, steps: int, *, exact: bool, traced: bool) -> dict[str, Tensor]:
+    """Weights after `steps` steps with the same gradients; bfloat16 ones with their low bits."""
+    generator = torch.Generator().manual_seed(0)
+    params = make_params(generator)
+    names: dict[str, Any] = {}
+    if kind == "preset":
+        optimizer: Any = leanstep_optimizer(params, torch.float32 if exact else torch.bfloat16)
+    else:
+        pieces = PLAIN if kind == "upstream" else LEANSTEP
+        names = load_optimizer(text, pieces, exact=exact, traced=traced)
+        if kind == "polar_express":
+            names[kind] = torch.compile(
+                modded_nanogpt.polar_express, backend="aot_eager", dynamic=False, fullgraph=True
+            )
+        optimizer = upstream_optimizer(names, params)
+    for _ in range(steps):
+        for p in params.values():
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        if kind == "preset":
+            tied, head = params["embed"].grad, params["lm_head"].grad
+            assert tied is not None and head is not None
+            modded_nanogpt.transpose_add(tied, head)
+            params["embed"].grad = None
+            optimizer.step()
+            modded_nanogpt.transpose_copy(params["lm_head"].data, params["embed"].data)
+        else:
+            optimizer.step(do_adam=True)
+    if kind == "preset":
+        return {n: (optimizer.master(p) if n != "embed" else p.data).float() for n, p in params.items()}
+    weights = {label: p.data.float() for label, p in params.items()}
+    for label in ("attn_bank", "mlp_bank"):
+        p = params[label]
+        low = optimizer.param_states[p]["mantissa"]
+        weights[label] = _joined(p.data.view(torch.uint16).view(low.shape), low).view(p.shape)
+    return weights
+
+
+def distance(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    return {n: float((mine[n] - theirs[n]).norm() / theirs[n].norm()) for n in theirs}
+
+
+def compare_optimizers(checkout: Path, steps: int) -> dict[str, dict[str, float]]:
+    text, found = read_script(checkout), {}
+    torch._dynamo.config.recompile_limit = 64
+    for exact in (True, False):
+        truth = train("upstream", text, steps, exact=exact, traced=False)
+        words = "float32" if exact else "bfloat16"
+        # The last two take upstream's place as a whole; polar_express always computes in bfloat16.
+        rows = [("upstream", True), ("pieces", False), ("pieces", True), ("preset", False)]
+        if not exact:
+            rows.insert(3, ("polar_express", True))
+        for kind, traced in rows:
+            row = distance(train(kind, text, steps, exact=exact, traced=traced), truth)
+            found[f"{words}, {kind}{', traced' if traced else ''}"] = row
+    for name, row in found.items():
+        print(f"{name}: " + ", ".join(f"{n} {v:.1e}" for n, v in row.items()), flush=True)
+    names = load_optimizer(text, LEANSTEP)
+    full = sorted({name for name, options in names["compiled"] if options.get("fullgraph")})
+    print(f"traced with fullgraph=True: {', '.join(full)}")
+    return found
+
+
+def swap_pieces(checkout: Path, folder: Path) -> Path:
+    """train_gpt.py with leanstep's pieces, and the kernels it still takes from upstream."""
+    text = read_script(checkout)
+    line = next((x for x in text.splitlines() if x.startswith(IMPORT)), None)
+    if line is None:
+        raise SystemExit(f"checkout: expected commit 20dd158; train_gpt.py lacks {IMPORT!r}")
+    rest = [
+        x for x in line.removeprefix("from triton_kernels import ").split(", ") if x not in PIECES.split(", ")
+    ]
+    swapped = f"from triton_kernels import {', '.join(rest)}\n"
+    swapped += f"from leanstep.integrations.modded_nanogpt import {PIECES}, unbind_bank"
+    banks = {
+        "self.attn_bank.unbind(0)": "unbind_bank(self.attn_bank)",
+        "self.mlp_bank.flatten(0, 1).unbind(0)": "unbind_bank(self.mlp_bank)",
+    }
+    text = text.replace(line, swapped)
+    for before, after in banks.items():
+        assert before in text, before
+        text = text.replace(before, after)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train_gpt.py").write_text(text, encoding="utf-8")
+    shutil.copy(checkout / "triton_kernels.py", folder)
+    return folder / "train_gpt.py"
+
+
+def bank_drift(runs: int, steps: int, *, compiled: bool) -> None:
+    """Loss of each form against `bank[i]` over paired runs."""
+    curves = {
+        form: [train_from_banks(form, seed, steps, compiled=compiled) for seed in range(runs)]
+        for form in BANK_FORMS
+    }
+    plain = [curve[-1] for curve in curves["index"]]
+    for form, losses in curves.items():
+        shift = paired_shift(plain, [curve[-1] for curve in losses])
+        same = all(a == b for a, b in zip(losses, curves["index"], strict=True))
+        print(
+            f"{'compiled' if compiled else 'eager'} {form}: shift {shift['shift']:+.1e}, "
+            f"p {shift['p_value']:.2f}, could see {shift['detectable_shift']:.1e}"
+            f"{', the same bits in every step' if same else ''}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="modded-nanogpt's own text with leanstep's pieces")
+    parser.add_argument("command", choices=["optimizer", "swap", "banks"])
+    parser.add_argument("checkout", type=Path, nargs="?")
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--steps", type=int, help="10 steps of the optimizer, 60 of a run from banks")
+    parser.add_argument("--runs", type=int, default=8)
+    parser.add_argument("--compile", action="store_true", help="banks: compile the model")
+    options = parser.parse_args()
+    if options.command != "banks" and options.checkout is None:
+        parser.error("checkout: expected the folder of a modded-nanogpt checkout")
+    if options.command == "optimizer":
+        compare_optimizers(options.checkout, options.steps or 10)
+    elif options.command == "swap":
+        print(swap_pieces(options.checkout, options.folder or Path("swapped")))
+    else:
+        bank_drift(options.runs, options.steps or 60, compiled=options.compile)
+
+
+if __name__ == "__main__":
+    main()
