@@ -55,8 +55,8 @@ README_LINES = (
         "lens-loss",
         "seed",
         "controller objective, 39 pairs of 1,831 entries; the whole call is 39–59 times as fast as the "
-        "seed's own commit ([megacontext.md](docs/megacontext.md)); plain code of this row: per-entry loops with "
-        "`.item()` of an older commit",
+        "seed's own commit ([megacontext.md](docs/megacontext.md)); plain code of this row: per-entry "
+        "loops with `.item()` of an older commit",
         also=("eager", "eager autograd"),
     ),
     Line(
