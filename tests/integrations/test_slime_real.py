@@ -299,3 +299,28 @@ def test_bf16_tied_embeddings_and_the_last_stage(run_ranks):
         assert distances["tied"][0] < TOLERANCE and distances["last stage"][0] < TOLERANCE, distances
         # slime rounds logits to bf16.
         assert distances["bf16"][0] < 2e-2, distances
+
+
+def parser_options(rank: int, world_size: int):
+    """The trainer's own options with leanstep's in front, as its parse_args adds them."""
+    from argparse import ArgumentParser
+
+    from leanstep.integrations.slime import add_arguments
+
+    package = import_trainer()
+    owner = module(f"{package}.utils.arguments")
+
+    def add_custom(parser):
+        add_arguments(parser, owner)
+        return parser
+
+    parser = ArgumentParser(allow_abbrev=False)
+    getattr(owner, f"get_{package}_extra_args_provider")(add_custom)(parser)
+    return sorted(parser._option_string_actions)
+
+
+def test_the_flags_go_into_the_trainers_own_parser(run_ranks):
+    from leanstep.integrations.slime import FLAGS
+
+    (options,) = run_ranks(1, parser_options, timeout=200)
+    assert {*FLAGS, "--custom-megatron-init-path", "--log-probs-chunk-size"} <= set(options)
