@@ -163,7 +163,7 @@ def outputs_of(name: str, ins: list[Shape]) -> list[Shape]:
 def kernels_of(row: dict[str, str], ins: list[Shape]) -> list[Kernel]:
     name = row["op"].removeprefix("aten::")
     tf32 = "tf32" in row["kernels"] or "1688" in row["kernels"]
-    info = {"tf32": tf32, "conv_tf32": tf32}
+    info = {"tf32": tf32, "conv_tf32": tf32, "traced": True}
     if name == "copy_":
         if "HtoD" in row["kernels"] or "DtoH" in row["kernels"]:
             return []

@@ -128,7 +128,7 @@ def kernels(
         ins, outs: tensors of the device that it reads and writes, in the order of the schema.
         info: what shapes cannot tell: causal, lists (tensor lists among the arguments), layout ("bthd"),
             beta (of addmm), tf32 (fp32 products may use it), accumulate (of index_put), out_size (of conv),
-            dim (of softmax; the last one without it).
+            dim (of softmax; the last one without it), traced (the call ran on a device under this name).
     """
     if name in FREE or not (ins or outs):
         return []
@@ -352,7 +352,7 @@ def _batch_norm(call: Call) -> list[Kernel]:
     each = x.numel // max(1, channels)
     # cuDNN spreads a channel over many blocks. torch's own kernels (bf16) have one block per channel and one
     # element per thread and iteration; MIOpen takes four.
-    own, miopen = x.dtype == "bfloat16", "miopen" in call.name
+    own, miopen = x.dtype == "bfloat16" or call.info.get("traced", False), "miopen" in call.name
     length = each * (2 if call.backward else 1) // (4 if miopen else 1)
     sizes = (channels, max(1, length)) if own or miopen else ()
     launches = 3 if own and not (miopen or call.backward) else 1

@@ -165,3 +165,11 @@ def small_model(
         parallel_output=True,
         **stage,
     )
+
+
+def provide(pre_process: bool = True, post_process: bool = True):
+    """For `--custom-model-provider-path`. slime keeps the function that it loads; `build` may change."""
+    return build(pre_process=pre_process, post_process=post_process)
+
+
+build = small_model

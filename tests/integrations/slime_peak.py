@@ -91,7 +91,7 @@ def main():
     config = ModelParallelConfig(params_dtype=torch.bfloat16, use_cpu_initialization=True)
     import slime_package
 
-    slime_package.provide = lambda pre_process, post_process: Model(config)
+    slime_package.build = lambda **stage: Model(config)
     args.custom_model_provider_path = "slime_package.provide"
     model = models.get_model_provider_func(args, "actor")(pre_process=True, post_process=True).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 import types
 from argparse import ArgumentParser, Namespace
@@ -384,3 +385,12 @@ def test_only_actors_return_hidden_states(slime, monkeypatch):
     # A stage of a pipeline without an output layer is left alone.
     args.model.output_layer = None
     assert slime.model.get_model_provider_func(args, "actor")() is args.model
+
+
+def test_the_example_script_uses_flags_that_exist():
+    from leanstep.integrations.slime import FLAGS, check_arguments
+
+    script = Path(__file__).parents[2] / "examples" / "slime" / "retool_qwen3_4b.sh"
+    used = re.findall(r"--log-probs-[a-z-]+", script.read_text())
+    assert used and set(used) <= set(FLAGS)
+    check_arguments(Namespace(**{flag[2:].replace("-", "_"): True for flag in used}))

@@ -118,6 +118,7 @@ def rollout(trainer: Trainer, args):
         for key in stored:
             values = torch.randn(response, generator=generator) - (0.0 if key == "advantages" else 4.0)
             samples[key].append(local(values, total, response))
+    samples["partition"] = list(range(len(TOTALS)))
     samples["rollout_mask_sums"] = [mask.sum() for mask in samples["loss_masks"]]
     sizes = [torch.randint(1, 9, (n,), generator=generator) for n in RESPONSES]
     samples["rollout_top_p_token_ids"] = [
@@ -136,13 +137,11 @@ def micro_batch(trainer: Trainer, args):
     return trainer.data.get_batch(iterator, list(samples), pad_multiplier=pad, allgather_cp=allgather)
 
 
-def build(trainer: Trainer, args, settings):
+def build(trainer: Trainer, args, settings, *, pre_process=True):
     """The model through the trainer's own provider."""
-    slime_package.provide = lambda pre_process, post_process: small_model(
-        **settings, width=WIDTH, vocab=VOCAB, pre_process=pre_process, post_process=post_process
-    )
+    slime_package.build = lambda **stage: small_model(**settings, width=WIDTH, vocab=VOCAB, **stage)
     args.custom_model_provider_path = "slime_package.provide"
-    return trainer.models.get_model_provider_func(args, "actor")(pre_process=True, post_process=True)
+    return trainer.models.get_model_provider_func(args, "actor")(pre_process=pre_process, post_process=True)
 
 
 def forward(model, batch):
@@ -157,11 +156,18 @@ def forward(model, batch):
 def step(trainer: Trainer, args, model):
     """Loss, metrics and gradients of one micro-batch."""
     batch = micro_batch(trainer, args)
+    captures = hasattr(trainer.loss, "enable_log_prob_capture") and args.loss_type == "policy_loss"
+    captures = captures and not getattr(args, "log_probs_loss_mask_only", False)
+    if captures:
+        trainer.loss.enable_log_prob_capture()
     loss, metrics = trainer.loss_of(args, batch, forward(model, batch))
+    captured = trainer.loss.drain_captured_log_probs() if captures else {}
+    assert len(captured) == (len(TOTALS) if captures else 0)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     # One vector: a rank's loss may be a small difference of large terms.
-    return {"values": torch.cat([loss.detach().view(1), metrics]), **gradients}
+    results = {"values": torch.cat([loss.detach().view(1), metrics]), **gradients}
+    return results | ({"captured": torch.cat([captured[k] for k in range(len(TOTALS))])} if captures else {})
 
 
 def stored_log_probs(trainer: Trainer, args, model):
@@ -184,11 +190,12 @@ def stored_log_probs(trainer: Trainer, args, model):
 
 def distance(ours, theirs):
     """The largest relative distance of a result or gradient, and its name."""
-    assert ours.keys() == theirs.keys()
+    assert theirs.keys() - ours.keys() <= {"captured"}
     worst = (0.0, "")
-    for name, x in theirs.items():
-        assert ours[name].shape == x.shape and torch.isfinite(ours[name]).all(), name
-        far = (ours[name].double() - x.double()).norm() / x.double().norm().clamp(min=1e-12)
+    for name, own in ours.items():
+        x = theirs[name]
+        assert own.shape == x.shape and torch.isfinite(own).all(), name
+        far = (own.double() - x.double()).norm() / x.double().norm().clamp(min=1e-12)
         worst = max(worst, (float(far), name))
     return worst
 
@@ -244,3 +251,76 @@ def test_a_training_step_is_the_stock_trainers(run_ranks, tp, cp, sequence_paral
         for case, (of_step, of_stored, tolerance) in distances.items():
             print(f"TP {tp} CP {cp} SP {sequence_parallel} rank {rank} {case}: {of_step} {of_stored}")
             assert of_step[0] < tolerance and of_stored[0] < TOLERANCE, (case, rank, of_step, of_stored)
+
+
+def special_models(rank: int, world_size: int):
+    """Distances from stock of a bf16 model, one with tied embeddings and a pipeline's last stage."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.module import Float16Module
+
+    from leanstep.integrations.slime import apply_leanstep
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    trainer = Trainer()
+    distances = {}
+    for name, settings in {"bf16": {"bf16": True}, "tied": {"tied": True}, "last stage": {}}.items():
+        results = []
+        for flags in ({}, FLAGS["hidden"]):
+            trainer.restore()
+            args = arguments(**flags)
+            apply_leanstep(args)
+            is_stage = name == "last stage"
+            sharding = {"tp": world_size, "cp": 1, "sequence_parallel": name != "bf16"}
+            model = build(trainer, args, {**sharding, **settings}, pre_process=not is_stage)
+            batch = micro_batch(trainer, args)
+            received = torch.randn(batch["tokens"].shape[1] // world_size, 1, WIDTH).requires_grad_()
+            if is_stage:
+                torch.manual_seed(3)
+                torch.nn.init.normal_(received.detach())
+                model.set_input_tensor(received)
+            whole = Float16Module(model.config, model) if name == "bf16" else model
+            # Float16Module converts its output on a GPU only.
+            loss, _ = trainer.loss_of(args, batch, forward(whole, batch).float())
+            loss.backward()
+            weight = (
+                model.shared_embedding_or_output_weight() if name == "tied" else model.output_layer.weight
+            )
+            results.append({"loss": loss.detach().view(1), "head": weight.grad})
+            if is_stage:
+                results[-1]["received"] = received.grad
+        distances[name] = distance(results[1], results[0])
+    parallel_state.destroy_model_parallel()
+    return distances
+
+
+def test_bf16_tied_embeddings_and_the_last_stage(run_ranks):
+    for distances in run_ranks(2, special_models, timeout=400):
+        print(distances)
+        assert distances["tied"][0] < TOLERANCE and distances["last stage"][0] < TOLERANCE, distances
+        # slime rounds logits to bf16.
+        assert distances["bf16"][0] < 2e-2, distances
+
+
+def parser_options(rank: int, world_size: int):
+    """The trainer's own options with leanstep's in front, as its parse_args adds them."""
+    from argparse import ArgumentParser
+
+    from leanstep.integrations.slime import add_arguments
+
+    package = import_trainer()
+    owner = module(f"{package}.utils.arguments")
+
+    def add_custom(parser):
+        add_arguments(parser, owner)
+        return parser
+
+    parser = ArgumentParser(allow_abbrev=False)
+    getattr(owner, f"get_{package}_extra_args_provider")(add_custom)(parser)
+    return sorted(parser._option_string_actions)
+
+
+def test_the_flags_go_into_the_trainers_own_parser(run_ranks):
+    from leanstep.integrations.slime import FLAGS
+
+    (options,) = run_ranks(1, parser_options, timeout=200)
+    assert {*FLAGS, "--custom-megatron-init-path", "--log-probs-chunk-size"} <= set(options)
