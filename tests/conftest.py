@@ -12,6 +12,8 @@ os.environ["TRITON_INTERPRET"] = "1" if os.environ["LEANSTEP_TEST_DEVICE"] == "c
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+# Workers of pytest-xdist are told a width of 80, and output would be folded to it.
+os.environ.pop("COLUMNS", None)
 # Inductor's cache is not keyed by this: what was compiled for AVX-512 gives NaN in a run for AVX2.
 if _capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     _cache = f"leanstep-inductor-{os.getuid() if hasattr(os, 'getuid') else 0}-{_capability}"
