@@ -30,13 +30,14 @@ def properties(name, capability, units, memory_gib, **more):
     ("found", "key"),
     [
         (properties("NVIDIA H100 80GB HBM3", (9, 0), 132, 79.6), "h100"),
-        (properties("NVIDIA H100 PCIe", (9, 0), 114, 79.2), "h100"),
+        (properties("NVIDIA H100 PCIe", (9, 0), 114, 79.2), "h100-pcie"),
         (properties("NVIDIA A100-PCIE-40GB", (8, 0), 108, 39.4), "a100-40"),
         (properties("NVIDIA A100-SXM4-80GB", (8, 0), 108, 79.1), "a100"),
         (properties("NVIDIA GeForce RTX 4090", (8, 9), 128, 23.6), "4090"),
+        (properties("NVIDIA GB200", (10, 0), 152, 184), "gb200"),
         # Not in the table: the same generation, then the size.
         (properties("NVIDIA L40S", (8, 9), 142, 44.4), "4090"),
-        (properties("NVIDIA GB200", (10, 0), 152, 184), "b200"),
+        (properties("NVIDIA B100", (10, 0), 148, 178), "b200"),
         (properties("AMD Instinct MI325X", (9, 4), 304, 256, gcnArchName="gfx942"), "mi300x"),
     ],
 )
