@@ -313,7 +313,7 @@ class _Workbench:
             proof = self._proven(own)
             if not proof.ok:
                 return f"{title}: {proof.sentence()}"
-            self.say(f"{finding.rule}: measure the copy")
+            self.say(f"{finding.rule}: proven; measure the copy")
             bench = measured(self.job(self.script), own, self.settings)
         bench.proven, bench.verdict = True, proof.sentence()
         if is_slower(bench):
