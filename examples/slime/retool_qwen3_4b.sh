@@ -5,10 +5,10 @@
 # node, and set the folders below. Tool output is most of a retool trace and is masked, so the third flag pays too.
 set -euo pipefail
 
-SLIME=${SLIME:-/root/slime}
-MEGATRON=${MEGATRON:-/root/Megatron-LM}
-DATA=${DATA:-/root/data}
-CHECKPOINT=${CHECKPOINT:-/root/checkpoints/qwen3-4b-sft}
+SLIME=${SLIME:-$HOME/slime}
+MEGATRON=${MEGATRON:-$HOME/Megatron-LM}
+DATA=${DATA:-$HOME/data}
+CHECKPOINT=${CHECKPOINT:-$HOME/checkpoints/qwen3-4b-sft}
 GPUS=${GPUS:-4}
 
 # Defines MODEL_ARGS.

@@ -304,7 +304,7 @@ def _prove_invariant(scripts: list[str], args: list[str], outputs: Outputs) -> N
         raise BadInput(f"--invariant: expected one script, got {len(scripts)}")
     out = console(outputs.json)
     with progress_bar(out, "prove", plain_lines=True) as report:
-        report("rows in other company", 0.0)
+        report("each row in other batches", 0.0)
         proof = prove_invariance(Job(scripts[0], tuple(args)), fork=True)
     result = proof.to_json()
     out.print(invariance_lines(result))

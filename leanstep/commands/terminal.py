@@ -66,13 +66,16 @@ def console(json_path: str | None = None) -> Console:
     """The console for humans; standard error when standard output carries the JSON object."""
     plain = Console(stderr=json_path == "-", highlight=False)
     # A pipe has no width; the usual guess of 80 columns would break every row of a table in three.
-    has_width = plain.is_terminal or "COLUMNS" in os.environ
-    return plain if has_width else Console(stderr=json_path == "-", highlight=False, width=160)
+    return plain if _has_width(plain) else Console(stderr=json_path == "-", highlight=False, width=160)
+
+
+def _has_width(out: Console) -> bool:
+    return out.is_terminal or "COLUMNS" in os.environ
 
 
 def print_text(out: Console, text: str) -> None:
     """Plain text within the width of the terminal; what goes into a file or a pipe keeps its lines."""
-    shown = fold(text, out.width) if out.is_terminal or "COLUMNS" in os.environ else text
+    shown = fold(text, out.width) if _has_width(out) else text
     out.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -278,12 +278,9 @@ def test_batch_norm_of_a_library_is_priced_by_its_bytes():
     assert seconds(kernel, A100) == pytest.approx(
         3 * half.nbytes / (A100.hbm * RATES["nvidia"].stream), rel=0.05
     )
-    (own,) = kernels("native_batch_norm", [replace_dtype(half)], [replace_dtype(half)])
+    bf16 = half._replace(dtype="bfloat16")
+    (own,) = kernels("native_batch_norm", [bf16], [bf16])
     assert seconds(own, A100) > 2 * seconds(kernel, A100)
-
-
-def replace_dtype(shape: Shape) -> Shape:
-    return shape._replace(dtype="bfloat16")
 
 
 def test_slower_units_are_fed_by_smaller_tiles():
