@@ -1,8 +1,8 @@
 """Patterns that make text hard to read: `python tools/prose.py` lists them and exits 1 if there are any.
 
-Reads Markdown outside code blocks, and comments, docstrings and messages in Python. Files or folders named on the
-command line replace the default list. The rules are the ones that readers stumbled over most often; they are no
-substitute for reading. A line that ends in `prose: ignore` is left alone.
+Reads Markdown outside code blocks, and comments, docstrings and messages in Python. Files or folders named on
+the command line replace the default list. The rules are the ones that readers stumbled over most often; they
+are no substitute for reading. A line that ends in `prose: ignore` is left alone.
 """
 
 from __future__ import annotations
