@@ -80,7 +80,7 @@ def print_text(out: Console, text: str) -> None:
     out.print(coloured(shown), markup=False, highlight=False, soft_wrap=True)
 
 
-# What a reader looks for first, and its style. Rich drops styles where the terminal has none or NO_COLOR is set.
+# What a reader looks for first, and its style. Rich drops styles for pipes and under NO_COLOR.
 _STYLES = (
     (re.compile(r"^ {1,3}\d+  [a-z]+(?:-[a-z]+)+", re.MULTILINE), "bold yellow"),
     (re.compile(r"[\w./-]+\.py:\d+(?:–\d+)?"), "cyan"),
