@@ -91,10 +91,10 @@ def read_rows(folder: Path) -> list[Row]:
     tables = {path: _table(path, text) for path, text in texts.items()}
     shared = "".join(text for path, text in texts.items() if tables[path] is None)
     rows: list[Row] = []
-    for path, found in tables.items():
-        if found is None:
+    for path, parts in tables.items():
+        if parts is None:
             continue
-        table, code = found
+        table, code = parts
         common = {name: value for name, value in table.items() if name != "rows"}
         for name, own in table.get("rows", {}).items():
             entries = {**common, **own}
@@ -148,18 +148,18 @@ def engine() -> str:
 
 def rehearse_row(row: Row, recordings: Path | None, replay: bool, checkout: Path | None) -> Data:
     """The result of a row; a recording that exists is priced again under `replay`."""
-    kept = recordings / f"{row.name}.pkl" if recordings is not None else None
+    file = recordings / f"{row.name}.pkl" if recordings is not None else None
     started = time.monotonic()
-    if replay and kept is not None and kept.exists():
-        recorded_by, seconds, recording = pickle.loads(kept.read_bytes())
+    if replay and file is not None and file.exists():
+        recorded_by, seconds, recording = pickle.loads(file.read_bytes())
     else:
         with speedrun_logs.prepared(row.entries.get("log"), checkout) as script:
             request = replace(row.request, target=str(script)) if script else row.request
             recording = rehearse(request, quiet=True)
         recorded_by, seconds = engine(), time.monotonic() - started
-        if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_bytes(pickle.dumps((recorded_by, seconds, recording)))
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(pickle.dumps((recorded_by, seconds, recording)))
     return {
         "row": row.name,
         **{name: row.entries[name] for name in REQUIRED},
@@ -222,7 +222,7 @@ def compare(row: Row, recording: Recording) -> list[Data]:
 
 
 def time_all(recording: Recording, device: str) -> list[Timing]:
-    """The time of each step, played one after the other."""
+    """The time of each step, played in turn."""
     played: list[Event] = []
     ends: list[int] = []
     for step in recording.steps:
