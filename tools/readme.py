@@ -58,7 +58,7 @@ README_LINES = (
     Line("sft-step", "cpu", "supervised step in transformers"),
     Line("grpo-step", "cpu", "GRPO step in TRL, 25 % completion tokens"),
     Line("muon-step", "seed", "NorMuon step, 60 matrices, bfloat16", "leanstep-bf16"),
-    Line("lens-loss", "seed", "controller loss, per-entry loops of an older MegaContext", also=("eager", "eager autograd")),
+    Line("lens-loss", "seed", "controller loss, loops of an older MegaContext", also=("eager", "eager ops")),
 )
 # The table of docs/measuring.md: the README's lines and these.
 MORE_LINES = (
