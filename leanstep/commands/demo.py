@@ -20,8 +20,8 @@ from leanstep import units
 from leanstep.commands import BadInput, FellShort
 from leanstep.commands.terminal import check_writable, console, write_json
 
-# The page with plotly inlined takes 5 MB, and is written beside its older self.
-PAGE_BYTES = 8 * 2**20
+# The page takes about half a megabyte, and is written beside its older self.
+PAGE_BYTES = 2 * 2**20
 # Updates that are proven; the scripts make five.
 STEPS = 2
 # Peers whose import or compilation alone takes longer than the whole demo may; `leanstep bench` runs them.

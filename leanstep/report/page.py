@@ -7,7 +7,6 @@ all write to the same file, in any order. Scripts and styles are inlined; nothin
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from datetime import datetime, timezone
@@ -99,20 +98,14 @@ def render(data: Data) -> str:
         "time_text": time_text,
         "json_block": json_block,
     }
-    template, shown = (
-        environment.get_template("page.html.j2"),
-        {
-            "view": sections.view(data["sections"]),
-            "data": data,
-            "written": data.get("written", ""),
-            "version": leanstep.__version__,
-            "style": (TEMPLATES / "page.css").read_text(encoding="utf-8"),
-            "script": (TEMPLATES / "page.js").read_text(encoding="utf-8"),
-        },
+    return environment.get_template("page.html.j2").render(
+        view=sections.view(data["sections"]),
+        data=data,
+        written=data.get("written", ""),
+        version=leanstep.__version__,
+        style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
+        script=(TEMPLATES / "page.js").read_text(encoding="utf-8"),
     )
-    page = template.render(shown, plotly="")
-    # plotly is 4.7 MB: only where there is something to draw.
-    return template.render(shown, plotly=_plotly_script()) if 'class="chart' in page else page
 
 
 def json_block(value: Any) -> Markup:
@@ -122,10 +115,3 @@ def json_block(value: Any) -> Markup:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
-
-
-def _plotly_script() -> str:
-    """plotly's own minified bundle, read as a file: importing plotly takes a second for nothing."""
-    spec = importlib.util.find_spec("plotly")
-    assert spec is not None and spec.origin is not None
-    return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
