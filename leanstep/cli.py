@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 import leanstep
 from leanstep.commands import BadInput, FellShort
 from leanstep.escape import printable
+from leanstep.extras import MissingExtra
 from leanstep.measure.busy import sleep_while_waiting
 
 SUMMARY = (
@@ -158,7 +159,7 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         result = command.main(args=arguments, prog_name="leanstep", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except BadInput as error:
+    except (BadInput, MissingExtra) as error:
         return _one_line(str(error), 2)
     except FellShort as error:
         return _one_line(str(error), 1)

@@ -34,7 +34,7 @@ SOLID = 1e-2
 
 @dataclass(frozen=True)
 class Sketch:
-    """One tensor. `projection`: [BUCKETS] or the tensor's own values, in fp64 on the host; `full`: the tensor,
+    """One tensor. `projection`: [BUCKETS] or the tensor's own values, fp64 on the host; `full`: the tensor,
     where asked for."""
 
     shape: tuple[int, ...]

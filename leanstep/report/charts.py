@@ -165,7 +165,15 @@ def _line(name: str, role: str, x: Axis, y: Axis, points: Points, *, stepped: bo
             path = f"M{across:g} {down:g}"
         else:
             path += f"H{across:g}V{down:g}" if stepped else f"L{across:g} {down:g}"
-    return {"name": name, "role": role, "points": list(points), "path": path, "dash": False, "area": "", "dots": []}
+    return {
+        "name": name,
+        "role": role,
+        "points": list(points),
+        "path": path,
+        "dash": False,
+        "area": "",
+        "dots": [],
+    }
 
 
 def _area(path: str, floor: str) -> str:

@@ -13,11 +13,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
 import leanstep
 from leanstep import units
+from leanstep.extras import require
 from leanstep.files import BadInput, finite, write_text
 from leanstep.report import sections
 from leanstep.report.tables import time_text
@@ -28,6 +26,11 @@ _DATA = re.compile(r'<script type="application/json" id="leanstep-data">(.*?)</s
 _EXPECTED = "expected a new file or a leanstep page"
 
 Data = dict[str, Any]
+
+
+def check_installed() -> None:
+    """Raise MissingExtra where the page cannot be written."""
+    require("the report page", "report", "jinja2")
 
 
 def add_section(path: str | Path, kind: str, payload: Data) -> None:
@@ -86,6 +89,9 @@ def _are_objects(sections: Any) -> bool:
 
 def render(data: Data) -> str:
     """The whole page as text."""
+    check_installed()
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -108,8 +114,10 @@ def render(data: Data) -> str:
     )
 
 
-def json_block(value: Any) -> Markup:
+def json_block(value: Any) -> Any:
     """JSON that cannot end the script element it stands in, whatever strings it holds. NaN becomes null."""
+    from markupsafe import Markup
+
     text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # U+2028 and U+2029 are newlines to some parsers; "<" could open a comment or close the element.
     for character in "<>&\u2028\u2029":
