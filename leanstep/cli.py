@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from types import FrameType
 from typing import Any
 
@@ -36,6 +37,8 @@ SUMMARY = (
 # memory that was there before it; torch reads them once, when loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# The core needs no numpy; torch says so on every start without it.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 # command -> (module, attribute); a Typer is mounted as a group. Each is imported only when it is asked for.
 COMMANDS = {
