@@ -332,7 +332,7 @@ def test_closure_value_is_returned_and_parameters_without_gradient_stay():
 def test_explain_names_the_forms():
     bank = nn.Parameter(torch.zeros(3, 300, 900))
     text = NorMuon([bank], compute_dtype=torch.float32).explain()
-    assert "3 of 300x900: gram, X X^T" in text and "float32: asked for" in text
+    assert "3 of 300x900: gram, X X^T" in text and "float32: requested" in text
     text = NorMuon([bank], compute_dtype=torch.float32, restart=2).explain()
     assert "3 of 300x900: gram, restart after 2" in text
 
