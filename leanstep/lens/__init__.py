@@ -1,4 +1,4 @@
-"""Learn a focus controller from preferences: one vectorised block, no host reads."""
+"""Train a focus controller from preferences: vectorised, without host reads."""
 
 from leanstep.lens.batch import GistList, LensBatch, Variant
 from leanstep.lens.contexts import (

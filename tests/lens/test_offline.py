@@ -215,7 +215,11 @@ def test_every_tensor_that_crosses_streams_is_recorded(monkeypatch):
     assert batch.gists is not None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with AsyncLens(net, loss=lambda scores, batch: scores.square().mean(), max_staleness=0) as worker:
-        worker._stream, worker._away, worker._home = Stream("side"), torch.device("cpu"), torch.device("cpu")
+        worker._stream, worker._worker_device, worker._device = (
+            Stream("side"),
+            torch.device("cpu"),
+            torch.device("cpu"),
+        )
         nested = {"batch": [batch]}
         assert {t.data_ptr() for t in tensors_in(nested)} == {t.data_ptr() for t in tensors_in(batch)}
         handle = worker.submit(batch, inputs)
@@ -241,7 +245,7 @@ def test_the_snapshot_is_ready_on_the_controllers_device(monkeypatch):
     batch, net, inputs = controller_and_inputs()
     with AsyncLens(net, loss=lambda scores, batch: scores.square().mean(), max_staleness=0) as worker:
         monkeypatch.setattr(worker, "_run", lambda *_: None)
-        worker._home = torch.device("cuda:1")
+        worker._device = torch.device("cuda:1")
         worker.submit(batch, inputs)
     assert streams == ["stream of cuda:1"]
 
@@ -259,7 +263,7 @@ def test_worker_errors_and_mixed_optimizers_are_raised():
         other = torch.nn.Linear(1, 1)
         with pytest.raises(ValueError, match="mixes"):
             worker.apply_ready(torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1))
-        with pytest.raises(ValueError, match="holds 0 of"):
+        with pytest.raises(ValueError, match="got 0 of them"):
             worker.apply_ready(torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(batch, inputs)
