@@ -187,7 +187,7 @@ def test_nothing_stays_behind():
             "    do: Write the loop as tensor ops*",
             "leanstep.budget: peak_mib *, at most 1",
             "  test_waste.py:*: * held for the backward",
-            "    do: Fewer samples per backward*",
+            "    do: Use fewer samples per backward*",
             "leanstep.budget: host-sync 1, at most 0",
             '*KeyError: "the test\'s own"',
         ]
@@ -197,7 +197,7 @@ def test_nothing_stays_behind():
         "peak_mib: a torch profiler is already running",
         "another recording is running in this process",
         "other threads ran inside the block (loader): their ops are not counted",
-        "nothing to hold",
+        "empty budget",
         "host_reads: expected a number >= 0, got -1",
         "rules: unknown rule 'host-reads'; expected some of host-sync",
         "expected keywords of the mark leanstep(host_reads=",
