@@ -136,10 +136,9 @@ def quoted(results: Sequence[Data]) -> str:
         if result["class"].startswith(("transformer", "convolutions")) and f["unit"] == "ms"
     ]
     factors = [factor_of(figure["ratio"]) for figure in figures]
-    inside = sum(figure["inside"] for figure in figures)
     half, most = (100 * (percentile(factors, share) - 1) for share in (0.5, 0.9))
     return (
-        f"Predictions for {len(figures)} published training steps: half within {half:.0f}% of the "
-        f"measurement, 90% within {most:.0f}%, {inside} inside the stated 80% interval: "
-        "[docs/published.md](docs/published.md)."
+        f"- **Predictions you can check.** Of {len(figures)} published training steps, half are predicted "
+        f"within {half:.0f} % and 90 % within {most:.0f} % of the measurement "
+        "([table](docs/published.md)): `python tools/published.py`."
     )
