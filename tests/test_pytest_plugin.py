@@ -1,4 +1,4 @@
-"""The pytest plugin, run by pytest in a process of its own, as a user's project would load it."""
+"""The pytest plugin, run by pytest in a separate process, as a user's project would load it."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_nothing_stays_behind():
             '*KeyError: "the test\'s own"',
         ]
     )
-    # What a process has only once is refused in one line, like a budget that says nothing.
+    # Resources that exist once per process, and empty budgets, are refused in one line.
     refusals = [
         "peak_mib: a torch profiler is already running",
         "another recording is running in this process",
@@ -207,7 +207,7 @@ def test_nothing_stays_behind():
 
 
 def test_under_xdist(run):
-    """A worker is a process of its own, and its reports say the same."""
+    """A worker is a separate process, and its reports are the same."""
     pytest.importorskip("xdist")
     result = run(
         STEP

@@ -1,4 +1,4 @@
-"""Cache, store, proxy and background computation: each equals the direct way where it promises to."""
+"""Cache, store, proxy and background computation equal the direct computation where documented."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_late_results_are_waited_for_or_dropped():
 
 
 def test_every_tensor_that_crosses_streams_is_recorded(monkeypatch):
-    """On a GPU: what the side stream reads, and what the main stream keeps, is recorded there."""
+    """On a GPU, tensors that the side stream reads and that the main stream uses are recorded on it."""
     recorded = {"side": set(), "main": set()}
 
     class Stream:
@@ -209,7 +209,7 @@ def test_every_tensor_that_crosses_streams_is_recorded(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda self, stream: recorded[stream.name].add(self.data_ptr())
     )
-    # The tensors stay on the CPU and only say that they are not.
+    # The tensors are on the CPU and only pretend to be on a GPU.
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     batch, net, inputs = controller_and_inputs()
     assert batch.gists is not None

@@ -430,20 +430,20 @@ def test_adams_options_are_defaults_of_its_groups():
 
 
 def test_plans_are_made_once_and_again_when_options_or_shapes_change(monkeypatch):
-    made = []
+    shapes = []
 
     def counted(*args, **options):
-        made.append(args)
+        shapes.append(args)
         return plan_polar(*args, **options)
 
     monkeypatch.setattr(param_groups, "plan_polar", counted)
     model = small_model()
     optimizer = NorMuon(split_params(model), method="standard")
     train(model, optimizer, 4)
-    assert sorted(made) == [(24, 48), (48, 24)]
+    assert sorted(shapes) == [(24, 48), (48, 24)]
     optimizer.param_groups[0]["method"] = "gram"
     train(model, optimizer, 2)
-    assert len(made) == 4 and "gram" in optimizer.explain()
+    assert len(shapes) == 4 and "gram" in optimizer.explain()
     optimizer.load_state_dict(optimizer.state_dict())
     model[1].weight.data = model[1].weight.data.double()
     train(model.double(), optimizer, 2)
