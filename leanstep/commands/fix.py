@@ -34,7 +34,7 @@ def fix(
     ] = 600.0,
     json: JsonOption = None,
 ) -> None:
-    """Repair the findings that need no thought: diff, proof and measurement of each; --write applies them.
+    """Apply mechanical fixes: prints a diff, and the proof and measurement of each; --write applies them.
 
     A repair is tried on a copy. It is offered when its finding is gone, the update is the same (as
     leanstep prove says it) and a step is not slower. Whatever else the file holds stays as it is.

@@ -1,4 +1,4 @@
-"""Repairs of findings that need no thought: applied to a copy, proven, measured, then offered.
+"""Mechanical fixes for findings. Each one is applied to a copy, proven and measured before it is offered.
 
 leanstep fix train.py            a diff
 leanstep fix train.py --write    apply it
