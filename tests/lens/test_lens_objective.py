@@ -22,6 +22,12 @@ from leanstep.lens import (
 from .test_closed_form import random_batch
 
 
+@pytest.fixture(autouse=True)
+def no_slow_warning(monkeypatch):
+    """A busy machine may exceed the limit of the warning, and warnings are errors here."""
+    monkeypatch.setattr(lens_objective, "SLOW_MS", math.inf)
+
+
 def scored(seed=2):
     batch = random_batch(seed=seed)
     return batch, torch.randn(batch.pos.shape, generator=torch.Generator().manual_seed(seed)).tanh()
