@@ -52,12 +52,8 @@ def fix(
     if budget <= 0:
         raise BadInput(f"--budget: expected seconds above 0, got {budget}")
     check_writable(json, "--json")
-    try:
-        from leanstep.fix import Settings, find_fixes
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("libcst"):
-            raise
-        raise BadInput("fix: expected the package libcst; pip install libcst") from None
+    from leanstep.fix import Settings, find_fixes
+
     out, start = console(json), time.monotonic()
 
     def show(offer: Any) -> None:
