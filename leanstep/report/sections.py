@@ -283,9 +283,9 @@ def _rehearsal(run: Data) -> Data:
         shown["devices_chart"] = charts.ranked(steps, milliseconds, "predicted step", in_order=True)
     names = {
         "no_syncs_ms": "no host syncs",
-        "fused_ms": "elementwise kernels fused (an ideal)",
-        "fused_optimizer_ms": "optimizer in one pass",
-        "free_host_ms": "a host that costs nothing",
+        "fused_ms": "fused elementwise kernels (ideal)",
+        "fused_optimizer_ms": "fused optimizer",
+        "free_host_ms": "zero host cost",
     }
     shown["what_ifs"] = [
         {"name": name, "step": milliseconds(what[key]), "gain": 1 - what[key] / time["step_ms"]}
