@@ -135,6 +135,14 @@ class StreamWait:
 
 
 @dataclass(frozen=True, slots=True)
+class Stall:
+    """The default stream waits for other ranks: `share` of the time since a mark, again."""
+
+    mark: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Extrapolated:
     """A model call that was not run: its kernels follow from recorded calls (`answers/repeated_calls.py`).
 
@@ -192,7 +200,7 @@ class Free:
     step: int
 
 
-Event = Launch | StreamMark | StreamWait | Extrapolated | HostWait | Alloc | Free
+Event = Launch | StreamMark | StreamWait | Stall | Extrapolated | HostWait | Alloc | Free
 
 
 @dataclass(slots=True)

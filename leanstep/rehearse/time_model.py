@@ -25,6 +25,7 @@ from leanstep.rehearse.events import (
     HostWait,
     Kernel,
     Launch,
+    Stall,
     StreamMark,
     StreamWait,
 )
@@ -368,6 +369,10 @@ class Clock:
         elif isinstance(event, StreamWait):
             idle = self.streams.wait(event.mark, event.stream, self.host)
             self.exposed += idle if event.stream == 0 else 0.0
+        elif isinstance(event, Stall):
+            idle = event.share * max(0.0, self.streams.end() - self.streams.end_of(event.mark))
+            self.streams.stall(idle)
+            self.exposed += idle
 
     def _join(self, end: float) -> None:
         """The host waits for what ends then."""

@@ -24,6 +24,7 @@ from leanstep.rehearse.events import (
     Recording,
     Region,
     Request,
+    Stall,
     Step,
     Storage,
     StreamMark,
@@ -135,7 +136,7 @@ def fused(
 
     for index, event in enumerate(events):
         if not isinstance(event, Launch):
-            if isinstance(event, HostWait | Extrapolated | StreamMark | StreamWait):
+            if isinstance(event, HostWait | Extrapolated | Stall | StreamMark | StreamWait):
                 flush()
             out.append(event)
             continue
