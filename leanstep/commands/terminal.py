@@ -145,6 +145,10 @@ def check_writable(path: str | None, argument: str) -> None:
     """Refuse an output that cannot be written before the long work starts, not after it."""
     if path is None or path == "-":
         return
+    if argument == "--html":
+        from leanstep.report.page import check_installed
+
+        check_installed()
     target = Path(path)
     if target.is_dir():
         raise BadInput(f"{argument}: {path} is a folder; expected a file name")
