@@ -106,12 +106,15 @@ class Case:
     """One replaceable piece of a training step.
 
     Args:
-        name: as on the command line. summary: one sentence. make: (params, dtype, device, generator) ->
-        Workload. All randomness comes from `generator` (on the CPU). implementations: the first is the
-        reference. sizes: named parameter sets; `tiny` always exists. Others: `seed`, `cpu`, `gpu`, `large`,
-        `odd`. prove_sizes: the sizes that `prove` and the tests check. dtypes: the dtypes that `prove` checks
-        by default. bench_dtype: the dtype of `bench`. error_baseline: the plain computation whose error is
-        the baseline; None = the reference in the dtype
+        name: as on the command line.
+        summary: one sentence.
+        make: (params, dtype, device, generator) -> Workload. All randomness from `generator`, on the CPU.
+        implementations: the first is the reference.
+        sizes: named parameter sets; `tiny` always exists. Others: `seed`, `cpu`, `gpu`, `large`, `odd`.
+        prove_sizes: the sizes that `prove` and the tests check.
+        dtypes: the dtypes that `prove` checks by default.
+        bench_dtype: the dtype of `bench`.
+        error_baseline: the plain computation whose error is the baseline; None = the reference in the dtype
             under test. (Polar: the plain bf16 iteration.)
         truth: build for the fp64 reference if the reference is third-party code that cannot run in fp64;
             None = the reference.

@@ -7,9 +7,8 @@
 - Fused attention counts the pairs of query and key that its mask allows: T(T + 1) / 2 under a causal mask.
 - A mixture of experts counts the tokens that its experts receive.
 - The numerator is the model's forward and backward (`StepFlops.model`). Recomputation (checkpoints, the
-  scores
-  of a fused attention backward, logits that a tiled head computes again) is `recomputed`; products of the
-  optimizer are `optimizer`. Neither is in the numerator.
+  scores of a fused attention backward, logits that a tiled head computes again) is `recomputed`; products of
+  the optimizer are `optimizer`. Neither is in the numerator.
 - Each product is compared with the peak of its own operand type.
 
 `torch.utils.flop_counter` agrees on matmuls and plain convolutions. It counts the full square of causal
@@ -279,8 +278,7 @@ class StepFlops:
 def utilisation(
     flops: StepFlops, seconds: float, peak: Callable[[str], float] | float, device: str = "the device"
 ) -> float:
-    """Return the MFU: the model's share of the FLOPs that the device could do in the time of the step, 0 to
-    1.
+    """Return the MFU, 0 to 1: the model's share of the FLOPs that the device could do in the step's time.
 
     Args:
         seconds: duration of one whole, unrecorded step.

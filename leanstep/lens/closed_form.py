@@ -27,8 +27,7 @@ from leanstep.lens.pairs import Pairs, build_targets, pair_factors, span_table
 
 @dataclass
 class ClosedForm:
-    """Loss, terms per pair, whether each pair has a target, state, and d loss / d scores (None if not
-    needed).
+    """Loss, terms per pair, which pairs have a target, state, and d loss / d scores (None if not needed).
 
     `entries`: [P, M] scores and signs of the entries that were read, for metrics; None from a kernel.
     """

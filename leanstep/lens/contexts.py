@@ -347,8 +347,7 @@ class LensNet(nn.Module):
     def forward(
         self, embeddings: Tensor, pos: Tensor, lod: Tensor, valid: Tensor, num_tokens: Tensor | int
     ) -> Tensor:
-        """Return scores [V, W] of embeddings [V, W, D] with positions, levels and padding mask; 0 for
-        padding.
+        """Return scores [V, W] from embeddings [V, W, D], positions, levels and padding mask; 0 for padding.
 
         Args:
             num_tokens: tokens in the sequence, one number or [V]; distances are measured from its end.

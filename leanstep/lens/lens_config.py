@@ -218,8 +218,7 @@ class AllocatorConfig:
 
 @dataclass(frozen=True)
 class LensConfig:
-    """Configuration of the objective: the geometry of the tree, and a record each for terms, sampling and
-    gate.
+    """Configuration of the objective: geometry of the tree, and one record each for terms, sampling and gate.
 
     Example:
         config = LensConfig(block_size=32, objective=ObjectiveConfig(kl_weight=0.1), gate=GateConfig(every=4))

@@ -190,8 +190,10 @@ def expected_lengths(scores: Tensor, batch: LensBatch, config: LensConfig) -> Te
 def _surviving_shares(
     scores: Tensor, batch: LensBatch, config: LensConfig
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return [V, W] each: the share of an entry that remains after the edits (not clamped), its length, the
-    tokens it owns; and [V] each: tokens of the sequence, required coverage.
+    """Return what remains of each entry after the edits.
+
+    [V, W]: share that remains (not clamped), length, tokens it owns. [V]: tokens of the sequence, required
+    coverage.
     """
     length_VW = expected_lengths(scores, batch, config)
     behind_VW = length_VW.flip(1).cumsum(1).flip(1) - length_VW

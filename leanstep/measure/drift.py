@@ -49,8 +49,7 @@ class DriftRow:
 
 
 def paired_shift(reference: list[float], variant: list[float]) -> dict[str, float]:
-    """Return the mean of variant - reference, its confidence interval, two-sided p-value and detectable
-    shift.
+    """Return the mean of variant - reference, its interval, two-sided p-value and detectable shift.
 
     `detectable_shift` is the true shift that this many pairs find significant with 80 % probability:
     (t_{0.975} + z_{0.80}) * sd / sqrt(n).

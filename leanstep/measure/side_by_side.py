@@ -154,9 +154,11 @@ def run_bench(
 ) -> BenchResult:
     """Measure `case` at `size`; the reference always runs, because every ratio refers to it in the same run.
 
-    A row whose call takes longer than `TIME_BOX` budgets has no figures and a note "> 40 s". `dtype`: dtype
-    of the workload; None: `case.dtype_on(device)`. The result names it on a GPU and if it is set. `beside`:
-    number of other processes that compute while the rows are timed.
+    A row whose call takes longer than `TIME_BOX` budgets has no figures and a note "> 40 s".
+
+    Args:
+        dtype: dtype of the workload; None: `case.dtype_on(device)`. The result names it on a GPU, or if set.
+        beside: number of other processes that compute while the rows are timed.
     """
     report = progress or (lambda what, share: None)
     params = case.params(size, overrides or {})

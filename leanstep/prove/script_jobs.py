@@ -40,12 +40,14 @@ class Job:
     """One run of a script.
 
     Args:
-        script, argv: as after `python`; a folder may contain a train.py instead of a `__main__.py`. steps:
-        number of updates to capture before the script is stopped. twin: run in fp64. `dropout` False: without
-        dropout. parts: capture each backward call separately. full: store full tensors. seed: set before the
-        script starts, and added to every seed that the script sets. ranks: number of processes, started as
-        torchrun does; None = one process without torchrun's environment. path: replaces sys.path in the
-        process of the script; empty = as in this process.
+        script, argv: as after `python`; a folder may contain a train.py instead of a `__main__.py`.
+        steps: number of updates to capture before the script is stopped.
+        twin: run in fp64. `dropout` False: without dropout.
+        parts: capture each backward call separately.
+        full: store full tensors.
+        seed: set before the script starts, and added to every seed that the script sets.
+        ranks: number of processes, started as torchrun does; None = one process without its environment.
+        path: replaces sys.path in the process of the script; empty = as in this process.
     """
 
     script: str
@@ -170,7 +172,7 @@ def seeded(offset: int) -> Iterator[None]:
     torch.manual_seed(offset)
     random.seed(offset)
     places: list[tuple[Any, str]] = [(torch, "manual_seed"), (random, "seed")]
-    numpy = sys.modules.get("numpy")  # torch imports it where it is installed
+    numpy = sys.modules.get("numpy")  # torch imports it if it is installed
     if numpy is not None:
         numpy.random.seed(offset)
         places.append((numpy.random, "seed"))

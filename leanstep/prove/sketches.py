@@ -58,7 +58,7 @@ class Sketch:
     def with_full(self, tensor: Tensor | None) -> Sketch:
         return replace(self, full=tensor)
 
-    # A pickled tensor is an archive of its own. A process hands over thousands of sketches: as plain bytes.
+    # A pickled tensor is a whole archive. A process returns thousands of sketches: store plain bytes.
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "projection": array("d", self.projection.tolist())}
 
