@@ -22,6 +22,7 @@ from leanstep.commands.terminal import (
     print_text,
     write_json,
 )
+from leanstep.config import read_config
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Request
 from leanstep.rehearse.what_if import CHANGES
@@ -33,7 +34,8 @@ _ARGS = Annotated[
     list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)
 ]
 _DEVICE = Annotated[
-    str | None, typer.Option("--device", help="h100 (the default); or up to four to compare: h100,a100,4090.")
+    str | None,
+    typer.Option("--device", help="h100 (or pyproject.toml's); up to four to compare: h100,a100,4090."),
 ]
 _MACHINE = Annotated[
     str | None,
@@ -190,7 +192,9 @@ def _devices(names: str | None, machine: str | None) -> list[Device]:
     if machine is not None and names is not None:
         raise BadInput("--device: expected none beside --machine, which has its own")
     try:
-        return [machine_named(machine).as_device()] if machine is not None else devices_named(names or "h100")
+        if machine is not None:
+            return [machine_named(machine).as_device()]
+        return devices_named(names or read_config().device or "h100")
     except ValueError as error:
         raise BadInput(f"--{error}") from None
 
