@@ -57,7 +57,7 @@ def gpu_chunk_rows(
 def gpu_tiles(
     num_rows: int, vocab: int, width: int, budget: int, entry_bytes: tuple[int, int], units: int
 ) -> tuple[int, int]:
-    """Return rows and columns of tiles in vocabulary order, multiples of 128; the last tiles are smaller.
+    """Return rows and columns of tiles in vocabulary order, multiples of 128; the last tiles may be smaller.
 
     dW of a tile's columns is summed over its row chunks and written once; the hidden gradient is summed over
     tiles of columns. The products read and write both sums themselves, and thousands of k-steps hide that
