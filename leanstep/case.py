@@ -20,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from leanstep.extras import MissingExtra
+
 Kind = Literal["reference", "fast", "peer", "limit"]
 Outputs = dict[str, Tensor]
 Step = Callable[[], Outputs]
@@ -226,6 +228,8 @@ def with_gradients(
 
 _REGISTRY: dict[str, Case] = {}
 _loaded = False
+# Why modules of CASE_MODULES were not loaded: the packages of an extra are not installed.
+_left_out: list[str] = []
 
 
 def register(case: Case) -> Case:
@@ -248,6 +252,9 @@ def all_cases() -> dict[str, Case]:
         for module in CASE_MODULES:
             try:
                 present = importlib.util.find_spec(module) is not None
+            except MissingExtra as error:
+                _left_out.append(str(error))
+                present = False
             except ModuleNotFoundError:
                 # A vendored copy may lack a package's folder.
                 present = False
@@ -261,5 +268,6 @@ def all_cases() -> dict[str, Case]:
 def get_case(name: str) -> Case:
     cases = all_cases()
     if name not in cases:
-        raise ValueError(f"case: no case {name!r}; there are {', '.join(sorted(cases))}")
+        left_out = f" (not loaded: {'; '.join(_left_out)})" if _left_out else ""
+        raise ValueError(f"case: no case {name!r}; there are {', '.join(sorted(cases))}{left_out}")
     return cases[name]

@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from typer.core import TyperGroup
 import leanstep
 from leanstep.commands import BadInput, FellShort
 from leanstep.escape import printable
+from leanstep.extras import MissingExtra
 from leanstep.measure.busy import sleep_while_waiting
 
 SUMMARY = (
@@ -35,6 +37,8 @@ SUMMARY = (
 # memory that was there before it; torch reads them once, when loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# The core needs no numpy; torch says so on every start without it.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 # command -> (module, attribute); a Typer is mounted as a group. Each is imported only when it is asked for.
 COMMANDS = {
@@ -158,7 +162,7 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         result = command.main(args=arguments, prog_name="leanstep", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except BadInput as error:
+    except (BadInput, MissingExtra) as error:
         return _one_line(str(error), 2)
     except FellShort as error:
         return _one_line(str(error), 1)

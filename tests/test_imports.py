@@ -13,20 +13,20 @@ PACKAGE = Path(__file__).parent.parent / "leanstep"
 FAST_PATHS = ("lens", "logprob", "objectives", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
-    "lens": {"cpu", "triton_driver"},
+    "lens": {"cpu", "extras", "triton_driver"},
     "logprob": {"cpu", "output_buffers", "triton_driver"},
     "objectives": {"logprob", "cpu"},
     "muon": {"cpu", "output_buffers", "triton_driver"},
-    "gpt": {"muon", "logprob", "cpu", "triton_driver"},
-    "measure": {"case", "cpu", "script"},
-    "kernel_checks": {"measure"},
-    "diagnose": {"script", "flops", "files", "units", "escape"},
+    "gpt": {"muon", "logprob", "cpu", "extras", "triton_driver"},
+    "measure": {"case", "cpu", "script", "extras"},
+    "kernel_checks": {"measure", "extras"},
+    "diagnose": {"script", "flops", "files", "units", "escape", "extras"},
     "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
     # The user's script: runs below every command that watches it.
     "script": {"files", "cpu", "escape", "units"},
-    "fix": {"diagnose", "prove", "script", "files"},
-    "report": {"escape", "measure", "diagnose", "rehearse", "case", "files", "units"},
-    "recipes": {"lens", "logprob", "muon", "gpt", "files"},
+    "fix": {"diagnose", "prove", "script", "files", "extras"},
+    "report": {"escape", "measure", "diagnose", "rehearse", "case", "files", "units", "extras"},
+    "recipes": {"lens", "logprob", "muon", "gpt", "files", "extras"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
     "rehearse": {

@@ -300,4 +300,4 @@ def _short(report: dict[str, Any]) -> str:
     time = report["time"]
     if time is None:
         return f"stopped: {report['refused']['reason']}" if report["refused"] else "no step"
-    return f"{time['step_ms']:.1f} ms a step, bound by {time['bound_by']}"
+    return f"{time['step_ms']:.1f} ms per step, {time['bound_by']}-bound"

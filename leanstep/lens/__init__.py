@@ -1,5 +1,10 @@
 """Learn a focus controller from preferences: one vectorised block, no host reads."""
 
+# ruff: noqa: E402  (first the line that names the extra, then what imports numpy)
+from leanstep.extras import require
+
+require("leanstep.lens", "train", "numpy")
+
 from leanstep.lens.batch import GistList, LensBatch, Variant
 from leanstep.lens.contexts import (
     ContextReader,

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from leanstep.case import Case
+from leanstep.extras import require
 from leanstep.measure import parity
 
 CONFIDENCE = 0.95
@@ -53,6 +54,7 @@ def paired_shift(reference: list[float], variant: list[float]) -> dict[str, floa
     `detectable_shift` is the true shift that this many pairs would find significant with 80 % probability:
     (t_{0.975} + z_{0.80}) * sd / sqrt(n).
     """
+    require("--drift", "stats", "scipy")
     from scipy import stats
 
     if len(reference) != len(variant):

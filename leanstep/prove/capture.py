@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
@@ -427,7 +426,7 @@ class Recorder(StepListener):
         return arrived + rest
 
 
-_UNREAD = Sketch((), "", 0.0, 0.0, 0, np.zeros(0))
+_UNREAD = Sketch((), "", 0.0, 0.0, 0, torch.zeros(0, dtype=torch.float64))
 
 
 @contextlib.contextmanager

@@ -6,11 +6,11 @@ import gc
 import hashlib
 import random
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -133,8 +133,10 @@ def names_by_owner(keys: set[int]) -> dict[int, str]:
 def generators() -> str:
     """A fingerprint of the states of torch's, numpy's and Python's generators."""
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(torch.get_rng_state().numpy().tobytes())
+    digest.update(bytes(torch.get_rng_state().tolist()))
     digest.update(repr(random.getstate()[1][-5:]).encode())
-    state = np.random.get_state(legacy=True)
-    digest.update(repr((state[2], state[1][:4].tolist())).encode())  # type: ignore[index]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state(legacy=True)
+        digest.update(repr((state[2], state[1][:4].tolist())).encode())
     return digest.hexdigest()

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from leanstep.prove.capture import Captured, Recorder, Update
 from leanstep.prove.script_jobs import Job, run_job, seeded
-from leanstep.prove.sketches import Array, Sketch
+from leanstep.prove.sketches import Sketch
 from leanstep.prove.twin import Twin
 
 # Relative distance up to which two fp64 gradients are the same; with ops that ran in fp32, the other one.
@@ -178,8 +179,8 @@ def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[
         return _said(row, "missing", f"{lacking[0]} has a gradient in only one of them")
     names = list(mine.gradients)
     a, b = stacked(mine.gradients, names), stacked(theirs.gradients, names)
-    size = max(float(np.linalg.norm(a)), 1e-300)
-    row.distance = float(np.linalg.norm(a - b)) / size
+    size = max(float(a.norm()), 1e-300)
+    row.distance = float((a - b).norm()) / size
     if not math.isfinite(row.distance):
         return _said(row, "mixing", "a gradient is not finite")
     notes = [note for captured in (*first, *other) for note in captured.notes]
@@ -191,7 +192,7 @@ def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[
     apart = [n for n in names if _apart(mine.gradients[n], theirs.gradients[n]) > limit]
     row.parameter = min(apart, key=lambda n: order.index(n) if n in order else len(order), default="")
     row.factor = float(a @ b) / size**2
-    if np.linalg.norm(b - row.factor * a) <= limit * np.linalg.norm(b):
+    if (b - row.factor * a).norm() <= limit * b.norm():
         return _said(row, "factor", _factor_name(row.factor, first, other))
     return _by_weights(row, first, other, names, limit) or _by_data(row, first, other)
 
@@ -201,10 +202,10 @@ def _said(row: CutRow, kind: str, detail: str) -> CutRow:
     return row
 
 
-def stacked(sketches: dict[str, Sketch], names: list[str]) -> Array:
+def stacked(sketches: dict[str, Sketch], names: list[str]) -> Tensor:
     parts = [sketches[name].projection if name in sketches else None for name in names]
     assert all(part is not None for part in parts)
-    return np.concatenate([part for part in parts if part is not None])
+    return torch.cat([part for part in parts if part is not None])
 
 
 def _apart(a: Sketch, b: Sketch) -> float:
@@ -248,6 +249,11 @@ def _total_counts(update: Update) -> dict[str, float]:
     return totals
 
 
+def _least_squares(matrix: Tensor, target: Tensor) -> Tensor:
+    """The smallest of the best solutions: parts may be equal, and then the matrix has no full rank."""
+    return torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+
+
 def _by_weights(
     row: CutRow, first: list[Captured], other: list[Captured], names: list[str], limit: float
 ) -> CutRow | None:
@@ -257,14 +263,14 @@ def _by_weights(
         parts = [(u, k) for u in updates for k in range(len(u.parts)) if set(u.parts[k]) >= set(names)]
         if len(parts) < 2 or len(parts) < sum(len(u.parts) for u in updates):
             continue
-        matrix = np.stack([stacked(u.parts[k], names) for u, k in parts], axis=1)
+        matrix = torch.stack([stacked(u.parts[k], names) for u, k in parts], dim=1)
         target = stacked(whole[0].updates[0].gradients, names)
-        weights, *_ = np.linalg.lstsq(matrix, target, rcond=None)
-        if np.linalg.norm(matrix @ weights - target) > 10 * limit * np.linalg.norm(target):
+        weights = _least_squares(matrix, target)
+        if (matrix @ weights - target).norm() > 10 * limit * target.norm():
             continue
         own = stacked(updates[0].gradients, names)
-        base, *_ = np.linalg.lstsq(matrix, own, rcond=None)
-        row.weights = [float(w) for w in weights / np.where(base == 0, 1, base)]
+        base = _least_squares(matrix, own)
+        row.weights = [float(w) for w in weights / base.where(base != 0, 1.0)]
         shown = ", ".join(f"{weight:.3g}" for weight in row.weights[:8])
         groups = sum(len(captured.updates[0].parts) for captured in whole)
         count = _followed(row.weights, [u.counts[k] for u, k in parts], groups)

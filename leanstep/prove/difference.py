@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
+import torch
 
 from leanstep.prove.captured import Captured, Update
 from leanstep.prove.cuts import CutRow, compare_cuts, stacked
@@ -39,7 +39,7 @@ def _factor(mine: dict[str, Sketch], theirs: dict[str, Sketch]) -> float | None:
         return None
     a, b = stacked(mine, names), stacked(theirs, names)
     factor = float(a @ b) / max(float(a @ a), 1e-300)
-    return factor if np.linalg.norm(b - factor * a) <= SAME_DIRECTION * np.linalg.norm(b) else None
+    return factor if (b - factor * a).norm() <= SAME_DIRECTION * b.norm() else None
 
 
 def of_the_gradient(before: Job, after: Job, step: int, run: Callable[[Job], list[Captured]]) -> str:
@@ -71,8 +71,8 @@ def _of_the_targets(mine: list[int], theirs: list[int]) -> str:
     """What two lists of targets say; empty where they are equal or cannot be compared."""
     if len(mine) != len(theirs) or len(mine) < 2 or mine == theirs:
         return ""
-    a, b = np.array(mine), np.array(theirs)
+    a, b = torch.tensor(mine), torch.tensor(theirs)
     for name, same in (("later", a[1:] == b[:-1]), ("earlier", a[:-1] == b[1:])):
-        if same.mean() >= SHIFTED:
+        if same.double().mean() >= SHIFTED:
             return f"shifted targets: a row scores the token one position {name} than before"
     return f"other targets: {int((a != b).sum()):,} of {len(a):,} differ"

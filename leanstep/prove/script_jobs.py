@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from leanstep.prove.capture import Captured, Recorder
@@ -171,12 +170,15 @@ def module_path(path: Sequence[str]) -> Iterator[None]:
 def seeded(offset: int) -> Iterator[None]:
     """All generators seeded; every seed that the program sets itself is moved by `offset`."""
     torch.manual_seed(offset)
-    np.random.seed(offset)
     random.seed(offset)
+    places: list[tuple[Any, str]] = [(torch, "manual_seed"), (random, "seed")]
+    numpy = sys.modules.get("numpy")  # torch imports it where it is installed
+    if numpy is not None:
+        numpy.random.seed(offset)
+        places.append((numpy.random, "seed"))
     if not offset:
         yield
         return
-    places: list[tuple[Any, str]] = [(torch, "manual_seed"), (np.random, "seed"), (random, "seed")]
     with contextlib.ExitStack() as stack:
         for place, name in places:
             original = getattr(place, name)

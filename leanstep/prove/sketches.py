@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -30,30 +31,37 @@ CHUNK_ROWS, DEVICE_CHUNK_ROWS = 256, 1 << 14
 # An entry whose gradient is this small beside the tensor's own counts little: see `weights`.
 SOLID = 1e-2
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
-
 
 @dataclass(frozen=True)
 class Sketch:
-    """One tensor. `projection`: [BUCKETS] or the tensor's own values; `full`: the tensor, where asked for."""
+    """One tensor. `projection`: [BUCKETS] or the tensor's own values, fp64 on the host; `full`: the tensor,
+    where asked for."""
 
     shape: tuple[int, ...]
     dtype: str
     norm: float
     total: float
     not_finite: int
-    projection: Array = field(repr=False)
+    projection: Tensor = field(repr=False)
     full: Tensor | None = field(default=None, repr=False, compare=False)
 
     def minus(self, other: Sketch) -> Sketch:
         """The sketch of the difference; its norm is the estimate."""
         projection = self.projection - other.projection
-        norm = float(np.linalg.norm(projection))
+        norm = float(projection.norm())
         bad = self.not_finite + other.not_finite
         return Sketch(self.shape, self.dtype, norm, self.total - other.total, bad, projection)
 
     def with_full(self, tensor: Tensor | None) -> Sketch:
         return replace(self, full=tensor)
+
+    # A pickled tensor is an archive of its own. A process hands over thousands of sketches: as plain bytes.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "projection": array("d", self.projection.tolist())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        values = torch.tensor(state["projection"].tolist(), dtype=torch.float64)
+        self.__dict__.update(state, projection=values)
 
 
 @contextlib.contextmanager
@@ -102,7 +110,7 @@ def sketch(tensor: Tensor, weights_of: Tensor | None = None, scale: float = 0.0)
         # Looked for only where the cheap sum says so: isfinite costs more than all the rest.
         squares, total, projection, bad = _sums(flat, gradient, scale, clean=True)
     kind = str(tensor.dtype).removeprefix("torch.")
-    return Sketch(tuple(tensor.shape), kind, squares**0.5, total, bad, projection.cpu().numpy())
+    return Sketch(tuple(tensor.shape), kind, squares**0.5, total, bad, projection.cpu())
 
 
 def _sums(
@@ -159,8 +167,8 @@ class _Weights:
 
 @functools.cache
 def _sign_table(rows: int) -> Tensor:
-    draws = np.random.Generator(np.random.PCG64(17)).integers(0, 2, rows)
-    return torch.from_numpy(2.0 * draws - 1.0)
+    bits = random.Random(17).randbytes(rows)
+    return torch.tensor([1.0 if byte & 1 else -1.0 for byte in bits], dtype=torch.float64)
 
 
 def _signs(rows: int) -> Tensor:

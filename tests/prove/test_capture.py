@@ -6,7 +6,6 @@ import contextlib
 import gc
 import sys
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -119,7 +118,7 @@ def test_a_sketch_knows_norms_sums_and_distances(count: int, size: float):
     )
     exact = float((y - x.double()).norm())
     assert distance(b, a) == pytest.approx(exact, rel=1e-6 if count <= BUCKETS else 0.35)
-    assert np.allclose(sketch(y - x.double()).projection, b.projection - a.projection, atol=1e-9)
+    assert torch.allclose(sketch(y - x.double()).projection, b.projection - a.projection, atol=1e-9)
 
 
 def test_a_sketch_counts_what_is_not_finite():
@@ -176,7 +175,7 @@ def test_weights_of_a_change_are_those_of_the_definition():
     expected = value.double() * (gradient.double() ** 2 / (gradient.double() ** 2 + (SOLID * 0.7) ** 2))
     found = sketch(value, gradient, 0.7)
     assert found.norm == pytest.approx(float(expected.norm()), rel=1e-6)
-    assert np.allclose(found.projection, sketch(expected).projection, atol=1e-5)
+    assert torch.allclose(found.projection, sketch(expected).projection, atol=1e-5)
 
 
 def test_compiled_code_draws_the_random_numbers_of_eager_code(tmp_path):
