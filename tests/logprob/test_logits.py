@@ -355,7 +355,7 @@ def test_little_is_saved_for_backward(entropy):
         ({"chunk_rows": 0}, r"tile: expected \(rows, columns\) > 0, got \(0, 4\)"),
         ({"tile": (2, 3)}, r"tile: expected all 4 columns \(or None\) for logits, got 3"),
         ({"outputs": ("argmax",)}, "outputs: expected lse or z_loss from logits"),
-        ({"sequence_parallel": True}, "shards: sequence_parallel has no meaning"),
+        ({"sequence_parallel": True}, "shards: expected sequence_parallel=False"),
         ({"chunk_rows": -2}, "tile: expected"),
         ({"rows": torch.tensor([0.0])}, "rows: expected a one-dimensional int64"),
         ({"reuse_buffer": True}, "reuse_buffer: expected"),

@@ -368,7 +368,7 @@ def test_equals_trl_gkd(beta):
         ({"divergence": "tv"}, "divergence: expected one of forward_kl"),
         ({"temperature": 0.0}, "temperature: expected a value > 0"),
         ({"normalizer": 0}, "normalizer: expected a number > 0"),
-        ({"tuning": Tuning(main_grad=torch.zeros(V, D))}, "tuning: expected no tile, no main_grad"),
+        ({"tuning": Tuning(main_grad=torch.zeros(V, D))}, "tuning: expected only a budget here"),
         ({"teacher": 3}, "teacher: expected TeacherHead"),
         ({"teacher": TeacherHead(torch.zeros(4, WIDE), torch.zeros(V, WIDE))}, "teacher.hidden: expected 9"),
         (
