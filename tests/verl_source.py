@@ -1,4 +1,4 @@
-"""verl's own functions, from its source: the package itself imports a cluster's worth of dependencies."""
+"""verl's own functions, read from its source: importing the package needs many dependencies."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 import torch
 
 
-def verl_functions(path: str, names: list[str], **given: Any) -> SimpleNamespace:
-    """The functions `names` of a file of verl, without their decorators; `given` is what they find there.
+def verl_functions(path: str, names: list[str], **module_globals: Any) -> SimpleNamespace:
+    """Return the functions `names` of a verl file, without their decorators and with these globals.
 
-    Skips the test where verl is not installed.
+    Skips the test if verl is not installed.
     """
-    found = importlib.util.find_spec("verl")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
         pytest.skip("verl is not installed")
-    file = Path(found.origin).parent / path
-    space = {"torch": torch, "math": math, "Optional": Optional, "Any": Any, **given}
+    file = Path(spec.origin).parent / path
+    space = {"torch": torch, "math": math, "Optional": Optional, "Any": Any, **module_globals}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name in names:
             node.decorator_list = []
@@ -35,7 +35,7 @@ def verl_functions(path: str, names: list[str], **given: Any) -> SimpleNamespace
 
 
 def masked_functions() -> SimpleNamespace:
-    """`masked_sum` and `masked_mean`, which its losses call as `verl_F`."""
+    """Return `masked_sum` and `masked_mean`, which verl's losses call as `verl_F`."""
     return verl_functions("utils/torch_functional.py", ["masked_sum", "masked_mean"])
 
 
