@@ -1,4 +1,4 @@
-"""Imports go one way; a fast-path folder needs a few single files of the package at most: a copy works."""
+"""Imports go one way; a fast-path folder imports only a few other files, so that it can be copied."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ALLOWED = {
 
 def leanstep_imports(path: Path) -> set[str]:
     """First-level leanstep modules that a file imports, anywhere in it."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):
@@ -69,8 +69,8 @@ def leanstep_imports(path: Path) -> set[str]:
             names = [node.module]
             if node.module == "leanstep":
                 names = [f"leanstep.{alias.name}" for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("leanstep.")}
-    return found - {"__version__"}
+        modules |= {name.split(".")[1] for name in names if name.startswith("leanstep.")}
+    return modules - {"__version__"}
 
 
 @pytest.mark.parametrize("folder", [f for f in ALLOWED if (PACKAGE / f).is_dir()])

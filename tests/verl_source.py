@@ -1,4 +1,4 @@
-"""verl's own functions, read from its source: importing the package needs many dependencies."""
+"""Load verl's functions from its source: importing the package needs many dependencies."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch
 
 
-def verl_functions(path: str, names: list[str], **module_globals: Any) -> SimpleNamespace:
-    """Return the functions `names` of a verl file, without their decorators and with these globals.
+def verl_functions(path: str, names: list[str], **globals_: Any) -> SimpleNamespace:
+    """Return the functions `names` of a file of verl, without decorators; `globals_` extend their namespace.
 
     Skips the test if verl is not installed.
     """
@@ -23,7 +23,7 @@ def verl_functions(path: str, names: list[str], **module_globals: Any) -> Simple
     if spec is None or spec.origin is None:
         pytest.skip("verl is not installed")
     file = Path(spec.origin).parent / path
-    space = {"torch": torch, "math": math, "Optional": Optional, "Any": Any, **module_globals}
+    space = {"torch": torch, "math": math, "Optional": Optional, "Any": Any, **globals_}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name in names:
             node.decorator_list = []
@@ -35,7 +35,7 @@ def verl_functions(path: str, names: list[str], **module_globals: Any) -> Simple
 
 
 def masked_functions() -> SimpleNamespace:
-    """Return `masked_sum` and `masked_mean`, which verl's losses call as `verl_F`."""
+    """`masked_sum` and `masked_mean`, which its losses call as `verl_F`."""
     return verl_functions("utils/torch_functional.py", ["masked_sum", "masked_mean"])
 
 

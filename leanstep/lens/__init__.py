@@ -1,4 +1,4 @@
-"""Learn a focus controller from preferences: one vectorised block, no host reads."""
+"""Train a focus controller from preferences: vectorised, without host reads."""
 
 # ruff: noqa: E402  (first the line that names the extra, then what imports numpy)
 from leanstep.extras import require
