@@ -27,7 +27,7 @@ class Device:
     hbm: bytes/s of device memory; l2_bytes: last-level cache.
     peak: dtype -> FLOP/s; "tf32" and "float8" beside the torch names.
     sustained: share of the half-precision peak that long products reach.
-    workspace_bytes: cuBLAS workspace, taken from the allocator at the first product.
+    workspace_bytes: cuBLAS workspace, taken from the allocator at the first product of a thread.
     pcie: bytes/s to the host; link: bytes/s to the other devices, one direction.
     """
 

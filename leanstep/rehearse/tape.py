@@ -130,7 +130,7 @@ class Tape(TorchDispatchMode):
         self.notes: Counter[str] = Counter()
         self.step = 0
         self.live_bytes = self.peak_bytes = self.window_peak_bytes = 0
-        self.has_workspace = False
+        self._with_workspace: set[int] = set()  # threads whose products have one
         self.pinned: set[int] = set()  # storages of the host
         self._numbers: dict[int, int] = {}  # storage -> number in the recording
         self._watched: dict[int, Any] = {}
@@ -239,8 +239,9 @@ class Tape(TorchDispatchMode):
         place: Place,
         counted: tuple[Counted, ...],
     ) -> None:
-        if not self.has_workspace and any(k.kind == "gemm" for k in made):
-            self.has_workspace = True
+        thread = threading.get_ident()
+        if thread not in self._with_workspace and any(k.kind == "gemm" for k in made):
+            self._with_workspace.add(thread)
             self.allocate(self.workspace_bytes, (self.workspace_bytes,), "uint8", WORKSPACE, "library")
         launch = events.Launch(
             name=name,
