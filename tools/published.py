@@ -195,8 +195,8 @@ def compare(row: Row, recording: Recording) -> list[Data]:
             figure |= {"interval": list(span), "inside": span[0] <= published <= span[1]}
         figures.append({k: _short(v) for k, v in figure.items()})
 
-    timings = time_all(recording, row.entries["device"])
-    last = timings[-row.entries.get("mean_of", 1) :]
+    count = len(recording.steps) if "kernels_ms" in row.published else entries.get("mean_of", 1)
+    last = timings = time_steps_of(recording, entries["device"], count)
     step = [statistics.fmean(t.step_s * 1e3 for t in last)]
     step += [statistics.fmean(t.interval_s[end] * 1e3 for t in last) for end in (0, 1)]
     for metric, published in row.published.items():
@@ -221,14 +221,14 @@ def compare(row: Row, recording: Recording) -> list[Data]:
     return figures
 
 
-def time_all(recording: Recording, device: str) -> list[Timing]:
-    """The time of each step, played in turn."""
+def time_steps_of(recording: Recording, device: str, count: int) -> list[Timing]:
+    """The times of the last `count` steps, played after the step before them, which fills the queue."""
     played: list[Event] = []
     ends: list[int] = []
-    for step in recording.steps:
+    for step in recording.steps[-count - 1 :]:
         played += step_events(recording, step)
         ends.append(len(played))
-    return time_steps(played, ends, device_named(device), HostCosts.of(recording.request.host_us))
+    return time_steps(played, ends, device_named(device), HostCosts.of(recording.request.host_us))[-count:]
 
 
 def step_peaks(events: Sequence[Event], ends: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -21,6 +21,7 @@ import numpy as np
 
 from leanstep.files import BadInput
 
+RECORDS = "records/track_1_short/"
 RULE = "=" * 100
 COMPANION = re.compile(r"\n\n-{40}\n# (\w+\.py)\n-{40}\n\n")
 STEP = re.compile(r"^step:(\d+)/\d+ .*?train_time:(\d+)ms", re.MULTILINE)
@@ -29,12 +30,13 @@ TRAIN_TOKENS, VAL_TOKENS = 20_000_000, 11_000_000
 
 
 def read_log(checkout: Path, log: str) -> str:
-    """A log of the checkout: a clone (with or without a work tree)."""
-    if (checkout / log).is_file():
-        return (checkout / log).read_text(encoding="utf-8", errors="replace")
-    shown = subprocess.run(["git", "-C", str(checkout), "show", f"HEAD:{log}"], capture_output=True)
+    """A log among the records of a clone (with or without a work tree), or a file at its top."""
+    path = log if "/" not in log else RECORDS + log
+    if (checkout / path).is_file():
+        return (checkout / path).read_text(encoding="utf-8", errors="replace")
+    shown = subprocess.run(["git", "-C", str(checkout), "show", f"HEAD:{path}"], capture_output=True)
     if shown.returncode:
-        raise BadInput(f"--speedrun: expected a clone of modded-nanogpt; {checkout} has no {log}")
+        raise BadInput(f"--speedrun: expected a clone of modded-nanogpt; {checkout} has no {path}")
     return shown.stdout.decode("utf-8", "replace")
 
 
