@@ -1,7 +1,7 @@
 """torchtitan's Llama 3.1 8B on 8 H100s: FSDP2, 2 x 8192 tokens per GPU, selective checkpointing.
 
-As in its commit 9dec370, which the figures name: AdamW is not fused (`optimizer.fused` is off), and the loss is
-not compiled (that line of train.py is commented out).
+As in its commit 9dec370, which the figures name, AdamW is not fused (`optimizer.fused` is off) and the loss
+is not compiled (that line of train.py is commented out).
 """
 
 import sys
