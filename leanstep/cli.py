@@ -1,6 +1,6 @@
-"""`leanstep`: demo · diagnose · fix · bench · prove · rehearse · train · kernels · gpu-report.
+"""`leanstep`: demo · diagnose · rules · fix · bench · prove · rehearse · train · kernels · gpu-report.
 
-Exit codes: 0 fine; 1 the thing asked about fell short; 2 bad input, with one line and no traceback.
+Exit codes: `leanstep.commands.EXIT_CODES`; bad input is 2, with one line and no traceback.
 The commands' bodies live in `leanstep/commands/`, one module each.
 """
 
@@ -49,6 +49,7 @@ COMMANDS = {
     "prove": ("leanstep.commands.prove", "prove"),
     "train": ("leanstep.commands.train", "train"),
     "rehearse": ("leanstep.commands.rehearse", "rehearse"),
+    "rules": ("leanstep.commands.rules", "rules"),
     "kernels": ("leanstep.commands.kernels", "kernels"),
     "gpu-report": ("leanstep.commands.kernels", "gpu_report"),
 }
@@ -76,7 +77,7 @@ class _Interrupted(Exception):
 
 
 class _LazyCommands(TyperGroup):
-    """A group that imports a command's module when it is asked for: `leanstep --version` needs no torch."""
+    """A group that imports a command's module when it is asked for: `leanstep --help` needs no torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -126,15 +127,26 @@ def _plain_help(command: Any, ctx: Any) -> None:
 app = typer.Typer(
     cls=_LazyCommands,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     context_settings=HELP,
 )
 
 
 def _print_version(value: bool) -> None:
     if value:
-        print(f"leanstep {leanstep.__version__}")
+        print(f"leanstep {leanstep.__version__}, torch {_torch_and_device()}")
         raise typer.Exit
+
+
+def _torch_and_device() -> str:
+    """`2.13.0+cpu, cpu`: what a bug report needs."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"cannot be imported ({error})"
+    if not torch.cuda.is_available():
+        return f"{torch.__version__}, cpu"
+    return f"{torch.__version__}, {torch.cuda.get_device_name()}"
 
 
 @app.callback(help=SUMMARY)

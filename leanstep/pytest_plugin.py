@@ -69,30 +69,42 @@ class Leanstep:
             peak_mib: memory above the level at the start of the block, in MiB.
             rules: rule of `leanstep diagnose` -> number of lines that may break it, such as {"dead-rows": 0}.
 
-        A line with `# leanstep: allow host-sync` is not counted. On the CPU the peak comes from torch's
-        profiler; only one can run per process.
+        What is not given comes from [tool.leanstep.budgets] in pyproject.toml. A line that says
+        `# leanstep: ignore[host-sync]` is not counted. On the CPU the peak comes from torch's
+        profiler, of which there is one per process.
         """
-        return Budget(host_reads, op_storms, peak_mib, dict(rules or {}))
+        passed = {"host_reads": host_reads, "op_storms": op_storms, "peak_mib": peak_mib}
+        limits = {**_configured(), **{name: value for name, value in passed.items() if value is not None}}
+        return Budget(limits, dict(rules or {}))
+
+
+def _configured() -> dict[str, float]:
+    """The budgets in pyproject.toml."""
+    from leanstep.config import read_config
+    from leanstep.files import BadInput
+
+    try:
+        return read_config().budgets
+    except BadInput as error:
+        raise _refused(str(error)) from None
 
 
 class Budget:
     """A block and its budget. On exit `spent` has the figures and `findings` the lines."""
 
-    def __init__(
-        self, host_reads: int | None, op_storms: int | None, peak_mib: float | None, rules: dict[str, int]
-    ) -> None:
+    def __init__(self, limits: dict[str, float], rules: dict[str, int]) -> None:
         self.limits: dict[str, float] = {}
         self.spent: dict[str, float] = {}
         self.findings: list[Any] = []
-        figures = {"host_reads": host_reads, "op_storms": op_storms, "peak_mib": peak_mib}
-        for name, value in (*figures.items(), *rules.items()):
-            if value is None:
-                continue
+        for name, value in (*limits.items(), *rules.items()):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                 raise _refused(f"{name}: expected a number >= 0, got {value!r}")
             self.limits[name] = value
         if not self.limits:
-            raise _refused("empty budget: pass host_reads=, op_storms=, peak_mib= or rules=")
+            raise _refused(
+                "empty budget: pass host_reads=, op_storms=, peak_mib= or rules=, or set "
+                "[tool.leanstep.budgets] in pyproject.toml"
+            )
         if rules:
             from leanstep.diagnose.step_records import RULE_IDS
 
@@ -161,7 +173,7 @@ class Budget:
         from leanstep.diagnose import rules
         from leanstep.diagnose.outputs import gate
 
-        self.findings, _ = gate.without_allowed(rules.find(self._watch.steps))
+        self.findings, _ = gate.without_ignored(rules.find(self._watch.steps))
         for name in self.limits:
             if name == "peak_mib":
                 self.spent[name] = self._peak_bytes() / MIB

@@ -140,7 +140,7 @@ class Axis:
         return round(100 * (position - self.low) / (self.high - self.low), 2)
 
     def ticks(self, values: Sequence[float], show: Show) -> list[Figure]:
-        """Labels at the values that lie inside the plot."""
+        """Labels at the values inside the plot."""
         places = [(self.percent(value), show(value)) for value in values]
         return [{"percent": place, "text": text} for place, text in places if -0.01 <= place <= 100.01]
 
@@ -249,7 +249,7 @@ def stacked_timeline(samples: Sequence[dict[str, Any]], capacity: float) -> Figu
 
 
 def _between(upper: str, lower: str) -> str:
-    """The area between two stepped paths: SVG fills both and leaves out what lies in both of them."""
+    """The area between two stepped paths: SVG fills both and leaves out what is inside both."""
     return f"{upper}V100H0Z{lower}V100H0Z" if upper else ""
 
 

@@ -222,13 +222,13 @@ def test_baseline_survives_inserted_lines_but_not_more_reads(reads: str, capsys)
     assert run(reads, "--baseline", "base.json") == 2
 
 
-def test_a_comment_allows_a_rule_on_its_line(reads: str, capsys) -> None:
-    allowed = READS.replace("range(4))\n", "range(4))  # leanstep: allow op-storm, host-sync\n")
+def test_a_comment_switches_a_rule_off_on_its_line(reads: str, capsys) -> None:
+    allowed = READS.replace("range(4))\n", "range(4))  # leanstep: ignore[op-storm, host-sync]\n")
     Path(reads).write_text(allowed, encoding="utf-8")
     assert run(reads, "--fail-on", "any") == 0
-    assert "Silenced by comments: 1." in capsys.readouterr().out
+    assert "Ignored by comments: 1." in capsys.readouterr().out
     Path(reads).write_text(
-        READS.replace("range(4))\n", "range(4))  # leanstep: allow op-storm\n"), encoding="utf-8"
+        READS.replace("range(4))\n", "range(4))  # leanstep: ignore[op-storm]\n"), encoding="utf-8"
     )
     assert run(reads, "--fail-on", "any") == 1
 

@@ -16,6 +16,7 @@ from leanstep import units
 from leanstep.diagnose import iteration_times
 from leanstep.diagnose.cost import is_small
 from leanstep.diagnose.recording import source
+from leanstep.diagnose.rule_list import page_of
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import Finding
 from leanstep.escape import for_workflow
@@ -330,7 +331,7 @@ def _footer(watch: Any, baselined: int, silenced: int) -> list[str]:
     if baselined:
         lines.append(f"Suppressed by baseline: {baselined}.")
     if silenced:
-        lines.append(f"Silenced by comments: {silenced}.")
+        lines.append(f"Ignored by comments: {silenced}.")
     return lines
 
 
@@ -378,6 +379,7 @@ def explain(entry: Entry) -> str:
             f"  costs  {cost} per step, {f.basis}; confidence {f.confidence}",
             f"  why    {f.why}",
             f"  fix    {f.fix}",
+            f"  page   {page_of(f.rule)} in the documentation; here: leanstep rules {f.rule}",
             "",
         ]
     return "\n".join(parts).rstrip()
