@@ -89,7 +89,7 @@ REDUCE = frozenset(
 # Slots for the address of an element whose row is selected by an index: divisions by the length of a row, in
 # 64 bits. Liger's embedding on A100 and index_select in traces of H100 take 2.4 to 3.5.
 _ROW_GATHER = 3.0
-# Rows that a thread of embedding's backward sums before it writes a part, and slots of an element of its loop.
+# Rows that a thread of embedding's backward sums into one part, and slots of an element of its loop.
 _ROWS_PER_PART, _PART_ELEMENT = 10, 2.5
 # Multiplications of a 3 x 3 filter that tiles of 4 x 4 results save, transforms included.
 _WINOGRAD = 1.5

@@ -64,7 +64,7 @@ def test_choices_by_shape(name, shape, args, chosen):
 
 
 def test_choices_among_known_scores_are_followed_into_large_masks(tmp_path):
-    """Scores that the device drew at random are known; a mask for each token and expert is larger than they."""
+    """Scores that the device drew are known; a mask for each token and expert is larger than they."""
     script = tmp_path / "known.py"
     script.write_text(
         "import torch\n"
