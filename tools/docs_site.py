@@ -1,7 +1,7 @@
 """What `mkdocs` builds beyond the pages in docs/: rule pages, API pages, and a gallery of report pages.
 
-mkdocs calls the `on_*` functions (mkdocs.yml names this file as a hook). Nothing is copied by hand: rule pages
-come from the rules, API pages from docstrings, report pages from the files in results/.
+mkdocs calls the `on_*` functions (mkdocs.yml names this file as a hook). Nothing is copied by hand: rule
+pages come from the rules, API pages from docstrings, report pages from the files in results/.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ API = {
 # File in site/gallery -> title, what it shows, result files by section.
 REPORTS = {
     "demo": ("The demo", "`leanstep demo`: three training steps before and after", {"": ["demo.json"]}),
-    "bench": ("Speed against others", "`leanstep bench --html`: every registered case", {"bench": ["bench-*.json"]}),
+    "bench": (
+        "Speed against others",
+        "`leanstep bench --html`: every registered case",
+        {"bench": ["bench-*.json"]},
+    ),
     "published": (
         "Predictions",
         "Published measurements and what `leanstep rehearse` predicts for them",
@@ -102,7 +106,11 @@ def api_pages() -> dict[str, str]:
 
 
 def gallery_page() -> str:
-    lines = ["# Report gallery", "", "Pages that leanstep's commands write with `--html`. Each is one file without"]
+    lines = [
+        "# Report gallery",
+        "",
+        "Pages that leanstep's commands write with `--html`. Each is one file without",
+    ]
     lines += ["scripts or styles from elsewhere.", "", "| page | shows |", "|---|---|"]
     for name, (title, shows, sections) in REPORTS.items():
         if _result_files(sections):

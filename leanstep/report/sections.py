@@ -268,7 +268,7 @@ def _prove(payload: Data) -> Data:
 
 
 def _published(results: list[Data]) -> list[Data]:
-    """Published figures beside the predicted ones, the largest error first, with the ratio's place from ½ to 2."""
+    """Published figures beside the predicted ones, the largest error first; `place` is that of the ratio."""
     rows = [
         {
             "name": f"{result['row']}: {figure['label']}" if figure.get("label") else result["row"],
