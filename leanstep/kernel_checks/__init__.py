@@ -1,4 +1,4 @@
-"""What a GPU would find in a Triton kernel, without one: races, bounds, shared memory, registers, spills."""
+"""Checks of Triton kernels without a GPU: races, bounds, shared memory, registers, spills."""
 
 from leanstep.extras import require
 
