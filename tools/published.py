@@ -37,9 +37,9 @@ import leanstep
 from leanstep.files import BadInput, write_text
 from leanstep.rehearse.cuda_allocator import memory_of
 from leanstep.rehearse.devices import Device, device_named
-from leanstep.rehearse.events import Alloc, Event, Free, Recording, Request, Step
+from leanstep.rehearse.events import Alloc, Event, Free, Recording, Refusal, Request, Step
 from leanstep.rehearse.links import device_of, machine_named
-from leanstep.rehearse.stage import rehearse
+from leanstep.rehearse.stage import RehearsalError, rehearse
 from leanstep.rehearse.time_model import HostCosts, Timing, time_steps
 from leanstep.rehearse.what_if import step_events
 from leanstep.script.marks import spans
@@ -159,7 +159,7 @@ def rehearse_row(row: Row, recordings: Path | None, replay: bool, checkout: Path
     else:
         with speedrun_logs.prepared(row.entries.get("log"), checkout) as script:
             request = replace(row.request, target=str(script)) if script else row.request
-            recording = rehearse(request, quiet=True)
+            recording = _rehearsed(request)
         recorded_by, seconds = engine(), time.monotonic() - started
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +179,14 @@ def rehearse_row(row: Row, recordings: Path | None, replay: bool, checkout: Path
         "digest": row.digest,
         "seconds": round(seconds, 1),
     }
+
+
+def _rehearsed(request: Request) -> Recording:
+    """What was recorded; a rehearsal that fails itself stops its row, not the table."""
+    try:
+        return rehearse(request, quiet=True)
+    except RehearsalError as error:
+        return Recording(request, "", refused=Refusal(None, str(error)), ended="refused")
 
 
 def _stopped(recording: Recording) -> str | None:
