@@ -1,0 +1,121 @@
+"""A Triton kernel for rows of softcapped logits: loss and gradient of all tokens ahead in one launch.
+
+    loss <- sum_k w_k (lse - z_k)      du <- factor (sum_k w_k softmax(z) - sum_k w_k onehot(t_k)) (1 - tanh^2)
+
+z = half tanh(factor u + shift): a sigmoid cap less a constant, which a softmax does not see. z lies within
++-half, so its exponentials need no maximum. One program per row reads the row twice, the second time from the
+cache, and writes its gradient once: over the products, or beside them in 8 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+WARPS = 16
+
+
+@triton.jit
+def _tanh(u):
+    # e^(-2|u|) never overflows.
+    e = tl.exp(-2.0 * tl.abs(u))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(u < 0, -t, t)
+
+
+@triton.jit
+def softcap_rows_kernel(
+    u_ptr, grad_ptr, targets_ptr, weights_ptr, loss_ptr, num_columns, u_stride, grad_stride,
+    factor, shift, half, grad_factor, AHEAD: tl.constexpr, HAS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    u_ptr += row * u_stride
+    weight = 0.0
+    picked = 0.0
+    for k in tl.static_range(AHEAD):
+        w = tl.load(weights_ptr + row * AHEAD + k)
+        target = tl.load(targets_ptr + row * AHEAD + k)
+        picked += w * half * _tanh(tl.load(u_ptr + target).to(tl.float32) * factor + shift)
+        weight += w
+    columns = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        inside = start + columns < num_columns
+        u = tl.load(u_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+        e = tl.exp(half * (_tanh(u * factor + shift) - 1.0))
+        total += tl.where(inside, e, 0.0)
+    lse = half + tl.log(tl.sum(total, 0))
+    tl.store(loss_ptr + row, weight * lse - picked)
+    if HAS_GRAD:
+        # Every thread has read the targets' products before one writes over them.
+        tl.debug_barrier()
+        grad_ptr += row * grad_stride
+        for start in range(0, num_columns, BLOCK):
+            inside = start + columns < num_columns
+            u = tl.load(u_ptr + start + columns, mask=inside, other=0.0).to(tl.float32)
+            t = _tanh(u * factor + shift)
+            dz = weight * tl.exp(half * t - lse)
+            for k in tl.static_range(AHEAD):
+                w = tl.load(weights_ptr + row * AHEAD + k)
+                target = tl.load(targets_ptr + row * AHEAD + k)
+                dz -= tl.where(start + columns == target, w, 0.0)
+            du = dz * (1.0 - t * t) * grad_factor
+            tl.store(grad_ptr + start + columns, du.to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+def softcap_rows(
+    u: Tensor,
+    grad: Tensor | None,
+    targets: Tensor,
+    weights: Tensor,
+    loss: Tensor,
+    softcap: tuple[float, float, float],
+    grad_scale: float = 1.0,
+) -> None:
+    """Losses of rows u [R, V] into `loss` [R], and their gradients / grad_scale into `grad` [R, V].
+
+    Args:
+        grad: may be `u` itself; None: no gradient.
+        targets, weights: [R, K] within the vocabulary; weight 0 where there is none. loss, weights: fp32.
+        softcap: (a, b, c) of a * sigmoid((u + b) / c).
+    """
+    a, b, c = softcap
+    rows, columns = u.shape
+    factor, half = 0.5 / c, 0.5 * a
+    block = min(BLOCK, triton.next_power_of_2(columns))
+    with torch.cuda.device(u.device) if u.is_cuda else contextlib.nullcontext():
+        softcap_rows_kernel[(rows,)](
+            u, u if grad is None else grad, targets, weights, loss, columns, u.stride(0),
+            u.stride(0) if grad is None else grad.stride(0), factor, b * factor, half,
+            half * factor / grad_scale, AHEAD=targets.shape[1], HAS_GRAD=grad is not None, BLOCK=block,
+            num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _entry(suffix: str, grad: str, ahead: int, has_grad: bool) -> dict[str, Any]:
+    constants = {"AHEAD": ahead, "HAS_GRAD": has_grad, "BLOCK": BLOCK}
+    pointers = {"u_ptr": "*bf16", "grad_ptr": grad, "targets_ptr": "*i64", "weights_ptr": "*fp32"}
+    numbers = dict.fromkeys(("num_columns", "u_stride", "grad_stride"), "i64")
+    floats = dict.fromkeys(("factor", "shift", "half", "grad_factor"), "fp32")
+    return {
+        "name": f"softcap_rows{suffix}",
+        "fn": softcap_rows_kernel,
+        "signature": {
+            **pointers, "loss_ptr": "*fp32", **numbers, **floats, **dict.fromkeys(constants, "constexpr")
+        },
+        "constexprs": constants,
+        "num_warps": WARPS,
+        "num_stages": 3,
+    }  # fmt: skip
+
+
+AOT_KERNELS: list[dict] = [
+    _entry("_loss", "*bf16", 1, False),
+    _entry("_in_place", "*bf16", 3, True),
+]
