@@ -2,7 +2,7 @@
 
 Specific to the model are the cap a * sigmoid((u + b) / c) in place of the engine's tanh, the targets ahead
 and their weights. Loss and gradients are formed together, a chunk of rows at a time; no product is computed
-twice. On a GPU one kernel makes losses and gradients of a chunk's products (`head_kernel.py`), and a chunk is as
+twice. On a GPU one kernel makes losses and gradients of a chunk's products (`kernel.py`), and a chunk is as
 tall as an eighth of the device's memory allows; its three products may have operands of 8 bits.
 """
 
@@ -240,9 +240,9 @@ def rows_kernel(hidden: Tensor, head: Tensor, softcap: tuple[float, float, float
     same = hidden.dtype == head.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     if softcap is None or not same or not launches_triton(hidden):
         return None
-    from leanstep.gpt import head_kernel
+    from leanstep.gpt import kernel
 
-    return head_kernel
+    return kernel
 
 
 class _RowsLoss(torch.autograd.Function):

@@ -22,7 +22,8 @@ from leanstep.gpt.banks import BankedGPT, bigram_hash, unbind_bank
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.layers import MLP, Mix, Norm, ResidualMLP, SmearNorm, injections
 from leanstep.gpt.loss import head_loss
-from leanstep.gpt.plain import PLAIN, Operations, Terms
+from leanstep.gpt.mlp import has_kernel
+from leanstep.gpt.plain import FUSED, PLAIN, Operations, Terms
 from leanstep.gpt.projections import AttentionOut, AttentionWeights, HeadShape, attention
 from leanstep.gpt.reference import ReferenceGPT
 from leanstep.logprob.layout import to_device
@@ -143,9 +144,8 @@ class GPT(BankedGPT):
         documents = self._documents(bounds, inputs, plain=run != "functions")
         if run == "functions":
             return self._states(inputs, bigram_ids, documents, FUNCTIONS, self._shapes)
-        if run == "plain":
-            return self._states(inputs, bigram_ids, documents, PLAIN, self._wide_shapes)
-        return _compiled()(self, inputs, bigram_ids, documents)
+        states = _compiled() if run == "compiled" else _plain_states
+        return states(self, inputs, bigram_ids, documents, has_kernel(self.mlp_bank))
 
     def _documents(self, bounds: list[int], inputs: Tensor, *, plain: bool) -> _Documents:
         c, dtype, device, length = self.config, self.embed.dtype, inputs.device, inputs.shape[0]
@@ -393,9 +393,9 @@ class GPT(BankedGPT):
 
 
 def _plain_states(
-    model: GPT, inputs: Tensor, bigram_ids: Tensor | None, documents: _Documents
+    model: GPT, inputs: Tensor, bigram_ids: Tensor | None, documents: _Documents, kernels: bool
 ) -> Tensor:
-    return model._states(inputs, bigram_ids, documents, PLAIN, model._wide_shapes)
+    return model._states(inputs, bigram_ids, documents, FUSED if kernels else PLAIN, model._wide_shapes)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ have no numbers of their own: what a schedule changes comes in as a tensor, so t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from leanstep.gpt.attention import windowed_attention
 from leanstep.gpt.layers import EPS, Number, wide_dtype
-from leanstep.gpt.mlp import squared_relu_mlp
+from leanstep.gpt.mlp import fused_mlp, squared_relu_mlp
 from leanstep.gpt.projections import HeadShape
 
 Terms = list[tuple[Number, Tensor]]
@@ -66,6 +66,14 @@ def mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 def residual_mlp(x: Tensor, resid: Tensor, post: Number, first: Tensor, second: Tensor) -> Tensor:
     return resid * x + post * mlp(x, first, second)
+
+
+def mlp_by_kernels(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return fused_mlp(norm(x), first, second)
+
+
+def residual_mlp_by_kernels(x: Tensor, resid: Tensor, post: Number, first: Tensor, second: Tensor) -> Tensor:
+    return resid * x + post * mlp_by_kernels(x, first, second)
 
 
 def smear_norm(x: Tensor, smear: Tensor, weight: Tensor, closed: Tensor | None) -> Tensor:
@@ -203,3 +211,5 @@ PLAIN = Operations(
     attention_out=attention_out,
     attention_weights=attention_weights,
 )
+# The same where a GPU has the kernels of `mlp.py`.
+FUSED = replace(PLAIN, mlp=mlp_by_kernels, residual_mlp=residual_mlp_by_kernels)

@@ -97,9 +97,7 @@ class Heads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, projected, ve, ve_weight, table, starts, plan: BandPlan, shape: HeadShape
-    ):
+    def forward(ctx, projected, ve, ve_weight, table, starts, plan: BandPlan, shape: HeadShape):
         length, heads, dim, model = projected.shape[0], shape.heads, shape.dim, shape.model
         wide = wide_dtype(projected.dtype)
         qk = projected[:, : 2 * model].to(wide).unflatten(1, (2 * heads, dim))

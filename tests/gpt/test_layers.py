@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from leanstep.gpt import layers
+from leanstep.gpt import mlp
 from leanstep.gpt.attention import Rotary, make_plan
 from leanstep.gpt.layers import MLP, Injections, Mix, Norm, NormLinear, ResidualMLP, SmearNorm
 from leanstep.gpt.projections import AttentionOut, AttentionWeights, Heads, HeadShape
 from leanstep.gpt.reference import norm
+from leanstep.kernel_checks.bfloat16 import exact_bfloat16
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -140,3 +141,34 @@ def test_attention_weights_fold_lambdas_and_gates():
         return tuple(w.square().sum() for w in taken)
 
     assert gradcheck(total, (bank, scales, gates, ve_gates))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relu_squared_inside_the_products_is_no_further_from_float64_than_plain_code(dtype, monkeypatch):
+    kernel = pytest.importorskip("leanstep.gpt.kernel")
+    monkeypatch.setattr(kernel, "TILE", (16, 32, 16))
+    given = [torch.randn(shape).to(dtype).requires_grad_() for shape in ((41, 24), (99, 24), (99, 24))]
+    upstream = torch.randn(41, 24).to(dtype)
+
+    def results(function, inputs):
+        out = function(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, upstream.to(out.dtype))]
+
+    wide = [t.detach().double().requires_grad_() for t in given]
+    with exact_bfloat16():
+        fused = results(mlp.fused_mlp, given)
+    plain, truths = results(mlp.squared_relu_mlp, given), results(mlp.squared_relu_mlp, wide)
+    for a, b, truth in zip(fused, plain, truths, strict=True):
+        error, other = ((x.double() - truth).norm() for x in (a, b))
+        assert error <= 2 * other + 1e-6 * truth.norm()
+    x = torch.tensor([[-1.0], [0.0], [2.0], [torch.nan]])
+    pre, squares = mlp.relu_product(x, torch.ones(1, 1))
+    torch.testing.assert_close(squares, x.relu().square(), equal_nan=True)
+    slope = mlp.relu_product_backward(torch.ones(4, 1), torch.ones(1, 1), pre)
+    torch.testing.assert_close(slope, 2 * x.relu(), equal_nan=True)
+    assert mlp.relu_product(torch.zeros(0, 4), torch.zeros(3, 4))[1].shape == (0, 3)
+
+
+def test_a_cpu_has_no_kernel_for_an_mlp():
+    assert not mlp.has_kernel(torch.zeros(4, 4, dtype=torch.bfloat16))

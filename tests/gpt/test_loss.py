@@ -189,7 +189,7 @@ def eighths(x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def route_of_a_gpu(monkeypatch):
     """Rows of logits through the kernel, interpreted."""
-    kernel = pytest.importorskip("leanstep.gpt.head_kernel")
+    kernel = pytest.importorskip("leanstep.gpt.kernel")
     monkeypatch.setattr(loss, "rows_kernel", lambda hidden, head, softcap: kernel)
     monkeypatch.setattr(kernel, "BLOCK", 64)
 
@@ -227,9 +227,7 @@ def test_a_head_of_8_bits_is_that_of_its_rounded_operands(route_of_a_gpu, monkey
         stored.append(wide)
         grad.copy_(wide.to(grad.dtype))
 
-    monkeypatch.setattr(
-        loss, "rows_kernel", lambda *_: types.SimpleNamespace(softcap_rows=in_float32)
-    )
+    monkeypatch.setattr(loss, "rows_kernel", lambda *_: types.SimpleNamespace(softcap_rows=in_float32))
     hidden, head = (torch.randn(shape).bfloat16().requires_grad_() for shape in ((48, 32), (32, 144)))
     targets = torch.randint(144, (48,))
     found = head_loss(hidden, head, targets, softcap=CAP, float8=True)

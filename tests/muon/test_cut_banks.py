@@ -79,7 +79,9 @@ def on_two_ranks(rank, world_size):
         advance(params, optimizer, STEPS - 1, STEPS, [rank])
         advance(again, other, STEPS - 1, STEPS, [rank])
         ends = [{n: p.detach() for n, p in which.items()} for which in (params, again)]
-        pieces = {n: tuple(optimizer.state[params[n]]["momentum_buffer"].shape) for n in ("attn", "mlp", "wide")}
+        pieces = {
+            n: tuple(optimizer.state[params[n]]["momentum_buffer"].shape) for n in ("attn", "mlp", "wide")
+        }
         text = optimizer.explain()
         refusal = ""
         try:

@@ -1,10 +1,13 @@
-"""A Triton kernel for rows of softcapped logits: loss and gradient of all tokens ahead in one launch.
+"""Triton kernels of the model: rows of softcapped logits, and an MLP's product with relu² in it.
 
+softcap_rows: loss and gradient of all tokens ahead in one launch
     loss <- sum_k w_k (lse - z_k)      du <- factor (sum_k w_k softmax(z) - sum_k w_k onehot(t_k)) (1 - tanh^2)
-
 z = half tanh(factor u + shift): a sigmoid cap less a constant, which a softmax does not see. z lies within
 +-half, so its exponentials need no maximum. One program per row reads the row twice, the second time from the
 cache, and writes its gradient once: over the products, or beside them in 8 bits.
+
+relu_product: a tile of a @ b^T is finished while it is in registers
+    forward     pre <- a b^T, out <- relu(pre)^2          backward     out <- (a b^T) 2 relu(pre)
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from torch import Tensor
 
 BLOCK = 4096
 WARPS = 16
+# Tile of a product (rows, columns, inner), rows of tiles that share operands in the cache, warps, stages.
+TILE = (128, 128, 64)
+GROUP = 8
+TILE_WARPS, TILE_STAGES = 8, 3
 
 
 @triton.jit
@@ -98,7 +105,63 @@ def softcap_rows(
         )  # fmt: skip
 
 
-def _entry(suffix: str, grad: str, ahead: int, has_grad: bool) -> dict[str, Any]:
+@triton.jit
+def relu_product_kernel(
+    a_ptr, b_ptr, pre_ptr, out_ptr, rows, cols, inner, stride_a, stride_b, stride_out,
+    BACKWARD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N)
+    # In groups of rows of tiles, so that neighbours share their operands in the cache.
+    pid, per_group = tl.program_id(0), GROUP * tiles_n
+    first = pid // per_group * GROUP
+    height = min(tiles_m - first, GROUP)
+    row = (first + pid % per_group % height) * BLOCK_M
+    col = pid % per_group // height * BLOCK_N
+    # Rows wrap around at the edge: the loads stay in bounds without a mask, the stores drop the surplus.
+    a_rows = ((row + tl.arange(0, BLOCK_M)) % rows).to(tl.int64)
+    b_rows = ((col + tl.arange(0, BLOCK_N)) % cols).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptr + a_rows[:, None] * stride_a + k[None, :]
+    b_ptrs = b_ptr + b_rows[:, None] * stride_b + k[None, :]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for start in range(0, inner, BLOCK_K):
+        a = tl.load(a_ptrs, mask=k[None, :] < inner - start, other=0.0)
+        b = tl.load(b_ptrs, mask=k[None, :] < inner - start, other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+        a_ptrs += BLOCK_K
+        b_ptrs += BLOCK_K
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    inside = (m[:, None] < rows - row) & (n[None, :] < cols - col)
+    corner = row.to(tl.int64) * stride_out + col
+    offsets = m[:, None] * stride_out + n[None, :]
+    if BACKWARD:
+        pre = tl.load(pre_ptr + corner + offsets, mask=inside, other=0.0).to(tl.float32)
+        value = acc * 2.0 * tl.maximum(pre, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        pre = acc.to(pre_ptr.dtype.element_ty)
+        tl.store(pre_ptr + corner + offsets, pre, mask=inside)
+        # As torch's relu: NaN stays NaN.
+        r = tl.maximum(pre.to(tl.float32), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        value = r * r
+    tl.store(out_ptr + corner + offsets, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def relu_product(a: Tensor, b: Tensor, pre: Tensor, out: Tensor, backward: bool) -> None:
+    """a [M, K], b [N, K], rows contiguous; pre, out [M, N] contiguous. Writes `pre` forward, reads it back."""
+    rows, inner = a.shape
+    cols, (block_m, block_n, block_k) = b.shape[0], TILE
+    tiles = triton.cdiv(rows, block_m) * triton.cdiv(cols, block_n)
+    if tiles:
+        with torch.cuda.device(a.device) if a.is_cuda else contextlib.nullcontext():
+            relu_product_kernel[(tiles,)](
+                a, b, pre, out, rows, cols, inner, a.stride(0), b.stride(0), out.stride(0), BACKWARD=backward,
+                BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP=GROUP,
+                num_warps=TILE_WARPS, num_stages=TILE_STAGES,
+            )  # fmt: skip
+
+
+def _rows_entry(suffix: str, grad: str, ahead: int, has_grad: bool) -> dict[str, Any]:
     constants = {"AHEAD": ahead, "HAS_GRAD": has_grad, "BLOCK": BLOCK}
     pointers = {"u_ptr": "*bf16", "grad_ptr": grad, "targets_ptr": "*i64", "weights_ptr": "*fp32"}
     numbers = dict.fromkeys(("num_columns", "u_stride", "grad_stride"), "i64")
@@ -115,7 +178,29 @@ def _entry(suffix: str, grad: str, ahead: int, has_grad: bool) -> dict[str, Any]
     }  # fmt: skip
 
 
+def _product_entry(suffix: str, backward: bool) -> dict[str, Any]:
+    block_m, block_n, block_k = TILE
+    constants = {
+        "BACKWARD": backward, "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "GROUP": GROUP
+    }  # fmt: skip
+    numbers = ("rows", "cols", "inner", "stride_a", "stride_b", "stride_out")
+    return {
+        "name": f"relu_product{suffix}",
+        "fn": relu_product_kernel,
+        "signature": {
+            **dict.fromkeys(("a_ptr", "b_ptr", "pre_ptr", "out_ptr"), "*bf16"),
+            **dict.fromkeys(numbers, "i32"),
+            **dict.fromkeys(constants, "constexpr"),
+        },
+        "constexprs": constants,
+        "num_warps": TILE_WARPS,
+        "num_stages": TILE_STAGES,
+    }
+
+
 AOT_KERNELS: list[dict] = [
-    _entry("_loss", "*bf16", 1, False),
-    _entry("_in_place", "*bf16", 3, True),
+    _rows_entry("_loss", "*bf16", 1, False),
+    _rows_entry("_in_place", "*bf16", 3, True),
+    _product_entry("", False),
+    _product_entry("_backward", True),
 ]
