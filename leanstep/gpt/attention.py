@@ -249,8 +249,8 @@ class PlanCache:
 
     Args:
         max_bytes: of all plans together; the newest one stays whatever its size.
-        kind: "band" or "flex"; "auto": band on a CPU; on a GPU FlashAttention if it is installed and the dtype
-            has 16 bits, else flex.
+        kind: "band" or "flex"; "auto": band on a CPU; on a GPU FlashAttention if it is installed and the
+            dtype has 16 bits, else flex.
     """
 
     def __init__(self, max_bytes: int = 64 * 2**20, *, kind: str = "auto") -> None:

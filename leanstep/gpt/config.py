@@ -55,8 +55,8 @@ class GPTConfig:
         scalar_multiple: the packed scalars are padded to a multiple of this (the world size).
         respect_docs: keep smear, key offset and bigram within documents (the record lets them cross).
         flat_forward: `build_model` makes the flattened model; False makes the one of modules.
-        float8_head: the head's three products of a training step have operands of 8 bits, on a GPU that has such
-            products (capability 8.9 or newer); elsewhere nothing changes.
+        float8_head: the head's three products of a training step have operands of 8 bits, on a GPU that has
+            such products (capability 8.9 or newer); elsewhere nothing changes.
         dtype: activations, tables and gates. bank_dtype: the two banks (None: like `dtype`).
     """
 

@@ -1,7 +1,8 @@
 """Triton kernels of the model: rows of softcapped logits, and an MLP's product with relu² in it.
 
 softcap_rows: loss and gradient of all tokens ahead in one launch
-    loss <- sum_k w_k (lse - z_k)      du <- factor (sum_k w_k softmax(z) - sum_k w_k onehot(t_k)) (1 - tanh^2)
+    loss <- sum_k w_k (lse - z_k)
+    du   <- factor (1 - tanh^2) (sum_k w_k softmax(z) - sum_k w_k onehot(t_k))
 z = half tanh(factor u + shift): a sigmoid cap less a constant, which a softmax does not see. z lies within
 +-half, so its exponentials need no maximum. One program per row reads the row twice, the second time from the
 cache, and writes its gradient once: over the products, or beside them in 8 bits.
@@ -148,7 +149,7 @@ def relu_product_kernel(
 
 
 def relu_product(a: Tensor, b: Tensor, pre: Tensor, out: Tensor, backward: bool) -> None:
-    """a [M, K], b [N, K], rows contiguous; pre, out [M, N] contiguous. Writes `pre` forward, reads it back."""
+    """a [M, K], b [N, K], rows contiguous; pre, out [M, N] contiguous. Backward reads `pre`."""
     rows, inner = a.shape
     cols, (block_m, block_n, block_k) = b.shape[0], TILE
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(cols, block_n)
@@ -194,7 +195,8 @@ def _product_entry(suffix: str, backward: bool) -> dict[str, Any]:
         },
         "constexprs": constants,
         "num_warps": TILE_WARPS,
-        "num_stages": TILE_STAGES,
+        # What fits into the shared memory of every card in the list of targets.
+        "num_stages": 2,
     }
 
 

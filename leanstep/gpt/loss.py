@@ -46,8 +46,8 @@ def ahead_targets(targets: Tensor, mtp: tuple[float, ...], dtype: torch.dtype) -
 class Operands:
     """Hidden states and weight as a GPU multiplies them: as they are, or in 8 bits, each with a scale.
 
-    In 8 bits (Micikevicius et al., FP8 formats for deep learning) h and w are e4m3, logit gradients e5m2. h and w
-    are divided by the largest of their tensor; the gradients by their largest possible value.
+    In 8 bits h and w are e4m3, logit gradients e5m2. h and w are divided by the largest of their tensor, the
+    gradients by their largest possible value.
     """
 
     hidden: Tensor

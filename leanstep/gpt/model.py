@@ -400,8 +400,8 @@ def _plain_states(
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    # One graph for each shape of a batch and each pair of windows; without fullgraph Dynamo would fall back to
-    # eager code at its limit of graphs.
+    # One graph for each shape of a batch and each pair of windows; without fullgraph Dynamo would run eager
+    # code at its limit of graphs.
     return torch.compile(_plain_states, fullgraph=True, dynamic=False)
 
 

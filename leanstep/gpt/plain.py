@@ -1,8 +1,8 @@
 """The operations of the model as plain tensor code, for a compiler: what a GPU runs.
 
-Each function has the arguments and the result of a hand-written one in `layers.py` or `projections.py`, which a
-CPU runs; `Operations` names both sets. Autograd differentiates these, and Inductor merges their passes. They
-have no numbers of their own: what a schedule changes comes in as a tensor, so that a new value is no new graph.
+Each function has the arguments and the result of a hand-written one in `layers.py` or `projections.py`, which
+a CPU runs; `Operations` names both sets. Autograd differentiates these, and Inductor merges their passes.
+What a schedule changes comes in as a tensor: a new value is no new graph.
 """
 
 # T tokens · H heads · D head size · E = H * D model
@@ -106,7 +106,7 @@ def injections(
 
 
 def turned(x: Tensor, table: Tensor) -> Tensor:
-    """Heads [T, H, D] turned by a table [2, T, h, D/4] of `Rotary.real_table`; its h heads serve groups of h."""
+    """Heads [T, H, D] turned by a table [2, T, h, D/4] of `Rotary.real_table`, each h of them alike."""
     cos, sin = table[:, :, None].unbind(0)
     turning, still = x.unflatten(1, (-1, table.shape[2])).chunk(2, dim=-1)
     even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
@@ -182,7 +182,7 @@ def attention_weights(
     dtype: torch.dtype,
     shapes: list[HeadShape],
 ) -> tuple[Tensor, ...]:
-    """Per layer a projection [shape.rows, E], then per layer an output matrix [E, E]; see `AttentionWeights`."""
+    """Per layer a projection [shape.rows, E], then per layer an output matrix [E, E]: `AttentionWeights`."""
     model = bank.shape[2]
     layer_gates = [None] * len(shapes) if gates is None else gates.unbind(0)
     tables = iter(() if ve_gates is None else ve_gates.unbind(0))

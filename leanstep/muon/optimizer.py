@@ -83,8 +83,8 @@ class NorMuon(torch.optim.Optimizer):
         adam: defaults of the Adam groups: lr (default 0.35 * lr, the record's proportion), betas, eps,
             weight_decay, decay, lr_mul, wd_mul, residual, every, phase.
         mesh: a 1-D DeviceMesh or process group whose ranks share the work on plain tensors: gradients are
-            reduced to the rank that owns a parameter, which steps it and sends the weight to the others. Banks
-            and large tables are cut into a piece for each rank where they can be.
+            reduced to the rank that owns a parameter, which steps it and sends the weight to the others.
+            Banks and large tables are cut into a piece for each rank where they can be.
             None: this rank steps everything (one rank, or DDP). DTensors (FSDP2) bring their own mesh.
         averaged: with `mesh`, gradients are the same on every rank already (DDP): nothing is reduced.
         max_elements: FSDP2 matrices are exchanged in batches of at most this many elements.

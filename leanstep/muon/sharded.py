@@ -5,9 +5,9 @@
     one all-gather brings the new weights to all ranks
 
 Two collectives per dtype however many matrices there are. Parameters are assigned by FLOPs, the same way on
-every rank, without communication. A bank whose matrices the ranks can share evenly, and a large table of Adam's
-likewise by rows, is cut: each rank owns a piece, with two collectives of its own that run beside the steps of
-others. FSDP2's DTensors go through `leanstep.muon.fsdp`.
+every rank, without communication. A bank whose matrices the ranks can share evenly, and likewise a large
+table of Adam's by rows, is cut: each rank owns a piece, with two collectives of its own that run beside the
+steps of others. FSDP2's DTensors go through `leanstep.muon.fsdp`.
 """
 
 from __future__ import annotations

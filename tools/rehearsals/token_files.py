@@ -1,4 +1,4 @@
-"""Token files whose tokens mean nothing, for both rehearsals of record 74: documents of 20 to 2,000 tokens."""
+"""Token files whose tokens mean nothing, for both rehearsals of record 74."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ BOS, TOKENS = 50_256, 1 << 22
 
 
 def write_tokens(folder: Path) -> None:
-    """Two shards `*train*.bin` and one `*val*.bin`."""
+    """Two shards `*train*.bin` and one `*val*.bin`: documents of 20 to 2,000 tokens."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(BOS, (TOKENS,), generator=generator)
     lengths = torch.randint(20, 2000, (TOKENS // 500,), generator=generator)

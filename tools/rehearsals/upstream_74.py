@@ -18,8 +18,8 @@ from token_files import write_tokens
 from leanstep.rehearse import register_cost
 from leanstep.rehearse.events import Kernel
 
-# The engine cuts its steps before a backward pass: backward and update of one step, forward of the next. So each
-# stage has a step more than the two that count, one without Adam's turn and one with it. 967 unties.
+# The engine cuts its steps before a backward pass: backward and update of one step, forward of the next. So
+# each stage has a step more than the two that count, one without Adam's turn and one with it. 967 unties.
 STEPS = (0, 1, 2, 3, 484, 485, 486, 967, 968, 969, 970, 1450, 1451, 1452, 1453)
 CHANGES = (
     ("warmup_steps = sorted(", f"warmup_steps = sorted(set({STEPS})) or ("),
