@@ -71,7 +71,7 @@ $(VENV)/bin/python:
 # torch first and by its pin: a package that asks for plain "torch" then finds it and brings nothing else.
 $(VENV)/.core: $(INPUTS) | $(VENV)/bin/python
 	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(PIP) -e .
+	$(PIP) -e ".[all]"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.core

@@ -1,10 +1,10 @@
 """Find the waste in an LLM training step, replace it with an exact fast path, prove that nothing changed.
 
-The packages: `leanstep.logprob`, `leanstep.objectives`, `leanstep.muon`, `leanstep.lens`, `leanstep.gpt`;
-`leanstep.diagnose` names the lines that waste time or memory, `leanstep.prove` compares the updates that
-scripts make, and `leanstep.update()` captures one. `leanstep.model_logprobs` and
-`leanstep.masked_token_logprobs` score a padded batch. They are imported on use, so that `import leanstep`
-costs nothing.
+Fast paths are in `leanstep.logprob`, `leanstep.objectives`, `leanstep.muon`, `leanstep.lens` and
+`leanstep.gpt`. `leanstep.diagnose` names the lines that waste time or memory, `leanstep.prove` compares the
+updates that scripts make, and `leanstep.update()` captures an update. `leanstep.model_logprobs` and
+`leanstep.masked_token_logprobs` score a padded batch. All of them are imported on first use, so that
+`import leanstep` is cheap.
 """
 
 from __future__ import annotations

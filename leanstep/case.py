@@ -1,11 +1,11 @@
-"""Case and the registry: one reference, its fast paths, its peers, its physical limit, its workloads.
+"""The registry of cases: one reference with its fast paths, peers, physical limit and workloads.
 
-Tests, `prove`, `bench`, `demo`, the README table and the HTML page all read this registry, so a fast path
-is tested, proven and measured from the moment it is registered.
+Tests, `prove`, `bench`, `demo`, the README table and the HTML page all read this registry, so a registered
+fast path is automatically tested, proven and measured.
 
 An implementation is a `build` function: it takes a `Workload` and returns a `step`, a callable without
-arguments that runs the whole thing once (forward and backward) and returns named tensors. Set-up that a
-user would do once (creating an optimizer, unpacking) belongs in `build`; only `step` is timed.
+arguments that runs the computation once (forward and backward) and returns named tensors. One-time setup
+(creating an optimizer, unpacking) belongs in `build`; only `step` is timed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from leanstep.extras import MissingExtra
+
 Kind = Literal["reference", "fast", "peer", "limit"]
 Outputs = dict[str, Tensor]
 Step = Callable[[], Outputs]
 Params = Mapping[str, Any]
 
-# Modules called `cases.py` or `*_cases.py` register cases; they are imported on the first look-up.
+# These modules register cases; they are imported on the first lookup.
 CASE_MODULES = (
     "leanstep.lens.cases",
     "leanstep.objectives.ragged.cases",
@@ -39,16 +41,16 @@ CASE_MODULES = (
 
 @dataclass(frozen=True)
 class Workload:
-    """The inputs of one call: tensors by name, and constants that are not tensors.
+    """Inputs of one call: tensors by name, and constants that are not tensors.
 
-    A tensor called `upstream:NAME` is the gradient that flows into output NAME.
+    A tensor called `upstream:NAME` is the incoming gradient of output NAME.
     """
 
     tensors: dict[str, Tensor]
     constants: dict[str, Any] = field(default_factory=dict)
 
     def cast(self, dtype: torch.dtype) -> Workload:
-        """The same workload with every floating tensor in `dtype`; widening is exact."""
+        """Return the same workload with every floating-point tensor in `dtype`; widening is exact."""
         cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.tensors.items()}
         return Workload(cast, self.constants)
 
@@ -65,12 +67,12 @@ class Implementation:
         name: short, unique within the case: `reference`, `leanstep`, `trl-chunked`, `limit`.
         kind: reference | fast | peer | limit.
         build: Workload -> step. A limit's step may return no tensors; then nothing is compared.
-        requires: modules that must be importable; a missing one makes the row `available: false`.
-        devices: device types it runs on; elsewhere the row is `available: false`.
+        requires: modules that must be importable; otherwise the row is `available: false`.
+        devices: device types it runs on; on others the row is `available: false`.
         unavailable: params -> the reason why this row cannot run at this size, or None.
-        time_scale: the step does 1/time_scale of the workload (a peer that would take hours);
+        time_scale: the step does 1/time_scale of the workload (for a peer that would take hours);
             the reported time is multiplied by it, and `note` must say so.
-        dtypes: the dtypes `prove` checks; None = the case's own.
+        dtypes: the dtypes that `prove` checks; None = those of the case.
         note: one line for the table.
     """
 
@@ -85,16 +87,16 @@ class Implementation:
     note: str = ""
 
     def missing(self, params: Params, device: torch.device | str = "cpu") -> str | None:
-        """Why this implementation cannot run here, or None when it can."""
+        """Return why this implementation cannot run here, or None if it can."""
         kind = torch.device(device).type
         if kind not in self.devices:
             return f"runs on {' and '.join(self.devices)} only, not on {kind}"
         for module in self.requires:
             try:
-                found = importlib.util.find_spec(module) is not None
+                is_installed = importlib.util.find_spec(module) is not None
             except (ImportError, ValueError):
-                found = False
-            if not found:
+                is_installed = False
+            if not is_installed:
                 return f"{module} is not installed"
         return self.unavailable(params) if self.unavailable else None
 
@@ -106,21 +108,21 @@ class Case:
     Args:
         name: as on the command line.
         summary: one sentence.
-        make: (params, dtype, device, generator) -> Workload. All randomness from `generator` (a CPU one).
+        make: (params, dtype, device, generator) -> Workload. All randomness from `generator`, on the CPU.
         implementations: the first is the reference.
         sizes: named parameter sets; `tiny` always exists. Others: `seed`, `cpu`, `gpu`, `large`, `odd`.
-        prove_sizes: the sizes `prove` and the tests walk through.
-        dtypes: what `prove` checks by default.
-        bench_dtype: what `bench` runs in.
-        error_baseline: the plain computation whose own error is the yardstick; None = the reference
-            in the dtype under test. (Polar: the plain bf16 iteration.)
-        truth: build for the fp64 truth when the reference is somebody else's code that cannot run in fp64;
+        prove_sizes: the sizes that `prove` and the tests check.
+        dtypes: the dtypes that `prove` checks by default.
+        bench_dtype: the dtype of `bench`.
+        error_baseline: the plain computation whose error is the baseline; None = the reference in the dtype
+            under test. (Polar: the plain bf16 iteration.)
+        truth: build for the fp64 reference if the reference is third-party code that cannot run in fp64;
             None = the reference.
         floor: absolute term of the bound, relative to the largest |truth| of the tensor.
         drift: (implementation name, seed, steps) -> losses of a tiny training run; for `prove --drift`.
-        annotate: rows by name -> further notes by name, once all rows are measured.
-        default_size: what `bench` runs on a CPU when no --size is given; on a GPU `gpu`, if there is one.
-        truth_size: the size at which `bench` compares with fp64; None = the one it measures. For cases whose
+        annotate: rows by name -> additional notes by name, called when all rows are measured.
+        default_size: the default size of `bench` on a CPU; on a GPU `gpu`, if it exists.
+        truth_size: the size at which `bench` compares with fp64; None = the measured size. For cases whose
             fp64 reference would take minutes.
     """
 
@@ -159,16 +161,16 @@ class Case:
         raise ValueError(f"implementation: {self.name} has no {name!r}; it has {known}")
 
     def size_on(self, device: torch.device | str) -> str:
-        """What `bench` runs on this device when no size is asked for."""
+        """Return the default size of `bench` on this device."""
         return "gpu" if torch.device(device).type == "cuda" and "gpu" in self.sizes else self.default_size
 
     def dtype_on(self, device: torch.device | str) -> torch.dtype:
-        """What `bench` runs in: on a GPU bf16 where the case is proven in it, as people train there."""
+        """Return the dtype of `bench`: bf16 on a GPU if `prove` checks the case in bf16."""
         on_gpu = torch.device(device).type == "cuda"
         return torch.bfloat16 if on_gpu and torch.bfloat16 in self.dtypes else self.bench_dtype
 
     def params(self, size: str, overrides: Params = MappingProxyType({})) -> dict[str, Any]:
-        """The parameters of a named size with some replaced (`--sweep`)."""
+        """Return the parameters of a named size, with some replaced (`--sweep`)."""
         if size not in self.sizes:
             raise ValueError(f"size: {self.name} has no {size!r}; it has {', '.join(self.sizes)}")
         params = dict(self.sizes[size])
@@ -185,7 +187,7 @@ class Case:
 
 
 def limit_of(rows: Mapping[str, Mapping[str, Any]], impl: str) -> Mapping[str, Any] | None:
-    """The measured limit of a row: the one named after it (limit-x for leanstep-x), else the first."""
+    """Return the limit of a row: the one named after it (limit-x for leanstep-x), else the first."""
     limits = [name for name, row in rows.items() if row["kind"] == "limit" and row["median_s"]]
     own = min(limits, key=lambda name: name != impl.replace("leanstep", "limit"), default=None)
     return None if own is None else rows[own]
@@ -194,10 +196,11 @@ def limit_of(rows: Mapping[str, Mapping[str, Any]], impl: str) -> Mapping[str, A
 def with_gradients(
     function: Callable[[dict[str, Tensor], dict[str, Any]], Outputs], wrt: tuple[str, ...]
 ) -> Callable[[Workload], Step]:
-    """Turn a plain forward function into a `build`: forward, backward, outputs and `grad:NAME` returned.
+    """Turn a forward function into a `build` whose step runs forward and backward and returns gradients.
 
-    `function(tensors, constants)` gets fresh leaves (no copy) for the names in `wrt`. Every output that
-    requires grad is differentiated with `upstream:NAME` of the workload, or ones where there is none.
+    `function(tensors, constants)` receives new leaves (no copy) for the names in `wrt`; the step returns the
+    outputs and `grad:NAME`. The incoming gradient of every output that requires grad is `upstream:NAME` of
+    the workload, or ones.
     """
 
     def build(workload: Workload) -> Step:
@@ -226,10 +229,12 @@ def with_gradients(
 
 _REGISTRY: dict[str, Case] = {}
 _loaded = False
+# Why modules of CASE_MODULES were not loaded: the packages of an extra are not installed.
+_left_out: list[str] = []
 
 
 def register(case: Case) -> Case:
-    """Add a case; the name must be new."""
+    """Add a case with a new name to the registry."""
     if case.name in _REGISTRY:
         raise ValueError(f"case: {case.name!r} is registered twice")
     _REGISTRY[case.name] = case
@@ -237,23 +242,26 @@ def register(case: Case) -> Case:
 
 
 def unregister(name: str) -> None:
-    """Take a case out again (tests register deliberately broken ones)."""
+    """Remove a case (tests register deliberately broken ones)."""
     _REGISTRY.pop(name, None)
 
 
 def all_cases() -> dict[str, Case]:
-    """Every registered case by name; imports the packages' `cases.py` on first use."""
+    """Return every registered case by name; imports the packages' `cases.py` on first use."""
     global _loaded
     if not _loaded:
         for module in CASE_MODULES:
             try:
                 present = importlib.util.find_spec(module) is not None
+            except MissingExtra as error:
+                _left_out.append(str(error))
+                present = False
             except ModuleNotFoundError:
-                # A vendored copy may lack a package's folder.
+                # A vendored copy may not contain the package's folder.
                 present = False
             if present:
                 importlib.import_module(module)
-        # Only now: a module that fails to import must fail again on the next look-up, not be left out.
+        # Set only now: a module that fails to import must fail again on the next lookup, not be skipped.
         _loaded = True
     return dict(_REGISTRY)
 
@@ -261,5 +269,6 @@ def all_cases() -> dict[str, Case]:
 def get_case(name: str) -> Case:
     cases = all_cases()
     if name not in cases:
-        raise ValueError(f"case: no case {name!r}; there are {', '.join(sorted(cases))}")
+        left_out = f" (not loaded: {'; '.join(_left_out)})" if _left_out else ""
+        raise ValueError(f"case: no case {name!r}; there are {', '.join(sorted(cases))}{left_out}")
     return cases[name]

@@ -1,6 +1,6 @@
-"""`leanstep`: demo · diagnose · fix · bench · prove · rehearse · train · kernels · gpu-report.
+"""`leanstep`: demo · diagnose · rules · fix · bench · prove · rehearse · train · kernels · gpu-report.
 
-Exit codes: 0 fine; 1 the thing asked about fell short; 2 bad input, with one line and no traceback.
+Exit codes: `leanstep.commands.EXIT_CODES`; bad input is 2, with one line and no traceback.
 The commands' bodies live in `leanstep/commands/`, one module each.
 """
 
@@ -15,6 +15,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from typer.core import TyperGroup
 import leanstep
 from leanstep.commands import BadInput, FellShort
 from leanstep.escape import printable
+from leanstep.extras import MissingExtra
 from leanstep.measure.busy import sleep_while_waiting
 
 SUMMARY = (
@@ -35,6 +37,8 @@ SUMMARY = (
 # memory that was there before it; torch reads them once, when loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# The core needs no numpy; torch says so on every start without it.
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 # command -> (module, attribute); a Typer is mounted as a group. Each is imported only when it is asked for.
 COMMANDS = {
@@ -45,6 +49,7 @@ COMMANDS = {
     "prove": ("leanstep.commands.prove", "prove"),
     "train": ("leanstep.commands.train", "train"),
     "rehearse": ("leanstep.commands.rehearse", "rehearse"),
+    "rules": ("leanstep.commands.rules", "rules"),
     "kernels": ("leanstep.commands.kernels", "kernels"),
     "gpu-report": ("leanstep.commands.kernels", "gpu_report"),
 }
@@ -72,7 +77,7 @@ class _Interrupted(Exception):
 
 
 class _LazyCommands(TyperGroup):
-    """A group that imports a command's module when it is asked for: `leanstep --version` needs no torch."""
+    """A group that imports a command's module when it is asked for: `leanstep --help` needs no torch."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -122,15 +127,26 @@ def _plain_help(command: Any, ctx: Any) -> None:
 app = typer.Typer(
     cls=_LazyCommands,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     context_settings=HELP,
 )
 
 
 def _print_version(value: bool) -> None:
     if value:
-        print(f"leanstep {leanstep.__version__}")
+        print(f"leanstep {leanstep.__version__}, torch {_torch_and_device()}")
         raise typer.Exit
+
+
+def _torch_and_device() -> str:
+    """`2.13.0+cpu, cpu`: what a bug report needs."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return f"cannot be imported ({error})"
+    if not torch.cuda.is_available():
+        return f"{torch.__version__}, cpu"
+    return f"{torch.__version__}, {torch.cuda.get_device_name()}"
 
 
 @app.callback(help=SUMMARY)
@@ -158,7 +174,7 @@ def run(arguments: list[str] | None = None) -> int:
     try:
         result = command.main(args=arguments, prog_name="leanstep", standalone_mode=False)
         return result if isinstance(result, int) else 0
-    except BadInput as error:
+    except (BadInput, MissingExtra) as error:
         return _one_line(str(error), 2)
     except FellShort as error:
         return _one_line(str(error), 1)

@@ -1,15 +1,15 @@
-"""Machine tuning for CPUs, all of it: one job per core, zeros that cost nothing, C++ built once per machine.
+"""CPU tuning: one job per core, lazily allocated zeros, C++ built once per machine.
 
-Jobs. Two threads on one matrix product synchronise after every call; two jobs on one thread each synchronise
-once, at the end. torch releases the interpreter lock inside its operations, so Python threads are enough.
+Jobs. Two threads on one matrix product synchronize after every call; two jobs with one thread each
+synchronize once, at the end. torch releases the GIL inside its operations, so Python threads are enough.
 
-Zeros. torch.zeros writes every page; memory straight from the system is zero already, and takes up no more
-pages than are written.
+Zeros. torch.zeros writes every page. Memory mapped from the system is already zero and uses only the pages
+that are written.
 
-C++. A source file is compiled on first use, in a second or two. The library stays in the user's cache, named
-after source, compiler, flags and processor, beside its sha256: a file that is damaged, or that somebody else
-could have written, is never loaded. `LEANSTEP_NATIVE=0` keeps every path in torch; so does a machine
-without a compiler.
+C++. A source file is compiled on first use, in a second or two. The library is stored in the user's cache,
+named after source, compiler, flags and processor, next to its sha256. A damaged file, or one that another
+user could have written, is never loaded. With `LEANSTEP_NATIVE=0`, or without a compiler, every path uses
+torch.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-# OpenMP's name for it: threads end, not only rest.
+# OpenMP's omp_pause_hard: threads end instead of idling.
 OMP_PAUSE_HARD = 2
 
-# Called with the number of its worker: scratch memory may be kept per worker.
+# Called with the index of its worker, which may have its own scratch memory.
 Job = Callable[[int], None]
 
 
 def is_watched() -> bool:
-    """Whether a profiler or a dispatch mode is on: they see the calling thread only."""
+    """Return whether a profiler or a dispatch mode is active; they see only the calling thread."""
     return torch.autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
 
 
 class _OneThreadEach:
-    """torch works with one thread per operation while at least one block is open, in any Python thread.
+    """Limits torch to one thread per operation while at least one block is open, in any Python thread.
 
-    The count is process-wide, so the first block saves it and the last one restores it: two calls that
-    overlap must not take each other's single thread for the user's setting.
+    The thread count is process-wide, so the first block saves it and the last one restores it: overlapping
+    calls must not mistake each other's single thread for the user's setting.
     """
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class _OneThreadEach:
                     torch.set_num_threads(self.saved)
 
     def forget(self) -> None:
-        """In a forked child: the threads that held the lock or a block do not exist here.
+        """Reset in a forked child, where the threads that held the lock or a block do not exist.
 
-        The child keeps the single thread it was forked with: OpenMP's workers did not survive either.
+        The child keeps the single thread it was forked with: OpenMP's workers do not exist either.
         """
         self.lock, self.open_blocks = threading.Lock(), 0
 
@@ -87,18 +87,18 @@ if hasattr(os, "register_at_fork"):
 
 
 def one_thread_each() -> contextlib.AbstractContextManager[None]:
-    """torch works with one thread per operation inside this block.
+    """Limit torch to one thread per operation inside this block.
 
-    Around calls of `run_on_cores` and what lies between them: a thread that torch wakes there for a vector
-    operation spins for milliseconds after it (libgomp), on a core of the next call.
+    Use it around several calls of `run_on_cores`: a thread that torch uses for an operation between them
+    spins for milliseconds afterwards (libgomp), on a core that the next call needs.
     """
     return _one_thread_each.block()
 
 
 def end_idle_threads() -> None:
-    """End OpenMP's workers that have nothing to do; the next parallel operation starts new ones.
+    """End idle OpenMP workers; the next parallel operation starts new ones.
 
-    Before a fork: the child has none of them, and GNU's library would wait for them there for ever.
+    Call it before a fork: the workers do not exist in the child, where libgomp would wait for them forever.
     """
     for library in _gnu_openmp():
         if hasattr(library, "omp_pause_resource_all"):
@@ -107,7 +107,7 @@ def end_idle_threads() -> None:
 
 @functools.cache
 def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
-    """The loaded copies of GNU's OpenMP (torch and others bring one); other runtimes survive a fork."""
+    """Return the loaded copies of libgomp (torch and others include one); other runtimes survive a fork."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -118,21 +118,21 @@ def _gnu_openmp() -> tuple[ctypes.CDLL, ...]:
 
 
 def num_threads() -> int:
-    """torch's thread count as the user set it, also while `run_on_cores` is at work in another thread."""
+    """Return torch's thread count as the user set it, even while `run_on_cores` runs in another thread."""
     with _one_thread_each.lock:
         return _one_thread_each.saved if _one_thread_each.open_blocks else torch.get_num_threads()
 
 
 def run_on_cores(jobs: Sequence[Job], cores: int) -> None:
-    """Run every job once on `cores` workers, in the order of the list, with one thread per torch operation.
+    """Run every job once on `cores` workers, in list order, with one thread per torch operation.
 
     Equivalent to:
         for index, job in enumerate(jobs):
             job(index % cores)
 
-    While a profiler or dispatch mode watches this thread the jobs do run like that, in a row on this thread
-    and with one thread per operation: same bits, and the scratch of every worker is seen. Workers inherit
-    inference mode; grad mode is off. The first error stops the jobs that have not begun and is raised here.
+    While a profiler or dispatch mode is active the jobs run exactly like that, in sequence on this thread and
+    with one thread per operation: same bits, and the scratch of every worker is recorded. Workers inherit
+    inference mode; grad mode is off. The first error stops the jobs that have not started and is raised here.
     """
     watched, inference = is_watched(), torch.is_inference_mode_enabled()
     lock = threading.Lock()
@@ -140,10 +140,10 @@ def run_on_cores(jobs: Sequence[Job], cores: int) -> None:
     failures: list[BaseException] = []
 
     def work(worker: int) -> None:
-        # A new thread has OpenMP's and MKL's own counts until torch is told there: its first products would
-        # run on all cores beside those of the other workers.
+        # A new thread starts with the default counts of OpenMP and MKL: without this call its first products
+        # would run on all cores, concurrently with the other workers.
         torch.set_num_threads(1)
-        # Grad mode and inference mode belong to a thread; a new one has neither of the caller's.
+        # Grad mode and inference mode are per thread; a new thread does not inherit the caller's.
         with torch.inference_mode(inference), torch.no_grad():
             while not failures:
                 with lock:
@@ -168,7 +168,7 @@ def run_on_cores(jobs: Sequence[Job], cores: int) -> None:
 
 @functools.cache
 def cpu_bfloat16_speedup() -> float:
-    """How many times faster this CPU multiplies bfloat16 than float32 (measured once, some milliseconds)."""
+    """Return the speed of bfloat16 products relative to float32 on this CPU (measured once, milliseconds)."""
     side, times = 256, {}
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.ones(side, side, dtype=dtype)
@@ -177,7 +177,7 @@ def cpu_bfloat16_speedup() -> float:
             begin = time.perf_counter()
             torch.mm(x, x)
             elapsed = time.perf_counter() - begin
-            # The first call builds the primitive; a CPU that emulates bfloat16 is recognised by then.
+            # The first call builds the primitive; it is enough to recognize a CPU that emulates bfloat16.
             best = min(best, elapsed) if trial else best
             if trial == 0 and elapsed > 0.05:
                 best = elapsed
@@ -187,9 +187,9 @@ def cpu_bfloat16_speedup() -> float:
 
 
 def cache_folder() -> Path:
-    """Where leanstep keeps what is worth making once per machine: `LEANSTEP_CACHE`, or the user's cache.
+    """Return the folder of leanstep's per-machine cache: `LEANSTEP_CACHE`, or the user's cache.
 
-    Where that cannot be written, a folder of this user's under the temporary one.
+    If that is not writable, a private folder in the temporary directory.
     """
     override = os.environ.get("LEANSTEP_CACHE")
     if override:
@@ -201,8 +201,8 @@ def cache_folder() -> Path:
 
 
 def can_write(folder: Path) -> bool:
-    """Whether this user can make or fill the folder, judged by the nearest one that exists."""
-    # os.access: Path.exists raises where a folder on the way may not be entered.
+    """Return whether this user can create or write the folder, judged by the nearest existing parent."""
+    # os.access: Path.exists raises if a parent folder is not accessible.
     while not os.access(folder, os.F_OK) and folder != folder.parent:
         folder = folder.parent
     return os.access(folder, os.W_OK)
@@ -218,26 +218,26 @@ def _temporary_cache() -> Path:
     return Path(tempfile.mkdtemp(prefix="leanstep-cache-"))
 
 
-# Below this torch's allocator has the pages at hand.
+# Below this size torch's allocator reuses pages that it already has.
 LAZY_BYTES = 4 << 20
 
 
 def sparse_zeros(like: Tensor) -> Tensor:
-    """Contiguous zeros of the same shape, of which few will be written.
+    """Return contiguous zeros of the same shape, of which only a few will be written.
 
     Equivalent to:
         zeros = torch.zeros_like(like, memory_format=torch.contiguous_format)
 
-    Large ones on a CPU come as pages that the system fills in at their first touch: a [V, D] gradient with a
-    hundredth of its rows written costs about a hundredth. While a profiler or dispatch mode watches, torch
-    makes them, so that their bytes are counted.
+    On a CPU, large tensors use pages that the system allocates at the first write: a [V, D] gradient with a
+    hundredth of its rows written costs about a hundredth. While a profiler or dispatch mode is active, torch
+    allocates the tensor, so that its bytes are counted.
     """
     num_bytes = like.numel() * like.element_size()
     plain = like.device.type != "cpu" or not has_memory(like) or is_watched()
     if plain or num_bytes < LAZY_BYTES or not hasattr(mmap, "MAP_ANONYMOUS"):
         return torch.zeros_like(like, memory_format=torch.contiguous_format)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # The tensor keeps the mapping alive, and its end unmaps it.
+    # The tensor references the mapping, which is unmapped when the tensor is freed.
     return torch.frombuffer(pages, dtype=like.dtype).view(like.shape)
 
 
@@ -250,7 +250,7 @@ BASE_FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
-# The first set that compiles is used: vector functions of glibc, else plain ones.
+# The first set that compiles is used: glibc's vector functions if available, else scalar ones.
 FLAG_SETS = (
     ("-march=native", "-fopenmp-simd", "-lmvec", "-lm"),
     ("-march=native", "-fopenmp-simd", "-lm"),
@@ -259,23 +259,23 @@ FLAG_SETS = (
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether `data_ptr` leads to the values: not while tracing, planning or transforming."""
+    """Return whether `data_ptr` points to the values: False while tracing, planning or transforming."""
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(tensor)
     return plain and not torch.compiler.is_compiling()
 
 
 def native_wanted() -> bool:
-    """Whether the user allows code that is not torch's."""
+    """Return whether the user allows native code (`LEANSTEP_NATIVE`)."""
     return os.environ.get("LEANSTEP_NATIVE", "1") != "0"
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler of this machine: `CXX`, else c++, g++ or clang++; None where there is none."""
+    """Return the C++ compiler of this machine: `CXX`, else c++, g++ or clang++; None if there is none."""
     return shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 def load_library(source: Path, declare: Callable[[ctypes.CDLL], None] | None = None) -> ctypes.CDLL | str:
-    """The library built from a C++ file, or the reason why there is none; `declare` types its functions."""
+    """Return the library built from a C++ file, or why that failed; `declare` types its functions."""
     return _load(source, declare) if native_wanted() else "LEANSTEP_NATIVE is 0"
 
 
@@ -291,24 +291,24 @@ def _load(source: Path, declare: Callable[[ctypes.CDLL], None] | None) -> ctypes
 
 
 def build_library(source: Path, flag_sets: Sequence[Sequence[str]] | None = None) -> Path:
-    """The shared library for this source, these flags, this compiler and this processor.
+    """Build or reuse the shared library for this source, these flags, this compiler and this processor.
 
     Args:
         source: a C++ file.
-        flag_sets: what follows the source on the compiler's command line; the first set that compiles is
-            used. None: fast arithmetic for this processor.
+        flag_sets: compiler arguments after the source; the first set that compiles is used. None: fast
+            arithmetic for this processor.
 
-    Raises OSError with one line where it cannot be built. A cache that cannot be written, or that others can
-    write, is passed over for a private temporary folder.
+    Raises OSError with a one-line message if the build fails. If the cache is not writable, or if others can
+    write it, a private temporary folder is used instead.
     """
     compiler = find_compiler()
     if compiler is None:
         raise OSError("no C++ compiler (c++, g++ or clang++) found")
     commands = [[*BASE_FLAGS, *extra] for extra in FLAG_SETS] if flag_sets is None else list(flag_sets)
-    # A home folder may be shared by machines: code for one processor must not reach another.
-    made_of = f"{source.read_text(encoding='utf-8')}{compiler}{commands}{_processor()}"
-    name = f"{source.parent.name}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    # A folder of its own: the cache itself may be one that a group shares.
+    # Machines may share a home folder: code for one processor must not be loaded on another.
+    content = f"{source.read_text(encoding='utf-8')}{compiler}{commands}{_processor()}"
+    name = f"{source.parent.name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
+    # A subfolder: a group of users may share the cache itself.
     folder = cache_folder() / "native"
     target = folder / name
     if _is_intact(target):
@@ -329,18 +329,18 @@ def _compile(compiler: str, source: Path, commands: Sequence[Sequence[str]], tar
     for flags in commands:
         handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(handle)
-        made = Path(name)
+        built = Path(name)
         try:
-            # Libraries follow the file that needs them, other flags may stand anywhere.
+            # Libraries must follow the file that needs them; the position of other flags does not matter.
             command = [compiler, str(source), "-o", name, *flags]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
-                made.chmod(0o700)
-                _write_digest(made, target)
-                made.replace(target)
+                built.chmod(0o700)
+                _write_digest(built, target)
+                built.replace(target)
                 return target
         finally:
-            made.unlink(missing_ok=True)
+            built.unlink(missing_ok=True)
         said = (done.stderr.strip().splitlines() or ["no message"])[0]
     raise OSError(f"{compiler} failed: {said}")
 
@@ -349,18 +349,18 @@ def _digest_of(library: Path) -> Path:
     return library.with_suffix(".sha256")
 
 
-def _write_digest(made: Path, target: Path) -> None:
-    """The digest goes first: a library without its own digest beside it is built again, not loaded."""
+def _write_digest(built: Path, target: Path) -> None:
+    """Write the digest before the library: a library without a matching digest is rebuilt, not loaded."""
     handle, name = tempfile.mkstemp(suffix=".sha256", dir=target.parent)
     with os.fdopen(handle, "w") as file:
-        file.write(hashlib.sha256(made.read_bytes()).hexdigest())
+        file.write(hashlib.sha256(built.read_bytes()).hexdigest())
     Path(name).replace(_digest_of(target))
 
 
 def _is_intact(library: Path) -> bool:
-    """Whether the file is the one that was built, byte for byte, and only this user could have changed it.
+    """Return whether the file is byte for byte the one that was built and only this user can change it.
 
-    A truncated library does not fail to load: it kills the process with a bus error at its first use.
+    A truncated library loads, but its first use ends the process with a bus error.
     """
     try:
         if not (_is_private(library) and _is_private(library.parent)):
@@ -372,7 +372,7 @@ def _is_intact(library: Path) -> bool:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether this user (or root) owns the path and nobody else may write it; always so on Windows."""
+    """Return whether this user (or root) owns the path and no other user may write it; True on Windows."""
     if not hasattr(os, "getuid"):
         return True
     status = path.stat()

@@ -1,4 +1,4 @@
-"""Write a file whole or not at all, and say in one line why it could not be written."""
+"""Write files atomically, with a one-line error if that fails."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _DESCRIPTOR = re.compile(r"/dev/(stdout|stderr|fd/\d+)$|/proc/(self|\d+)/fd/\d+$
 
 
 class BadInput(Exception):
-    """The caller's mistake: one line that names the argument, what came and what is expected. Exit code 2."""
+    """Invalid input: one line that names the argument, its value and what is expected. Exit code 2."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: a temporary file beside it, fsync, rename, fsync of the folder.
+    """Replace `path` by `data`: temporary file in the same folder, fsync, rename, fsync of the folder.
 
-    After a crash the file holds its old content or the new, never a part. A full disk or an interrupt leaves
-    no temporary file; `kill -9` may leave one named `.NAME.PID-TOKEN.partial`.
+    After a crash the file has its old or its new content, never a part. A full disk or an interrupt leaves no
+    temporary file; `kill -9` may leave one named `.NAME.PID-TOKEN.partial`.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
@@ -31,7 +31,7 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        # A script keeps its x bit.
+        # Preserve the mode, such as a script's executable bit.
         with contextlib.suppress(OSError):
             temporary.chmod(path.stat().st_mode)
         temporary.replace(path)
@@ -45,8 +45,8 @@ def write_atomically(path: Path, data: bytes) -> None:
 def write_output(path: Path, data: bytes) -> None:
     """Write a file that the user named.
 
-    A regular file is replaced whole. A symbolic link stays: its target is replaced. A device, a FIFO and what
-    a descriptor of this process is open on are written through.
+    A regular file is replaced atomically. The target of a symbolic link is replaced, the link remains.
+    Devices, FIFOs and files behind a descriptor of this process are written directly.
     """
     if is_written_through(path):
         with path.open("ab", buffering=0) as file:
@@ -56,25 +56,25 @@ def write_output(path: Path, data: bytes) -> None:
 
 
 def is_written_through(path: Path) -> bool:
-    """Whether `path` is no regular file, or one that /dev/stdout or /dev/fd/N names."""
+    """Return whether `path` is not a regular file, or is named by /dev/stdout or /dev/fd/N."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return True
     except OSError:
         return False
-    # What the shell opened (`> log`) must not be replaced under its descriptor.
+    # A file that the shell opened (`> log`) must not be replaced while its descriptor is in use.
     return _DESCRIPTOR.match(str(path.absolute())) is not None
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:
-    """A pipe may take less than it is given."""
+    """Write all of `data`; a pipe may accept only a part per call."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) or 0 :]
 
 
 def write_text(path: str | Path, text: str, argument: str = "output") -> None:
-    """`write_output` of UTF-8 text; a failure becomes a `BadInput` that names `argument`."""
+    """Write UTF-8 text with `write_output`; raise a `BadInput` that names `argument` on failure."""
     target = Path(path)
     try:
         write_output(target, text.encode())
@@ -85,7 +85,7 @@ def write_text(path: str | Path, text: str, argument: str = "output") -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename durable. Some platforms cannot open a folder; there the rename itself must do."""
+    """Make a rename durable; does nothing on platforms that cannot open a folder."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -97,7 +97,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON can hold it: NaN and infinity become None, keys become text, tuples lists."""
+    """Convert `value` for JSON: NaN and infinity become None, keys become strings, tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,19 +1,19 @@
-"""What a training step multiplies, and its share of a device's peak: one count and one convention for MFU.
+"""FLOPs of a training step and MFU, with one convention for all commands.
 
 `diagnose`, the trainer callbacks and `rehearse` count with the functions below and report the same MFU:
 
-- A product of [m, k] and [k, n] counts 2mkn, in whatever op it happens: matmul, attention, grouped product,
-  convolution. Elementwise work and reductions count nothing.
-- Fused attention counts the pairs of query and key that its mask leaves: T(T + 1) / 2 under a causal mask.
-- A mixture of experts counts the tokens that its experts got.
-- The numerator is the model's forward and backward (`StepFlops.model`). What is computed a second time
-  (checkpoints, the scores of a fused attention backward, logits that a tiled head makes again) is
-  `recomputed`; what an optimizer multiplies is `optimizer`. Neither is in the numerator.
-- Each product is held against the peak of its own operand type.
+- A product of [m, k] and [k, n] counts 2mkn in any op: matmul, attention, grouped product, convolution.
+  Elementwise work and reductions count zero.
+- Fused attention counts the pairs of query and key that its mask allows: T(T + 1) / 2 under a causal mask.
+- A mixture of experts counts the tokens that its experts receive.
+- The numerator is the model's forward and backward (`StepFlops.model`). Recomputation (checkpoints, the
+  scores of a fused attention backward, logits that a tiled head computes again) is `recomputed`; products of
+  the optimizer are `optimizer`. Neither is in the numerator.
+- Each product is compared with the peak of its own operand type.
 
 `torch.utils.flop_counter` agrees on matmuls and plain convolutions. It counts the full square of causal
 attention, the repeated scores of its backward, and the weight gradient of a grouped convolution `groups`
-times, so the formulas are written out here. Only shapes are looked at; torch is not imported.
+times, so the formulas are written out here. They use only shapes; torch is not imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from leanstep.units import seconds as in_words
 
 PARTS = ("forward", "backward", "recompute", "optimizer")
 
-# Matmul -> positions of its two factors.
+# Matmul -> argument positions of its two factors.
 MATMULS = {
     "mm": (0, 1),
     "bmm": (0, 1),
@@ -63,9 +63,9 @@ class MatmulSizes(NamedTuple):
 
 
 def matmul_sizes(name: str, a: Sequence[int], b: Sequence[int]) -> MatmulSizes:
-    """Sizes of a matmul or grouped product from the shapes of its factors.
+    """Return the sizes of a matmul or grouped product from the shapes of its factors.
 
-    In a grouped product of which one factor has two dimensions, the groups share its rows or columns.
+    If one factor of a grouped product has two dimensions, the groups share its rows or columns.
     """
     inner = a[-1]
     if name == "linear":
@@ -75,7 +75,7 @@ def matmul_sizes(name: str, a: Sequence[int], b: Sequence[int]) -> MatmulSizes:
 
 
 def num_pairs(queries: int, keys: int, causal: bool, window: int | None = None) -> int:
-    """Pairs of query and key under a mask: row i sees keys 0 to i, at most window + 1 of them."""
+    """Return the pairs of query and key under a mask: row i sees keys 0 to i, at most window + 1 of them."""
     if not causal:
         return queries * keys
     reach = keys if window is None else min(keys, window + 1)
@@ -84,14 +84,14 @@ def num_pairs(queries: int, keys: int, causal: bool, window: int | None = None) 
 
 
 class AttentionFlops(NamedTuple):
-    """FLOPs of the model, and those of the scores that a fused backward computes a second time."""
+    """FLOPs of the model, and of the scores that a fused backward recomputes."""
 
     model: float
     repeated: float
 
 
 def attention_flops(pairs: float, score_dim: int, value_dim: int, *, backward: bool) -> AttentionFlops:
-    """FLOPs of fused attention. pairs: of query and key, over all heads and sequences."""
+    """Return the FLOPs of fused attention. pairs: query-key pairs over all heads and sequences."""
     scores, mixed = 2 * pairs * score_dim, 2 * pairs * value_dim
     if backward:
         return AttentionFlops(2 * (scores + mixed), scores)
@@ -99,9 +99,9 @@ def attention_flops(pairs: float, score_dim: int, value_dim: int, *, backward: b
 
 
 def convolution_flops(positions: int, weight: Sequence[int]) -> int:
-    """FLOPs of a convolution, or of one gradient of it.
+    """Return the FLOPs of a convolution, or of one of its gradients.
 
-    positions: elements of the output (of a transposed convolution: of the input); each meets one filter.
+    positions: elements of the output (for a transposed convolution, of the input); each uses one filter.
     """
     return 2 * positions * (math.prod(weight) // max(1, weight[0]))
 
@@ -111,7 +111,7 @@ def convolution_flops(positions: int, weight: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Counted:
-    """FLOPs of one call by the type of its factors; `repeated` of them a forward has done before."""
+    """FLOPs of one call and the dtype of its factors; `repeated` of them repeat work of the forward."""
 
     dtype: Any
     flops: int
@@ -122,9 +122,9 @@ CountCall = Callable[[tuple[Any, ...], "dict[str, Any] | None", Any], "Counted |
 
 
 def counter_of(schema: Any) -> CountCall | None:
-    """A function (args, kwargs, outputs) -> Counted for an op; None for an op that multiplies nothing.
+    """Return a function (args, kwargs, outputs) -> Counted for an op; None for an op without products.
 
-    schema: of an ATen op. Arguments may be real, meta or fake tensors.
+    schema: schema of an ATen op. Arguments may be real, meta or fake tensors.
     """
     namespace, _, name = schema.name.partition("::")
     if namespace != "aten":
@@ -163,7 +163,7 @@ class FusedProducts:
         return cls("convolution", name, places) if name in CONVOLUTIONS else None
 
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, outs: Any) -> Counted | None:
-        """None where only the device knows: attention over packed sequences of any length."""
+        """Count a call; None for attention over packed sequences, whose lengths only the device knows."""
         arguments = _Arguments(self.places, args, kwargs)
         if self.kind == "attention":
             return self._attention(arguments)
@@ -193,13 +193,13 @@ class FusedProducts:
             grid = arguments["input"]
         elif self.backward:
             grid = arguments["grad_output"]
-        # One product forward, and one for each of the two gradients.
+        # One product in the forward, and one per gradient.
         products = sum(arguments["output_mask"][:2]) if self.backward else 1
         return Counted(weight.dtype, products * convolution_flops(grid.numel(), weight.shape))
 
 
 class _Arguments:
-    """A call's arguments by their names in the schema; None for one that was left out."""
+    """A call's arguments by their names in the schema; None for omitted ones."""
 
     __slots__ = ("args", "kwargs", "places")
 
@@ -215,9 +215,9 @@ class _Arguments:
 
 
 def operand_type(dtype: Any, tf32: bool = False) -> str:
-    """What a product's peak is looked up by: "bfloat16", ..., "float8" for all of them, "tf32" if it is used.
+    """Return the key of a product's peak: "bfloat16", ..., "float8" for all float8 types, "tf32" if used.
 
-    dtype: of torch, or its name. tf32: float32 products may use TF32.
+    dtype: a torch dtype or its name. tf32: float32 products may use TF32.
     """
     name = str(dtype).removeprefix("torch.")
     if name.startswith("float8"):
@@ -236,10 +236,10 @@ class StepFlops:
 
     @classmethod
     def of(cls, products: Mapping[tuple[str, str], int]) -> StepFlops:
-        """From the FLOPs of a step by (one of PARTS, operand type).
+        """Build from the FLOPs of a step by (one of PARTS, operand type).
 
-        The backward of a product is two of its size. What a backward of the user's own multiplies beyond
-        twice the forward was there before: it counts as recomputed.
+        The backward of a product is two products of its size. If a custom backward multiplies more than twice
+        the forward, the excess counts as recomputed.
         """
         parts: dict[str, dict[str, int]] = {part: {} for part in PARTS}
         for (part, name), flops in products.items():
@@ -269,7 +269,7 @@ class StepFlops:
         return self.model + sum(self.recomputed.values()) + sum(self.optimizer.values())
 
     def seconds_at(self, peak: Callable[[str], float] | float) -> float:
-        """Seconds of the model's products at a peak in FLOP/s: by operand type, or one figure for all."""
+        """Return the seconds of the model's products at a peak in FLOP/s, by operand type or one for all."""
         if callable(peak):
             return sum(count / peak(name) for name, count in self.by_type.items())
         return self.model / peak
@@ -278,14 +278,14 @@ class StepFlops:
 def utilisation(
     flops: StepFlops, seconds: float, peak: Callable[[str], float] | float, device: str = "the device"
 ) -> float:
-    """MFU: the model's share of what the device could have multiplied in the time of the step, 0 to 1.
+    """Return the MFU, 0 to 1: the model's share of the FLOPs that the device could do in the step's time.
 
     Args:
-        seconds: of one whole, unrecorded step.
+        seconds: duration of one whole, unrecorded step.
         peak: FLOP/s by operand type (`leanstep.rehearse.devices.device_named("h100").flops`), or one figure.
 
     Raises:
-        ValueError: above 1, with what was counted: a device does not exceed its peak.
+        ValueError: if the result exceeds 1, with the counted FLOPs: a device cannot exceed its peak.
     """
     if not seconds > 0:
         raise ValueError(f"seconds: expected the time of one step, got {seconds!r}")
@@ -293,6 +293,6 @@ def utilisation(
     if share > 1:
         raise ValueError(
             f"mfu: {flops.model:.3g} FLOPs in {in_words(seconds)} are {share:.0%} of the peak of {device}: "
-            "the time is not that of a whole step, or the device is another one"
+            "the time is not that of a whole step, or the device is not this one"
         )
     return share

@@ -1,4 +1,4 @@
-"""Checks of tensors that a caller supplies to be written: before the first write, and without a host read."""
+"""Checks of output tensors that a caller supplies, before the first write and without a host read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def check_output_buffer(
     device: torch.device,
     inputs: Iterable[Tensor | None] = (),
 ) -> None:
-    """Refuse a buffer that a write would resize, or whose memory holds anything else that the call uses.
+    """Raise for a buffer that a write would resize, or that shares memory with another tensor of the call.
 
-    torch resizes `out=` of another shape, and writes beyond the end of a view while it does so.
+    torch resizes an `out=` tensor of the wrong shape and then writes beyond the end of a view.
     """
     if not isinstance(buffer, Tensor) or buffer.layout != torch.strided:
         got = f"a {buffer.layout} tensor" if isinstance(buffer, Tensor) else type(buffer).__name__
@@ -30,13 +30,13 @@ def check_output_buffer(
     if buffer.device != device:
         raise ValueError(f"{name}: expected device {device}, got {buffer.device}")
     if has_shared_elements(buffer):
-        raise ValueError(f"{name}: expected memory for each element, got strides {buffer.stride()}")
+        raise ValueError(f"{name}: expected separate memory per element, got strides {buffer.stride()}")
     if any(tensor is not None and share_memory(buffer, tensor) for tensor in inputs):
         raise ValueError(f"{name}: expected memory that no input uses, got a tensor that overlaps one")
 
 
 def has_shared_elements(tensor: Tensor) -> bool:
-    """Whether two indices of a tensor may name the same memory (expanded or overlapping views)."""
+    """Return whether two indices of a tensor may share memory (expanded or overlapping views)."""
     dims = zip(tensor.stride(), tensor.shape, strict=True)
     reach = 0
     for stride, size in sorted(dim for dim in dims if dim[1] > 1):
@@ -47,7 +47,7 @@ def has_shared_elements(tensor: Tensor) -> bool:
 
 
 def share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the spans of two tensors, from their first element to their last, overlap in one storage."""
+    """Return whether the spans of two tensors, first to last element, overlap in one storage."""
     if a.layout != torch.strided or b.layout != torch.strided or not a.numel() or not b.numel():
         return False
     if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
@@ -58,7 +58,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _byte_span(tensor: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-    """Offsets in the storage of a tensor's first byte and of the one after its last."""
+    """Return the storage offsets of a tensor's first byte and of the byte after its last."""
     first = tensor.storage_offset() * tensor.element_size()
     reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return first, first + (reach + 1) * tensor.element_size()

@@ -1,11 +1,11 @@
-"""pytest: a test that fails when a training step wastes more than it may.
+"""pytest plugin: fail a test if a training step exceeds its budget of waste.
 
     def test_step(leanstep):
         with leanstep.budget(host_reads=0, op_storms=0, peak_mib=512):
             step()
 
-or, for the whole body, `@pytest.mark.leanstep(host_reads=0)`. What is over budget is shown with its line and
-its fix. pytest loads this file in every run: nothing but pytest is imported until a test asks for a budget.
+or, for the whole test, `@pytest.mark.leanstep(host_reads=0)`. The failure shows each line over budget with
+its fix. pytest loads this file in every run: only pytest is imported until a test uses a budget.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-_MARKER = "leanstep(host_reads=, op_storms=, peak_mib=, rules={id: lines}): what the test's step may waste"
-# Threads of progress bars, queues and timeouts: none of them computes.
+_MARKER = "leanstep(host_reads=, op_storms=, peak_mib=, rules={id: lines}): budget of the test's step"
+# Threads of progress bars, queues and timeouts, which do not compute.
 _IDLE_THREADS = ("tqdm", "QueueFeeder", "TMonitor", "pymp", "pytest_timeout")
 MIB = 2**20
 
@@ -38,20 +38,20 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     try:
         budget = Leanstep().budget(*marker.args, **marker.kwargs)
     except TypeError:
-        given = [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
-        raise _refused(f"expected keywords of the mark {_MARKER}; got {', '.join(given)}") from None
+        options = [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
+        raise _refused(f"expected keywords of the mark {_MARKER}; got {', '.join(options)}") from None
     with budget:
         return (yield)
 
 
 @pytest.fixture
 def leanstep() -> Leanstep:
-    """`leanstep.budget(...)`: what a block may waste."""
+    """Provide `leanstep.budget(...)`, which limits the waste of a block."""
     return Leanstep()
 
 
 class Leanstep:
-    """What the fixture hands to a test."""
+    """The object that the fixture provides."""
 
     def budget(
         self,
@@ -61,38 +61,50 @@ class Leanstep:
         peak_mib: float | None = None,
         rules: Mapping[str, int] | None = None,
     ) -> Budget:
-        """Record a block as one training step, and fail the test where it wastes more than it may.
+        """Record a block as one training step, and fail the test if it exceeds the budget.
 
         Args:
             host_reads: reads of a device value by the host, in the whole block.
             op_storms: lines that repeat a tiny op.
-            peak_mib: memory above what was there when the block began, in MiB.
-            rules: rule of `leanstep diagnose` -> lines that may have it, such as {"dead-rows": 0}.
+            peak_mib: memory above the level at the start of the block, in MiB.
+            rules: rule of `leanstep diagnose` -> number of lines that may break it, such as {"dead-rows": 0}.
 
-        A line that says `# leanstep: allow host-sync` is not counted. On the CPU the peak comes from torch's
+        What is not given comes from [tool.leanstep.budgets] in pyproject.toml. A line that says
+        `# leanstep: ignore[host-sync]` is not counted. On the CPU the peak comes from torch's
         profiler, of which there is one per process.
         """
-        return Budget(host_reads, op_storms, peak_mib, dict(rules or {}))
+        passed = {"host_reads": host_reads, "op_storms": op_storms, "peak_mib": peak_mib}
+        limits = {**_configured(), **{name: value for name, value in passed.items() if value is not None}}
+        return Budget(limits, dict(rules or {}))
+
+
+def _configured() -> dict[str, float]:
+    """The budgets in pyproject.toml."""
+    from leanstep.config import read_config
+    from leanstep.files import BadInput
+
+    try:
+        return read_config().budgets
+    except BadInput as error:
+        raise _refused(str(error)) from None
 
 
 class Budget:
-    """A block and what it may waste. Afterwards `spent` has the figures and `findings` the lines."""
+    """A block and its budget. On exit `spent` has the figures and `findings` the lines."""
 
-    def __init__(
-        self, host_reads: int | None, op_storms: int | None, peak_mib: float | None, rules: dict[str, int]
-    ) -> None:
+    def __init__(self, limits: dict[str, float], rules: dict[str, int]) -> None:
         self.limits: dict[str, float] = {}
         self.spent: dict[str, float] = {}
         self.findings: list[Any] = []
-        given = {"host_reads": host_reads, "op_storms": op_storms, "peak_mib": peak_mib}
-        for name, value in (*given.items(), *rules.items()):
-            if value is None:
-                continue
+        for name, value in (*limits.items(), *rules.items()):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                 raise _refused(f"{name}: expected a number >= 0, got {value!r}")
             self.limits[name] = value
         if not self.limits:
-            raise _refused("nothing to hold: give host_reads=, op_storms=, peak_mib= or rules=")
+            raise _refused(
+                "empty budget: pass host_reads=, op_storms=, peak_mib= or rules=, or set "
+                "[tool.leanstep.budgets] in pyproject.toml"
+            )
         if rules:
             from leanstep.diagnose.step_records import RULE_IDS
 
@@ -107,20 +119,20 @@ class Budget:
 
         self._stack = ExitStack()
         self._watch = Watch(steps=1, warmup=0)
-        # The block is one step, however many optimizers step in it.
+        # The block is one step, even if several optimizers step in it.
         self._watch.boundary = "explicit"
         profiles = "peak_mib" in self.limits
         if profiles and torch.autograd._profiler_enabled():
             raise _refused(
-                "peak_mib: a torch profiler is already running and a process has only one; "
-                "leave peak_mib out, or take the profiler off the block"
+                "peak_mib: a torch profiler is already running, and only one can run per process; "
+                "omit peak_mib, or stop the profiler around the block"
             )
         try:
             self._stack.enter_context(self._watch)
         except RuntimeError:
             raise _refused(
                 "another recording is running in this process (a budget inside a budget, tests in "
-                "threads, or leanstep diagnose): there can be one at a time"
+                "threads, or leanstep diagnose): only one can run at a time"
             ) from None
         self._threads: list[str] = []
         self._stack.enter_context(_noticed_threads(self._threads))
@@ -161,8 +173,7 @@ class Budget:
         from leanstep.diagnose import rules
         from leanstep.diagnose.outputs import gate
 
-        found = rules.find(self._watch.steps)
-        self.findings, _ = gate.without_allowed(found)
+        self.findings, _ = gate.without_ignored(rules.find(self._watch.steps))
         for name in self.limits:
             if name == "peak_mib":
                 self.spent[name] = self._peak_bytes() / MIB
@@ -200,7 +211,7 @@ class Budget:
         return "\n".join(lines)
 
     def _held_lines(self, most: int = 3) -> list[str]:
-        """The lines that keep most memory for the backward, and the advice where a rule knows the case."""
+        """Return the lines that hold the most memory for the backward, and the advice of a rule if any."""
         from leanstep.script.lines import Line, short_path
         from leanstep.units import size
 
@@ -220,12 +231,13 @@ class Budget:
 
 
 _LESS_MEMORY = (
-    "Fewer samples per backward (accumulate gradients), torch.utils.checkpoint on the layers that hold most."
+    "Use fewer samples per backward (accumulate gradients), or torch.utils.checkpoint on the layers "
+    "that hold most."
 )
 
 
 class _noticed_threads:
-    """Fills `names` with the threads that begin inside the block. `threading`'s own hook, put back after."""
+    """Adds the threads that start inside the block to `names`, with `threading`'s profile hook."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names

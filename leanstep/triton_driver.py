@@ -1,7 +1,7 @@
-"""Whether Triton can launch kernels on this machine's GPU.
+"""Check whether Triton can launch kernels on this machine's GPU.
 
-Triton builds a module in C when its driver starts. That takes a C compiler and Python's headers, which slim
-containers do not have; the error would come out of the first launch.
+Triton builds a C module when its driver starts. That needs a C compiler and Python's headers, which slim
+containers do not have; without this check the first launch would fail.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 
 @functools.cache
 def can_launch() -> bool:
-    """Whether Triton is installed and its driver starts; warns once where it is and does not.
+    """Return whether Triton is installed and its driver starts; warn once if it is installed but does not.
 
-    Without a GPU nothing is launched, so the answer is that of the installation alone: plans and the
-    interpreter use the kernels' modules there.
+    Without a GPU nothing is launched, so the result only says whether Triton is installed: plans and the
+    interpreter use the kernel modules there.
     """
     if importlib.util.find_spec("triton") is None:
         return False
@@ -32,7 +32,7 @@ def can_launch() -> bool:
     except Exception as problem:
         reason = str(problem).strip().splitlines() or [type(problem).__name__]
         warnings.warn(
-            f"Triton cannot launch kernels here, leanstep uses torch's own operations, which are slower "
+            f"Triton cannot launch kernels here, leanstep uses torch operations, which are slower "
             f"({reason[0]}); expected a C compiler and Python's headers (gcc, python3-dev)",
             RuntimeWarning,
             stacklevel=2,

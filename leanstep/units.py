@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Format numbers with units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def seconds(value: float | None) -> str:
 
 
 def about(value: float) -> str:
-    """12 s, 1.2 ms, 45 µs: an estimate in seconds, with no more figures than it deserves."""
+    """12 s, 1.2 ms, 45 µs: an estimate in seconds, with two significant figures."""
     for factor, unit in ((1.0, "s"), (1e-3, "ms")):
         if value >= factor:
             return f"{_two_figures(value / factor)} {unit}"
@@ -22,7 +22,7 @@ def about(value: float) -> str:
 
 
 def about_range(low: float, high: float) -> str:
-    """1.2–45 ms: an estimate between two numbers of seconds, in one unit."""
+    """1.2–45 ms: a range of estimates in seconds, in one unit."""
     factor, unit = (1e-3, "ms") if high >= 1e-3 else (1e-6, "µs")
     return f"{_two_figures(low / factor)}–{_two_figures(high / factor)} {unit}"
 
@@ -32,14 +32,14 @@ def _two_figures(value: float) -> str:
 
 
 def ms(value: float) -> str:
-    """1,234 ms, 12.3 ms, 456 µs: a predicted number of milliseconds, to be compared with others."""
+    """1,234 ms, 12.3 ms, 456 µs: predicted milliseconds, for comparison with others."""
     if value >= 100:
         return f"{value:,.0f} ms"
     return f"{value:.1f} ms" if value >= 1 else f"{value * 1e3:.0f} µs"
 
 
 def duration(value: float) -> str:
-    """141 s, 27 min 41 s: how long a person waited."""
+    """141 s, 27 min 41 s: a waiting time."""
     minutes, rest = divmod(round(value), 60)
     return f"{round(value)} s" if value < 180 else f"{minutes} min {rest} s"
 
@@ -57,7 +57,7 @@ def size(num_bytes: float | None) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """58.14 GiB, 3.4 MiB: a share of a device's memory, close to its limit perhaps."""
+    """58.14 GiB, 3.4 MiB: with enough digits to compare with a device's memory."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -79,7 +79,7 @@ def small(value: float | None) -> str:
 
 
 def memory_change(value: float) -> tuple[str, str]:
-    """A memory ratio in words: ("4.2×", "less peak memory"), ("1.3×", "more ..."), ("≈", "the same ...")."""
+    """Describe a memory ratio: ("4.2×", "less peak memory"), ("1.3×", "more ..."), ("≈", "the same ...")."""
     if 0.93 <= value <= 1.07:
         return "≈", "the same peak memory"
     return (ratio(value), "less peak memory") if value > 1 else (ratio(1 / value), "more peak memory")

@@ -1,4 +1,4 @@
-"""House rules of the test-suite: seeds, poisoned memory, a device fixture, ranks that cannot hang."""
+"""Settings of the test suite: seeds, poisoned memory, a device fixture, ranks that cannot hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 # Workers of pytest-xdist are told a width of 80, and output would be folded to it.
 os.environ.pop("COLUMNS", None)
-# Inductor's cache is not keyed by this: what was compiled for AVX-512 gives NaN in a run for AVX2.
+# Inductor's cache key does not include this: code compiled for AVX-512 gives NaN in a run for AVX2.
 if _capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     _cache = f"leanstep-inductor-{os.getuid() if hasattr(os, 'getuid') else 0}-{_capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/{_cache}")
@@ -36,7 +36,7 @@ TEST_DEVICE = os.environ["LEANSTEP_TEST_DEVICE"]
 PRETENDED = TEST_DEVICE == "pretended"
 if PRETENDED:
     pretended_cuda.install()
-# A busy machine is no failure: examples have no time limit. No database: a checkout may be read-only.
+# Examples have no time limit, because a machine may be busy. No database: a checkout may be read-only.
 settings.register_profile("suite", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
 
@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"LEANSTEP_TEST_DEVICE: expected a device that is here, got {TEST_DEVICE!r}; "
             f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no CUDA device; "
-            "docs/gpu.md says which driver it wants"
+            "docs/gpu.md says which driver it needs"
         )
 
 

@@ -19,8 +19,8 @@ from typing import Any
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
     """Run `function(rank, world_size, *args)` on every rank; return the values in rank order.
 
-    The function must stand at the top level of its module. Values must be picklable (send tensors back as
-    numpy arrays or plain tensors). A rank that raises, dies or is not done after `timeout` seconds fails.
+    The function must be defined at the top level of its module. Values must be picklable (return tensors as
+    numpy arrays or plain tensors). A rank that raises, exits or is not done after `timeout` seconds fails.
     """
     # Ranks are forked from a server that has done nothing but import torch: that import costs two seconds of
     # a core, more than most of these tests. The server's environment is the one of the first call.

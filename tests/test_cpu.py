@@ -1,4 +1,4 @@
-"""Jobs run once each and give torch's threads back; C++ is built once per machine and loaded only intact."""
+"""Jobs run once each and restore torch's threads; C++ is built once per machine and loaded only if intact."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_overlapping_calls_from_two_threads_give_the_threads_back():
         other = threading.Thread(target=lambda: run_on_cores([outer], 1))
         other.start()
         assert first_in.wait(20)
-        # The first call ends while the second is at work, the second then ends last.
+        # The first call ends while the second is running; the second ends last.
         run_on_cores([inner, lambda _core: other.join(20)], 1)
         assert seen == [2] and torch.get_num_threads() == 2 and num_threads() == 2
     finally:
@@ -166,7 +166,7 @@ def test_a_child_forked_inside_a_call_can_run_jobs():
         os._exit(0 if done == [1, 1, 1] else 1)
 
     def job(_core):
-        # The worst moment: another thread holds the lock of the thread count.
+        # The worst case: another thread holds the lock of the thread count.
         with cpu._one_thread_each.lock:
             children.append(multiprocessing.get_context("fork").Process(target=child))
             children[-1].start()
@@ -205,7 +205,7 @@ def test_a_child_that_was_forked_after_parallel_work_works_in_parallel():
 
 
 def test_workers_multiply_with_one_thread_from_their_first_product_on():
-    """OpenMP's count belongs to a thread, and torch sets it only where it is asked: a product does not."""
+    """OpenMP's thread count is per thread, and torch sets it only on request: a product does not."""
     omp = next((library for library in cpu._gnu_openmp() if "torch" in library._name), None)
     if omp is None:
         pytest.skip("torch brought no OpenMP of GNU's along")
@@ -245,16 +245,16 @@ def test_inference_mode_reaches_every_core():
 
 
 def test_a_profiler_sees_the_memory_of_every_core():
-    kept, watched = {}, []
+    scratch, watched = {}, []
 
     def job(core):
-        if core not in kept:
-            kept[core] = torch.empty(1 << 18)
+        if core not in scratch:
+            scratch[core] = torch.empty(1 << 18)
 
     def step():
         watched.append(is_watched())
         run_on_cores([job] * 4, 2)
-        kept.clear()
+        scratch.clear()
         return {}
 
     assert measure_peak(step, {}).peak_bytes == 2 * 4 * (1 << 18)

@@ -1,4 +1,4 @@
-"""Text of strangers reaches a terminal, Markdown and a runner only as text."""
+"""Untrusted text appears on a terminal, in Markdown and in a runner's log only as text."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ SCRIPT = SCRIPTS / "multiplying.py"
 
 
 def expected_flops(sizes: dict[str, int]) -> StepFlops:
-    """By hand: linear layers, causal attention, what is computed again, the optimizer."""
+    """Count by hand: linear layers, causal attention, recomputation, the optimizer."""
     width, blocks, vocab = sizes["WIDTH"], sizes["BLOCKS"], sizes["VOCAB"]
     tokens, length = sizes["BATCH"] * sizes["LENGTH"], sizes["LENGTH"]
     first, head = 2 * tokens * width * width, 2 * tokens * width * vocab
     linears = 2 * tokens * width * (3 + 1 + 4 + 4) * width
     scores = 2 * sizes["BATCH"] * width * length * (length + 1) // 2
     block = linears + 2 * scores
-    # A checkpoint stops when all that was saved is there again: the last product is not needed.
+    # Recomputation stops when all saved tensors exist again: the last product is not needed.
     again = block - 2 * tokens * 4 * width * width
     matrices = [(width, width), (vocab, width)]
     matrices += blocks * [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]

@@ -16,7 +16,7 @@ def test_no_case_breaks_the_rule(family):
 
 
 def trial(fast):
-    """sum(x^2) of small numbers, plainly and by `fast`."""
+    """Compare sum(x^2) of small numbers in plain torch and with `fast`."""
     leaves = {"x": torch.linspace(0.1, 1.0, 7, dtype=torch.float64)}
     plain = lambda t: {"loss": t["x"].square().sum()}  # noqa: E731
     return fuzz.Trial(leaves, fast, plain, torch.float32, "squares")

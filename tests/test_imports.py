@@ -1,4 +1,4 @@
-"""Imports go one way; a fast-path folder needs a few single files of the package at most: a copy works."""
+"""Imports go one way; a fast-path folder imports only a few other files, so that it can be copied."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ PACKAGE = Path(__file__).parent.parent / "leanstep"
 FAST_PATHS = ("lens", "logprob", "objectives", "muon", "gpt")
 # folder -> what it may import from leanstep besides itself. `*cases.py` may also import leanstep.case.
 ALLOWED = {
-    "lens": {"cpu", "triton_driver"},
+    "lens": {"cpu", "extras", "triton_driver"},
     "logprob": {"cpu", "output_buffers", "triton_driver"},
     "objectives": {"logprob", "cpu"},
     "muon": {"cpu", "output_buffers", "triton_driver"},
-    "gpt": {"muon", "logprob", "cpu", "triton_driver"},
-    "measure": {"case", "cpu", "script"},
-    "kernel_checks": {"measure"},
-    "diagnose": {"script", "flops", "files", "units", "escape"},
+    "gpt": {"muon", "logprob", "cpu", "extras", "triton_driver"},
+    "measure": {"case", "cpu", "script", "extras"},
+    "kernel_checks": {"measure", "extras"},
+    "diagnose": {"script", "flops", "files", "units", "escape", "extras"},
     "prove": {"units", "measure", "diagnose", "script", "files", "cpu"},
     # The user's script: runs below every command that watches it.
     "script": {"files", "cpu", "escape", "units"},
-    "fix": {"diagnose", "prove", "script", "files"},
-    "report": {"escape", "measure", "diagnose", "rehearse", "case", "files", "units"},
-    "recipes": {"lens", "logprob", "muon", "gpt", "files"},
+    "fix": {"diagnose", "prove", "script", "files", "extras"},
+    "report": {"escape", "measure", "diagnose", "rehearse", "case", "files", "units", "extras"},
+    "recipes": {"lens", "logprob", "muon", "gpt", "files", "extras"},
     # A rehearsal may run a registered case or a fast path in place of the program's own, and reports as
     # everything else does.
     "rehearse": {
@@ -60,7 +60,7 @@ ALLOWED = {
 
 def leanstep_imports(path: Path) -> set[str]:
     """First-level leanstep modules that a file imports, anywhere in it."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):
@@ -69,8 +69,8 @@ def leanstep_imports(path: Path) -> set[str]:
             names = [node.module]
             if node.module == "leanstep":
                 names = [f"leanstep.{alias.name}" for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("leanstep.")}
-    return found - {"__version__"}
+        modules |= {name.split(".")[1] for name in names if name.startswith("leanstep.")}
+    return modules - {"__version__"}
 
 
 @pytest.mark.parametrize("folder", [f for f in ALLOWED if (PACKAGE / f).is_dir()])

@@ -38,7 +38,7 @@ WRONG = {
     "a transposed shape": (lambda w: torch.zeros(8, 40), "expected shape (40, 8), got (8, 40)"),
     "integers": (lambda w: torch.zeros(40, 8, dtype=torch.int64), "expected a floating-point tensor"),
     "another device": (lambda w: torch.zeros(40, 8, device="meta"), "expected device cpu, got meta"),
-    "an expanded row": (lambda w: torch.zeros(8).expand(40, 8), "memory for each element"),
+    "an expanded row": (lambda w: torch.zeros(8).expand(40, 8), "separate memory per element"),
     "the weight itself": (lambda w: w.detach(), "overlaps"),
     "sparse": (lambda w: torch.zeros(40, 8).to_sparse(), "expected a dense tensor"),
     "no tensor": (lambda w: [0.0], "expected a dense tensor, got list"),

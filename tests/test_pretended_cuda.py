@@ -1,4 +1,4 @@
-"""What goes wrong on the host of a machine with a GPU, found on one that only says it has one."""
+"""Host-side errors of a machine with a GPU, tested on a machine that only pretends to have one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The pretended machine, in a process whose sync debugging nobody has used yet."""
+    """The pretended machine, in a process that has not used sync debugging yet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: pretended_cuda.state.mode)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", pretended_cuda.set_sync_debug_mode)
@@ -62,7 +62,7 @@ def test_documented_indexes_have_the_pinned_torch():
     """torch 2.13 is built for CUDA 12.6, 13.0 and newer; there is no index cu128 with it."""
     pages = ("Makefile", "docs/gpu.md", ".github/workflows/gpu.yml")
     named = {page: re.findall(r"whl/(cu\d+)", (ROOT / page).read_text(encoding="utf-8")) for page in pages}
-    assert all(named.values()) and {index for found in named.values() for index in found} <= {
+    assert all(named.values()) and {index for indexes in named.values() for index in indexes} <= {
         "cu126",
         "cu130",
     }

@@ -1,4 +1,4 @@
-"""The pytest plugin, run by pytest in a process of its own, as a user's project would load it."""
+"""The pytest plugin, run by pytest in a separate process, as a user's project would load it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_two_steps_are_one_block(leanstep):
 
 def test_allowed_line(leanstep):
     with leanstep.budget(host_reads=0):
-        model(x).sum().item()  # leanstep: allow host-sync
+        model(x).sum().item()  # leanstep: ignore[host-sync]
 
 
 def test_storm(leanstep):
@@ -187,17 +187,17 @@ def test_nothing_stays_behind():
             "    do: Write the loop as tensor ops*",
             "leanstep.budget: peak_mib *, at most 1",
             "  test_waste.py:*: * held for the backward",
-            "    do: Fewer samples per backward*",
+            "    do: Use fewer samples per backward*",
             "leanstep.budget: host-sync 1, at most 0",
             '*KeyError: "the test\'s own"',
         ]
     )
-    # What a process has only once is refused in one line, like a budget that says nothing.
+    # Resources that exist once per process, and empty budgets, are refused in one line.
     refusals = [
         "peak_mib: a torch profiler is already running",
         "another recording is running in this process",
         "other threads ran inside the block (loader): their ops are not counted",
-        "nothing to hold",
+        "empty budget",
         "host_reads: expected a number >= 0, got -1",
         "rules: unknown rule 'host-reads'; expected some of host-sync",
         "expected keywords of the mark leanstep(host_reads=",
@@ -207,7 +207,7 @@ def test_nothing_stays_behind():
 
 
 def test_under_xdist(run):
-    """A worker is a process of its own, and its reports say the same."""
+    """A worker is a separate process, and its reports are the same."""
     pytest.importorskip("xdist")
     result = run(
         STEP

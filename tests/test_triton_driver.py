@@ -1,4 +1,4 @@
-"""Where Triton's driver cannot be built, torch's own operations run and one warning says why."""
+"""If Triton's driver cannot be built, torch operations run and one warning says why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """A machine with a GPU, an empty cache of Triton's and nothing found out yet."""
+    """A machine with a GPU, an empty Triton cache and no cached result of `can_launch`."""
     cached = (triton_driver.can_launch, passes._triton, passes.row_kernels, transpose.triton_kernels)
     for function in cached:
         function.cache_clear()

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formatted numbers."""
 
 from __future__ import annotations
 

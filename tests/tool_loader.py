@@ -1,4 +1,4 @@
-"""Tools are scripts beside the package: loaded by path, under a name of their own."""
+"""Load tools, which are scripts outside the package, by path and under their own names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOOLS = Path(__file__).parents[1] / "tools"
 
 
 def load_tool(name: str) -> ModuleType:
-    """The module of `tools/NAME.py`."""
+    """Return the module of `tools/NAME.py`."""
     spec = importlib.util.spec_from_file_location(f"leanstep_tools_{name}", TOOLS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""A small case for testing the house itself: a log-sum-exp, one right fast path and several broken ones."""
+"""A small case for testing the measurements: a log-sum-exp, a correct fast path and several broken ones."""
 
 from __future__ import annotations
 

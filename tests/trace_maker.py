@@ -1,4 +1,4 @@
-"""Small traces: of scripts run here under torch.profiler, and of a GPU, made by hand."""
+"""Small traces: of scripts run under torch.profiler, and hand-written ones of a GPU."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def profiled(script: Path, out: Path, num_steps: int = 3) -> Path:
 
 
 class GpuTrace:
-    """Events of a host thread and of a device's stream; times in microseconds."""
+    """Builds events of a host thread and of a device's stream; times in microseconds."""
 
     def __init__(self, vendor: str = "cuda") -> None:
         self.vendor, self.events, self.links = vendor, [], 0

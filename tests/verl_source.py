@@ -1,4 +1,4 @@
-"""verl's own functions, from its source: the package itself imports a cluster's worth of dependencies."""
+"""Load verl's functions from its source: importing the package needs many dependencies."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import pytest
 import torch
 
 
-def verl_functions(path: str, names: list[str], **given: Any) -> SimpleNamespace:
-    """The functions `names` of a file of verl, without their decorators; `given` is what they find there.
+def verl_functions(path: str, names: list[str], **globals_: Any) -> SimpleNamespace:
+    """Return the functions `names` of a file of verl, without decorators; `globals_` extend their namespace.
 
-    Skips the test where verl is not installed.
+    Skips the test if verl is not installed.
     """
-    found = importlib.util.find_spec("verl")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("verl")
+    if spec is None or spec.origin is None:
         pytest.skip("verl is not installed")
-    file = Path(found.origin).parent / path
-    space = {"torch": torch, "math": math, "Optional": Optional, "Any": Any, **given}
+    file = Path(spec.origin).parent / path
+    space = {"torch": torch, "math": math, "Optional": Optional, "Any": Any, **globals_}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef) and node.name in names:
             node.decorator_list = []

@@ -2,6 +2,7 @@
 
     python tools/readme.py                 # measure every line, write results/ and the tables
     python tools/readme.py polar sft-step  # only these cases
+    python tools/readme.py --screens       # run only the commands whose output the README shows
     python tools/readme.py --render        # the tables again from results/, nothing is measured
 
 Each case gives one result file with the command that repeats it and the roofline of its rows, measured in the
@@ -11,6 +12,7 @@ same run. A test renders the tables again from the committed files.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import subprocess
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -28,6 +31,8 @@ from roofline import roofline_s
 
 from leanstep import units
 from leanstep.case import Case, get_case, limit_of
+from leanstep.commands.terminal import coloured
+from leanstep.escape import clip
 from leanstep.files import BadInput, write_text
 from leanstep.measure.side_by_side import run_bench
 
@@ -47,40 +52,28 @@ class Line(NamedTuple):
     also: tuple[str, str] | None = None
 
 
-# The README's table: at most eight lines.
+# The README's table: at most five lines.
 README_LINES = (
-    Line("logprob-linear", "cpu", "log-probs and entropy of a quarter of the rows, LM head included"),
-    Line("logprob-logits", "cpu", "log-probs and entropy from existing logits"),
-    Line(
-        "lens-loss",
-        "seed",
-        "controller objective, 39 pairs of 1,831 entries; the whole call is 39–59 times as fast as the "
-        "seed's own commit ([megacontext.md](docs/megacontext.md)); plain code of this row: per-entry "
-        "loops with `.item()` of an older commit",
-        also=("eager", "eager autograd"),
-    ),
-    Line(
-        "muon-step",
-        "seed",
-        "NorMuon step in bfloat16, as `auto` picks on this CPU, 12 of 768 × 3072 and 48 of 768 × 768",
-        "leanstep-bf16",
-    ),
-    Line("transpose-add", "cpu", "add a transposed 768 × 50,304 gradient"),
-    Line("bank-access", "cpu", "weights of 11 layers out of a bank, and back"),
-    Line("grpo-step", "cpu", "GRPO step in TRL, Qwen's vocabulary, 25 % completion tokens"),
-    Line("sft-step", "cpu", "supervised step in transformers, Qwen's vocabulary"),
+    Line("logprob-linear", "cpu", "log-probs and entropy of 25 % of the rows, LM head included"),
+    Line("sft-step", "cpu", "supervised step in transformers"),
+    Line("grpo-step", "cpu", "GRPO step in TRL, 25 % completion tokens"),
+    Line("muon-step", "seed", "NorMuon step, 60 matrices, bfloat16", "leanstep-bf16"),
+    Line("lens-loss", "seed", "controller loss, loops of an older MegaContext", also=("eager", "eager ops")),
 )
-# The table of docs/measuring.md: all others.
+# The table of docs/measuring.md: the README's lines and these.
 MORE_LINES = (
-    Line("logprob-linear", "cpu", "the first line of the README, logits recomputed", "leanstep-recompute"),
+    Line("logprob-linear", "cpu", "the first line, logits recomputed", "leanstep-recompute"),
+    Line("logprob-logits", "cpu", "log-probs and entropy from existing logits"),
     Line("policy-loss", "cpu", "the whole policy objective on those rows"),
     Line("lens-step", "cpu", "training step with a controller"),
     Line("pair-loss", "cpu", "Bradley-Terry over 39 ragged groups"),
     Line("polar", "cpu", "Polar Express in float32, 768 × 3072"),
     Line("polar", "cpu", "the same in bfloat16, as `auto` picks on this CPU", "leanstep-bf16"),
     Line("polar", "square", "Polar Express in float32, 768 × 768"),
-    Line("muon-step", "seed", "NorMuon step of the README in float32"),
+    Line("muon-step", "seed", "the NorMuon step in float32"),
     Line("transpose-copy", "cpu", "copy a 768 × 50,304 matrix transposed"),
+    Line("transpose-add", "cpu", "add a transposed 768 × 50,304 gradient"),
+    Line("bank-access", "cpu", "weights of 11 layers out of a bank, and back"),
     Line("gpt-step", "tiny", "training step of the small GPT"),
 )
 # The table of docs/objectives.md.
@@ -88,13 +81,16 @@ OBJECTIVE_LINES = (
     Line("distill", "cpu", "JSD to a wider teacher's head, V = 32,000, a quarter of 2,048 rows"),
     Line("distill", "all", "the same, all of 1,024 rows"),
     Line("dpo", "cpu", "DPO with a reference head, a quarter of 2,048 positions are completions"),
-    Line("masked-head", "cpu", "replayed sampling masks, V = 151,936, mean 8 ids a row"),
+    Line("masked-head", "cpu", "replayed sampling masks, V = 151,936, mean 8 ids per row"),
 )
 LINES = (*README_LINES, *MORE_LINES, *OBJECTIVE_LINES)
 PAGES = ("README.md", "docs/measuring.md", "docs/objectives.md")
-# The script whose diagnosis the README shows.
+# The commands whose output the README shows: one as a picture, one as text.
 SCREEN_SCRIPT = "examples/rl/before.py"
-_BLOCK = re.compile(r"(<!-- ((?:\w+-)?figures|screen):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL)
+DIAGNOSE = f"leanstep diagnose {SCREEN_SCRIPT}"
+REHEARSE = f"leanstep rehearse {SCREEN_SCRIPT} --device h100"
+PICTURE = "docs/diagnose.svg"
+_BLOCK = re.compile(r"(<!-- ((?:\w+-)?figures|verdict):begin -->\n)(.*?)(<!-- \2:end -->)", re.DOTALL)
 
 Data = dict[str, Any]
 
@@ -111,10 +107,8 @@ def measure(cases: Collection[str], budget_s: float) -> None:
         shown = result.to_json()
         impls = [line.impl for line in LINES if (line.case, line.size) == (name, size)]
         command = f"leanstep bench {name} --size {size}"
-        rooflines = {impl: found for impl in impls if (found := roofline(case, size, impl, shown["rows"]))}
+        rooflines = {impl: least for impl in impls if (least := roofline(case, size, impl, shown["rows"]))}
         write_result(ROOT, f"bench-{name}-{size}", command, shown, roofline_s=rooflines)
-    command = f"leanstep diagnose {SCREEN_SCRIPT}"
-    write_result(ROOT, "diagnose-rl-before", command, diagnose_screen(ROOT))
 
 
 def roofline(case: Case, size: str, impl: str, rows: Sequence[Data]) -> float | None:
@@ -140,14 +134,29 @@ def write_result(root: Path, name: str, command: str, result: Data, **more: Any)
     write_text(root / "results" / f"{name}.json", text + "\n", "results")
 
 
-def diagnose_screen(root: Path) -> Data:
-    """What `leanstep diagnose` prints for the example, without the script's own lines."""
-    command = [sys.executable, "-m", "leanstep", "diagnose", SCREEN_SCRIPT]
-    ran = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
+def run_screens(root: Path) -> None:
+    """Run the commands that the README shows and write what they print."""
+    write_result(root, "diagnose-rl-before", DIAGNOSE, {"screen": printed_by(DIAGNOSE, "leanstep diagnose ")})
+    write_result(root, "rehearse-rl-before", REHEARSE, {"screen": printed_by(REHEARSE, "predicted on ")})
+
+
+def printed_by(command: str, first: str) -> str:
+    """Return what the command prints from the line that starts with `first` on."""
+    words = [sys.executable, "-m", *command.split()]
+    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600)
     if ran.returncode:
-        raise BadInput(f"{' '.join(command[2:])} failed: {ran.stderr.strip()[-200:]}")
-    screen = ran.stdout[ran.stdout.index("leanstep diagnose ") :]
-    return {"screen": screen.rstrip() + "\n"}
+        raise BadInput(f"{command} failed: {ran.stderr.strip()[-200:]}")
+    return ran.stdout[ran.stdout.index(first) :].rstrip() + "\n"
+
+
+def write_picture(root: Path, screen: str) -> None:
+    """Draw a terminal that shows the command and what it prints."""
+    console = Console(
+        record=True, width=96, file=io.StringIO(), color_system="truecolor", force_terminal=True
+    )
+    console.print(coloured(f"$ {screen}"), soft_wrap=True)
+    svg = console.export_svg(title="leanstep", unique_id="leanstep")
+    write_text(root / PICTURE, svg, PICTURE)
 
 
 def rewrite(root: Path) -> None:
@@ -156,6 +165,7 @@ def rewrite(root: Path) -> None:
     for name in PAGES:
         page = root / name
         write_text(page, rendered(page.read_text(encoding="utf-8"), results), name)
+    write_picture(root, results["diagnose-rl-before"]["result"]["screen"])
 
 
 def load_results(root: Path) -> dict[str, Data]:
@@ -167,16 +177,19 @@ def load_results(root: Path) -> dict[str, Data]:
 def rendered(text: str, results: dict[str, Data]) -> str:
     """The text with every marked block rendered from the results; a block without results stays empty."""
     blocks = {
-        "figures": figures_table(results, README_LINES, "results"),
-        "more-figures": figures_table(results, MORE_LINES, "../results"),
+        "figures": figures_table(results, README_LINES, "results", brief=True),
+        "more-figures": figures_table(results, (*README_LINES, *MORE_LINES), "../results"),
         "objective-figures": figures_table(results, OBJECTIVE_LINES, "../results"),
-        "screen": screen_block(results),
+        "verdict": verdict_block(results),
     }
     return _BLOCK.sub(lambda m: m.group(1) + blocks[m.group(2)] + m.group(4), text)
 
 
-def figures_table(results: dict[str, Data], lines: Sequence[Line], folder: str) -> str:
-    """A table of figures; under it what the named peers do differently, and the machine."""
+def figures_table(results: dict[str, Data], lines: Sequence[Line], folder: str, brief: bool = False) -> str:
+    """A table of figures; under it what the named peers do differently, and the machine.
+
+    brief: without the roofline, what the other libraries compute and the explanation of the columns.
+    """
     shown, environments = [], set()
     notes: list[str] = []
     for line in lines:
@@ -201,21 +214,30 @@ def figures_table(results: dict[str, Data], lines: Sequence[Line], folder: str) 
             _best_peer(result["rows"], notes),
             units.seconds(bound),
         ]
+        if brief:
+            cells.pop()
         shown.append("| " + " | ".join(cells) + " |")
     if not shown:
         return ""
-    head = "| | plain code | leanstep | faster | extra memory | best peer | roofline |"
+    columns = ["", "plain code", "leanstep", "faster", "extra memory", "fastest other library", "roofline"]
+    if brief:
+        columns.pop()
+    head = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     machines = "; ".join(
         f"{device}, {threads} threads, torch {torch}" for device, threads, torch in sorted(environments)
     )
-    how = (
-        "Forward and backward, medians of one run per line; written by `python tools/readme.py`. Best peer: "
-        "the fastest that is faster than the plain code. Roofline: the products (or bytes) that cannot be "
-        "avoided, at the fastest this machine multiplied (or copied) in the same run."
-    )
+    how = "Forward and backward, median of one interleaved run per row."
+    if not brief:
+        how += (
+            " Written by `python tools/readme.py`. The fastest other library is listed if it is faster than "
+            "the plain code. Roofline: the unavoidable matrix products (or bytes) at the highest rate that "
+            "this machine reached in the same run."
+        )
+    if brief:
+        shown, notes = [re.sub(r"<sup>\d+</sup>", "", row) for row in shown], []
     footnotes = [f"<sup>{number}</sup> {note}." for number, note in enumerate(notes, 1)]
-    below = [" ".join(["What the named peers do:", *footnotes]), ""] if notes else []
-    return "\n".join([head, "|---|---|---|---|---|---|---|", *shown, "", *below, f"{how} {machines}.", ""])
+    below = [" ".join(["Other libraries:", *footnotes]), ""] if notes else []
+    return "\n".join([*head, *shown, "", *below, f"{how} {machines}.", ""])
 
 
 def _factor(line: Line, fast: Data, rows: dict[str, Data]) -> str:
@@ -245,9 +267,13 @@ def _best_peer(rows: Sequence[Data], notes: list[str]) -> str:
     return f"{units.seconds(best['median_s'])} ({best['impl']}{mark})"
 
 
-def screen_block(results: dict[str, Data]) -> str:
-    held = results.get("diagnose-rl-before")
-    return f"```\n{held['result']['screen'].rstrip()}\n```\n" if held else ""
+def verdict_block(results: dict[str, Data]) -> str:
+    """The first lines that `leanstep rehearse` prints for the example, clipped to the page."""
+    held = results.get("rehearse-rl-before")
+    if held is None:
+        return ""
+    lines = [clip(line, 110) for line in held["result"]["screen"].splitlines()[:4]]
+    return "\n".join(["```", f"$ {REHEARSE}", *lines, "  …", "```", ""])
 
 
 # Figures in running text: a ratio, a time, or a size, outside code.
@@ -299,6 +325,9 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", help="cases to measure; all by default")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of timing per case")
     parser.add_argument("--render", action="store_true", help="rewrite the tables, measure nothing")
+    parser.add_argument(
+        "--screens", action="store_true", help="run the commands that the README shows, then --render"
+    )
     options = parser.parse_args()
     known = {line.case for line in LINES}
     unknown = sorted(set(options.cases) - known)
@@ -308,7 +337,9 @@ def main() -> int:
         )
         return 2
     try:
-        if not options.render:
+        if options.screens or not (options.render or options.cases):
+            run_screens(ROOT)
+        if not (options.render or options.screens):
             measure(set(options.cases) or known, options.budget)
         rewrite(ROOT)
     except BadInput as error:

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,9 +19,10 @@ from rich.text import Text
 from leanstep import units
 from leanstep.commands import BadInput, FellShort
 from leanstep.commands.terminal import check_writable, console, write_json
+from leanstep.extras import MissingExtra
 
-# The page with plotly inlined takes 5 MB, and is written beside its older self.
-PAGE_BYTES = 8 * 2**20
+# The page takes about half a megabyte, and is written beside its older self.
+PAGE_BYTES = 2 * 2**20
 # Updates that are proven; the scripts make five.
 STEPS = 2
 # Peers whose import or compilation alone takes longer than the whole demo may; `leanstep bench` runs them.
@@ -52,8 +53,9 @@ def demo(
     """
     from leanstep.commands.example import EXAMPLES, compare, readable_examples
     from leanstep.commands.terminal import split_list
+    from leanstep.report.page import check_installed
 
-    names = split_list(only, "--only") or tuple(e.name for e in EXAMPLES)
+    names = split_list(only, "--only") or ()
     for name in names:
         if name not in {e.name for e in EXAMPLES}:
             raise BadInput(f"--only: no example {name!r}; there are {', '.join(e.name for e in EXAMPLES)}")
@@ -64,8 +66,13 @@ def demo(
     examples = readable_examples(page.parent)
 
     screen = console(json)
+    # Asked for by name, an example that cannot run is an error; else it is left out, and so is the page.
+    chosen = [e for e in EXAMPLES if (e.name in names or not names) and (names or _runs(e.require, screen))]
+    for example in chosen:
+        example.require()
+    writes_page = _runs(check_installed, screen)
     started = time.perf_counter()
-    board = Board([e for e in EXAMPLES if e.name in names], screen)
+    board = Board(chosen, screen)
     found: list[dict[str, Any]] = []
     sections: dict[str, Any] = {}
     with board, _interrupt_in_one_line():
@@ -89,14 +96,24 @@ def demo(
     screen.print(closing_table(found))
     for line in foreseen:
         screen.print(line, markup=False, highlight=False, soft_wrap=True)
-    _write_page(page, payload, sections)
+    if writes_page:
+        _write_page(page, payload, sections)
     write_json({"demo": payload, **sections}, json)
-    screen.print(
-        f"{units.duration(seconds)} · the page: {page.resolve().as_uri()}", soft_wrap=True, markup=False
-    )
+    place = f" · the page: {page.resolve().as_uri()}" if writes_page else ""
+    screen.print(f"{units.duration(seconds)}{place}", soft_wrap=True, markup=False)
     failed = [f"{e['name']} {row['tensor']}" for e in found for row in e["proof"] if not row["ok"]]
     if failed:
         raise FellShort(f"demo: the proof failed for {len(failed)} tensors, first {failed[0]}")
+
+
+def _runs(check: Callable[[], None], screen: Console) -> bool:
+    """False where `check` misses a package; one line says what is left out and how to get it."""
+    try:
+        check()
+    except MissingExtra as error:
+        screen.print(f"left out: {error}", markup=False, highlight=False, soft_wrap=True)
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -20,6 +20,8 @@ from leanstep.commands.terminal import (
     print_text,
     write_json,
 )
+from leanstep.config import Config, read_config
+from leanstep.diagnose import rule_list
 from leanstep.diagnose.outputs import gate, screen
 from leanstep.diagnose.step_records import RULE_IDS, Finding, Limits
 from leanstep.diagnose.watch import Watch
@@ -51,7 +53,9 @@ _FAIL = Annotated[
 _BASELINE = Annotated[str | None, typer.Option("--baseline", help="Known findings, which do not fail.")]
 _WRITE = Annotated[bool, typer.Option("--write-baseline", help="Write the findings to the --baseline file.")]
 _ANNOTATE = Annotated[bool, typer.Option("--annotations", help="Print one ::warning line per finding.")]
-_EXPLAIN = Annotated[int | None, typer.Option("--explain", min=1, help="Print entry N in full.")]
+_EXPLAIN = Annotated[
+    str | None, typer.Option("--explain", metavar="N|RULE", help="Print entry N, or a rule, in full.")
+]
 _ALL = Annotated[bool, typer.Option("--all", help="Show small findings as well.")]
 _LIMIT = Annotated[
     list[str] | None,
@@ -90,9 +94,13 @@ class _Rules:
     ignore: tuple[str, ...]
 
     @classmethod
-    def parse(cls, fail_on: str | None, select: str | None, ignore: str | None) -> _Rules:
-        named = (("--fail-on", fail_on), ("--select", select), ("--ignore", ignore))
-        return cls(*(_checked(o, gate.parse_rules, v) if v is not None else () for o, v in named))
+    def parse(cls, fail_on: str | None, select: str | None, ignore: str | None, config: Config) -> _Rules:
+        """What was typed; else what pyproject.toml says."""
+        return cls(
+            fail_on=config.fail_on if fail_on is None else _checked("--fail-on", gate.parse_rules, fail_on),
+            select=config.select if select is None else _checked("--select", gate.parse_rules, select),
+            ignore=config.ignore if ignore is None else _checked("--ignore", gate.parse_rules, ignore),
+        )
 
 
 @dataclass(frozen=True)
@@ -181,6 +189,9 @@ def diagnose(
 
     leanstep diagnose --trace trace.json.gz; leanstep diagnose --trace before.json after.json (exit 1: slower)
     """
+    if _is_rule_alone(explain, script or module or trace):
+        _say(rule_list.as_markdown(str(explain)).rstrip("\n"), json)
+        return
     if script == "diff" and not Path(script).exists():
         raise typer.Exit(_diff(args or [], threshold or [], json))
     if trace is not None:
@@ -198,8 +209,10 @@ def diagnose(
     elif source:
         raise BadInput("--source: expected --trace beside it")
     program, arguments = (Program(trace), []) if trace else _program(script, args or [], module)
-    rules = _Rules.parse(fail_on, select, ignore)
-    limits = _checked("--threshold", Limits.parse, threshold or [])
+    config = read_config()
+    rules = _Rules.parse(fail_on, select, ignore, config)
+    limits = _checked("--threshold", Limits.parse, [*config.thresholds, *(threshold or [])])
+    entry = _entry_number(explain)
     known = _Baseline(baseline, write_baseline)
     known.check()
     files = _Files(json, html, sarif, markdown)
@@ -213,12 +226,12 @@ def diagnose(
         outcome = _run(program, arguments, watch, json)
     if not is_first_rank():
         raise typer.Exit(outcome.code)
-    findings, silenced = gate.without_allowed(gate.selected(watch.findings(), rules.select, rules.ignore))
+    findings, silenced = gate.without_ignored(gate.selected(watch.findings(), rules.select, rules.ignore))
     known.apply(findings)
     report = screen.as_json(watch, findings, str(program), arguments, outcome.code, outcome.exception)
     _show(watch, findings, program, outcome, silenced, show_all, json)
-    if explain is not None:
-        _explain(findings, explain, json)
+    if entry is not None:
+        _explain(findings, entry, json)
     if annotations:
         for line in screen.annotation_lines(findings):
             console(json).print(line, markup=False, highlight=False, soft_wrap=True)
@@ -327,6 +340,19 @@ def _show(
         exception=outcome.exception,
     )  # fmt: skip
     _say(text, json)
+
+
+def _is_rule_alone(explain: str | None, target: str | None) -> bool:
+    return explain in RULE_IDS and target is None
+
+
+def _entry_number(text: str | None) -> int | None:
+    """The number of --explain; a rule needs no script."""
+    if text is None or (text.isdecimal() and int(text) > 0):
+        return None if text is None else int(text)
+    if text in RULE_IDS:
+        raise BadInput(f"--explain: {text} is a rule: leanstep diagnose --explain {text}, without a script")
+    raise BadInput(f"--explain: expected the number of an entry or a rule, got {text!r}")
 
 
 def _explain(findings: list[Finding], number: int, json: str | None) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import leanstep
 from leanstep.commands import BadInput, FellShort
+from leanstep.extras import require
 
 SIDES = ("before", "after")
 Report = Callable[[str], None]
@@ -27,6 +28,12 @@ class Example:
     name: str
     title: str
     summary: str
+    # Packages of the extra `train` that its scripts import.
+    modules: tuple[str, ...] = ()
+
+    def require(self) -> None:
+        """Raise MissingExtra where a package is not installed."""
+        require(f"the example {self.name}", "train", *self.modules)
 
 
 EXAMPLES = (
@@ -35,6 +42,7 @@ EXAMPLES = (
         "A controller trained from preferences",
         "The objective loops over pairs of contexts and over their entries, and asks the device for one "
         "number after the other. The fast path is one block of tensor ops with the same value and gradient.",
+        modules=("numpy",),
     ),
     Example(
         "rl",

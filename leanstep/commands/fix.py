@@ -34,7 +34,7 @@ def fix(
     ] = 600.0,
     json: JsonOption = None,
 ) -> None:
-    """Repair the findings that need no thought: diff, proof and measurement of each; --write applies them.
+    """Apply mechanical fixes: prints a diff, and the proof and measurement of each; --write applies them.
 
     A repair is tried on a copy. It is offered when its finding is gone, the update is the same (as
     leanstep prove says it) and a step is not slower. Whatever else the file holds stays as it is.
@@ -52,12 +52,8 @@ def fix(
     if budget <= 0:
         raise BadInput(f"--budget: expected seconds above 0, got {budget}")
     check_writable(json, "--json")
-    try:
-        from leanstep.fix import Settings, find_fixes
-    except ModuleNotFoundError as error:
-        if error.name is None or not error.name.startswith("libcst"):
-            raise
-        raise BadInput("fix: expected the package libcst; pip install libcst") from None
+    from leanstep.fix import Settings, find_fixes
+
     out, start = console(json), time.monotonic()
 
     def show(offer: Any) -> None:

@@ -168,9 +168,9 @@ def gains(findings: Sequence[Data], files: Sequence[str], recording: Recording, 
 
 
 def text(report: Data, findings: Sequence[Data]) -> str:
-    """One line a finding."""
-    bound = "host syncs" if report["bound_by"] == "syncs" else f"the {report['bound_by']}"
-    lines = [f"on {report['device']} (predicted): {report['step_ms']:.2f} ms a step, bound by {bound}"]
+    """Format the report: a header and one line per finding."""
+    bound = "sync" if report["bound_by"] == "syncs" else report["bound_by"]
+    lines = [f"on {report['device']} (predicted): {report['step_ms']:.2f} ms per step, {bound}-bound"]
     for finding, gain in zip(findings, report["findings"], strict=True):
         where = f"{finding['rule']} {finding['file']}:{finding['line']}"
         if gain["gain_ms"] is None:

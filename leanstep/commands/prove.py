@@ -1,9 +1,9 @@
-"""`leanstep prove`: fast paths against fp64, and the updates that your own scripts make.
+"""`leanstep prove`: compare fast paths with fp64, and the updates that your scripts make.
 
 leanstep prove CASE...                        registered cases; --drift trains pairs of runs
 leanstep prove before.py after.py             do two scripts make the same update?
-leanstep prove train.py --same A --same B     does one script, cut in two ways?
-leanstep prove train.py --invariant           does a row keep its bits in other company?
+leanstep prove train.py --same A --same B     does the update depend on how the batch is split?
+leanstep prove train.py --invariant           does a row depend on the rest of the batch?
 """
 
 from __future__ import annotations
@@ -70,10 +70,18 @@ def prove(
     ] = None,
     same: Annotated[
         list[str] | None,
-        typer.Option("--same", metavar="ARGS", help="Arguments of one cut of the batch; give two or more."),
+        typer.Option(
+            "--same",
+            metavar="ARGS",
+            help="Script arguments for one split of the batch; pass --same at least twice.",
+        ),
     ] = None,
     invariant: Annotated[
-        bool, typer.Option("--invariant", help="Name the first line that gives a row other bits.")
+        bool,
+        typer.Option(
+            "--invariant",
+            help="Name the first line whose output for a row depends on the rest of the batch.",
+        ),
     ] = False,
     ranks: Annotated[
         str | None,
@@ -268,18 +276,18 @@ def _prove_cuts(
     jobs = [
         Job(
             scripts[0],
-            (*shlex.split(cut), *args),
+            (*shlex.split(arguments), *args),
             steps=1,
             twin=True,
             dropout=False,
             parts=True,
             ranks=count,
         )
-        for cut in same
+        for arguments in same
         for count in counts
     ]
     if len(jobs) < 2:
-        raise BadInput("--same: expected at least two cuts to compare; give --same twice, or --ranks 1,2")
+        raise BadInput("--same: expected at least two splits to compare; pass --same twice, or --ranks 1,2")
     out = console(outputs.json)
     with progress_bar(out, "prove", plain_lines=True) as report:
         done = iter(range(len(jobs)))

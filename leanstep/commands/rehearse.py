@@ -22,6 +22,7 @@ from leanstep.commands.terminal import (
     print_text,
     write_json,
 )
+from leanstep.config import read_config
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import Request
 from leanstep.rehearse.what_if import CHANGES
@@ -32,7 +33,10 @@ _TARGET = Annotated[
 _ARGS = Annotated[
     list[str] | None, typer.Argument(help="Arguments of the script, after --.", show_default=False)
 ]
-_DEVICE = Annotated[str, typer.Option("--device", help="h100; or up to four to compare: h100,a100,4090.")]
+_DEVICE = Annotated[
+    str | None,
+    typer.Option("--device", help="h100 (or pyproject.toml's); up to four to compare: h100,a100,4090."),
+]
 _STEPS = Annotated[
     int | None,
     typer.Option("--steps", min=1, help="Steps to run (3; 2 with --sweep); the last one is reported."),
@@ -93,7 +97,7 @@ def rehearse(
     context: typer.Context,
     target: _TARGET,
     args: _ARGS = None,
-    device: _DEVICE = "h100",
+    device: _DEVICE = None,
     steps: _STEPS = None,
     ranks: _RANKS = 1,
     rank: _RANK = 0,
@@ -122,7 +126,7 @@ def rehearse(
     Example: leanstep rehearse --device h100,a100 train.py -- --batch_size=12
     Example: leanstep rehearse logprob-linear --set tokens=205280,dtype=bf16 --sweep response_frac=1,0.25
     """
-    devices = _devices(device)
+    devices = _devices(device or read_config().device or "h100")
     for option, path in (("--json", json), ("--html", html)):
         check_writable(path, option)
     changes = _changes(what_if)
@@ -300,4 +304,4 @@ def _short(report: dict[str, Any]) -> str:
     time = report["time"]
     if time is None:
         return f"stopped: {report['refused']['reason']}" if report["refused"] else "no step"
-    return f"{time['step_ms']:.1f} ms a step, bound by {time['bound_by']}"
+    return f"{time['step_ms']:.1f} ms per step, {time['bound_by']}-bound"

@@ -198,7 +198,7 @@ def text(result: Data) -> str:
     lines += _partial_reasons(result["rows"])
     if any("time ?" in line for line in lines):
         lines.append("time ?: most of its products are inside a kernel that the rehearsal cannot see into.")
-    lines.append("Every figure is predicted from shapes and published device figures; nothing was measured.")
+    lines.append("All figures are predicted from shapes and published device figures; nothing was measured.")
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 import leanstep
 from leanstep.case import CASE_MODULES, Case, all_cases, get_case
@@ -76,7 +77,26 @@ def _has_width(out: Console) -> bool:
 def print_text(out: Console, text: str) -> None:
     """Plain text within the width of the terminal; what goes into a file or a pipe keeps its lines."""
     shown = fold(text, out.width) if _has_width(out) else text
-    out.print(shown, markup=False, highlight=False, soft_wrap=True)
+    out.print(coloured(shown), markup=False, highlight=False, soft_wrap=True)
+
+
+# What a reader looks for first, and its style. Rich drops styles for pipes and under NO_COLOR.
+_STYLES = (
+    (re.compile(r"^ {1,3}\d+  [a-z]+(?:-[a-z]+)+", re.MULTILINE), "bold yellow"),
+    (re.compile(r"[\w./-]+\.py:\d+(?:–\d+)?"), "cyan"),
+    (re.compile(r"(?<= )→ .*$", re.MULTILINE), "green"),
+    (re.compile(r"\bfits: [\d.]+ of [\d.]+ GiB"), "bold green"),
+    (re.compile(r"\bDOES NOT FIT\b|\bFAILED\b"), "bold red"),
+)
+
+
+def coloured(text: str) -> Text:
+    """Mark rules, lines, advice and verdicts with colours."""
+    marked = Text(text)
+    for pattern, style in _STYLES:
+        for match in pattern.finditer(text):
+            marked.stylize(style, *match.span())
+    return marked
 
 
 def case_names() -> list[str]:
@@ -125,6 +145,10 @@ def check_writable(path: str | None, argument: str) -> None:
     """Refuse an output that cannot be written before the long work starts, not after it."""
     if path is None or path == "-":
         return
+    if argument == "--html":
+        from leanstep.report.page import check_installed
+
+        check_installed()
     target = Path(path)
     if target.is_dir():
         raise BadInput(f"{argument}: {path} is a folder; expected a file name")

@@ -365,7 +365,7 @@ RULES: dict[str, Rule] = {
             "NumPy's default dtype comes in with the data, and every op that it meets is widened; GPUs "
             "compute it at a fraction of their float32 rate.",
             "Cast once where it comes in: torch.from_numpy(x.astype(numpy.float32)), or .float(). Where "
-            "float64 is wanted, say so: # leanstep: allow float64.",
+            "float64 is wanted, say so: # leanstep: ignore[float64].",
             "cast to float32 where it comes in",
         ),
         Rule(
@@ -430,7 +430,7 @@ RULES: dict[str, Rule] = {
             "Look for what a step takes over from the one before: a running sum of losses whose backward "
             "walks through all earlier graphs (add loss.detach()), a list or a tensor that is lengthened and "
             "gone through in every step. Where sequences or batches grow on purpose, all is well: "
-            "# leanstep: allow growing-step.",
+            "# leanstep: ignore[growing-step].",
             "take over less from step to step",
             find_over_steps=growth_checks.growing_step,
         ),

@@ -1,10 +1,15 @@
-"""Repairs of findings that need no thought: applied to a copy, proven, measured, then offered.
+"""Mechanical fixes for findings. Each one is applied to a copy, proven and measured before it is offered.
 
 leanstep fix train.py            a diff
 leanstep fix train.py --write    apply it
 """
 
+# ruff: noqa: E402  (first the line that names the extra, then what imports libcst)
 from __future__ import annotations
+
+from leanstep.extras import require
+
+require("fix", "fix", "libcst")
 
 from leanstep.fix.offers import Fixes, Offer, Settings, find_fixes
 

@@ -1,4 +1,4 @@
-"""A transformers model whose loss comes from labels: `apply_leanstep(model)` where the model is made."""
+"""Adds `apply_leanstep(model)` after a transformers model is created, for losses computed from labels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DOOR = ("leanstep.integrations.transformers", "apply_leanstep")
 
 
 def apply_where_the_model_is_made(sources: Sequence[Source]) -> tuple[str, tuple[Edit, ...]]:
-    """A call behind every assignment of a causal LM; the proof shows whether all of them were found."""
+    """Add a call after every assignment of a causal LM. The proof shows whether any was missed."""
     edits: list[Edit] = []
     for source in sources:
         places = [
@@ -27,12 +27,12 @@ def apply_where_the_model_is_made(sources: Sequence[Source]) -> tuple[str, tuple
                 source.insert_line_after(statement, f"{_DOOR[1]}({name})") for statement, name in places
             ]
     if not edits:
-        raise NotUnderstood("no assignment of a causal LM of transformers: apply_leanstep(model) by hand")
+        raise NotUnderstood("no assignment of a transformers causal LM: call apply_leanstep(model) by hand")
     return "loss from labels without the logits: apply_leanstep", tuple(edits)
 
 
 def _name_of_model(source: Source, statement: cst.SimpleStatementLine) -> str | None:
-    """`model` of `model = AutoModelForCausalLM.from_pretrained(...)`; also `self.model`."""
+    """Return `model` from `model = AutoModelForCausalLM.from_pretrained(...)`; also `self.model`."""
     small = statement.body[0]
     if len(statement.body) != 1 or not isinstance(small, cst.Assign) or len(small.targets) != 1:
         return None
@@ -41,7 +41,7 @@ def _name_of_model(source: Source, statement: cst.SimpleStatementLine) -> str | 
         return None
     for name in source.qualified(value):
         owner, _, last = name.rpartition(".")
-        made = owner if last in _MAKERS else name
-        if made.startswith("transformers.") and made.endswith("ForCausalLM"):
+        class_name = owner if last in _MAKERS else name
+        if class_name.startswith("transformers.") and class_name.endswith("ForCausalLM"):
             return source.text(target)
     return None

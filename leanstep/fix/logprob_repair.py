@@ -1,10 +1,10 @@
 """`log_softmax(model(...).logits).gather(tokens)` of a padded batch becomes `model_logprobs(model, ...)`.
 
-A scoring function calls a model of transformers, cuts its logits by one position and gathers the log-probs of
-the tokens, by itself or in functions that it calls. Its statements are followed one after the other; the
-model's call becomes `leanstep.model_logprobs` with the same arguments, and statements that only served the
-logits go. The mask is the one that the result is multiplied with, or one that all callers have at hand: then
-the function gets a parameter for it. Whether a mask is the right one is decided by the proof.
+A scoring function calls a transformers model, drops one position of its logits and gathers the log-probs of
+the tokens, directly or in functions that it calls. This module follows its statements in order. The model
+call becomes `leanstep.model_logprobs` with the same arguments, and statements that only used the logits are
+removed. The mask is the one that the result is multiplied by, or one that every caller has; in that case
+the function gets a parameter for it. The proof decides whether the mask is the right one.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ NAME = "model_logprobs"
 _SAME_VALUES = ("to", "float", "contiguous", "long", "double", "unsqueeze", "squeeze", "clone", "detach")
 _LOG_SOFTMAX = ("torch.nn.functional.log_softmax", "torch.log_softmax")
 OWN_MODEL = (
-    "the model is the script's own, and where its head begins is for you to say: "
+    "the model is defined in the script, so the repair does not know where its head is: use "
     "masked_token_logprobs(hidden, head, tokens, mask), docs/rl.md"
 )
-# Masks of something else than the tokens that are trained on.
+# Masks that do not select the trained tokens.
 _OTHER_MASKS = re.compile("atten|attn|pad|prompt|causal", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Output:
-    """What the model returned."""
+    """The model's output."""
 
     call: cst.Call
 
 
 @dataclass(frozen=True)
 class Logits:
-    """Its logits: divided by `temperature`, without the last position when `cut`, the last `keep` of them."""
+    """Its logits: divided by `temperature`, without the last position if `cut`, only the last `keep`."""
 
     call: cst.Call
     temperature: str | None = None
@@ -49,7 +49,7 @@ class Logits:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids or a mask by the code that gives [B, T]; without the first position when `shifted`."""
+    """Token ids or a mask: the code of the [B, T] tensor, without the first position if `shifted`."""
 
     code: str
     shifted: bool = False
@@ -69,7 +69,7 @@ Value = Output | Logits | Tokens | LogProbs | None
 
 @dataclass
 class Scoring:
-    """A function that scores tokens, and where it does so."""
+    """A function that scores tokens, and its statements that do so."""
 
     source: Source
     function: cst.FunctionDef
@@ -81,10 +81,10 @@ class Scoring:
 
 
 def logprobs_of_the_model(sources: Sequence[Source], source: Source, statement: Statement) -> list[Repair]:
-    """Repairs of a finding on vocabulary-wide tensors on this line; with a mask first."""
+    """Return repairs of a finding about vocabulary-wide tensors; those with a mask first."""
     inside = source.enclosing(statement, cst.FunctionDef)
     if inside is None:
-        raise NotUnderstood("the logits are not scored in a function")
+        raise NotUnderstood("the log-probs are not computed in a function")
     for candidate in sources:
         for function in candidate.all(cst.FunctionDef):
             scoring = _Follower(sources, candidate, function).scoring()
@@ -101,7 +101,7 @@ def _makes_a_transformers_model(source: Source) -> bool:
 
 
 class _Follower:
-    """Follows the statements of a function, and what its names stand for."""
+    """Follows the statements of a function and tracks the value of each name."""
 
     def __init__(self, sources: Sequence[Source], source: Source, function: cst.FunctionDef) -> None:
         self.sources, self.source, self.function = sources, source, function
@@ -111,21 +111,22 @@ class _Follower:
 
     def scoring(self) -> Scoring | None:
         body = self.function.body.body
-        model_statement, found = None, None
+        model_statement, candidate = None, None
         for statement in body:
             if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
-                if model_statement is not None and found is None:
+                if model_statement is not None and candidate is None:
                     return None
                 continue
             value = self._run(statement.body[0])
             if isinstance(value, (Output, Logits)) and model_statement is None:
                 model_statement = statement
-            if isinstance(value, LogProbs) and found is None:
-                found = Scoring(self.source, self.function, model_statement or statement, statement, value)
-        if found is None or not found.log_probs.logits.cut:
+            if isinstance(value, LogProbs) and candidate is None:
+                first = model_statement or statement
+                candidate = Scoring(self.source, self.function, first, statement, value)
+        if candidate is None or not candidate.log_probs.logits.cut:
             return None
-        found.functions, found.mask = self.called, (self.masks or [None])[0]
-        return found
+        candidate.functions, candidate.mask = self.called, (self.masks or [None])[0]
+        return candidate
 
     def _run(self, small: cst.CSTNode) -> Value:
         if isinstance(small, cst.Return) and small.value is not None:
@@ -139,7 +140,7 @@ class _Follower:
         return None
 
     def value(self, node: cst.BaseExpression) -> Value:
-        """What an expression stands for; None: nothing known."""
+        """Return the tracked value of an expression, or None if it is unknown."""
         if isinstance(node, cst.Name):
             return self.names.get(node.value, Tokens(node.value))
         if isinstance(node, cst.Attribute):
@@ -172,9 +173,9 @@ class _Follower:
         if isinstance(value, Logits):
             if text in ("[:,:-1]", "[:,:-1,:]", "[...,:-1,:]") and not value.cut:
                 return replace(value, cut=True)
-            # The last tokens: with logits_to_keep the model has cut them already.
-            kept = re.fullmatch(r"\[(?::|\.\.\.),-[\w.]+:(?:,:)?\]", text)
-            return replace(value, keep=True) if kept else None
+            # The last tokens: with logits_to_keep the model has already selected them.
+            last_positions = re.fullmatch(r"\[(?::|\.\.\.),-[\w.]+:(?:,:)?\]", text)
+            return replace(value, keep=True) if last_positions else None
         if isinstance(value, Tokens) and not value.shifted and not value.last:
             if text in ("[:,1:]", "[...,1:]"):
                 return replace(value, shifted=True)
@@ -208,8 +209,8 @@ class _Follower:
 
     def _gathered(self, value: Value, node: cst.Call) -> Value:
         index = keyword(node, "index")
-        given = index.value if index is not None else node.args[-1].value
-        tokens = self.value(given)
+        index_value = index.value if index is not None else node.args[-1].value
+        tokens = self.value(index_value)
         if isinstance(value, Logits) and value.is_log_softmax and isinstance(tokens, Tokens):
             return LogProbs(value, tokens)
         return None
@@ -222,7 +223,7 @@ class _Follower:
         return None
 
     def _followed(self, source: Source, function: cst.FunctionDef, node: cst.Call) -> Value:
-        """What a function of the user's returns for these arguments."""
+        """Return the tracked result of one of the user's functions for these arguments."""
         inner = _Follower(self.sources, source, function)
         parameters = [parameter.name.value for parameter in function.params.params]
         for number, arg in enumerate(node.args):
@@ -243,14 +244,14 @@ def _softmaxed(value: Value) -> Value:
 
 
 def _is_model_call(node: cst.Call) -> bool:
-    """A model's call names its input_ids."""
+    """Return whether the call passes `input_ids` by name."""
     return keyword(node, "input_ids") is not None and not any(arg.star for arg in node.args)
 
 
 def _repairs(sources: Sequence[Source], scoring: Scoring) -> list[Repair]:
     source, logits, tokens = scoring.source, scoring.log_probs.logits, scoring.log_probs.tokens
     if logits.keep and keyword(logits.call, "logits_to_keep") is None:
-        raise NotUnderstood("the last logits are taken without logits_to_keep")
+        raise NotUnderstood("the last logits are sliced without logits_to_keep")
     if not tokens.shifted and not tokens.last:
         raise NotUnderstood("the tokens are not shifted by one position")
     ids = keyword(logits.call, "input_ids")
@@ -259,7 +260,7 @@ def _repairs(sources: Sequence[Source], scoring: Scoring) -> list[Repair]:
     if source.text(ids.value) != tokens.code:
         options["targets"] = tokens.code
     if not _known_before(scoring, [*options.values(), scoring.mask or ""]):
-        raise NotUnderstood("the mask, the labels or the temperature are made behind the model's call")
+        raise NotUnderstood("the mask, the labels or the temperature are computed after the model call")
     imports = source.import_line("leanstep", NAME)
     title = f"log-probs without the logits: {NAME}"
     repairs = []
@@ -273,13 +274,13 @@ def _repairs(sources: Sequence[Source], scoring: Scoring) -> list[Repair]:
             body = _edited_body(scoring, {"mask": parameter, **options})
             repairs.append((f"{title}, with a mask from its callers", (*passed, *body, *imports)))
     if "targets" not in options:
-        # Labels may be -100 where no mask looks.
+        # Labels may be -100 outside the mask.
         repairs.append((f"{title} of all tokens", (*_edited_body(scoring, options), *imports)))
     return repairs
 
 
 def _known_before(scoring: Scoring, codes: Sequence[str]) -> bool:
-    """Whether the names in these expressions have their values at the model's call, and keep them."""
+    """Return whether the names in these expressions are set at the model call and unchanged after it."""
     source, function = scoring.source, scoring.function
     body, first = source.block_of(scoring.model_statement)
     for name in {root for code in codes for root in re.findall(r"^[A-Za-z_]\w*", code)}:
@@ -292,7 +293,7 @@ def _known_before(scoring: Scoring, codes: Sequence[str]) -> bool:
 
 
 def _edited_body(scoring: Scoring, options: dict[str, str]) -> list[Edit]:
-    """The model's call in its new form, and without what only served the logits."""
+    """Return the edits that rewrite the model call and remove statements that only used the logits."""
     source, call = scoring.source, scoring.log_probs.logits.call
     model = call.func.value if isinstance(call.func, cst.Attribute) else call.func
     extras = "".join(f", {name}={code}" for name, code in options.items())
@@ -317,7 +318,7 @@ def _edited_body(scoring: Scoring, options: dict[str, str]) -> list[Edit]:
         elif stored is not None:
             live = (live - {stored}) | names
     if result in live:
-        raise NotUnderstood(f"{result} is used between the model's call and the log-probs")
+        raise NotUnderstood(f"{result} is used between the model call and the log-probs")
     if not assign and len(deleted) == last - first - 1:
         start = f"return {new_call}"
         deleted.append(scoring.last_statement)
@@ -330,14 +331,14 @@ def _edited_body(scoring: Scoring, options: dict[str, str]) -> list[Edit]:
         else:
             ending = [source.replace(scoring.last_statement, f"return {result}")]
     if scoring.last_statement is scoring.model_statement:
-        raise NotUnderstood("the log-probs are computed in one expression")
+        raise NotUnderstood("the log-probs are computed in a single expression")
     edits = [source.delete_with_comments(statement) for statement in deleted]
     small = source.only_one(scoring.model_statement, cst.BaseSmallStatement)
     return [source.replace(small, start), *edits, *ending]
 
 
 def _stored_name(statement: Statement) -> str | None:
-    """x of `x = ...`."""
+    """Return x from `x = ...`."""
     if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
         small = statement.body[0]
         if isinstance(small, cst.Assign) and len(small.targets) == 1:
@@ -353,7 +354,7 @@ def _is_text(statement: Statement) -> bool:
 
 
 def _passed_masks(sources: Sequence[Source], scoring: Scoring, parameter: str) -> list[Edit]:
-    """A parameter for the mask, and its argument at every call; empty where a caller has no mask."""
+    """Add a mask parameter and pass it at every call; empty if a caller has no mask."""
     function, parameters = scoring.function, scoring.function.params
     if not parameters.params or parameters.star_kwarg is not None or parameters.kwonly_params:
         return []
@@ -372,7 +373,7 @@ def _passed_masks(sources: Sequence[Source], scoring: Scoring, parameter: str) -
 
 
 def _mask_at(sources: Sequence[Source], source: Source, call: cst.Call) -> str | None:
-    """A mask of tokens that the caller has: a field beside those that it passes, or a name of its own."""
+    """Return a token mask in the caller: a field of the same object as its arguments, or a variable."""
     for arg in call.args:
         if isinstance(arg.value, cst.Attribute) and isinstance(arg.value.value, cst.Name):
             fields = sorted(_mask_fields(sources))
@@ -390,7 +391,7 @@ def _mask_at(sources: Sequence[Source], source: Source, call: cst.Call) -> str |
 
 
 def _mask_fields(sources: Sequence[Source]) -> set[str]:
-    """Fields of the user's classes that are named as masks of tokens."""
+    """Return fields of the user's classes whose names say that they are token masks."""
     return {
         target.target.value
         for source in sources

@@ -1,9 +1,9 @@
-"""`leanstep fix`: repairs that were applied to a copy, proven and measured; what holds is offered.
+"""`leanstep fix`: applies repairs to a copy, proves and measures them, and offers those that pass.
 
-1. The script is diagnosed. 2. `repairs.py` names edits that may remove a finding. 3. Each is applied to a
-copy (a folder of links with the changed files in it), which must no longer have the finding, must make the
-same update as the script (`leanstep.prove`) and must not be slower (`stopwatch`). 4. What held alone must
-hold together. Every run is a process of its own; the user's files are only read until `write`.
+1. Diagnose the script. 2. `repairs.py` lists edits that may remove a finding. 3. Apply each one to a copy
+(a folder of links plus the changed files). The copy must no longer have the finding, must make the same
+update as the script (`leanstep.prove`) and must not be slower (`stopwatch`). 4. Repairs that pass alone
+must also pass together. Every run is a separate process, and the user's files are only read until `write`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from leanstep.script.children import call_in_child, log_to, temporary_folder
 from leanstep.script.lines import USER, Line, judge_code, short_path
 from leanstep.script.run import Program, Stop, run_script
 
-# What depends on this machine's speed, or comes and goes with it, is not held against a repair.
+# Rules that depend on the speed of this machine do not count against a repair.
 _UNSTABLE = ("slow-dtype",)
-# A finding must hold on so many recorded steps.
+# A finding must hold on this many recorded steps.
 STEPS = 2
-# A script with few updates is timed in several runs.
+# Scripts with few updates are timed in several runs.
 SHORT_RUNS = 3
-# Medians this close are one time; beyond it the spread of the samples decides.
+# Medians this close count as equal; otherwise the spread of the samples decides.
 SAME_TIME = 1.03
-NO_TIME = "no time left, a larger --budget tries it"
+NO_TIME = "no time left; a larger --budget tries it"
 
 
 @dataclass
 class Diagnosis:
-    """What a run of the script left behind, as a child process sends it."""
+    """The result of one run of the script, as a child process sends it."""
 
     findings: list[Finding]
     files: list[Path]
@@ -62,7 +62,7 @@ class Diagnosis:
 
 @dataclass
 class Offer:
-    """One repair that held: what it does, and what the copy showed."""
+    """One repair that passed: its edits, proof and measurement."""
 
     findings: list[Finding]
     title: str
@@ -90,7 +90,7 @@ class Fixes:
     changed: dict[Path, tuple[bytes, bytes]] = field(default_factory=dict)
 
     def diff(self) -> str:
-        """A unified diff that `patch -p1` and `git apply` take, from the working directory on."""
+        """Return a unified diff for `patch -p1` and `git apply`, relative to the working directory."""
         text = ""
         for path, (old, new) in self.changed.items():
             name = short_path(str(path)).lstrip("/")
@@ -100,10 +100,10 @@ class Fixes:
         return text
 
     def write(self) -> list[Path]:
-        """Apply the offers. A file that changed since it was read is left alone, and so are all others."""
+        """Apply the offers. If any file changed since it was read, write nothing."""
         for path, (old, _) in self.changed.items():
             if path.read_bytes() != old:
-                raise BadInput(f"--write: {path} has changed meanwhile; run it again")
+                raise BadInput(f"--write: {path} has changed in the meantime; run the command again")
         for path, (_, new) in self.changed.items():
             write_atomically(path.resolve(), new)
         return list(self.changed)
@@ -119,7 +119,7 @@ class Fixes:
 
 
 def users_line(finding: Finding) -> Line:
-    """The line of a finding; of a library's line the user's line that led there."""
+    """Return the line of a finding; for a line in a library, the user's line that called it."""
     callers = finding.callers.most_common(1) if finding.line.library else []
     return callers[0][0] if callers else finding.line
 
@@ -131,9 +131,10 @@ def _place(finding: Finding) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Settings:
-    """`updates` are compared, `timing_s` seconds timed per repair (0: none); children are forked or fresh.
+    """Limits of one run of `leanstep fix`.
 
-    budget_s: seconds for everything; a repair that is not through by then is left alone.
+    updates: how many are compared. timing_s: seconds of timing per repair (0: none). Children are forked or
+    fresh processes. budget_s: seconds in total; a repair that is not finished by then is not offered.
     """
 
     rules: tuple[str, ...] = ()
@@ -149,7 +150,7 @@ class _TimeIsUp(Exception):
 
 @contextlib.contextmanager
 def _until(deadline: float) -> Iterator[None]:
-    """Raise _TimeIsUp in here once `deadline` has passed; outside the main thread only before and after."""
+    """Raise _TimeIsUp when `deadline` passes; outside the main thread only on entry and exit."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise _TimeIsUp
@@ -176,9 +177,9 @@ def find_fixes(
     report: Callable[[str], None] | None = None,
     on_offer: Callable[[Offer], None] | None = None,
 ) -> Fixes:
-    """Diagnose the script and try every mechanical repair. Nothing of the user's is changed.
+    """Diagnose the script and try every mechanical repair. No file of the user's is changed.
 
-    report: called with what runs next. on_offer: called with each repair as soon as it holds by itself.
+    report: called with the name of the next stage. on_offer: called with each repair that passes alone.
     """
     settings, say = settings or Settings(), report or (lambda what: None)
     deadline = time.monotonic() + settings.budget_s
@@ -195,16 +196,16 @@ def find_fixes(
     if not bench.diagnosis.steps:
         ended = bench.diagnosis.ended or "without a training step"
         raise BadInput(f"fix: {script.name} ended {ended}; nothing can be repaired")
-    found = gate.selected(bench.diagnosis.findings, settings.rules, ())
+    of_rules = gate.selected(bench.diagnosis.findings, settings.rules, ())
     project = repairs.Project(bench.diagnosis.files)
     tried: dict[frozenset[Edit], Offer | str] = {}
-    for finding in gate.without_allowed(found)[0]:
+    for finding in gate.without_allowed(of_rules)[0]:
         try:
             variants = repairs.variants(project, finding)
         except NotUnderstood as error:
             fixes.refused.append((finding, str(error)))
             continue
-        outcome: Offer | str = "nothing to try"
+        outcome: Offer | str = "no repair to try"
         for variant in variants:
             key = frozenset(variant.edits)
             if key not in tried:
@@ -228,10 +229,10 @@ def find_fixes(
         with _until(deadline):
             _join(fixes, bench)
     except _TimeIsUp:
-        # Each of them holds alone; the first, of the most expensive finding, is offered.
+        # Each passes alone. The first belongs to the most expensive finding and is offered.
         for offer in fixes.offers[1:]:
             fixes.refused += [
-                (finding, f"{offer.title}: holds alone, {NO_TIME}") for finding in offer.findings
+                (finding, f"{offer.title}: passes alone; {NO_TIME}") for finding in offer.findings
             ]
         fixes.offers, fixes.together = fixes.offers[:1], None
         fixes.changed = _changes(fixes)
@@ -239,20 +240,20 @@ def find_fixes(
 
 
 def _join(fixes: Fixes, bench: _Workbench) -> None:
-    """Repairs that hold alone are tried together; one that does not hold with those before it is dropped."""
+    """Try the repairs that pass alone together; drop one that fails with those before it."""
     if len(fixes.offers) > 1:
         bench.say("all repairs together")
         joined = bench.attempt_all(fixes.offers)
         if isinstance(joined, str):
-            kept = [fixes.offers[0]]
+            passing = [fixes.offers[0]]
             for offer in fixes.offers[1:]:
-                tried = bench.attempt_all([*kept, offer])
+                tried = bench.attempt_all([*passing, offer])
                 if isinstance(tried, Offer):
-                    kept, joined = [*kept, offer], tried
+                    passing, joined = [*passing, offer], tried
                 else:
-                    why = f"does not hold together with the others: {tried}"
+                    why = f"fails together with the other repairs: {tried}"
                     fixes.refused += [(finding, why) for finding in offer.findings]
-            fixes.offers = kept
+            fixes.offers = passing
         fixes.together = joined if isinstance(joined, Offer) else None
     fixes.changed = _changes(fixes)
 
@@ -268,7 +269,7 @@ def changed_files(edits: Sequence[Edit]) -> dict[Path, bytes]:
 
 
 class _Workbench:
-    """One script, and what is known of it: its findings, its captured updates and their fp64 twin."""
+    """One script with its findings, its captured updates and their fp64 reference."""
 
     def __init__(
         self, script: Path, argv: tuple[str, ...], settings: Settings, say: Callable[[str], None]
@@ -281,7 +282,7 @@ class _Workbench:
         return Job(str(script), self.argv, self.settings.updates, twin=twin, path=path)
 
     def diagnose(self, script: Path, path: tuple[str, ...] = (), timed: bool = True) -> Diagnosis:
-        """timed: findings are ranked by their share of a step, which is timed for that."""
+        """timed: also time a step, so that findings are ranked by their share of it."""
         with temporary_folder() as folder:
             log, fork = folder / "log", self.settings.fork
             return call_in_child(_diagnosed, str(script), self.argv, path, log, timed, fork=fork)
@@ -294,7 +295,7 @@ class _Workbench:
     def attempt(
         self, finding: Finding, title: str, edits: tuple[Edit, ...], findings: list[Finding] | None = None
     ) -> Offer | str:
-        """The offer, or in words why there is none."""
+        """Return the offer, or the reason why there is none."""
         findings = findings or [finding]
         try:
             changed = changed_files(edits)
@@ -335,15 +336,15 @@ def _not_gone(before: Diagnosis, after: Diagnosis, findings: list[Finding]) -> s
     old, new = before.counts(), after.counts()
     for rule, wanted in Counter(finding.rule for finding in findings).items():
         if new[rule] > old[rule] - wanted:
-            return "the finding stays"
+            return "the finding remains"
     came = [rule for rule in new if new[rule] > old[rule]]
-    return f"it brings a finding of {came[0]}" if came else None
+    return f"it adds a finding of {came[0]}" if came else None
 
 
 def _diagnosed(
     script: str, argv: tuple[str, ...], path: tuple[str, ...], log: Path, timed: bool
 ) -> Diagnosis:
-    """In a child: the findings of a few steps, and the user's files that were run. Output goes to `log`."""
+    """Run in a child: return the findings of a few steps and the user's files. Output goes to `log`."""
 
     def stop() -> None:
         raise Stop
@@ -359,7 +360,7 @@ def _diagnosed(
     paths = {Path(script)}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        # Built-in packages of torch have made-up names that no file has.
+        # Some torch modules have file names that do not exist.
         if isinstance(file, str) and Path(file).is_file() and judge_code(file, "") & USER:
             paths.add(Path(file).absolute())
     findings = [f for f in watch.findings() if not f.line.library or f.leanstep == APPLY]
@@ -367,7 +368,7 @@ def _diagnosed(
 
 
 def measured(before: Job, after: Job, settings: Settings) -> PairBench:
-    """Steps of both in turns; scripts of a few short updates several times over."""
+    """Time steps of both scripts in turn; repeat scripts that make few short updates."""
     if not settings.timing_s:
         return PairBench(SideRow(before.label), SideRow(after.label))
     options = {"budget_s": settings.timing_s, "fork": settings.fork, "min_rounds": 1}
@@ -379,7 +380,7 @@ def measured(before: Job, after: Job, settings: Settings) -> PairBench:
 
 
 def is_slower(bench: PairBench) -> bool:
-    """Slower beyond the noise: by the medians, and by samples that do not overlap."""
+    """Return whether it is slower beyond noise: by the medians, with samples that do not overlap."""
     before, after = bench.before, bench.after
     if not before.median_s or not after.median_s:
         return False
@@ -392,10 +393,10 @@ def is_slower(bench: PairBench) -> bool:
 
 @contextlib.contextmanager
 def overlaid(script: Path, changed: dict[Path, bytes]) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The copy of a script, and where its modules are looked for: changed files in folders of links.
+    """Create the copy of a script: folders of links that contain the changed files.
 
-    Files that the script opens by a path of its own are found as before: the working directory stays, and
-    everything beside the script is linked. A changed module elsewhere gets a copy of its folder of sys.path.
+    The script still finds files that it opens by path, because the working directory does not change and all
+    files next to the script are linked. A changed module elsewhere gets a copy of its sys.path folder.
     """
     folder = script.parent
     roots = {folder: {path for path in changed if path.is_relative_to(folder)} | {script}}
@@ -418,7 +419,7 @@ def _link(root: Path, copy: Path, files: dict[Path, bytes]) -> None:
     copy.mkdir()
     tops = {path.parts[0] for path in files}
     for entry in root.iterdir():
-        # Compiled files belong to the source beside them.
+        # Compiled files belong to the source next to them.
         if entry.name not in tops and entry.name != "__pycache__":
             (copy / entry.name).symlink_to(entry)
     for top in tops:

@@ -1,7 +1,7 @@
-"""Reads of a loss on every step, moved to where the script looks at them: its logging interval.
+"""Moves reads of a loss from every step to the script's logging interval.
 
-Two patterns. A value that is read every step and used under an `if` only: the read moves into the `if`. A sum
-of read values that is looked at now and then: the sum stays on the device and is read where it is looked at.
+Two patterns. A value is read on every step but used only under an `if`: the read moves into the `if`. A sum
+of read values is used only now and then: the sum stays on the device and is read where it is used.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from leanstep.fix.source_edits import (
 )
 
 Found = tuple[str, tuple[Edit, ...]]
-# Methods that a value may go through on its way to the host: none of them reads or writes anything else.
+# Methods that may be applied before the read: none of them reads or writes anything else.
 _HARMLESS = ("item", "detach", "float", "double", "cpu", "mean", "sum", "tolist")
 
 
 def keep_on_the_device(source: Source, statement: Statement) -> list[Found]:
-    """Ways to read less often on this line."""
+    """Return ways to read less often on this line."""
     is_line = isinstance(statement, cst.SimpleStatementLine)
     if is_line and isinstance(statement.body[0], cst.AugAssign):
         return [_sum_on_the_device(source, statement)]
@@ -53,7 +53,7 @@ def _move_into_if(source: Source, statement: Statement) -> Found:
                 source.delete_line(statement),
                 source.insert_line_before(later.body.body[0], source.text(assign)),
             )
-            return f"{name} read under `if {source.text(later.test)}`", edits
+            return f"read {name} under `if {source.text(later.test)}`", edits
         if any(source.is_changed(other, later) for other in names):
             raise NotUnderstood(f"{', '.join(names)} changes before it is used")
     raise NotUnderstood(f"{name} is not used under one `if` only")
@@ -79,7 +79,7 @@ def _sum_on_the_device(source: Source, statement: Statement) -> Found:
             _refuse_unless_number(source, use)
             continue
         if not _now_and_then(source, use, loop):
-            raise NotUnderstood(f"{total} is looked at on every step")
+            raise NotUnderstood(f"{total} is used on every step")
         looks += 1
         outer = source.parent(use)
         call: Any = source.parent(outer) if outer is not None else None
@@ -87,12 +87,12 @@ def _sum_on_the_device(source: Source, statement: Statement) -> Found:
             continue
         edits.append(source.replace(use, f"float({total})"))
     if not looks:
-        raise NotUnderstood(f"{total} is never looked at")
-    return f"{total} summed on the device, read where it is looked at", tuple(edits)
+        raise NotUnderstood(f"{total} is never used")
+    return f"sum {total} on the device, read it where it is used", tuple(edits)
 
 
 def _now_and_then(source: Source, use: cst.Name, loop: cst.CSTNode) -> bool:
-    """Outside the loop, or inside it under an `if`."""
+    """Return whether the use is outside the loop, or inside it under an `if`."""
     for outer in source.around(use):
         if outer is loop:
             return False
@@ -104,11 +104,11 @@ def _now_and_then(source: Source, use: cst.Name, loop: cst.CSTNode) -> bool:
 def _refuse_unless_number(source: Source, use: cst.Name) -> None:
     assign = source.enclosing(use, (cst.Assign, cst.SimpleStatementLine))
     if not isinstance(assign, cst.Assign) or not isinstance(assign.value, (cst.Integer, cst.Float)):
-        raise NotUnderstood(f"{use.value} is set to something else than a number")
+        raise NotUnderstood(f"{use.value} is set to something other than a number")
 
 
 def _own_uses(source: Source, statement: Statement, name: str) -> list[cst.Name]:
-    """Mentions of a name in the statement's function; another function's name of that spelling is another."""
+    """Return mentions of a name in the function of the statement, not in other functions."""
     kinds = (cst.FunctionDef, cst.ClassDef, cst.Lambda)
     scope = source.enclosing(statement, kinds)
     uses = source.uses(name, scope)
@@ -119,17 +119,17 @@ def _own_uses(source: Source, statement: Statement, name: str) -> list[cst.Name]
 
 
 def _reads(source: Source, value: cst.BaseExpression) -> list[cst.Call]:
-    """`x.item()` and `float(x)` in an expression."""
-    found = []
+    """Return `x.item()` and `float(x)` in an expression."""
+    reads = []
     for call in source.all(cst.Call, value):
         is_float = isinstance(call.func, cst.Name) and call.func.value == "float" and len(call.args) == 1
         if method_call(call, ("item",)) or is_float:
-            found.append(call)
-    return found
+            reads.append(call)
+    return reads
 
 
 def _plain_names(source: Source, value: cst.BaseExpression) -> set[str]:
-    """The names in an expression of harmless calls and arithmetic; anything else is not understood."""
+    """Return the names in an expression of pure calls and arithmetic; anything else is refused."""
     names: set[str] = set()
     for node in source.all(cst.BaseExpression, value):
         if isinstance(node, cst.Call):
@@ -146,5 +146,5 @@ def _plain_names(source: Source, value: cst.BaseExpression) -> set[str]:
             if not (isinstance(outer, cst.Attribute) and outer.attr is node) and node.value != "float":
                 names.add(node.value)
         elif not isinstance(node, (cst.BinaryOperation, cst.UnaryOperation, cst.Integer, cst.Float)):
-            raise NotUnderstood(f"{source.text(node)} is no plain value")
+            raise NotUnderstood(f"{source.text(node)} is not a plain value")
     return names

@@ -1,8 +1,8 @@
-"""What can be repaired without a thought: per rule, the edits that would remove a finding.
+"""Mechanical repairs: for each rule, the edits that would remove a finding.
 
-A repair reads the place and what stands around it. Where it meets anything else than the pattern it knows, it
-says why in a `NotUnderstood` and nothing is edited. Several variants are tried in their order; whether one of
-them is right is not decided here but by the proof (`offers.py`).
+A repair reads the line and the code around it. If that code does not match the pattern it handles, it
+raises `NotUnderstood` with the reason and edits nothing. Variants are tried in order; the proof in
+`offers.py` decides whether one of them is right.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from leanstep.fix.source_edits import (
 # torch's optimizers that update all parameters in one kernel, and those that only take lists of tensors.
 FUSED = {"Adagrad", "Adam", "AdamW", "SGD"}
 FOREACH = {"ASGD", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"}
-# What stands in one of these may not run, or not now: it cannot be moved before it.
+# Code inside one of these may not run, or may run later, so it cannot be moved before it.
 SOMETIMES = (
     cst.If,
     cst.IfExp,
@@ -69,10 +69,10 @@ class Project:
                 self._sources[path] = Source(path)
             except NotUnderstood as error:
                 self._sources[path] = error
-        found = self._sources[path]
-        if isinstance(found, NotUnderstood):
-            raise found
-        return found
+        parsed = self._sources[path]
+        if isinstance(parsed, NotUnderstood):
+            raise parsed
+        return parsed
 
     def sources(self) -> list[Source]:
         readable = []
@@ -85,7 +85,7 @@ class Project:
 
 
 def variants(project: Project, finding: Finding) -> list[Variant]:
-    """Ways to repair a finding, the best first; raises NotUnderstood where there is none."""
+    """Return ways to repair a finding, best first; raise NotUnderstood if there is none."""
     repair = REPAIRS.get(finding.rule)
     if repair is None:
         raise NotUnderstood("no mechanical repair")
@@ -93,7 +93,7 @@ def variants(project: Project, finding: Finding) -> list[Variant]:
         return [Variant(*apply_where_the_model_is_made(project.sources()))]
     path = Path(finding.line.file)
     if path not in project.files:
-        raise NotUnderstood("not in a file of the script's own")
+        raise NotUnderstood("not in one of the script's files")
     source = project.source(path)
     return repair(project, source, source.statement_at(finding.line.number))
 
@@ -112,26 +112,26 @@ def _optimizer(project: Project, source: Source, statement: Statement) -> list[V
         stepped = method_call(call, ("step",))
         if stepped is not None and isinstance(stepped.func, cst.Attribute):
             return _batched(project, source.text(stepped.func.value))
-    raise NotUnderstood("an update by hand, not optimizer.step()")
+    raise NotUnderstood("a hand-written update, not optimizer.step()")
 
 
 def _zero_grad(source: Source, call: cst.Call) -> Variant:
-    given = keyword(call, "set_to_none") or (call.args[0] if call.args else None)
-    if given is None or not is_name(given.value, "False"):
-        raise NotUnderstood("zero_grad() sets to None already")
-    return Variant("zero_grad(set_to_none=True)", (source.replace(given.value, "True"),))
+    argument = keyword(call, "set_to_none") or (call.args[0] if call.args else None)
+    if argument is None or not is_name(argument.value, "False"):
+        raise NotUnderstood("zero_grad() already sets gradients to None")
+    return Variant("zero_grad(set_to_none=True)", (source.replace(argument.value, "True"),))
 
 
 def _batched(project: Project, receiver: str) -> list[Variant]:
-    """The constructors of torch's optimizers; those assigned to the stepping name, where there are some."""
-    made: list[tuple[Source, cst.Call, str, bool]] = []
+    """Return the calls that create torch optimizers, preferably those assigned to the name that steps."""
+    optimizers: list[tuple[Source, cst.Call, str, bool]] = []
     for source in project.sources():
         for call in source.all(cst.Call):
             names = {
                 name.split(".")[-1] for name in source.qualified(call) if name.startswith("torch.optim.")
             }
             done = [keyword(call, option) for option in ("fused", "foreach")]
-            if any(given is not None and is_name(given.value, "True") for given in done):
+            if any(option_value is not None and is_name(option_value.value, "True") for option_value in done):
                 continue
             for name in names & (FUSED | FOREACH):
                 assigned = source.enclosing(call, cst.Assign)
@@ -139,18 +139,20 @@ def _batched(project: Project, receiver: str) -> list[Variant]:
                     source.text(target.target).split(".")[-1] == receiver.split(".")[-1]
                     for target in assigned.targets
                 )
-                made.append((source, call, name, own))
-    if any(own for *_, own in made):
-        made = [entry for entry in made if entry[-1]]
-    if not made:
-        raise NotUnderstood("the optimizer is not made by a torch.optim call in these files")
-    found = []
+                optimizers.append((source, call, name, own))
+    if any(own for *_, own in optimizers):
+        optimizers = [entry for entry in optimizers if entry[-1]]
+    if not optimizers:
+        raise NotUnderstood("no torch.optim call in these files creates the optimizer")
+    variants = []
     for option in ("fused", "foreach"):
-        taking = [(source, call) for source, call, name, _ in made if option == "foreach" or name in FUSED]
+        taking = [
+            (source, call) for source, call, name, _ in optimizers if option == "foreach" or name in FUSED
+        ]
         if taking:
             edits = tuple(_set_keyword(source, call, option) for source, call in taking)
-            found.append(Variant(f"{option}=True", edits))
-    return found
+            variants.append(Variant(f"{option}=True", edits))
+    return variants
 
 
 def _set_keyword(source: Source, call: cst.Call, name: str) -> Edit:
@@ -163,12 +165,12 @@ def _set_keyword(source: Source, call: cst.Call, name: str) -> Edit:
         if option != name
     ):
         raise NotUnderstood(f"another of {', '.join(others)} is set")
-    given = keyword(call, name)
-    if given is None:
+    argument = keyword(call, name)
+    if argument is None:
         return source.insert_after(call.args[-1], f", {name}=True")
-    if not _is_off(given.value):
-        raise NotUnderstood(f"{name} is set to something else")
-    return source.replace(given.value, "True")
+    if not _is_off(argument.value):
+        raise NotUnderstood(f"{name} already has another value")
+    return source.replace(argument.value, "True")
 
 
 def _is_off(node: cst.CSTNode) -> bool:
@@ -179,10 +181,10 @@ def _is_off(node: cst.CSTNode) -> bool:
 
 
 def _one_unbind(project: Project, source: Source, statement: Statement) -> list[Variant]:
-    """`bank[i]` in a loop over i: one unbind before the loop, whose backward writes every piece once."""
+    """Replace `bank[i]` in a loop over i with one unbind before it, whose backward writes each piece once."""
     if not isinstance(statement, cst.SimpleStatementLine):
         raise NotUnderstood("not a simple statement")
-    found: list[tuple[str, tuple[Edit, ...]]] = []
+    unbinds: list[tuple[str, tuple[Edit, ...]]] = []
     for piece in source.all(cst.Subscript, statement):
         taken = _piece(piece)
         if taken is None or not is_plain(piece.value):
@@ -212,20 +214,20 @@ def _one_unbind(project: Project, source: Source, statement: Statement) -> list[
             source.insert_line_before(loop, f"{pieces} = {name}.unbind({dim})"),
             *(source.replace(other, f"{pieces}[{index}]") for other in same),
         )
-        if all(title != name for title, _ in found):
-            found.append((name, edits))
-    if not found:
+        if all(title != name for title, _ in unbinds):
+            unbinds.append((name, edits))
+    if not unbinds:
         raise NotUnderstood("no piece x[i] of one tensor in a loop over i")
-    single = [Variant(f"one {name}.unbind before the loop", edits) for name, edits in found]
-    if len(found) > 1:
-        title = " and ".join(name for name, _ in found)
-        together = tuple(edit for _, edits in found for edit in edits)
+    single = [Variant(f"one {name}.unbind before the loop", edits) for name, edits in unbinds]
+    if len(unbinds) > 1:
+        title = " and ".join(name for name, _ in unbinds)
+        together = tuple(edit for _, edits in unbinds for edit in edits)
         single.append(Variant(f"one unbind of {title} before the loop", together))
     return single
 
 
 def _piece(piece: cst.Subscript) -> tuple[str, int] | None:
-    """(index, dim) of x[i], x[:, i], x[:, :, i]."""
+    """Return (index, dim) of x[i], x[:, i], x[:, :, i]."""
     *before, last = piece.slice
     if not all(
         isinstance(part.slice, cst.Slice)
@@ -239,7 +241,7 @@ def _piece(piece: cst.Subscript) -> tuple[str, int] | None:
 
 
 def _counts(source: Source, loop: cst.For, index: str) -> bool:
-    """A loop over numbers: `for i in range(...)`, `for i, x in enumerate(...)`."""
+    """Return whether it loops over numbers: `for i in range(...)`, `for i, x in enumerate(...)`."""
     if not isinstance(loop.iter, cst.Call):
         return False
     name = source.text(loop.iter.func)
@@ -264,22 +266,22 @@ def _between(source: Source, node: cst.CSTNode, outer: cst.CSTNode) -> list[cst.
 
 
 def _one_cast(project: Project, source: Source, statement: Statement) -> list[Variant]:
-    """The same cast of an unchanged tensor, several times in a block: once, before the first."""
+    """Replace repeated casts of an unchanged tensor in a block with one cast before the first use."""
     if not isinstance(statement, cst.SimpleStatementLine):
         raise NotUnderstood("not a simple statement")
-    found = []
+    variants = []
     for cast in source.all(cst.Call, statement):
         if method_call(cast, CASTS) is None or not isinstance(cast.func, cst.Attribute):
             continue
         if not isinstance(cast.func.value, cst.Name) or not all(is_plain(arg.value) for arg in cast.args):
             continue
         try:
-            found.append(_hoisted(source, cast, cast.func.value.value))
+            variants.append(_hoisted(source, cast, cast.func.value.value))
         except NotUnderstood:
             continue
-    if not found:
-        raise NotUnderstood("no cast of a name that stands in one block with its twin")
-    return found
+    if not variants:
+        raise NotUnderstood("no cast of a name that is repeated in one block")
+    return variants
 
 
 def _hoisted(source: Source, cast: cst.Call, name: str) -> Variant:
@@ -314,7 +316,7 @@ def _hoisted(source: Source, cast: cst.Call, name: str) -> Variant:
 
 
 def _common_block(source: Source, nodes: list[cst.Call]) -> tuple[list[Statement], int]:
-    """The innermost block that holds all nodes with the statement that holds the first; at least a loop's."""
+    """Return the innermost block that contains all nodes, and its statement that contains the first."""
     first = nodes[0]
     for outer in source.around(first):
         if not isinstance(outer, (cst.IndentedBlock, cst.Module)):
@@ -324,10 +326,10 @@ def _common_block(source: Source, nodes: list[cst.Call]) -> tuple[list[Statement
             index = next(i for i, part in enumerate(body) if source.holds(part, first))
             if len(nodes) > 1:
                 return body, index
-            # One cast that runs several times: it stands in a loop and goes before it.
+            # A single cast in a loop moves before the loop.
             if isinstance(body[index], LOOPS):
                 return body, index
-    raise NotUnderstood("no block holds the casts")
+    raise NotUnderstood("no block contains all casts")
 
 
 # Graphs that are kept.
@@ -335,9 +337,9 @@ def _common_block(source: Source, nodes: list[cst.Call]) -> tuple[list[Statement
 
 def _no_retain(project: Project, source: Source, statement: Statement) -> list[Variant]:
     for call in source.all(cst.Call, statement):
-        given = keyword(call, "retain_graph")
-        if method_call(call, ("backward",)) and given is not None and is_name(given.value, "True"):
-            return [Variant("retain_graph=False", (source.replace(given.value, "False"),))]
+        argument = keyword(call, "retain_graph")
+        if method_call(call, ("backward",)) and argument is not None and is_name(argument.value, "True"):
+            return [Variant("retain_graph=False", (source.replace(argument.value, "False"),))]
     raise NotUnderstood("no backward(retain_graph=True)")
 
 
@@ -349,12 +351,12 @@ REPAIRS: dict[str, Callable[[Project, Source, Statement], list[Variant]]] = {
     "unbatched-optimizer": _optimizer,
     "alloc-churn": _optimizer,
     "host-sync": lambda project, source, statement: [
-        Variant(*found) for found in keep_on_the_device(source, statement)
+        Variant(*repair) for repair in keep_on_the_device(source, statement)
     ],
     "zero-fill": _one_unbind,
     "duplicate-cast": _one_cast,
     "dead-rows": lambda project, source, statement: [
-        Variant(*found) for found in rows_before_the_head(source, statement)
+        Variant(*repair) for repair in rows_before_the_head(source, statement)
     ],
     "full-vocab": _logprobs,
     "no-grad-vocab": _logprobs,

@@ -1,7 +1,7 @@
-"""A source file that can be asked about its statements and changed in a few bytes.
+"""Queries and byte-level edits of a source file.
 
-libcst reads it; an edit replaces a span of bytes. Whatever no edit names stays as it is, byte for byte, and
-edits of several repairs can be joined as long as they do not overlap.
+libcst parses the file; an edit replaces a span of bytes. Everything else stays the same, byte for byte. Edits
+of several repairs can be combined if they do not overlap.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Edit:
 
 
 def apply(data: bytes, edits: Iterable[Edit]) -> bytes:
-    """The file after its edits; raises NotUnderstood where two of them meet. Whole lines may."""
+    """Return the file after its edits; raise NotUnderstood if two overlap. Whole lines may repeat."""
     ordered = sorted(set(edits), key=lambda edit: (edit.start, edit.end, edit.text))
     for one, other in pairwise(ordered):
         lines = one.start == one.end and one.text.endswith("\n")
@@ -63,20 +63,20 @@ class Source:
             raise NotUnderstood(f"{path.name} cannot be parsed") from error
         if self.module.encoding not in ("utf-8", "utf8") or self.module.bytes != self.data:
             raise NotUnderstood(f"{path.name} is not plain UTF-8")
-        found = MetadataWrapper(self.module, unsafe_skip_copy=True).resolve_many(
+        metadata = MetadataWrapper(self.module, unsafe_skip_copy=True).resolve_many(
             [ByteSpanPositionProvider, PositionProvider, ParentNodeProvider, QualifiedNameProvider]
         )
-        self._spans: Any = found[ByteSpanPositionProvider]
-        self._lines: Any = found[PositionProvider]
-        self._parents: Any = found[ParentNodeProvider]
-        self._names: Any = found[QualifiedNameProvider]
+        self._spans: Any = metadata[ByteSpanPositionProvider]
+        self._lines: Any = metadata[PositionProvider]
+        self._parents: Any = metadata[ParentNodeProvider]
+        self._names: Any = metadata[QualifiedNameProvider]
         self._nodes: list[cst.CSTNode] = list(_walk(self.module))
         self._used = {node.value for node in self._nodes if isinstance(node, cst.Name)}
 
     # Questions
 
     def all(self, kind: type[Node], inside: cst.CSTNode | None = None) -> list[Node]:
-        """Nodes of a kind in the order of the file."""
+        """Yield nodes of a type in file order."""
         nodes = self._nodes if inside is None else _walk(inside)
         return [node for node in nodes if isinstance(node, kind)]
 
@@ -89,31 +89,31 @@ class Source:
         return self.data[start:end].decode()
 
     def parent(self, node: cst.CSTNode) -> Any:
-        """The node around it; None for the module."""
+        """Return the parent node, or None for the module."""
         return self._parents.get(node)
 
     def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """Parents, the innermost first."""
+        """Return the parents, innermost first."""
         outer = self.parent(node)
         while outer is not None:
             yield outer
             outer = self.parent(outer)
 
     def enclosing(self, node: cst.CSTNode, kinds: Any) -> Any:
-        """The innermost parent of some kinds, or None."""
+        """Return the innermost parent of the given types, or None."""
         return next((outer for outer in self.around(node) if isinstance(outer, kinds)), None)
 
     def holds(self, outer: cst.CSTNode, node: cst.CSTNode) -> bool:
         return node is outer or any(parent is outer for parent in self.around(node))
 
     def qualified(self, node: cst.CSTNode) -> set[str]:
-        """Names such as torch.optim.AdamW, followed through the imports of the file."""
+        """Return qualified names such as torch.optim.AdamW, resolved through the imports of the file."""
         names = self._names.get(node)
         names = names() if callable(names) else names
         return {name.name for name in names or ()}
 
     def statement_at(self, number: int) -> Statement:
-        """The simple statement on a line, or the compound one whose header stands there."""
+        """Return the simple statement on a line, or the compound statement whose header is there."""
         best: Statement | None = None
         for node in self._nodes:
             if isinstance(node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
@@ -125,7 +125,7 @@ class Source:
         return best
 
     def block_of(self, statement: cst.CSTNode) -> tuple[list[Statement], int]:
-        """The statements of the block that a statement stands in, and its place there."""
+        """Return the statements of the enclosing block, and the index of this statement."""
         block = self.parent(statement)
         if not isinstance(block, (cst.IndentedBlock, cst.Module)):
             raise NotUnderstood("a block on one line")
@@ -133,7 +133,7 @@ class Source:
         return body, next(i for i, other in enumerate(body) if other is statement)
 
     def only_one(self, statement: Statement, kind: type[Node]) -> Node:
-        """The one small statement of a line; several on a line, or another kind, are left alone."""
+        """Return the only small statement of a line; several on a line, or another type, are refused."""
         if isinstance(statement, cst.SimpleStatementLine) and len(statement.body) == 1:
             small = statement.body[0]
             if isinstance(small, kind):
@@ -141,8 +141,8 @@ class Source:
         raise NotUnderstood("not a plain assignment on a line of its own")
 
     def uses(self, name: str, inside: cst.CSTNode | None = None) -> list[cst.Name]:
-        """Every mention of a plain name, assignments included; not attributes and keywords of that name."""
-        found = []
+        """Return every mention of a plain name, including assignments, but no attributes or keywords."""
+        mentions = []
         for node in self.all(cst.Name, inside):
             if node.value != name:
                 continue
@@ -151,11 +151,11 @@ class Source:
                 continue
             if isinstance(outer, cst.Arg) and outer.keyword is node:
                 continue
-            found.append(node)
-        return found
+            mentions.append(node)
+        return mentions
 
     def is_stored(self, node: cst.Name) -> bool:
-        """Whether a mention assigns, deletes or declares the name."""
+        """Return whether a mention assigns, deletes or declares the name."""
         inner: cst.CSTNode = node
         for outer in self.around(node):
             if isinstance(outer, cst.AugAssign):
@@ -174,7 +174,7 @@ class Source:
         return False
 
     def is_changed(self, name: str, inside: cst.CSTNode) -> bool:
-        """Whether a name is assigned inside a node, or the tensor behind it is written in place."""
+        """Return whether a name is assigned inside a node, or its tensor is written in place."""
         for node in self.uses(name, inside):
             if self.is_stored(node):
                 return True
@@ -191,7 +191,7 @@ class Source:
         return False
 
     def fresh(self, wish: str) -> str:
-        """A name that the file does not use yet."""
+        """Return a name that the file does not use."""
         name, number = wish, 2
         while name in self._used:
             name, number = f"{wish}_{number}", number + 1
@@ -207,28 +207,28 @@ class Source:
         return Edit(self.path, end, end, text)
 
     def insert_line_before(self, statement: cst.CSTNode, code: str) -> Edit:
-        """A line of its own, indented as the statement is."""
+        """Insert a line before the statement, with its indentation."""
         start, indent = self._line_start(statement)
         return Edit(self.path, start, start, indent + code + self.module.default_newline)
 
     def insert_line_after(self, statement: cst.CSTNode, code: str) -> Edit:
-        """A line of its own below a simple statement, indented as the statement is."""
+        """Insert a line after a simple statement, with its indentation."""
         _, indent = self._line_start(statement)
         _, end = self.span(statement)
         stop = self.data.find(b"\n", end) + 1
         if not stop:
-            raise NotUnderstood("no line behind the statement")
+            raise NotUnderstood("no line after the statement")
         return Edit(self.path, stop, stop, indent + code + self.module.default_newline)
 
     def delete_line(self, statement: cst.CSTNode) -> Edit:
-        """The statement and its line or lines, with the comment behind it."""
+        """Delete the statement with its lines and its trailing comment."""
         start, _ = self._line_start(statement)
         _, end = self.span(statement)
         stop = self.data.find(b"\n", end)
         return Edit(self.path, start, len(self.data) if stop < 0 else stop + 1, "")
 
     def delete_with_comments(self, statement: cst.CSTNode) -> Edit:
-        """The statement, and the comments and blank lines directly above it."""
+        """Delete the statement with the comments and blank lines directly above it."""
         line = self.delete_line(statement)
         start = line.start
         while start:
@@ -248,7 +248,7 @@ class Source:
         return start, indent
 
     def import_line(self, module: str, name: str) -> list[Edit]:
-        """`from module import name` behind the last import at the top, unless it is there."""
+        """Add `from module import name` after the last import at the top, unless it exists."""
         last = None
         for statement in self.module.body:
             is_line = isinstance(statement, cst.SimpleStatementLine)
@@ -262,11 +262,11 @@ class Source:
             elif last is not None:
                 break
         if last is None:
-            raise NotUnderstood("no import to stand behind")
+            raise NotUnderstood("no import at the top of the file")
         _, end = self.span(last)
         stop = self.data.find(b"\n", end) + 1
         if not stop:
-            raise NotUnderstood("no line behind the imports")
+            raise NotUnderstood("no line after the imports")
         line = f"from {module} import {name}{self.module.default_newline}"
         return [Edit(self.path, stop, stop, line)]
 
@@ -278,7 +278,7 @@ def _walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def method_call(node: cst.CSTNode, names: Iterable[str]) -> cst.Call | None:
-    """`something.name(...)` for one of the names."""
+    """Return the call if it is `something.name(...)` for one of the names."""
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in names:
         return node
     return None
@@ -293,7 +293,7 @@ def is_name(node: cst.CSTNode, value: str) -> bool:
 
 
 def is_plain(node: cst.CSTNode) -> bool:
-    """A name or a chain of attributes on one: `bank`, `self.bank`."""
+    """Return whether it is a name or a chain of attributes: `bank`, `self.bank`."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return isinstance(node, cst.Name)

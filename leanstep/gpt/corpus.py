@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from leanstep.cpu import cache_folder
+from leanstep.extras import require
 from leanstep.gpt.data import write_shard
 
 BOS = "<|bos|>"
@@ -92,10 +93,9 @@ def standard_library_corpus(
     """
     if not 257 <= vocab_size <= 2**16:
         raise ValueError(f"vocab_size: expected 257..65536 (256 bytes and BOS at least), got {vocab_size}")
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError("the corpus needs tokenizers: pip install tokenizers") from error
+    require("the corpus", "train", "tokenizers")
+    import tokenizers
+
     texts, digest = _read(standard_library_files(root), max_bytes)
     settings = {
         "format": FORMAT,

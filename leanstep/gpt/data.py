@@ -8,6 +8,7 @@ between runs.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ def write_shard(path: str | Path, tokens: Tensor) -> None:
 
 
 def _bytes(x: Tensor) -> bytes:
-    return x.contiguous().numpy().tobytes()
+    x = x.contiguous()
+    return ctypes.string_at(x.data_ptr(), x.nbytes) if x.nbytes else b""
 
 
 def read_shard(path: str | Path) -> Tensor:

@@ -1,1 +1,5 @@
-"""What a GPU would find in a Triton kernel, without one: races, bounds, shared memory, registers, spills."""
+"""Checks of Triton kernels without a GPU: races, bounds, shared memory, registers, spills."""
+
+from leanstep.extras import require
+
+require("kernels", "triton", "numpy")

@@ -1,8 +1,8 @@
-"""bfloat16 in Triton's interpreter as a GPU has it: products and arithmetic on values, stores that round.
+"""bfloat16 in Triton's interpreter with the semantics of a GPU: arithmetic on values, and rounding.
 
-The interpreter keeps bfloat16 as 16-bit integers. It multiplies those integers in `tl.dot`, adds them in
-arithmetic, and cuts off the low bits of a float32 that becomes bfloat16. Here operands are widened to float32
-first, sums of products are float32, and results are rounded to nearest even.
+The interpreter stores bfloat16 as 16-bit integers. It multiplies those integers in `tl.dot`, adds them in
+arithmetic, and truncates a float32 that becomes bfloat16. Here operands are first widened to float32, sums of
+products are float32, and results are rounded to nearest even.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """float32 of bfloat16 bits (uint16): exact."""
+    """Convert bfloat16 bits (uint16) to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def narrow(values: np.ndarray) -> np.ndarray:
-    """bfloat16 bits of float32, rounded to nearest even; NaN stays NaN."""
+    """Convert float32 to bfloat16 bits, rounded to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
@@ -29,7 +29,7 @@ def narrow(values: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def exact_bfloat16() -> Iterator[None]:
-    """Replace the interpreter's products, arithmetic and casts of bfloat16 inside this context."""
+    """Replace the interpreter's bfloat16 products, arithmetic and casts inside this context."""
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 

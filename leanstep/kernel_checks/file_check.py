@@ -1,9 +1,9 @@
-"""Check the Triton kernels of anyone's file: compile what it launches, and run it in the interpreter.
+"""Check the Triton kernels of any file: compile its launches and run them in the interpreter.
 
-The file defines `launch()`, or another file does: a function without arguments that calls the kernels on
-small tensors, as a program would. It runs twice, each time in a process of its own: once with launches
-recorded and compiled for each target, once in Triton's interpreter with bounds and races checked. There is no
-GPU: tensors asked for on "cuda" are made on the CPU, and torch.cuda answers for one device.
+The file, or another file, defines `launch()`: a function without arguments that calls the kernels on small
+tensors, as a program would. It runs twice, each time in a separate process: once with launches recorded and
+compiled for each target, once in Triton's interpreter with bounds and races checked. No GPU is needed:
+tensors requested on "cuda" are allocated on the CPU, and torch.cuda simulates one device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FileProblem(Exception):
 
 @dataclass
 class FileReport:
-    """What was found in one file."""
+    """The results for one file."""
 
     compiled: list[CompiledKernel]
     problems: list[Problem]
@@ -71,10 +71,10 @@ def check_file(
         file: defines the kernels.
         launch: "FILE.py" or "FILE.py:FUNCTION" with the function to call; None: `launch` of the file itself.
         targets: names such as sm_90.
-        memory: whether to run the interpreter as well.
+        memory: whether to also run the interpreter.
 
     Raises:
-        FileProblem: for a file that cannot be imported, has no such function or launches nothing.
+        FileProblem: if a file cannot be imported, has no such function or launches nothing.
     """
     where, _, function = (launch or str(file)).partition(":")
     request = {"file": str(file), "launch": where, "function": function or DEFAULT_LAUNCH, "targets": targets}
@@ -89,15 +89,15 @@ def check_file(
 
 
 def _in_process(mode: str, request: dict[str, Any]) -> dict[str, Any]:
-    """One mode in a process of its own: Triton decides at its import whether kernels are interpreted."""
+    """Run one mode in a separate process: Triton decides at import whether kernels are interpreted."""
     environment = os.environ | {"TRITON_INTERPRET": "1" if mode == "memory" else "0"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", __name__, mode, json.dumps(request), str(answer)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if not answer.exists():
-            said = next(iter(done.stderr.strip().splitlines()[::-1]), f"exit code {done.returncode}")
-            raise FileProblem(f"{request['file']}: the {mode} process ended: {said}")
+            reason = next(iter(done.stderr.strip().splitlines()[::-1]), f"exit code {done.returncode}")
+            raise FileProblem(f"{request['file']}: the {mode} process ended: {reason}")
         result = json.loads(answer.read_text())
     if "refused" in result:
         raise FileProblem(result["refused"])
@@ -105,7 +105,7 @@ def _in_process(mode: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(mode: str, request_json: str, answer: str) -> None:
-    """What the process of `_in_process` does."""
+    """Entry point of the process that `_in_process` starts."""
     request = json.loads(request_json)
     try:
         with _without_gpu(request["targets"]):
@@ -118,12 +118,12 @@ def main(mode: str, request_json: str, answer: str) -> None:
 
 
 def _loaded(request: dict[str, Any]) -> tuple[types.ModuleType, Callable[[], Any]]:
-    """The module with the kernels and the function that launches them."""
+    """Return the module with the kernels and the function that launches them."""
     module = _imported(request["file"])
     other = module if request["launch"] == request["file"] else _imported(request["launch"])
     function = getattr(other, request["function"], None)
     if not callable(function):
-        raise FileProblem(f"{request['launch']}: defines no {request['function']}(); {NEEDED}")
+        raise FileProblem(f"{request['launch']}: does not define {request['function']}(); {NEEDED}")
     return module, function
 
 
@@ -142,7 +142,7 @@ def _imported(path: str) -> types.ModuleType:
 
 
 def _one_line(problem: BaseException, path: str) -> str:
-    """Type and message of an exception, with the last line of the user's file that it passed."""
+    """Return the type and message of an exception, with the last line of the user's file in its traceback."""
     frames = [
         f for f in traceback.extract_tb(problem.__traceback__) if Path(f.filename).name == Path(path).name
     ]
@@ -155,10 +155,11 @@ def _launched(request: dict[str, Any], launch: Callable[[], Any]) -> None:
     try:
         launch()
     except Exception as problem:
-        said = f"{request['launch']}: {request['function']}() failed: {_one_line(problem, request['launch'])}"
+        cause = _one_line(problem, request["launch"])
+        message = f"{request['launch']}: {request['function']}() failed: {cause}"
         if type(problem).__name__ == "InterpreterError":
-            said += "; Triton's interpreter cannot run this kernel, --skip-memory only compiles it"
-        raise FileProblem(said) from None
+            message += "; Triton's interpreter cannot run this kernel, --skip-memory only compiles it"
+        raise FileProblem(message) from None
 
 
 def _compile(request: dict[str, Any], module: types.ModuleType, launch: Callable[[], Any]) -> dict[str, Any]:
@@ -176,7 +177,7 @@ def _compile(request: dict[str, Any], module: types.ModuleType, launch: Callable
     kernels = {
         name: value for name, value in vars(module).items() if isinstance(_innermost(value), JITFunction)
     }
-    # A kernel that others call has run with them; it need not be launched itself.
+    # A kernel that is called by other kernels is checked with them and need not be launched itself.
     called = {name for kernel in kernels.values() for name in _innermost(kernel).fn.__code__.co_names}
     launched = {id(one.kernel) for one in launches}
     missing = [
@@ -188,7 +189,7 @@ def _compile(request: dict[str, Any], module: types.ModuleType, launch: Callable
 
 
 def _innermost(kernel: Any) -> Any:
-    """The kernel inside autotune and heuristics."""
+    """Return the kernel inside autotune and heuristics."""
     while type(kernel).__name__ in ("Autotuner", "Heuristics"):
         kernel = kernel.fn
     return kernel
@@ -204,7 +205,7 @@ def _check_memory(
 
 @contextlib.contextmanager
 def _first_configuration() -> Iterator[None]:
-    """The interpreter cannot time configurations: an autotuned kernel runs with its first one."""
+    """Run autotuned kernels with their first configuration; the interpreter cannot time them."""
     import triton.runtime.autotuner as autotuner
 
     def run(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -216,10 +217,10 @@ def _first_configuration() -> Iterator[None]:
 
 
 class _OnCPU(TorchFunctionMode):
-    """Tensors that a program asks for on a GPU are made on the CPU."""
+    """Allocate tensors on the CPU that a program requests on a GPU."""
 
     def __torch_function__(
-        self, function: Any, given: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(function, "__name__", "") == "cuda":
             return args[0]
@@ -236,7 +237,7 @@ def _cpu(device: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_gpu(targets: list[str]) -> Iterator[None]:
-    """torch.cuda answers for a device of the first target."""
+    """Simulate a device of the first target in torch.cuda."""
     digits = targets[0][3:] if targets[0].startswith("sm_") else "90"
     major, minor = int(digits[:-1]), int(digits[-1])
     properties = types.SimpleNamespace(

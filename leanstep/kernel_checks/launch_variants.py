@@ -1,12 +1,12 @@
-"""Compile what is launched: record launches, bind their arguments as Triton does, compile each variant once.
+"""Record launches, bind their arguments as Triton does, and compile each variant once.
 
     with recorded_launches() as launches:
         program()                                   # nothing is launched
     for variant in variants_of(launches, "sm_90"):
         row = compile_variant(variant, "sm_90")
 
-A variant is what Triton's launcher would compile for these arguments: their types, which pointers and sizes
-are multiples of 16, which sizes are 1, and the constants. Binding uses Triton's own binder for each target.
+A variant is what Triton's launcher compiles for these arguments: their types, which pointers and sizes are
+multiples of 16, which sizes are 1, and the constants. Binding uses Triton's own binder for each target.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from leanstep.measure.aot import CompiledKernel, compile_source, parse_target
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor argument of a recorded launch: Triton's binder asks for these three."""
+    """A tensor argument of a recorded launch, with the three properties that Triton's binder reads."""
 
     dtype: torch.dtype
     address: int
@@ -40,7 +40,7 @@ class Pointer:
 
 @dataclass(frozen=True)
 class RecordedLaunch:
-    """One launch: a kernel (or "module:name" of one) and its arguments, tensors as `Pointer`."""
+    """One launch: a kernel (or its "module:name") and its arguments, with tensors as `Pointer`."""
 
     kernel: Any
     arguments: tuple[Any, ...]
@@ -63,7 +63,7 @@ class RecordedLaunch:
 
 @dataclass(frozen=True)
 class Variant:
-    """What Triton compiles for a launch on one target."""
+    """What Triton compiles for a launch and one target."""
 
     kernel: Any
     signature: dict[str, Any]
@@ -96,17 +96,17 @@ def _decoded(value: Any) -> Any:
 
 
 def _pointer(value: Any) -> Any:
-    """A stand-in for a tensor that shares nothing with it; other arguments are returned as they are."""
+    """Replace a tensor by a `Pointer` without its memory; return other arguments unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
-    # Allocations are multiples of 512 bytes; only the offset inside one may be odd.
+    # Allocations are aligned to 512 bytes; only the offset within one may be unaligned.
     address = 512 + int(value.storage_offset()) * value.element_size() % 16
     return Pointer(value.dtype, address, value.untyped_storage().nbytes())
 
 
 @contextlib.contextmanager
 def recorded_launches(then: Callable[..., Any] | None = None) -> Iterator[list[RecordedLaunch]]:
-    """Record Triton's launches instead of making them; `then`, if given, gets each one as well.
+    """Record Triton's launches instead of running them; `then`, if set, is called with each one.
 
     An autotuned kernel is recorded with each of its configurations.
     """
@@ -136,7 +136,7 @@ def recorded_launches(then: Callable[..., Any] | None = None) -> Iterator[list[R
 
 
 def variants_of(launches: Iterable[RecordedLaunch], target_name: str) -> list[Variant]:
-    """What these launches compile to for one target, each variant once."""
+    """Return the distinct variants of these launches for one target."""
     variants: dict[tuple[str, ...], Variant] = {}
     for launch in launches:
         variant = _bound(launch, target_name)
@@ -168,7 +168,7 @@ def compile_variant(variant: Variant, target_name: str, *, shipped: bool = True)
 
 
 def _described(variant: Variant) -> str:
-    """The kernel's name with its constants."""
+    """Return the kernel's name with its constants."""
     names = variant.kernel.arg_names
     constants = {names[path[0]]: value for path, value in variant.constants.items()}
     annotated = {n: v for n, v in constants.items() if variant.signature[n] == "constexpr" and n.isupper()}

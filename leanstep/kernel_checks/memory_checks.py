@@ -1,4 +1,4 @@
-"""Bounds and races of Triton kernels, checked access by access in Triton's interpreter.
+"""Bounds and race checks of Triton kernels, access by access, in Triton's interpreter.
 
     with checked_launches() as checked:
         launch()                        # kernels run on CPU tensors, TRITON_INTERPRET=1
@@ -9,12 +9,12 @@ Programs run in a shuffled order. Three things are checked for every load, store
 - bounds: the address is inside the storage of the tensor whose pointer it was computed from;
 - programs: no program accesses what another one writes, unless both accesses are atomic;
 - lanes: since the last barrier, no lane accesses what another lane of the same program wrote, or writes what
-  another lane read. Elements at one position of two blocks of one shape and element size belong to one lane;
-  a scalar is a lane of its own. Lanes that write the same value to one address do not conflict.
+  another lane read. Elements at the same position of two blocks with equal shape and element size belong to
+  the same lane; a scalar is a separate lane. Lanes that write the same value to one address do not conflict.
 
-Each storage gets an address range of its own, 2^52 bytes wide: an offset that leaves one tensor cannot reach
-another one by chance, and arithmetic that wraps at 2^31 leaves every range. Accesses out of bounds are
-reported and not made.
+Each storage gets a separate address range of 2^52 bytes: an out-of-bounds offset cannot reach another tensor
+by chance, and arithmetic that wraps at 2^31 leaves every range. Out-of-bounds accesses are reported and
+skipped.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from unittest import mock
 
 import numpy as np
 
-# Addresses: range number in the top bits, tensors in the middle of their range. Real addresses have less than
-# 52 bits: a pointer that a kernel loads from memory has range 0 and is not checked.
+# Addresses: the range number is in the top bits, tensors are in the middle of their range. Real addresses
+# have fewer than 52 bits: a pointer that a kernel loads from memory has range 0 and is not checked.
 _RANGE_BITS, _PAGE_BITS = 52, 8
 _MIDDLE = 1 << (_RANGE_BITS - 1)
 _PAGE = 1 << _PAGE_BITS
-# In a table of programs or lanes: more than one.
+# Marks an entry of a table with more than one program or lane.
 _SEVERAL = -1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One kind of problem at one line of a kernel; `count`: accesses, `program`: the first that has it."""
+    """One kind of problem at one line of a kernel; `count`: accesses, `program`: the first one affected."""
 
     kernel: str
     line: int
@@ -63,12 +63,12 @@ class Problem:
 
 
 class MemoryProblem(AssertionError):
-    """The first problem of a kernel, where it ends the launch."""
+    """The first problem of a kernel, raised if it ends the launch."""
 
 
 @dataclass
 class CheckedLaunches:
-    """Launches by kernel, and what is wrong with them."""
+    """The number of launches per kernel, and their problems."""
 
     stop_at_first: bool = False
     launches: Counter[str] = field(default_factory=Counter)
@@ -88,7 +88,7 @@ class CheckedLaunches:
 
 
 class _Tables:
-    """Who accessed each byte: program numbers from 1 on, lanes, and the barrier interval of the access."""
+    """The accesses of each byte: program numbers from 1 on, lanes, and the barrier interval of the access."""
 
     NAMES = ("writer", "reader", "atomic", "write_lane", "write_interval", "read_lane", "read_interval")
 
@@ -100,7 +100,7 @@ class _Tables:
         return self.columns[name]
 
     def indices(self, addresses: np.ndarray) -> np.ndarray:
-        """Places of byte addresses in the tables, which grow with the pages that are accessed."""
+        """Return the indices of byte addresses in the tables, which grow with the accessed pages."""
         pages, inverse = np.unique(addresses >> _PAGE_BITS, return_inverse=True)
         for page in pages.tolist():
             self.pages.setdefault(page, len(self.pages))
@@ -130,13 +130,13 @@ class _Launch:
         self.grid: tuple[int, ...] = (1, 1, 1)
 
     def address_of(self, tensor: Any) -> int:
-        """The address that stands for a tensor's first element in this launch."""
+        """Return the simulated address of a tensor's first element in this launch."""
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         if start not in self.ranges:
             number = self.ranges[start] = len(self.first)
             assert number < 1 << (64 - _RANGE_BITS), "a launch with more storages than address ranges"
-            # The same alignment as the real address.
+            # Keep the alignment of the real address.
             first = (number << _RANGE_BITS) + _MIDDLE + start % _PAGE
             self.first.append(first)
             self.last.append(first + storage.nbytes())
@@ -155,7 +155,7 @@ class _Launch:
         self.result.add(self.kernel, self._line(), what, self.program)
 
     def _line(self) -> int:
-        """The line of the kernel's own file that is running."""
+        """Return the current line in the kernel's file."""
         frame = sys._getframe()
         while frame is not None and frame.f_code.co_filename not in self.files:
             frame = frame.f_back  # type: ignore[assignment]
@@ -164,16 +164,16 @@ class _Launch:
     def access(
         self, pointers: Any, mask: Any, kind: str, values: Any = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Check one access; returns real addresses and the mask without what is out of bounds."""
+        """Check one access; return real addresses and the mask without out-of-bounds elements."""
         fake = np.asarray(pointers.data).astype(np.uint64)
-        wanted = np.broadcast_to(np.asarray(getattr(mask, "data", mask)), fake.shape).astype(bool)
+        active = np.broadcast_to(np.asarray(getattr(mask, "data", mask)), fake.shape).astype(bool)
         size = _element_bytes(pointers)
-        inside = wanted.copy()
+        inside = active.copy()
         flat, ranges = fake.ravel(), (fake.ravel() >> np.uint64(_RANGE_BITS)).astype(np.int64)
         known = np.minimum(ranges, len(self.first) - 1)
         first, last = (np.array(side, dtype=np.uint64)[known] for side in (self.first, self.last))
         legal = (ranges == known) & (flat >= first) & (flat + np.uint64(size) <= last)
-        if (wanted.ravel() & ~legal).any():
+        if (active.ravel() & ~legal).any():
             self.report(f"{kind} out of bounds")
             inside &= legal.reshape(fake.shape)
         shift = np.array(self.shift, dtype=np.int64)[known].astype(np.uint64)
@@ -196,7 +196,7 @@ class _Launch:
         stored: np.ndarray | None,
         real: np.ndarray,
     ) -> None:
-        """Compare with earlier accesses of the same bytes, then note this one."""
+        """Compare with earlier accesses of the same bytes, then record this one."""
         tables, block = self.tables, self.blocks.setdefault((shape, size), len(self.blocks) + 1)
         spread = (addresses[:, None] + np.arange(size, dtype=np.uint64)).ravel().astype(np.int64)
         at = tables.indices(spread)
@@ -207,7 +207,7 @@ class _Launch:
                 self.report("a lane loads what another lane stored, with no barrier between")
             first = (tables["read_interval"][at] != self.interval) | (tables["read_lane"][at] == lane)
             tables["read_lane"][at] = np.where(first, lane, _SEVERAL)
-            # Two lanes of this very load.
+            # Two lanes of this same load.
             tables["read_lane"][at[tables["read_lane"][at] != lane]] = _SEVERAL
             tables["read_interval"][at] = self.interval
             return
@@ -223,7 +223,7 @@ class _Launch:
     def _same_store(
         self, at: np.ndarray, lane: np.ndarray, size: int, stored: np.ndarray, real: np.ndarray
     ) -> None:
-        """Two lanes store different values to one address, in one store or since the last barrier."""
+        """Report lanes that store different values to one address, in one store or since the last barrier."""
         tables = self.tables
         data = np.ascontiguousarray(stored).view(np.uint8).reshape(-1)
         width = stored.dtype.itemsize
@@ -233,12 +233,12 @@ class _Launch:
             self.report("two lanes of one store write different values to one address")
         other = (tables["write_interval"][at] == self.interval) & (tables["write_lane"][at] != lane)
         if other.any():
-            there = np.repeat(real, size) + np.tile(np.arange(size, dtype=np.uint64), len(real))
-            if (_bytes_at(there[other]) != data[other]).any():
+            byte_addresses = np.repeat(real, size) + np.tile(np.arange(size, dtype=np.uint64), len(real))
+            if (_bytes_at(byte_addresses[other]) != data[other]).any():
                 self.report("two lanes store different values to one address, with no barrier between")
 
     def _between_programs(self, at: np.ndarray, kind: str) -> None:
-        """What other programs did with these bytes; notes this program's access."""
+        """Report conflicts with other programs' accesses to these bytes, then record this access."""
         tables, me = self.tables, self.number
 
         def others(name: str) -> bool:
@@ -268,7 +268,7 @@ def _bytes_at(addresses: np.ndarray) -> np.ndarray:
 
 
 def _order(grid: tuple[int, ...], most: int | None, shuffle: random.Random) -> list[tuple[int, ...]]:
-    """The programs of a grid in random order; at most `most` of them, the first and the last among these."""
+    """Return the programs of a grid in random order; at most `most`, including the first and the last."""
     total = grid[0] * grid[1] * grid[2]
     if most is None or total <= most:
         numbers = list(range(total))
@@ -286,12 +286,12 @@ def checked_launches(
     """Check every launch of the interpreter inside this context.
 
     Args:
-        seed: of the order of programs.
-        most_programs: of a larger grid only so many programs run, the first and the last among them.
-        stop_at_first: whether the first problem raises, inside the launch.
+        seed: seed of the order of programs.
+        most_programs: run at most this many programs of a grid, including the first and the last.
+        stop_at_first: whether the first problem raises an exception inside the launch.
 
     Raises:
-        RuntimeError: without TRITON_INTERPRET=1, where kernels are compiled and nothing can be checked.
+        RuntimeError: without TRITON_INTERPRET=1, because compiled kernels cannot be checked.
     """
     import triton.runtime.interpreter as interpreter
     from triton import knobs
@@ -306,7 +306,7 @@ def checked_launches(
 
 
 class _Hooks:
-    """What replaces parts of the interpreter: arguments, grid and memory operations of a launch."""
+    """Replacements for parts of the interpreter: arguments, grid and memory operations of a launch."""
 
     def __init__(
         self, interpreter: Any, result: CheckedLaunches, shuffle: random.Random, most: int | None
@@ -329,19 +329,19 @@ class _Hooks:
             "_implicit_cvt": (self.interpreter, self.convert),
         }
         self.original = {name: getattr(owner, name) for name, (owner, _) in methods.items()}
-        # A plain function becomes a method of the class it is put into, a bound method does not.
+        # A plain function becomes a method of the class it is assigned to; a bound method does not.
         return [
             (owner, name, lambda *args, method=method, **options: method(*args, **options))
             for name, (owner, method) in methods.items()
         ]
 
     def call(self, executor: Any, *arguments: Any, **options: Any) -> Any:
-        """One launch: the interpreter's loop over a one-dimensional grid, one step per program in `order`."""
-        name, asked = executor.fn.__name__, executor.grid
+        """Run one launch: the interpreter's loop over a 1-D grid, one iteration per program in `order`."""
+        name, requested = executor.fn.__name__, executor.grid
         launch = _Launch(name, {executor.fn.__code__.co_filename}, self.result)
 
         def grid(bound: dict[str, Any]) -> tuple[int, int, int]:
-            whole: Any = asked(bound) if callable(asked) else asked
+            whole: Any = requested(bound) if callable(requested) else requested
             launch.grid = (*whole, *itertools.repeat(1, 3 - len(whole)))
             launch.order = _order(launch.grid, self.most, self.shuffle)
             return len(launch.order), 1, 1
@@ -353,7 +353,7 @@ class _Hooks:
             return self.original["__call__"](executor, *arguments, **options)
         finally:
             self.running.pop()
-            executor.grid = asked
+            executor.grid = requested
 
     def set_grid_dim(self, builder: Any, *_: int) -> None:
         self.original["set_grid_dim"](builder, *self.running[-1].grid)
@@ -362,7 +362,7 @@ class _Hooks:
         self.original["set_grid_idx"](builder, *self.running[-1].start_program(number))
 
     def convert(self, argument: Any) -> Any:
-        """A tensor becomes an address in its storage's range, a float a float32 scalar, as on a GPU."""
+        """Convert a tensor to an address in its storage's range and a float to float32, as on a GPU."""
         converted = self.original["_implicit_cvt"](argument)
         if self.running and isinstance(argument, float):
             tl = self.interpreter.tl
@@ -398,7 +398,7 @@ class _Hooks:
         return self.original["create_barrier"](builder, *rest)
 
     def _checked(self, pointers: Any, mask: Any, kind: str, value: Any = None) -> tuple[Any, Any]:
-        """Real addresses and the mask of what is inside, as the interpreter's handles."""
+        """Return real addresses and the mask of in-bounds elements as interpreter handles."""
         real, inside = self.running[-1].access(pointers, mask, kind, value)
         handle = self.interpreter.TensorHandle
         return handle(real, pointers.dtype), handle(inside, self.interpreter.tl.int1)

@@ -1,4 +1,9 @@
-"""Learn a focus controller from preferences: one vectorised block, no host reads."""
+"""Train a focus controller from preferences: vectorised, without host reads."""
+
+# ruff: noqa: E402  (first the line that names the extra, then what imports numpy)
+from leanstep.extras import require
+
+require("leanstep.lens", "train", "numpy")
 
 from leanstep.lens.batch import GistList, LensBatch, Variant
 from leanstep.lens.contexts import (

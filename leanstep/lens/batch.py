@@ -1,4 +1,4 @@
-"""Working contexts as padded tensors: what one call of the objective reads.
+"""Working contexts as padded tensors, the input of one call of the objective.
 
 V contexts · W padded length · B samples · C variants per sample · T tokens per sequence · G gists per context
 """
@@ -28,7 +28,7 @@ class Variant:
         positions: [W] first token covered by each entry, strictly ascending; a 1-D integer tensor or list.
         lods: [W] level of detail of each entry.
         loss: the base model's mean NLL in nats: a float, a 0-d tensor (stays on its device), or None.
-        is_baseline: the context made of raw tokens only.
+        is_baseline: whether this is the context of raw tokens only.
     """
 
     positions: Tensor | Sequence[int]
@@ -37,20 +37,20 @@ class Variant:
     is_baseline: bool = False
 
 
-# Sort keys hold a position and, below it, a LOD of at most 7.
+# Sort keys combine a position with a LOD of at most 7 in the low bits.
 GIST_STEP = 8
 
 
 @dataclass(frozen=True)
 class GistList:
-    """Entries above LOD 0, and the sorted keys of all entries, for look-ups without a table.
+    """Entries above LOD 0, and the sorted keys of all entries, for lookups without a table.
 
     Equivalent to, for the first context:
         starts = batch.pos[0][batch.lod[0] > 0]                  # rows[0, 1, :len(starts)] == 8 * starts
 
     Args:
         rows: [V, 4, G] int64: cell in the flattened [V, W] tensors, 8 * start, LOD (-1 = padding), span.
-        key: [V * W + 1] int64, ascending: context * stride + 8 * start + LOD, and a sentinel.
+        key: [V * W + 1] int64, ascending: context * stride + 8 * start + LOD, followed by a sentinel.
         stride: distance between the keys of two contexts, a multiple of 8 * b.
         top_level: the highest LOD in the batch, a host integer.
     """
@@ -63,7 +63,7 @@ class GistList:
 
 @dataclass(frozen=True)
 class LensBatch:
-    """A micro-batch of variants. Make it with `from_variants` or `from_tensors`.
+    """A micro-batch of variants. Create it with `from_variants` or `from_tensors`.
 
     Example:
         batch = LensBatch.from_variants(samples, config, num_tokens=64)
@@ -73,14 +73,14 @@ class LensBatch:
         pos: [V, W] int64; padded entries hold `num_tokens`.
         lod: [V, W] int8; padded entries hold 0.
         valid: [V, W] bool.
-        loss: [B, C] float32 or float64; NaN = the variant takes no part in pairs.
+        loss: [B, C] float32 or float64; NaN excludes the variant from pairs.
         row: [B, C] int64, the context of each variant; unused slots hold 0 (their loss is NaN).
         tokens: [V] int64, tokens in the context's sequence.
         baseline: [B] int64, which variant of the sample is the baseline.
-        num_tokens: the longest sequence, a host integer (it sets the size of the look-up table).
-        gists: the entries above LOD 0 by context, or None when unknown. With it the fused CPU path visits
-            only the blocks that can carry a target.
-        counts: variants per sample, host integers, or None when unknown.
+        num_tokens: length of the longest sequence, a host integer (it sets the size of the lookup table).
+        gists: the entries above LOD 0 by context, or None if unknown. With it the fused CPU path visits
+            only the blocks that can have a target.
+        counts: variants per sample, host integers, or None if unknown.
     """
 
     pos: Tensor
@@ -114,7 +114,7 @@ class LensBatch:
         gists: GistList | None = None,
         counts: tuple[int, ...] | None = None,
     ) -> LensBatch:
-        """Check shapes and dtypes and fill the defaults. Reads no device value; `check` does."""
+        """Check shapes and dtypes and fill in defaults. Reads no device value; `check` does."""
         if pos.dim() != 2:
             raise ValueError(f"pos: expected shape (V, W), got {tuple(pos.shape)}")
         if pos.is_floating_point() or lod.is_floating_point() or row.is_floating_point():
@@ -135,7 +135,7 @@ class LensBatch:
             raise ValueError(f"row: expected shape {tuple(loss.shape)} to match loss, got {tuple(row.shape)}")
         if loss.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"loss: expected float32 or float64, got {loss.dtype}: differences need the digits"
+                f"loss: expected float32 or float64, got {loss.dtype}: differences need the precision"
             )
         if has_loss is not None:
             if has_loss.shape != loss.shape or has_loss.dtype != torch.bool:
@@ -177,16 +177,16 @@ class LensBatch:
         device: torch.device | str | None = None,
         loss_dtype: torch.dtype = torch.float64,
     ) -> LensBatch:
-        """Pad the variants of a micro-batch where they are; variants on the host are checked.
+        """Pad the variants of a micro-batch on their device; variants on the host are checked.
 
-        Nothing is read from a device: contexts that are tensors on a GPU stay there and are not checked
-        (`check` does, with a host sync).
+        Nothing is read from a device: contexts that are GPU tensors stay there and are not checked
+        (`check` does that, with a host sync).
 
         Args:
             samples: the variants of each sample.
-            config: gives block size and levels for the checks.
+            config: block size and levels for the checks.
             num_tokens: tokens per sequence, one number or one per sample.
-            device: where the objective will run; None = where the contexts are.
+            device: device of the objective; None = the device of the contexts.
             loss_dtype: dtype of host losses; losses that are tensors keep at least their own precision.
         """
         per_sample = [num_tokens] * len(samples) if isinstance(num_tokens, int) else list(num_tokens)
@@ -198,7 +198,7 @@ class LensBatch:
         width = max(counts, default=1)
         longest = max(per_sample, default=1)
         positions, lods = context_rows(samples)
-        home = positions[0].device if positions else torch.device("cpu")
+        source_device = positions[0].device if positions else torch.device("cpu")
         lengths = [len(p) for p in positions]
         tokens = [t for t, c in zip(per_sample, counts, strict=True) for _ in range(c)]
         marked = [[j for j, v in enumerate(variants) if v.is_baseline] for variants in samples]
@@ -208,24 +208,24 @@ class LensBatch:
             _loss_table([[v.loss for v in variants] for variants in samples], width, loss_dtype),
             row_table(counts),
             num_tokens=longest,
-            valid=real_cells(lengths, home),
+            valid=real_cells(lengths, source_device),
             tokens=torch.tensor(tokens, dtype=torch.int64),
             baseline=torch.tensor([m[0] if m else 0 for m in marked], dtype=torch.int64),
             counts=counts,
         )
-        if home.type == "cpu":
+        if source_device.type == "cpu":
             batch.check(config)
-        return batch.with_gists(config).to(home if device is None else device)
+        return batch.with_gists(config).to(source_device if device is None else device)
 
     def with_gists(self, config: LensConfig) -> LensBatch:
-        """The same batch with its gists listed, where a path uses them: see `list_gists`."""
+        """Return the same batch with its gists listed if a path uses them: see `list_gists`."""
         return replace(self, gists=list_gists(self, config))
 
     def with_losses(self, losses: Tensor, *, gist_delta_weight: float = 0.0) -> LensBatch:
-        """The same contexts with the base model's losses [V], which stay on their device.
+        """Return the same contexts with the base model's losses [V], which stay on their device.
 
-        With `gist_delta_weight` g, variants other than the baseline count as loss + g * relu(loss -
-        baseline loss).
+        With `gist_delta_weight` g, variants other than the baseline have the loss
+        loss + g * relu(loss - baseline loss).
         """
         if tuple(losses.shape) != (self.num_contexts,):
             raise ValueError(
@@ -233,7 +233,7 @@ class LensBatch:
             )
         if self.counts is None:
             raise ValueError(
-                "losses: this batch does not know its variants per sample; build it with from_variants"
+                "losses: expected a batch with known variants per sample; build it with from_variants"
             )
         values = losses.detach()
         values = values if values.dtype == torch.float64 else values.float()
@@ -246,7 +246,7 @@ class LensBatch:
         return replace(self, loss=table)
 
     def check(self, config: LensConfig) -> None:
-        """Read the tensors (a host sync: for debugging and for host data) and raise on malformed contexts."""
+        """Raise on malformed contexts. Reads the tensors: a host sync, for debugging and for host data."""
         pos, lod, valid = self.pos, self.lod, self.valid
         pair_valid = valid[:, 1:] & valid[:, :-1]
         bad = pair_valid & (pos[:, 1:] <= pos[:, :-1])
@@ -278,19 +278,19 @@ class LensBatch:
             )
 
     def to(self, device: torch.device | str | None) -> LensBatch:
-        """The same batch on another device."""
+        """Return the same batch on another device."""
         if device is None:
             return self
         moved = {
             name: getattr(self, name).to(device)
             for name in ("pos", "lod", "valid", "loss", "row", "tokens", "baseline")
         }
-        # Only the closed form on a CPU reads them.
+        # Only the closed form on a CPU reads the gists.
         return replace(self, **moved, gists=self.gists if torch.device(device).type == "cpu" else None)
 
 
 def context_rows(samples: Sequence[Sequence[Variant]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Positions and LODs of every context where they are: int64 and int8 tensors of equal length."""
+    """Return positions and LODs of every context on their device: int64 and int8 tensors of equal length."""
     positions, lods = [], []
     for i, variants in enumerate(samples):
         for j, variant in enumerate(variants):
@@ -307,7 +307,7 @@ def context_rows(samples: Sequence[Sequence[Variant]]) -> tuple[list[Tensor], li
 
 
 def pad_rows(rows: Sequence[Tensor], fill: int, lengths: Sequence[int]) -> Tensor:
-    """[V, W] from rows [W] or [1, W], right-padded with `fill`. Host syncs: none."""
+    """Stack rows [W] or [1, W] to [V, W], right-padded with `fill`. Host syncs: none."""
     if not rows:
         return torch.zeros(0, 0, dtype=torch.int64)
     if min(lengths) == max(lengths):
@@ -316,7 +316,7 @@ def pad_rows(rows: Sequence[Tensor], fill: int, lengths: Sequence[int]) -> Tenso
 
 
 def real_cells(lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    """[V, W] bool: the cells of right-padded rows that are not padding; None when all are real."""
+    """Return [V, W] bool, False for the padding of right-padded rows; None if there is no padding."""
     if not lengths or min(lengths) == max(lengths):
         return None
     ends = torch.tensor(lengths).to(device, non_blocking=True)
@@ -324,7 +324,7 @@ def real_cells(lengths: Sequence[int], device: torch.device) -> Tensor | None:
 
 
 def row_table(counts: Sequence[int]) -> Tensor:
-    """[B, C] int64: contexts numbered sample by sample; unused slots hold 0.
+    """Return [B, C] int64: contexts numbered sample by sample; unused slots hold 0.
 
     >>> row_table([2, 1])
     tensor([[0, 1],
@@ -340,23 +340,23 @@ def row_table(counts: Sequence[int]) -> Tensor:
 
 
 def list_gists(batch: LensBatch, config: LensConfig) -> GistList | None:
-    """The gists of each context, for the CPU's closed form.
+    """List the gists of each context, for the closed form on a CPU.
 
-    None on a GPU, whose kernels read dense rows, and for contexts that overlap themselves, are not ascending
-    or have holes: dense rows handle those.
+    Returns None on a GPU, whose kernels read dense rows, and for contexts with overlapping entries, unsorted
+    positions or holes, which also need dense rows.
     """
     if batch.pos.numel() == 0 or batch.pos.device.type != "cpu":
         return None
-    # numpy: dozens of operations on a few hundred numbers, where a torch call costs more than its work.
+    # numpy: for a few hundred numbers the overhead of a torch call exceeds its work.
     pos, lod, valid = (np.ascontiguousarray(t.numpy()) for t in (batch.pos, batch.lod, batch.valid))
     num_contexts, width = pos.shape
-    # A free block behind the last token: no block of real tokens reaches the padding there.
+    # An empty block after the last token separates blocks of real tokens from the padding.
     stride = (batch.num_tokens // config.block_size + 2) * config.block_size
     start_VW, padded = pos, np.count_nonzero(valid) < valid.size
     if padded:
         if np.any((valid[:, 1:] != valid[:, :-1]).sum(1) > 1):
             return None
-        # Left padding goes in front of its context's first token, right padding behind the last one.
+        # Left padding sorts before its context's first token, right padding after the last one.
         start_VW = np.where(valid, pos, np.where(valid[:, :1], stride - 1, -1))
     backward = start_VW[:, 1:] <= start_VW[:, :-1]
     if np.any(backward & valid[:, 1:] & valid[:, :-1] if padded else backward):
@@ -365,14 +365,14 @@ def list_gists(batch: LensBatch, config: LensConfig) -> GistList | None:
     context, level = cell // width, lod.take(cell).astype(np.int64)
     start, span = pos.take(cell), np.take(config.spans(), level)
     after = np.minimum(cell + 1, pos.size - 1)
-    # The next cell: of the same context, and no padding.
+    # The next cell is in the same context and is not padding.
     follows = ((cell + 1) % width > 0) & valid.take(after)
     if np.any(follows & (start + span > pos.take(after))):
         return None
     counts = np.bincount(context, minlength=num_contexts)
     column = np.arange(cell.size) - (np.cumsum(counts) - counts).take(context)
     first = np.arange(num_contexts)[:, None]
-    # Padding: the last cell of its context, a start behind the last token, no level.
+    # Padding: the last cell of its context, a start after the last token, no level.
     rows = np.zeros((num_contexts, 4, max(int(counts.max()), 1)), dtype=np.int64)
     rows[:, 0] = first * width + (width - 1)
     rows[:, 1] = batch.num_tokens * GIST_STEP
@@ -388,7 +388,7 @@ def list_gists(batch: LensBatch, config: LensConfig) -> GistList | None:
 
 
 def _loss_table(losses: list[list[float | Tensor | None]], width: int, dtype: torch.dtype) -> Tensor:
-    """[B, C] with NaN for missing; tensors are stacked where they are, never read."""
+    """Return losses [B, C] with NaN for missing ones; tensors are stacked on their device, never read."""
     on_device = [x for row in losses for x in row if isinstance(x, Tensor)]
     for i, row in enumerate(losses):
         for j, x in enumerate(row):

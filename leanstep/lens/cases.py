@@ -1,4 +1,4 @@
-"""The cases of this folder: the objective alone, and a training step with a controller."""
+"""Cases of this folder: the objective alone, and a training step with a controller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BATCH_TENSORS = ("pos", "lod", "valid", "loss", "row", "tokens", "baseline")
 def make_batch(
     params: Params, generator: torch.Generator, device: torch.device
 ) -> tuple[LensBatch, LensConfig]:
-    """Variants of random sequences with random losses, drawn as in training."""
+    """Return variants of random sequences with random losses, drawn as in training."""
     config = LensConfig(
         block_size=params["block"],
         max_lod=params["max_lod"],
@@ -62,7 +62,7 @@ def batch_tensors(batch: LensBatch) -> dict[str, Tensor]:
 
 
 def batch_of(tensors: dict[str, Tensor], constants: dict[str, Any]) -> LensBatch:
-    """The batch again, from the tensors of a workload: nothing is computed here."""
+    """Rebuild the batch from the tensors of a workload, without computation."""
     gists = None
     if "gist_rows" in tensors:
         gists = GistList(tensors["gist_rows"], tensors["gist_key"], *constants["gists"])
@@ -103,7 +103,7 @@ def _reference(tensors: dict[str, Tensor], constants: dict[str, Any]) -> Outputs
 
 
 def per_pair_loss(scores: Tensor, batch: LensBatch, config: LensConfig) -> Tensor:
-    """The objective (default terms) with tensor operations per pair and a Python loop over pairs."""
+    """Compute the objective (default terms) with tensor operations per pair in a Python loop over pairs."""
     tables: dict[int, Tensor] = {}
 
     def table_of(context: int) -> Tensor:
@@ -160,7 +160,7 @@ def _streaming_pass(workload: Workload) -> Step:
     names = ("scores", "pos", "lod", "valid")
 
     def step() -> Outputs:
-        # Copying reads every input once; the copy of the scores stands for the gradient that is written.
+        # Copying reads every input once; the copy of the scores represents the gradient write.
         for name in names:
             workload.tensors[name].clone()
         return {}
@@ -186,7 +186,7 @@ register(
                 "leanstep",
                 "fast",
                 _backend("auto"),
-                note="closed-form gradient in torch operations; looks only at blocks under gists",
+                note="closed-form gradient in torch operations; reads only blocks under gists",
             ),
             Implementation("eager", "fast", _backend("eager"), note="autograd over dense rows"),
             Implementation(
@@ -247,7 +247,7 @@ def _models(constants: dict[str, Any]) -> tuple[ContextReader, LensNet]:
 
 
 def _training_step(objective: str):
-    """A micro-step: the base model's NLL of every variant, LensNet's scores, the objective, backward."""
+    """Build a micro-step: the base model's NLL of each variant, LensNet's scores, the objective, backward."""
 
     def build(workload: Workload) -> Step:
         tensors, constants = workload.tensors, workload.constants
@@ -287,7 +287,7 @@ def _training_step(objective: str):
             grads = torch.autograd.grad(loss, parameters, allow_unused=True)
             if objective in ("plain", "limit"):
                 return {}
-            # One vector per model: a bias whose gradient cancels to nothing has no scale of its own.
+            # One vector per model: a bias whose gradient cancels to zero has no scale to compare with.
             num_reader = len(list(reader.parameters()))
             for name, part in (("reader", grads[:num_reader]), ("lens", grads[num_reader:])):
                 outputs[f"grad:{name}"] = torch.cat([g.reshape(-1) for g in part if g is not None])
@@ -309,7 +309,7 @@ def _annotate_step(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
             notes.get("leanstep", "") + f"; {fast / plain:.2f}x the plain step without a controller"
         )
     if limit and plain:
-        notes["limit"] = f"{limit / plain:.2f}x the plain step: three contexts instead of one, and LensNet"
+        notes["limit"] = f"{limit / plain:.2f}x the plain step: three contexts instead of one, plus LensNet"
     return notes
 
 
@@ -341,7 +341,7 @@ register(
                 note="the base model on the baseline only, no controller",
             ),
             Implementation(
-                "limit", "limit", _training_step("limit"), note="scores.sum() in place of the objective"
+                "limit", "limit", _training_step("limit"), note="scores.sum() instead of the objective"
             ),
         ),
         sizes={

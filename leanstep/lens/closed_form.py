@@ -1,13 +1,13 @@
-"""Loss and gradient together, in closed form: nothing is recorded, nothing is run backwards.
+"""Loss and gradient in closed form, without autograd.
 
-Two layouts of the same rows. Dense: all W entries of the worse context. Compact: a flat list of the entries
-that can carry a target: the worse context's gists, and the blocks under the better one's. A raw token gets a
-target only when the better context holds a gist in its block, and gists are few: at 2,048 tokens and 1,831
-entries there are 7, so 231 entries per pair are looked at instead of 1,831. Binary search finds the blocks:
+Rows have two layouts. Dense: all W entries of the worse context. Compact: a flat list of the entries that can
+have a target, which are the worse context's gists and the blocks under the better context's gists. A raw
+token has a target only if the better context has a gist in its block, and gists are few: at 2,048 tokens and
+1,831 entries there are 7, so 231 entries per pair are read instead of 1,831. Binary search finds the blocks:
 the starts inside an aligned block are consecutive entries.
 
-V contexts · W padded length · P pairs · G gists per context · b block size · M entries looked at per pair
-(W of them, or G + G * b)
+V contexts · W padded length · P pairs · G gists per context · b block size · M entries read per pair
+(W, or G + G * b)
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from leanstep.lens.pairs import Pairs, build_targets, pair_factors, span_table
 
 @dataclass
 class ClosedForm:
-    """Loss, terms per pair, state, and d loss / d scores (None if not asked for).
+    """Loss, terms per pair, which pairs have a target, state, and d loss / d scores (None if not needed).
 
-    `entries`: [P, M] scores and signs of the entries that were looked at, for metrics; None from a kernel.
+    `entries`: [P, M] scores and signs of the entries that were read, for metrics; None from a kernel.
     """
 
     loss: Tensor
     terms: dict[str, Tensor]
-    kept: Tensor
+    has_target: Tensor
     state: Tensor
     grad: Tensor | None
     entries: tuple[Tensor, Tensor] | None = None
 
 
 class AttachGradient(torch.autograd.Function):
-    """Give a loss whose gradient is already known its place in the graph."""
+    """Attach a gradient that is already known to a loss."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class _RefuseSecondBackward(torch.autograd.Function):
 
 
 def closed_form_loss(call: LossCall) -> ClosedForm:
-    """Loss and gradient of one micro-batch in torch operations; scores detached, in the compute dtype."""
+    """Compute loss and gradient of one micro-batch in torch operations; scores detached, in compute dtype."""
     scores, batch, pairs, config = call.scores, call.batch, call.pairs, call.config
     entries: CompactEntries | None = None
     sign = call.sign
@@ -77,7 +77,7 @@ def closed_form_loss(call: LossCall) -> ClosedForm:
         x, sign_PM, span = entries.x, entries.sign, entries.span
     else:
         sign = build_targets(batch, pairs, config) if sign is None else sign
-        # Padding may hold anything, NaN included.
+        # Padding may contain any value, including NaN.
         x = torch.where(sign != 0, scores.index_select(0, pairs.worse), 0)
         sign_PM = sign.to(scores.dtype)
         span = None
@@ -91,30 +91,30 @@ def closed_form_loss(call: LossCall) -> ClosedForm:
         grad = entries.scatter_back(rows.grad, scores.shape)
     elif rows.grad is not None:
         grad = torch.zeros_like(scores).index_add_(0, pairs.worse, rows.grad)
-    context_terms(call, scores, rows.terms, rows.kept, rows.factor, grad)
+    context_terms(call, scores, rows.terms, rows.has_target, rows.factor, grad)
     total = total_of(rows.terms, config)
     loss = scores.new_zeros(()) if total is None else torch.dot(total, rows.factor)
-    return ClosedForm(loss, rows.terms, rows.kept, rows.state, grad, (x, sign_PM))
+    return ClosedForm(loss, rows.terms, rows.has_target, rows.state, grad, (x, sign_PM))
 
 
 @dataclass
 class RowTerms:
-    """The terms that are sums over M entries of each pair, and their gradient; every step adds to both.
+    """Terms that are sums over M entries of each pair, and their gradient; every `add_` method adds to both.
 
     Args:
         call: the call of the objective.
         x: [P, M] scores, 0 where an entry has no target. `add_budget` overwrites it.
         sign: [P, M] float, +1 expand, -1 collapse, 0 none.
-        sides: [2, P, M] 1 where an entry should expand ([0]) or collapse ([1]). Both sides are in one tensor,
-            so that every operation on them is one call.
+        sides: [2, P, M] 1 where an entry should expand ([0]) or collapse ([1]). Both sides share one tensor,
+            so that an operation on them is one call.
         up, down: [P, M] the two sides.
         counts: [2, P] entries per side.
         num_masked: [P] entries of both sides.
-        kept: [P] bool, whether the pair has a target.
-        factor: [P] share of the pair in the loss: 1/K for kept pairs, else 0.
+        has_target: [P] bool, whether the pair has a target.
+        factor: [P] weight of the pair in the loss: 1/K for the K pairs with a target, else 0.
         state: moving average of the budget imbalance.
         terms: [P] each, by name.
-        grad: [P, M] d loss / d x, None before the first term or when nobody asks for it.
+        grad: [P, M] d loss / d x, None before the first term or if it is not needed.
     """
 
     call: LossCall
@@ -125,14 +125,14 @@ class RowTerms:
     down: Tensor
     counts: Tensor
     num_masked: Tensor
-    kept: Tensor
+    has_target: Tensor
     factor: Tensor
     state: Tensor
     terms: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
 
     def add_preference(self, aligned: Tensor) -> None:
-        """Cost of scores with the wrong sign; overwrites `aligned` = sign * x."""
+        """Add the cost of scores with the wrong sign; overwrites `aligned` = sign * x."""
         objective, dtype = self.call.config.objective, self.x.dtype
         share = None if self.call.span_weights is None else self.call.span_weights[0]
         scale, strength = pair_factors(self.call.pairs, self.call.config, dtype)
@@ -160,12 +160,12 @@ class RowTerms:
             self._add_gradient(slope.mul_((downhill * amount).mul_(self.factor)[:, None]))
 
     def add_rank(self) -> None:
-        """How far the mean score to expand is from being `margin` above the mean score to collapse."""
+        """Add the shortfall of (mean score to expand - mean score to collapse) from `margin`."""
         objective = self.call.config.objective
         weight = None if self.call.span_weights is None else self.call.span_weights[1]
         shares = self.counts.clamp(min=1).reciprocal_()
         means = torch.linalg.vecdot(self.sides, self.x if weight is None else self.x * weight).mul_(shares)
-        # 1 when both signs occur, else 0.
+        # 1 if both signs occur, else 0.
         both = torch.minimum(self.counts[0], self.counts[1]).clamp_(max=1)
         shortfall = torch.relu((means[1] - means[0]).add_(objective.margin)).mul_(both)
         self.terms["rank"] = shortfall
@@ -180,10 +180,10 @@ class RowTerms:
                 self._add_gradient(slope.mul_(weight))
 
     def add_budget(self, span: Tensor) -> None:
-        """Imbalance of the requested tokens, and its distance from the moving average. Overwrites `x`.
+        """Add the imbalance of the requested tokens and its distance from the moving average; overwrites `x`.
 
         Args:
-            span: tokens per entry for the first columns; the others span 1.
+            span: tokens per entry for the first columns; the other entries span 1 token.
         """
         objective, active, wide = self.call.config.objective, self.call.active, span.shape[1]
         weight = None if self.call.span_weights is None else self.call.span_weights[1]
@@ -198,15 +198,15 @@ class RowTerms:
             pull = imbalance * (2 * objective.budget_weight)
         if "smooth" in active:
             averages, self.state = smooth_budget(
-                imbalance, self.kept, self.state, objective.budget_smooth_beta
+                imbalance, self.has_target, self.state, objective.budget_smooth_beta
             )
-            offset = torch.where(self.kept, imbalance - averages, 0)
+            offset = torch.where(self.has_target, imbalance - averages, 0)
             self.terms["smooth"] = offset * offset
             extra = offset * (2 * objective.budget_smooth_weight)
             pull = extra if pull is None else pull + extra
         if self.call.need_grad:
             assert pull is not None
-            # d'_j = span (1 - d sign(x)) / D for x != 0, which is the two cases of the derivation in one.
+            # d'_j = span (1 - d sign(x)) / D for x != 0 covers both cases of the derivation.
             pull = pull * self.factor / size
             side = mass.sign_()
             slope = torch.addcmul(pull[:, None], side, (imbalance * pull)[:, None], value=-1)
@@ -221,20 +221,20 @@ class RowTerms:
 
 
 def row_terms(call: LossCall, x: Tensor, sign: Tensor, span: Tensor | None) -> RowTerms:
-    """The row terms and d(loss)/d(x) of M entries per pair.
+    """Compute the row terms and d(loss)/d(x) of M entries per pair.
 
     Args:
-        x: [P, M] finite scores; where `sign` is 0 they count for nothing.
+        x: [P, M] finite scores; ignored where `sign` is 0.
         sign: [P, M] float, +1 expand, -1 collapse, 0 none.
-        span: tokens per entry for the first columns (the others span 1), or None when no term needs it.
+        span: tokens per entry for the first columns (the others span 1), or None if no term needs it.
     """
     sides = sign.new_empty(2, *sign.shape)
     up = torch.clamp(sign, min=0, out=sides[0])
     down = torch.sub(up, sign, out=sides[1])
     counts = sides.sum(2)
     num_masked = counts[0] + counts[1]
-    kept = num_masked > 0
-    factor = kept / call.denominator(kept).to(x.dtype)
+    has_target = num_masked > 0
+    factor = has_target / call.denominator(has_target).to(x.dtype)
     aligned = sign * x
     rows = RowTerms(
         call=call,
@@ -245,7 +245,7 @@ def row_terms(call: LossCall, x: Tensor, sign: Tensor, span: Tensor | None) -> R
         down=down,
         counts=counts,
         num_masked=num_masked,
-        kept=kept,
+        has_target=has_target,
         factor=factor,
         state=call.state,
     )
@@ -265,17 +265,17 @@ def context_terms(
     call: LossCall,
     scores: Tensor,
     terms: dict[str, Tensor],
-    kept: Tensor,
+    has_target: Tensor,
     factor: Tensor,
     grad: Tensor | None,
 ) -> None:
-    """KL and coverage: computed per context, spread to pairs; updates `terms` and `grad` in place."""
+    """Add KL and coverage, computed per context, to the pairs; updates `terms` and `grad` in place."""
     batch, pairs, config, active = call.batch, call.pairs, call.config, call.active
     prev_scores, prev_valid = call.prev_scores, call.prev_valid
     if not (("kl" in active and prev_scores is not None) or "coverage" in active):
         return
     scores = scores.to(factor.dtype)
-    # How much of the loss each context carries: the sum of 1/K over its pairs.
+    # The weight of each context in the loss: the sum of 1/K over its pairs.
     load_V1 = scores.new_zeros(scores.shape[0]).index_add_(0, pairs.worse, factor)[:, None]
     if "kl" in active and prev_scores is not None:
         tau = config.objective.tau
@@ -286,7 +286,7 @@ def context_terms(
         count = batch.valid.sum(1).clamp(min=1)
         mean = 0.5 * (step * difference).sum(1) / count
         usable = torch.ones_like(count, dtype=torch.bool) if prev_valid is None else prev_valid
-        terms["kl"] = torch.where(kept, torch.where(usable, mean, 0).index_select(0, pairs.worse), 0)
+        terms["kl"] = torch.where(has_target, torch.where(usable, mean, 0).index_select(0, pairs.worse), 0)
         if grad is not None:
             slope = (step + q * (1 - q) * difference) * (0.5 / tau) / count[:, None]
             grad += torch.where(usable[:, None] & batch.valid, slope, 0) * (
@@ -294,7 +294,7 @@ def context_terms(
             )
     if "coverage" in active:
         penalty, slope = coverage_gradient(scores, batch, config)
-        terms["coverage"] = torch.where(kept, penalty.index_select(0, pairs.worse), 0)
+        terms["coverage"] = torch.where(has_target, penalty.index_select(0, pairs.worse), 0)
         if grad is not None:
             grad += slope * (load_V1 * config.objective.coverage_weight)
 
@@ -316,40 +316,40 @@ class CompactEntries:
     span: Tensor
 
     def scatter_back(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        """[V, W] from [P, M]: summed over pairs in a fixed order."""
+        """Sum [P, M] over pairs to [V, W], in a fixed order."""
         flat = grad.new_zeros(shape.numel())
         return flat.scatter_add_(0, self.cell.view(-1), grad.view(-1)).view(shape)
 
 
 def can_compact(batch: LensBatch, config: LensConfig) -> bool:
-    """True when the gist lists are known and short enough to pay."""
+    """Return whether the gist lists are known and short enough to save time."""
     if batch.gists is None:
         return False
     return batch.gists.rows.shape[2] * (config.block_size + 1) <= batch.pos.shape[1] // 2
 
 
 def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: LensConfig) -> CompactEntries:
-    """Candidates of every pair with their signs; assumes contexts without overlap, as `list_gists` checks."""
+    """Return the candidates of every pair with their signs; contexts must not overlap (see `list_gists`)."""
     gists = batch.gists
     assert gists is not None
-    # numpy: few hundred numbers per call, where a torch call costs more than its work.
+    # numpy: for a few hundred numbers the overhead of a torch call exceeds its work.
     all_rows, key = gists.rows.numpy(), gists.key.numpy()
     worse, better, live = (t.numpy() for t in (pairs.worse, pairs.better, pairs.live))
     b, num_pairs, num_gists = config.block_size, len(worse), all_rows.shape[2]
     block = b * GIST_STEP
-    # Compared with itself, a context gives no target: that is how dead pairs drop out.
+    # A context compared with itself has no target, which removes pairs that are not live.
     both = np.stack([worse, np.where(live, better, worse)])
     mine = all_rows.take(both, axis=0)  # [2, P, 4, G]
     lod_worse = mine[0, :, 2]
-    # [0]: the worse context's gists looked up in the better; [1]: the other way round.
+    # [0]: the worse context's gists looked up in the better context; [1]: the reverse.
     query = mine[:, :, 1] + both[::-1, :, None] * gists.stride
     block_at = query[1] - query[1] % block
     slot = np.searchsorted(key, np.concatenate([query.reshape(-1), block_at.reshape(-1)]))
     slot = slot.reshape(3, num_pairs, num_gists)
-    # Key minus query is the LOD when an entry starts exactly there, and at least 8 otherwise.
-    found = key.take(slot[:2]) - query
-    # A block without a request is compared with a far-away start, which matches nothing.
-    compare_at = np.where(found[1] == 0, block_at, -(1 << 60))
+    # Key minus query is the LOD if an entry starts exactly there, and at least 8 otherwise.
+    lod_there = key.take(slot[:2]) - query
+    # A block without a request is compared with a distant start, which matches nothing.
+    compare_at = np.where(lod_there[1] == 0, block_at, -(1 << 60))
     cell_block = np.minimum(slot[2], scores.numel() - b)[:, :, None] + np.arange(b)
     offset = key.take(cell_block) - compare_at[:, :, None]
     if b & (b - 1) == 0:
@@ -358,7 +358,7 @@ def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: Lens
         raw = (offset >= 0) & (offset < block) & (offset % GIST_STEP == 0)
     # Gists expand, raw tokens collapse.
     sign = np.empty((num_pairs, num_gists * (1 + b)), dtype=np.int8)
-    sign[:, :num_gists] = found[0] < lod_worse
+    sign[:, :num_gists] = lod_there[0] < lod_worse
     np.negative(
         raw.reshape(num_pairs, num_gists * b), out=sign[:, num_gists:], dtype=np.int8, casting="unsafe"
     )
@@ -368,7 +368,7 @@ def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: Lens
     x = scores.reshape(-1).index_select(0, cell.view(-1)).view(cell.shape)
     return CompactEntries(
         cell=cell,
-        # A block may reach into padding, which may hold anything, NaN included.
+        # A block may extend into padding, which may contain any value, including NaN.
         x=x.masked_fill_(torch.from_numpy(sign == 0), 0),
         sign=torch.from_numpy(sign).to(scores.dtype),
         span=torch.from_numpy(mine[0, :, 3]).to(scores.dtype),
@@ -376,7 +376,7 @@ def compact_entries(scores: Tensor, batch: LensBatch, pairs: Pairs, config: Lens
 
 
 def _collapse_gists(sign: Any, worse: Any, better: Any, level: int, block_size: int) -> None:
-    """Requests between gists: the better context is coarser where the worse holds one of `level`."""
+    """Mark gists of `level` to collapse if the better context is coarser there."""
     start_worse, lod_worse, start_better, lod_better = worse[:, 1], worse[:, 2], better[:, 1], better[:, 2]
     parent = block_size ** (level + 1) * GIST_STEP
     at_level = lod_worse == level

@@ -1,4 +1,4 @@
-"""Working contexts: random variants, edits by score, and the two small models that read them.
+"""Working contexts: random variants, edits by score, and two small models that read them.
 
 B sequences · T tokens · V contexts · W entries · D width · L coarsest level · b block size
 """
@@ -22,7 +22,7 @@ Entry = tuple[int, int]  # position, lod
 def planned_length(
     max_len: int, progress: float, *, train_wc_length: int | None = None, num_tokens: int | None = None
 ) -> int:
-    """Entries to aim for: 0.9 * max_len at first, `train_wc_length` (0.75 * max_len) at the end.
+    """Return the target number of entries: 0.9 * max_len at first, later `train_wc_length` (0.75 * max_len).
 
     >>> [planned_length(2048, progress) for progress in (0.0, 0.5, 1.0)]
     [1843, 1690, 1536]
@@ -36,7 +36,7 @@ def planned_length(
 
 
 def reachable_length(num_tokens: int, planned: int, block_size: int) -> int:
-    """The nearest length at or below `planned` that whole collapses reach.
+    """Return the largest length at or below `planned` that whole collapses can reach.
 
     >>> reachable_length(2048, 1843, 32)
     1831
@@ -48,14 +48,14 @@ def reachable_length(num_tokens: int, planned: int, block_size: int) -> int:
 
 
 def baseline_variant(num_tokens: int, target_len: int) -> Variant:
-    """The last `target_len` raw tokens.
+    """Return the context of the last `target_len` raw tokens.
 
     >>> baseline_variant(6, 4).positions
     tensor([2, 3, 4, 5])
     """
-    kept = min(num_tokens, target_len)
-    positions = torch.arange(num_tokens - kept, num_tokens)
-    return Variant(positions, torch.zeros(kept, dtype=torch.int8), None, True)
+    length = min(num_tokens, target_len)
+    positions = torch.arange(num_tokens - length, num_tokens)
+    return Variant(positions, torch.zeros(length, dtype=torch.int8), None, True)
 
 
 def sample_variants(
@@ -69,19 +69,19 @@ def sample_variants(
     recent_tokens: int = 128,
     deep_probability: float = 0.1,
 ) -> list[Variant]:
-    """The baseline and up to `n_random` random contexts of one sequence, without losses.
+    """Return the baseline and up to `n_random` random contexts of one sequence, without losses.
 
     A random context starts as all T raw tokens and collapses random runs of b entries of the same LOD until
-    it has `target_len` entries. Runs start at any entry and never reach into the last `recent_tokens`.
-    Level 0 goes first; with probability `deep_probability` a run of level 1 does. Contexts equal to an
-    earlier one are dropped.
+    it has `target_len` entries. Runs start at any entry and never include the last `recent_tokens`. Level 0
+    is collapsed first; with probability `deep_probability` a run of level 1 is. Duplicate contexts are
+    dropped.
 
     Args:
         T: tokens in the sequence.
         b: block size.
         L: coarsest level.
         n_random: random contexts to try.
-        target_len: entries wanted; reachable from T (see `reachable_length`), else the nearest one below.
+        target_len: number of entries; if T cannot reach it (see `reachable_length`), the next smaller one.
         generator: a CPU generator.
 
     Returns:
@@ -118,7 +118,8 @@ def _random_variant(
     recent_tokens: int,
     deep: float,
 ) -> Variant:
-    # A context as runs [start, count, level] of touching entries: a collapse splits one run into three.
+    # A context is a list of runs [start, count, level] of adjacent entries; a collapse splits a run into
+    # three.
     runs: list[list[int]] = [[0, T, 0]]
     length, limit = T, T - recent_tokens
     while length > target_len:
@@ -127,7 +128,7 @@ def _random_variant(
             levels = [1, 0, *levels[2:]]
         choice = None
         for level in levels:
-            # How many entries of each run can start a collapse that ends at or before `limit`.
+            # The number of entries of each run that can start a collapse that ends at or before `limit`.
             starts = [
                 max(min(count, (limit - start) // b**level) - b + 1, 0) if lod == level else 0
                 for start, count, lod in runs
@@ -153,7 +154,7 @@ def _random_variant(
 
 
 def _collapse(runs: list[list[int]], index: int, first: int, b: int) -> None:
-    """Replace entries first .. first + b - 1 of a run by one gist, joined to neighbours of its level."""
+    """Replace entries first .. first + b - 1 of a run by a gist; merge it with neighbours of its level."""
     start, count, lod = runs[index]
     span = b**lod
     pieces = [
@@ -181,12 +182,12 @@ def allocate_focus(
     num_tokens: int,
     config: AllocatorConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Edit one context by its scores: the strongest first, never beyond `budget` entries.
+    """Edit one context by its scores, the strongest first, up to `budget` entries.
 
-    An entry expands into its b children if its score reaches `expand_at`, it is above LOD 0 and the result
-    fits. It collapses with the b - 1 entries behind it if its score is at most `collapse_at`, it is below
-    `max_lod`, and these b entries have the same LOD and touch each other. The last `protected_entries`
-    stay; an edit that touches an already edited entry is skipped.
+    An entry expands into its b children if its score is at least `expand_at`, it is above LOD 0 and the
+    result fits. It collapses with the next b - 1 entries if its score is at most `collapse_at`, it is below
+    `max_lod`, and these b entries have the same LOD and are adjacent. The last `protected_entries` are not
+    edited; an edit of an already edited entry is skipped.
 
     Args:
         positions, lods, scores: [W] on the host.
@@ -223,12 +224,12 @@ class _Tree:
     num_tokens: int
 
     def children(self, position: int, lod: int) -> list[Entry]:
-        """The entries one level finer; the end of the sequence cuts them off."""
+        """Return the entries one level finer, up to the end of the sequence."""
         starts = range(position, position + self.block_size**lod, self.block_size ** (lod - 1))
         return [(start, lod - 1) for start in starts if start < self.num_tokens]
 
     def are_adjacent(self, run: Sequence[Entry]) -> bool:
-        """Whether the entries have one level and each begins where the one before it ends."""
+        """Return whether the entries have the same level and each begins where the previous one ends."""
         first, lod = run[0]
         return all(entry == (first + i * self.block_size**lod, lod) for i, entry in enumerate(run))
 
@@ -236,7 +237,7 @@ class _Tree:
 def _choose_edits(
     entries: list[Entry], scores: list[float], tree: _Tree, budget: int, config: AllocatorConfig
 ) -> dict[int, str]:
-    """Entry -> "expand" or "collapse" (with the b - 1 entries behind it), the strongest scores first."""
+    """Map entries to "expand" or "collapse" (with the next b - 1 entries), the strongest scores first."""
     b, length = tree.block_size, len(entries)
     editable = length - config.protected_entries
     edits: dict[int, str] = {}
@@ -277,7 +278,7 @@ def _apply_edits(entries: list[Entry], edits: dict[int, str], tree: _Tree) -> li
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, both on normalised input."""
+    """Pre-norm attention and feed-forward layer."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -304,7 +305,7 @@ class Block(nn.Module):
 
 
 class LensNet(nn.Module):
-    """One score per entry: above 0 = expand me into my children, below 0 = collapse me with my siblings.
+    """Score each entry: above 0 = expand it into its children, below 0 = collapse it with its siblings.
 
     Example:
         net = LensNet(16, 32, max_lod=2, block_size=4)
@@ -346,7 +347,7 @@ class LensNet(nn.Module):
     def forward(
         self, embeddings: Tensor, pos: Tensor, lod: Tensor, valid: Tensor, num_tokens: Tensor | int
     ) -> Tensor:
-        """Scores [V, W] from embeddings [V, W, D], positions, levels and the padding mask; 0 where not valid.
+        """Return scores [V, W] from embeddings [V, W, D], positions, levels and padding mask; 0 for padding.
 
         Args:
             num_tokens: tokens in the sequence, one number or [V]; distances are measured from its end.
@@ -370,9 +371,9 @@ class LensNet(nn.Module):
 
 
 class GistTree(nn.Module):
-    """Summaries of b consecutive nodes, for every start: gists may begin anywhere.
+    """Summaries of b consecutive nodes for every start: gists may begin anywhere.
 
-    A gist is the mean of its children through `bottleneck` dimensions: what does not fit is lost.
+    A gist is the mean of its children, projected through `bottleneck` dimensions.
 
     Example:
         nodes = GistTree(16, block_size=4, max_lod=2)(torch.randn(3, 20, 16))              # [3, 3, 20, 16]
@@ -387,7 +388,7 @@ class GistTree(nn.Module):
         )
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """[B, L + 1, T, D]: the node of each level that starts at each token; the end cuts children off."""
+        """Return [B, L + 1, T, D]: the node of each level that starts at each token, cut at the end."""
         levels = [embeddings]
         num_tokens = embeddings.shape[1]
         for level, mix in enumerate(self.mix):
@@ -406,7 +407,7 @@ class GistTree(nn.Module):
 
 
 class ContextReader(nn.Module):
-    """Causal transformer over the entries of working contexts; predicts the token after each raw entry.
+    """Causal transformer over the entries of working contexts that predicts the token after each raw entry.
 
     Example:
         reader = ContextReader(vocab_size=50, width=16, block_size=4)
@@ -440,19 +441,19 @@ class ContextReader(nn.Module):
         nn.init.normal_(self.level.weight, std=0.02)
 
     def embed(self, tokens: Tensor, sequence: Tensor, pos: Tensor, lod: Tensor) -> Tensor:
-        """Entry embeddings [V, W, D]; `sequence` [V] is each context's row of tokens [B, T]."""
+        """Return entry embeddings [V, W, D]; `sequence` [V] is each context's row of tokens [B, T]."""
         nodes = self.tree(self.token(tokens))
         num_levels, num_tokens, width = nodes.shape[1:]
         cell = (sequence[:, None] * num_levels + lod.long()) * num_tokens + pos.clamp(max=num_tokens - 1)
         return nodes.reshape(-1, width)[cell]
 
     def hidden(self, entries: Tensor, pos: Tensor, lod: Tensor, valid: Tensor | None = None) -> Tensor:
-        """[V, W, D] after the transformer. `valid` None: no padding."""
+        """Return the transformer's output [V, W, D]. `valid` None: no padding."""
         x = entries + self.position(pos.clamp(max=self.position.num_embeddings - 1)) + self.level(lod.long())
         mask = None
         if valid is not None:
             causal = torch.ones(pos.shape[1], pos.shape[1], dtype=torch.bool, device=pos.device).tril()
-            # A padded query may look at itself: a row without keys would be NaN.
+            # A padded query attends to itself: a row without keys would be NaN.
             mask = (valid[:, None, :] & causal) | torch.eye(pos.shape[1], dtype=torch.bool, device=pos.device)
             mask = mask[:, None]
         for block in self.blocks:
@@ -469,7 +470,7 @@ class ContextReader(nn.Module):
         sequence: Tensor,
         counted: Tensor,
     ) -> Tensor:
-        """[V] mean NLL of the next token over raw entries whose next token is marked in `counted` [B, T]."""
+        """Return the mean NLL [V] of next tokens over raw entries whose next token is in `counted` [B, T]."""
         hidden = self.hidden(entries, pos, lod, valid)
         following = (pos + 1).clamp(max=tokens.shape[1] - 1)
         inside = valid & (lod == 0) & (pos + 1 < tokens.shape[1])

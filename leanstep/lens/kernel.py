@@ -1,4 +1,4 @@
-"""The objective in three Triton launches: pairs per sample, targets per pair, terms and gradient per context.
+"""The objective in three Triton kernels: pairs per sample, targets per pair, terms and gradient per context.
 
 V contexts · W padded length · P pairs · B samples · C variants per sample · T tokens
 """
@@ -23,7 +23,7 @@ MAX_VARIANTS = 8
 
 
 def _num_warps(block: int) -> int:
-    # With 8 warps a row of 2048 spills on sm_100, with 16 its targets on sm_80; short rows do not fill 16.
+    # With 8 warps a row of 2048 spills on sm_100, with 16 its targets spill on sm_80; short rows underuse 16.
     return 16 if block >= 2048 else 8
 
 
@@ -41,7 +41,7 @@ def lens_pairs_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Pairs of one sample in the order of `build_pairs`: ranks are counts of what goes before."""
+    """Pairs of one sample in the order of `build_pairs`: a rank is the number of elements that precede."""
     sample = tl.program_id(0).to(tl.int64)
     loss_row = loss_ptr + sample * num_variants
     row_row = row_ptr + sample * num_variants
@@ -69,13 +69,13 @@ def lens_pairs_kernel(
     place += late * tl.sum((pair & (late == 0)).to(tl.int32), 0)
     slot = tl.arange(0, BLOCK_S)
     hit = pair[None, :] & (place[None, :] == slot[:, None])
-    found = tl.sum(hit.to(tl.int32), 1) > 0
+    filled = tl.sum(hit.to(tl.int32), 1) > 0
     context_u = tl.load(row_row + u, mask=inside, other=0)
     context_v = tl.load(row_row + v, mask=inside, other=0)
     # Unused slots compare the first context with itself.
     first = tl.load(row_row)
-    better = tl.where(found, tl.sum(tl.where(hit, context_u[None, :], 0), 1), first)
-    worse = tl.where(found, tl.sum(tl.where(hit, context_v[None, :], 0), 1), first)
+    better = tl.where(filled, tl.sum(tl.where(hit, context_u[None, :], 0), 1), first)
+    worse = tl.where(filled, tl.sum(tl.where(hit, context_v[None, :], 0), 1), first)
     chosen = tl.sum(tl.where(hit, delta[None, :], 0.0), 1)
     out = sample * num_slots + slot
     used = slot < num_slots
@@ -83,12 +83,12 @@ def lens_pairs_kernel(
     tl.store(worse_ptr + out, worse, mask=used)
     tl.store(delta_ptr + out, tl.where(chosen > 0, chosen, 0.0), mask=used)
     tl.store(live_ptr + out, (chosen > 0).to(tl.int8), mask=used)
-    tl.store(valid_ptr + out, found.to(tl.int8), mask=used)
+    tl.store(valid_ptr + out, filled.to(tl.int8), mask=used)
 
 
 @triton.jit
 def _entries(pos_ptr, lod_ptr, valid_ptr, table, cell, inside, num_tokens, block_size, MAX_LOD: tl.constexpr):
-    """Which cells are entries; LOD, the better context's LOD there (-1: none), number of the parent block."""
+    """Which cells are entries; LOD, the better context's LOD there (-1: none), index of the parent block."""
     here = tl.load(valid_ptr + cell, mask=inside, other=0) != 0
     pos = tl.load(pos_ptr + cell, mask=here, other=0)
     lod = tl.load(lod_ptr + cell, mask=here, other=0).to(tl.int32)
@@ -121,7 +121,7 @@ def lens_targets_kernel(
     MAX_LOD: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Signs of one pair's targets: requests mark their parent block, then every entry looks at its own."""
+    """Signs of one pair's targets: requests mark their parent block, then every entry reads its own block."""
     pair = tl.program_id(0).to(tl.int64)
     row = tl.load(worse_ptr + pair) * num_entries
     table = table_ptr + tl.load(better_ptr + pair) * (num_tokens + 1)
@@ -157,7 +157,7 @@ def _preference(wrong, hinge_margin, FORM: tl.constexpr):
     if FORM == 0:
         e = tl.exp(-tl.abs(wrong))
         u = 1.0 + e
-        # log1p: where 1 + e rounds to 1, the logarithm is e itself.
+        # log1p: if 1 + e rounds to 1, the logarithm is e itself.
         log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
         cost = tl.maximum(wrong, 0.0) + log1p
         slope = tl.where(wrong >= 0, 1.0, e) / u
@@ -228,8 +228,8 @@ def lens_rows_kernel(
 ):
     """Terms of every pair whose worse context is this program's, and the gradient of its row.
 
-    Two passes over the row per pair: sums first, then the gradient that needs them. A row of up to BLOCK_W
-    entries is one tile, which the second pass reads from cache.
+    Each pair takes two passes over the row: sums first, then the gradient, which needs them. A row of up to
+    BLOCK_W entries is one tile, which the second pass reads from the cache.
     """
     context = tl.program_id(0)
     acc = tl.float64 if DOUBLE else tl.float32
@@ -242,7 +242,7 @@ def lens_rows_kernel(
             tl.store(grad_ptr + entry_row + tile + columns, tl.zeros([BLOCK_W], dtype=acc), mask=inside)
     slots = tl.arange(0, BLOCK_P)
     for chunk in range(0, num_pairs, BLOCK_P):
-        # This context's pairs in processing order: the next one is the smallest number above the last.
+        # This context's pairs in processing order: the next one is the smallest index above the last.
         numbers = chunk + slots
         mine = tl.load(worse_ptr + numbers, mask=numbers < num_pairs, other=-1) == context
         last = chunk - 1
@@ -328,7 +328,7 @@ def lens_rows_kernel(
 
 
 def triton_pairs(loss: Tensor, row: Tensor, config: LensConfig) -> pairing.Pairs:
-    """`build_pairs` in one launch; in torch for many variants, or when part of the pairs is dropped."""
+    """Run `build_pairs` in one launch; in torch for many variants or if some pairs are dropped."""
     num_samples, num_variants = loss.shape
     slots = pairing.pairs_per_sample(num_variants, config)
     total, device = num_samples * slots, loss.device
@@ -345,48 +345,50 @@ def triton_pairs(loss: Tensor, row: Tensor, config: LensConfig) -> pairing.Pairs
 
 
 def triton_targets(batch: LensBatch, pairs: pairing.Pairs, config: LensConfig) -> tuple[Tensor, Tensor]:
-    """`build_targets` [P, W] and the pairs that have one [P]: one launch behind the table's two."""
+    """Return `build_targets` [P, W] and which pairs have a target [P]: one launch after the table's two."""
     num_pairs, width, num_tokens = pairs.worse.shape[0], batch.pos.shape[1], batch.num_tokens
     if num_pairs * width == 0 or batch.num_contexts * (num_tokens + 1) > pairing.TABLE_LIMIT_BYTES:
         sign = pairing.build_targets(batch, pairs, config)
         return sign, (sign != 0).any(1)
     byte = {"dtype": torch.int8, "device": batch.pos.device}
-    # Padding writes into the last column, which no valid entry reads.
+    # Padding writes to the last column, which no valid entry reads.
     table = torch.full((batch.num_contexts, num_tokens + 1), -1, **byte).scatter_(1, batch.pos, batch.lod)
     blocks = sum(-(-(num_tokens + 1) // span) for span in config.spans()[1:])
     hits = torch.zeros(num_pairs, blocks, **byte)
-    sign, kept = torch.empty(num_pairs, width, **byte), torch.empty(num_pairs, **byte)
+    sign, has_target = torch.empty(num_pairs, width, **byte), torch.empty(num_pairs, **byte)
     contexts = batch.pos.contiguous(), batch.lod.contiguous(), batch.valid.contiguous().view(torch.int8)
     listed = pairs.better, pairs.worse, pairs.live.view(torch.int8)
     sizes = width, num_tokens, blocks, config.block_size
     block = min(triton.next_power_of_2(width), MAX_TILE)
     blocks_of = {"MAX_LOD": config.max_lod, "BLOCK_W": block, "num_warps": _num_warps(block // 2)}
     with torch.cuda.device_of(sign):
-        lens_targets_kernel[(num_pairs,)](*contexts, table, hits, *listed, sign, kept, *sizes, **blocks_of)
-    return sign, kept.view(torch.bool)
+        lens_targets_kernel[(num_pairs,)](
+            *contexts, table, hits, *listed, sign, has_target, *sizes, **blocks_of
+        )
+    return sign, has_target.view(torch.bool)
 
 
 def triton_loss(call: LossCall) -> ClosedForm:
-    """`closed_form_loss` in Triton; scores in any float dtype, sums in float32 (float64 for float64).
+    """Run `closed_form_loss` in Triton; scores in any float dtype, sums in float32 (float64 for float64).
 
-    Launches with the default terms: 20 for the whole objective, pairs included; none depends on a cache.
+    Launches with the default terms: 20 for the whole objective, including pairs; none depends on a cache.
     """
     scores, batch, pairs, config, active = call.scores, call.batch, call.pairs, call.config, call.active
     state, need_grad, options = call.state, call.need_grad, config.objective
     dtype, sign = compute_dtype(scores), call.sign
-    sign, kept = triton_targets(batch, pairs, config) if sign is None else (sign, (sign != 0).any(1))
+    sign, has_target = triton_targets(batch, pairs, config) if sign is None else (sign, (sign != 0).any(1))
     call.built()
     num_pairs, width = sign.shape
-    factor = kept / call.denominator(kept).to(dtype)
+    factor = has_target / call.denominator(has_target).to(dtype)
     scale, strength = pairing.pair_factors(pairs, config, dtype)
     share, weight = call.span_weights if call.span_weights is not None else (None, None)
     pref, rank, imbalance, offset = torch.zeros(4, num_pairs, dtype=dtype, device=scores.device).unbind(0)
-    # The kernel writes every row of the gradient, with zeros where a context is in no pair.
+    # The kernel writes every row of the gradient; rows of contexts without a pair are zero.
     make = torch.zeros_like if sign.numel() == 0 else torch.empty_like
     grad = make(scores, dtype=dtype, memory_format=torch.contiguous_format)
     scores = scores if scores.stride(-1) == 1 else scores.contiguous()
     smooth, block = "smooth" in active, min(triton.next_power_of_2(width), MAX_TILE)
-    # Pointers that a constexpr switches off may point anywhere.
+    # Pointers that a constexpr disables may point anywhere.
     inputs = [scores, sign, batch.lod, *(factor if t is None else t for t in (share, weight))]
     inputs += [pairs.worse, scale, strength, factor, offset, pref, rank, imbalance, grad]
     inputs += [num_pairs, width, scores.stride(0), options.margin, options.rank_weight]
@@ -407,20 +409,20 @@ def triton_loss(call: LossCall) -> ClosedForm:
     if "budget" in active:
         terms["budget"] = imbalance * imbalance
     if smooth:
-        averages, state = smooth_budget(imbalance, kept, state, config.objective.budget_smooth_beta)
-        distance = torch.where(kept, imbalance - averages, 0)
+        averages, state = smooth_budget(imbalance, has_target, state, config.objective.budget_smooth_beta)
+        distance = torch.where(has_target, imbalance - averages, 0)
         terms["smooth"] = distance * distance
         offset.copy_(distance * (2 * options.budget_smooth_weight))
         if need_grad and sign.numel():
             launch(NEED_GRAD=True, SMOOTH=True)
-    context_terms(call, scores, terms, kept, factor, grad if need_grad else None)
+    context_terms(call, scores, terms, has_target, factor, grad if need_grad else None)
     total = total_of(terms, config)
     loss = factor.new_zeros(()) if total is None else torch.dot(total, factor)
-    return ClosedForm(loss, terms, kept, state, grad if need_grad else None)
+    return ClosedForm(loss, terms, has_target, state, grad if need_grad else None)
 
 
 def _shipped(name: str, fn, types: dict[str, str], constexprs: dict, num_warps: int) -> dict:
-    """One ahead-of-time entry; an argument that `types` does not name is an int32."""
+    """Return one ahead-of-time entry; arguments not in `types` are int32."""
     signature = {n: types.get(n, "i32") for n in fn.arg_names if n not in constexprs}
     entry = {"name": name, "fn": fn, "signature": signature, "constexprs": constexprs}
     return entry | {"num_warps": num_warps, "num_stages": 2, "tied": ("DOUBLE",)}

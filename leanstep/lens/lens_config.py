@@ -1,4 +1,4 @@
-"""Hyperparameters of the controller objective, in three records; every value is checked when it is given."""
+"""Hyperparameters of the controller objective in three records; every value is checked on construction."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ def _check_finite(record: Any) -> None:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """The terms of the objective and their weights. With the defaults, value and gradient equal the original.
+    """Terms of the objective and their weights. The defaults reproduce value and gradient of the original.
 
     Equivalent to, with the terms [P] of `lens_loss_reference`:
         weights = config.objective.weights
         per_pair = sum(weights[name] * terms[name] for name in config.objective.active_terms())
 
     Args:
-        lens_loss_weight: factor that the training step puts on the objective.
+        lens_loss_weight: factor by which the training step multiplies the objective.
         rank_weight, margin: relu(margin - (mean score to expand - mean score to collapse)).
         budget_weight: squared imbalance between expanding and collapsing mass, in tokens.
         budget_smooth_weight, budget_smooth_beta: the same imbalance against its moving average.
         kl_weight: symmetric KL to a previous policy's scores on the same contexts.
         coverage_weight, coverage_target, coverage_capacity: penalty for pushing old tokens out of a context
-            of `coverage_capacity` entries (None: its present length).
+            of `coverage_capacity` entries (None: its current length).
         temperature: divides every score.
         collapse_weight: weight of collapse targets in the preference term.
         gist_delta_weight: extra loss of a non-baseline variant per nat above the baseline.
         form, hinge_margin: logistic | hinge | squared_hinge, and the hinge's margin.
-        normalize: divide by the kept pairs of this rank ("local") or of all ranks ("global").
+        normalize: divide by the number of pairs with a target on this rank ("local") or all ranks ("global").
     """
 
     lens_loss_weight: float = 0.1
@@ -107,7 +107,7 @@ class ObjectiveConfig:
         }
 
     def active_terms(self, terms: Iterable[str] | None = None) -> tuple[str, ...]:
-        """The terms to compute, in order: weight above zero and, if `terms` is given, named there."""
+        """Return the terms to compute, in order: those with a positive weight and, if set, in `terms`."""
         if terms is not None:
             asked = set(terms)
             if unknown := asked - set(TERMS):
@@ -120,25 +120,25 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Which variants, pairs and entries the objective looks at.
+    """Which variants, pairs and entries the objective uses.
 
-    With the defaults: every masked entry of the first `max_pairs` pairs of each sample.
+    The default is every masked entry of the first `max_pairs` pairs of each sample.
 
     Equivalent to:
         pairs = sample_pairs(build_pairs(batch.loss, batch.row, config), config, generator)     # [P]
         weights = sample_spans(scores, build_targets(batch, pairs, config), pairs, config, generator)
 
     Args:
-        num_random_variants: variants per sample beside the baseline.
-        recent_tokens: tail of the sequence that variants leave alone.
+        num_random_variants: variants per sample in addition to the baseline.
+        recent_tokens: tail of the sequence that variants do not change.
         max_pairs: pairs per sample.
-        hard_negative_ratio: share of the pairs without the best variant that is kept, largest delta first.
+        hard_negative_ratio: fraction of the pairs without the best variant to use, largest delta first.
         pair_sampling, pairs_sampled: "random" evaluates `pairs_sampled` pairs with delta > 0, drawn
             uniformly.
-        pairs_per_variant: at most that many pairs per worse variant, largest delta first (biased).
+        pairs_per_variant: at most this many pairs per worse variant, largest delta first (biased).
         span_sampling, span_k, span_stride: none | topk | random | stride: the masked entries that the
-            preference term looks at.
-        aux_on_full: rank and budget see all masked entries although the preference term is sampled.
+            preference term uses.
+        aux_on_full: rank and budget use all masked entries even if the preference term is sampled.
     """
 
     num_random_variants: int = 2
@@ -171,17 +171,17 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class GateConfig:
-    """Run the objective only on some steps, decided by counters, so that all ranks agree.
+    """Run the objective only on some steps. Counters decide, so that all ranks agree.
 
     Equivalent to:
         runs = (counter - gate.phase) % gate.every == 0
 
     Args:
-        every: run on one of so many.
-        unit: micro | step: what the counter counts, micro-steps or optimizer steps.
+        every: run on one of this many steps.
+        unit: micro | step: the counter counts micro-steps or optimizer steps.
         mode: skip (unscaled when it runs), scale (times `every`: same expected gradient) or accumulate (the
-            mean over the skipped micro-steps and the present one).
-        phase: which of them.
+            mean over the skipped micro-steps and the current one).
+        phase: index of the step that runs.
     """
 
     every: int = 1
@@ -204,9 +204,9 @@ class AllocatorConfig:
         may_expand, may_collapse = scores >= limits.expand_at, scores <= limits.collapse_at
 
     Args:
-        expand_at, collapse_at: scores (of [W]) from which an entry is edited.
-        protected_entries: entries at the end that stay as they are.
-        max_edits, iterations: edits per round, and rounds that a caller should run.
+        expand_at, collapse_at: thresholds on the scores [W] at which an entry is edited.
+        protected_entries: entries at the end that are not edited.
+        max_edits, iterations: edits per round, and number of rounds for the caller to run.
     """
 
     expand_at: float = 0.1
@@ -218,7 +218,7 @@ class AllocatorConfig:
 
 @dataclass(frozen=True)
 class LensConfig:
-    """What the objective computes: the tree's geometry, and one record each for terms, sampling and gate.
+    """Configuration of the objective: geometry of the tree, and one record each for terms, sampling and gate.
 
     Example:
         config = LensConfig(block_size=32, objective=ObjectiveConfig(kl_weight=0.1), gate=GateConfig(every=4))
@@ -228,7 +228,7 @@ class LensConfig:
         block_size: children per gist (b); an entry at LOD l spans `block_size**l` tokens.
         max_lod: the coarsest level (L), 1..7.
         objective: terms and weights.
-        sampling: variants, pairs and entries looked at.
+        sampling: variants, pairs and entries to use.
         gate: steps on which the objective runs.
     """
 
@@ -247,5 +247,5 @@ class LensConfig:
             raise ValueError(f"max_lod: expected an integer in 1..7, got {self.max_lod!r}")
 
     def spans(self) -> list[int]:
-        """Tokens covered by an entry, by LOD."""
+        """Return the number of tokens that an entry covers, by LOD."""
         return [self.block_size**lod for lod in range(self.max_lod + 1)]

@@ -1,4 +1,4 @@
-"""The controller objective: one function for a micro-batch, and a module with what lives between calls.
+"""The controller objective: a function for one micro-batch, and a module with the state between calls.
 
 V contexts · W padded length · P pairs
 """
@@ -45,7 +45,7 @@ def lens_loss(
     process_group: object | None = None,
     on_built: Callable[[], None] | None = None,
 ) -> LensResult:
-    """Loss of the controller's scores against what the base model preferred.
+    """Compute the loss of the controller's scores against the base model's preferences.
 
     Equivalent to:
         lens_loss_reference(scores, batch, config)
@@ -54,22 +54,21 @@ def lens_loss(
         scores: [V, W] float64, float32, float16 or bfloat16; padded entries are not used.
         batch: the contexts and their losses.
         state: 0-d moving average of the budget imbalance from the previous call; None = 0.
-        prev_scores: [V, W] scores that a previous policy gives to the same contexts; no gradient flows into
-            them.
+        prev_scores: [V, W] scores of a previous policy on the same contexts; they receive no gradient.
         prev_valid: [V] bool, contexts whose `prev_scores` may be used.
         pair_order: permutation of the P pair slots, or a generator that shuffles inside each sample.
         terms: the terms to compute (of those with a weight above 0); None = all of them.
         generator: for pair and span sampling.
-        backend: eager (autograd over dense rows; compiles), fused (closed-form gradient: torch operations on
-            a CPU, Triton kernels on a GPU), auto (fused; eager while being compiled).
+        backend: eager (autograd over dense rows; works under torch.compile), fused (closed-form gradient:
+            torch operations on a CPU, Triton kernels on a GPU), auto (fused; eager under torch.compile).
         process_group: for `normalize="global"`.
-        on_built: called once pairs and targets are there, before the terms; for timers.
+        on_built: called when pairs and targets are built, before the terms; for timers.
 
     Returns:
-        LensResult; `loss` is 0 with zero gradient when no pair has a target.
+        LensResult; `loss` is 0 with zero gradient if no pair has a target.
 
     Host syncs: none. Cost: O(V T + P W). Peak extra memory: V (T + 1) bytes and a few [P, W] tensors.
-    Use something else when there is one variant per sample: nothing is compared, and the loss is 0.
+    Do not use with one variant per sample: there is nothing to compare, and the loss is 0.
     """
     _check(scores, batch, state, prev_scores, prev_valid, backend)
     if backend == "auto":
@@ -98,20 +97,20 @@ def lens_loss(
     )
     if backend == "fused":
         implementation = closed_form_loss if kernels is None else kernels.triton_loss
-        loss, values, kept, ema, entries = _fused(call, implementation, generator)
+        loss, values, has_target, ema, entries = _fused(call, implementation, generator)
     else:
-        loss, values, kept, ema = _eager(call, generator)
+        loss, values, has_target, ema = _eager(call, generator)
         entries = None
     metrics = LensMetrics(
-        scores.detach(), batch, config, pairs, kept, values, loss.detach(), ema, entries=entries
+        scores.detach(), batch, config, pairs, has_target, values, loss.detach(), ema, entries=entries
     )
-    return LensResult(loss, values, kept, True, ema, pairs, metrics, scores.detach())
+    return LensResult(loss, values, has_target, True, ema, pairs, metrics, scores.detach())
 
 
 def _fused(
     call: LossCall, implementation: Callable[[LossCall], ClosedForm], generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """Loss, terms, kept, state and looked-at entries; the gradient is attached to the loss."""
+    """Return loss, terms, has_target, state and the entries read; the gradient is attached to the loss."""
     scores, dtype = call.scores, compute_dtype(call.scores)
     with torch.no_grad():
         # The kernel reads any dtype; the torch version works in the dtype of its sums.
@@ -123,44 +122,49 @@ def _fused(
             call = replace(call, sign=sign, span_weights=weights)
         out = implementation(call)
     loss = AttachGradient.apply(scores, out.loss, out.grad) if call.need_grad else out.loss
-    return loss, out.terms, out.kept, out.state, out.entries
+    return loss, out.terms, out.has_target, out.state, out.entries
 
 
 def _eager(
     call: LossCall, generator: torch.Generator | None
 ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor]:
-    """The same under autograd."""
+    """Do the same with autograd."""
     with torch.no_grad():
         sign = build_targets(call.batch, call.pairs, call.config)
     call.built()
     x = call.scores.to(compute_dtype(call.scores))
     weights = sample_spans(x, sign, call.pairs, call.config, generator)
-    values, kept, state = eager_terms(replace(call, scores=x, sign=sign, span_weights=weights))
+    values, has_target, state = eager_terms(replace(call, scores=x, sign=sign, span_weights=weights))
     total = total_of(values, call.config)
-    # An empty slice keeps the zero attached to the scores without reading one of them.
-    total = x.reshape(-1)[:0] if total is None else torch.where(kept, total, 0)
-    loss = total.sum() / call.denominator(kept).to(x.dtype)
-    return loss, {name: torch.where(kept, value.detach(), 0) for name, value in values.items()}, kept, state
+    # An empty slice attaches the zero to the graph of the scores without reading any score.
+    total = x.reshape(-1)[:0] if total is None else torch.where(has_target, total, 0)
+    loss = total.sum() / call.denominator(has_target).to(x.dtype)
+    return (
+        loss,
+        {name: torch.where(has_target, value.detach(), 0) for name, value in values.items()},
+        has_target,
+        state,
+    )
 
 
 def _kernels(scores: Tensor) -> ModuleType | None:
-    """The Triton twin of pairs and closed form where the scores are on a GPU."""
+    """Return the Triton versions of pairs and closed form if the scores are on a GPU."""
     return importlib.import_module("leanstep.lens.kernel") if scores.is_cuda and can_launch() else None
 
 
 def _denominator(config: LensConfig, process_group: object | None) -> Denominator:
-    def local(kept: Tensor) -> Tensor:
-        return kept.sum().clamp(min=1)
+    def local(has_target: Tensor) -> Tensor:
+        return has_target.sum().clamp(min=1)
 
-    def everywhere(kept: Tensor) -> Tensor:
-        # Gradient averaging over ranks divides by the world size once more.
-        count = kept.sum().double()
+    def everywhere(has_target: Tensor) -> Tensor:
+        # Gradient averaging over ranks divides by the world size again.
+        count = has_target.sum().double()
         torch.distributed.all_reduce(count, group=process_group)  # type: ignore[arg-type]
         return count.clamp(min=1) / torch.distributed.get_world_size(process_group)  # type: ignore[arg-type]
 
     if config.objective.normalize == "global":
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            raise ValueError('normalize: "global" needs an initialised torch.distributed process group')
+            raise ValueError('normalize: "global" needs an initialized torch.distributed process group')
         return everywhere
     return local
 
@@ -181,7 +185,7 @@ def _check(
     if tuple(scores.shape) != expected:
         raise ValueError(f"scores: expected shape {expected} to match the batch, got {tuple(scores.shape)}")
     if scores.device != batch.pos.device:
-        raise ValueError(f"scores: on {scores.device}, but the batch is on {batch.pos.device}")
+        raise ValueError(f"scores: expected the device of the batch, {batch.pos.device}, got {scores.device}")
     if state is not None and state.dim() != 0:
         raise ValueError(f"state: expected a 0-d tensor, got shape {tuple(state.shape)}")
     if prev_scores is not None and tuple(prev_scores.shape) != expected:
@@ -194,7 +198,7 @@ def _check(
 
 
 class LensObjective(nn.Module):
-    """`lens_loss` for a training loop. Has no parameters; `state_dict` holds what a resumed run needs.
+    """`lens_loss` as a module for a training loop. It has no parameters; save its `state_dict` to resume.
 
     Example:
         objective = LensObjective(LensConfig())
@@ -204,10 +208,10 @@ class LensObjective(nn.Module):
         optimizer.step()
         objective.optimizer_step()
 
-    Gate: with `gate.every` > 1 the controller runs only when `(counter - gate.phase) % gate.every == 0`. On
-    other calls `loss` is a plain 0 with `active=False`. The decision depends on counters alone, so all
-    ranks agree. Mode `accumulate` keeps the detached inputs of skipped calls and returns the mean loss over
-    them and the present one.
+    Gate: with `gate.every` > 1 the controller runs only if `(counter - gate.phase) % gate.every == 0`. On
+    other calls `loss` is a plain 0 with `active=False`. The decision depends only on counters, so all ranks
+    agree. Mode `accumulate` stores the detached inputs of skipped calls and returns the mean loss over them
+    and the current call.
 
     Stages: `joint` (default), `offline` (from cached contexts), `frozen` (loss 0; scores still available).
     """
@@ -221,7 +225,7 @@ class LensObjective(nn.Module):
         self.micro_steps = 0
         self.optimizer_steps = 0
         self.stage = "joint"
-        self._waiting: list[tuple[LensBatch, tuple[Any, ...], dict[str, Any]]] = []
+        self._skipped: list[tuple[LensBatch, tuple[Any, ...], dict[str, Any]]] = []
         self._timer = SectionTimer()
         self._metrics: LensMetrics | None = None
         self._loss_sum: Tensor | None = None
@@ -232,18 +236,18 @@ class LensObjective(nn.Module):
         self._warned = False
 
     def is_due(self) -> bool:
-        """Whether the next call runs the controller."""
+        """Return whether the next call runs the controller."""
         if self.stage == "frozen":
             return False
         counter = self.micro_steps if self.config.gate.unit == "micro" else self.optimizer_steps
         return (counter - self.config.gate.phase) % self.config.gate.every == 0
 
     def optimizer_step(self) -> None:
-        """Tell the gate that the optimizer has stepped."""
+        """Count an optimizer step for the gate."""
         self.optimizer_steps += 1
 
     def set_stage(self, stage: str, controller: nn.Module | None = None) -> None:
-        """Change the stage; with `controller`, its parameters follow: frozen ones require no gradient."""
+        """Change the stage, and `requires_grad` of the controller's parameters if one is passed."""
         if stage not in STAGES:
             raise ValueError(f"stage: expected one of {', '.join(STAGES)}, got {stage!r}")
         self.stage = stage
@@ -262,12 +266,11 @@ class LensObjective(nn.Module):
         terms: Iterable[str] | None = None,
         generator: torch.Generator | None = None,
     ) -> LensResult:
-        """One micro-step.
+        """Run one micro-step.
 
         Args:
-            scores: [V, W], or a callable that gives them from `inputs`; a callable is not called on skipped
-                steps.
-            inputs: arguments of the callable; tensors among them are detached before they are kept.
+            scores: [V, W], or a callable that computes them from `inputs`; it is not called on skipped steps.
+            inputs: arguments of the callable; tensors are detached before they are stored.
         """
         due = self.is_due()
         self.micro_steps += 1
@@ -287,8 +290,8 @@ class LensObjective(nn.Module):
             raise ValueError('scores: gate.mode="accumulate" needs a callable and its inputs, got a tensor')
         if not due:
             if accumulate:
-                kept = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
-                self._waiting.append((batch, kept, options))
+                detached_inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
+                self._skipped.append((batch, detached_inputs, options))
             return LensResult(torch.zeros((), device=batch.pos.device), active=False, state=self._state())
 
         device = batch.pos.device
@@ -297,7 +300,7 @@ class LensObjective(nn.Module):
         if self.config.gate.mode == "scale" and self.config.gate.every > 1:
             result.loss = result.loss * self.config.gate.every
         detached = result.loss.detach()
-        # In place: a CUDA graph adds to where the sum was when it was captured.
+        # In place: a CUDA graph adds to the tensor that it captured.
         self._loss_sum = detached.clone() if self._loss_sum is None else self._loss_sum.add_(detached)
         self._active_steps += 1
         self._metrics = result.metrics
@@ -311,12 +314,12 @@ class LensObjective(nn.Module):
         options: dict[str, Any],
         generator: torch.Generator | None,
     ) -> LensResult:
-        """The objective on this micro-step and on those that waited for it."""
+        """Run the objective on this micro-step and on the skipped ones before it."""
         results = []
-        for past_batch, past_inputs, past_options in self._waiting:
+        for past_batch, past_inputs, past_options in self._skipped:
             assert callable(scores)
             results.append(self._evaluate(scores(*past_inputs), past_batch, past_options, generator))
-        self._waiting.clear()
+        self._skipped.clear()
         self._timer.start(batch.pos.device)
         if callable(scores):
             values = scores(*inputs)
@@ -368,15 +371,15 @@ class LensObjective(nn.Module):
             self._variants += sum(batch.counts)
 
     def log_due(self, every: int) -> bool:
-        """True after the first micro-step and after every `every`-th."""
+        """Return True after the first micro-step and after every `every`-th one."""
         return self.micro_steps == 1 or (every > 0 and self.micro_steps % every == 0)
 
     def read_metrics(
         self, *, base_forward_ms: float | None = None, grad_accum_steps: int | None = None
     ) -> dict[str, float | None]:
-        """Telemetry since the last reading, one host read; keys start with `mc/`.
+        """Return telemetry since the last call, with one host read; keys start with `mc/`.
 
-        Warns once when the objective takes more than 50 ms. It never changes the objective.
+        Warns once if the objective takes more than 50 ms; the objective itself is never changed.
         """
         timings = self._timer.read()
         host: dict[str, Tensor | float | None] = {
@@ -406,7 +409,7 @@ class LensObjective(nn.Module):
             self._warned = True
             warnings.warn(
                 f"the controller objective takes {slow:.0f} ms per micro-step: consider span_sampling or "
-                "pair_sampling (fewer entries or pairs), or gate.every (fewer steps)",
+                "pair_sampling (fewer entries or pairs) or gate.every (fewer steps)",
                 stacklevel=2,
             )
         return values

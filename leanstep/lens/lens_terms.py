@@ -1,4 +1,4 @@
-"""The terms of the objective as differentiable row operations: readable, and what torch.compile sees.
+"""Terms of the objective as differentiable row operations: the readable version, which torch.compile traces.
 
 V contexts · W padded length · P pairs; row sums run over the masked entries of the worse context
 """
@@ -21,20 +21,20 @@ Denominator = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LossCall:
-    """One call of the objective once its pairs are known: what every implementation reads.
+    """Inputs of one call of the objective, once its pairs are known; shared by all implementations.
 
     Args:
         scores: [V, W] in the compute dtype (the kernel takes any).
-        batch, pairs, config: the contexts, what is compared, and how.
+        batch, pairs, config: the contexts, the pairs to compare, and the options.
         active: names of the terms to compute, in order.
         state: 0-d moving average of the budget imbalance before this call.
         prev_scores, prev_valid: [V, W] and [V] of a previous policy, or None.
-        denominator: kept [P] -> the number of pairs to divide by.
+        denominator: maps has_target [P] to the number of pairs to divide by.
         sign: [P, W] int8 from `build_targets`; None lets the closed form choose its layout.
         span_weights: weight of each masked entry in the preference term (replacing 1 / n) and in the sums of
             rank and budget (replacing 1), both [P, W]; from `sample_spans`.
-        need_grad: whether the closed form also gives d loss / d scores.
-        on_built: called when the targets are there.
+        need_grad: whether the closed form also computes d loss / d scores.
+        on_built: called when the targets are built.
     """
 
     scores: Tensor
@@ -57,31 +57,31 @@ class LossCall:
 
 
 def compute_dtype(scores: Tensor) -> torch.dtype:
-    """Half-precision scores are summed in float32: spans reach 1024 and rows have hundreds of terms."""
+    """Return the dtype of sums: float32 for half precision; spans reach 1024 and rows hundreds of terms."""
     return scores.dtype if scores.dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def preference_cost(aligned: Tensor, config: LensConfig) -> Tensor:
-    """Cost of `aligned` = sign * score * scale: low when the score points the right way, strongly."""
+    """Return the cost of `aligned` = sign * score * scale: low for large scores with the right sign."""
     if config.objective.form == "logistic":
         return torch.nn.functional.softplus(-aligned)
     hinge = torch.relu(config.objective.hinge_margin - aligned)
     return hinge if config.objective.form == "hinge" else hinge * hinge
 
 
-def smooth_budget(imbalance: Tensor, kept: Tensor, state: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Moving average of the imbalance after each kept pair [P], and after the last one, in closed form.
+def smooth_budget(imbalance: Tensor, has_target: Tensor, state: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return the moving average of the imbalance after each pair with a target [P], and after the last one.
 
-    E_k = beta^k E_0 + (1 - beta) sum_{i <= k} beta^(k - i) d_i, with k counting kept pairs only: one
+    E_k = beta^k E_0 + (1 - beta) sum_{i <= k} beta^(k - i) d_i, where k counts only pairs with a target: one
     lower-triangular product instead of a scan.
     """
-    count = kept.to(imbalance.dtype).cumsum(0)
+    count = has_target.to(imbalance.dtype).cumsum(0)
     gap = count[:, None] - count[None, :]
-    # exp(k log beta) in the working dtype; the clamp keeps the upper triangle from overflowing.
+    # exp(k log beta) in the working dtype; the clamp prevents overflow in the upper triangle.
     weight = torch.exp(gap.clamp(min=0) * math.log(beta)) * (1 - beta)
-    slot = torch.arange(kept.shape[0], device=kept.device)
-    weight = torch.where((slot[:, None] >= slot[None, :]) & kept[None, :], weight, 0)
-    averages = torch.exp(count * math.log(beta)) * state + weight @ torch.where(kept, imbalance, 0)
+    slot = torch.arange(has_target.shape[0], device=has_target.device)
+    weight = torch.where((slot[:, None] >= slot[None, :]) & has_target[None, :], weight, 0)
+    averages = torch.exp(count * math.log(beta)) * state + weight @ torch.where(has_target, imbalance, 0)
     last = averages[-1] if averages.shape[0] else state
     return averages, last
 
@@ -89,9 +89,7 @@ def smooth_budget(imbalance: Tensor, kept: Tensor, state: Tensor, beta: float) -
 def divergence(
     scores: Tensor, previous: Tensor, previous_valid: Tensor | None, batch: LensBatch, tau: float
 ) -> Tensor:
-    """[V] symmetric KL between the Bernoulli policies sigmoid(x / tau) of two score tensors, mean over
-    entries.
-    """
+    """Return the symmetric KL [V] between the Bernoulli policies sigmoid(x / tau), mean over entries."""
     x = torch.where(batch.valid, scores, 0)
     before = torch.where(batch.valid, previous.detach().to(scores.dtype), 0)
     pointwise = 0.5 * (torch.sigmoid(x / tau) - torch.sigmoid(before / tau)) * (x - before) / tau
@@ -100,10 +98,10 @@ def divergence(
 
 
 def eager_terms(call: LossCall) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Every active term of every pair, differentiable in `call.scores`; needs `call.sign`.
+    """Compute every active term of every pair, differentiable in `call.scores`; needs `call.sign`.
 
     Returns:
-        terms [P] each, kept [P], state after the last kept pair.
+        Terms [P] each, whether each pair has a target [P], and the state after the last such pair.
     """
     scores, sign, batch, pairs, config = call.scores, call.sign, call.batch, call.pairs, call.config
     active, state, span_weights = call.active, call.state, call.span_weights
@@ -114,7 +112,7 @@ def eager_terms(call: LossCall) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     masked = sign != 0
     x = torch.where(masked, x, 0)
     num_masked = masked.sum(1)
-    kept = num_masked > 0
+    has_target = num_masked > 0
     scale, strength = pair_factors(pairs, config, dtype)
     if span_weights is None:
         share, weight = masked.to(dtype) / num_masked.clamp(min=1)[:, None], None
@@ -147,19 +145,21 @@ def eager_terms(call: LossCall) -> tuple[dict[str, Tensor], Tensor, Tensor]:
             terms["budget"] = imbalance * imbalance
         if "smooth" in active:
             averages, state = smooth_budget(
-                imbalance.detach(), kept, state, config.objective.budget_smooth_beta
+                imbalance.detach(), has_target, state, config.objective.budget_smooth_beta
             )
-            terms["smooth"] = torch.where(kept, (imbalance - averages) ** 2, 0)
+            terms["smooth"] = torch.where(has_target, (imbalance - averages) ** 2, 0)
     if "kl" in active and call.prev_scores is not None:
         per_context = divergence(scores, call.prev_scores, call.prev_valid, batch, config.objective.tau)
-        terms["kl"] = torch.where(kept, per_context.index_select(0, pairs.worse), 0)
+        terms["kl"] = torch.where(has_target, per_context.index_select(0, pairs.worse), 0)
     if "coverage" in active:
-        terms["coverage"] = torch.where(kept, coverage(scores, batch, config).index_select(0, pairs.worse), 0)
-    return terms, kept, state
+        terms["coverage"] = torch.where(
+            has_target, coverage(scores, batch, config).index_select(0, pairs.worse), 0
+        )
+    return terms, has_target, state
 
 
 def total_of(terms: dict[str, Tensor], config: LensConfig) -> Tensor | None:
-    """Weighted sum of the terms, [P], in the fixed order of the names."""
+    """Return the weighted sum of the terms, [P], in the fixed order of the names."""
     total, weights = None, config.objective.weights
     for name, value in terms.items():
         if total is None:
@@ -170,7 +170,7 @@ def total_of(terms: dict[str, Tensor], config: LensConfig) -> Tensor | None:
 
 
 def owned_tokens(batch: LensBatch, config: LensConfig) -> Tensor:
-    """[V, W] int64: tokens that each entry is the first to cover; a row sums to the distinct tokens."""
+    """Return [V, W] int64: tokens that each entry covers first; a row sums to the distinct tokens."""
     spans = span_table(config, batch.pos.device, torch.int64)
     stop_VW = torch.minimum(batch.pos + spans[batch.lod.long()], batch.tokens[:, None])
     stop_VW = torch.where(batch.valid, stop_VW, 0)
@@ -180,7 +180,7 @@ def owned_tokens(batch: LensBatch, config: LensConfig) -> Tensor:
 
 
 def expected_lengths(scores: Tensor, batch: LensBatch, config: LensConfig) -> Tensor:
-    """[V, W]: entries that each entry becomes, 1/b (full collapse) to b (full expansion); 0 for padding."""
+    """Return [V, W]: the number of entries that each entry becomes, 1/b (collapse) to b (expansion)."""
     b = config.block_size
     expand = torch.relu(scores).clamp(max=1) * (batch.lod > 0)
     collapse = torch.relu(-scores).clamp(max=1) * (batch.lod < config.max_lod)
@@ -190,8 +190,10 @@ def expected_lengths(scores: Tensor, batch: LensBatch, config: LensConfig) -> Te
 def _surviving_shares(
     scores: Tensor, batch: LensBatch, config: LensConfig
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """[V, W]: share of each entry that stays after the edits (not clamped), its length, the tokens it owns.
-    [V]: tokens of the sequence, coverage to keep.
+    """Return what remains of each entry after the edits.
+
+    [V, W]: share that remains (not clamped), length, tokens it owns. [V]: tokens of the sequence, required
+    coverage.
     """
     length_VW = expected_lengths(scores, batch, config)
     behind_VW = length_VW.flip(1).cumsum(1).flip(1) - length_VW
@@ -207,10 +209,10 @@ def _surviving_shares(
 
 
 def coverage(scores: Tensor, batch: LensBatch, config: LensConfig) -> Tensor:
-    """[V] share of the sequence that the edits would push out beyond what `coverage_target` allows.
+    """Return the share of the sequence [V] that the edits push out beyond what `coverage_target` allows.
 
-    The newest entries stay; the oldest are pushed out first once the expected length exceeds the capacity.
-    Zero at scores of zero and for pure collapse, unless the capacity is below the present length.
+    The oldest entries are pushed out first, once the expected length exceeds the capacity. The penalty is
+    zero for zero scores and for pure collapse, unless the capacity is below the current length.
 
     Equivalent to, for one context (see `reference_coverage` in reference.py):
         reference_coverage(list(scores[v]), list(zip(pos[v].tolist(), lod[v].tolist())), num_tokens, config)
@@ -222,21 +224,21 @@ def coverage(scores: Tensor, batch: LensBatch, config: LensConfig) -> Tensor:
     """
     scores = torch.where(batch.valid, scores, 0)
     share_VW, _, own_VW, tokens, covered = _surviving_shares(scores, batch, config)
-    # Only an entry that is partly pushed out carries a gradient.
+    # Only an entry that is partly pushed out has a gradient.
     inside = (share_VW > 0) & (share_VW < 1)
     share_VW = torch.where(inside, share_VW, share_VW.detach().clamp(0, 1))
     return torch.relu(covered - (own_VW * share_VW).sum(1) / tokens)
 
 
 def coverage_gradient(scores: Tensor, batch: LensBatch, config: LensConfig) -> tuple[Tensor, Tensor]:
-    """The penalty [V] and its gradient [V, W] in closed form."""
+    """Return the penalty [V] and its gradient [V, W] in closed form."""
     b = config.block_size
     scores = torch.where(batch.valid, scores, 0)
     share_VW, safe_VW, own_VW, tokens, covered = _surviving_shares(scores, batch, config)
     penalty = torch.relu(covered - (own_VW * share_VW.clamp(0, 1)).sum(1) / tokens)
     edge_VW = (share_VW > 0) & (share_VW < 1) & batch.valid
     rate_VW = torch.where(edge_VW, own_VW / (safe_VW * tokens[:, None]), 0)
-    # An entry costs every partly pushed out one before it, and itself by its own share.
+    # An entry affects every partly pushed-out entry before it, and itself by its own share.
     slope_VW = rate_VW.cumsum(1) - rate_VW + rate_VW * share_VW
     up = (scores > 0) & (scores <= 1) & (batch.lod > 0)
     down = (scores < 0) & (scores >= -1) & (batch.lod < config.max_lod)

@@ -1,7 +1,7 @@
-"""The controller trained away from the base model's step: from contexts on disk, or in the background.
+"""Train the controller outside the base model's step: from contexts on disk, or in the background.
 
-The background worker never touches the live parameters or their `.grad`: it differentiates a snapshot, and
-the finished gradients are added at one defined point, `apply_ready`.
+The background worker never changes the parameters or their `.grad`: it differentiates a snapshot, and
+`apply_ready` adds the finished gradients.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LossFunction = Callable[[Tensor, LensBatch], Tensor]
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """A micro-batch from the cache: the batch, whose sequences they are, and what was stored beside them.
+    """A micro-batch from the cache: the batch, its sequence ids, and the tensors stored with them.
 
-    `extras` holds one tensor per sequence or None; `inputs` the controller's arguments by name, [V, W, ...]
+    `extras` has one tensor per sequence or None; `inputs` has the controller's arguments by name, [V, W, ...]
     right-padded with 0.
 
     Equivalent to, for the first record:
@@ -46,7 +46,7 @@ class CachedBatch:
 
 
 class ContextCache:
-    """Append-only records: sequence id, variants with losses; optional tensors per sequence and per variant.
+    """Append-only records: sequence id, variants with losses, optional tensors per sequence and per variant.
 
     Example:
         cache = ContextCache()
@@ -55,8 +55,8 @@ class ContextCache:
         for cached in cache.batches(2, config, seed=0, epoch=1):
             lens_loss(torch.zeros(cached.batch.pos.shape), cached.batch, config)
 
-    Per variant: positions [W] int32, lods [W] int8, a float32 loss; in flat tensors with offsets. A batch
-    from the cache gives the same loss, bit for bit, as the live one whose losses were float32.
+    Each variant takes positions [W] int32, lods [W] int8 and a float32 loss, in flat tensors with offsets. A
+    batch from the cache has bitwise the same loss as the original batch with float32 losses.
     """
 
     def __init__(self) -> None:
@@ -77,11 +77,11 @@ class ContextCache:
         """Add a sequence.
 
         Args:
-            extra: one tensor for the sequence, such as its token ids; kept as it is, on the host.
+            extra: one tensor for the sequence, such as its token ids; stored unchanged, on the host.
             inputs: per variant, the controller's arguments by name, [W, ...] each (embeddings, encodings).
         """
         if not variants:
-            raise ValueError(f"variants: sequence {sequence_id} has none")
+            raise ValueError(f"variants: expected at least one for sequence {sequence_id}, got none")
         stored = _check_inputs(sequence_id, variants, inputs)
         losses = [torch.nan if v.loss is None else float(v.loss) for v in variants]
         self._records.append(
@@ -100,7 +100,7 @@ class ContextCache:
     def batch(
         self, indices: Sequence[int], config: LensConfig, *, device: torch.device | str | None = None
     ) -> CachedBatch:
-        """The records with these indices as one micro-batch."""
+        """Return the records with these indices as one micro-batch."""
         records = [self._records[i] for i in indices]
         samples = []
         for r in records:
@@ -108,7 +108,7 @@ class ContextCache:
             samples.append(
                 [Variant(p, lod, None if loss.isnan() else loss, base) for p, lod, loss, base in rows]
             )
-        made = LensBatch.from_variants(
+        batch = LensBatch.from_variants(
             samples,
             config,
             num_tokens=[r["num_tokens"] for r in records],
@@ -116,12 +116,15 @@ class ContextCache:
             loss_dtype=torch.float32,
         )
         rows = [row for r in records for row in r["inputs"]]
-        if rows and len(rows) != made.num_contexts:
-            raise ValueError(f"indices: {len(rows)} of {made.num_contexts} variants have stored inputs")
+        if rows and len(rows) != batch.num_contexts:
+            raise ValueError(
+                f"indices: expected stored inputs for all {batch.num_contexts} variants or for none, "
+                f"got {len(rows)}"
+            )
         names = sorted(rows[0]) if rows else ()
         inputs = {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in names}
         inputs = {name: tensor.to(device) if device else tensor for name, tensor in inputs.items()}
-        return CachedBatch(made, [r["id"] for r in records], [r["extra"] for r in records], inputs)
+        return CachedBatch(batch, [r["id"] for r in records], [r["extra"] for r in records], inputs)
 
     def batches(
         self,
@@ -132,7 +135,7 @@ class ContextCache:
         epoch: int = 0,
         device: torch.device | str | None = None,
     ) -> Iterator[CachedBatch]:
-        """One shuffled epoch; the order depends on seed and epoch only."""
+        """Yield one shuffled epoch; the order depends only on seed and epoch."""
         if batch_size < 1:
             raise ValueError(f"batch_size: expected at least 1, got {batch_size}")
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
@@ -141,7 +144,7 @@ class ContextCache:
             yield self.batch(order[begin : begin + batch_size], config, device=device)
 
     def save(self, path: str | Path) -> None:
-        """Write flat tensors; the file holds no code and loads with `weights_only`."""
+        """Write flat tensors; the file contains no code and loads with `weights_only`."""
         records = self._records
         flat = [(p, lod) for r in records for p, lod in zip(r["positions"], r["lods"], strict=True)]
         extras = {str(i): r["extra"] for i, r in enumerate(records) if r["extra"] is not None}
@@ -197,7 +200,7 @@ class ContextCache:
 def _check_inputs(
     sequence_id: int, variants: Sequence[Variant], inputs: Sequence[Mapping[str, Tensor]] | None
 ) -> list[dict[str, Tensor]]:
-    """The inputs of each variant on the host; none when None."""
+    """Check the inputs of each variant and return them on the host; empty for None."""
     if inputs is None:
         return []
     if len(inputs) != len(variants):
@@ -214,7 +217,7 @@ def _check_inputs(
 
 @dataclass
 class AsyncHandle:
-    """A loss in flight: `future` gives (0-d loss, gradients by parameter name, CUDA event or None).
+    """A loss in flight: `future` returns (0-d loss, gradients by parameter name, CUDA event or None).
 
     Example:
         handle = background.submit(batch, inputs)
@@ -234,8 +237,8 @@ class AsyncLens:
     Example:
         background = AsyncLens(lensnet, LensConfig())
         for batch in loader:
-            background.submit(batch, inputs)        # returns at once
-            ...                                     # the base model's own step
+            background.submit(batch, inputs)        # returns immediately
+            ...                                     # the base model's step
             if background.apply_ready(lens_optimizer):
                 lens_optimizer.step()
             lens_optimizer.zero_grad()
@@ -243,13 +246,11 @@ class AsyncLens:
 
     Args:
         controller: LensNet; must have its own optimizer (or its own parameter groups).
-        config: of the objective; or `loss`, a function (scores, batch) -> scalar.
-        max_staleness: in calls of `apply_ready`. 0: every result is waited for, which equals the
-            synchronous run.
-        on_stale: what happens to a result that is not there in time: `wait` for it, or `drop` it (counted
-            in `dropped`).
-        device: a second device for the computation; None = the controller's own, on a side stream if it is
-            a GPU.
+        config: configuration of the objective; or `loss`, a function (scores, batch) -> scalar.
+        max_staleness: in calls of `apply_ready`. 0 waits for every result, which equals the synchronous run.
+        on_stale: `wait` for a result that is late, or `drop` it (counted in `dropped`).
+        device: a second device for the computation; None = the controller's device, on a side stream if it
+            is a GPU.
     """
 
     def __init__(
@@ -269,17 +270,19 @@ class AsyncLens:
         if on_stale not in ("wait", "drop"):
             raise ValueError(f"on_stale: expected wait or drop, got {on_stale!r}")
         if on_stale == "drop" and max_staleness == 0:
-            raise ValueError("max_staleness: 0 with on_stale='drop' would drop every result, expected wait")
+            raise ValueError(
+                "max_staleness: expected at least 1 with on_stale='drop', got 0: drops all results"
+            )
         self.controller, self.max_staleness, self.on_stale = controller, max_staleness, on_stale
         self._loss: LossFunction = (
             loss if loss is not None else lambda scores, batch: _objective(scores, batch, config)
         )
-        # A functional call swaps the module's parameters while it runs: never on the one the main thread
-        # uses.
+        # A functional call swaps the module's parameters while it runs, so it needs a copy that the main
+        # thread does not use.
         self._shadow = copy.deepcopy(controller).requires_grad_(False)
-        self._home = next(controller.parameters()).device
-        self._away = torch.device(device) if device is not None else self._home
-        self._stream = torch.cuda.Stream(self._away) if self._away.type == "cuda" else None
+        self._device = next(controller.parameters()).device
+        self._worker_device = torch.device(device) if device is not None else self._device
+        self._stream = torch.cuda.Stream(self._worker_device) if self._worker_device.type == "cuda" else None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="async-lens")
         self._pending: list[AsyncHandle] = []
         self._step = 0
@@ -291,7 +294,7 @@ class AsyncLens:
     def submit(
         self, batch: LensBatch, inputs: tuple[Any, ...] = (), keywords: Mapping[str, Any] | None = None
     ) -> AsyncHandle:
-        """Start on a micro-batch with LensNet's arguments; parameters and inputs as they are now."""
+        """Start a micro-batch with LensNet's arguments and the current parameters and inputs."""
         if self._closed:
             raise RuntimeError("submit: this AsyncLens is closed")
         with torch.no_grad():
@@ -300,10 +303,10 @@ class AsyncLens:
         arguments = (inputs, dict(keywords or {}))
         arguments = tree_map_only(Tensor, torch.Tensor.detach, arguments)
         ready = None
-        if self._home.type == "cuda":
+        if self._device.type == "cuda":
             ready = torch.cuda.Event()
-            # The current device may be another one than the controller's.
-            ready.record(torch.cuda.current_stream(self._home))
+            # The current device may differ from the controller's.
+            ready.record(torch.cuda.current_stream(self._device))
         future = self._worker.submit(self._run, snapshot, buffers, batch, arguments, ready)
         handle = AsyncHandle(future, self._step)
         self._pending.append(handle)
@@ -322,11 +325,11 @@ class AsyncLens:
         with torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
-            # The allocator must not hand this memory out again before the side stream has read it. Tensors of
-            # another device are copied on that device's current stream.
+            # The allocator must not reuse this memory before the side stream has read it. Tensors on another
+            # device are copied on that device's current stream.
             for tensor in tensors_in((snapshot, buffers, batch, arguments)):
                 if tensor.is_cuda:
-                    near = tensor.device == self._away
+                    near = tensor.device == self._worker_device
                     tensor.record_stream(self._stream if near else torch.cuda.current_stream(tensor.device))
             loss, grads = self._differentiate(snapshot, buffers, batch, arguments)
             finished = torch.cuda.Event()
@@ -340,11 +343,11 @@ class AsyncLens:
         batch: LensBatch,
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        if self._away != self._home:
-            snapshot = {name: t.to(self._away) for name, t in snapshot.items()}
-            buffers = {name: t.to(self._away) for name, t in buffers.items()}
-            arguments = tree_map_only(Tensor, lambda x: x.to(self._away), arguments)
-            batch = batch.to(self._away)
+        if self._worker_device != self._device:
+            snapshot = {name: t.to(self._worker_device) for name, t in snapshot.items()}
+            buffers = {name: t.to(self._worker_device) for name, t in buffers.items()}
+            arguments = tree_map_only(Tensor, lambda x: x.to(self._worker_device), arguments)
+            batch = batch.to(self._worker_device)
         leaves = {name: t.requires_grad_() for name, t in snapshot.items()}
         with torch.enable_grad():
             scores = functional_call(self._shadow, {**leaves, **buffers}, *arguments)
@@ -354,10 +357,9 @@ class AsyncLens:
         return loss.detach(), named
 
     def apply_ready(self, optimizer: torch.optim.Optimizer) -> int:
-        """Add finished gradients to the controller's `.grad`; returns how many results were added.
+        """Add finished gradients to the controller's `.grad`; return the number of results added.
 
-        Results that are `max_staleness` calls old are waited for or dropped. An exception of the worker is
-        raised here.
+        Waits for or drops results that are `max_staleness` calls old. Raises exceptions of the worker.
         """
         self._check_optimizer(optimizer)
         added = 0
@@ -373,14 +375,15 @@ class AsyncLens:
                 continue
             loss, grads, finished = handle.future.result()
             if finished is not None:
-                stream = torch.cuda.current_stream(self._away)
+                stream = torch.cuda.current_stream(self._worker_device)
                 stream.wait_event(finished)
-                # Made on the side stream and read here: the caller may drop them while this stream is behind.
+                # Allocated on the side stream and read on this one: record the use before the caller frees
+                # them.
                 for tensor in (loss, *grads.values()):
                     tensor.record_stream(stream)
             parameters = dict(self.controller.named_parameters())
             for name, grad in grads.items():
-                parameter, grad = parameters[name], grad.to(self._home)
+                parameter, grad = parameters[name], grad.to(self._device)
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             self.last_loss = loss
             self.applied += 1
@@ -395,15 +398,17 @@ class AsyncLens:
             inside = {id(p) for p in group["params"]}
             if inside & mine and inside - mine:
                 raise ValueError(
-                    f"optimizer: group {number} mixes the controller's parameters with others; "
-                    "give the controller an optimizer or a group of its own, because its gradients come late"
+                    f"optimizer: group {number} mixes the controller's parameters with others; use a "
+                    "separate optimizer or group for the controller, because its gradients arrive late"
                 )
             seen |= inside & mine
         if seen != mine:
-            raise ValueError(f"optimizer: holds {len(seen)} of the controller's {len(mine)} parameters")
+            raise ValueError(
+                f"optimizer: expected all {len(mine)} parameters of the controller, got {len(seen)} of them"
+            )
 
     def close(self) -> None:
-        """Wait for the worker and let it go; results not applied are discarded."""
+        """Wait for the worker and shut it down; results that were not applied are discarded."""
         self._closed = True
         self._worker.shutdown(wait=True)
         self._pending.clear()
@@ -416,7 +421,7 @@ class AsyncLens:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside nested tuples, lists, dictionaries and batches."""
+    """Yield every tensor inside nested tuples, lists, dictionaries and batches."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

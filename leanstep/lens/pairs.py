@@ -1,7 +1,7 @@
-"""What is compared and what should change: preference pairs, targets of entries, samples of them.
+"""Preference pairs, targets of entries, and sampling of both.
 
 B samples · C variants per sample · N pair candidates per sample · P pairs · V contexts · W padded length
-T tokens · L coarsest level · b block size. Static shapes, no host read.
+T tokens · L coarsest level · b block size. Shapes are static, and the host reads nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from leanstep.lens.batch import LensBatch
 from leanstep.lens.lens_config import LensConfig
 
-# Above this many bytes the dense table gives way to a binary search in the sorted positions.
+# Above this many bytes a binary search in the sorted positions replaces the dense table.
 TABLE_LIMIT_BYTES = 1 << 30
 
 
@@ -30,8 +30,8 @@ class Pairs:
     Args:
         better, worse: [P] int64, contexts (rows of the score tensor).
         delta: [P] loss of the worse minus loss of the better, in the losses' dtype; 0 where not valid.
-        live: [P] bool, the slot holds a pair and its delta is above 0: only these can carry targets.
-        valid: [P] bool, the slot holds a pair.
+        live: [P] bool, whether the slot holds a pair with delta > 0: only these can have targets.
+        valid: [P] bool, whether the slot holds a pair.
     """
 
     better: Tensor
@@ -52,16 +52,17 @@ def build_pairs(
     *,
     order: Tensor | torch.Generator | None = None,
 ) -> Pairs:
-    """Pairs of every sample from its variants' losses.
+    """Build the pairs of every sample from its variants' losses.
 
     Variants are sorted by loss (stable). Pairs with the best variant come first, then all others, each list
-    by delta descending (stable); `hard_negative_ratio` trims the second list, `max_pairs` the whole.
+    by delta descending (stable). `hard_negative_ratio` shortens the second list, `max_pairs` the combined
+    one.
 
     Equivalent to, for sample s (`reference_pairs` in reference.py):
-        found = reference_pairs(batch.loss[s], config, s)        # (sample, better, worse, delta)
+        listed = reference_pairs(batch.loss[s], config, s)       # (sample, better, worse, delta)
 
     Args:
-        loss: [B, C]; NaN takes no part.
+        loss: [B, C]; NaN excludes a variant.
         row: [B, C] int64, the context of each variant.
         order: a permutation of the P slots, or a generator that shuffles the pairs inside each sample.
             None: the order above, samples ascending.
@@ -77,17 +78,17 @@ def build_pairs(
         )
     num_samples, num_variants = loss.shape
     slots = pairs_per_sample(num_variants, config)
-    # All i < j in sorted order, those with i = 0 first: the i of every pair and then the j.
+    # All i < j in sorted order, those with i = 0 first: the i of every pair, then the j.
     first_and_second = torch.triu_indices(num_variants, num_variants, 1, device=loss.device).view(-1)
     # NaN sorts last, after every number.
     sorted_loss_BC, rank_BC = torch.sort(loss, dim=1, stable=True)
     first_BN, second_BN = sorted_loss_BC.index_select(1, first_and_second).chunk(2, 1)
-    # Minus delta: ascending order is delta descending, and pairs without both losses (NaN) go last.
+    # Minus delta: ascending order is delta descending, and pairs with a missing loss (NaN) are last.
     gap_BN = first_BN - second_BN
     num_primary = max(num_variants - 1, 0)
     gap, pick = torch.sort(gap_BN[:, :num_primary], dim=1, stable=True)
     if num_variants == 3:
-        # One pair is sorted as it is, and the quota keeps at least one.
+        # A single pair needs no sort, and the quota is at least one.
         gap = torch.cat([gap, gap_BN[:, 2:]], 1)
         pick = torch.cat([pick, pick.new_full((num_samples, 1), 2)], 1)
     elif num_variants > 3:
@@ -99,7 +100,7 @@ def build_pairs(
             position = torch.arange(late_gap.shape[1], device=loss.device)
             late_gap = torch.where(position < quota, late_gap, torch.nan)
         gap, pick = torch.cat([gap, late_gap], 1), torch.cat([pick, late_pick + num_primary], 1)
-        # A sample with missing losses has holes between the two lists; with up to three variants it has not.
+        # With more than three variants, a sample with missing losses has gaps between the two lists.
         whole = torch.argsort((gap != gap).to(torch.int8), dim=1, stable=True)
         gap, pick = gap.gather(1, whole), pick.gather(1, whole)
     gap, pick = gap[:, :slots], pick[:, :slots]
@@ -122,21 +123,21 @@ def build_pairs(
                 f"pair_order: expected a permutation of shape {tuple(valid.shape)}, got {tuple(order.shape)}"
             )
         better, worse, delta, valid = (t.index_select(0, order) for t in (better, worse, delta, valid))
-    # NaN is not above 0 either.
+    # False for NaN as well.
     live = delta > 0
     return Pairs(better, worse, torch.where(live, delta, 0.0), live, valid)
 
 
 def sample_pairs(pairs: Pairs, config: LensConfig, generator: torch.Generator | None) -> Pairs:
-    """Thin the pairs out: those not chosen are no longer live and count for nothing.
+    """Sample the pairs: those not chosen are no longer live and do not count.
 
-    `pairs_per_variant` keeps the largest deltas of each worse context: biased, on purpose.
-    `pair_sampling="random"` keeps `pairs_sampled` of the live pairs uniformly: the mean over them is unbiased
-    for the mean over all, as long as every live pair has a target.
+    `pairs_per_variant` selects the largest deltas of each worse context, which is biased on purpose.
+    `pair_sampling="random"` draws `pairs_sampled` of the live pairs uniformly: their mean is an unbiased
+    estimate of the mean over all pairs if every live pair has a target.
     """
     live = pairs.live
     if config.sampling.pairs_per_variant is not None:
-        # Rank among the live pairs with the same worse context: how many come before by (delta, slot).
+        # Rank among the live pairs with the same worse context: the number that precede by (delta, slot).
         slot = torch.arange(live.shape[0], device=live.device)
         same = (pairs.worse[:, None] == pairs.worse[None, :]) & live[None, :]
         ahead = (pairs.delta[None, :] > pairs.delta[:, None]) | (
@@ -162,7 +163,7 @@ def check_variant_counts(
     max_pairs: int = 8,
     num_pairs: int | None = None,
 ) -> int:
-    """Make sure that nothing inflates the number of variants or pairs of a micro-step.
+    """Raise if a micro-step has more variants or pairs than expected; return the number of variants.
 
     >>> check_variant_counts([3, 1, 2], micro_batch=3, n_random=2, num_pairs=4)
     6
@@ -171,8 +172,8 @@ def check_variant_counts(
         counts: variants per sample, host integers.
         micro_batch: samples per micro-step.
         n_random: random variants per sample; duplicates are dropped, so fewer than 1 + n_random is legal.
-        max_pairs: pairs per sample at most.
-        num_pairs: pairs really built, checked if given.
+        max_pairs: maximum number of pairs per sample.
+        num_pairs: actual number of pairs, or None to skip that check.
 
     Returns:
         The total number of variants: 39 for 13 samples with 1 + 2 variants each.
@@ -191,8 +192,8 @@ def check_variant_counts(
 
 
 def pair_factors(pairs: Pairs, config: LensConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scale s = max(1, delta) / tau and strength a = max(tanh(delta), 1e-6) of each pair, [P]."""
-    # In the losses' own dtype first: delta may be far below what float32 resolves at the size of a loss.
+    """Return scale s = max(1, delta) / tau and strength a = max(tanh(delta), 1e-6) of each pair, [P]."""
+    # In the losses' dtype first: delta may be far below the float32 resolution at the size of a loss.
     scale = pairs.delta.clamp(min=1).to(dtype)
     if config.objective.tau != 1:
         scale = scale / config.objective.tau
@@ -201,15 +202,14 @@ def pair_factors(pairs: Pairs, config: LensConfig, dtype: torch.dtype) -> tuple[
 
 
 def span_table(config: LensConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[L + 1] tokens per entry by LOD, made on the device."""
+    """Return the tokens per entry by LOD [L + 1], computed on the device."""
     return torch.pow(config.block_size, torch.arange(config.max_lod + 1, device=device)).to(dtype)
 
 
 def build_lod_table(batch: LensBatch) -> Tensor:
-    """[V, T + 1] int8: LOD of the entry that starts at a token, -1 where none does. Column T takes the
-    padding.
+    """Return [V, T + 1] int8: LOD of the entry that starts at a token, -1 for none. Column T is for padding.
 
-    Built once per micro-batch and used by every pair.
+    It is built once per micro-batch and used by every pair.
 
     Equivalent to:
         table = torch.full((batch.num_contexts, batch.num_tokens + 1), -1, dtype=torch.int8)
@@ -225,9 +225,7 @@ def build_lod_table(batch: LensBatch) -> Tensor:
 
 
 def desired_lods(batch: LensBatch, pairs: Pairs, *, lookup: str = "auto") -> Tensor:
-    """[P, W] int8: LOD that the better context has at exactly the same start, -1 where nothing starts
-    there.
-    """
+    """Return [P, W] int8: LOD of the better context's entry with the same start, -1 if there is none."""
     if lookup not in ("auto", "table", "search"):
         raise ValueError(f"lookup: expected auto, table or search, got {lookup!r}")
     if lookup == "auto":
@@ -236,21 +234,21 @@ def desired_lods(batch: LensBatch, pairs: Pairs, *, lookup: str = "auto") -> Ten
     pos_PW = batch.pos.index_select(0, pairs.worse)
     if lookup == "table":
         return build_lod_table(batch).index_select(0, pairs.better).gather(1, pos_PW)
-    # Left padding holds T in front: send it below every position so that rows stay sorted.
+    # Left padding contains T: map it below every position so that rows stay sorted.
     padding_first = torch.where(
         batch.valid, batch.pos, torch.where(batch.valid.cumsum(1) == 0, -1, batch.num_tokens)
     )
     key_PW = padding_first.index_select(0, pairs.better)
     slot = torch.searchsorted(key_PW, pos_PW).clamp_(max=max(key_PW.shape[1] - 1, 0))
-    found = (key_PW.gather(1, slot) == pos_PW) & (pos_PW < batch.num_tokens)
-    return torch.where(found, batch.lod.index_select(0, pairs.better).gather(1, slot), -1).to(torch.int8)
+    matches = (key_PW.gather(1, slot) == pos_PW) & (pos_PW < batch.num_tokens)
+    return torch.where(matches, batch.lod.index_select(0, pairs.better).gather(1, slot), -1).to(torch.int8)
 
 
 def build_targets(batch: LensBatch, pairs: Pairs, config: LensConfig, *, lookup: str = "auto") -> Tensor:
-    """Sign of the target of every entry of the worse context: +1 expand, -1 collapse, 0 none.
+    """Return the sign of the target of every entry of the worse context: +1 expand, -1 collapse, 0 none.
 
-    A collapse request reaches every entry of the same LOD in the same aligned parent block, and wins over
-    expand. The target itself is sign * tanh(delta) of the pair.
+    A collapse request applies to every entry of the same LOD in the same aligned parent block and takes
+    precedence over expand. The target itself is sign * tanh(delta) of the pair.
 
     Equivalent to, for pair k (contexts as lists of (position, lod); `reference_targets` in reference.py):
         row = torch.tensor(reference_targets(better, worse, float(pairs.delta[k]), config)).sign()
@@ -267,22 +265,22 @@ def build_targets(batch: LensBatch, pairs: Pairs, config: LensConfig, *, lookup:
     lod_PW = batch.lod.index_select(0, pairs.worse)
     pos_PW = batch.pos.index_select(0, pairs.worse)
     entry_PW = batch.valid.index_select(0, pairs.worse) & pairs.live[:, None]
-    found_PW = entry_PW & (want_PW >= 0)
-    expand_PW = found_PW & (want_PW < lod_PW)
-    request_PW = found_PW & (want_PW > lod_PW) & (lod_PW < config.max_lod)
+    matched_PW = entry_PW & (want_PW >= 0)
+    expand_PW = matched_PW & (want_PW < lod_PW)
+    request_PW = matched_PW & (want_PW > lod_PW) & (lod_PW < config.max_lod)
 
     block_PW, num_blocks = block_ids(pos_PW, lod_PW, batch.num_tokens, config)
     slot_PW = torch.where(request_PW, block_PW, num_blocks)
     hits = torch.zeros(pos_PW.shape[0], num_blocks + 1, dtype=torch.int8, device=pos_PW.device)
     hits = hits.scatter(1, slot_PW, 1)
-    # Every request writes the same 1 and all others go to the dump slot, so no write is lost.
+    # Every request writes the same 1 and all others write to a spare slot, so no write is lost.
     reached_PW = hits.gather(1, block_PW.clamp(max=max(num_blocks - 1, 0))) > 0
     collapse_PW = reached_PW & entry_PW & (lod_PW < config.max_lod)
     return torch.where(collapse_PW, -1, expand_PW.to(torch.int8)).to(torch.int8)
 
 
 def block_ids(pos: Tensor, lod: Tensor, num_tokens: int, config: LensConfig) -> tuple[Tensor, int]:
-    """Number of the parent block of each entry, distinct across levels, and how many numbers there are."""
+    """Return the index of each entry's parent block, distinct across levels, and the number of indices."""
     parents = [config.block_size ** (level + 1) for level in range(config.max_lod)]
     offsets = [0]
     for parent in parents:
@@ -294,7 +292,7 @@ def block_ids(pos: Tensor, lod: Tensor, num_tokens: int, config: LensConfig) -> 
 
 
 def lod_histogram(batch: LensBatch, config: LensConfig) -> Tensor:
-    """[V, L + 1] int64: entries per level."""
+    """Return the number of entries per level, [V, L + 1] int64."""
     counts = torch.zeros(batch.num_contexts, config.max_lod + 1, dtype=torch.int64, device=batch.lod.device)
     return counts.scatter_add(1, batch.lod.long(), batch.valid.long())
 
@@ -302,15 +300,15 @@ def lod_histogram(batch: LensBatch, config: LensConfig) -> Tensor:
 def sample_spans(
     scores: Tensor, sign: Tensor, pairs: Pairs, config: LensConfig, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Weights of the masked entries after span sampling; None without sampling.
+    """Return weights of the masked entries after span sampling; None without sampling.
 
-    `topk` keeps the `span_k` entries with the steepest preference cost (ties: lowest index) and averages
-    over them. That is biased on purpose: it looks at the mistakes only. `random` keeps `span_k` entries
-    uniformly without replacement; `stride` keeps every `span_stride`-th masked entry from a random start.
-    The expectation of the preference term under both equals the full term exactly.
+    `topk` selects the `span_k` entries with the steepest preference cost (ties: lowest index) and averages
+    over them. It is biased on purpose, towards mistakes. `random` draws `span_k` entries uniformly without
+    replacement; `stride` selects every `span_stride`-th masked entry from a random start. With both, the
+    expectation of the preference term equals the full term exactly.
 
     Returns:
-        share [P, W]: weight in the preference term, in place of 1 / n.
+        share [P, W]: weight in the preference term, instead of 1 / n.
         weight [P, W] or None: weight in the sums of rank and budget (Horvitz-Thompson), None = all entries.
     """
     if config.sampling.span_sampling == "none":

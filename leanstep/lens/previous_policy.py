@@ -1,4 +1,4 @@
-"""Scores of a previous policy for the KL term: a moving average of the controller, or an earlier epoch."""
+"""Scores of a previous policy for the KL term: from a moving average of the controller or the last epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leanstep.lens.batch import LensBatch
 
 
 class LaggedPolicy:
-    """An exponential moving average of the controller; it scores the same batch under no_grad.
+    """An exponential moving average of the controller that scores the same batch under no_grad.
 
     Example:
         policy = LaggedPolicy(lensnet, decay=0.99)
@@ -46,7 +46,7 @@ class LaggedPolicy:
 
 
 def content_key(sequence_id: int | str, positions: Tensor, lods: Tensor) -> str:
-    """A name for a context that depends on its content only: positions and lods [W] of any device.
+    """Return a key of a context that depends only on its content: positions and lods [W] on any device.
 
     >>> content_key(7, torch.tensor([0, 4]), torch.tensor([1, 0]))[:8]
     'bbf5788e'
@@ -59,7 +59,7 @@ def content_key(sequence_id: int | str, positions: Tensor, lods: Tensor) -> str:
 
 
 class ScoreStore:
-    """Scores of the previous epoch by content key, the oldest dropped beyond `capacity` contexts.
+    """Scores of the previous epoch by content key; the oldest are dropped beyond `capacity` contexts.
 
     Example:
         keys = [content_key(v, batch.pos[v], batch.lod[v]) for v in range(batch.num_contexts)]
@@ -78,7 +78,7 @@ class ScoreStore:
         return len(self._scores)
 
     def put(self, keys: Sequence[str], scores: Tensor, batch: LensBatch) -> None:
-        """Remember the valid scores of each context [V, W]."""
+        """Store the valid scores of each context [V, W]."""
         if len(keys) != batch.num_contexts or scores.shape != batch.pos.shape:
             raise ValueError(
                 f"keys, scores: expected {batch.num_contexts} contexts, "
@@ -93,13 +93,13 @@ class ScoreStore:
             self._scores.popitem(last=False)
 
     def get(self, keys: Sequence[str], batch: LensBatch) -> tuple[Tensor, Tensor]:
-        """prev_scores [V, W] and prev_valid [V] for `lens_loss`."""
+        """Return prev_scores [V, W] and prev_valid [V] for `lens_loss`."""
         valid = batch.valid.cpu()
         scores = torch.zeros(batch.pos.shape)
-        found = torch.zeros(len(keys), dtype=torch.bool)
+        known = torch.zeros(len(keys), dtype=torch.bool)
         for v, key in enumerate(keys):
             stored = self._scores.get(key)
             if stored is not None and len(stored) == int(valid[v].sum()):
                 scores[v, valid[v]] = stored
-                found[v] = True
-        return scores.to(batch.pos.device), found.to(batch.pos.device)
+                known[v] = True
+        return scores.to(batch.pos.device), known.to(batch.pos.device)

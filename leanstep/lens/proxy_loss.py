@@ -1,4 +1,4 @@
-"""A cheaper objective in place of the pairwise one: each score against its own target."""
+"""A cheaper, pointwise alternative to the pairwise objective: each score against its own target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ("l2", "hinge", "distill")
 def aggregate_targets(
     batch: LensBatch, config: LensConfig, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Mean target of each entry over the kept pairs that mask it [V, W], and whether any does [V, W].
+    """Return each entry's mean target over the pairs that give it one [V, W], and whether any does [V, W].
 
     Equivalent to, for context v:
         pairs = build_pairs(batch.loss, batch.row, config)
@@ -34,11 +34,11 @@ def aggregate_targets(
 
 
 class ProxyLoss(nn.Module):
-    """A pointwise loss in place of the pairwise one.
+    """A pointwise loss instead of the pairwise one.
 
     `l2`: (x - t)^2 against the aggregated target t of the masked entries. `hinge`: relu(|t| - sign(t) x).
-    `distill`: (x - teacher)^2 over all valid entries. With `entries_per_context`, only that many entries of
-    each context, drawn uniformly. Mean inside each context, then over the contexts that have entries.
+    `distill`: (x - teacher)^2 over all valid entries. `entries_per_context` draws that many entries of each
+    context uniformly. The loss is a mean within each context, then over the contexts that have entries.
 
     Equivalent to, for kind "l2":
         target, masked = aggregate_targets(batch, config)        # [V, W] both
@@ -64,7 +64,7 @@ class ProxyLoss(nn.Module):
         teacher: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Scalar loss from scores [V, W]; `teacher` [V, W] for `distill`, without gradient."""
+        """Return the scalar loss of scores [V, W]; `teacher` [V, W] for `distill` receives no gradient."""
         if tuple(scores.shape) != tuple(batch.pos.shape):
             raise ValueError(f"scores: expected shape {tuple(batch.pos.shape)}, got {tuple(scores.shape)}")
         x = scores.to(compute_dtype(scores))

@@ -1,7 +1,7 @@
-"""The controller objective as loops: one pair, one entry, one `.item()` at a time.
+"""The controller objective as loops over pairs and entries, one `.item()` at a time.
 
 Every fast path is tested against this file in float64; it is also the baseline of the benchmark. It follows
-the formulas in docs/lens.md one to one, a function for each; nothing here is fast.
+the formulas in docs/lens.md, one function each, and is not meant to be fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Entry = tuple[int, int]  # position, lod
 
 
 def reference_pairs(losses: Tensor, config: LensConfig, sample: int = 0) -> list[Pair]:
-    """Preference pairs of one sample from its losses [C]; NaN takes no part."""
+    """Return the preference pairs of one sample from its losses [C]; NaN excludes a variant."""
     scored = [(losses[v].item(), v) for v in range(len(losses)) if not math.isnan(losses[v].item())]
     order = [v for _, v in sorted(scored, key=lambda item: item[0])]
 
@@ -41,7 +41,7 @@ def reference_pairs(losses: Tensor, config: LensConfig, sample: int = 0) -> list
 def reference_targets(
     better: list[Entry], worse: list[Entry], delta: float, config: LensConfig
 ) -> list[float]:
-    """Target of every entry of the worse context; contexts are lists of (position, lod)."""
+    """Return the target of every entry of the worse context; contexts are lists of (position, lod)."""
     strength = math.tanh(abs(delta))
     lod_at = dict(better)
     targets = [0.0] * len(worse)
@@ -58,7 +58,7 @@ def reference_targets(
 
 
 def reference_coverage(scores: list[Tensor], context: list[Entry], tokens: int, config: LensConfig) -> Tensor:
-    """The coverage penalty of one context: tokens that the requested edits would push out."""
+    """Return the coverage penalty of one context: the share of tokens that the requested edits push out."""
     b = config.block_size
     owns, lengths, end = [], [], 0
     for x, (p, lod) in zip(scores, context, strict=True):
@@ -75,7 +75,7 @@ def reference_coverage(scores: list[Tensor], context: list[Entry], tokens: int, 
     used = torch.zeros_like(scores[0])
     for own, length in zip(reversed(owns), reversed(lengths), strict=True):
         share = (capacity - used) / length
-        # Only an entry that is partly pushed out carries a gradient; fully in or fully out are constants.
+        # Only an entry that is partly pushed out has a gradient; fully in or fully out is constant.
         share = share if 0 < share.item() < 1 else share.detach().clamp(0, 1)
         covered = covered + own / tokens
         after = after + own * share / tokens
@@ -88,8 +88,8 @@ class Context:
     """One working context without its padding.
 
     Args:
-        columns: where its entries are in a row of the padded [V, W] tensors.
-        entries: (position, lod) of each.
+        columns: columns of its entries in the padded [V, W] tensors.
+        entries: (position, lod) of each entry.
     """
 
     columns: list[int]
@@ -98,7 +98,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One pair that has a target: what the terms of its loss read. Entries are those of the worse context.
+    """One pair with a target: the inputs of its loss terms. Entries are those of the worse context.
 
     Args:
         delta: loss of the worse context minus loss of the better one.
@@ -122,7 +122,7 @@ def _zero(pair: Comparison) -> Tensor:
 
 
 def preference_term(pair: Comparison, config: LensConfig) -> Tensor:
-    """Mean over the masked entries of the cost of a score with the wrong sign."""
+    """Return the cost of scores with the wrong sign, mean over the masked entries."""
     scale = max(1.0, pair.delta) / config.objective.tau
     strength = max(math.tanh(pair.delta), 1e-6)
     total = _zero(pair)
@@ -140,7 +140,7 @@ def _preference_cost(x: Tensor, sign: int, scale: float, config: LensConfig) -> 
 
 
 def rank_term(pair: Comparison, config: LensConfig) -> Tensor:
-    """How far the scores to expand are from being `margin` above the scores to collapse."""
+    """Return the shortfall of (mean score to expand - mean score to collapse) from `margin`."""
     up = [pair.x[i] for i, sign in pair.signs.items() if sign > 0]
     down = [pair.x[i] for i, sign in pair.signs.items() if sign < 0]
     if not up or not down:
@@ -150,7 +150,7 @@ def rank_term(pair: Comparison, config: LensConfig) -> Tensor:
 
 
 def budget_imbalance(pair: Comparison, config: LensConfig) -> Tensor:
-    """(P - N) / (P + N): P and N are the tokens under positive and negative scores."""
+    """Return (P - N) / (P + N), where P and N are the tokens under positive and negative scores."""
     positive = negative = _zero(pair)
     for i in pair.signs:
         span = config.block_size ** pair.entries[i][1]
@@ -160,7 +160,7 @@ def budget_imbalance(pair: Comparison, config: LensConfig) -> Tensor:
 
 
 def kl_term(pair: Comparison, config: LensConfig) -> Tensor:
-    """Mean over all entries of the symmetric KL between Bernoulli policies with logits x / tau."""
+    """Return the symmetric KL between Bernoulli policies with logits x / tau, mean over all entries."""
     assert pair.previous is not None
     tau, total = config.objective.tau, _zero(pair)
     for i in range(len(pair.entries)):
@@ -173,7 +173,7 @@ def kl_term(pair: Comparison, config: LensConfig) -> Tensor:
 def pair_terms(
     pair: Comparison, active: Sequence[str], state: Tensor, config: LensConfig
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The active terms of one pair, and the moving average of the imbalance after it."""
+    """Return the active terms of one pair and the moving average of the imbalance after it."""
     terms = {}
     if "pref" in active:
         terms["pref"] = preference_term(pair, config)
@@ -196,7 +196,7 @@ def pair_terms(
 
 
 def pair_slots(batch: LensBatch, config: LensConfig, order: Tensor | None) -> list[Pair | None]:
-    """The pairs of all samples, each sample filled up with None to the same number, in processing order."""
+    """Return the pairs of all samples in processing order; None pads each sample to the same number."""
     per_sample = min(config.sampling.max_pairs, math.comb(batch.loss.shape[1], 2))
     slots: list[Pair | None] = []
     for sample in range(batch.loss.shape[0]):
@@ -208,7 +208,7 @@ def pair_slots(batch: LensBatch, config: LensConfig, order: Tensor | None) -> li
 def read_context(batch: LensBatch, context: int) -> Context:
     rows = zip(batch.pos[context], batch.lod[context], strict=True)
     entries = [(int(p.item()), int(lod.item())) for p, lod in rows]
-    # Padding holds the position behind the last token.
+    # Padding has the position after the last token.
     columns = [j for j, (p, _) in enumerate(entries) if p < batch.num_tokens]
     return Context(columns, [entries[j] for j in columns])
 
@@ -224,7 +224,7 @@ def lens_loss_reference(
     pair_order: Tensor | None = None,
     terms: set[str] | None = None,
 ) -> LensResult:
-    """The objective over a micro-batch, pair by pair; same arguments and result as `lens_loss`.
+    """Compute the objective over a micro-batch, pair by pair; same arguments and result as `lens_loss`.
 
     Equivalent to the table in docs/lens.md, and to:
         lens_loss(scores, batch, config, backend="eager")
@@ -232,7 +232,7 @@ def lens_loss_reference(
     Args:
         scores: [V, W]; the other arguments as in `lens_loss`.
 
-    Host syncs: one per entry and more. For reading and testing only.
+    Host syncs: at least one per entry. For reading and testing only.
     """
     active = config.objective.active_terms(terms)
     dtype = scores.dtype if scores.dtype in (torch.float32, torch.float64) else torch.float32
@@ -241,7 +241,7 @@ def lens_loss_reference(
     reads_all = ("kl" in active and prev_scores is not None) or "coverage" in active
 
     def compare(pair: Pair) -> Comparison | None:
-        """The scores and signs of one pair; None when it has no target."""
+        """Return the scores and signs of one pair; None if it has no target."""
         sample, better_variant, worse_variant, delta = pair
         better, worse = (int(batch.row[sample, v].item()) for v in (better_variant, worse_variant))
         columns, entries = contexts[worse].columns, contexts[worse].entries
@@ -258,11 +258,11 @@ def lens_loss_reference(
 
     total = scores.reshape(-1)[:0].to(dtype).sum()
     ema, zero = torch.as_tensor(state, dtype=dtype), torch.zeros((), dtype=dtype)
-    kept: list[bool] = []
+    has_target: list[bool] = []
     per_pair: dict[str, list[Tensor]] = {name: [] for name in active}
     for slot in pair_slots(batch, config, pair_order):
         pair = None if slot is None else compare(slot)
-        kept.append(pair is not None)
+        has_target.append(pair is not None)
         values: dict[str, Tensor] = {}
         if pair is not None:
             values, ema = pair_terms(pair, active, ema, config)
@@ -271,8 +271,8 @@ def lens_loss_reference(
         for name in active:
             per_pair[name].append(values.get(name, zero).detach())
     return LensResult(
-        loss=total / max(sum(kept), 1),
+        loss=total / max(sum(has_target), 1),
         terms={n: torch.stack(v) if v else torch.zeros(0, dtype=dtype) for n, v in per_pair.items()},
-        kept=torch.tensor(kept, dtype=torch.bool),
+        kept=torch.tensor(has_target, dtype=torch.bool),
         state=ema.detach(),
     )

@@ -1,4 +1,4 @@
-"""What a call of the objective returns: result, metrics that are computed when they are read, section timers.
+"""The result of a call of the objective: loss, metrics computed when they are read, section timers.
 
 V contexts · W padded length · B samples · C variants per sample · P pairs
 """
@@ -27,21 +27,20 @@ PREFIX = "mc/"
 
 @dataclass
 class LensMetrics:
-    """References to the tensors of one call. `values` gives device scalars, `read` one dictionary of floats.
+    """References to the tensors of one call. `values` returns device scalars, `read` a dictionary of floats.
 
     Example:
         read = lens_loss(scores, batch, config).metrics.read()   # one host read
-        agreement = read["mc/preference_agreement"]              # None when no pair has a target
+        agreement = read["mc/preference_agreement"]              # None if no pair has a target
 
-    Keys start with `mc/`; a value that is not defined (no pair, constant input, switched-off term) reads as
-    None.
+    Keys start with `mc/`; an undefined value (no pair, constant input, inactive term) is None.
     """
 
     scores: Tensor
     batch: LensBatch
     config: LensConfig
     pairs: Pairs
-    kept: Tensor
+    kept: Tensor  # prose: ignore
     terms: dict[str, Tensor]
     loss: Tensor
     state: Tensor
@@ -50,11 +49,11 @@ class LensMetrics:
 
     @torch.no_grad()
     def values(self) -> dict[str, Tensor]:
-        """Every metric as a 0-d float64 tensor on the scores' device; NaN = undefined."""
+        """Return every metric as a 0-d float64 tensor on the scores' device; NaN = undefined."""
         batch, scores = self.batch, self.scores.double()
         nan = scores.new_full((), torch.nan)
-        kept = self.kept
-        num_kept = kept.sum()
+        has_target = self.kept
+        num_kept = has_target.sum()
         some = num_kept > 0
         valid = batch.valid
         length = valid.sum(1)
@@ -78,7 +77,7 @@ class LensMetrics:
         out["coverage_mean"] = _mean(own, present)
         for name in TERMS:
             if name in self.terms:
-                out[f"term_{name}"] = _mean(self.terms[name].double(), kept)
+                out[f"term_{name}"] = _mean(self.terms[name].double(), has_target)
             else:
                 out[f"term_{name}"] = nan
         if batch.counts is not None:
@@ -93,11 +92,11 @@ class LensMetrics:
 
     @torch.no_grad()
     def target_sums(self) -> Tensor:
-        """[P, 3, 3] float64: products, summed over a pair's entries with a target, of score, sign and 1."""
+        """Return [P, 3, 3] float64: products of score, sign and 1, summed over entries with a target."""
         if self.entries is not None:
             x, sign = self.entries
         else:
-            # The loss has not kept them.
+            # Only the closed form returns them.
             sign = build_targets(self.batch, self.pairs, self.config).to(self.scores.dtype)
             x = torch.where(sign != 0, self.scores.index_select(0, self.pairs.worse), 0)
         rows = torch.stack([x, sign, sign.abs()], 1).double()
@@ -111,7 +110,7 @@ class LensMetrics:
         sum_x, square_x = sums[:, 0, 2].sum(), sums[:, 0, 0].sum()
         sum_t, square_t = torch.dot(target, balance), torch.dot(target.square(), num_masked)
         spread_x, spread_t = square_x - sum_x * sum_x / count, square_t - sum_t * sum_t / count
-        # What rounding leaves of a constant column is not variation.
+        # The rounding error of a constant column is not variation.
         varies = (spread_x > 1e-13 * square_x) & (spread_t > 1e-13 * square_t)
         product = torch.dot(target, aligned) - sum_x * sum_t / count
         return {
@@ -153,7 +152,7 @@ class LensMetrics:
         return out
 
     def read(self) -> dict[str, float | None]:
-        """All metrics as floats: one transfer from the device."""
+        """Return all metrics as floats: one transfer from the device."""
         values = dict(self.values())
         host: dict[str, float | None] = {}
         for name, value in self.extra.items():
@@ -178,19 +177,19 @@ class LensResult:
         loss = per_pair[result.kept].mean()
 
     Args:
-        loss: scalar, float32 or float64, the only tensor here that carries a gradient.
-        terms: unweighted terms by name, [P] each; terms that were switched off are absent.
+        loss: scalar, float32 or float64, the only tensor here that has a gradient.
+        terms: unweighted terms by name, [P] each; inactive terms are absent.
         kept: [P] bool, the pairs that have at least one target.
-        active: False when the objective was gated off or is frozen.
+        active: False if the gate skipped the objective or the controller is frozen.
         state: the moving average of the budget imbalance after this call (0-d), to pass to the next one.
         pairs: the pairs in processing order.
         metrics: telemetry, computed when it is read.
-        scores: the scores the loss was computed from, detached; also there when the controller is frozen.
+        scores: the scores of the loss, detached; also present if the controller is frozen.
     """
 
     loss: Tensor
     terms: dict[str, Tensor] = field(default_factory=dict)
-    kept: Tensor | None = None
+    kept: Tensor | None = None  # prose: ignore
     active: bool = True
     state: Tensor | None = None
     pairs: Pairs | None = None
@@ -199,14 +198,14 @@ class LensResult:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Peak of the memory that tensors made inside the block hold at the same time: `peak_bytes`.
+    """Peak memory of the tensors allocated inside the block: `peak_bytes`.
 
     Example:
         with LiveBytes() as live:
             lens_loss(scores, batch, config)
         megabytes = live.peak_bytes / 2**20
 
-    For a CPU, whose allocator has no counters. An operation's own scratch memory is not seen.
+    For a CPU, whose allocator has no counters. The scratch memory inside an operation is not counted.
     """
 
     def __init__(self) -> None:
@@ -223,7 +222,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
-        # What an operation gets and has not been made here was there before.
+        # Inputs that are not known yet were allocated before the block.
         self._watch((args, kwargs), ours=False)
         result = func(*args, **(kwargs or {}))
         self._watch(result, ours=True)
@@ -234,11 +233,11 @@ class LiveBytes(TorchDispatchMode):
 class MemoryWatch:
     """Peak memory of the objective's calls, `peak_lens_mb`; on a GPU also allocations, `lens_allocs`.
 
-    GPU: from the allocator's counters, whose peak is never reset. Neither the process's peak above the level
-    at entry nor the bytes allocated inside can be below this call's own peak; the smaller of the two is
-    reported. It is exact when the call sets a new peak.
+    GPU: from the allocator's counters, whose peak is never reset. The process's peak above the level at entry
+    and the bytes allocated inside are both upper bounds of this call's peak; the smaller one is reported. It
+    is exact if the call sets a new peak.
 
-    CPU: the tensors of the first call of each shape are watched; later calls hold the same memory.
+    CPU: the tensors of the first call of each shape are tracked; later calls use the same memory.
     """
 
     def __init__(self) -> None:
@@ -271,8 +270,8 @@ def _growth(before: dict[str, int], after: dict[str, int], name: str) -> int:
 class SectionTimer:
     """Milliseconds between marks, summed by section.
 
-    `start(device)`, then `mark("name")` at the end of each section; `read()` gives mean milliseconds per
-    call and clears. Reading CUDA events waits for the last one: call it at log time only.
+    Call `start(device)`, then `mark("name")` at the end of each section. `read()` returns mean milliseconds
+    per call and clears them. With CUDA events it waits for the last one: call it only when logging.
     """
 
     def __init__(self) -> None:
@@ -292,14 +291,14 @@ class SectionTimer:
         return event
 
     def mark(self, name: str, since: float | torch.cuda.Event | None = None) -> float | torch.cuda.Event:
-        """End a section; it began at the previous mark, or at `since`."""
+        """End a section that began at the previous mark, or at `since`."""
         now = self._now()
         self._spans.setdefault(name, []).append((self._last if since is None else since, now))
         self._last = now
         return now
 
     def read(self) -> dict[str, float]:
-        """Mean milliseconds per section since the last reading."""
+        """Return mean milliseconds per section since the last call."""
         means = {}
         for name, spans in self._spans.items():
             total = 0.0
@@ -316,7 +315,7 @@ class SectionTimer:
 
 
 def _mean(values: Tensor, mask: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Mean over `mask`; NaN when nothing is left."""
+    """Return the mean over `mask`; NaN if the mask is empty."""
     weight = mask.double() if weight is None else torch.where(mask, weight, 0)
     return torch.where(mask, values * weight, 0).sum() / torch.where(
         weight.sum() > 0, weight.sum(), torch.nan
@@ -324,11 +323,11 @@ def _mean(values: Tensor, mask: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def _pearson(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """Pearson correlation over `mask`; NaN when fewer than two values or one side is constant."""
+    """Return the Pearson correlation over `mask`; NaN for fewer than two values or a constant side."""
     dx = torch.where(mask, x - _mean(x, mask), 0)
     dy = torch.where(mask, y - _mean(y, mask), 0)
     size_x, size_y = dx.square().sum().sqrt(), dy.square().sum().sqrt()
-    # What rounding leaves of a constant column is not variation.
+    # The rounding error of a constant column is not variation.
     scale_x = torch.where(mask, x, 0).abs().amax() if x.numel() else size_x
     scale_y = torch.where(mask, y, 0).abs().amax() if y.numel() else size_y
     count = mask.sum().clamp(min=1).sqrt()

@@ -1,4 +1,4 @@
-"""The cases of this folder and their inputs: log-probs of logits, of hidden states, the whole policy loss."""
+"""The cases of this folder and their inputs: log-probs from logits or hidden states, and the policy loss."""
 
 # T rows · R selected rows · D model · V vocabulary
 
@@ -33,17 +33,17 @@ Tensors = dict[str, Tensor]
 Constants = dict[str, Any]
 
 
-# What the gradients of a workload are for. "hidden": a frozen head; "none": old and reference log-probs.
+# Tensors that get gradients. "hidden": a frozen head; "none": old and reference log-probs.
 GRADIENTS = {"both": ("hidden", "weight"), "hidden": ("hidden",), "none": ()}
 OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.28, kl="k3", kl_coef=0.04, entropy_coef=0.01)
 
 
 def response_rows(params: Params) -> tuple[Tensor, list[int]]:
-    """Rows that score the responses of equal samples laid end to end, and the response lengths."""
+    """Return the rows that score the responses of concatenated samples of equal length, and those lengths."""
     length = params["tokens"] // params["samples"]
     response = min(round(params["response_frac"] * length), length - 1)
     if params["response_frac"] >= 1:
-        # Every row, the last of a sample included: the sweep's left end is the plain problem.
+        # Every row, including the last of each sample: the sweep starts with the plain problem.
         response = length
     starts = [k * length + length - 1 - min(response, length - 1) for k in range(params["samples"])]
     parts = [torch.arange(start, start + response) for start in starts]
@@ -61,7 +61,7 @@ def make_linear(
     width = params["hidden"]
     tensors = {
         "hidden": normal(generator, params["tokens"], width).to(device, dtype),
-        # Logits of a few units, as a trained head gives.
+        # Logits of a few units, as in a trained head.
         "weight": normal(generator, params["vocab"], width, scale=2.0 / width**0.5).to(device, dtype),
         "targets": torch.randint(0, params["vocab"], (params["tokens"],), generator=generator).to(device),
         "rows": rows.to(device),
@@ -120,7 +120,7 @@ def _linear_reference(t: Tensors, constants: Constants) -> Tensors:
 
 
 def _linear_gather_after(t: Tensors, constants: Constants) -> Tensors:
-    """Rows selected after the projection: the logits of all rows exist, and so does their gradient."""
+    """Select rows after the projection: the logits of all rows and their gradient are allocated."""
     logits = torch.nn.functional.linear(t["hidden"], t["weight"]).index_select(0, t["rows"])
     logp, entropy = reference_logprobs(logits, t["targets"].index_select(0, t["rows"]))
     return {"logp": logp, "entropy": entropy}
@@ -140,7 +140,7 @@ def _linear_recompute(t: Tensors, constants: Constants) -> Tensors:
 
 
 def _chunk_tile(constants: Constants) -> tuple[int, None] | None:
-    """Tiles of `chunk` rows and all columns; 0: leanstep chooses."""
+    """Return tiles of `chunk` rows and all columns; 0: leanstep chooses."""
     chunk = constants.get("chunk", 0)
     return (chunk, None) if chunk else None
 
@@ -180,8 +180,8 @@ def _policy_composed(t: Tensors, constants: Constants) -> Tensors:
 
 
 def _policy_of(out: Tensors, t: Tensors, constants: Constants) -> Tensors:
-    given = vars(_batch(t, constants))
-    return {"loss": policy_loss(out["logp"], entropy=out["entropy"], objective=OBJECTIVE, **given).loss}
+    batch = vars(_batch(t, constants))
+    return {"loss": policy_loss(out["logp"], entropy=out["entropy"], objective=OBJECTIVE, **batch).loss}
 
 
 def _policy_fast(t: Tensors, constants: Constants) -> Tensors:
@@ -193,7 +193,7 @@ def _policy_fast(t: Tensors, constants: Constants) -> Tensors:
 
 
 def _bare_gemms(projections: int) -> Any:
-    """`projections` times hidden x weight, then d hidden and d weight, on the selected rows: nothing else."""
+    """Build only the GEMMs on the selected rows: `projections` x hidden @ weight.T, then both gradients."""
 
     def build(workload: Workload) -> Step:
         t = workload.tensors
@@ -203,7 +203,7 @@ def _bare_gemms(projections: int) -> Any:
         def step() -> Tensors:
             for _ in range(projections):
                 torch.mm(hidden, weight.t(), out=logits)
-            # Made anew, as every implementation must: the caller keeps them.
+            # Allocated in every step, as in every implementation: the caller keeps the gradients.
             torch.mm(logits, weight)
             torch.mm(logits.t(), hidden)
             return {}
@@ -214,7 +214,7 @@ def _bare_gemms(projections: int) -> Any:
 
 
 def _logits_streams(workload: Workload) -> Step:
-    """Read the logits, read them again and write something of their size: the bytes that must move."""
+    """Read the logits twice and write a tensor of their size: the minimum memory traffic."""
     logits = workload.tensors["logits"]
 
     def step() -> Tensors:
@@ -246,17 +246,17 @@ def _no_rows_or_compiler(params: Params) -> str | None:
 
 
 def _against_limit(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Each fast path beside the limit of its own number of GEMMs."""
+    """Compare each fast path with the limit for the same number of GEMMs."""
     notes = {}
     for name, row in rows.items():
-        own = limit_of(rows, name)
-        if row["kind"] == "fast" and row["median_s"] and own is not None:
-            notes[name] = f"{row['median_s'] / own['median_s']:.2f} x its limit's time"
+        limit = limit_of(rows, name)
+        if row["kind"] == "fast" and row["median_s"] and limit is not None:
+            notes[name] = f"{row['median_s'] / limit['median_s']:.2f} x its limit's time"
     return notes
 
 
 def _drift(implementation: str, seed: int, steps: int) -> list[float]:
-    """A bigram policy trained on fixed targets with an entropy bonus, by gradient descent."""
+    """Train a bigram policy on fixed targets with an entropy bonus by gradient descent; return the losses."""
     generator = torch.Generator().manual_seed(seed)
     vocab, width, tokens = 61, 16, 96
     embedding = normal(generator, vocab, width, scale=0.5).requires_grad_()
@@ -278,7 +278,7 @@ def _drift(implementation: str, seed: int, steps: int) -> list[float]:
 
 
 def _sizes(**cpu: Any) -> dict[str, dict[str, Any]]:
-    """Named sizes. chunk: rows per chunk, where an implementation has chunks of rows; 0: its own choice."""
+    """Return the named sizes. chunk: rows per chunk for implementations with row chunks; 0: their default."""
     shared = {"tokens": 2048, "hidden": 1024, "vocab": 32000, "response_frac": 0.25, "samples": 8, **cpu}
     return {
         "tiny": {**shared, "tokens": 48, "hidden": 16, "vocab": 97, "samples": 4},
@@ -288,13 +288,13 @@ def _sizes(**cpu: Any) -> dict[str, dict[str, Any]]:
         "check": {**shared, "tokens": 512, "hidden": 256, "vocab": 4001},
         "cpu": shared,
         "large": {**shared, "tokens": 8192, "hidden": 2560, "vocab": 151936},
-        # A quarter of the rows of the seed, and its head.
+        # A quarter of the seed's rows, and its head.
         "gpu": {**shared, "tokens": 16384, "hidden": 2560, "vocab": 76032},
     }
 
 
 def _head_row(name: str, kind: Kind, function: Any, note: str = "", **options: Any) -> Implementation:
-    """A row with gradients of the hidden states and the head, unless the workload asks for fewer."""
+    """Return an implementation with gradients of hidden and head, unless the workload needs fewer."""
 
     def build(workload: Workload) -> Step:
         wrt = GRADIENTS[workload.constants.get("gradients", "both")]
@@ -312,23 +312,23 @@ def _without_gradients(function: Any, workload: Workload) -> Step:
 
 
 def _peer_rows(name: str, module: str, all_rows: Any, same_rows: Any, note: str) -> list[Implementation]:
-    """A peer as it comes, on all rows, and handed the same rows."""
+    """Return two implementations of a peer: unchanged on all rows, and on the selected rows only."""
     return [
         _head_row(name, "peer", all_rows, note, requires=(module,)),
         _head_row(
             f"{name}-rows",
             "peer",
             same_rows,
-            "handed the same rows",
+            "on the same rows",
             requires=(module,),
             unavailable=_no_rows,
         ),
     ]
 
 
-# What every case of this folder proves, and where.
+# Settings shared by all cases of this folder.
 SHARED: Any = {
-    # "check" has enough logits for the C++ passes.
+    # "check" has enough logits to use the C++ passes.
     "prove_sizes": ("tiny", "odd", "one", "empty", "check"),
     "dtypes": (torch.float32, torch.float64, torch.bfloat16),
     "truth_size": "check",
@@ -355,7 +355,7 @@ register(
                 "peer",
                 with_gradients(peers.slime_logits, ("logits",)),
                 unavailable=_no_rows,
-                note="slime pull 2076: rows picked, fused loss in chunks",
+                note="slime pull 2076: selected rows, fused loss in chunks",
             ),
             Implementation("limit", "limit", _logits_streams, note="two reads and one write of [T, V]"),
         ),
@@ -370,15 +370,15 @@ register(
         summary="Log-prob and entropy of the response rows from hidden states and the LM head.",
         make=make_linear,
         implementations=(
-            _head_row("reference", "reference", _linear_reference, "all rows, then the wanted"),
-            _head_row("leanstep", "fast", _linear_fast, "3 GEMMs: logits wait in the gradient's memory"),
+            _head_row("reference", "reference", _linear_reference, "all rows, then the selected ones"),
+            _head_row("leanstep", "fast", _linear_fast, "3 GEMMs: logits saved in the gradient's memory"),
             _head_row("leanstep-recompute", "fast", _linear_recompute, '4 GEMMs: save_logits="none"'),
-            _head_row("gather-after", "peer", _linear_gather_after, "rows picked from the logits"),
+            _head_row("gather-after", "peer", _linear_gather_after, "rows selected from the logits"),
             _head_row(
                 "slime-gather",
                 "peer",
                 peers.slime_linear,
-                "slime pull 2076: rows picked from the logits, fused loss in chunks",
+                "slime pull 2076: rows selected from the logits, fused loss in chunks",
                 unavailable=_no_rows,
             ),
             *_peer_rows(
@@ -398,7 +398,7 @@ register(
                 "verl's fused Triton kernel, same rows",
                 requires=("verl", "triton"),
                 devices=("cuda",),
-                unavailable=lambda p: "needs a hidden size of 128 n" if p["hidden"] % 128 else _no_rows(p),
+                unavailable=lambda p: "needs hidden divisible by 128" if p["hidden"] % 128 else _no_rows(p),
             ),
             _head_row(
                 "liger-chunked",
@@ -450,7 +450,7 @@ register(
         make=make_policy,
         implementations=(
             _head_row("reference", "reference", _policy_reference),
-            _head_row("leanstep", "fast", _policy_fast, "gradients formed in the forward pass"),
+            _head_row("leanstep", "fast", _policy_fast, "gradients computed in the forward pass"),
             _head_row("leanstep-composed", "fast", _policy_composed, "linear_logprobs, then policy_loss"),
             _head_row(
                 "liger-grpo",

@@ -1,8 +1,8 @@
-"""Checks of the arguments that the public head functions share: done once, here, before any work.
+"""Checks of the arguments that the public head functions share. They run once, before any work.
 
-`check_options` refuses options that a function does not support, `check_head_call` checks the tensors and
-returns them as the engine takes them. An error names the argument, says what was expected and what came.
-Checks look at shapes, dtypes and devices; values are checked on the device itself, without a host sync.
+`check_options` rejects options that a function does not support. `check_head_call` checks the tensors and
+returns them in the form that the engine expects. Errors name the argument, the expected and the actual value.
+Host checks use shapes, dtypes and devices only; values are checked on the device, without a host sync.
 """
 
 # T, N rows of the input · R selected rows (all without `rows`) · V vocabulary · K targets per row
@@ -30,7 +30,7 @@ from leanstep.logprob.parallel import (
 )
 from leanstep.output_buffers import check_output_buffer
 
-# hidden, weight, bias, low_hidden, low_weight: what gradients may flow to, in the Functions' order.
+# hidden, weight, bias, low_hidden, low_weight: the differentiable inputs, in the order of the Functions.
 HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -45,8 +45,8 @@ class CheckedCall:
         source, low: the selected rows of hidden and of the LoRA branch (None without one), detached.
         group: the process group of the vocabulary shards, or None for one rank.
         reduce_grad: how the hidden gradient is reduced over `group`.
-        given_rows, num_rows: `rows` and the number of rows as the caller counts them; they differ from those
-            of `tensors` where sequence parallelism has gathered the selected rows.
+        caller_rows, num_rows: `rows` and the number of rows from the caller's view; they differ from those
+            of `tensors` if sequence parallelism has gathered the selected rows.
     """
 
     head: Head
@@ -56,16 +56,16 @@ class CheckedCall:
     low: RowSource | None
     group: Any
     reduce_grad: str
-    given_rows: Tensor | None
+    caller_rows: Tensor | None
     num_rows: int
 
     def targets(self, targets: Tensor, dims: tuple[int, ...] = (1,)) -> Tensor:
-        """The targets of the selected rows, [R] or [R, K]."""
-        return check_targets(targets, self.given_rows, self.num_rows, self.head.vocabulary, dims)
+        """Return the targets of the selected rows, [R] or [R, K]."""
+        return check_targets(targets, self.caller_rows, self.num_rows, self.head.vocabulary, dims)
 
     def per_row(self, name: str, values: Tensor) -> Tensor:
-        """One value per selected row, from a tensor with one per selected row or one per row."""
-        return select_per_row(name, values, self.given_rows, self.num_rows)
+        """Return one value per selected row from a tensor with one value per selected row or per row."""
+        return select_per_row(name, values, self.caller_rows, self.num_rows)
 
 
 def check_options(
@@ -76,7 +76,7 @@ def check_options(
     entropy: str = "none",
     only_budget: bool = True,
 ) -> Tuning:
-    """Refuse what only `linear_logprobs` supports; returns the tuning, the default one for None.
+    """Reject options that only `linear_logprobs` supports; return the tuning, or the default for None.
 
     only_budget: the function chooses its own tiles and returns the weight's gradient.
     """
@@ -87,7 +87,7 @@ def check_options(
         raise ValueError("shards: expected sequence_parallel=False here, got True")
     tuning = Tuning() if tuning is None else tuning
     if only_budget and (tuning.tile or tuning.main_grad is not None or tuning.invariant):
-        raise ValueError("tuning: expected no tile, no main_grad and not invariant here, only a budget")
+        raise ValueError("tuning: expected only a budget here, no tile, main_grad or invariant")
     if tuning.invariant:
         raise ValueError("tuning: expected invariant=False here, got True")
     return tuning
@@ -103,15 +103,15 @@ def check_head_call(
     shards: VocabShards | None,
     main_grad: Tensor | None = None,
 ) -> CheckedCall:
-    """Check what describes a head and its rows. The caller has targets and other per-row tensors checked by
-    the result.
+    """Check the arguments that describe a head and its rows.
 
-    With sequence parallelism the selected rows are gathered over the ranks (1 collective).
+    The methods of the result check targets and other per-row tensors. With sequence parallelism, the selected
+    rows are gathered over the ranks (1 collective).
     """
     check_float("hidden", hidden, 2)
     group = None if shards is None else resolve_group(shards.group)
     reduce_grad = "none" if shards is None else shards.reduce_grad
-    given_rows, num_rows = rows, hidden.shape[0]
+    caller_rows, num_rows = rows, hidden.shape[0]
     if shards is not None and shards.sequence_parallel and group is not None:
         num_rows = hidden.shape[0] * group.size()
         host_rows = torch.arange(num_rows) if rows is None else rows
@@ -123,7 +123,7 @@ def check_head_call(
     if main_grad is not None:
         shape, device = tensors[1].shape, hidden.device
         check_output_buffer("main_grad", main_grad, shape=shape, device=device, inputs=tensors)
-    head.temperature = check_temperature(temperature, given_rows, num_rows, head.dtype)
+    head.temperature = check_temperature(temperature, caller_rows, num_rows, head.dtype)
     low_hidden = tensors[3]
     return CheckedCall(
         head=head,
@@ -133,7 +133,7 @@ def check_head_call(
         low=None if low_hidden is None else RowSource(low_hidden.detach(), rows),
         group=group,
         reduce_grad=reduce_grad,
-        given_rows=given_rows,
+        caller_rows=caller_rows,
         num_rows=num_rows,
     )
 
@@ -143,7 +143,7 @@ def build_head(
 ) -> tuple[Head, HeadTensors]:
     """Check the arguments that describe a head; the caller sets its temperature.
 
-    LoRA becomes a second, thin product: low_hidden = scaling hidden @ down^T times up^T.
+    LoRA becomes a second, low-rank product: low_hidden @ up^T with low_hidden = scaling hidden @ down^T.
     """
     transform = Transform() if transform is None else transform
     tensor, bias, lora = unpack_head(weight)
@@ -179,21 +179,21 @@ def build_head(
 
 
 def local_columns(width: int, shards: VocabShards | None) -> tuple[VocabShard, int | None]:
-    """Which columns of the vocabulary `width` local ones are, and its real size where one rank knows it."""
+    """Return this rank's shard of `width` columns, and the real vocabulary size if this rank knows it."""
     if shards is None:
         return VocabShard(0, width, width), width
     return vocab_shard(width, shards.group, start=shards.start, total=shards.total)
 
 
 def check_vocabulary(head: Head, needed: str) -> int:
-    """The size of the whole vocabulary; `needed` says what needs it."""
+    """Return the size of the whole vocabulary; `needed` completes the error message."""
     if head.vocabulary is None:
         raise ValueError(f"shards.total: expected the whole vocabulary's size {needed}, got None")
     return head.vocabulary
 
 
 def accumulation_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """fp64 when anything is fp64, else fp32."""
+    """Return fp64 if any dtype is fp64, otherwise fp32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
@@ -212,10 +212,10 @@ def check_float(name: str, tensor: Tensor, dims: int) -> None:
 
 
 def check_rows(rows: Tensor | None, device: torch.device, num_rows: int) -> None:
-    """Refuse what selects no rows of the input.
+    """Raise an error unless `rows` are valid row indices.
 
-    On a GPU, and in a compiled region, where the number in the message would make a graph per number of rows,
-    indexing itself asserts that they are in range.
+    On a GPU and in a compiled region, indexing itself asserts that they are in range. In a compiled region,
+    the number of rows in the message would cause one graph per number of rows.
     """
     if rows is None:
         return
@@ -228,12 +228,12 @@ def check_rows(rows: Tensor | None, device: torch.device, num_rows: int) -> None
 
 
 def select_per_row(name: str, values: Tensor, rows: Tensor | None, num_rows: int) -> Tensor:
-    """`values` for the selected rows: given for those already, or for all rows of the input."""
+    """Return `values` for the selected rows; the input has one value per selected row or per input row."""
     selected = num_rows if rows is None else rows.shape[0]
     if values.shape[0] == selected:
         return values
     if rows is not None and values.shape[0] == num_rows:
-        # Sequence parallelism has its rows on the host.
+        # With sequence parallelism, rows are on the host.
         return values.index_select(0, rows.to(values.device))
     expected = f"{selected}" if rows is None else f"{selected} (selected rows) or {num_rows} (all rows)"
     raise ValueError(f"{name}: expected length {expected}, got {values.shape[0]}")
@@ -242,7 +242,7 @@ def select_per_row(name: str, values: Tensor, rows: Tensor | None, num_rows: int
 def check_targets(
     targets: Tensor, rows: Tensor | None, num_rows: int, vocabulary: int | None, dims: tuple[int, ...] = (1,)
 ) -> Tensor:
-    """Targets of the selected rows; ids outside the vocabulary are an error, on a GPU an asynchronous one."""
+    """Return the targets of the selected rows. Ids outside the vocabulary raise an error, on a GPU later."""
     integers = isinstance(targets, Tensor) and targets.dtype in (torch.int64, torch.int32)
     if not integers or targets.dim() not in dims:
         wanted, got = " or ".join(map(str, dims)), _describe(targets)
@@ -254,14 +254,14 @@ def check_targets(
 
 
 def check_range(name: str, ids: Tensor, stop: int) -> None:
-    """Refuse ids outside [0, stop)."""
+    """Raise an error for ids outside [0, stop)."""
     if not is_fake(ids):
         wrong = f"{name}: expected ids in [0, {stop})"
         assert_all((ids >= 0).logical_and_(ids < stop), wrong, ids)
 
 
 def assert_all(condition: Tensor, wrong: str, values: Tensor) -> None:
-    """The device asserts, the host need not look; on a CPU at once, with the values in the message."""
+    """Assert on the device without a host sync; on a CPU, raise at once with the values in the message."""
     try:
         torch._assert_async(condition.all(), wrong)
     except RuntimeError:
@@ -273,7 +273,7 @@ def assert_all(condition: Tensor, wrong: str, values: Tensor) -> None:
 def check_temperature(
     temperature: float | Tensor, rows: Tensor | None, num_rows: int, dtype: torch.dtype
 ) -> float | Tensor:
-    """A positive float, or the positive temperatures of the selected rows in the accumulation dtype."""
+    """Return a positive float, or the selected rows' positive temperatures in the accumulation dtype."""
     if isinstance(temperature, Tensor):
         if temperature.requires_grad:
             raise ValueError("temperature: expected a constant, got a tensor that requires grad")
@@ -299,9 +299,9 @@ def checked_allowed(
     *,
     whole_entropy: bool = True,
 ) -> AllowedIds | None:
-    """Validate an `Allowed`, or the same as a tuple. Reads the offsets on the host: one sync on a GPU.
+    """Validate an `Allowed` or an equivalent tuple. Reads the offsets on the host: one sync on a GPU.
 
-    whole_entropy: what the record's `whole_entropy=None` means to the caller.
+    whole_entropy: the value to use if the record has `whole_entropy=None`.
     """
     if allowed is None:
         return None
@@ -337,7 +337,7 @@ def checked_allowed(
 
 
 def full_tensor(tensor: Any) -> Any:
-    """A DTensor's whole value, gathered; anything else as it is."""
+    """Return the gathered value of a DTensor; other tensors are returned unchanged."""
     return gather_weight(tensor) if is_dtensor(tensor) else tensor
 
 

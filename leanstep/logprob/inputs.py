@@ -1,7 +1,7 @@
-"""What callers pass and what they get: option records, LM heads of every kind, the result.
+"""Inputs and outputs of the public functions: option records, all supported kinds of LM heads, the result.
 
-An adapter on a head is never ignored: one that `LoRA` cannot express is refused, before any work, in one line
-that names the argument. checks.py has the checks of the other arguments.
+An adapter on a head is never ignored: an adapter that `LoRA` cannot express raises an error before any work
+starts. checks.py holds the checks of the other arguments.
 """
 
 # T rows of the input · R selected rows (all without `rows`) · V vocabulary · K targets per row · r low rank
@@ -22,7 +22,7 @@ ENTROPY_MODES = ("none", "metric", "grad")
 
 
 class LogProbs(NamedTuple):
-    """Per-row results; fields that were not asked for are None.
+    """Per-row results; fields that were not requested are None.
 
     logp: [R] or [R, K]. entropy: [R]. lse, z_loss (lse squared), kl, reverse_kl: [R], differentiable.
     argmax: [R] ids. top_k: values and ids, [R, k], largest first. Both detached.
@@ -40,7 +40,7 @@ class LogProbs(NamedTuple):
 
 @dataclass(frozen=True)
 class LoRA:
-    """A low-rank addition to the head: weight + scaling * up @ down, never formed.
+    """A low-rank addition to the head: weight + scaling * up @ down. The sum is never materialized.
 
     Args:
         down: [r, D], PEFT's lora_A.weight.
@@ -66,7 +66,7 @@ class LMHead:
     """An LM head as tensors: logits = hidden @ weight.T + bias, plus a LoRA branch.
 
     Args:
-        weight: [V, D], a tensor, a DTensor or an nn.Linear without a bias of its own.
+        weight: [V, D], a tensor, a DTensor or an nn.Linear without bias.
         bias: [V].
         lora: a low-rank addition to `weight`.
     """
@@ -78,12 +78,12 @@ class LMHead:
 
 @dataclass(frozen=True)
 class Transform:
-    """From the head's output u to logits: z = softcap tanh(scale u / softcap) / temperature.
+    """Map the head's output u to logits: z = softcap tanh(scale u / softcap) / temperature.
 
     Args:
         scale: a factor on u.
         softcap: > 0, or None for z = scale u / temperature.
-        label_smoothing: eps: logp becomes (1 - eps) logp + eps mean_v log p_v; `linear_logprobs` only.
+        label_smoothing: eps; logp becomes (1 - eps) logp + eps mean_v log p_v. `linear_logprobs` only.
     """
 
     scale: float = 1.0
@@ -101,7 +101,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class ReferenceHead:
-    """The constant head q of "kl" and "reverse_kl"; what is None is taken from the call itself.
+    """The constant head q of "kl" and "reverse_kl". Fields that are None are taken from the call.
 
     Args:
         weight: [V, D']; None: the call's weight and bias, without its LoRA branch.
@@ -115,18 +115,18 @@ class ReferenceHead:
 
 
 class Allowed(NamedTuple):
-    """The ids that a row's softmax runs over besides its target (top-p, top-k replay); ragged lists.
+    """Per row, the ids that the softmax covers in addition to the target (top-p, top-k replay); ragged lists.
 
-    The log-prob is that of the distribution over these ids. `whole_entropy` says over which ids the entropy
-    runs, and means the same in `linear_logprobs`, `token_logprobs` and `linear_masked_logprobs`.
+    The log-prob is that of the distribution over these ids. `whole_entropy` selects the ids that the entropy
+    covers; it has the same meaning in `linear_logprobs`, `token_logprobs` and `linear_masked_logprobs`.
 
     Args:
-        ids: [M] int, the rows' global ids one after another.
+        ids: [M] int, the concatenated global ids of all rows.
         offsets: [R + 1] int, row i has ids[offsets[i] : offsets[i + 1]].
         has_set: [R] bool, False leaves a row unrestricted; None: every row has a set.
-        whole_entropy: True: over the whole vocabulary, as slime computes it; False: over the allowed ids and
-            the target. None: True in the two functions that read all logits anyway, False in
-            `linear_masked_logprobs`, which reads those of the allowed ids only.
+        whole_entropy: True: the whole vocabulary, as in slime; False: the allowed ids and the target. None:
+            True in the two functions that read all logits anyway, False in `linear_masked_logprobs`, which
+            reads only the logits of the allowed ids.
     """
 
     ids: Tensor
@@ -137,15 +137,15 @@ class Allowed(NamedTuple):
 
 @dataclass(frozen=True)
 class VocabShards:
-    """This rank's columns of a vocabulary that is cut over a process group.
+    """This rank's columns of a vocabulary that is sharded over a process group.
 
     Args:
         group: a ProcessGroup, a 1-D DeviceMesh, an object with `.tp`; None: one rank.
-        start: global id of the first local column; None: all ranks hold equally many.
-        total: the real vocabulary; columns from there on are padding and take no part.
+        start: global id of the first local column; None: all ranks hold the same number of columns.
+        total: size of the real vocabulary; columns from `total` on are padding and are ignored.
         sequence_parallel: hidden is [T / ranks, D]; `rows` are global and on the host.
         reduce_grad: "all_reduce" the hidden gradient over `group`, "reduce_scatter" its rows, or "none" if
-            the caller's layer does it.
+            the caller's layer reduces it.
     """
 
     group: Any = None
@@ -155,7 +155,7 @@ class VocabShards:
     reduce_grad: str = "all_reduce"
 
     def __post_init__(self) -> None:
-        # Checked early: one rank never reaches the use.
+        # Checked here because a single rank never reads the value.
         if self.reduce_grad not in ("all_reduce", "reduce_scatter", "none"):
             expected = "all_reduce, reduce_scatter or none"
             raise ValueError(f"reduce_grad: got {self.reduce_grad!r}, expected {expected}")
@@ -163,19 +163,20 @@ class VocabShards:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Memory and speed; the numbers do not depend on it beyond rounding.
+    """Memory and speed settings. Results do not depend on them beyond rounding.
 
     Args:
-        budget: bytes for tiles of logits; None chooses by the device.
-        tile: (rows, columns) or `Tiles` outright; None in a pair means all of them.
-        save_logits: what waits for the backward instead of being recomputed. "grad": tiles in the memory of
-            the weight's gradient, which the forward then allocates; "none"; a number: tensors up to so many
-            bytes; ("grad", bytes): both.
+        budget: bytes for tiles of logits; None: chosen for the device.
+        tile: (rows, columns) or `Tiles`; None within a pair means all rows or all columns.
+        save_logits: which logits are saved for the backward pass instead of recomputed. "grad": tiles in the
+            memory of the weight's gradient, which the forward pass allocates; "none"; a number: tensors of up
+            to that many bytes; ("grad", bytes): both.
         main_grad: [V, D]; the weight's gradient is added to it and not returned.
-        round_logits: on a GPU, with 16-bit products, logits are rounded to 16 bits as nn.Linear rounds them:
-            half the bytes of a tile; log-probs then have the error of a 16-bit head.
-        invariant: a row's log-prob, entropy and lse have the same bits whatever rows are beside it, whatever
-            the tile, the threads and, with whole sixteenths of the vocabulary, the ranks (docs/logprob.md).
+        round_logits: on a GPU, with 16-bit products, logits are rounded to 16 bits as in nn.Linear. A tile
+            takes half the bytes; log-probs have the error of a 16-bit head.
+        invariant: a row's log-prob, entropy and lse are bitwise independent of the other rows, the tile, the
+            number of threads and, if each rank holds whole sixteenths of the vocabulary, the number of ranks
+            (docs/logprob.md).
     """
 
     budget: int | None = None
@@ -188,18 +189,18 @@ class Tuning:
     def __post_init__(self) -> None:
         if self.budget is not None and self.budget <= 0:
             raise ValueError(f"budget: expected a positive number of bytes, got {self.budget}")
-        given = self.save_logits
-        pair = given if isinstance(given, tuple) else ("grad", 0) if given == "grad" else ("none", given)
+        mode = self.save_logits
+        pair = mode if isinstance(mode, tuple) else ("grad", 0) if mode == "grad" else ("none", mode)
         count = 0 if pair == ("none", "none") else pair[-1]
         bad = isinstance(count, bool) or not isinstance(count, int) or count < 0
         if bad or len(pair) != 2 or pair[0] not in ("grad", "none"):
             expected = '"grad", "none", a whole number of bytes >= 0 or ("grad", bytes)'
-            raise ValueError(f"save_logits: expected {expected}, got {given!r}")
+            raise ValueError(f"save_logits: expected {expected}, got {mode!r}")
         object.__setattr__(self, "save_logits", (pair[0], count))
 
 
 def unpack_head(head: Any) -> tuple[Tensor, Tensor | None, LoRA | None]:
-    """(weight, bias, LoRA) of a weight tensor, an `LMHead`, an nn.Linear or a PEFT LoRA layer around one."""
+    """Return (weight, bias, LoRA) of a tensor, an `LMHead`, an nn.Linear or a PEFT LoRA layer around one."""
     if isinstance(head, Tensor):
         return head, None, None
     if isinstance(head, LMHead):
@@ -231,7 +232,7 @@ def _lora_of(layer: Any) -> LoRA | None:
     missing = [a for a in ("lora_A", "lora_B", "scaling") if not hasattr(layer, a)]
     if missing:
         raise ValueError(f"weight: adapter {name} is not LoRA (no {', '.join(missing)}); merge it first")
-    # Merged adapters already are part of the weight; disabled ones do not act.
+    # Merged adapters are already part of the weight; disabled ones have no effect.
     if getattr(layer, "merged", False) or getattr(layer, "disable_adapters", False):
         return None
     active = [a for a in getattr(layer, "active_adapters", []) if a in layer.lora_A]
@@ -241,8 +242,8 @@ def _lora_of(layer: Any) -> LoRA | None:
         count = len(active)
         raise ValueError(f"weight: {count} active adapters on {name}; expected one, or merge them first")
     adapter = active[0]
-    beyond = ("lora_magnitude_vector", "lora_variant")
-    variants = [v for v in beyond if adapter in (getattr(layer, v, None) or {})]
+    extensions = ("lora_magnitude_vector", "lora_variant")
+    variants = [v for v in extensions if adapter in (getattr(layer, v, None) or {})]
     if variants or getattr(layer, "use_dora", {}).get(adapter):
         raise ValueError(f"weight: adapter {adapter!r} on {name} is more than plain LoRA; merge it first")
     if any(getattr(part[adapter], "bias", None) is not None for part in (layer.lora_A, layer.lora_B)):

@@ -1,7 +1,7 @@
-"""Where each sample's tokens lie on one rank, for every data layout.
+"""The positions of each sample's tokens on one rank, for every data layout.
 
-A `Span` says that local rows `[base, base + stop - start)` hold the positions `[start, stop)` of one sample.
-Everything about rows is computed from spans: this file is the only place that knows a layout.
+A `Span` states that local rows `[base, base + stop - start)` hold positions `[start, stop)` of one sample.
+All row indices are computed from spans: this is the only file that depends on the layout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Span:
     stop: int
 
     def clip(self, start: int, stop: int) -> Span:
-        """The part within positions [start, stop); empty spans keep start == stop."""
+        """Return the part within positions [start, stop); an empty part has start == stop."""
         low = max(self.start, start)
         high = max(min(self.stop, stop), low)
         return Span(self.sample, self.base + low - self.start, low, high)
@@ -47,9 +47,9 @@ def local_spans(
     local_len: int | None = None,
     pad_multiple: int = 1,
 ) -> tuple[list[Span], int]:
-    """Where each sample's tokens lie on this rank, and the number of local rows with padding.
+    """Return the spans of all samples on this rank and the number of local rows including padding.
 
-    thd, bshd and allgather give one span per sample; zigzag gives two (first and mirrored chunk).
+    thd, bshd and allgather have one span per sample; zigzag has two (first and mirrored chunk).
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, expected one of {', '.join(LAYOUTS)}")
@@ -117,7 +117,7 @@ def checked_lengths(
         if total - response < 1:
             raise ValueError(
                 f"response_lengths[{k}]: sample {k} has {total} tokens and {response} response tokens; "
-                "at least one prompt token is needed, or nothing scores the first response token"
+                "expected at least one prompt token, whose row scores the first response token"
             )
     return totals, responses, [t - r for t, r in zip(totals, responses, strict=True)]
 
@@ -139,7 +139,7 @@ def checked_masks(loss_masks: Masks, responses: list[int]) -> list[Tensor]:
 
 
 def to_device(values: Tensor, device: torch.device | str) -> Tensor:
-    """`values` on `device`; the host does not wait: pageable memory would make it."""
+    """Copy `values` to `device` without a host sync. Pins host memory: copies from pageable memory block."""
     if values.device.type == "cpu" and torch.device(device).type == "cuda":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

@@ -1,8 +1,9 @@
-"""Log-probs and entropy straight from hidden states: the [T, V] logits never exist.
+"""Log-probs and entropy from hidden states without the [T, V] logits.
 
-Rows are selected before the projection, and one tile of logits exists at a time. Tiles that fit the memory of
-the weight's gradient are saved there for the backward, which recomputes the others. A call is checked
-(`_check_problem`), then tiles are chosen (`_choose_tiles`), then the loops of engine/tile_loop.py run.
+Rows are selected before the projection, and only one tile of logits exists at a time. Tiles that fit the
+memory of the weight's gradient are saved there for the backward pass, which recomputes the others.
+`_check_problem` checks the arguments, `_choose_tiles` chooses the tiles, and the loops of engine/tile_loop.py
+do the work.
 """
 
 # T rows · T' selected rows · D model · V local vocabulary · K targets per row
@@ -47,7 +48,6 @@ from leanstep.logprob.engine.torch_ops import (
     fake_gradients,
     flat_allowed,
     flat_head,
-    found_rows,
     gathered,
     gradients_of,
     head_of,
@@ -56,6 +56,7 @@ from leanstep.logprob.engine.torch_ops import (
     outside_graph,
     packed_statistics,
     recording,
+    rows_of_mask,
     spread,
     statistics_shapes,
     temperature_of,
@@ -80,12 +81,12 @@ from leanstep.logprob.inputs import (
 )
 from leanstep.logprob.parallel import combine_statistics
 
-# Row chunks as tall as the gradient's memory allows, so that few rows are recomputed; but chunks too small
-# for efficient GEMMs, or tiles far beyond a cache, would cost more than recomputing.
+# Row chunks are as tall as the gradient's memory allows, so that few rows are recomputed. Chunks too small
+# for efficient GEMMs, or tiles much larger than a cache, would cost more than recomputing.
 FEWEST_SAVED_ROWS = 256
 MOST_SAVED_ROWS = 4096
 
-# What a forward loop finds out: statistics of the rows, and their largest logits where asked for.
+# The result of a forward loop: statistics of the rows, and their largest logits if requested.
 Known = tuple[RowStatistics, TopK | None]
 
 OUTPUTS = ("lse", "z_loss", "argmax", "top_k", "kl", "reverse_kl")
@@ -106,7 +107,7 @@ def linear_logprobs(
     shards: VocabShards | None = None,
     tuning: Tuning | None = None,
 ) -> LogProbs:
-    """Log-prob of given targets under the LM head, and its entropy, one tile of logits at a time.
+    """Compute the targets' log-probs under the LM head, and its entropy, one tile of logits at a time.
 
     Equivalent to:
         logits = torch.nn.functional.linear(hidden[rows], weight, bias)
@@ -114,36 +115,36 @@ def linear_logprobs(
         logp = log_p.gather(1, targets[:, None])[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
 
-    Row i of a language model scores token i + 1: `targets` are what the rows predict, not the tokens that the
-    rows were made of. `plan_rows(...).targets(tokens)` and `next_token_targets(tokens)` align them.
+    Row i of a language model scores token i + 1: `targets` are the predicted tokens, not the input tokens.
+    `plan_rows(...).targets(tokens)` and `next_token_targets(tokens)` align them.
 
     Args:
         hidden: [T, D].
-        weight: [V, D], a tensor or DTensor (Shard(0) or Replicate); an nn.Linear, its bias included; a PEFT
+        weight: [V, D], a tensor or DTensor (Shard(0) or Replicate); an nn.Linear (its bias is used); a PEFT
             LoRA layer; or `LMHead(weight, bias, lora)`.
         targets: [T'] or [T', K] ids aligned with `rows`, or with all T rows.
-        rows: [T'] int64, rows to score, gathered before the projection; the others get zero gradient.
+        rows: [T'] int64, rows to score, gathered before the projection; other rows get zero gradient.
         entropy: "none"; "metric": a value without gradient; "grad".
         temperature: > 0, a float or one per row.
         transform: `Transform(scale, softcap, label_smoothing)`.
         outputs: any of "lse", "z_loss" (lse squared), "argmax", ("top_k", k), "kl", "reverse_kl".
         reference: `ReferenceHead(weight, hidden, bias)`, the constant head of the exact KL.
-        allowed: `Allowed(ids, offsets, has_set)`: log-prob of the softmax over these ids and the target only,
-            as in `linear_masked_logprobs`. The entropy stays that of the whole vocabulary, unless the record
-            says `whole_entropy=False`.
-        shards: `VocabShards(group, start, total, ...)`, where each rank holds some columns.
+        allowed: `Allowed(ids, offsets, has_set)`: the log-prob is that of the softmax over these ids and the
+            target only, as in `linear_masked_logprobs`. The entropy covers the whole vocabulary unless
+            `whole_entropy=False`.
+        shards: `VocabShards(group, start, total, ...)` if each rank holds part of the columns.
         tuning: `Tuning(budget, tile, save_logits, main_grad, round_logits, invariant)`.
 
     Returns:
         LogProbs with one entry per selected row, fp32 (fp64 for fp64 input).
 
-    Peak extra memory: a tile per core (1 to 2 MiB on a CPU, 6 without a C++ compiler, up to 544 on a GPU) and
-        one more, the selected rows of hidden and [T', D] sums that do not fit its gradient, 5 vectors, saved
-        logits; gradients that are returned.
-    GEMMs (2 T' D V FLOPs each): 3 with gradients, one more for rows whose logits are not saved; with a frozen
+    Peak extra memory: one tile per core (1 to 2 MiB on a CPU, 6 without a C++ compiler, up to 544 on a GPU)
+        plus one; the selected rows of hidden and [T', D] sums that do not fit its gradient; 5 vectors; saved
+        logits; the returned gradients.
+    GEMMs (2 T' D V FLOPs each): 3 with gradients, plus 1 for rows whose logits are not saved; with a frozen
         head 2, or 3 if entropy is "grad"; 1 without gradients.
-    Collectives: 2 forward, 1 backward with a group; else none.
-    Use something else when: V < 1,000 and all rows count; the plain version is as fast.
+    Collectives: 2 forward, 1 backward with a group; otherwise none.
+    Use something else when: V < 1,000 and all rows are scored; the plain version is as fast.
     """
     request = _requested(entropy, outputs)
     tuning = Tuning() if tuning is None else tuning
@@ -182,9 +183,10 @@ def counted_logprobs(
     transform: Transform | None = None,
     tuning: Tuning | None = None,
 ) -> LogProbs:
-    """`linear_logprobs` of the rows where `counts` [T] is True; results are [T], 0 elsewhere.
+    """Run `linear_logprobs` on the rows where `counts` [T] is True; results are [T], 0 elsewhere.
 
-    For compiled regions only: their number is no size of the graph, and the other rows stay out of the head.
+    For compiled regions only: the number of rows is not a size in the graph, and the other rows are not
+    projected.
     """
     options: dict[str, Any] = {"rows": counts, "temperature": temperature, "transform": transform}
     options |= {"reference": None, "allowed": None, "tuning": Tuning() if tuning is None else tuning}
@@ -202,21 +204,21 @@ def linear_log_odds(
     shards: VocabShards | None = None,
     tuning: Tuning | None = None,
 ) -> LogProbs:
-    """Log odds of K targets per row against all other columns together; entropy of the whole vocabulary.
+    """Compute log odds of K targets per row against all other columns, and the entropy of all columns.
 
     Equivalent to:
         others = logits.scatter(1, targets, -torch.inf)
         log_odds = logits.gather(1, targets) - torch.logsumexp(others, -1, keepdim=True)
 
-    `log_softmax` of the log odds and a zero gives the log-probs of the targets and of the rest. The rest
-    keeps its relative accuracy where the targets hold nearly all of the mass; 1 - sum(p) has none there.
+    `log_softmax` of the log odds and a zero gives the log-probs of the targets and of the rest. The log-prob
+    of the rest stays accurate even if the targets hold nearly all of the mass, unlike log(1 - sum(p)).
 
     Args:
-        targets: [T', K] ids, each once per row, fewer than the vocabulary has.
+        targets: [T', K] distinct ids per row, K smaller than the vocabulary.
         rows, temperature, transform, shards, tuning: as in `linear_logprobs`.
 
     Returns:
-        LogProbs with the log odds [T', K] in place of log-probs, and the entropy, which has no gradient.
+        LogProbs with log odds [T', K] instead of log-probs; the entropy has no gradient.
     """
     tuning = Tuning() if tuning is None else tuning
     checked = check_head_call(
@@ -234,7 +236,7 @@ def linear_log_odds(
 
 
 class _Request(NamedTuple):
-    """What a call wants to know about its rows: the entropy's mode, the outputs' names, k of top_k."""
+    """The outputs that a call requests: the entropy mode, the names of outputs, k of top_k."""
 
     entropy: Entropy
     names: set[str]
@@ -256,7 +258,7 @@ def _requested(entropy: Entropy, outputs: Sequence[str | tuple[str, int]]) -> _R
 
 @dataclass
 class _Problem:
-    """A call whose arguments are checked: what to compute, and not yet how."""
+    """A call with checked arguments: what to compute, but not yet how."""
 
     checked: CheckedCall
     targets: Tensor
@@ -265,7 +267,7 @@ class _Problem:
     allowed: AllowedIds | RestOfVocabulary | None
     reference: tuple[Head, RowSource] | None
     tuning: Tuning
-    # Where an earlier forward loop on the same tensors has run already.
+    # The result of an earlier forward loop on the same tensors.
     known: Known | None = None
 
     def __post_init__(self) -> None:
@@ -282,12 +284,12 @@ class _Problem:
 
     @property
     def is_simple(self) -> bool:
-        """Whether a row has one target, and its log-prob is not smoothed."""
+        """Whether each row has one target and its log-prob is not smoothed."""
         return not self.smoothing and self.targets.dim() == 1
 
     @property
     def is_sparse(self) -> bool:
-        """Whether reading the allowed rows of the weight alone gives all that is asked for, at less cost."""
+        """Whether the allowed rows of the weight suffice for all requested outputs and cost less."""
         ids = self.allowed
         if not isinstance(ids, AllowedIds) or not ids.everywhere:
             return False
@@ -299,7 +301,7 @@ class _Problem:
 
     @property
     def forms_jacobians(self) -> bool:
-        """Whether the head is frozen, and the rows' Jacobians are formed in the forward loop."""
+        """Whether the head is frozen and the forward loop computes the rows' Jacobians."""
         hidden, weight, bias = self.checked.tensors[:3]
         if not self.needs_grad or not hidden.requires_grad:
             return False
@@ -311,7 +313,7 @@ class _Problem:
             return False
         if not on_gpu(hidden.device):
             return True
-        # With an entropy gradient the Jacobians take 3 GEMMs as well, and more passes.
+        # With an entropy gradient, the Jacobians also take 3 GEMMs, and more passes.
         return self.request.entropy != "grad" and not self.request.names and self.checked.group is None
 
 
@@ -325,14 +327,14 @@ def _check_problem(
     shards: VocabShards | None,
     tuning: Tuning,
 ) -> _Problem:
-    """Check what only `linear_logprobs` takes."""
+    """Check the arguments that only `linear_logprobs` takes."""
     head, smoothing = checked.head, 0.0 if transform is None else transform.label_smoothing
     if smoothing:
         check_vocabulary(head, "for label_smoothing")
     targets = checked.targets(targets, (1, 2))
     ids = checked_allowed(allowed, targets.shape[0], head.vocabulary, checked.source.hidden.device)
     if ids is not None and (request.names or smoothing or targets.dim() == 2):
-        raise ValueError("allowed: expected no outputs, label_smoothing or several targets per row beside it")
+        raise ValueError("allowed: expected no outputs, label_smoothing or several targets per row with it")
     if tuning.invariant:
         _check_invariant(request.names, allowed, checked.low, shards)
     reference_head = _reference_head(request.names, checked, reference)
@@ -340,7 +342,7 @@ def _check_problem(
 
 
 def _scored(problem: _Problem) -> LogProbs:
-    """Choose how to compute, then compute."""
+    """Choose the implementation and run it."""
     with torch.autocast(problem.checked.source.hidden.device.type, enabled=False):
         if problem.is_sparse:
             return _run_sparse(problem)
@@ -376,7 +378,7 @@ def _run_sparse(problem: _Problem) -> LogProbs:
 
 
 def _run(problem: _Problem, call: Call) -> Any:
-    """logp, entropy, lse, kl, reverse_kl, top-k values and ids, each None where nobody asks for it."""
+    """Return logp, entropy, lse, kl, reverse_kl, top-k values and ids; each is None unless requested."""
     tensors = problem.checked.tensors
     with call.one_thread():
         if problem.forms_jacobians:
@@ -388,7 +390,7 @@ def _run(problem: _Problem, call: Call) -> Any:
 
 
 def _choose_tiles(problem: _Problem) -> Call:
-    """The tiles, cores and passes that suit the shapes, and what is asked for beside log-probs."""
+    """Choose tiles, cores and passes for the shapes and the requested outputs."""
     checked, tuning, request = problem.checked, problem.tuning, problem.request
     head, (hidden, weight, bias) = checked.head, checked.tensors[:3]
     num_rows, columns = checked.source.num_rows, head.columns
@@ -414,7 +416,7 @@ def _choose_tiles(problem: _Problem) -> Call:
 
 
 def _choose_blocks(problem: _Problem) -> Call:
-    """Blocks of rows and tiles for `tuning.invariant`: a row's bits do not depend on the other rows."""
+    """Choose row blocks and tiles for `tuning.invariant`: a row's bits do not depend on the other rows."""
     checked, tuning = problem.checked, problem.tuning
     head, source, group = checked.head, checked.source, checked.group
     blocks, arrangement = arrange_blocks(
@@ -463,7 +465,7 @@ def _call(problem: _Problem, arrangement: Arrangement, blocks: RowBlocks | None 
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Forward: statistics tile by tile. Backward: the same tiles again, turned into gradients."""
+    """Forward: compute statistics tile by tile. Backward: convert the same tiles to gradients."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -490,12 +492,12 @@ class _LinearLogProbs(torch.autograd.Function):
         full = final.saved()
         if call.entropy != "grad":
             full = (*full[:2], None)
-        # In metric mode the restricted softmax alone has a gradient.
+        # In metric mode only the restricted softmax has a gradient.
         if allowed_final is not None and call.entropy != "grad":
             full, allowed_final = (*allowed_final.saved()[:2], None), None
         restricted = (None, None) if allowed_final is None else allowed_final.saved()[:2]
-        given = (hidden, weight, bias, low_hidden, low_weight)
-        ctx.save_for_backward(*given, *full, *restricted, *saved_kl, *saved.tensors)
+        inputs = (hidden, weight, bias, low_hidden, low_weight)
+        ctx.save_for_backward(*inputs, *full, *restricted, *saved_kl, *saved.tensors)
         ctx.call, ctx.places, ctx.early = call, saved.places, saved.memory
         lse = final.log_sum_exp() if call.lse else None
         values, ids = (None, None) if best is None else (best.values, best.ids)
@@ -507,7 +509,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, g_logp, g_entropy, g_lse, g_kl, g_reverse, _values, _ids):  # type: ignore[no-untyped-def]
         call: Call = ctx.call
-        # Read once: activation checkpointing allows no second look.
+        # Read once: activation checkpointing does not allow a second read.
         _, weight, _, _, _, maximum, log_sum, entropy, allowed_max, allowed_log_sum, *others = (
             ctx.saved_tensors
         )
@@ -515,7 +517,7 @@ class _LinearLogProbs(torch.autograd.Function):
         saved = SavedLogits(weight, call.logit_dtype, early)
         saved.restore(ctx.places, others[4:])
         if ctx.needs_input_grad[1]:
-            # The gradient overwrites its logits and goes to the caller: another backward recomputes.
+            # The gradient overwrites the saved logits and is returned, so another backward pass recomputes.
             ctx.early = None
         final = FinalStatistics.restored(maximum, log_sum, entropy)
         allowed_final = final if call.allowed is not None else None
@@ -535,24 +537,24 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _bytes_per_logit(head: Head, *, simple: bool, bias_gradient: bool, rounded: bool) -> int:
-    """Of a GPU's tile: a logit, and its 16-bit gradient where that is not written over it.
+    """Return the bytes per logit of a GPU tile, plus its 16-bit gradient if that has its own memory.
 
-    simple: only the kernels look at a tile.
+    simple: only the kernels read a tile.
     """
     if rounded and simple:
         return head.operand_dtype.itemsize
-    apart = head.operand_dtype.itemsize < head.dtype.itemsize and (bias_gradient or not simple)
-    return head.dtype.itemsize + (head.operand_dtype.itemsize if apart else 0)
+    separate = head.operand_dtype.itemsize < head.dtype.itemsize and (bias_gradient or not simple)
+    return head.dtype.itemsize + (head.operand_dtype.itemsize if separate else 0)
 
 
 def _tallest_tile(head: Head, in_gradient: bool) -> int:
-    """Tiles as tall as the gradient's memory has room for, where that is a sensible height."""
+    """Return the largest tile height that fits the gradient's memory, if that height is efficient."""
     fitting = LogitsInGradient.rows_that_fit(head.weight, head.dtype) if in_gradient else 0
     return min(fitting, MOST_SAVED_ROWS) if fitting >= FEWEST_SAVED_ROWS else CPU_MAX_ROWS
 
 
 def _saved_logits(call: Call) -> SavedLogits:
-    """Where the call's logits may wait: dW, where its tiles have room for them, then saved tensors."""
+    """Return the storage for saved logits: dW if its memory fits the tiles, then saved tensors."""
     weight, dtype, early = call.head.weight, call.logit_dtype, None
     if call.in_gradient and call.tiles.order == "vocab" and call.num_rows and call.head.columns:
         if min(call.num_rows, call.tiles.rows) <= LogitsInGradient.rows_that_fit(weight, dtype):
@@ -561,13 +563,13 @@ def _saved_logits(call: Call) -> SavedLogits:
 
 
 def _check_invariant(
-    wants: set[str], allowed: Any, low: RowSource | None, shards: VocabShards | None
+    names: set[str], allowed: Any, low: RowSource | None, shards: VocabShards | None
 ) -> None:
-    """Refuse what makes no promise about bits."""
+    """Raise an error for options that are not bitwise invariant."""
     if torch.compiler.is_compiling():
         raise ValueError("tuning.invariant: expected a call outside of torch.compile")
-    if wants - {"lse", "z_loss"}:
-        raise ValueError(f"outputs: expected lse or z_loss with tuning.invariant, got {sorted(wants)}")
+    if names - {"lse", "z_loss"}:
+        raise ValueError(f"outputs: expected lse or z_loss with tuning.invariant, got {sorted(names)}")
     if allowed is not None:
         raise ValueError("allowed: expected None with tuning.invariant")
     if low is not None:
@@ -577,15 +579,15 @@ def _check_invariant(
 
 
 def _reference_head(
-    wants: set[str], checked: CheckedCall, reference: ReferenceHead | None
+    names: set[str], checked: CheckedCall, reference: ReferenceHead | None
 ) -> tuple[Head, RowSource] | None:
-    """The constant head of a KL and its hidden rows."""
-    if not {"kl", "reverse_kl"} & wants:
+    """Return the constant head of a KL and its hidden rows."""
+    if not {"kl", "reverse_kl"} & names:
         return None
     head, hidden = checked.head, checked.tensors[0]
     if reference is None or (reference.weight is None and reference.hidden is None):
         raise ValueError("reference: expected a ReferenceHead with weight or hidden for a KL, got neither")
-    # The head itself, without its adapter, is the usual reference of a LoRA run.
+    # In a LoRA run, the usual reference is the head without its adapter.
     weight, bias = head.weight, head.bias if reference.bias is None else reference.bias
     if reference.weight is not None:
         weight, bias = reference.weight, reference.bias
@@ -600,16 +602,16 @@ def _reference_head(
     return constant, RowSource(ref_hidden.detach(), checked.rows)
 
 
-# The function as a torch.library op. numbers: LoRA's scaling, scale, softcap, smoothing. counts:
+# linear_logprobs as a torch.library op. numbers: LoRA's scaling, scale, softcap, smoothing. counts:
 # lse, top_k, budget, rows and columns of a tile, round_logits, kl, reverse_kl, whole_entropy (-1: None). rows
-# may be a mask [T]: `torch_ops.found_rows`.
+# may be a mask [T]: `torch_ops.rows_of_mask`.
 
 
 def _op_problem(
     tensors: Sequence[Any], numbers: Sequence[float], counts: Sequence[int], entropy: Any,
     autocast: torch.dtype | None,
 ) -> _Problem:  # fmt: skip
-    """The problem that an op's arguments describe."""
+    """Return the problem that the op's arguments describe."""
     hidden, weight, bias, down, up, targets, rows, temperatures, *others = tensors
     lse, top_k, budget, tile_rows, tile_columns, rounds, kl, reverse_kl, whole = counts
     wanted = {"lse": lse, "top_k": top_k, "kl": kl, "reverse_kl": reverse_kl}
@@ -632,7 +634,7 @@ def _op_problem(
 
 
 def _statistics(problem: _Problem) -> Known | None:
-    """Only the forward loop; None where the backward starts afresh."""
+    """Run only the forward loop; return None if the backward op has to recompute the statistics."""
     if problem.allowed is not None:
         return None
     with torch.autocast(problem.checked.source.hidden.device.type, enabled=False):
@@ -649,8 +651,8 @@ def _linear_op(
     allowed_offsets: Tensor | None, has_set: Tensor | None, numbers: list[float], counts: list[int],
     entropy: str, autocast: torch.dtype | None,
 ) -> list[Tensor]:  # fmt: skip
-    """logp, entropy, lse, kl, reverse_kl, top-k values and ids, and the statistics: [T'] each."""
-    where, mask = found_rows(rows)
+    """Return logp, entropy, lse, kl, reverse_kl, top-k values and ids, and the statistics, [T'] each."""
+    where, mask = rows_of_mask(rows)
     tensors = (hidden, weight, bias, down, up, targets, where, temperatures, reference_weight)
     tensors += (reference_hidden, reference_bias, allowed_ids, allowed_offsets, has_set)
     with torch.no_grad():
@@ -694,9 +696,9 @@ def _linear_backward_op(
     allowed_offsets: Tensor | None, has_set: Tensor | None, numbers: list[float], counts: list[int],
     entropy: str, autocast: torch.dtype | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of hidden, weight, bias, down and up."""
+    """Return the gradients of hidden, weight, bias, down and up."""
     leaves = leaves_of((hidden, weight, bias, down, up), needed)
-    where, mask = found_rows(rows)
+    where, mask = rows_of_mask(rows)
     tensors = [*leaves, targets, where, temperatures, reference_weight, reference_hidden, reference_bias]
     tensors += [allowed_ids, allowed_offsets, has_set]
     stats = unpacked_statistics(gathered(statistics, mask))
@@ -713,7 +715,7 @@ def _(upstream, statistics, needed, hidden, weight, bias, down, up, *_constants)
     return fake_gradients((hidden, weight, bias, down, up), needed, upstream[0])
 
 
-_NUM_TENSORS = 14  # among the op's arguments, in front
+_NUM_TENSORS = 14  # the op's leading arguments that are tensors
 
 
 def _save_linear(ctx: Any, inputs: Any, output: Any) -> None:
@@ -746,14 +748,14 @@ def _traced(
     allowed: Allowed | tuple[Tensor, ...] | None,
     tuning: Tuning,
 ) -> LogProbs:
-    """`linear_logprobs` inside a compiled region."""
+    """Run `linear_logprobs` inside a compiled region."""
     transform, (entropy, names, top_k) = transform or Transform(), request
     head, temperatures, scaling, autocast = flat_head(weight, temperature, hidden)
     numbers = [scaling, transform.scale, transform.softcap or 0.0, transform.label_smoothing]
     tile = (tuning.tile.rows, tuning.tile.columns) if isinstance(tuning.tile, Tiles) else tuning.tile
     sides = [0, 0] if tile is None else [tile[0] or 0, tile[1] or 0]
-    wants_lse, k = int(bool({"lse", "z_loss"} & names)), max(top_k, int("argmax" in names))
-    counts = [wants_lse, k, tuning.budget or 0, *sides, int(tuning.round_logits)]
+    needs_lse, k = int(bool({"lse", "z_loss"} & names)), max(top_k, int("argmax" in names))
+    counts = [needs_lse, k, tuning.budget or 0, *sides, int(tuning.round_logits)]
     counts += [int("kl" in names), int("reverse_kl" in names)]
     reference = reference or ReferenceHead()
     of_reference = (full_tensor(reference.weight), reference.hidden, full_tensor(reference.bias))

@@ -1,6 +1,6 @@
-"""Log-probs and entropy from logits that exist already: the caller's logits, a few vectors, one chunk.
+"""Log-probs and entropy from existing logits, in the memory of a few vectors and one chunk.
 
-One autograd Function for both outputs. The forward pass reads row chunks and keeps statistics only; the
+One autograd Function computes both outputs. The forward pass reads row chunks and saves only statistics; the
 backward pass reads the caller's logits again and fills one gradient buffer chunk by chunk.
 """
 
@@ -69,35 +69,34 @@ def token_logprobs(
     tuning: Tuning | None = None,
     reuse_buffer: bool = False,
 ) -> LogProbs:
-    """Log-prob of one target per row, and the entropy of the row, in bounded memory.
+    """Return the log-prob of one target per row and the entropy of the row, in bounded memory.
 
     Equivalent to:
         log_p = torch.log_softmax(logits.float() / temperature, -1)
         logp = log_p.gather(1, targets[:, None])[:, 0]
         entropy = -(log_p.exp() * log_p).sum(-1)
 
-    Row i of a language model scores token i + 1: `targets` are what the rows predict, not the tokens that the
-    rows were made of.
+    Row i of a language model scores token i + 1: `targets` are the predicted tokens, not the input tokens.
 
     Args:
         logits: [N, V], any float dtype and strides; not modified unless `reuse_buffer`.
-        targets: [N] or, with `rows`, [R] global ids. When N = R they are taken as [R].
-        rows: [R] int64, the rows wanted; gathered chunk by chunk.
+        targets: [N] or, with `rows`, [R] global ids. If N = R, they are read as [R].
+        rows: [R] int64, the rows to score; gathered chunk by chunk.
         entropy: "none"; "metric": a value without gradient; "grad".
         temperature: > 0, a float or one per row.
         outputs: "lse" (log-sum-exp) or "z_loss" (its square), differentiable.
-        allowed: `Allowed(ids, offsets, has_set)`: log-prob of the softmax over these ids and the target only;
-            the entropy stays that of the whole vocabulary, unless the record says `whole_entropy=False`.
-        shards: `VocabShards(group, start, total)`, where each rank holds some columns.
+        allowed: `Allowed(ids, offsets, has_set)`: the log-prob is that of the softmax over these ids and the
+            target only. The entropy covers the whole vocabulary unless `whole_entropy=False`.
+        shards: `VocabShards(group, start, total)` if each rank holds part of the columns.
         tuning: `Tuning(budget=)` bytes for a chunk of rows, or `Tuning(tile=(rows, None))`.
-        reuse_buffer: backward writes the gradient into the storage of `logits`. Only for contiguous fp32 or
-            fp64 logits that are not a leaf, and one backward.
+        reuse_buffer: the backward pass writes the gradient into the storage of `logits`. Only for contiguous
+            fp32 or fp64 logits that are not a leaf, and for a single backward pass.
 
     Returns:
-        LogProbs: fp32, or fp64 for fp64 logits. -inf logits are fine; a row of them has logp -inf, entropy 0.
+        LogProbs: fp32, or fp64 for fp64 logits. Logits may be -inf; a row of -inf has logp -inf, entropy 0.
 
     Peak extra memory: the gradient and one chunk; saved for backward: `logits` and up to 5 vectors.
-    Collectives: 2 forward, 0 backward with a group; else none.
+    Collectives: 2 forward, 0 backward with a group; otherwise none.
     Use something else when: a second derivative is needed (`reference.reference_logprobs`).
     """
     check_entropy(entropy)
@@ -105,12 +104,12 @@ def token_logprobs(
     if names - {"lse", "z_loss"}:
         raise ValueError(f"outputs: expected lse or z_loss from logits, got {outputs!r}")
     if allowed is not None and names:
-        raise ValueError("outputs: lse has no single meaning with allowed ids, expected ()")
+        raise ValueError("outputs: expected () with allowed ids, because lse is ambiguous there")
     if shards is not None and shards.sequence_parallel:
-        raise ValueError("shards: sequence_parallel has no meaning for logits that exist, got True")
+        raise ValueError("shards: expected sequence_parallel=False for existing logits, got True")
     tuning = Tuning() if tuning is None else tuning
     if tuning.invariant:
-        raise ValueError("tuning: expected invariant=False here: the logits were made elsewhere")
+        raise ValueError("tuning: expected invariant=False here: the logits were computed elsewhere")
     check_float("logits", logits, 2)
     check_rows(rows, logits.device, logits.shape[0])
     if torch.compiler.is_compiling():
@@ -141,7 +140,7 @@ def _chosen_chunks(
     *,
     reuse_buffer: bool = False,
 ) -> _Chunks:
-    """Check what belongs to the rows, and choose how many of them are read at a time, by which passes."""
+    """Check the per-row arguments, then choose the chunk size and the implementation of the passes."""
     num_rows, width = logits.shape
     dtype = accumulation_dtype(logits.dtype)
     shard, vocabulary = local_columns(width, shards)
@@ -150,7 +149,7 @@ def _chosen_chunks(
     if reuse_buffer:
         _check_reusable(logits, rows, dtype)
     kernels = kernels_for(logits, dtype, targets.shape[0] * shard.real)
-    # A row that is selected twice must not get both gradients at once.
+    # With `rows`, one core only: a row that is selected twice must not receive two gradients concurrently.
     cores = num_threads() if kernels is NativePasses and rows is None else 1
     kernels = suited(kernels, cores)
     in_kernel = finishes_logits(kernels) and ids is None and logits.stride(-1) == 1
@@ -160,7 +159,7 @@ def _chosen_chunks(
         entropy=entropy,
         temperature=check_temperature(temperature, rows, num_rows, dtype),
         allowed=ids,
-        # Where nothing is copied, one launch may see all rows.
+        # If nothing is copied, one launch can process all rows.
         chunk_rows=_chunk_rows(tuning, logits, dtype, cores, at_once=in_kernel and rows is None),
         shard=shard,
         group=None if shards is None else shards.group,
@@ -173,7 +172,7 @@ def _chosen_chunks(
 
 
 def _scored(logits: Tensor, chunks: _Chunks, names: set[str], known: RowStatistics | None = None) -> LogProbs:
-    """Read the chunks; `known` are statistics of an earlier forward on the same logits."""
+    """Score the chunks; `known` holds the statistics of an earlier forward pass on the same logits."""
     logp, entropy, lse = _TokenLogProbs.apply(logits, chunks, known)  # type: ignore[misc]
     z_loss = lse.square() if "z_loss" in names else None
     return LogProbs(logp, entropy, lse if "lse" in names else None, z_loss)
@@ -181,7 +180,7 @@ def _scored(logits: Tensor, chunks: _Chunks, names: set[str], known: RowStatisti
 
 @dataclass
 class _Chunks:
-    """How the logits are read: which rows, how many at a time, at which temperature, by whom."""
+    """How the logits are read: rows, chunk size, temperature, kernels and cores."""
 
     targets: Tensor
     rows: Tensor | None
@@ -200,11 +199,11 @@ class _Chunks:
 
     @property
     def two_softmaxes(self) -> bool:
-        """Whether log-prob and entropy run over different ids."""
+        """Whether log-prob and entropy cover different ids."""
         return self.allowed is not None and self.allowed.whole_entropy and self.entropy != "none"
 
     def over_chunks(self, logits: Tensor, work: Callable[[slice, Scratch], None]) -> None:
-        """Do the work on every chunk of rows, on all cores where one call of a kernel is one core's."""
+        """Call `work` on every chunk of rows, on several cores if each kernel call uses a single core."""
         selected = self.targets.shape[0]
         shape = (min(self.chunk_rows, selected), self.shard.real)
         scratch = [Scratch(logits, self.dtype, *shape) for _ in range(self.cores)]
@@ -217,7 +216,7 @@ class _Chunks:
             run_on_cores(jobs, self.cores)
 
     def source(self, logits: Tensor, part: slice, make_buffer: Callable[[], Tensor]) -> Tensor:
-        """Rows `part` of the tempered logits; a buffer is filled only when they must be made."""
+        """Return rows `part` of logits / temperature; a buffer is filled only if a copy is needed."""
         real = logits[:, : self.shard.real]
         if self.rows is None:
             chunk = real[part]
@@ -235,7 +234,7 @@ class _Chunks:
         return buffer.div_(t[part].unsqueeze(-1) if isinstance(t, Tensor) else t)
 
     def finishing(self, part: slice) -> dict[str, Any]:
-        """What is left to the kernel: the temperature."""
+        """Return the keyword argument that makes the kernel apply the temperature, if it does."""
         t = self.temperature
         if not self.in_kernel or (isinstance(t, float) and t == 1.0):
             return {}
@@ -276,7 +275,7 @@ class _TokenLogProbs(torch.autograd.Function):
         call: _Chunks = ctx.call
         if call is None:
             raise RuntimeError(
-                "token_logprobs(reuse_buffer=True): the logits were overwritten by an earlier backward"
+                "token_logprobs(reuse_buffer=True): an earlier backward pass has overwritten the logits"
             )
         logits, *vectors = ctx.saved_tensors
         if call.two_softmaxes:
@@ -328,7 +327,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, call: _Chunks) -> RowStatistics:
-    """Statistics of the selected rows over this shard's columns, chunk by chunk."""
+    """Compute the statistics of the selected rows over this shard's columns, chunk by chunk."""
     selected = call.targets.shape[0]
     stats = RowStatistics.empty(
         selected,
@@ -360,9 +359,9 @@ def _statistics(logits: Tensor, call: _Chunks) -> RowStatistics:
 
 
 def _gradient_buffer(logits: Tensor, call: _Chunks) -> tuple[Tensor, bool]:
-    """The gradient to fill, and whether chunks can be formed in it directly."""
+    """Return the gradient buffer to fill, and whether chunks can be computed in it directly."""
     if call.reuse_buffer:
-        # Shares the version counter: whoever else saved these logits is told that they changed.
+        # detach() shares the version counter: autograd reports the change to other ops that saved the logits.
         logits = logits.detach()
         logits[:, call.shard.real :] = 0.0
         return logits, True
@@ -404,11 +403,11 @@ def _check_reusable(logits: Tensor, rows: Tensor | None, dtype: torch.dtype) -> 
         )
 
 
-# The function as a torch.library op. counts: lse, budget, rows of a chunk, whole_entropy (-1: None).
+# token_logprobs as a torch.library op. counts: lse, budget, rows of a chunk, whole_entropy (-1: None).
 
 
 def _op_chunks(logits: Tensor, tensors: Sequence[Any], counts: Sequence[int], entropy: Any) -> _Chunks:
-    """The chunks that an op's arguments describe."""
+    """Return the chunks that the op's arguments describe."""
     targets, rows, temperatures, *sets = tensors
     _, budget, tile_rows, whole = counts
     tuning = Tuning(budget or None, (tile_rows, None) if tile_rows else None)
@@ -422,11 +421,11 @@ def _token_op(
     allowed_ids: Tensor | None, allowed_offsets: Tensor | None, has_set: Tensor | None,
     counts: list[int], entropy: str,
 ) -> list[Tensor]:  # fmt: skip
-    """logp, entropy, lse and the statistics: [R] each."""
+    """Return logp, entropy, lse and the statistics, [R] each."""
     tensors = (targets, rows, temperatures, allowed_ids, allowed_offsets, has_set)
     with torch.no_grad():
         chunks = _op_chunks(logits, tensors, counts, entropy)
-        # With allowed ids the backward starts afresh.
+        # With allowed ids the backward op recomputes the statistics.
         known = _statistics(logits, chunks) if allowed_ids is None else None
         statistics = packed_statistics(known)
         out = _scored(logits, chunks, {"lse"} if counts[0] else set(), known)
@@ -436,10 +435,10 @@ def _token_op(
 @_token_op.register_fake
 def _(logits, targets, rows, temperatures, ids, offsets, has_set, counts, entropy):
     row, moment = (logits.shape[0] if rows is None else rows.shape[0],), entropy != "none"
-    kept = (
+    statistics = (
         [0] * NUM_STATISTICS if ids is not None else statistics_shapes(row, row, "moment" if moment else "")
     )
-    shapes = [row, row if moment else 0, row if counts[0] else 0, *kept]
+    shapes = [row, row if moment else 0, row if counts[0] else 0, *statistics]
     return [logits.new_empty(shape, dtype=accumulation_dtype(logits.dtype)) for shape in shapes]
 
 
@@ -449,7 +448,7 @@ def _token_backward_op(
     temperatures: Tensor | None, allowed_ids: Tensor | None, allowed_offsets: Tensor | None,
     has_set: Tensor | None, counts: list[int], entropy: str,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the logits."""
+    """Return the gradient of the logits."""
     leaf = logits.detach().requires_grad_()
     tensors = (targets, rows, temperatures, allowed_ids, allowed_offsets, has_set)
     with recording():
@@ -464,7 +463,7 @@ def _(upstream, statistics, logits, *_constants):
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-_NUM_TENSORS = 7  # among the op's arguments, in front
+_NUM_TENSORS = 7  # the op's leading arguments that are tensors
 
 
 def _save_token(ctx: Any, inputs: Any, output: Any) -> None:
@@ -494,7 +493,7 @@ def _traced(
     allowed: Allowed | tuple[Tensor, ...] | None,
     tuning: Tuning,
 ) -> LogProbs:
-    """`token_logprobs` inside a compiled region."""
+    """Run `token_logprobs` inside a compiled region."""
     temperatures = traced_temperature(temperature, logits)
     tile_rows = tuning.tile[0] if isinstance(tuning.tile, tuple) else None
     sets, whole = flat_allowed(allowed)

@@ -1,21 +1,21 @@
-"""Policy objectives as functions of log-probs: the loss math, written once.
+"""Policy objectives as functions of log-probs.
 
-`policy_losses` is plain differentiable torch on [N] vectors. The fused path differentiates this very function
-on each row chunk, so that fused and unfused losses cannot drift apart.
+`policy_losses` is plain differentiable torch on [N] vectors. The fused path differentiates the same function
+on each row chunk, so that fused and unfused losses cannot diverge.
 
     ratio r = exp(logp - old), advantage A, clip to [1 - low, 1 + high]
     clip      max(-r A, -clip(r) A); with dual clip k, at most -k A where A < 0
     cispo     -sg(clip(r)) A logp, sg = no gradient
-    gspo      clip, with r = exp(mean over the sequence of (logp - old)); LUSPO is gspo under "sequence_sum"
+    gspo      clip, with r = exp(mean over the sequence of (logp - old)); LUSPO is gspo with "sequence_sum"
     gpg       -A logp                                                     (Chu et al. 2025, arXiv 2504.02546)
     sapo      -A (4 / tau) sigma(tau (r - 1)), tau by the sign of A       (Gao et al. 2025, arXiv 2511.20347)
-    dppo_tv   -sg(r) A logp; 0 where A pushes p further than the bound    (arXiv 2602.04879, binary TV and KL
-    dppo_kl   from the old p: by p - p_old, by KL of (p, 1 - p)            of the sampled token)
+    dppo_tv   -sg(r) A logp; 0 where A pushes p beyond a bound on the     (arXiv 2602.04879, binary TV and KL
+    dppo_kl   distance from the old p: p - p_old, or KL of (p, 1 - p)      of the sampled token)
     clip_cov  clip; 0 on some rows whose (A - mean A)(logp - mean logp)   (Cui et al. 2025, arXiv 2505.22617,
-              lies in a band                                               as verl 0.9 has them)
+              is within a band                                             as in verl 0.9)
     kl_cov    -r A; plus coef |logp - old| on the rows where it is largest
 
-At an exact clip boundary the gradient flows.
+At an exact clip boundary the gradient is not clipped.
 """
 
 # N rows · S sequences
@@ -33,18 +33,18 @@ from leanstep.logprob.layout import to_device
 
 Normalizer = Literal["token_mean", "sequence_mean", "sequence_sum", "sum"]
 KINDS = ("clip", "cispo", "gspo", "gpg", "sapo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov")
-# Their rows look at all others: the fused path forms them in one chunk.
+# Each row depends on all others, so the fused path computes them in one chunk.
 WHOLE_BATCH = ("clip_cov", "kl_cov")
-# exp of more is no ratio; verl's bound, where a ratio is not clipped.
+# Keeps exp finite for objectives that do not clip the ratio; the same bound as in verl.
 LOG_RATIO_BOUND = 20.0
 
 
 class CovarianceChoice(NamedTuple):
-    """Which rows clip_cov and kl_cov single out, by c = (A - mean A)(logp - mean logp) over rows that count.
+    """Which rows clip_cov and kl_cov select, by c = (A - mean A)(logp - mean logp) over unmasked rows.
 
     Args:
-        share: of the rows that count, rounded down, at least one row.
-        low, high: clip_cov chooses among rows with low < c < high that are not clipped anyway.
+        share: fraction of the unmasked rows, rounded down, at least one row.
+        low, high: clip_cov selects from rows with low < c < high that are not already clipped.
         coef: kl_cov's weight of |logp - old|.
     """
 
@@ -59,17 +59,17 @@ COVARIANCE = CovarianceChoice()
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """What is minimised per row.
+    """The loss per row.
 
     Args:
-        kind: one of `KINDS`; "clip" is that of PPO, GRPO and DAPO.
+        kind: one of `KINDS`; "clip" is the objective of PPO, GRPO and DAPO.
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]; dppo: bounds of the
             divergence for advantages <= 0 and > 0.
-        dual_clip: k > 1 bounds the loss of negative advantages at -k A; dppo: the ratio is cut off at k.
+        dual_clip: k > 1 bounds the loss of negative advantages at -k A; dppo: the ratio is clipped at k.
         kl: estimator of the KL to a reference: "k1" = -d, "k2" = d^2 / 2, "k3" = e^d - 1 - d, d = ref - logp.
         kl_coef, entropy_coef: weights of the KL and of the entropy bonus.
-        temperatures: sapo's tau for advantages > 0, and for the others.
-        covariance: of clip_cov and kl_cov.
+        temperatures: sapo's tau for advantages > 0 and <= 0.
+        covariance: row selection of clip_cov and kl_cov.
     """
 
     kind: str = "clip"
@@ -99,8 +99,8 @@ class PolicyObjective:
             raise ValueError(f"dual_clip: expected a value > 1 or None, got {self.dual_clip}")
 
 
-# The papers' own settings; the normaliser is chosen apart (DAPO: token_mean, GRPO, SAPO: sequence_mean,
-# LUSPO: sequence_sum). DPPO: the bounds of verl's example, the cut-off of its function.
+# The settings of the papers. The normalizer is a separate argument (DAPO: token_mean, GRPO, SAPO:
+# sequence_mean, LUSPO: sequence_sum). DPPO: the bounds of verl's example, the clip of its function.
 OBJECTIVES = {
     "ppo": PolicyObjective(),
     "grpo": PolicyObjective(),
@@ -118,12 +118,12 @@ OBJECTIVES = {
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """What a policy objective needs per scored row, besides the log-probs: tensors [T'], all constant.
+    """The inputs of a policy objective per scored row, besides the log-probs: constant tensors [T'].
 
     Args:
         old_logp: log-probs under the policy that sampled.
         advantages: one per row.
-        mask: 0 (or False) takes a row out: whatever it holds, it adds nothing.
+        mask: 0 (or False) excludes a row; its values may be anything, including NaN.
         ref_logp: log-probs under the reference policy; for `kl_coef`.
         sequence_lengths: rows per sequence, in order; for gspo, "sequence_mean" and "sequence_sum".
     """
@@ -161,10 +161,10 @@ def policy_losses(
     mask: Tensor | None = None,
     sequence_lengths: Sequence[int] | None = None,
 ) -> RowLosses:
-    """The loss of every row [N], before normalisers; differentiable in `logp` and `entropy`.
+    """Return the loss of every row [N] before normalization; differentiable in `logp` and `entropy`.
 
-    A row with mask 0 may hold anything: its numbers are replaced by zeros before any function sees them, so
-    that neither its loss nor its gradient is ever 0 times infinity.
+    A row with mask 0 may hold any values: they are replaced by zeros before any computation, so that neither
+    its loss nor its gradient is ever 0 times infinity.
     """
     if mask is not None:
         masked = mask == 0
@@ -201,7 +201,7 @@ def _policy_term(
     advantages: Tensor,
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The rows' losses before KL and entropy, and which rows get no gradient, or less than their ratio's."""
+    """Return the rows' losses before KL and entropy, and a mask of the rows with zero or reduced gradient."""
     kind, fixed = objective.kind, ratio.detach()
     if kind == "gpg":
         return -advantages * logp, torch.zeros_like(fixed, dtype=torch.bool)
@@ -227,8 +227,8 @@ def _policy_term(
         covariance, counts = _covariance(logp, advantages, mask)
         choice = objective.covariance
         in_band = counts & ~clipped & (covariance > choice.low) & (covariance < choice.high)
-        # The paper draws from the band. A hash of the row and of what the caller passed does so too, and
-        # ranks, runs and other roundings of logp agree on it.
+        # The paper samples from the band. A hash of the row index and the caller's inputs does the same, but
+        # the result does not depend on the rank, the run or the rounding of logp.
         place = torch.arange(len(covariance), device=covariance.device, dtype=torch.float64)
         value = old_logp.double() + advantages.double()
         draw = ((place * 12.9898 + value * 78.233).sin() * 43758.5453).frac().abs()
@@ -242,14 +242,14 @@ def _policy_term(
 
 
 def _by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
-    """[N]: one number where the advantage is > 0, the other elsewhere, in the advantages' own precision."""
+    """Return [N] values in the dtype of `advantages`: `positive` where the advantage is > 0, else `other`."""
     return torch.full_like(advantages, other).masked_fill(advantages > 0, positive)
 
 
 def _outside_trust_region(
     objective: PolicyObjective, logp: Tensor, old_logp: Tensor, advantages: Tensor
 ) -> Tensor:
-    """DPPO: the token's probability has moved beyond the bound, in the direction the advantage pushes."""
+    """Return where the token's probability has moved beyond DPPO's bound, in the advantage's direction."""
     p, old_p = logp.exp(), old_logp.exp()
     bound = _by_sign(advantages, objective.clip_high, objective.clip_low)
     moved = torch.where(advantages > 0, p - old_p, old_p - p)
@@ -260,22 +260,25 @@ def _outside_trust_region(
 
 
 def _covariance(logp: Tensor, advantages: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(A - mean A)(logp - mean logp) per row, without gradient, and which rows count."""
+    """Return (A - mean A)(logp - mean logp) per row, without gradient, and the unmasked rows."""
     counts = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask != 0
     total = counts.sum().clamp(min=1)
 
-    def centred(values: Tensor) -> Tensor:
+    def centered(values: Tensor) -> Tensor:
         return values - torch.where(counts, values, 0.0).sum() / total
 
-    return centred(advantages) * centred(logp.detach()), counts
+    return centered(advantages) * centered(logp.detach()), counts
 
 
 def _highest(values: Tensor, counts: Tensor, share: float) -> Tensor:
-    """[N] bool: the rows with the largest values, `share` of those that count, at least one. No host read."""
-    wanted = (counts.sum().double() * share).floor().clamp(min=1)
+    """Return [N] bool: the rows with the largest values, `share` of the rows in `counts`, at least one.
+
+    No host read.
+    """
+    num_selected = (counts.sum().double() * share).floor().clamp(min=1)
     order = torch.where(counts, values, -torch.inf).argsort(descending=True, stable=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    return (place < wanted) & counts
+    return (place < num_selected) & counts
 
 
 def policy_loss(
@@ -290,7 +293,7 @@ def policy_loss(
     normalizer: Normalizer | float | Tensor = "token_mean",
     sequence_lengths: Sequence[int] | None = None,
 ) -> PolicyLoss:
-    """The unfused objective on log-probs from anywhere; `linear_policy_loss` gives the same number.
+    """Compute the unfused objective from log-probs; `linear_policy_loss` returns the same loss.
 
     Equivalent to, for "grpo" with neither mask nor entropy:
         ratio = (logp - old_logp).exp()
@@ -301,7 +304,7 @@ def policy_loss(
         objective: a `PolicyObjective` or a name of `OBJECTIVES`: ppo, grpo, dapo, cispo, gspo, gpg, sapo, ...
         normalizer: "token_mean", "sequence_mean" (mean over sequences of their token means), "sequence_sum"
             (mean over sequences of their token sums), "sum", or a number (or tensor without gradient) to
-            divide by. Nothing that depends on the log-probs.
+            divide by. It must not depend on the log-probs.
         sequence_lengths: rows per sequence, in order; for gspo, "sequence_mean" and "sequence_sum".
     """
     objective = checked_objective(objective)
@@ -316,7 +319,7 @@ def policy_loss(
 
 
 def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
-    # The metrics of a masked row may be infinite; select, do not multiply. Losses are cleaned before.
+    # Select instead of multiplying: metrics of a masked row may be infinite. Losses are already cleaned.
     return torch.where(weights == 0, 0.0, losses * weights).sum()
 
 
@@ -328,14 +331,14 @@ def row_weights(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """mask / normaliser per row [N]: known before any log-prob is."""
+    """Return mask / normalizer per row [N]; it does not depend on the log-probs."""
     if mask is not None and mask.shape != (num_rows,):
         raise ValueError(f"mask: expected [{num_rows}], got {tuple(mask.shape)}")
     mask = torch.ones(num_rows, dtype=dtype, device=device) if mask is None else mask.to(dtype)
     if isinstance(normalizer, Tensor):
         if normalizer.requires_grad or normalizer.dim() > 0:
             raise ValueError(
-                "normalizer: expected a 0-dimensional constant (the results are not known yet), "
+                "normalizer: expected a 0-dimensional constant that does not depend on the log-probs, "
                 f"got shape {tuple(normalizer.shape)}, requires_grad={normalizer.requires_grad}"
             )
         return mask / normalizer.to(dtype)
@@ -360,7 +363,10 @@ def row_weights(
 def policy_metrics(
     rows: RowLosses, logp: Tensor, old_logp: Tensor, entropy: Tensor | None, mask: Tensor | None
 ) -> dict[str, Tensor]:
-    """Masked means: clip_fraction, mean_ratio, approx_kl (r - 1 - log r, to the old policy), entropy."""
+    """Return masked means: clip_fraction, mean_ratio, approx_kl to the old policy (r - 1 - log r), entropy.
+
+    The mask has one entry per row; masked rows may hold any values.
+    """
     weight = torch.ones_like(logp) if mask is None else mask.to(logp.dtype)
     weight = weight / weight.sum().clamp(min=1.0)
     difference = (logp - old_logp).detach()
@@ -385,7 +391,7 @@ def checked_objective(objective: PolicyObjective | str) -> PolicyObjective:
 def checked_sequences(lengths: Sequence[int] | None, num_rows: int) -> list[int]:
     if lengths is None:
         raise ValueError(
-            "sequence_lengths: expected rows per sequence for this objective or normaliser, got None"
+            "sequence_lengths: expected rows per sequence for this objective or normalizer, got None"
         )
     lengths = [int(n) for n in lengths]
     if sum(lengths) != num_rows or any(n < 0 for n in lengths):
@@ -396,13 +402,13 @@ def checked_sequences(lengths: Sequence[int] | None, num_rows: int) -> list[int]
 
 
 def sequence_of_rows(lengths: list[int], device: torch.device) -> Tensor:
-    """[N] int64: which sequence each row belongs to."""
+    """Return the index of each row's sequence, [N] int64."""
     counts = to_device(torch.tensor(lengths, dtype=torch.int64), device)
     return torch.repeat_interleave(counts, output_size=sum(lengths))
 
 
 def _sequence_sums(values: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Sum per sequence [S], and the sequence of each row [N]."""
+    """Return the sum per sequence [S] and the sequence of each row [N]."""
     sequence_of = sequence_of_rows(lengths, values.device)
     return values.new_zeros(len(lengths)).index_add(0, sequence_of, values), sequence_of
 

@@ -1,10 +1,10 @@
-"""Log-probs of a padded batch: a mask [B, T] chooses the rows of the head, the result is [B, T - 1].
+"""Log-probs of a padded batch: a mask [B, T] selects the rows of the head, the result is [B, T - 1].
 
-The shape of most RL scripts: prompts padded on the left or the right, a mask that is 1 on the response. Rows
-whose token is masked never meet the head, their log-prob is 0 and their gradient is zero.
+Most RL scripts use this layout: prompts padded on the left or the right, and a mask that is 1 on the
+response. Rows with a masked token are not projected; their log-prob and their gradient are zero.
 """
 
-# B sequences · T tokens each · W = T or T - 1 rows of hidden each · K tokens that are scored · D model
+# B sequences · T tokens each · W = T or T - 1 rows of hidden each · K scored tokens · D model
 
 from __future__ import annotations
 
@@ -46,43 +46,47 @@ def masked_token_logprobs(
     max_rows: int | None = None,
     tuning: Tuning | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-prob of each token of a padded batch, given the tokens before it; 0 where the mask is 0.
+    """Return the log-prob of each token of a padded batch given the tokens before it; 0 where the mask is 0.
 
     Equivalent to:
         logits = torch.nn.functional.linear(padded_hidden[:, :-1], weight).float() / temperature
         logp = torch.log_softmax(logits, -1).gather(-1, padded[:, 1:, None])[..., 0] * padded_mask[:, 1:]
 
     Args:
-        hidden: [B, T, D], or [B, T - 1, D] if the model did not see the last token.
-        weight: [V, D], or any head that `linear_logprobs` takes.
-        tokens: [B, T] ids. Masked ones may be anything, -100 too.
-        mask: bool or 0 and 1. [B, T]: one per token; the first has none before it and is left out.
-            [B, T - 1]: without that one. [B, K]: of the last K tokens. None: every token counts.
+        hidden: [B, T, D], or [B, T - 1, D] if the last token was not fed to the model.
+        weight: [V, D], or any head that `linear_logprobs` accepts.
+        tokens: [B, T] ids. Masked tokens may have any value, including -100.
+        mask: bool, or 0 and 1. [B, T]: one entry per token; the entry of the first token, which is never
+            scored, is ignored. [B, T - 1]: without the first token. [B, K]: for the last K tokens. None:
+            score all tokens.
         entropy: "none"; "metric": a value without gradient; "grad".
         temperature: > 0.
         transform: `Transform(scale, softcap)`.
-        max_rows: on a GPU, the most tokens that the mask can choose: no host read, `max_rows` rows are
-            projected, and more chosen tokens fail a device assertion.
+        max_rows: on a GPU, an upper bound on the number of tokens that the mask selects. Avoids the host
+            sync: `max_rows` rows are projected, and a device assertion fails if the mask selects more.
         tuning: as in `linear_logprobs`.
 
     Returns:
-        [B, T - 1], or [B, K] for a mask of the last K tokens; fp32 (fp64 for fp64 input). With `entropy` a
+        [B, T - 1], or [B, K] for a mask of the last K tokens; fp32 (fp64 for fp64 input). With `entropy`, a
         pair of such tensors.
 
-    Peak extra memory, GEMMs: those of `linear_logprobs` on the chosen rows.
-    Host reads: none with a mask on the host, with `max_rows` or without a mask; else one on a GPU, of the
-        number of rows.
+    Peak extra memory, GEMMs: those of `linear_logprobs` on the selected rows.
+    Host reads: none if the mask is on the host, if `max_rows` is set or if there is no mask; otherwise one on
+        a GPU, for the number of rows.
     """
     check_float("hidden", hidden, 3)
     if len(tokens) != len(hidden):
         raise ValueError(f"tokens: expected {len(hidden)} sequences to match hidden, got {len(tokens)}")
-    choice = PaddedRows(tokens, mask, hidden.shape[1], hidden.device, max_rows)
-    return choice.score(hidden, weight, entropy, temperature, transform, tuning)
+    selection = PaddedRows(tokens, mask, hidden.shape[1], hidden.device, max_rows)
+    return selection.score(hidden, weight, entropy, temperature, transform, tuning)
 
 
 class PaddedRows:
-    """The rows that a mask chooses. Made before the model runs, it reads their number behind its back: the
-    copy to the host is queued here and waited for in `score`, when the model's kernels are queued already."""
+    """The rows that a mask selects.
+
+    Create it before the model runs: the copy of the number of rows to the host is queued here, and `score`
+    waits for it after the model's kernels have been queued, so the copy overlaps with them.
+    """
 
     def __init__(
         self,
@@ -94,7 +98,7 @@ class PaddedRows:
     ) -> None:
         length = _checked_tokens(tokens, width)
         scored = length - 1 if mask is None else _checked_mask(mask, tokens)
-        # Row t scores token t + 1: the last K tokens are scored by the K rows in front of the last token.
+        # Row t scores token t + 1, so the K rows before the last token score the last K tokens.
         before, after = length - 1 - scored, width - (length - 1)
         self.width, self.window = width, slice(before, before + scored)
         self.targets = _framed(to_device(tokens[:, length - scored :], device), before, after)
@@ -106,7 +110,7 @@ class PaddedRows:
             mask = torch.ones((len(tokens), scored), dtype=torch.bool, device="cpu")
         self.counts = _framed(mask[:, mask.shape[1] - scored :] != 0, before, after)
         if not torch.compiler.is_compiling():
-            self.rows = _rows_ahead(self.counts, device, max_rows)
+            self.rows = _start_row_search(self.counts, device, max_rows)
         self.counts = to_device(self.counts, device)
 
     def score(
@@ -118,7 +122,7 @@ class PaddedRows:
         transform: Transform | None,
         tuning: Tuning | None,
     ) -> Any:
-        """Log-probs, with `entropy` also the entropies, of the window that is scored."""
+        """Return the log-probs of the scored window and, if `entropy` is not "none", the entropies."""
         flat, targets = hidden.flatten(0, 1), self.targets
         options: dict[str, Any] = {"entropy": entropy, "temperature": temperature}
         options |= {"transform": transform, "tuning": tuning}
@@ -135,7 +139,7 @@ class PaddedRows:
     def _scored_rows(self, flat: Tensor, weight: Any, options: dict[str, Any]) -> LogProbs:
         num_rows, rows = flat.shape[0], self.rows()
         if self.max_rows is not None:
-            # Places that no row fills: row 0 is computed there, and its result dropped.
+            # Unused slots compute row 0; the result is dropped.
             filled = rows >= 0
             places, rows = torch.where(filled, rows, num_rows), rows.clamp(min=0)
             targets = torch.where(filled, self.targets.index_select(0, rows), 0)
@@ -153,8 +157,8 @@ class PaddedRows:
         return LogProbs(logp, spread(out.entropy))
 
 
-def _rows_ahead(counts: Tensor, device: torch.device, max_rows: int | None) -> Callable[[], Tensor]:
-    """Starts to look for the rows where `counts` [N] is True; the function returned waits for them."""
+def _start_row_search(counts: Tensor, device: torch.device, max_rows: int | None) -> Callable[[], Tensor]:
+    """Start searching the rows where `counts` [N] is True; the returned function waits for the result."""
     if max_rows is not None:
         assert_all(counts.sum() <= max_rows, f"mask: expected at most max_rows = {max_rows} tokens", counts)
         static = to_device(torch.nonzero_static(counts, size=max_rows).flatten(), device)
@@ -175,12 +179,12 @@ def _rows_ahead(counts: Tensor, device: torch.device, max_rows: int | None) -> C
 
 
 def _framed(values: Tensor, before: int, after: int) -> Tensor:
-    """[B, K] -> [B * W], zeros around the window."""
+    """Pad [B, K] with zeros around the window and flatten it to [B * W]."""
     return torch.nn.functional.pad(values, (before, after)).reshape(-1)
 
 
 def _checked_tokens(tokens: Tensor, width: int) -> int:
-    """T of tokens [B, T]."""
+    """Return T of tokens [B, T]."""
     if tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] - width not in (0, 1):
         expected = f"[B, {width}] or [B, {width + 1}] ids to match hidden"
         raise ValueError(f"tokens: expected {expected}, got {tokens.dtype} {tuple(tokens.shape)}")
@@ -188,7 +192,7 @@ def _checked_tokens(tokens: Tensor, width: int) -> int:
 
 
 def _checked_mask(mask: Tensor, tokens: Tensor) -> int:
-    """K, the number of tokens per sequence that the mask speaks of."""
+    """Return K, the number of tokens per sequence that the mask covers."""
     length = tokens.shape[1]
     if mask.dim() != 2 or mask.shape[0] != tokens.shape[0] or not 0 < mask.shape[1] <= length:
         expected = f"[{tokens.shape[0]}, up to {length}]"

@@ -1,11 +1,11 @@
 """Log-probs over process groups: vocabulary shards, sequence shards, context shards.
 
-What each function costs in collectives is part of its contract, and no count depends on anything a rank knows
-alone (its rows, its values): ranks with nothing to do issue the same collectives in the same order.
+The number of collectives is part of each function's contract and does not depend on local data (rows,
+values): ranks without work issue the same collectives in the same order.
 
     vocabulary parallel   2 in the forward pass (MAX, packed SUM), 1 in the backward pass (hidden gradient)
-    sequence parallel     1 gather of selected rows forward, 1 reduce-scatter backward (not the one above)
-    context parallel      0; 1 all-reduce each way to hand allgather results back in the zigzag split
+    sequence parallel     1 gather of selected rows forward, 1 reduce-scatter backward (instead of that above)
+    context parallel      0; 1 all-reduce each in forward and backward to return allgather results as zigzag
 """
 
 # N selected rows · D model · K ranks
@@ -27,14 +27,14 @@ ReduceGrad = Literal["all_reduce", "reduce_scatter", "none"]
 
 
 def resolve_group(group: Any, axis: str = "tp") -> dist.ProcessGroup | None:
-    """The process group behind `group`, or None for a single rank.
+    """Return the process group of `group`, or None for a single rank.
 
     Args:
-        group: a ProcessGroup; a 1-D DeviceMesh; an object that holds groups by name, as Megatron-Core's
-            ProcessGroupCollection does (`axis` names the attribute); or None: size 1, no collectives, even
-            when torch.distributed is initialised.
+        group: a ProcessGroup; a 1-D DeviceMesh; an object with groups as attributes, such as Megatron-Core's
+            ProcessGroupCollection (`axis` names the attribute); or None: size 1, no collectives, even if
+            torch.distributed is initialized.
 
-    A group of one rank also gives None, so that its path is the single-process path, bit for bit.
+    A group of one rank also returns None, so that it takes the single-process path with identical bits.
     """
     if group is None:
         return None
@@ -62,8 +62,9 @@ class VocabShard:
 
     Attributes:
         start: global id of the first local column.
-        width: local columns, padding included.
-        real: local columns that count; the rest is padding: out of every sum, zero gradient.
+        width: number of local columns including padding.
+        real: number of local columns in the vocabulary; the others are padding: excluded from every sum, with
+            zero gradient.
     """
 
     start: int
@@ -74,10 +75,10 @@ class VocabShard:
 def vocab_shard(
     width: int, group: Any = None, *, start: int | None = None, total: int | None = None
 ) -> tuple[VocabShard, int | None]:
-    """Which columns `width` local ones are, and the real vocabulary (None: only the ranks together know it).
+    """Return this rank's shard of `width` columns, and the vocabulary size (None: no single rank knows it).
 
-    Without `start` all shards have equal width. `total` is the real vocabulary: columns from it on are
-    padding, wherever they lie; a shard may be all padding.
+    Without `start`, all shards have equal width. Columns from `total`, the real vocabulary size, on are
+    padding, on whichever rank they are; a shard may consist of padding only.
     """
     process_group = resolve_group(group)
     vocabulary = total
@@ -96,12 +97,12 @@ def vocab_shard(
 
 
 def gather_vocab_starts(width: int, group: Any) -> list[int]:
-    """Where each rank's columns start when widths differ, and the total last: [ranks + 1] numbers.
+    """Return the first column of each rank for shards of different widths, then the total: [ranks + 1].
 
     Equivalent to, on one rank:
         starts = [0, width]
 
-    Collectives: 1. Call it once, at set-up.
+    Collectives: 1. Call it once, at startup.
     """
     process_group = resolve_group(group)
     if process_group is None:
@@ -115,9 +116,9 @@ def gather_vocab_starts(width: int, group: Any) -> list[int]:
 
 
 def combine_statistics(stats: RowStatistics, group: Any) -> RowStatistics:
-    """Statistics of local columns -> of the whole vocabulary, the same bits on every rank.
+    """Combine statistics of local columns into those of the whole vocabulary; all ranks get the same bits.
 
-    Collectives: 2, whatever the statistics hold: MAX of all maxima, then one packed SUM of the rescaled rest.
+    Collectives: always 2: MAX of all maxima, then one packed SUM of the other rescaled statistics.
     A shard without real columns (m = -inf) adds nothing.
     """
     process_group = resolve_group(group)
@@ -131,7 +132,7 @@ def combine_statistics(stats: RowStatistics, group: Any) -> RowStatistics:
 
 
 def all_reduce_(values: Tensor, group: Any, op: Any) -> None:
-    """Combine over ranks in place; nothing to do without a group."""
+    """All-reduce in place; does nothing without a group."""
     if group is not None:
         dist.all_reduce(values, op, group=group)
 
@@ -140,7 +141,7 @@ def reduce_hidden_grad(grad_ND: Tensor, group: Any, mode: ReduceGrad = "all_redu
     """Add the shards' contributions to the hidden gradient.
 
     `all_reduce`: every rank gets all rows, in place. `reduce_scatter`: rank r gets the r-th of K equal blocks
-    of rows. `none`: the caller's layer does it. Give the accumulator (fp32), and cast afterwards.
+    of rows. `none`: the caller's layer reduces. Pass the fp32 accumulator and cast the result.
 
     Collectives: 1, or 0 with `none` or a group of one.
     """
@@ -158,7 +159,7 @@ def reduce_hidden_grad(grad_ND: Tensor, group: Any, mode: ReduceGrad = "all_redu
 
 
 def gather_over_ranks(x: Tensor, group: Any) -> Tensor:
-    """[K, *x.shape]: every rank's `x` in rank order, for top-k and argmax over shards. Collectives: 1."""
+    """Return all ranks' `x` in rank order, [K, *x.shape], for top-k over shards. Collectives: 1."""
     process_group = resolve_group(group)
     if process_group is None:
         return x.unsqueeze(0)
@@ -166,7 +167,7 @@ def gather_over_ranks(x: Tensor, group: Any) -> Tensor:
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sum over ranks. Every rank's loss flows back to every contributor: backward sums over ranks too."""
+    """Sum over ranks. Every rank's loss depends on every input, so the backward pass also sums over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # type: ignore[override]
@@ -183,7 +184,7 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def all_reduce_sum(x: Tensor, group: Any, axis: str = "cp") -> Tensor:
-    """Differentiable sum over ranks. Collectives: 1 forward, 1 backward."""
+    """Return the differentiable sum over ranks. Collectives: 1 forward, 1 backward."""
     process_group = resolve_group(group, axis)
     return x if process_group is None else _AllReduceSum.apply(x, process_group)  # type: ignore[return-value]
 
@@ -191,32 +192,32 @@ def all_reduce_sum(x: Tensor, group: Any, axis: str = "cp") -> Tensor:
 def gather_response(
     parts: Sequence[Tensor] | Sequence[Sequence[Tensor]], plan: RowPlan, group: Any
 ) -> list[Tensor] | list[list[Tensor]]:
-    """Local parts, one per sample -> whole responses [R] on every rank; the inverse of `slice_response`.
+    """Gather local parts, one per sample, into whole responses [R] on every rank; inverts `slice_response`.
 
     Equivalent to, on one rank:
         whole = list(parts)
 
-    Several outputs (a list of lists) travel together. Collectives: 1 forward, 1 backward, for all of them.
+    Several outputs (a list of lists) share the collectives: 1 forward, 1 backward.
     """
     single = len(parts) == 0 or isinstance(parts[0], Tensor)
     outputs: list[Sequence[Tensor]] = [parts] if single else list(parts)  # type: ignore[list-item]
     flat = [torch.cat(place_response(output, plan)) if len(output) else None for output in outputs]
     if any(f is None for f in flat):
-        # No samples at all: known from the plan, hence on every rank alike.
+        # No samples at all: this follows from the plan, so all ranks return here.
         empty: list[list[Tensor]] = [[] for _ in outputs]
         return empty[0] if single else empty
     total = all_reduce_sum(torch.stack([f for f in flat if f is not None]), group)
     lengths = list(plan.response_lengths)
-    # A metric stays a metric: only what came in with a gradient goes out with one.
+    # Metrics stay detached: an output requires grad only if its input does.
     rows = [x if any(p.requires_grad for p in o) else x.detach() for x, o in zip(total, outputs, strict=True)]
     gathered = [list(row.split(lengths)) for row in rows]
     return gathered[0] if single else gathered
 
 
 def return_parts(plan: RowPlan, group: Any, *values: Tensor) -> list[list[Tensor]]:
-    """Per-row results -> per-sample local parts, in the split that later code sees.
+    """Convert per-row results to per-sample local parts, in the split that downstream code expects.
 
-    That is `plan.split` for every layout except allgather, whose results go back to the zigzag split.
+    That is `plan.split` for every layout except allgather, whose results are returned in the zigzag split.
 
     Equivalent to, for `values` [T'] of the other layouts:
         parts = [plan.split(x) for x in values]
@@ -232,11 +233,11 @@ def return_parts(plan: RowPlan, group: Any, *values: Tensor) -> list[list[Tensor
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """How kept rows lie over K equal blocks of a sequence-parallel hidden tensor; every rank knows all of it.
+    """How selected rows are distributed over K equal blocks of a sequence-parallel hidden tensor.
 
     Attributes:
-        local: [n_r] int64, rows of this rank's block that are kept.
-        order: [N] int64, where each kept row is found in the K padded contributions.
+        local: [n_r] int64, selected rows of this rank's block.
+        order: [N] int64, position of each selected row in the K padded contributions.
         padded: rows per contribution (the largest n_r), equal on all ranks.
         block: rows per rank.
     """
@@ -261,7 +262,7 @@ def shard_rows(
     owner = rows_N.div(max(block, 1), rounding_mode="floor")
     counts = torch.bincount(owner, minlength=size)
     padded = int(counts.max()) if rows_N.numel() else 0
-    # Rank of each kept row within its owner's contribution, in plan order.
+    # Position of each selected row within its owner's contribution, in plan order.
     by_owner = torch.argsort(owner, stable=True)
     first = torch.cumsum(counts, 0) - counts
     within = torch.empty_like(rows_N)
@@ -290,10 +291,10 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_hidden_rows(hidden: Tensor, shards: SequenceShards, group: Any) -> Tensor:
-    """Kept rows of a sequence-parallel hidden [T/K, D], in plan order: [N, D] on every rank.
+    """Gather the selected rows of a sequence-parallel hidden [T/K, D] in plan order: [N, D] on every rank.
 
-    Backward adds the ranks' contributions and hands each its own rows, so the op behind it must not reduce
-    the hidden gradient again (`reduce_grad="none"`).
+    The backward pass sums the ranks' contributions and returns each rank its own rows, so the op that
+    consumes the result must not reduce the hidden gradient again (`reduce_grad="none"`).
 
     Collectives: 1 forward (padded to the largest share), 1 backward.
     """
@@ -323,9 +324,9 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_weight(weight: Tensor) -> Tensor:
-    """The full weight of a DTensor; its gradient comes back with the same placement, averaged over ranks.
+    """Return the full weight of a DTensor; its gradient has the same placements and is averaged over ranks.
 
-    Averaging is what FSDP does with data-parallel gradients; ranks with equal data are unaffected.
+    FSDP averages data-parallel gradients in the same way; averaging does not affect ranks with equal data.
     Collectives: one all-gather forward, one reduce-scatter backward per sharded mesh dimension.
     """
     for placement in weight.placements:  # type: ignore[attr-defined]
@@ -341,7 +342,7 @@ class _GatherWeight(torch.autograd.Function):
     def forward(ctx: Any, weight: Any) -> Tensor:  # type: ignore[override]
         ctx.mesh, ctx.placements = weight.device_mesh, weight.placements
         full = weight.full_tensor()
-        # A replicated weight gathers into itself; autograd needs a tensor of its own.
+        # The full tensor of a replicated weight is the weight itself; autograd needs a separate tensor.
         return full.view_as(full)
 
     @staticmethod

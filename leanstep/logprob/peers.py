@@ -1,4 +1,4 @@
-"""Other libraries' ways to the same numbers, called as they are meant to be; imported only when measured."""
+"""Other libraries' implementations, called as their docs recommend; imported only when they are measured."""
 
 # T rows · R selected rows · D model · V vocabulary
 
@@ -12,18 +12,18 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 Constants = dict[str, Any]
 
-# For TRL and Liger. Of 32768 (TRL's default, made for GPUs), 8192, 4096, 2048 and 1024 the narrowest was the
-# fastest for both on a CPU, TRL's by a third over its default: a tile should fit the cache.
+# For TRL and Liger. On a CPU, 1024 is the fastest of 32768 (TRL's default, chosen for GPUs), 8192, 4096, 2048
+# and 1024 for both, because a tile should fit the cache; TRL is a third faster than with its default.
 COLUMNS = {"cpu": 1024, "cuda": 32768}
 
 
 def selected(t: Tensors) -> tuple[Tensor, Tensor]:
-    """Hidden states and targets of the selected rows, for a peer that is handed the same rows."""
+    """Return the hidden states and targets of the selected rows, for peers that run on the same rows."""
     return t["hidden"].index_select(0, t["rows"]), t["targets"].index_select(0, t["rows"])
 
 
 def picked(t: Tensors, logp: Tensor, entropy: Tensor) -> Tensors:
-    """All rows were computed; the wanted ones are picked afterwards."""
+    """Select the rows from results that were computed for all rows."""
     return {"logp": logp.index_select(0, t["rows"]), "entropy": entropy.index_select(0, t["rows"])}
 
 
@@ -62,7 +62,7 @@ def _verl(hidden: Tensor, weight: Tensor, targets: Tensor, constants: Constants)
 
 
 def verl_triton(t: Tensors, constants: Constants) -> Tensors:
-    """verl's fused kernel on the same rows: log-prob and entropy, no logits in memory."""
+    """verl's fused kernel on the same rows: log-prob and entropy without logits in memory."""
     from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
 
     hidden, targets = selected(t)
@@ -129,7 +129,7 @@ def liger_grpo(t: Tensors, constants: Constants) -> Tensors:
         t["weight"],
         targets.view(shape),
         t["mask"].view(shape),
-        # One advantage per sequence there; here they are equal within a sequence.
+        # Liger expects one advantage per sequence; ours are equal within a sequence.
         t["advantages"].view(shape)[:, 0].contiguous(),
         ref_per_token_logps=t["ref_logp"].view(shape),
         old_per_token_logps=t["old_logp"].view(shape),
@@ -138,7 +138,7 @@ def liger_grpo(t: Tensors, constants: Constants) -> Tensors:
 
 
 def slime_linear(t: Tensors, constants: Constants) -> Tensors:
-    """slime pull 2076 in a training step: the logits of all rows exist, those of the response are picked."""
+    """slime pull 2076 in a training step: compute the logits of all rows, then select the response rows."""
     logits = torch.nn.functional.linear(t["hidden"], t["weight"])
     return slime_logits({**t, "logits": logits}, constants)
 
@@ -153,9 +153,9 @@ def slime_logits(t: Tensors, constants: Constants) -> Tensors:
 
 
 class _SlimeLoss(torch.autograd.Function):
-    """Log-prob and entropy of a chunk of logits the way slime pull 2076 fuses them, without Megatron.
+    """Log-prob and entropy of a chunk of logits, fused as in slime pull 2076, without Megatron.
 
-    One buffer of the chunk's size is its softmax and, in the backward, its gradient.
+    One buffer of the chunk's size holds the softmax and, in the backward pass, the gradient.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""The whole policy objective on hidden states, gradients formed while the logits exist: 3 GEMMs, not 4.
+"""The policy loss from hidden states, with gradients computed in the forward pass: 3 GEMMs instead of 4.
 
-An objective that is a weighted sum of per-row functions f_i(logp_i, H_i), with weights known from masks,
-needs no second look at the logits: per row chunk, logits once, statistics, df/dlogp and df/dH on [c]
-vectors, then the logits turn into their own gradient. Backward multiplies the finished gradients by a
-scalar.
+The objective is a weighted sum of per-row functions f_i(logp_i, H_i) whose weights follow from the masks, so
+the logits are computed only once. Per row chunk, the forward pass computes the logits, their statistics,
+df/dlogp and df/dH on [c] vectors, and then overwrites the logits with their gradient. The backward pass
+multiplies the finished gradients by a scalar.
 """
 
 # T rows · T' selected rows · D model · V local vocabulary · c rows of a chunk
@@ -73,11 +73,11 @@ from leanstep.logprob.objective import (
     weighted_sum,
 )
 
-# A chunk keeps its whole vocabulary of logits: more than a cache holds, far less than [T, V].
+# A chunk holds the logits of the whole vocabulary: more than a cache, far less than [T, V].
 CPU_CHUNK_BYTES = 128 << 20
-# Objectives that one kernel forms on a GPU; the others are differentiated there, too.
+# Objectives that have a single kernel on a GPU; the others are differentiated by autograd there, too.
 KERNEL_KINDS = ("clip", "cispo")
-# Fewer rows than this at a time would spend more on rewriting dW than a recomputed GEMM costs.
+# With smaller chunks, rewriting dW per chunk costs more than recomputing a GEMM.
 FEWEST_ROWS = 64
 
 
@@ -96,7 +96,7 @@ def linear_policy_loss(
     shards: VocabShards | None = None,
     tuning: Tuning | None = None,
 ) -> PolicyLoss:
-    """The policy loss of the LM head on selected rows, with its gradients, in one pass over the logits.
+    """Compute the policy loss of the LM head on selected rows and its gradients in one pass over the logits.
 
     Equivalent to:
         out = linear_logprobs(hidden, weight, targets, rows=rows, entropy="grad")
@@ -107,20 +107,21 @@ def linear_policy_loss(
             no label smoothing, no sequence parallelism.
         batch: `PolicyBatch(old_logp, advantages, mask, ref_logp, sequence_lengths)`, tensors [T'] (or [T],
             then selected by `rows`).
-        objective, normalizer: as in `policy_loss`. With "gspo" chunks follow sequences; one that does not fit
-            a chunk is recomputed (4 GEMMs) by itself, and so are all rows of "clip_cov" and "kl_cov", which
-            look at each other.
-        entropy: "metric" returns the entropy although no bonus asks for it; with a bonus it is always there.
+        objective, normalizer: as in `policy_loss`. With "gspo", chunks hold whole sequences; a sequence that
+            does not fit a chunk is recomputed (4 GEMMs). "clip_cov" and "kl_cov" couple all rows, so they
+            recompute all rows if these do not fit one chunk.
+        entropy: "metric" returns the entropy even without an entropy bonus; with a bonus it is always
+            returned.
         tuning: `Tuning(budget=)` bytes for the logits of one chunk and the work tiles.
 
     Returns:
         PolicyLoss; only `loss` is differentiable, and only once.
 
-    Peak extra memory: work tiles and c x V logits of one chunk; if all rows are one chunk of at most D rows,
-        these lie in the weight's gradient. Gradients that are returned.
-    Collectives: 2 per row chunk and 1 at the end with a group; else none.
-    Use something else when: the normaliser depends on the log-probs, or T' <= D on a CPU, where
-        `linear_logprobs` and `policy_loss` need 3 GEMMs as well.
+    Peak extra memory: the returned gradients, work tiles and the c x V logits of one chunk. If all rows form
+        one chunk of at most D rows, its logits are stored in the weight's gradient.
+    Collectives: 2 per row chunk and 1 at the end with a group; otherwise none.
+    Use something else when: the normalizer depends on the log-probs, or T' <= D on a CPU, where
+        `linear_logprobs` and `policy_loss` also need 3 GEMMs.
     """
     objective = checked_objective(objective)
     tuning = check_options(transform, shards, tuning, entropy=entropy)
@@ -151,7 +152,7 @@ _outside_graph = outside_graph(linear_policy_loss)
 
 
 def _selected_batch(batch: PolicyBatch, checked: CheckedCall) -> PolicyBatch:
-    """The batch's tensors for the selected rows, detached, in the dtype of sums."""
+    """Return the batch's tensors for the selected rows, detached, in the accumulation dtype."""
 
     def per_row(name: str, values: Tensor | None) -> Any:
         if values is None:
@@ -175,7 +176,7 @@ def _checked_weights(
     normalizer: Normalizer | float | Tensor,
     checked: CheckedCall,
 ) -> Tensor:
-    """The rows' weights in the loss, [T']."""
+    """Return the weights of the rows in the loss, [T']."""
     source, dtype = checked.source, checked.head.dtype
     lengths, device = batch.sequence_lengths, source.hidden.device
     weights = row_weights(batch.mask, source.num_rows, normalizer, lengths, dtype, device)
@@ -192,7 +193,7 @@ def _policy_call(
     entropy: Entropy,
     divisor: float | None,
 ) -> Call:
-    """The engine's description of the call, with the tiles chosen for its chunks; `divisor` of the loss."""
+    """Build the engine's `Call` with tiles chosen for the chunks. `divisor`: the loss is divided by it."""
     head, source = checked.head, checked.source
     tiles, cores, kernels = _arranged(source, head, chunks, checked.tensors[2])
     return Call(
@@ -213,14 +214,14 @@ def _policy_call(
 
 @dataclass
 class _Chunk(Chunk):
-    """Rows formed together; `lengths` are those of its sequences (gspo)."""
+    """Rows that are computed together; `lengths` are the lengths of its sequences (gspo)."""
 
     lengths: list[int] | None = None
 
 
 @dataclass
 class _Policy:
-    """The objective of a call: what is minimised, on which data, in which chunks of rows."""
+    """The objective of a call, its data and its chunks of rows."""
 
     call: Call
     objective: PolicyObjective
@@ -241,7 +242,7 @@ class _Policy:
         return self.logp, self.entropy, self.losses, self.ratio, self.clipped
 
     def form(self, wanted: Sequence[bool]) -> tuple[tuple[Tensor | None, ...], HeadGradients | None]:
-        """The loss and the outputs per row, and the gradients."""
+        """Return the loss with the outputs per row, and the gradients."""
         call, early, self.trains = self.call, None, any(wanted)
         if wanted[1] and len(self.chunks) == 1:
             early = logits_in_gradient(call.head, call.logit_dtype, most_saved_rows(self.chunks))
@@ -249,7 +250,7 @@ class _Policy:
         return (weighted_sum(self.losses, self.weights), *self.row_outputs), gradients
 
     def _row_gradients(self, call: Call, chunk: _Chunk, stats: RowStatistics) -> Any:
-        """The chunk's outputs per row, into their places, and its row gradients."""
+        """Store the chunk's outputs per row and return its row gradients."""
         part = chunk.rows
         if call.fused and self.objective.kind in KERNEL_KINDS:
             written = [None if values is None else values[part] for values in self.row_outputs]
@@ -267,14 +268,14 @@ class _Policy:
 def _row_factors(
     call: Call, policy: _Policy, part: slice, stats: RowStatistics, written: Sequence[Tensor | None]
 ) -> RowFactors:
-    """`_row_gradients` and all around it in one kernel: losses into `written`, the factors of tiles."""
-    given = policy.batch
-    values = (given.old_logp, given.advantages, given.mask, given.ref_logp)
+    """Do the work of `_row_gradients` in one kernel: write losses to `written`, return the tiles' factors."""
+    batch = policy.batch
+    values = (batch.old_logp, batch.advantages, batch.mask, batch.ref_logp)
     slope = call.head.row_slope(slice(0, call.num_rows))
     per_row = slope if isinstance(slope, Tensor) else None
     kernels = row_kernels()
     assert kernels is not None
-    found = kernels.policy_rows(
+    factors = kernels.policy_rows(
         (stats.max, stats.sum, stats.moment, stats.target),
         [None if value is None else value[part] for value in values],
         policy.weights[part],
@@ -282,13 +283,13 @@ def _row_factors(
         written,
         (call.gradient_scale if isinstance(slope, Tensor) else slope * call.gradient_scale, per_row),
     )
-    return RowFactors(*found)
+    return RowFactors(*factors)
 
 
 def _row_losses(
     policy: _Policy, chunk: _Chunk, logp: Tensor, entropy: Tensor | None
 ) -> tuple[RowLosses, RowGradients]:
-    """The chunk's losses, and no gradients."""
+    """Return the chunk's losses and empty gradients."""
     batch, part = policy.batch, chunk.rows
     rows = policy_losses(
         policy.objective,
@@ -306,7 +307,7 @@ def _row_losses(
 def _row_gradients(
     policy: _Policy, chunk: _Chunk, logp: Tensor, entropy: Tensor | None
 ) -> tuple[RowLosses, RowGradients]:
-    """The chunk's losses, and weight times df/dlogp and df/dH, by differentiating the objective itself."""
+    """Return the chunk's losses, and weight times df/dlogp and df/dH from autograd."""
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
         entropy_leaf = None if entropy is None else entropy.detach().requires_grad_()
@@ -320,13 +321,13 @@ def _row_gradients(
 
 
 def _arranged(source: RowSource, head: Head, chunks: list[_Chunk], bias: Tensor | None) -> Arrangement:
-    """Tiles as tall as the tallest chunk with saved logits, and a part of the vocabulary for each core."""
+    """Choose tiles as tall as the tallest chunk with saved logits; split the vocabulary over the cores."""
     hidden, num_rows, columns = source.hidden, source.num_rows, head.columns
     most_rows = most_saved_rows(chunks)
     kernels = kernels_for(hidden, head.dtype, num_rows * columns)
     overwritten = finishes_logits(kernels) and (bias is None or not bias.requires_grad)
     if overwritten and columns and len(chunks) > 1 and not any(chunk.recompute for chunk in chunks):
-        # On a GPU gradients overwrite the logits of their chunk, which is one tile then.
+        # On a GPU, gradients overwrite the logits of their chunk, so each chunk is one tile.
         return Arrangement(Tiles(most_rows, columns, "rows"), 1, kernels)
     if not most_rows:
         most_rows = num_rows if on_gpu(hidden.device) else min(num_rows, CPU_MAX_ROWS)
@@ -339,7 +340,7 @@ def _chunks(
     checked: CheckedCall,
     tuning: Tuning,
 ) -> list[_Chunk]:
-    """Row chunks whose logits fit the budget; with gspo whole sequences, the too long ones by themselves."""
+    """Return row chunks whose logits fit the budget; gspo: whole sequences, too long ones on their own."""
     num_rows = checked.source.num_rows
     most = _most_rows(checked, tuning)
     if objective.kind in WHOLE_BATCH:
@@ -365,13 +366,13 @@ def _chunks(
 
 
 def _most_rows(checked: CheckedCall, tuning: Tuning) -> int:
-    """Rows whose logits fit the budget: the same number on every rank."""
+    """Return the number of rows whose logits fit the budget; it is the same on every rank."""
     head, source = checked.head, checked.source
     columns = agreed_columns(head, checked.group)
     if on_gpu(head.weight.device):
         logit_bytes = 2 if tuning.round_logits else head.dtype.itemsize
         return gpu_chunk_rows((columns, head.weight.shape[1]), head.weight, logit_bytes, tuning.budget)
-    # A tile's width follows the local shard; ranks must not count with it.
+    # The tile width depends on the local shard, so it must not enter a number that all ranks share.
     work_columns = columns
     if checked.group is None:
         width, device = source.hidden.shape[1], source.hidden.device
@@ -380,10 +381,10 @@ def _most_rows(checked: CheckedCall, tuning: Tuning) -> int:
     return max((CPU_CHUNK_BYTES if tuning.budget is None else tuning.budget) // max(row_bytes, 1), 1)
 
 
-# The function as a torch.library op: the forward forms the gradients, backward multiplies them. An op takes
-# only tensors and numbers, so every tensor is a parameter of its own. names: kind, kl, normalizer, entropy,
-# rounding; numbers: LoRA's scaling, scale, softcap, clip_low, clip_high, kl_coef, entropy_coef,
-# dual_clip, temperatures, covariance.
+# linear_policy_loss as a torch.library op: the forward op computes the gradients, the backward op scales
+# them. An op takes only tensors and numbers, so every tensor is a separate parameter. names: kind, kl,
+# normalizer, entropy, rounding; numbers: LoRA's scaling, scale, softcap, clip_low, clip_high, kl_coef,
+# entropy_coef, dual_clip, temperatures, covariance.
 
 
 @torch.library.custom_op("leanstep::linear_policy_loss", mutates_args=())
@@ -393,7 +394,7 @@ def _policy_op(
     mask: Tensor | None, ref_logp: Tensor | None, normalizer: Tensor | None, lengths: list[int] | None,
     names: str, numbers: list[float], budget: int, autocast: torch.dtype | None, needed: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Loss, logp, entropy, metrics, and the gradients of hidden, weight, bias, down and up."""
+    """Return loss, logp, entropy, metrics, and the gradients of hidden, weight, bias, down and up."""
     kind, kl, norm, entropy, logits = names.split()
     low, high, kl_coef, entropy_coef, dual, *more = numbers[3:]
     choice = (tuple(more[:2]), CovarianceChoice(*more[2:]))
@@ -427,8 +428,9 @@ def _(
     num_rows = hidden.shape[0] if rows is None else rows.shape[0]
     moment = names.split()[3] != "none" or numbers[6] != 0
     shapes = [(), num_rows, num_rows if moment else 0, 3 + moment]
-    made = [hidden.new_empty(shape, dtype=accumulation_dtype(hidden.dtype, weight.dtype)) for shape in shapes]
-    return [*made, *fake_gradients((hidden, weight, bias, down, up), needed, hidden)]
+    dtype = accumulation_dtype(hidden.dtype, weight.dtype)
+    outputs = [hidden.new_empty(shape, dtype=dtype) for shape in shapes]
+    return [*outputs, *fake_gradients((hidden, weight, bias, down, up), needed, hidden)]
 
 
 _policy_op.register_autograd(multiply_formed, setup_context=save_formed)
@@ -448,21 +450,21 @@ def _traced(
     transform: Transform | None,
     tuning: Tuning,
 ) -> PolicyLoss:
-    """`linear_policy_loss` inside a compiled region."""
+    """Run `linear_policy_loss` inside a compiled region."""
     transform = transform or Transform()
     head, temperatures, scaling, autocast = flat_head(weight, temperature, hidden)
     numbers = [scaling, transform.scale, transform.softcap or 0.0, objective.clip_low, objective.clip_high]
     numbers += [objective.kl_coef, objective.entropy_coef, objective.dual_clip or 0.0]
     numbers += [*objective.temperatures, *objective.covariance]
     needed = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (hidden, *head)]
-    given = (batch.old_logp, batch.advantages, batch.mask, batch.ref_logp)
+    per_row = (batch.old_logp, batch.advantages, batch.mask, batch.ref_logp)
     lengths = None if batch.sequence_lengths is None else list(batch.sequence_lengths)
     named = normalizer if isinstance(normalizer, str) else "-"
     logits = "rounded" if tuning.round_logits else "exact"
     names = f"{objective.kind} {objective.kl} {named} {entropy} {logits}"
     divisor = None if isinstance(normalizer, str) else on_device(normalizer, hidden)
     constants = (lengths, names, numbers, tuning.budget or 0, autocast, needed)
-    out = _policy_op(hidden, *head, targets, rows, temperatures, *given, divisor, *constants)
+    out = _policy_op(hidden, *head, targets, rows, temperatures, *per_row, divisor, *constants)
     keys = ["clip_fraction", "mean_ratio", "approx_kl"]
     keys += ["entropy"] if entropy != "none" or objective.entropy_coef else []
     metrics = dict(zip(keys, out[3].unbind(), strict=True))

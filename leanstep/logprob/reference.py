@@ -1,4 +1,4 @@
-"""Log-probs and entropy the plain way, every [N, V] tensor in full: in fp64 the reference of all tests."""
+"""Log-probs and entropy in plain torch with full [N, V] tensors; in fp64, the reference of all tests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ def reference_logprobs(
     allowed: list[list[int]] | None = None,
     whole_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` [N] and entropy, [N] each, of softmax(logits / temperature).
+    """Return the log-prob of `targets` [N] and the entropy of softmax(logits / temperature), [N] each.
 
-    `allowed` restricts each row's softmax to the listed ids and the target; with `whole_entropy` the entropy
-    stays that of the whole vocabulary.
-    Plain code: a logit of -inf makes the entropy NaN.
+    `allowed` restricts each row's softmax to the listed ids and the target. With `whole_entropy`, the entropy
+    still covers the whole vocabulary. A logit of -inf makes the entropy NaN.
     """
     if isinstance(temperature, Tensor):
         temperature = temperature.to(logits.dtype).unsqueeze(-1)
@@ -47,7 +46,7 @@ def reference_linear_logprobs(
     allowed: list[list[int]] | None = None,
     whole_entropy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same from hidden [T, D] and weight [V, D]: all rows are projected, then `rows` are picked."""
+    """Return the same two values from hidden [T, D] and weight [V, D]: project all rows, select `rows`."""
     logits = scale * torch.nn.functional.linear(hidden, weight, bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -59,7 +58,7 @@ def reference_linear_logprobs(
 def reference_masked_token_logprobs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, mask: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of each token of a padded batch, [B, T - 1] each, 0 where `mask` [B, T] is 0."""
+    """Return token log-probs and entropies of a padded batch, [B, T - 1] each, 0 where `mask` [B, T] is 0."""
     logits = torch.nn.functional.linear(hidden[:, : tokens.shape[1] - 1], weight)
     scored = mask[:, 1:].bool()
     targets = torch.where(scored, tokens[:, 1:], 0)

@@ -1,8 +1,8 @@
-"""Which logit rows of a local micro-batch are consumed, by which token, for every data layout.
+"""Which logit rows of a local micro-batch are needed, and for which tokens, for every data layout.
 
-A sample has L tokens, the last R of them the response, P = L - R >= 1 the prompt. Row i scores token i + 1,
-so the response is scored by rows [P - 1, L - 1) of the sample, and response token j by row P - 1 + j.
-Selection, targets, masks, per-sample extraction and the way back are all intersections of the layout's spans
+A sample has L tokens: a prompt of P = L - R >= 1 tokens, then a response of R tokens. Row i scores token
+i + 1, so rows [P - 1, L - 1) of the sample score the response, and row P - 1 + j scores response token j.
+Selection, targets, masks, per-sample extraction and scattering are all intersections of the layout's spans
 (`layout.py`) with that window, so they cannot disagree.
 
 Everything is computed from Python integers on the host; a plan costs one host-to-device copy and no sync.
@@ -33,22 +33,22 @@ Select = Literal["all", "response", "loss_mask"]
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows to compute and the way back to samples.
+    """The rows to compute, and how to map results back to samples.
 
-    With `select="response"` or `"loss_mask"` there is one entry per computed row, samples in order and the
-    response in order within a sample. With `"all"` rows is None (compute every row, no gather).
+    With `select="response"` or `"loss_mask"` there is one entry per computed row, ordered by sample and by
+    response position within a sample. With `"all"`, `rows` is None (compute every row, no gather).
 
     Attributes:
         rows: [T'] int64 local row indices, or None for all rows.
         targets_index: [T'] int64 into the concatenation of all samples' tokens (prompt and response).
         resp_index: [T'] int64 position within the sample's response; -1 outside it (`"all"` only).
-        splits: per sample, how many response positions this rank holds: the lengths `split` returns.
+        splits: number of response positions per sample on this rank, i.e. the lengths that `split` returns.
         T_local: local rows with padding.
-        slots: [T'] where each computed row goes in the concatenation of local parts (`"loss_mask"`), or
-            [sum(splits)] the row each part entry comes from (`"all"`); None when the two coincide.
+        slots: [T'] position of each computed row in the concatenation of local parts (`"loss_mask"`), or
+            [sum(splits)] source row of each entry of the parts (`"all"`); None if the two coincide.
         weights: [sum(splits)] float64 mask / max(mask total of the whole sample, 1); None without masks.
-        rows_host: `rows` on the host (None for all rows), for plans that other ranks must know.
-        response_host: [T'] on the host, each row's place in the concatenation of all responses, or -1.
+        rows_host: `rows` on the host (None for all rows), for plans that other ranks need.
+        response_host: [T'] on the host, each row's position in the concatenation of all responses, or -1.
         spans: response-window spans on this rank, in extraction order.
     """
 
@@ -78,15 +78,17 @@ class RowPlan:
         return sum(self.prompt_lengths) + sum(self.response_lengths)
 
     def targets(self, tokens: Tensor | Sequence[Tensor]) -> Tensor:
-        """The scored token of each computed row, from the samples' own tokens (concatenated, or one each)."""
+        """Return the target of each computed row from the samples' tokens (concatenated, or a list)."""
         stream = _one_row(tokens, self.targets_index)
         if stream.ndim != 1 or stream.numel() != self.num_tokens:
             got = tuple(stream.shape)
-            raise ValueError(f"tokens: expected all samples' {self.num_tokens} tokens in one row, got {got}")
+            raise ValueError(
+                f"tokens: expected all samples' {self.num_tokens} tokens as a 1-D tensor, got {got}"
+            )
         return stream.index_select(0, self.targets_index)
 
     def local_parts(self, values: Tensor) -> Tensor:
-        """Per-row results -> the concatenation of all samples' local response parts."""
+        """Convert per-row results to the concatenation of all samples' local response parts."""
         if values.shape[:1] != (self.num_rows,):
             raise ValueError(f"values: expected {self.num_rows} rows, got shape {tuple(values.shape)}")
         if self.slots is None:
@@ -96,11 +98,11 @@ class RowPlan:
         return values.new_zeros((sum(self.splits), *values.shape[1:])).index_copy(0, self.slots, values)
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """One tensor per sample: its local response part, maybe empty; unselected positions are exactly 0."""
+        """Return each sample's local response part (possibly empty); unselected positions are exactly 0."""
         return list(self.local_parts(values).split(list(self.splits)))
 
     def scatter(self, values: Tensor, length: int | None = None) -> Tensor:
-        """The [length] vector aligned with local rows, zeros where nothing was computed."""
+        """Return a [length] vector aligned with local rows, with zeros for rows that were not computed."""
         length = self.T_local if length is None else length
         if length < self.T_local:
             raise ValueError(f"length: {length} is less than the {self.T_local} local rows")
@@ -112,14 +114,14 @@ class RowPlan:
         return full.index_copy(0, self.rows, values)
 
     def response_ranges(self) -> list[tuple[int, int, int]]:
-        """(sample, start, stop) of the response positions held here, in extraction order."""
+        """Return (sample, start, stop) of the response positions on this rank, in extraction order."""
         starts = [p - 1 for p in self.prompt_lengths]
         return [
             (s.sample, s.start - starts[s.sample], s.stop - starts[s.sample]) for s in self.spans if len(s)
         ]
 
     def returned(self) -> RowPlan:
-        """The plan whose split the results are handed back in: zigzag for allgather, else this one."""
+        """Return the plan that results are split by: the zigzag plan for allgather, otherwise this one."""
         if self.layout != "allgather" or self.cp_size == 1:
             return self
         totals = [p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True)]
@@ -134,7 +136,7 @@ class RowPlan:
 
 
 def select_rows(response_only: bool = False, loss_mask_only: bool = False) -> Select:
-    """The two switches of a trainer's configuration -> `select`; rejects mask-only without response-only.
+    """Convert two flags of a trainer's configuration to `select`; mask-only requires response-only.
 
     Equivalent to:
         select = ("all", "response", "loss_mask")[response_only + loss_mask_only]
@@ -158,7 +160,7 @@ def plan_rows(
     select: Select = "response",
     device: torch.device | str = "cpu",
 ) -> RowPlan:
-    """Choose the logit rows this rank has to compute.
+    """Select the logit rows that this rank has to compute.
 
     Equivalent to, for one sample of L tokens with R response tokens (layout "thd", select "response"):
         rows = torch.arange(L - R - 1, L - 1)
@@ -166,15 +168,16 @@ def plan_rows(
 
     Args:
         total_lengths: tokens per sample, prompt and response.
-        response_lengths: response tokens per sample; 0 is legal, a prompt of 0 is not.
+        response_lengths: response tokens per sample; may be 0. The prompt must have at least one token.
         layout: "thd" (concatenated), "bshd" (padded to max_seq_len), "zigzag" and "bshd_zigzag" (each sample
             in 2 * cp_size chunks, rank r holds chunks r and 2 * cp_size - 1 - r), "allgather" (one
-            concatenated stream cut into cp_size equal pieces).
-        local_len: rows of the local tensor; None = the least multiple of `pad_multiple`.
+            concatenated stream split into cp_size equal pieces).
+        local_len: rows of the local tensor; None: the smallest multiple of `pad_multiple` that fits.
         loss_masks: per sample, R values 0 or 1 (sequences or CPU tensors).
-        select: "all" rows, the "response" rows, or only those with "loss_mask" 1. The last returns 0.0 for
-            masked positions, so it is for the policy loss only, never for stored old or reference log-probs.
-        device: where the indices go.
+        select: "all": every row; "response": rows that score the response; "loss_mask": response rows whose
+            mask is 1. "loss_mask" returns 0.0 for masked positions: use it for the policy loss only, never
+            for stored old or reference log-probs.
+        device: device of the indices.
     """
     if select not in ("all", "response", "loss_mask"):
         raise ValueError(f"select: got {select!r}, expected all, response or loss_mask")
@@ -201,7 +204,7 @@ def plan_rows(
     splits = [0] * len(totals)
     for window in windows:
         splits[window.sample] += len(window)
-    # One copy for everything: doubles are copied as the bits of int64.
+    # One copy for everything: the float64 weights are copied as int64 bits.
     bits = None if weights is None else weights.view(torch.int64)
     rows, resp, targets, slots, bits = _to_device_at_once(
         [index.rows, index.resp, index.targets, index.slots, bits], device
@@ -244,11 +247,11 @@ class _HostIndex:
 def _response_index(
     windows: list[Span], totals: list[int], prompts: list[int], responses: list[int]
 ) -> _HostIndex:
-    """The rows that score a response token."""
+    """Return the index of the rows that score a response token."""
     token_starts, response_starts = _starts(totals), _starts(responses)
 
     def positions(starts: list[int]) -> Tensor:
-        """Positions of all windows, each counted from its sample's start."""
+        """Return the positions of all windows, offset by the start of their sample."""
         return _ranges((starts[w.sample] + w.start, starts[w.sample] + w.stop) for w in windows)
 
     # Position x of a sample scores its token x + 1, which is response token x - (P - 1).
@@ -261,14 +264,14 @@ def _response_index(
 
 
 def _masked_index(index: _HostIndex, mask: Tensor) -> _HostIndex:
-    """Of the response's rows those where `mask`, one value per row, is 1."""
+    """Select the response rows where `mask`, one value per row, is 1."""
     slots = mask.nonzero().flatten()
     assert index.rows is not None
     return _HostIndex(index.rows[slots], index.targets[slots], index.resp[slots], index.places[slots], slots)
 
 
 def _every_row_index(index: _HostIndex, spans: list[Span], totals: list[int], T_local: int) -> _HostIndex:
-    """All local rows; those outside a response score their next token, padding scores token 0."""
+    """Return the index of all local rows; rows outside a response score their next token, padding token 0."""
     targets, token_starts = torch.zeros(T_local, dtype=torch.int64), _starts(totals)
     for span in spans:
         scoring = span.clip(0, totals[span.sample] - 1)
@@ -287,7 +290,7 @@ def _every_row_index(index: _HostIndex, spans: list[Span], totals: list[int], T_
 
 
 def _local_masks(masks: list[Tensor], windows: list[Span], prompts: list[int]) -> tuple[Tensor, Tensor]:
-    """The masks of the local response rows, and mask / max(mask total of the whole sample, 1) in float64."""
+    """Return the masks of the local response rows and mask / max(mask total of the sample, 1) in float64."""
     scale = [1.0 / max(int(mask.sum()), 1) for mask in masks]
     pieces, weights = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.float64)]
     for window in windows:
@@ -299,7 +302,7 @@ def _local_masks(masks: list[Tensor], windows: list[Span], prompts: list[int]) -
 
 
 def _to_device_at_once(vectors: list[Tensor | None], device: torch.device | str) -> list[Tensor | None]:
-    """int64 vectors on `device`, in one copy."""
+    """Copy int64 vectors to `device` in one copy."""
     present = [vector for vector in vectors if vector is not None]
     copied = iter(to_device(torch.cat(present), device).split([vector.numel() for vector in present]))
     return [None if vector is None else next(copied) for vector in vectors]
@@ -313,7 +316,7 @@ def full_loss_mask(
     device: torch.device | str = "cpu",
     **layout_arguments: Any,
 ) -> Tensor:
-    """The masks aligned with local logit rows: [T_local] int64, 1 where the row scores a kept token.
+    """Return the masks aligned with local logit rows: [T_local] int64, 1 where the scored token's mask is 1.
 
     Equivalent to, for one sample of L tokens with R response tokens:
         full = torch.cat((torch.zeros(L - R - 1), mask, torch.zeros(1))).long()
@@ -327,13 +330,13 @@ def full_loss_mask(
     for span in spans:
         first = prompts[span.sample] - 1
         window = span.clip(first, totals[span.sample] - 1)
-        kept = masks[span.sample][window.start - first : window.stop - first]
-        full[window.base : window.base + len(window)] = kept
+        local_mask = masks[span.sample][window.start - first : window.stop - first]
+        full[window.base : window.base + len(window)] = local_mask
     return to_device(full, device)
 
 
 def slice_response(responses: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
-    """Response-long tensors [R], one per sample -> this rank's parts, as `plan.split` returns them.
+    """Slice one [R] tensor per sample into this rank's parts, in the order of `plan.split`.
 
     Equivalent to:
         held = [[x[a:b] for k, a, b in plan.response_ranges() if k == s] for s, x in enumerate(responses)]
@@ -351,7 +354,7 @@ def slice_response(responses: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
 
 
 def place_response(parts: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
-    """This rank's parts -> response-long tensors with zeros where other ranks hold the values."""
+    """Expand this rank's parts to one [R] tensor per sample, with zeros where other ranks hold the values."""
     if len(parts) != len(plan.splits):
         raise ValueError(f"parts: expected {len(plan.splits)} samples, got {len(parts)}")
     for k, (x, length) in enumerate(zip(parts, plan.splits, strict=True)):
@@ -368,7 +371,7 @@ def place_response(parts: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
             pieces.append(part[taken : taken + stop - start])
             done, taken = stop, taken + stop - start
         pieces.append(part.new_zeros((length - done, *part.shape[1:])))
-        # An empty part still takes part in the graph, so that its rank runs backward too.
+        # Concatenate empty parts too: they keep this rank in the graph, so that it also runs backward.
         placed.append(torch.cat([*pieces, part[:0]]))
     return placed
 
@@ -376,10 +379,10 @@ def place_response(parts: Sequence[Tensor], plan: RowPlan) -> list[Tensor]:
 def select_allowed(
     ids: Sequence[Sequence[int] | Tensor], offsets: Sequence[Sequence[int] | Tensor], plan: RowPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allowed ids per response token (top-p replay) -> `allowed` of the computed rows: ids, offsets, has_set.
+    """Convert allowed ids per response token (top-p replay) to (ids, offsets, has_set) of the computed rows.
 
-    `ids[k]` holds sample k's lists one after another, `offsets[k]` its R + 1 bounds; both on the host.
-    The result: [M] ids, [T' + 1] offsets, [T'] bool.
+    `ids[k]` is the concatenation of sample k's lists, `offsets[k]` their R + 1 bounds; both on the host.
+    Returns [M] ids, [T' + 1] offsets and [T'] bool.
 
     Equivalent to, for one sample and select "response":
         allowed = torch.as_tensor(ids[0]), torch.as_tensor(offsets[0]), torch.ones(R, dtype=torch.bool)
@@ -398,27 +401,27 @@ def select_allowed(
         done += some.numel()
     has_set = plan.response_host >= 0
     place = plan.response_host.clamp(min=0)
-    # One spare entry: rows outside any response look at it, and a batch may have no response at all.
+    # One spare entry: rows outside every response index it, and a batch may have no response at all.
     spare = torch.zeros(1, dtype=torch.int64)
     start, size = (torch.cat([*x, spare])[place] for x in (starts, sizes))
     size = torch.where(has_set, size, 0)
     ends = size.cumsum(0)
     within = torch.arange(int(size.sum())) - (ends - size).repeat_interleave(size)
     chosen = torch.cat(flat)[start.repeat_interleave(size) + within]
-    # The op reads the offsets on the host: leave them there.
+    # The op reads the offsets on the host, so they stay there.
     device = plan.targets_index.device
     return chosen.to(device), torch.cat((spare, ends)), has_set.to(device)
 
 
 def next_token_targets(tokens: Tensor, *, ignore_index: int | None = None) -> tuple[Tensor, Tensor]:
-    """Rows and their targets where every position scores the token after it: the plain language-model case.
+    """Return rows and targets for plain language modeling, where every position scores the next token.
 
     Equivalent to, for tokens [B, S] without `ignore_index`:
         rows = torch.arange(B * S).view(B, S)[:, :-1].flatten()
         targets = tokens[:, 1:].flatten()
 
-    The alignment is that of cut-cross-entropy's `shift=True`: hidden states and tokens go in as they come
-    out of the model and the data, and the last position of a sequence scores nothing.
+    The alignment matches cut-cross-entropy's `shift=True`: pass hidden states and tokens unshifted; the last
+    position of a sequence scores nothing.
 
         rows, targets = next_token_targets(tokens)
         logp = linear_logprobs(hidden.flatten(0, -2), weight, targets, rows=rows).logp
@@ -442,7 +445,7 @@ def next_token_targets(tokens: Tensor, *, ignore_index: int | None = None) -> tu
 
 
 def sample_mean(values: Tensor | Sequence[Tensor], plan: RowPlan) -> Tensor:
-    """sum over samples of sum(x * mask) / max(mask total, 1), this rank's share of it, a scalar.
+    """Return this rank's share of the sum over samples of sum(x * mask) / max(mask total, 1), a scalar.
 
     Equivalent to, on one rank, for `values` in parts:
         share = sum((x * m).sum() / max(m.sum(), 1) for x, m in zip(values, loss_masks))
@@ -459,7 +462,7 @@ def sample_mean(values: Tensor | Sequence[Tensor], plan: RowPlan) -> Tensor:
 
 
 def _one_row(values: Any, like: Tensor) -> Tensor:
-    """A tensor as it is, a list of tensors concatenated; no tensors at all give an empty one."""
+    """Return a tensor unchanged and concatenate a list of tensors; an empty list gives an empty tensor."""
     if isinstance(values, Tensor):
         return values
     return torch.cat(list(values)) if len(values) else like.new_zeros(0)

@@ -1,1 +1,1 @@
-"""Honest measurement: time, memory, host reads, parity with fp64, drift of a training run, planned peaks."""
+"""Measurements: time, memory, host reads, parity with fp64, drift of training runs, compiled kernels."""

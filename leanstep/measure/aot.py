@@ -1,9 +1,9 @@
-"""Compile Triton kernels for GPUs that are not here: registers, spills and shared memory from the binaries.
+"""Compile Triton kernels without a GPU and read registers, spills and shared memory from the binaries.
 
-Each fast path's `kernel.py` lists its shipped configurations in AOT_KERNELS; `variants` adds what the flags
-of a kernel allow beside them. NVIDIA figures come from the tools bundled with Triton (cuobjdump for
-registers, ptxas -v for spills), AMD ones from the assembly's metadata. Shared memory is Triton's own figure:
-cuobjdump leaves out the dynamic part. The machine code for sm_90 has to pass the gates of `sass.py`.
+Each fast path's `kernel.py` lists its shipped configurations in AOT_KERNELS; `variants` adds other values of
+a kernel's flags. NVIDIA figures come from the tools bundled with Triton (cuobjdump for registers, ptxas -v
+for spills), AMD figures from the assembly's metadata. Shared memory is the figure that Triton reports:
+cuobjdump omits the dynamic part. The machine code for sm_90 must pass the checks of `sass.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def kernel_modules() -> tuple[str, ...]:
-    """Every `kernel.py` of the package: the only files that may import Triton at the top."""
+    """Return every `kernel.py` of the package: the only modules that may import Triton at module level."""
     return tuple(
         ".".join(("leanstep", *path.relative_to(_PACKAGE).with_suffix("").parts))
         for path in sorted(_PACKAGE.rglob("kernel.py"))
@@ -39,7 +39,7 @@ def kernel_modules() -> tuple[str, ...]:
 
 KERNEL_MODULES = kernel_modules()
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
-# Shared memory that a block may use, in bytes: CUDA programming guide, table of compute capabilities; AMD's
+# Maximum shared memory per block in bytes: CUDA programming guide, table of compute capabilities; for AMD the
 # LDS per workgroup.
 SHARED_LIMITS = {
     "sm_70": 98_304,
@@ -56,16 +56,16 @@ SHARED_LIMITS = {
     "gfx942": 65_536,
     "gfx950": 163_840,
 }
-# The AMD pipeliner keeps one buffer less than NVIDIA's; more than two stages only costs memory there.
+# The AMD pipeliner uses one buffer less than NVIDIA's; more than two stages only cost memory there.
 MAX_AMD_STAGES = 2
-# A shipped configuration spills nothing. A variant of its flags may: this much is a few values that a loop
-# keeps for later; a tile that does not fit takes a kilobyte.
+# A shipped configuration must not spill. A variant may spill this much: a few values across a loop. A tile
+# that does not fit spills a kilobyte.
 VARIANT_SPILL_BYTES = 32
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What one kernel configuration needs on one target; `shortfall`: the gates its machine code misses."""
+    """Resources of a kernel configuration on one target; `shortfall`: checks that its machine code fails."""
 
     package: str
     kernel: str
@@ -81,14 +81,14 @@ class CompiledKernel:
 
     @property
     def complaint(self) -> str:
-        """Why this will not do, or empty."""
+        """Why this kernel is not acceptable; empty if it is."""
         if self.error:
             return f"did not compile: {self.error}"
         if self.spill_bytes > (0 if self.shipped else VARIANT_SPILL_BYTES):
             return f"spills {self.spill_bytes} bytes of registers"
         limit = SHARED_LIMITS.get(self.target)
         if limit is not None and self.shared_bytes > limit:
-            return f"takes {self.shared_bytes:,} bytes of shared memory, the device has {limit:,}"
+            return f"needs {self.shared_bytes:,} bytes of shared memory, the device has {limit:,}"
         return self.shortfall
 
     def to_json(self) -> dict[str, Any]:
@@ -96,13 +96,13 @@ class CompiledKernel:
 
 
 def parse_target(name: str) -> Any:
-    """`sm_90` or `gfx942` as Triton's GPUTarget."""
+    """Return Triton's GPUTarget for `sm_90` or `gfx942`."""
     from triton.backends.compiler import GPUTarget
 
     if re.fullmatch(r"sm_\d{2,3}", name):
         return GPUTarget("cuda", int(name[3:]), 32)
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", name):
-        # CDNA (gfx9) runs wavefronts of 64, RDNA of 32.
+        # CDNA (gfx9) has wavefronts of 64, RDNA of 32.
         return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
     raise ValueError(f"targets: expected names like {', '.join(TARGETS)}, got {name!r}")
 
@@ -110,24 +110,24 @@ def parse_target(name: str) -> Any:
 def shipped_kernels(
     modules: tuple[str, ...] = KERNEL_MODULES, *, every_variant: bool = False
 ) -> list[tuple[str, dict[str, Any]]]:
-    """(package, AOT_KERNELS entry) of every kernel module; with the variants of their flags where asked."""
-    found = []
+    """Return (package, AOT_KERNELS entry) of every kernel module; `every_variant` adds flag variants."""
+    entries = []
     for name in modules:
         listed = importlib.import_module(name).AOT_KERNELS
-        # The room that the kernel belongs to, not a folder inside it.
-        found += [(name.split(".")[1], entry) for entry in (variants(listed) if every_variant else listed)]
-    return found
+        # The top-level package of the kernel, not a folder inside it.
+        entries += [(name.split(".")[1], entry) for entry in (variants(listed) if every_variant else listed)]
+    return entries
 
 
 def variants(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entries, and what their kernels' flags allow beside them: every pair of values of two flags.
+    """Return the entries plus variants of their flags that cover every pair of values of two flags.
 
-    A flag is a constexpr that is True or False in the registry, unless the entry's "tied" names it: those
-    follow from a pointer's type. Up to three of them are combined in every
-    way. With more, each two flags take all four pairs of values somewhere: eight flags take 256 combinations
-    and minutes a target, their pairs about ten, and a kernel that fails to compile does so for one or two.
+    A flag is a constexpr that is True or False in the registry, unless the entry's "tied" names it: tied ones
+    follow from a pointer's type. Up to three flags are combined in every way. With more, any two flags take
+    all four pairs of values in some variant: all combinations of eight flags would be 256 and take minutes
+    per target, pairs need about ten, and a kernel that fails to compile fails because of one or two flags.
     """
-    made, known = list(entries), {_identity(entry) for entry in entries}
+    result, known = list(entries), {_identity(entry) for entry in entries}
     for entry in entries:
         tied = entry.get("tied", ())
         flags = [k for k, v in entry["constexprs"].items() if isinstance(v, bool) and k not in tied]
@@ -138,19 +138,19 @@ def variants(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             other |= {"name": " ".join([entry["name"], *changed]), "shipped": False}
             if _identity(other) not in known:
                 known.add(_identity(other))
-                made.append(other)
-    return made
+                result.append(other)
+    return result
 
 
 def _identity(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """Two entries with this in common compile to the same code."""
+    """Return a key that is equal for entries that compile to the same code."""
     parts = (entry["signature"], entry["constexprs"])
     listed = (tuple(sorted((str(k), str(v)) for k, v in part.items())) for part in parts)
     return (entry["fn"].__name__, *listed, entry["num_warps"], entry["num_stages"])
 
 
 def _covering(count: int, first: tuple[bool, ...]) -> list[tuple[bool, ...]]:
-    """Rows of `count` booleans in which any two columns take all four pairs; greedy, always the same rows."""
+    """Return rows of `count` booleans in which any two columns take all four pairs; greedy, deterministic."""
     everything = list(itertools.product((False, True), repeat=count))
     if count <= 3:
         return everything
@@ -177,7 +177,7 @@ def compile_kernel(package: str, entry: dict[str, Any], target_name: str) -> Com
     function, names = entry["fn"], entry["fn"].arg_names
     signature = {name: entry["signature"].get(name, "constexpr") for name in names}
     constants = {(names.index(name),): value for name, value in entry["constexprs"].items()}
-    # Pointers and sizes of real tensors are multiples of 16; the launcher would find that out by itself.
+    # Pointers and sizes of real tensors are multiples of 16; at a launch Triton detects that by itself.
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
@@ -200,7 +200,7 @@ def compile_source(
     shipped: bool = True,
     gates: bool = False,
 ) -> CompiledKernel:
-    """Compile one `ASTSource` for one target; `gates`: hold its sm_90 machine code to those of sass.py."""
+    """Compile one `ASTSource` for one target; `gates`: check its sm_90 machine code with sass.py."""
     import triton
 
     target = parse_target(target_name)
@@ -217,7 +217,7 @@ def compile_source(
     except Exception as problem:
         line = str(problem).strip().splitlines() or [type(problem).__name__]
         return row(0, 0, 0, error=f"{type(problem).__name__}: {line[0]}")
-    # Spills have a figure of their own.
+    # Spills are reported as a figure of their own.
     missed = [sentence for sentence in missed if not (spills and sentence.endswith(sass.LOCAL))]
     return row(registers, spills, kernel.metadata.shared, shortfall="; ".join(missed))
 
@@ -228,22 +228,22 @@ def compile_all(
     progress: Callable[[str, float], None] | None = None,
     every_variant: bool = False,
 ) -> Iterator[CompiledKernel]:
-    """Every shipped kernel for every target.
+    """Compile every shipped kernel for every target.
 
     Raises:
-        RuntimeError: under TRITON_INTERPRET, where there is nothing to compile.
-        ValueError: for a target that this Triton cannot compile for.
+        RuntimeError: under TRITON_INTERPRET, which compiles nothing.
+        ValueError: for a target that this version of Triton does not support.
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise RuntimeError("TRITON_INTERPRET=1 replaces kernels by Python; unset it to compile them")
     for target in targets:
         parse_target(target)
-    # LLVM aborts the process on some targets it does not know, so an untested one gets its own process.
+    # LLVM aborts the process on some unknown targets, so an untested target gets its own process.
     for target in targets:
         if target not in TARGETS:
             if progress:
                 progress(target, 0.0)
-            yield from _compile_apart(target, modules)
+            yield from _compile_in_child(target, modules)
     tested = [target for target in targets if target in TARGETS]
     shipped = shipped_kernels(modules, every_variant=every_variant)
     work = [(package, entry, target) for package, entry in shipped for target in tested]
@@ -253,8 +253,8 @@ def compile_all(
         yield compile_kernel(package, entry, target)
 
 
-def _compile_apart(target: str, modules: tuple[str, ...]) -> list[CompiledKernel]:
-    """All kernels for one target, compiled in a process that may die; ValueError if the first fails."""
+def _compile_in_child(target: str, modules: tuple[str, ...]) -> list[CompiledKernel]:
+    """Compile all kernels for a target in a child process, which may abort; ValueError if the first fails."""
     import triton
 
     code = f"from leanstep.measure import aot; aot._print_rows({target!r}, {modules!r})"
@@ -262,7 +262,7 @@ def _compile_apart(target: str, modules: tuple[str, ...]) -> list[CompiledKernel
     if done.returncode:
         rows, said = [], next(iter(done.stderr.strip().splitlines()[::-1]), "no message")
     else:
-        # Triton prints the PTX that its assembler refused: the rows are the last line.
+        # Triton prints PTX that its assembler rejects; the rows are the last line.
         rows = [CompiledKernel(**row) for row in json.loads(done.stdout.splitlines()[-1])]
         said = rows[0].error
     if said is not None:
@@ -271,7 +271,7 @@ def _compile_apart(target: str, modules: tuple[str, ...]) -> list[CompiledKernel
 
 
 def _print_rows(target: str, modules: tuple[str, ...]) -> None:
-    """What the process of `_compile_apart` does."""
+    """Compile and print rows as JSON, in the child process of `_compile_in_child`."""
     rows: list[CompiledKernel] = []
     for package, entry in shipped_kernels(modules):
         rows.append(compile_kernel(package, entry, target))
@@ -281,10 +281,10 @@ def _print_rows(target: str, modules: tuple[str, ...]) -> None:
 
 
 def _assembler(arch: int) -> str:
-    """The ptxas that this Triton itself uses for `arch`."""
+    """Return the path of the ptxas that Triton uses for `arch`."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    # Up to Triton 3.5 there is one for all.
+    # Up to Triton 3.5 there is one ptxas for all architectures.
     tool: Any = get_ptxas(arch) if inspect.signature(get_ptxas).parameters else get_ptxas()  # type: ignore[call-arg]
     return str(tool.path)
 
@@ -295,7 +295,7 @@ def _run(*command: str) -> str:
 
 
 def _nvidia(kernel: Any, target: Any) -> tuple[int, int]:
-    """(registers per thread, spill bytes) of a compiled CUDA kernel."""
+    """Return (registers per thread, spill bytes) of a compiled CUDA kernel."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -308,9 +308,7 @@ def _nvidia(kernel: Any, target: Any) -> tuple[int, int]:
         registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
         assert registers and stack, f"cuobjdump printed no registers: {usage!r}"
         report = ""
-        if int(
-            stack.group(1)
-        ):  # without a stack frame nothing can be spilled: the assembler need not run again
+        if int(stack.group(1)):  # nothing can spill without a stack frame: the assembler need not run again
             out = str(Path(folder) / "out")
             report = _run(_assembler(target.arch), "-v", f"--gpu-name={arch.group(1)}", str(ptx), "-o", out)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
@@ -318,8 +316,8 @@ def _nvidia(kernel: Any, target: Any) -> tuple[int, int]:
 
 
 def _amd(assembly: str) -> tuple[int, int]:
-    """(vector registers, spill bytes per lane) from the metadata in AMD assembly."""
+    """Return (vector registers, spill bytes per lane) from the metadata in AMD assembly."""
     registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
     spills = re.search(r"\.vgpr_spill_count:\s+(\d+)", assembly)
-    assert registers and spills, "AMD assembly holds no register counts"
+    assert registers and spills, "AMD assembly contains no register counts"
     return int(registers.group(1)), 4 * int(spills.group(1))

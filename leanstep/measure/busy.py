@@ -1,8 +1,8 @@
-"""A host with other work: how busy its cores are, and processes that keep them busy for `bench --beside N`.
+"""Measure how busy the host's cores are, and keep them busy for `bench --beside N`.
 
-A training host is rarely idle: data loaders, generation and other ranks share its cores. There OpenMP's
-threads do harm: each spins for milliseconds at the end of an operation, on a core that another thread needs.
-With `OMP_WAIT_POLICY=passive` they sleep instead. OpenMP reads that once, when torch is loaded.
+A training host is rarely idle: data loaders, generation and other ranks share its cores. OpenMP threads then
+waste time: each spins for milliseconds at the end of an operation, on a core that another thread needs. With
+`OMP_WAIT_POLICY=passive` they sleep instead. OpenMP reads that variable once, when torch is loaded.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from leanstep.script.children import start_program
 
-# It never waits: the scheduler gives it every share of a core that it can get.
+# It never waits, so it uses all the time that the scheduler assigns to it.
 PROGRAM = "while True: pass"
-# The kernel counts in hundredths of a second.
+# The kernel counts hundredths of a second.
 LOOK_S = 0.1
 BUSY_SHARE = 0.5
 
@@ -34,16 +34,16 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def sleep_while_waiting() -> None:
-    """Where others use most of this process's cores, let OpenMP's threads sleep instead of spin.
+    """Let OpenMP's threads sleep instead of spin if other processes use most of this process's cores.
 
-    For before torch is loaded. What the user set stays.
+    Call it before torch is loaded. It does not override a value that the user set.
     """
     if "OMP_WAIT_POLICY" not in os.environ and busy_share() > BUSY_SHARE:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def busy_share(seconds: float = LOOK_S) -> float:
-    """Share of the time of this process's cores that is in use, while this process sleeps; 0 if unknown."""
+    """Return the share of time that this process's cores are in use while it sleeps; 0 if unknown."""
     before = _core_times()
     time.sleep(seconds if before else 0)
     used = [
@@ -55,7 +55,7 @@ def busy_share(seconds: float = LOOK_S) -> float:
 
 
 def _core_times() -> list[tuple[int, int]]:
-    """(ticks in use, all ticks) of each core that this process may use; empty where nobody counts them."""
+    """Return (ticks in use, all ticks) of each core that this process may use; empty if unknown."""
     try:
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
         names = {f"cpu{core}" for core in os.sched_getaffinity(0)}

@@ -1,9 +1,9 @@
-"""Does a mathematically equal variant shift the loss of a training run?
+"""Test whether a mathematically equivalent variant shifts the loss of a training run.
 
-Kernel boundaries and summation orders change rounding, and rounding changes a training run; whether it
-changes the *result* is a question of statistics. Two variants are trained from the same seeds on the same
-data; the differences of their final losses are tested with a paired t-test. The report also says how small
-a shift the number of runs could have seen: "no significant difference" from four runs means little.
+Kernel boundaries and summation orders change rounding, and rounding changes a training run. Whether it
+changes the *result* is a statistical question. Two variants are trained from the same seeds on the same data,
+and a paired t-test compares their final losses. The report also states the smallest shift that this number of
+runs can detect: "no significant difference" from four runs means little.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from leanstep.case import Case
+from leanstep.extras import require
 from leanstep.measure import parity
 
 CONFIDENCE = 0.95
 POWER = 0.80
-# The per-step losses count as diverged from this relative difference on.
+# Per-step losses count as diverged above this relative difference.
 DIVERGED = 1e-6
 
 
 @dataclass(frozen=True)
 class DriftRow:
-    """One variant against the reference. Losses in the recipe's own unit (nats per token, mostly)."""
+    """One variant compared with the reference. Losses are in the recipe's unit (usually nats per token)."""
 
     case: str
     impl: str
@@ -48,11 +49,12 @@ class DriftRow:
 
 
 def paired_shift(reference: list[float], variant: list[float]) -> dict[str, float]:
-    """Mean of variant - reference with its confidence interval, two-sided p-value and detectable shift.
+    """Return the mean of variant - reference, its interval, two-sided p-value and detectable shift.
 
-    `detectable_shift` is the true shift that this many pairs would find significant with 80 % probability:
+    `detectable_shift` is the true shift that this many pairs find significant with 80 % probability:
     (t_{0.975} + z_{0.80}) * sd / sqrt(n).
     """
+    require("--drift", "stats", "scipy")
     from scipy import stats
 
     if len(reference) != len(variant):
@@ -66,7 +68,7 @@ def paired_shift(reference: list[float], variant: list[float]) -> dict[str, floa
     error = sd / math.sqrt(n)
     t_critical = float(stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1))
     if error == 0.0:
-        # No spread: bit-equal runs (p = 1), or a constant shift that no noise can explain (p = 0).
+        # No spread: bitwise equal runs (p = 1), or a constant shift that noise cannot explain (p = 0).
         p_value = 1.0 if mean == 0.0 else 0.0
     else:
         p_value = float(2 * stats.t.sf(abs(mean / error), n - 1))
@@ -80,7 +82,7 @@ def paired_shift(reference: list[float], variant: list[float]) -> dict[str, floa
 
 
 def first_divergence(reference: list[float], variant: list[float]) -> int | None:
-    """The first step whose losses differ by more than 1e-6 relative, or None."""
+    """Return the first step whose losses differ by more than 1e-6 relative, or None."""
     for step, (a, b) in enumerate(zip(reference, variant, strict=True)):
         if abs(a - b) > DIVERGED * max(abs(a), abs(b)):
             return step
@@ -94,7 +96,7 @@ def run_drift(
     steps: int = 60,
     on_run: Callable[[str, int, int], None] | None = None,
 ) -> list[DriftRow]:
-    """Train every fast path of the case beside the reference; one row each, closest to fp64 first."""
+    """Train every fast path of the case and the reference; return one row each, closest to fp64 first."""
     assert case.drift is not None, case.name
     curves = {case.reference.name: [case.drift(case.reference.name, seed, steps) for seed in range(runs)]}
     variants = [
@@ -129,7 +131,7 @@ def run_drift(
                 fp64_error=errors[implementation.name],
                 fp64_error_reference=errors[case.reference.name],
                 fp64_rank=ranking.index(implementation.name) + 1,
-                # A significant shift that makes the loss worse fails; a better one is not an error.
+                # A significant shift to a worse loss fails; a better loss is not an error.
                 ok=not (statistics["p_value"] < 1 - CONFIDENCE and statistics["shift"] > 0),
                 **statistics,
             )
@@ -138,13 +140,13 @@ def run_drift(
 
 
 def _tail(losses: list[float]) -> float:
-    """The mean of the last tenth: a single step's loss is mostly its batch."""
+    """Return the mean of the last tenth: the loss of a single step depends mostly on its batch."""
     count = max(1, len(losses) // 10)
     return sum(losses[-count:]) / count
 
 
 def _fp64_error(case: Case, name: str) -> float:
-    """The distance from fp64 over all tensors of the tiny size."""
+    """Return the largest distance from fp64 over all tensors of the tiny size."""
     workload = case.workload(case.params("tiny"), case.bench_dtype)
     truth = parity.truth_of(case, workload)
     own = case.implementation(name).build(workload)()

@@ -1,12 +1,12 @@
-"""Parity: a fast path may be at most k times as far from the fp64 truth as the plain code in its own dtype.
+"""Parity: a fast path may be at most k times as far from the fp64 reference as the plain code in its dtype.
 
     truth     = reference(inputs in fp64)
     plain     = reference(inputs)                 same dtype as the candidate
     candidate = fast(inputs)
     error(candidate, truth) <= k * error(plain, truth) + floor
 
-A tolerance without the baseline's own error says nothing: it is either so wide that a bug fits in, or so
-narrow that an honest reordering of a sum fails. The error of a tensor is max |x - truth| / max |truth|.
+A tolerance without the baseline's own error means little: it is either so wide that a bug passes, or so
+narrow that a correct reordering of a sum fails. The error of a tensor is max |x - truth| / max |truth|.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from leanstep.case import Case, Implementation, Outputs, Params, Workload
 from leanstep.measure.timing import TimeUp, time_box
 
-# Proving sizes are small: a check takes seconds at most, unless a dtype is emulated.
+# Sizes for `prove` are small: a check takes seconds at most, unless a dtype is emulated.
 BOX_S = 60.0
 FACTOR = {torch.float64: 2.0, torch.float32: 2.0, torch.float16: 3.0, torch.bfloat16: 3.0}
-# In units of max |truth|. One or two units in the last place of the output itself are nobody's fault.
+# In units of max |truth|: allows one or two units in the last place of the output.
 FLOOR = {torch.float64: 1e-12, torch.float32: 5e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -51,7 +51,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """max |value - truth| / max |truth|; infinite where one is not finite and the other differs."""
+    """Return max |value - truth| / max |truth|; infinite if one is not finite and the other differs."""
     if value.shape != truth.shape:
         return float("inf")
     if truth.numel() == 0:
@@ -71,7 +71,7 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Bitwise equality, NaN patterns and the sign of zero included."""
+    """Return whether two tensors are bitwise equal, including NaN patterns and the sign of zero."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.numel() == 0:
@@ -80,7 +80,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    # A copy: a tensor of one element counts as contiguous whatever its stride is.
+    # A copy: a tensor of one element counts as contiguous with any stride.
     flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
@@ -90,7 +90,7 @@ def truth_of(case: Case, workload: Workload) -> Outputs:
 
 
 def plain_of(case: Case, workload: Workload) -> Outputs:
-    """What the plain code gives in this dtype: the yardstick."""
+    """Return the outputs of the plain code in this dtype, whose error is the baseline."""
     return (case.error_baseline or case.reference.build)(workload)()
 
 
@@ -103,7 +103,7 @@ def compare(
     plain: Outputs,
     candidate: Outputs,
 ) -> list[ParityRow]:
-    """One row per tensor; a fast path must return every tensor of the reference, a peer may lack some."""
+    """Return one row per tensor; a fast path must return every tensor of the reference, a peer need not."""
     rows = []
     for name, expected in truth.items():
         if name not in candidate:
@@ -130,7 +130,7 @@ def check(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> list[ParityRow]:
-    """All that `prove` asks of an implementation at one size: distance, repeatability, unchanged inputs."""
+    """Run the checks of `prove` at one size: distance from fp64, repeatability, unchanged inputs."""
     workload = case.workload(params or case.params(size), dtype, device, seed)
     before = {name: t.clone() for name, t in workload.tensors.items()}
     truth, plain = truth_of(case, workload), plain_of(case, workload)
@@ -153,7 +153,7 @@ def check_in_time(
     box_s: float = BOX_S,
     device: torch.device | str = "cpu",
 ) -> list[ParityRow]:
-    """`check`, given up after `box_s`: what could not be shown counts as not shown."""
+    """Run `check`, but stop after `box_s`; a check that does not finish fails."""
     try:
         with time_box(box_s):
             return check(case, implementation, dtype, size, device=device)
@@ -168,7 +168,7 @@ def prove_case(
     implementations: tuple[str, ...] | None = None,
     device: torch.device | str = "cpu",
 ) -> list[ParityRow]:
-    """Check every fast path of a case at every proving size and dtype."""
+    """Check every fast path of a case at every size in `prove_sizes` and in every dtype."""
     rows: list[ParityRow] = []
     for implementation in case.implementations:
         wanted = implementation.name in implementations if implementations else implementation.kind == "fast"
@@ -182,7 +182,7 @@ def prove_case(
 
 
 def _row(case, implementation, dtype, tensor, error, reference_error, bound) -> ParityRow:
-    # A NaN error compares false with everything: `not (error > bound)` would let it pass.
+    # A NaN error compares false with everything: `not (error > bound)` would accept it.
     ok = error <= bound
     return ParityRow(
         case.name, implementation.name, dtype_name(dtype), tensor, error, reference_error, bound, bool(ok)
@@ -190,5 +190,5 @@ def _row(case, implementation, dtype, tensor, error, reference_error, bound) -> 
 
 
 def _flag(case: Case, implementation: Implementation, dtype: torch.dtype, what: str, ok: bool) -> ParityRow:
-    """A yes-or-no check as a row: error 0 for yes, 1 for no, bound 0."""
+    """Return a yes-or-no check as a row: error 0 for yes, 1 for no, bound 0."""
     return _row(case, implementation, dtype, what, 0.0 if ok else 1.0, 0.0, 0.0)

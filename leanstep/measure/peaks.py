@@ -1,8 +1,8 @@
-"""Peak memory of one call, measured from the allocator's own events, never mixed into a timing run.
+"""Peak memory of one call from the allocator's events, always separate from timing runs.
 
-Process RSS misleads, because the allocator keeps freed pages and the first touch decides; the profiler
-records every allocation and release with its time, and their running sum is exact. For shapes and devices
-that are not at hand: `leanstep.rehearse`.
+Process RSS is misleading: the allocator retains freed pages, and pages count only once they are written. The
+profiler records every allocation and release with its time, and their running sum is exact. For other shapes
+and devices see `leanstep.rehearse`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Peak:
-    """`peak_bytes` above the level at the call; `returned_bytes` of it is what the call hands back."""
+    """`peak_bytes` above the level before the call; `returned_bytes` of them are outputs of the call."""
 
     peak_bytes: int
     returned_bytes: int
@@ -36,11 +36,11 @@ def measure_peak(
     *,
     earlier: dict[str, Tensor] | None = None,
 ) -> Peak:
-    """Run `step` twice and return the peak of the second call above the memory that was there before it.
+    """Run `step` twice and return the peak of the second call above the memory allocated before it.
 
-    Outputs that were there already cost the call nothing and are not counted as returned: those that share
-    storage with an input, and those that the first call handed out too (an optimizer's own weights).
-    `earlier`: what a call made a moment ago returned; then `step` runs once.
+    Outputs that already exist before the call do not count as returned: those that share storage with an
+    input, and those that the first call returned too (an optimizer's weights).
+    `earlier`: outputs of a previous call; `step` then runs only once.
     """
     if earlier is None:
         earlier = step()
@@ -73,21 +73,21 @@ def memory_timeline(
 
 @contextlib.contextmanager
 def recorded_allocations() -> Iterator[list[tuple[float, int]]]:
-    """A list that holds (seconds, bytes above the start) at every event of the block, once it is left."""
+    """Yield a list that on exit contains (seconds, bytes above the start) at every event of the block."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     enabled = gc.isenabled()
     gc.disable()
     timeline: list[tuple[float, int]] = []
     try:
-        # Without shapes, stacks and acc_events: torch then builds no Python record per op, which took three
-        # quarters of the 50 s that a loop of 300,000 ops needed.
+        # Without shapes, stacks and acc_events torch builds no Python record per op. Those took three
+        # quarters of the 50 s of a loop of 300,000 ops.
         with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
             yield timeline
     finally:
         if enabled:
             gc.enable()
     kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    # Backward runs on its own thread: the event list is per thread, so sort by time before summing.
+    # Backward runs on its own thread and events are listed per thread, so sort by time before summing.
     events = sorted((e.start_ns(), e.nbytes()) for e in kineto.events() if e.name() == "[memory]")
     level = 0
     for start_ns, num_bytes in events:

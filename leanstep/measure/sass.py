@@ -1,13 +1,13 @@
-"""What a compiled kernel's machine code must look like on an H100: gates that need no GPU.
+"""Checks of a compiled kernel's machine code for an H100, without a GPU.
 
-Triton's own intermediate code says what a kernel does (which tensors it loads, whether it multiplies), the
-machine code how: `nvdisasm` comes inside the Triton wheel. Three gates for sm_90:
+Triton's intermediate code tells what a kernel does (which tensors it loads, whether it multiplies), the
+machine code how it does it. `nvdisasm` is part of the Triton wheel. Three checks for sm_90:
 
     products   16-bit products run on tensor cores (HGMMA)
-    passes     a kernel that only streams floats loads and stores 16 bytes a thread (LDG.128, STG.128)
-    local      no register lives in local memory (LDL, STL)
+    passes     a kernel that only streams floats loads and stores 16 bytes per thread (LDG.128, STG.128)
+    local      no register is spilled to local memory (LDL, STL)
 
-They hold for rows that are multiples of 16 bytes, as the tile sizes of the fast paths make them.
+They apply to rows that are multiples of 16 bytes, which the tile sizes of the fast paths guarantee.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 GATED_TARGET = "sm_90"
 LOCAL = "accesses to local memory"
-# One instruction of the listing: address, perhaps a predicate, the name with its suffixes.
+# One instruction of the listing: address, optional predicate, the name with its suffixes.
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", re.MULTILINE)
 _ACCESS = re.compile(r"\btt\.(load|store)\b.*: (tensor<((?:\d+x)+)!tt\.ptr<(\w+)>>|!tt\.ptr<\w+>)")
 _DOT = re.compile(r"\btt\.dot\b.*: tensor<[\dx]+x(\w+)")
@@ -35,9 +35,9 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True)
 class Accesses:
-    """Loads or stores of a kernel as written: of one value, and of tensors wide enough for 16 bytes a thread.
+    """Loads or stores in a kernel's source: of single values, and of tensors with 16 bytes per thread.
 
-    `streams`: tensors only, none of bytes or indices, so that nothing but the address decides what is loaded.
+    `streams`: only float tensors, no bytes or indices, so that addresses do not depend on loaded data.
     """
 
     single: int
@@ -46,7 +46,7 @@ class Accesses:
 
 
 def instructions(cubin: bytes) -> Counter[str]:
-    """{name with its suffixes: how often} of a CUDA binary, by Triton's own disassembler."""
+    """Count the instructions of a CUDA binary by name with suffixes, using Triton's disassembler."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -58,11 +58,11 @@ def instructions(cubin: bytes) -> Counter[str]:
 
 
 def accesses(ttir: str, kind: str, num_warps: int) -> Accesses:
-    """What the kernel's Triton code says about its loads or stores (`kind`)."""
+    """Classify the loads or stores (`kind`) in the kernel's Triton code."""
     single = wide = 0
     streams = True
-    for found, pointer, shape, element in _ACCESS.findall(ttir):
-        if found != kind:
+    for access, pointer, shape, element in _ACCESS.findall(ttir):
+        if access != kind:
             continue
         if not pointer.startswith("tensor"):
             single += 1
@@ -71,18 +71,18 @@ def accesses(ttir: str, kind: str, num_warps: int) -> Accesses:
         else:
             share = math.prod(int(n) for n in shape.split("x") if n) * _WIDTH[element]
             wide += share >= _VECTOR_BYTES * _THREADS * num_warps
-            # A tensor too small for the vector width is no fault of the code.
+            # A tensor smaller than the vector width may use narrow instructions.
             single += 0 if share >= _VECTOR_BYTES * _THREADS * num_warps else _VECTOR_BYTES
     return Accesses(single, wide, streams)
 
 
 def shortfalls(ttir: str, counted: Counter[str], num_warps: int) -> list[str]:
-    """Which gates the machine code misses, one sentence each; empty when it passes.
+    """Return the checks that the machine code fails, one sentence each; empty if it passes.
 
     Args:
-        ttir: the kernel's Triton code before any target is known.
+        ttir: the kernel's target-independent Triton code.
         counted: `instructions` of its sm_90 binary.
-        num_warps: the launch's.
+        num_warps: number of warps of the launch.
     """
     missed = []
     local = _count(counted, r"(LDL|STL)\b")
@@ -99,7 +99,9 @@ def shortfalls(ttir: str, counted: Counter[str], num_warps: int) -> list[str]:
             wide = _count(counted, rf"{name}\b.*\.128\b")
             narrow = _count(counted, rf"{name}\b") - wide
             if written.wide and (not wide or narrow > written.single):
-                missed.append(f"{name}: {narrow} narrow beside {wide} of 128 bits, {written.single} expected")
+                missed.append(
+                    f"{name}: {narrow} narrow and {wide} of 128 bits, expected {written.single} narrow"
+                )
     return missed
 
 
@@ -108,5 +110,5 @@ def _count(counted: Counter[str], pattern: str) -> int:
 
 
 def check(kernel: Any, num_warps: int) -> list[str]:
-    """`shortfalls` of a kernel that Triton compiled for sm_90."""
+    """Return `shortfalls` of a kernel that Triton compiled for sm_90."""
     return shortfalls(kernel.asm["ttir"], instructions(kernel.asm["cubin"]), num_warps)

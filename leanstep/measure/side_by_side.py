@@ -1,4 +1,4 @@
-"""Measure a case: parity first, then time (interleaved), then memory and host reads in runs of their own."""
+"""Measure a case: parity first, then time (interleaved), then memory and host reads in separate runs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from leanstep.measure.timing import (
 from leanstep.script.syncs import call_counting_reads
 
 Progress = Callable[[str, float], None]
-# A call may take this many budgets, or this many seconds if the budget is small; a row that takes longer is
-# given up and does not hold up the others.
+# A call may take this many budgets, or this many seconds if the budget is small. A row that takes longer is
+# abandoned, so that it does not delay the others.
 TIME_BOX = 2.0
 MIN_BOX_S = 20.0
 
 
 @dataclass
 class BenchRow:
-    """One row of the contract in docs/measuring.md; a figure that does not exist is None."""
+    """One row of the JSON format in docs/measuring.md; missing figures are None."""
 
     impl: str
     kind: str
@@ -65,7 +65,7 @@ class BenchResult:
 
 
 class _Rows:
-    """The rows of one run, and what is given up because it takes longer than the time box."""
+    """The rows of one run, including those abandoned because they exceed the time box."""
 
     def __init__(self, implementations: list[Implementation], box_s: float) -> None:
         self.by_name = {
@@ -77,7 +77,7 @@ class _Rows:
     def without_missing(
         self, implementations: list[Implementation], params: Params, device: torch.device | str
     ) -> list[Implementation]:
-        """Those that can run here; the rows of the others say why they cannot."""
+        """Return the implementations that can run here; the rows of the others say why they cannot."""
         runnable = []
         for implementation in implementations:
             reason = implementation.missing(params, device)
@@ -89,7 +89,7 @@ class _Rows:
         return runnable
 
     def attempt(self, name: str, function: Callable[[], Any], what: str = "given up") -> Any:
-        """`function()`, or None and a note beside the row: its time is up, its memory full, a peer failed."""
+        """Return `function()`, or None and a note in the row: out of time or memory, or a peer failed."""
         try:
             with time_box(self.box_s):
                 return function()
@@ -100,18 +100,18 @@ class _Rows:
         return None
 
     def excuse(self, name: str, problem: Exception) -> str:
-        """What went wrong, where that is no fault of ours; else the exception goes on."""
+        """Describe a problem that is not leanstep's fault; re-raise any other exception."""
         if isinstance(problem, torch.OutOfMemoryError):
             torch.cuda.empty_cache()
             return "out of memory"
-        # Somebody else's kernel on a device it does not know must not hold up the others.
+        # A third-party kernel on an unsupported device must not stop the other rows.
         if self.by_name[name].kind != "peer":
             raise problem
         said = next(iter(str(problem).strip().splitlines()), "")
         return f"{type(problem).__name__}: {said[:120]}"
 
     def guarded(self, name: str, step: Step) -> Step:
-        """The step for the timing, which gives up what raises TimeUp."""
+        """Wrap the step for timing: a failure becomes a note and TimeUp, which abandons the row."""
 
         def run() -> Outputs:
             try:
@@ -152,11 +152,13 @@ def run_bench(
     beside: int = 0,
     progress: Progress | None = None,
 ) -> BenchResult:
-    """Measure `case` at `size`; the reference always runs, because every ratio is against it in this run.
+    """Measure `case` at `size`; the reference always runs, because every ratio refers to it in the same run.
 
-    A row whose call takes longer than `TIME_BOX` budgets is given up: no figures, and a note "> 40 s".
-    `dtype`: of the workload; None: `case.dtype_on(device)`. On a GPU and with a dtype the result names it.
-    `beside`: how many other processes compute while the rows are timed.
+    A row whose call takes longer than `TIME_BOX` budgets has no figures and a note "> 40 s".
+
+    Args:
+        dtype: dtype of the workload; None: `case.dtype_on(device)`. The result names it on a GPU, or if set.
+        beside: number of other processes that compute while the rows are timed.
     """
     report = progress or (lambda what, share: None)
     params = case.params(size, overrides or {})
@@ -172,7 +174,7 @@ def run_bench(
     runnable = rows.without_missing(chosen, params, device)
     bench = _Bench(case, size, dtype, device, runnable, rows, result.failed)
 
-    # What torch imports for these two is no row's own time.
+    # Run both once, so that torch's imports do not count in a row's time.
     call_counting_reads(dict)
     measure_peak(dict, {}, device)
 
@@ -211,7 +213,7 @@ def run_bench(
 
 @dataclass
 class _Bench:
-    """What is measured, and where: the steps of `run_bench` read it and fill `rows` and `failed`."""
+    """What to measure and where; the steps of `run_bench` read it and fill `rows` and `failed`."""
 
     case: Case
     size: str
@@ -223,7 +225,7 @@ class _Bench:
 
 
 def _check_proving_sizes(bench: _Bench) -> None:
-    """Check the fast paths at the proving sizes: odd shapes find what a round bench size hides."""
+    """Check the fast paths at the sizes for `prove`: odd shapes reveal errors that round sizes hide."""
     for implementation in bench.runnable:
         if implementation.kind != "fast":
             continue
@@ -237,7 +239,7 @@ def _check_proving_sizes(bench: _Bench) -> None:
 
 
 class _Comparison:
-    """Outputs of the rows against fp64, at `case.truth_size` where the measured size would take minutes."""
+    """Compares outputs with fp64, at `case.truth_size` if the measured size would take minutes."""
 
     def __init__(self, bench: _Bench, workload: Workload) -> None:
         case, rows = bench.case, bench.rows
@@ -257,7 +259,7 @@ class _Comparison:
             self.plain = rows.attempt(reference.name, plain, "no baseline error")
 
     def call(self, implementation: Implementation) -> tuple[Step, Outputs, float]:
-        """Build the step and call it once: the step, its outputs, its seconds."""
+        """Build the step and call it once; return the step, its outputs and its seconds."""
         step = implementation.build(self.workload)
         outputs, seconds = timed_call(step, self.bench.device)
         return step, outputs, seconds
@@ -272,10 +274,10 @@ class _Comparison:
         return called[1] if called else None
 
     def compare(self, implementation: Implementation, outputs: Outputs | None) -> None:
-        """Fill in the error of a row; a fast path that is too far off has failed."""
+        """Fill in the error of a row; a fast path with too large an error has failed."""
         bench = self.bench
         if self.plain is None and not self.at_truth_size and implementation is bench.case.reference:
-            # In the dtype that is measured the reference itself is the baseline of the error.
+            # In the measured dtype the reference itself is the baseline of the error.
             self.plain = outputs
         if self.truth is None or self.plain is None or outputs is None:
             return
@@ -289,9 +291,9 @@ class _Comparison:
 
 
 def _first_calls(bench: _Bench, workload: Workload) -> tuple[dict[str, Step], dict[str, float]]:
-    """Build and call every row once: its errors against fp64, and the seconds of a first call.
+    """Build and call every row once: record its errors against fp64 and the seconds of the first call.
 
-    Where the comparison is made at another size, the first calls are left to the timing.
+    If the comparison uses another size, the timing makes the first calls.
     """
     comparison = _Comparison(bench, workload)
     steps: dict[str, Step] = {}
@@ -321,12 +323,12 @@ def _fill(
     workload: Workload,
     device: torch.device | str,
 ) -> None:
-    """Time, peak memory and host reads of one row."""
+    """Fill in time, peak memory and host reads of one row."""
     row = rows.by_name[implementation.name]
     row.median_s = timing.median_s * implementation.time_scale
     row.p20_s = timing.p20_s * implementation.time_scale
     row.p80_s = timing.p80_s * implementation.time_scale
-    # A first call far above the median is compilation or a cache being filled; it is reported apart.
+    # A first call far above the median compiles or fills a cache; it is reported separately.
     if timing.first_call_s > 3 * timing.median_s and timing.first_call_s - timing.median_s > 0.5:
         rows.note(row.impl, f"first call {timing.first_call_s:.1f} s")
     counted = rows.attempt(row.impl, lambda: call_counting_reads(step), "host reads and memory not measured")
@@ -346,7 +348,7 @@ def _fill(
 def _ratios(rows: _Rows, reference: BenchRow, failed: set[str]) -> None:
     for row in rows.by_name.values():
         if row.impl in failed:
-            # A wrong answer has no speed: the figures stay, the comparison does not.
+            # No ratio for a wrong result; its figures are still reported.
             rows.note(row.impl, "parity FAILED: no ratio", first=True)
             continue
         if row.median_s and reference.median_s:

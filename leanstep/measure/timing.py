@@ -1,17 +1,15 @@
-"""Time implementations side by side: interleaved round by round in one process, medians with p20 and p80.
+"""Time implementations interleaved, round by round in one process; medians with p20 and p80.
 
-Why this way: on a shared machine the clock drifts by tens of percent within a minute. Running A to the end
-and then B measures the neighbour; running A B C, B C A, C A B ... exposes all rows to the same noise, and a
-ratio of medians from one run stays meaningful. Where rounds are dear, rows far slower than the others sit
-out some of them, spread over the run: the others have medians of several samples all the same. The garbage
-collector is off, because one collection costs more than a small step. The first call (imports, compilation,
-caches) is timed apart. A row that takes too long is given up (`time_box`), so that it does not hold up the
-others.
+On a shared machine timings drift by tens of percent within a minute. Running A to the end and then B measures
+other users' load; running A B C, B C A, C A B ... exposes all rows to the same noise, and a ratio of medians
+from one run stays meaningful. If rounds are expensive, rows far slower than the others skip some of them,
+spread over the run, so that the others still have medians of several samples. The garbage collector is off,
+because one collection costs more than a small step. The first call (imports, compilation, caches) is timed
+separately. A row that takes too long is abandoned (`time_box`), so that it does not delay the others.
 
-On a GPU the clock is the device's: two CUDA events around one call. Before each call its L2 cache is
-overwritten, because in a training step a kernel's inputs come from memory, and the device has gone idle, so
-that launches that the host cannot issue fast enough count. Calls before the first sample bring clocks and
-allocator into the state of a long run.
+On a GPU two CUDA events around one call measure device time. Before each call the L2 cache is overwritten,
+because in a training step a kernel's inputs come from memory, and the device is idle, so that launches that
+the host cannot issue fast enough count. Warm-up calls bring clocks and allocator to the state of a long run.
 """
 
 from __future__ import annotations
@@ -40,11 +38,11 @@ import leanstep
 # A sample shorter than this is dominated by the clock call and by jitter; several calls share one sample.
 MIN_SAMPLE_S = 1e-3
 MAX_SAMPLES_PER_ROUND = 16
-# Where three rounds of all rows are too long, rows this much faster than the slowest run in so many rounds.
+# If three rounds of all rows take too long, rows this many times faster than the slowest run in more rounds.
 QUICK, QUICK_ROUNDS = 3.0, 5
-# On a GPU: calls before the first sample, at least so many and for at least so long (the clocks rise late).
+# On a GPU: minimum number and duration of the calls before the first sample (the clocks rise slowly).
 WARM_CALLS, WARM_S = 3, 0.3
-# Twice the cache, at least this: 0 would not reach memory on a device that does not tell its cache's size.
+# Flush twice the cache size, at least this much: a device may report no cache size.
 MIN_FLUSH_BYTES = 64 * 2**20
 Result = TypeVar("Result")
 
@@ -59,12 +57,12 @@ class Timing:
 
 
 class TimeUp(BaseException):
-    """A `time_box` is over. Not an Exception: code that falls back on errors must not go on instead."""
+    """A `time_box` has expired. Not an Exception: code that falls back on errors must not catch it."""
 
 
 @contextlib.contextmanager
 def time_box(seconds: float) -> Iterator[None]:
-    """Give up the block after `seconds`: TimeUp is raised inside it, at the next Python instruction.
+    """Abort the block after `seconds`: TimeUp is raised inside it, at the next Python instruction.
 
         try:
             with time_box(40):
@@ -72,8 +70,8 @@ def time_box(seconds: float) -> Iterator[None]:
         except TimeUp:
             ...
 
-    A single op in C++ is not interrupted. Off the main thread, and where there are no interval timers
-    (Windows), the block runs to its end and TimeUp is raised then.
+    A single op in C++ is not interrupted. Outside the main thread, and without interval timers (Windows), the
+    block runs to its end and TimeUp is raised then.
     """
     started = time.monotonic()
     can_interrupt = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
@@ -81,7 +79,7 @@ def time_box(seconds: float) -> Iterator[None]:
 
     def ring(number: int, frame: FrameType | None) -> None:
         if time.monotonic() - started < seconds:
-            # The command line uses the same timer to repeat a Ctrl-C that a destructor swallowed.
+            # The command line uses the same timer to repeat a Ctrl-C that a destructor suppressed.
             if callable(previous):
                 previous(number, frame)
         elif not _is_importing(frame):
@@ -89,7 +87,7 @@ def time_box(seconds: float) -> Iterator[None]:
 
     if can_interrupt:
         previous = signal.signal(signal.SIGALRM, ring)
-        # Again and again after that: an import goes first, and Python drops what a destructor raises.
+        # Repeat afterwards: imports are not interrupted, and Python drops exceptions raised in a destructor.
         signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
     try:
         yield
@@ -102,7 +100,7 @@ def time_box(seconds: float) -> Iterator[None]:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: half of one would be found by everybody else."""
+    """Return whether a module is being imported: an interrupted import would leave it half initialized."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True
@@ -121,16 +119,16 @@ def interleave(
     first_calls: Mapping[str, float] | None = None,
     on_round: Callable[[int, int], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time each step against the others.
+    """Time the steps, interleaved.
 
     Args:
         steps: callables by name.
-        budget_s: about how long the rounds may take together.
-        box_s: a call that takes longer is given up, and its step is missing in the result. The rounds keep
-            to it as well: there are fewer than `min_rounds` when those would take longer.
+        budget_s: approximate total duration of the rounds.
+        box_s: a call that takes longer is aborted, and its step is missing in the result. It also limits the
+            rounds: there are fewer than `min_rounds` if those would take longer.
         min_rounds, max_rounds: every step runs in every round, so a step of 3 s runs at least 3 times. With
-            fewer rounds than that, steps that take a third of the slowest or less run in 5.
-        first_calls: seconds of first calls that were made already.
+            fewer rounds than that, steps that take at most a third of the slowest run in 5.
+        first_calls: seconds of first calls that were already made.
         on_round: called with (rounds done, rounds planned), for a progress bar.
     """
     clock = clock_of(device)
@@ -143,11 +141,11 @@ def interleave(
             with contextlib.suppress(TimeUp):
                 if name not in first:
                     first[name] = _timed(step, 1, clock, box_s)
-                # A second call is free of one-off costs, unless the step is so slow that a repeat hurts.
+                # A second call has no one-off costs; skip it if the step is too slow to repeat.
                 slow = first[name] > budget_s / 4
                 estimate[name] = first[name] if slow else clock.warm(lambda: _timed(step, 1, clock, box_s))  # noqa: B023
         slowest = max(estimate.values(), default=0.0)
-        # Fast rows get several samples per round, up to a tenth of what the slowest row takes.
+        # Fast rows get several samples per round, up to a tenth of the time of the slowest row.
         share = max(0.02, slowest / 10)
         calls = {name: max(1, math.ceil(clock.min_sample_s / max(s, 1e-9))) for name, s in estimate.items()}
         repeats = {
@@ -168,7 +166,7 @@ def interleave(
                 except TimeUp:
                     order.remove(name)
             order = order[1:] + order[:1]
-            # Reference cycles of the steps must not pile up over the rounds; between rounds nobody is timed.
+            # Collect the steps' reference cycles between rounds, where nothing is timed.
             gc.collect()
             if on_round:
                 on_round(index + 1, rounds)
@@ -179,7 +177,7 @@ def interleave(
 
 
 def _turns(estimate: Mapping[str, float], rounds: int, min_rounds: int, box_s: float) -> dict[str, set[int]]:
-    """The rounds in which each step runs: all of them, or, where those are few, more for the quick."""
+    """Return the rounds in which each step runs: all rounds; if there are few, more for the fast steps."""
     slowest = max(estimate.values(), default=0.0)
     quick = {name: s for name, s in estimate.items() if QUICK * s <= slowest}
     total = rounds
@@ -194,14 +192,14 @@ def _turns(estimate: Mapping[str, float], rounds: int, min_rounds: int, box_s: f
 
 
 def timed_call(step: Callable[[], Result], device: torch.device | str = "cpu") -> tuple[Result, float]:
-    """What one call returns, and its seconds."""
-    kept: list[Result] = []
-    seconds = HostClock(device)(lambda: kept.append(step()))
-    return kept[0], seconds
+    """Return the result of one call and its seconds."""
+    results: list[Result] = []
+    seconds = HostClock(device)(lambda: results.append(step()))
+    return results[0], seconds
 
 
 class HostClock:
-    """Seconds of a call by the host's clock, until the device has done its work."""
+    """Measures the seconds of a call with the host's clock, until the device has finished."""
 
     # A sample shorter than this is repeated: jitter and the clock itself would dominate it.
     min_sample_s = MIN_SAMPLE_S
@@ -221,14 +219,14 @@ class HostClock:
             torch.cuda.synchronize(self.device)
 
     def warm(self, timed: Callable[[], float]) -> float:
-        """One more call is enough on a CPU; its seconds."""
+        """Call once, which is enough on a CPU; return the seconds."""
         return timed()
 
 
 class EventClock(HostClock):
-    """Seconds of a call between two CUDA events, from an idle device with a cold L2 cache."""
+    """Measures the seconds of a call between two CUDA events, on an idle device with a cold L2 cache."""
 
-    min_sample_s = 0.0  # one call a sample: a second one would find the cache warm
+    min_sample_s = 0.0  # one call per sample: a second call would have a warm cache
 
     def __init__(self, device: torch.device | str) -> None:
         super().__init__(device)
@@ -256,12 +254,12 @@ class EventClock(HostClock):
 
 
 def clock_of(device: torch.device | str) -> HostClock:
-    """Events on a GPU, the host's clock elsewhere."""
+    """Return an event clock for a GPU, the host's clock for other devices."""
     return EventClock(device) if torch.device(device).type == "cuda" else HostClock(device)
 
 
 def current_device(device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
-    """Make a CUDA device the current one: events, Triton launches and streams then belong to it."""
+    """Make a CUDA device current, so that events, Triton launches and streams use it."""
     device = torch.device(device)
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -269,7 +267,7 @@ def current_device(device: torch.device | str) -> contextlib.AbstractContextMana
 def _timed(step: Callable[[], object], calls: int, clock: HostClock, box_s: float) -> float:
     def run() -> None:
         for _ in range(calls):
-            # The result is dropped here, inside the clock, as a training step would drop it.
+            # The result is freed here, inside the timed region, as in a training step.
             step()
 
     with time_box(box_s) if box_s < math.inf else contextlib.nullcontext():
@@ -289,7 +287,7 @@ def _summary(values: list[float], first_call_s: float) -> Timing:
 
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The head of every JSON object; on a GPU with `accelerator`, what one must know of it."""
+    """Return the header of every JSON result; on a GPU `accelerator` describes the device."""
     head = {
         "leanstep": leanstep.__version__,
         "torch": torch.__version__,
@@ -302,7 +300,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def accelerator(device: torch.device | str) -> dict[str, Any]:
-    """Name, generation, size and software of a CUDA (or ROCm) device, and how it was timed."""
+    """Describe a CUDA or ROCm device: name, generation, size, software, and how it is timed."""
     properties: Any = torch.cuda.get_device_properties(torch.device(device))
     return {
         "name": properties.name,
@@ -318,13 +316,13 @@ def accelerator(device: torch.device | str) -> dict[str, Any]:
 
 @functools.cache
 def device_name(device: str) -> str:
-    """`cpu (AMD EPYC, 2 cores)` or the GPU's own name."""
+    """Return the device's name, such as `cpu (AMD EPYC, 2 cores)`."""
     if device.startswith("cuda"):
         return f"{device} ({torch.cuda.get_device_name(device)})"
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())
-        if found:
-            model = found.group(1).strip()
+        match = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())
+        if match:
+            model = match.group(1).strip()
     return f"cpu ({model})"

@@ -1,4 +1,4 @@
-"""The optimizer: Polar Express, NorMuon, cautious decay; Adam for what is not a matrix."""
+"""The NorMuon optimizer: Polar Express, NorMuon variance reduction, cautious decay; Adam for non-matrices."""
 
 from leanstep.muon.momentum_polar import momentum_polar
 from leanstep.muon.optimizer import NorMuon

@@ -1,4 +1,4 @@
-"""The cases of this folder: the polar factor, a whole optimizer step, the two transposes of a tied head."""
+"""Cases of this folder: the polar factor, a whole optimizer step, and the two transposes of a tied head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _randn(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    # float64 stays (the fp64 reference runs in it); everything narrower is computed in float32.
+    # float64 stays float64, for the fp64 reference; narrower dtypes are computed in float32.
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -47,7 +47,7 @@ def _polar_limit(workload: Workload) -> Step:
 
 
 def _matmuls(side: int, flops: float, device: torch.device, dtype: torch.dtype) -> Step:
-    """Bare square products with as many operations as `flops`."""
+    """Return a step of plain square matmuls with about `flops` operations in total."""
     a = torch.ones(side, side, dtype=dtype, device=device)
     out = torch.empty_like(a)
 
@@ -75,33 +75,33 @@ register(
                 "leanstep",
                 "fast",
                 _polar_row(lambda u: polar(u, compute_dtype=_wide(u.dtype))),
-                note="float32; gram form from ratio 4/3 on, symmetric panels",
+                note="float32; gram form for ratios of at least 4/3, symmetric panels",
             ),
             Implementation(
                 "leanstep-restart",
                 "fast",
                 _polar_row(lambda u: polar(u, compute_dtype=_wide(u.dtype), method="gram", restart=2)),
-                note="float32, gram form, one restart: more work, a digit or two more on bad spectra",
+                note="float32, gram form, one restart: more work, one or two more digits on bad spectra",
             ),
             Implementation(
                 "leanstep-bf16",
                 "fast",
                 _polar_row(lambda u: polar(u, compute_dtype=torch.bfloat16)),
                 unavailable=peers.no_native_half,
-                note="what compute_dtype='auto' picks where bfloat16 products are native",
+                note="what compute_dtype='auto' picks if bfloat16 products are native",
             ),
             Implementation(
                 "addmm-fp32",
                 "peer",
                 _polar_row(peers.polar_addmm),
-                note="written like torch.optim.Muon, float32",
+                note="implemented like torch.optim.Muon, float32",
             ),
             Implementation(
                 "addmm-bf16",
                 "peer",
                 _polar_row(lambda u: peers.polar_addmm(u.bfloat16()).to(u.dtype)),
                 unavailable=peers.no_native_half,
-                note="written like torch.optim.Muon, bfloat16",
+                note="implemented like torch.optim.Muon, bfloat16",
             ),
             Implementation(
                 "limit",
@@ -123,8 +123,8 @@ register(
         },
         prove_sizes=("tiny", "odd", "row", "empty"),
         dtypes=(torch.float32, torch.bfloat16),
-        # The gram form is further from fp64 than the standard one and far closer than bfloat16, which is
-        # what most people train with.
+        # The gram form is less accurate than the standard form and far more accurate than bfloat16, which
+        # most people train with.
         error_baseline=_polar_row(lambda u: reference.polar(u.bfloat16()).to(u.dtype)),
     )
 )
@@ -146,7 +146,7 @@ def make_step(
 
 
 def _parameters(workload: Workload, share: float = 1.0) -> tuple[Outputs, list[nn.Parameter]]:
-    """Cloned weights as parameters with gradients; the stacks they are views of are the outputs."""
+    """Return stacks of cloned weights (the outputs) and their matrices as parameters with gradients."""
     stacks, parameters = {}, []
     for name in ("wide", "square"):
         count = round(workload.tensors[name].size(0) * share) if share < 1 else workload.tensors[name].size(0)
@@ -177,7 +177,7 @@ def _stepping(
 
 
 def _product_dtype(parameter: Tensor) -> torch.dtype:
-    """Of the products of a step: bfloat16 on a GPU, as people run it there."""
+    """Return the dtype of a step's products: bfloat16 on a GPU, as is usual there."""
     return torch.bfloat16 if parameter.is_cuda else _wide(parameter.dtype)
 
 
@@ -207,7 +207,7 @@ def _step_limit(workload: Workload) -> Step:
 
 
 def _step_notes(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Ratios against torch.optim.Muon in the same run."""
+    """Return notes with the speed relative to torch.optim.Muon in the same run."""
 
     def seconds(name: str) -> float | None:
         return rows.get(name, {}).get("median_s")
@@ -225,7 +225,7 @@ def _step_notes(rows: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def train_losses(name: str, seed: int, steps: int) -> list[float]:
-    """Losses of a small two-layer network trained with one of the implementations."""
+    """Train a small two-layer network with one of the implementations and return its losses."""
     generator = torch.Generator().manual_seed(seed)
     weights = [nn.Parameter(torch.randn(shape, generator=generator) / 8) for shape in ((96, 24), (24, 96))]
     teacher = torch.randn(24, 24, generator=generator) / 5
@@ -271,7 +271,7 @@ register(
                 _stepping(_leanstep(torch.bfloat16)),
                 devices=("cpu",),
                 unavailable=peers.no_native_half,
-                note="NorMuon, bfloat16 products: what compute_dtype='auto' picks where they are native",
+                note="NorMuon, bfloat16 products: what compute_dtype='auto' picks if they are native",
             ),
             Implementation(
                 "torch-muon-fp32",
@@ -343,7 +343,7 @@ def make_add(
     return Workload({**tensors, "dst": _randn((params["rows"], params["cols"]), dtype, device, generator)})
 
 
-def _turning(function: Callable[[Tensor, Tensor], Any]) -> Callable[[Workload], Step]:
+def _transposing(function: Callable[[Tensor, Tensor], Any]) -> Callable[[Workload], Step]:
     def build(workload: Workload) -> Step:
         src, dst = workload.tensors["src"], workload.tensors.get("dst")
         out = src.new_empty(src.shape[::-1]) if dst is None else dst.clone()
@@ -385,13 +385,13 @@ register(
         make=make_copy,
         implementations=(
             Implementation(
-                "reference", "reference", _turning(lambda s, d: d.copy_(s.T)), note="dst.copy_(src.T)"
+                "reference", "reference", _transposing(lambda s, d: d.copy_(s.T)), note="dst.copy_(src.T)"
             ),
             Implementation(
                 "leanstep",
                 "fast",
-                _turning(transpose_copy),
-                note="tiles turned in registers (torch.compile on a CPU)",
+                _transposing(transpose_copy),
+                note="tiles transposed in registers (torch.compile on a CPU)",
             ),
             Implementation("limit", "limit", _plain_copy, note="one contiguous copy of the same bytes"),
         ),
@@ -407,18 +407,18 @@ register(
         make=make_add,
         implementations=(
             Implementation(
-                "reference", "reference", _turning(lambda s, d: d.add_(s.T)), note="dst.add_(src.T)"
+                "reference", "reference", _transposing(lambda s, d: d.add_(s.T)), note="dst.add_(src.T)"
             ),
             Implementation(
                 "leanstep",
                 "fast",
-                _turning(transpose_add),
-                note="tiles turned in registers (torch.compile on a CPU)",
+                _transposing(transpose_add),
+                note="tiles transposed in registers (torch.compile on a CPU)",
             ),
             Implementation(
                 "leanstep-blocked",
                 "fast",
-                _turning(lambda s, d: transpose_add(s, d, impl="blocked")),
+                _transposing(lambda s, d: transpose_add(s, d, impl="blocked")),
                 note="plain torch, for machines without a C++ compiler",
             ),
             Implementation("limit", "limit", _plain_add, note="one contiguous add of the same bytes"),

@@ -1,18 +1,18 @@
-"""NorMuon for FSDP2: parameters are DTensors cut along dimension 0.
+"""NorMuon for FSDP2: parameters are DTensors sharded along dimension 0.
 
-Momentum and the weight write are elementwise and stay on the shards. The polar factor needs whole matrices:
+Momentum and the weight write are elementwise and run on the shards. The polar factor needs whole matrices:
 
-    1. every rank writes the update of its rows of all matrices into one buffer
-    2. one all-to-all brings each matrix to its owner
-    3. owners orthogonalise and scale; a second all-to-all takes the rows back
+    1. every rank writes the updates of its rows of all matrices into one buffer
+    2. one all-to-all sends each matrix to its owner
+    3. owners orthogonalise and scale; a second all-to-all sends the rows back
 
 On a GPU updates and factors are sent in the dtype of the products (bfloat16), shape by shape: equal shapes
-are one batch of products, and one shape is exchanged while another is orthogonalised. On a CPU they are sent
-in float32 and orthogonalised one by one, to the bits of a single process.
+form one batch of products, and one shape is exchanged while another is orthogonalised. On a CPU they are sent
+in float32 and orthogonalised one at a time, with the bits of a single process.
 
-Two collectives per step for all matrices (on a GPU per shape), where running Muon on DTensors gathers three
-times per polynomial step and matrix. The shards of a bank cut along dimension 0 are whole matrices: it needs
-none.
+This takes two collectives per step for all matrices (per shape on a GPU). Running Muon on DTensors directly
+gathers three times per polynomial step and matrix. The shards of a bank sharded along dimension 0 are whole
+matrices: a bank needs no collective.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from leanstep.muon.update import (
 
 @dataclass(frozen=True)
 class _Rows:
-    """One matrix parameter cut over the ranks, in one step."""
+    """One matrix parameter whose rows are sharded over the ranks, in one step."""
 
     entry: Entry
     grad: Tensor
@@ -58,16 +58,16 @@ class _Rows:
     num_cols: int
 
     def of(self, rank: int, world: int) -> tuple[int, int]:
-        """(begin, end) of a rank's rows."""
+        """Return (begin, end) of a rank's rows."""
         return chunk(self.num_rows, rank, world)
 
     @property
     def kind(self) -> tuple:
-        """What matrices of one batch have in common."""
+        """The key that matrices of one batch share."""
         return (self.owner, self.num_rows, self.num_cols, id(self.entry.group))
 
     def stack(self, rows: int, second: bool = False) -> Stack:
-        """This rank's `rows` rows as a stack of one; with the variance of the whole matrix, or without."""
+        """Return this rank's `rows` rows as a stack of one; `second` adds the whole matrix's variance."""
         entry, state = self.entry, self.state
         lr, decay = _rates(entry)
         local, grad, low = _local(entry.param), self.grad, state.get("residual")
@@ -81,7 +81,7 @@ class _Rows:
 
 @dataclass
 class _Exchange:
-    """An all-to-all in flight; the sent tensor is held until the exchange has finished."""
+    """An all-to-all in flight; it references the sent tensor until the exchange has finished."""
 
     work: Any
     received: Tensor
@@ -95,13 +95,13 @@ class _Exchange:
 
 
 class RowShards:
-    """The ranks of a model under `fully_shard`; gradients are FSDP2's own means.
+    """Steps a model under `fully_shard`; FSDP2 has already averaged the gradients.
 
     Momentum, Adam moments and low bits are DTensors like their parameter, so `torch.distributed.checkpoint`
-    saves and reshards them; the variance state of a cut matrix is small and saved whole.
+    saves and reshards them; the variance state of a sharded matrix is small and saved in full.
 
     Args:
-        names: of all parameters; DTensors must be cut along dimension 0 or replicated.
+        names: names of all parameters; DTensors must be sharded along dimension 0 or replicated.
         max_elements: matrices are exchanged in batches of at most this many elements (bounds memory).
 
     Collectives per step: two per batch of matrices, and one of three numbers for the finite check.
@@ -120,7 +120,7 @@ class RowShards:
                     self.group = param.device_mesh.get_group(dim)
                 elif not isinstance(placement, Replicate):
                     raise ValueError(
-                        f"{name}: expected a DTensor cut along dimension 0, got {param.placements}"
+                        f"{name}: expected a DTensor sharded along dimension 0, got {param.placements}"
                     )
 
     def assign_owners(self, entries: Sequence[Entry]) -> None:
@@ -129,7 +129,7 @@ class RowShards:
             raise ValueError("params: expected DTensors from fully_shard, got replicated ones only")
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.device = _local(entries[0].param).device
-        costs = {e.name: (e.param.numel(), e.flops()) for e in entries if _is_cut(e)}
+        costs = {e.name: (e.param.numel(), e.flops()) for e in entries if _has_split_rows(e)}
         self.assignment = assign(costs, self.world)
 
     def owner(self, entry: Entry) -> int:
@@ -137,19 +137,19 @@ class RowShards:
         return self.assignment.owner[entry.name]
 
     def owns(self, entry: Entry) -> bool:
-        """Every rank has the state of its own rows."""
+        """Return True: every rank has the state of its own rows."""
         return True
 
     def average(self, grads: Sequence[Tensor]) -> None:
-        """Nothing to do: FSDP2 has averaged them."""
+        """Do nothing: FSDP2 has averaged the gradients."""
 
     def grads_are_finite(self, grads: Sequence[Tensor], on_device: bool) -> bool | Tensor:
         return self.agreement.on([_local(grad) for grad in grads], on_device, self.device, self.group)
 
     def new_state(self, entry: Entry) -> State:
         state, param = new_state(entry), entry.param
-        if isinstance(param, DTensor) and not _is_cut(entry) and entry.second_shape is not None:
-            # Of a bank, the variance is cut over the ranks as the bank is.
+        if isinstance(param, DTensor) and not _has_split_rows(entry) and entry.second_shape is not None:
+            # The variance of a bank is sharded like the bank itself.
             like = torch.zeros_like(param, dtype=state["second_momentum"].dtype)
             state["second_momentum"] = like.amax(-1 if entry.second_shape[-1] == 1 else -2, keepdim=True)
         return state
@@ -161,15 +161,15 @@ class RowShards:
         return state
 
     def full_states(self, entries: Sequence[Entry], states: States) -> dict[Tensor, State]:
-        """DTensors stay as they are; the variance that only its owner advanced is shared first."""
+        """Share the variance that only its owner advanced; DTensors stay as they are."""
         owned = [
             (states[e.param]["second_momentum"], self.owner(e))
             for e in entries
-            if _is_cut(e) and "second_momentum" in states.get(e.param, {})
+            if _has_split_rows(e) and "second_momentum" in states.get(e.param, {})
         ]
         if owned:
             dtype = owned[0][0].dtype
-            # All but the owner add zeros: one collective, exact.
+            # All ranks but the owner add zeros: one collective, and the sum is exact.
             parts = [second if owner == self.rank else torch.zeros_like(second) for second, owner in owned]
             flat = torch.cat([part.reshape(-1).to(dtype) for part in parts])
             dist.all_reduce(flat, group=self.group)
@@ -181,7 +181,7 @@ class RowShards:
         return f"fsdp2 over {self.world} ranks\n{self.assignment}"
 
     def update(self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None) -> None:
-        """Adam and banks on the shards; matrices cut by rows through their owners."""
+        """Step Adam parameters and banks on the shards; step matrices with sharded rows through owners."""
         rows: list[_Rows] = []
         adam = []
         for entry, grad in work:
@@ -190,7 +190,7 @@ class RowShards:
                 state.update(self.new_state(entry))
             if entry.is_adam:
                 adam.append((entry.group, _local(entry.param), _local(grad), _local_state(state)))
-            elif _is_cut(entry):
+            elif _has_split_rows(entry):
                 shape = entry.param.shape
                 cols = entry.param.numel() // max(1, shape[0])
                 owner = self.owner(entry)
@@ -199,8 +199,8 @@ class RowShards:
                 self._step_bank(entry, _local(grad), _local_state(state), workspace, go)
         step_adams(adam, go)
         sent = back = None
-        # Both all-to-alls overlap the compute: while one batch is orthogonalised, the next one is sent to its
-        # owners and the factors of the last one are sent back.
+        # Both all-to-alls overlap with compute: while one batch is orthogonalised, the next one is sent to
+        # its owners and the factors of the previous one are sent back.
         for batch in (*self._batches(rows), None, None):
             arriving = None if batch is None else self._send(batch, workspace, go)
             leaving = None if sent is None else self._factor(sent, workspace, go)
@@ -213,7 +213,7 @@ class RowShards:
     def _step_bank(
         self, entry: Entry, grad: Tensor, state: State, workspace: Workspace, go: Tensor | None
     ) -> None:
-        """A bank cut along dimension 0: this rank has whole matrices."""
+        """Step a bank sharded along dimension 0, of which this rank has whole matrices."""
         local, multipliers = _local(entry.param), entry.group["lr_mul"]
         if not local.numel():
             return
@@ -224,7 +224,7 @@ class RowShards:
         update_matrices(stacks_of(entry, local, grad, state, multipliers), entry.group, workspace, go)
 
     def _batches(self, rows: list[_Rows]) -> list[list[_Rows]]:
-        """Rows exchanged together: as many as fit; on a GPU one shape, hidden by the compute of others."""
+        """Group rows that are exchanged together: as many as fit; on a GPU one shape per exchange."""
         batches: list[list[_Rows]] = []
         if rows and fuses(_local(rows[0].entry.param)):
             rows = sorted(rows, key=lambda row: (row.num_rows, row.num_cols))
@@ -263,29 +263,29 @@ class RowShards:
         mine = [row for row in arrived.rows if row.owner == self.rank]
         shards = [_runs(piece, mine, rank, self.world) for rank, piece in enumerate(received.split(sizes[1]))]
         for parts in zip(*shards, strict=True):
-            rows, cut = parts[0][0], [part for _, part in parts]
-            whole = torch.cat(cut, 1)
+            rows, pieces = parts[0][0], [part for _, part in parts]
+            whole = torch.cat(pieces, 1)
             _orthogonalise_whole(rows, whole, workspace, go)
-            torch._foreach_copy_(cut, list(whole.split([part.size(1) for part in cut], 1)))
+            torch._foreach_copy_(pieces, list(whole.split([part.size(1) for part in pieces], 1)))
         return self._all_to_all(received, sizes[1], sizes[0], arrived.rows)
 
     def _all_to_all(
         self, send: Tensor, send_sizes: list[int], receive_sizes: list[int], rows: list[_Rows]
     ) -> _Exchange:
-        """Send `send_sizes[r]` elements to each rank r; what comes is in rank order."""
+        """Send `send_sizes[r]` elements to each rank r; received elements are in rank order."""
         out = send.new_empty(sum(receive_sizes))
         work = dist.all_to_all_single(out, send, receive_sizes, send_sizes, group=self.group, async_op=True)
         return _Exchange(work, out, send, rows, (send_sizes, receive_sizes))
 
 
 def chunk(length: int, rank: int, world_size: int) -> tuple[int, int]:
-    """(begin, end) of a rank's rows, cut as DTensor cuts: equal parts, the last ones shorter or empty."""
+    """Return (begin, end) of a rank's rows as DTensor shards them: equal parts, the last shorter or empty."""
     size = -(-length // world_size)
     return min(length, rank * size), min(length, (rank + 1) * size)
 
 
-def _is_cut(entry: Entry) -> bool:
-    """Whether several ranks hold rows of one matrix."""
+def _has_split_rows(entry: Entry) -> bool:
+    """Return whether the rows of one matrix are distributed over several ranks."""
     param = entry.param
     if entry.is_adam or not isinstance(param, DTensor) or Shard(0) not in param.placements:
         return False
@@ -293,7 +293,7 @@ def _is_cut(entry: Entry) -> bool:
 
 
 def _fill(rows: list[_Rows], out: Tensor, workspace: Workspace, go: Tensor | None) -> None:
-    """Momentum of this rank's rows of equal matrices; their updates into `out` [B, rows, cols]."""
+    """Advance the momentum of this rank's rows of equal matrices; write updates to `out` [B, rows, cols]."""
     group = rows[0].entry.group
     if fuses(out):
         stacks, copies = fused_passes().in_order([row.stack(out.size(1)) for row in rows])
@@ -322,7 +322,7 @@ def _orthogonalise_whole(rows: list[_Rows], whole: Tensor, workspace: Workspace,
 
 
 def _orthogonalise_views(row: _Rows, whole: Tensor, workspace: Workspace, go: Tensor | None) -> None:
-    """The same for one parameter, whose parts may be matrices of their own."""
+    """Do the same for one parameter, whose parts may be separate matrices."""
     entry, group = row.entry, row.entry.group
     assert entry.forms is not None
     cut = group_cut({**group, "flatten": None})
@@ -332,7 +332,7 @@ def _orthogonalise_views(row: _Rows, whole: Tensor, workspace: Workspace, go: Te
         seconds = second_views(row.state["second_momentum"], views, cut, group["variance"])
     for view, second in zip(views, seconds, strict=True):
         count, plan = view.size(0), entry.forms[view.size(1), view.size(2)].plan
-        # One by one, as a single process would: stacking changes the products' last bits.
+        # One at a time, as in a single process: stacking changes the last bits of the products.
         parts = [slice(0, count)] if plan.batched else [slice(i, i + 1) for i in range(count)]
         for part in parts:
             factor = orthogonalise(view[part].clone(), plan, group, workspace)
@@ -347,7 +347,7 @@ def _orthogonalise_views(row: _Rows, whole: Tensor, workspace: Workspace, go: Te
 
 
 def _rates(entry: Entry) -> tuple[float, float]:
-    """(rate, decay factor) of a matrix that is cut over the ranks."""
+    """Return (rate, decay factor) of a matrix whose rows are sharded over the ranks."""
     group = entry.group
     assert entry.forms is not None
     multiplier = group["lr_mul"]
@@ -355,7 +355,7 @@ def _rates(entry: Entry) -> tuple[float, float]:
     rates = {matrix_rates(group, form.rate, multiplier) for form in entry.forms.values()}
     if len(rates) > 1:
         raise ValueError(
-            f"{entry.name}: expected split parts of one learning rate under FSDP2, got {len(rates)}"
+            f"{entry.name}: expected one learning rate for all split parts under FSDP2, got {len(rates)}"
         )
     return rates.pop()
 
@@ -383,13 +383,13 @@ def _write(rows: list[_Rows], updates: Tensor, workspace: Workspace, go: Tensor 
 
 
 def _exchange_key(row: _Rows) -> tuple:
-    """What the matrices of one exchange have in common."""
+    """Return the key that matrices of one exchange share."""
     shape = (row.num_rows, row.num_cols) if fuses(_local(row.entry.param)) else ()
     return (_wire(row), *shape)
 
 
 def _wire(row: _Rows) -> torch.dtype:
-    """The dtype that updates and factors are sent in: on a GPU that of the products."""
+    """Return the dtype in which updates and factors are sent: on a GPU that of the products."""
     entry = row.entry
     wide = torch.promote_types(entry.param.dtype, torch.float32)
     dtypes = {form.plan.dtype for form in (entry.forms or {}).values()}
@@ -406,7 +406,7 @@ def _local_state(state: State) -> State:
 
 
 def _runs(flat: Tensor, rows: list[_Rows], rank: int, world: int) -> list[tuple[list[_Rows], Tensor]]:
-    """Neighbours of one kind, and the part [B, rows, cols] of a flat buffer that holds `rank`'s rows."""
+    """Group neighbours of one kind, each with its view [B, rows, cols] of `rank`'s rows in a flat buffer."""
     runs, begin = [], 0
     for _, members in itertools.groupby(rows, key=lambda row: row.kind):
         run = list(members)

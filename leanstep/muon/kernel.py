@@ -1,16 +1,16 @@
-"""Triton kernels: symmetric products by their lower tiles, and transposes with both sides coalesced.
+"""Triton kernels: symmetric products from their lower tiles, and transposes coalesced on both sides.
 
-    xxt             out = X X^T                     one program per tile; tiles above the diagonal return at
-    xtx             out = X^T X                     once, the others store their values and the mirror image
+    xxt             out = X X^T                     one program per tile; tiles above the diagonal return
+    xtx             out = X^T X                     early, the others store their values and the mirror image
     ba_caa          out = beta A + alpha A A^T      A symmetric; the epilogue stays in float32
     transpose_copy  dst = src^T
     transpose_add   dst += src^T
 
-Inside torch.compile each wrapper calls a torch.library op, which the graph holds as one node: Dynamo cannot
+Inside torch.compile each wrapper calls a torch.library op, which is one node of the graph: Dynamo cannot
 trace a device guard and a query of the device's shared memory.
 
-The products are symmetric to the bit whatever `tl.dot` rounds: every pair (i, j), (j, i) is written by one
-program from one register, also inside the tiles that the diagonal crosses. Each element is written once.
+The products are bitwise symmetric however `tl.dot` rounds: every pair (i, j), (j, i) is written by one
+program from one register, also inside tiles on the diagonal. Each element is written once.
 Offsets that grow with batch or rows are 64-bit.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 @triton.jit
 def _tile_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
-    # Walk the tiles in groups of rows, so that neighbours share their operands in the second-level cache.
+    # Order the tiles in groups of rows, so that neighbours share their operands in the L2 cache.
     per_group = GROUP * tiles_n
     group = pid // per_group
     first = group * GROUP
@@ -37,7 +37,7 @@ def _tile_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _store_both(out_ptr, acc, row, col, size, stride_out, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    # A 64-bit corner per tile, 32-bit steps inside it: fewer registers than 64-bit pointers everywhere.
+    # A 64-bit offset per tile and 32-bit offsets inside it: fewer registers than 64-bit pointers everywhere.
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     value = acc.to(out_ptr.dtype.element_ty)
     mask = (rows[:, None] < size - row) & (cols[None, :] < size - col)
@@ -48,8 +48,8 @@ def _store_both(out_ptr, acc, row, col, size, stride_out, BLOCK_M: tl.constexpr,
         tl.store(there + rows[:, None] * stride_out + cols[None, :], value, mask=mask)
         tl.store(back + cols[:, None] * stride_out + rows[None, :], tl.trans(value), mask=mirror)
     else:
-        # The diagonal crosses this tile: what lies below it is stored twice, what lies above it not at all.
-        # A branch of its own, because such masks take the vector width from the stores.
+        # The diagonal crosses this tile: elements below it are stored twice, elements above it not at all.
+        # A separate branch, because these masks prevent vectorized stores.
         mask = mask & (row + rows[:, None] >= col + cols[None, :])
         tl.store(there + rows[:, None] * stride_out + cols[None, :], value, mask=mask)
         mirror = mirror & (row + rows[None, :] > col + cols[:, None])
@@ -84,7 +84,7 @@ def xxt_kernel(
         return
     x_ptr += batch * stride_batch
     out_ptr += batch * stride_out_batch
-    # Rows wrap around at the edge: the loads stay in bounds without a mask, the stores drop the surplus.
+    # Rows wrap around at the edge: loads stay in bounds without a mask, and the stores mask extra rows.
     left_rows = ((row + tl.arange(0, BLOCK_M)) % rows).to(tl.int64)
     right_rows = ((col + tl.arange(0, BLOCK_N)) % rows).to(tl.int64)
     inner = tl.arange(0, BLOCK_K)
@@ -124,7 +124,7 @@ def xtx_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """out = X^T X: two column panels, both read along their rows, one transposed in registers."""
+    """out = X^T X: two column panels, both loaded row by row, one transposed in registers."""
     tiles_m, tiles_n = tl.cdiv(cols, BLOCK_M), tl.cdiv(cols, BLOCK_N)
     pid = tl.program_id(0)
     batch = (pid // (tiles_m * tiles_n)).to(tl.int64)
@@ -163,8 +163,8 @@ def transpose_kernel(
     BLOCK_N: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """dst[c, r] = src[r, c], or += with ADD; a tile is read along its rows and written along the others."""
-    # One grid dimension: the others end at 65,535 programs.
+    """dst[c, r] = src[r, c], or += with ADD; reads and writes of a tile are both coalesced."""
+    # One grid dimension: the others are limited to 65,535 programs.
     tiles_n = tl.cdiv(cols, BLOCK_N)
     row, col = (tl.program_id(0) // tiles_n) * BLOCK_M, (tl.program_id(0) % tiles_n) * BLOCK_N
     r, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -180,14 +180,14 @@ def transpose_kernel(
 
 
 _GROUP, _WARPS, _STAGES = 8, 8, 4
-# (BLOCK_M, BLOCK_N, BLOCK_K) of symmetric products. Small results take the record's own tile. Results above
-# 2,048 rows have enough tiles for every multiprocessor and take a larger one. A long reduction over at most
-# 768 rows takes a tile that is deeper along K, as the record does.
+# (BLOCK_M, BLOCK_N, BLOCK_K) of symmetric products. Small results use the tile of the record. Results above
+# 2,048 rows have enough tiles for every multiprocessor and use a larger one. A long reduction over at most
+# 768 rows uses a tile that is deeper along K, as the record does.
 SMALL_TILE, LARGE_TILE, DEEP_TILE = (128, 128, 64), (128, 256, 64), (64, 128, 128)
 
 
 def product_tiles(side: int, reduction: int, element_bytes: int = 2) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K) of a symmetric product [side, side]."""
+    """Return (BLOCK_M, BLOCK_N, BLOCK_K) of a symmetric product [side, side]."""
     if element_bytes > 2:
         return 64, 64, 32
     if side <= 768 and reduction > side:
@@ -196,7 +196,7 @@ def product_tiles(side: int, reduction: int, element_bytes: int = 2) -> tuple[in
 
 
 def transpose_tiles(elements: int) -> tuple[int, int, int]:
-    """(BLOCK_M, BLOCK_N, num_warps) of the transposes: bigger tiles once they fill the device."""
+    """Return (BLOCK_M, BLOCK_N, num_warps) of the transposes: larger tiles once they fill the device."""
     return (64, 128, 8) if elements >= 1 << 22 else (32, 32, 4)
 
 
@@ -213,18 +213,18 @@ def _batch(tensor: Tensor) -> tuple[int, int]:
 
 
 def shared_memory(device: torch.device) -> int | None:
-    """Bytes of shared memory that a block may use; None where there is no GPU to ask."""
+    """Return the bytes of shared memory that a block may use; None without a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(device)
-    # ROCm's record has the plain name only.
+    # On ROCm only the plain name exists.
     limit = getattr(properties, "shared_memory_per_block_optin", None)
     return limit or getattr(properties, "shared_memory_per_block", None)
 
 
 def _stages(tiles: tuple[int, int, int], element_bytes: int, limit: int | None, spare: int = 0) -> int:
-    """The most pipeline stages whose buffers fit into `limit` bytes; `spare` stages need no buffer."""
-    # Consumer cards offer about 99 KB per block, AMD's 64: drop stages until the operands fit.
+    """Return the most pipeline stages whose buffers fit in `limit` bytes; `spare` stages need no buffer."""
+    # Consumer GPUs have about 99 KB per block, AMD GPUs 64 KB: drop stages until the operands fit.
     block_m, block_n, block_k = tiles
     if limit is None:
         return _STAGES
@@ -235,9 +235,9 @@ def _stages(tiles: tuple[int, int, int], element_bytes: int, limit: int | None, 
 
 
 def spare_stages(device: torch.device) -> int:
-    """Pipeline stages that hold no buffer: one where products read registers (sm_8x, sm_12x).
+    """Return the number of pipeline stages without a buffer: 1 if products read registers (sm_8x, sm_12x).
 
-    Hopper's and data-centre Blackwell's products read shared memory, so every stage needs a buffer there.
+    Products on Hopper and data-centre Blackwell read shared memory, so every stage needs a buffer there.
     """
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return 0
@@ -263,7 +263,7 @@ def _symmetric(
         )  # fmt: skip
 
 
-def _is_turned(tensor: Tensor) -> bool:
+def _is_transposed(tensor: Tensor) -> bool:
     return tensor.ndim in (2, 3) and tensor.stride(-1) != 1 and tensor.stride(-2) == 1
 
 
@@ -286,13 +286,13 @@ def _product(
 def _launch_product(
     kind: str, x: Tensor, out: Tensor, tiles: tuple[int, int, int] | None, alpha: float, beta: float
 ) -> None:
-    # X X^T of a transposed X is X^T X of the matrix in memory; the result equals its own transpose.
-    if _is_turned(x):
+    # X X^T of a transposed X is X^T X of the matrix in memory; the result equals its transpose.
+    if _is_transposed(x):
         kind, x = {"xxt": "xtx", "xtx": "xxt"}.get(kind, kind), x.mT
     elif x.stride(-1) != 1:
         x = x.contiguous()
     _check("x", x)
-    out = out.mT if _is_turned(out) else out
+    out = out.mT if _is_transposed(out) else out
     rows, cols = x.shape[-2:]
     if kind == "xtx":
         _symmetric(xtx_kernel, x, out, cols, rows, tiles=tiles)
@@ -308,12 +308,12 @@ def _product_op(
 
 
 def xxt(x: Tensor, out: Tensor, tiles: tuple[int, int, int] | None = None) -> Tensor:
-    """out = x @ x.mT for x [R, C] or [B, R, C], of any strides; the rows or columns of out are contiguous."""
+    """out = x @ x.mT for x [R, C] or [B, R, C], any strides; out has contiguous rows or columns."""
     return _product("xxt", x, out, tiles)
 
 
 def xtx(x: Tensor, out: Tensor, tiles: tuple[int, int, int] | None = None) -> Tensor:
-    """out = x.mT @ x for x [R, C] or [B, R, C], of any strides; the rows or columns of out are contiguous."""
+    """out = x.mT @ x for x [R, C] or [B, R, C], any strides; out has contiguous rows or columns."""
     return _product("xtx", x, out, tiles)
 
 
@@ -337,7 +337,7 @@ def _transpose(src: Tensor, dst: Tensor, add: bool) -> None:
 
 def _launch_transpose(src: Tensor, dst: Tensor, add: bool) -> None:
     if src.stride(-1) != 1 or dst.stride(-1) != 1:
-        # Where one side is transposed in memory, both are read along their rows: no tile to turn.
+        # If one side is transposed in memory, both are contiguous along the same dimension: no tile needed.
         dst.add_(src.T) if add else dst.copy_(src.T)
         return
     rows, cols = src.shape
@@ -401,7 +401,7 @@ def _product_entries() -> list[dict]:
                     **flags,
                 },
                 "num_warps": _WARPS,
-                # What fits into the shared memory of every data-centre card in the list of targets.
+                # As many as fit in the shared memory of every data-centre GPU in the list of targets.
                 "num_stages": _stages(tiles, 2, 163 * 1024),
             }
         )

@@ -1,7 +1,7 @@
-"""Momentum and polar factor in one call, for optimizers written by hand.
+"""Momentum and polar factor in one call, for hand-written optimizers.
 
-On a GPU the momentum, its norm and the cast to 16 bits are one pass (fused/kernel.py); on a CPU they work on
-blocks of rows that stay in the cache. Inside torch.compile the call is one torch.library op.
+On a GPU the momentum, its norm and the cast to 16 bits are one pass (fused/kernel.py); on a CPU they process
+blocks of rows that fit in the cache. Inside torch.compile the call is one torch.library op.
 """
 
 # B matrices · R rows · C columns
@@ -29,7 +29,7 @@ def momentum_polar(
     eps_mode: str = "relative",
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Advance the momentum buffer by the gradient, in place; returns the polar factor of the update.
+    """Advance the momentum buffer by the gradient, in place, and return the polar factor of the update.
 
     Equivalent to:
         update, new = leanstep.muon.reference.nesterov(grad, momentum_buffer, 0.95)
@@ -39,10 +39,10 @@ def momentum_polar(
     Args:
         grad: [R, C] or [B, R, C], any float dtype and strides; not modified.
         momentum_buffer: like `grad`, float32 (float64 for float64 gradients).
-        momentum: factor of the buffer; the gradient enters with 1 - momentum.
-        nesterov: False: the update is the new buffer.
+        momentum: weight of the buffer; the gradient has weight 1 - momentum.
+        nesterov: if False, the update is the new buffer.
         coefficients, eps_mode: as in `polar`.
-        compute_dtype: of the products; None chooses as `polar` does.
+        compute_dtype: dtype of the products; None chooses as `polar` does.
 
     Returns:
         The factor, shaped like `grad`, in the dtype of the buffer; no gradient flows through it.
@@ -75,12 +75,12 @@ def momentum_polar(
 def _fused(
     grad: Tensor, buffer: Tensor, group: Group, coefficients: Triples, compute_dtype: torch.dtype | None
 ) -> Tensor:
-    """Momentum, norm and cast in two launches, then the products."""
+    """Compute momentum, norm and cast in two launches, then run the products."""
     rows, cols = grad.shape[-2:]
     plan = plan_polar(
         rows, cols, device=grad.device, dtype=buffer.dtype, compute_dtype=compute_dtype or "auto"
     )
-    # The kernels read along rows.
+    # The kernels need contiguous rows.
     ordered = [t if t.stride(-1) == 1 or cols == 1 else t.contiguous() for t in (grad, buffer)]
     views = [t.unsqueeze(0) if t.ndim == 2 else t for t in ordered]
     stack = Stack(views[1], views[0], views[1], None, None, plan, 0.0, 0.0)

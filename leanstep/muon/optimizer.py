@@ -1,8 +1,8 @@
-"""NorMuon: Muon for matrices and Adam for the rest, under one torch optimizer, on one rank or many.
+"""NorMuon: Muon for matrices and Adam for the rest in one torch optimizer, on one rank or many.
 
     optimizer = NorMuon(split_params(model), lr=0.02)
 
-Gradients and state are checked before the first weight moves: a bad input raises and changes nothing.
+Gradients and state are checked before the first weight changes: bad input raises and changes nothing.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from leanstep.muon.state import (
 )
 from leanstep.muon.update import update_parameters
 
-# Options of published optimizers whose steps NorMuon repeats, by name.
+# Options that reproduce the steps of published optimizers, by name.
 PRESETS: dict[str, dict[str, Any]] = {
-    # `NorMuonAndAdam` of record 74. Its table of betas and multipliers per parameter belongs in the groups.
+    # `NorMuonAndAdam` of record 74. Pass its betas and multipliers per parameter in the groups.
     "modded-nanogpt": {
         "lr": 0.023,
         "residual": "truncate",
@@ -68,32 +68,33 @@ class NorMuon(torch.optim.Optimizer):
             plain parameters, which must all be matrices. A group may override every option below.
         lr: learning rate of the Muon groups.
         momentum, nesterov, beta2: decay of the momentum, look-ahead, decay of the variance.
-        variance: "long" (one per line of the longer side), "row" or "off".
+        variance: "long" (one value per index of the longer side), "row" or "off".
         weight_decay, decay: "cautious" w -= [update * w >= 0] * w * (weight_decay * lr) * rate, which scales
             with lr^2; "decoupled" is AdamW's w -= lr * weight_decay * w.
         lr_mul, wd_mul: multipliers of rate and decay; lr_mul may be a list, one per matrix of a bank.
-        lr_rule: factor by shape: shape, spectral, rms, none, or callable(rows, cols).
+        lr_rule: learning-rate factor by shape: shape, spectral, rms, none, or callable(rows, cols).
         layout: out_in (rows are outputs) or in_out, for lr_rule.
         flatten, split, split_dim, heads: how a parameter becomes matrices, see `leanstep.muon.param_groups`.
-        coefficients, eps_mode, method, restart, panels, compute_dtype: of the iteration, see `polar`.
-        residual: low bits of a bfloat16 weight: nearest, truncate or none.
+        coefficients, eps_mode, method, restart, panels, compute_dtype: options of the iteration, see `polar`.
+        residual: how the low bits of a bfloat16 weight are stored: nearest, truncate or none.
         every, phase: a group steps when call number % every == phase.
-        nonfinite: "skip" leaves weights and state alone when a gradient holds NaN or infinity and counts it
-            in `skipped_steps`; on a GPU the kernels decide, the host reads nothing. "ignore" does not look.
-        adam: defaults of the Adam groups: lr (default 0.35 * lr, the record's proportion), betas, eps,
+        nonfinite: "skip" leaves weights and state unchanged if a gradient contains NaN or infinity and counts
+            the step in `skipped_steps`; on a GPU the kernels decide, without a host read. "ignore" skips the
+            check.
+        adam: defaults of the Adam groups: lr (default 0.35 * lr, the record's ratio), betas, eps,
             weight_decay, decay, lr_mul, wd_mul, residual, every, phase.
         mesh: a 1-D DeviceMesh or process group whose ranks share the work on plain tensors: gradients are
             reduced to the rank that owns a parameter, which steps it and sends the weight to the others.
             Banks and large tables are cut into a piece for each rank where they can be.
             None: this rank steps everything (one rank, or DDP). DTensors (FSDP2) bring their own mesh.
-        averaged: with `mesh`, gradients are the same on every rank already (DDP): nothing is reduced.
+        averaged: with `mesh`, gradients are already the same on every rank (DDP): nothing is reduced.
         max_elements: FSDP2 matrices are exchanged in batches of at most this many elements.
 
-    Every group has a `lr` of its own: a loop `for group in optimizer.param_groups: group["lr"] = lr` gives
-    Adam's half the rate of the matrices. Multiply each group's first value instead, as schedulers do.
+    Every group has its own `lr`. A loop `for group in optimizer.param_groups: group["lr"] = lr` would give
+    the Adam groups the rate of the matrices; multiply each group's initial value instead, as schedulers do.
 
-    State, per matrix: momentum in float32, one variance per line of the longer side, and for a bfloat16
-    weight the int16 residual that completes it to float32. With a mesh only the owner has it.
+    State, per matrix: momentum in float32, one variance per index of the longer side, and for a bfloat16
+    weight the int16 residual that completes it to float32. With a mesh only the owner has the state.
     Collectives per step: none without a mesh; see `leanstep.muon.sharded` and `leanstep.muon.fsdp`. All ranks
     must call `step`, `state_dict`, `load_state_dict` and `copy_state` together.
     """
@@ -132,12 +133,12 @@ class NorMuon(torch.optim.Optimizer):
         averaged: bool = False,
         max_elements: int = 1 << 28,
     ) -> None:
-        given = locals()
+        arguments = locals()
         if nonfinite not in ("skip", "ignore"):
             raise ValueError(f"nonfinite: expected 'skip' or 'ignore', got {nonfinite!r}")
         self._adam = check_adam(adam or {})
         self._adam.setdefault("lr", ADAM_LR_SHARE * float(lr))
-        self._lr, self._options = lr, {key: given[key] for key in MATRIX_OPTIONS}
+        self._lr, self._options = lr, {key: arguments[key] for key in MATRIX_OPTIONS}
         self._nonfinite, self._mesh, self._averaged = nonfinite, mesh, averaged
         self._max_elements = max_elements
         self._names: dict[Tensor, str] = {}
@@ -146,7 +147,7 @@ class NorMuon(torch.optim.Optimizer):
 
     @classmethod
     def preset(cls, name: str, params: Iterable[Any], **options: Any) -> NorMuon:
-        """An optimizer that makes the steps of a published one.
+        """Return an optimizer that makes the steps of a published one.
 
         Equivalent to, for "modded-nanogpt":
             adam = dict(lr=0.008, eps=1e-10, weight_decay=0.005, residual="none")
@@ -158,7 +159,7 @@ class NorMuon(torch.optim.Optimizer):
         Args:
             name: "modded-nanogpt": `NorMuonAndAdam` of record 74.
             params: as for NorMuon.
-            options: as for NorMuon, in place of the preset's; `adam` is merged key by key.
+            options: as for NorMuon; they override the preset's. `adam` is merged key by key.
         """
         if name not in PRESETS:
             raise ValueError(f"name: expected one of {', '.join(PRESETS)}, got {name!r}")
@@ -167,9 +168,9 @@ class NorMuon(torch.optim.Optimizer):
         return cls(params, **merged)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: torch's part, and the options and names that a later step needs."""
+        """Return torch's state plus the options and names that later steps need, for copies and pickles."""
         if self._ranks is not None:
-            raise TypeError("NorMuon: expected one rank to copy or pickle it, got a mesh; use state_dict()")
+            raise TypeError("NorMuon: cannot copy or pickle an optimizer with a mesh; use state_dict()")
         self._count_skipped()
         names = [self._names[param] for group in self.param_groups for param in group["params"]]
         constants = ("_adam", "_lr", "_options", "_nonfinite", "_mesh", "_averaged", "_max_elements")
@@ -180,24 +181,24 @@ class NorMuon(torch.optim.Optimizer):
         names = state.pop("names", None)
         super().__setstate__(state)
         if names is None:
-            # torch's load_state_dict, on an optimizer that has its names.
+            # Called by torch's load_state_dict on an optimizer that already has its names.
             return
         params = [param for group in self.param_groups for param in group["params"]]
         self._names = dict(zip(params, names, strict=True))
         self._start_empty()
 
     def _start_empty(self) -> None:
-        """What a step builds up for the next one."""
+        """Reset everything that steps build up."""
         self._workspace = Workspace()
         self._entries: dict[Tensor, Entry] = {}
         self._ranks: Any = None
         self._stepped: list[Group] = []
-        # Steps that the device decides about, and how many of them it took: a number on the device.
+        # Steps for which the device decided, and how many of them it took (a tensor on the device).
         self._tried = 0
         self._taken: Tensor | None = None
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group; unknown options, duplicates and parameters its algorithm cannot step raise."""
+        """Add a group; raise for unknown options, duplicates and parameters its algorithm cannot step."""
         group = fill_group(dict(param_group), self._lr, self._options, self._adam)
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
@@ -222,7 +223,7 @@ class NorMuon(torch.optim.Optimizer):
         self._choose_ranks()
 
     def _choose_ranks(self) -> None:
-        """Who steps what: this rank everything (None), owners of plain tensors, or FSDP2's shards."""
+        """Choose what this rank steps: everything (None), the plain tensors it owns, or FSDP2 shards."""
         if any(hasattr(param, "placements") for param in self._names):
             from leanstep.muon.fsdp import RowShards
 
@@ -231,7 +232,7 @@ class NorMuon(torch.optim.Optimizer):
             self._ranks = Owners(self._mesh, self._averaged)
 
     def _scheme(self) -> Any:
-        """The ranks, once they know who does what; None for one rank."""
+        """Return the ranks with their owners assigned; None for one rank."""
         if self._ranks is not None and self._ranks.assignment is None:
             self._ranks.assign_owners(self._all_entries())
         return self._ranks
@@ -259,12 +260,12 @@ class NorMuon(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out because a gradient was not finite; reads a device value on a GPU."""
+        """Number of steps skipped because a gradient was not finite; a host sync on a GPU."""
         self._count_skipped()
         return max(group["skipped_steps"] for group in self.param_groups)
 
     def assignment(self) -> Assignment:
-        """Which rank steps (plain tensors) or orthogonalises (FSDP2) which parameter; printable."""
+        """Return which rank steps (plain tensors) or orthogonalises (FSDP2) which parameter; printable."""
         ranks = self._scheme()
         if ranks is None:
             return assign({e.name: (e.param.numel(), e.flops()) for e in self._all_entries()}, 1)
@@ -275,7 +276,7 @@ class NorMuon(torch.optim.Optimizer):
         """Update every parameter that has a gradient and whose group is due.
 
         A group is due on every call, or when call number % every == phase. `do_adam` overrides that for the
-        Adam groups. Gradients of groups that were not due stay: `zero_stepped_grads` clears the others.
+        Adam groups. Groups that were not due keep their gradients; `zero_stepped_grads` clears the others.
         """
         loss = None
         if closure is not None:
@@ -305,13 +306,13 @@ class NorMuon(torch.optim.Optimizer):
         try:
             update(work, self.state, self._workspace, self._counted(go))
         finally:
-            # Forward and backward need the memory more than the next step needs warm scratch.
+            # Free the scratch memory for the next forward and backward.
             self._workspace.clear()
-        self._prepare_waiting(due)
+        self._prepare_others(due)
         return loss
 
     def _counted(self, go: Tensor | bool | None) -> Tensor | None:
-        """`go` if it is on the device, its steps counted there."""
+        """Return `go` if it is a tensor, and add it to the count of steps taken; else None."""
         if not isinstance(go, Tensor):
             return None
         if self._taken is None:
@@ -321,16 +322,16 @@ class NorMuon(torch.optim.Optimizer):
         return go
 
     def _count_skipped(self) -> None:
-        """Bring the steps that were skipped on the device into the groups; reads one number of the device."""
+        """Add the steps that the device skipped to the groups' counters; one host read."""
         if self._taken is not None:
             skipped, self._tried, self._taken = self._tried - int(self._taken), 0, None
             for group in self.param_groups:
                 group["skipped_steps"] += skipped
 
-    def _prepare_waiting(self, due: list[Group]) -> None:
-        """Groups that are not due: zero state, which checkpoints expect, and means over the ranks."""
-        waiting = [group for group in self.param_groups if not any(group is other for other in due)]
-        entries = [self._entry(g, p) for g in waiting for p in g["params"] if p.grad is not None]
+    def _prepare_others(self, due: list[Group]) -> None:
+        """Create zero state, which checkpoints expect, and average gradients for groups that are not due."""
+        others = [group for group in self.param_groups if not any(group is other for other in due)]
+        entries = [self._entry(g, p) for g in others for p in g["params"] if p.grad is not None]
         for entry in entries:
             if entry.param not in self.state:
                 self.state[entry.param] = self._new_state(entry)
@@ -353,7 +354,7 @@ class NorMuon(torch.optim.Optimizer):
             self._ranks.average(grads)
 
     def zero_stepped_grads(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the groups the last `step` ran; the others go on accumulating."""
+        """Clear the gradients of the groups that the last `step` updated; the others keep accumulating."""
         for group in self._stepped:
             for param in group["params"]:
                 if set_to_none:
@@ -362,7 +363,7 @@ class NorMuon(torch.optim.Optimizer):
                     param.grad.zero_()
 
     def explain(self) -> str:
-        """What happens to each parameter, in which form of the iteration and why, and on which rank."""
+        """Describe how each parameter is stepped: the form of the iteration, the reason, and the rank."""
         lines = []
         for group in self.param_groups:
             lines.append(
@@ -384,9 +385,9 @@ class NorMuon(torch.optim.Optimizer):
             )
 
     def master(self, param: Tensor) -> Tensor:
-        """The float32 weight behind a bfloat16 parameter (a copy of any other parameter).
+        """Return the float32 weight of a bfloat16 parameter (a copy of any other parameter).
 
-        With a mesh the rank that owns the parameter has the low bits; the others raise.
+        With a mesh only the rank that owns the parameter has the low bits; other ranks raise.
         """
         self._refuse_cut(param)
         low = self.state.get(param, {}).get("residual")
@@ -401,7 +402,7 @@ class NorMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_master(self, param: Tensor, master: Tensor) -> None:
-        """Give a bfloat16 parameter its float32 value, low bits included."""
+        """Set a parameter to the float32 value `master`, including the low bits of a bfloat16 parameter."""
         if master.shape != param.shape:
             raise ValueError(f"master: expected shape {tuple(param.shape)}, got {tuple(master.shape)}")
         self._refuse_cut(param)
@@ -418,7 +419,7 @@ class NorMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def copy_state(self, source: Tensor, target: Tensor, *, transpose: bool = False) -> None:
-        """Give `target` the state of `source` (untying a head from its embedding: transpose=True)."""
+        """Copy the state of `source` to `target` (to untie a head from its embedding: transpose=True)."""
         if source not in self.state:
             raise ValueError("source: expected a parameter with state, got one that was never stepped")
         entry, state = self._entry_of(target), self.state[source]
@@ -437,7 +438,7 @@ class NorMuon(torch.optim.Optimizer):
         self.state[target] = copied if ranks is None else ranks.own_state(entry, copied)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's layout; callables are left out, so `torch.load(weights_only=True)` reads it back.
+        """Return the state in torch's layout, without callables: `torch.load(weights_only=True)` reads it.
 
         With a mesh: full tensors, the same on every rank, for any number of ranks. FSDP2: DTensors.
         """
@@ -453,10 +454,10 @@ class NorMuon(torch.optim.Optimizer):
         return {**saved, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore groups and state with the dtypes as saved; raises before anything changes on a misfit.
+        """Restore groups and state in the saved dtypes; raise before any change if they do not fit.
 
-        torch casts floating state to the parameter's dtype, which would turn the float32 moments of a
-        bfloat16 weight into bfloat16; here they come back as they were.
+        torch casts floating-point state to the parameter's dtype, which would turn the float32 moments of a
+        bfloat16 weight into bfloat16; here they keep the saved dtype.
         """
         check_loadable(self.param_groups, state_dict)
         before = [dict(group) for group in self.param_groups]

@@ -1,12 +1,12 @@
-"""What is stepped and how: parameter groups and their options, and the matrices of a parameter.
+"""Parameter groups and their options, and how a parameter is divided into matrices.
 
 [R, C]                     one matrix
 [..., R, C]                a bank: one matrix per leading index
 flatten="conv"             [O, I, kh, kw] is one O x (I kh kw) matrix
-split=(q, k, v)            parts along `split_dim` (0 rows, 1 columns), each orthogonalised alone
-heads=n or (n_q, n_k, ..)  each part cut further into n equal matrices along `split_dim`
+split=(q, k, v)            parts along `split_dim` (0 rows, 1 columns), each orthogonalised separately
+heads=n or (n_q, n_k, ..)  each part divided further into n equal matrices along `split_dim`
 
-All of these are views. What follows from shape and options alone is worked out once per parameter: `Entry`.
+All of these are views. `Entry` holds what depends on shape and options only, computed once per parameter.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Rule = Callable[[str, nn.Parameter, nn.Module], str | None]
 
 ALGORITHMS = ("normuon", "muon", "adam")
 LR_RULES = ("shape", "spectral", "rms", "none")
-# The record trains its matrices at 0.023 and the rest at 0.008; one `lr` sets both in this proportion.
+# The record trains its matrices at 0.023 and the rest at 0.008; one `lr` sets both with this ratio.
 ADAM_LR_SHARE = 0.008 / 0.023
 
-# Options of a Muon group; the defaults are those of the keywords of `NorMuon`.
+# Options of a Muon group; the defaults are those of `NorMuon`.
 MATRIX_OPTIONS = (
     "momentum",
     "nesterov",
@@ -68,7 +68,7 @@ ADAM_DEFAULTS: Group = {
     "every": 1,
     "phase": 0,
 }
-# Kept by torch, by schedulers and by this optimizer; valid in any group.
+# Set by torch, by schedulers and by this optimizer; valid in any group.
 _BOOKKEEPING = {
     "params",
     "param_names",
@@ -80,7 +80,7 @@ _BOOKKEEPING = {
     "format",
     "cpu_half",
 }
-# What the matrices of a parameter, their plans and rates follow from.
+# Options that determine the matrices of a parameter, their plans and rates.
 _SHAPING = (
     "algorithm",
     "flatten",
@@ -99,11 +99,11 @@ _SHAPING = (
 
 
 def fill_group(group: Group, lr: float, options: Group, adam: Group) -> Group:
-    """The group with every option present; raises a ValueError for an unknown or impossible one.
+    """Return the group with every option present; raise a ValueError for an unknown or invalid option.
 
     Args:
         lr, options: defaults of a Muon group.
-        adam: defaults of an Adam group, its `lr` among them.
+        adam: defaults of an Adam group, including its `lr`.
     """
     algorithm = group.get("algorithm", "normuon")
     if algorithm not in ALGORITHMS:
@@ -112,7 +112,7 @@ def fill_group(group: Group, lr: float, options: Group, adam: Group) -> Group:
     unknown = sorted(set(group) - set(known) - _BOOKKEEPING)
     if unknown:
         raise ValueError(
-            f"{unknown[0]}: no such option for algorithm {algorithm!r}; it takes {', '.join(known)}"
+            f"{unknown[0]}: unknown option for algorithm {algorithm!r}; expected one of {', '.join(known)}"
         )
     defaults = {**ADAM_DEFAULTS, **adam} if algorithm == "adam" else {"lr": lr, **options}
     if algorithm == "muon":
@@ -123,7 +123,7 @@ def fill_group(group: Group, lr: float, options: Group, adam: Group) -> Group:
 
 
 def check_group(group: Group) -> None:
-    """Raise a ValueError for an option that is missing or impossible, in a group of the user or of a file."""
+    """Raise a ValueError for a missing or invalid option in a group of the user or of a checkpoint."""
     needed = ADAM_DEFAULTS if group["algorithm"] == "adam" else MATRIX_OPTIONS
     missing = [key for key in ("lr", *needed) if key not in group]
     if missing:
@@ -133,7 +133,7 @@ def check_group(group: Group) -> None:
 
 
 def check_adam(adam: Group) -> Group:
-    """`adam` as a new dict; raises for an option that Adam does not have."""
+    """Return `adam` as a new dict; raise for an option that Adam does not have."""
     unknown = sorted(set(adam) - {"lr", *ADAM_DEFAULTS})
     if unknown:
         raise ValueError(f"adam: expected lr, {', '.join(ADAM_DEFAULTS)}, got {unknown[0]!r}")
@@ -143,7 +143,7 @@ def check_adam(adam: Group) -> Group:
 def _check_numbers(group: Group) -> None:
     for key in ("lr", "weight_decay", "wd_mul", "eps"):
         if key in group and not 0 <= float(group[key]) < math.inf:
-            raise ValueError(f"{key}: expected a finite number that is not negative, got {group[key]!r}")
+            raise ValueError(f"{key}: expected a finite non-negative number, got {group[key]!r}")
     multipliers = group["lr_mul"] if isinstance(group["lr_mul"], Sequence) else [group["lr_mul"]]
     if not all(math.isfinite(factor) for factor in multipliers):
         raise ValueError(f"lr_mul: expected finite numbers, got {group['lr_mul']!r}")
@@ -182,7 +182,7 @@ def _check_choices(group: Group) -> None:
 
 
 def check_params(group: Group, names: list[str]) -> None:
-    """Every parameter of the group can be stepped by its algorithm."""
+    """Raise unless the group's algorithm can step every parameter of the group."""
     if not group["params"]:
         raise ValueError("params: expected at least one parameter in every group, got an empty group")
     for name, param in zip(names, group["params"], strict=True):
@@ -214,7 +214,7 @@ def _check_multipliers(name: str, param: Tensor, group: Group) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """What `matrix_views` does to a parameter; the default leaves it whole."""
+    """How `matrix_views` divides a parameter into matrices; the default leaves it whole."""
 
     flatten: str | None = None
     split: tuple[int, ...] | None = None
@@ -232,7 +232,7 @@ def make_cut(
     split_dim: int = 0,
     heads: int | Sequence[int] | None = None,
 ) -> Cut:
-    """A checked Cut; sequences become tuples."""
+    """Check the options and return a Cut; sequences become tuples."""
     if flatten not in (None, "conv"):
         raise ValueError(f"flatten: expected None or 'conv', got {flatten!r}")
     if split_dim not in (0, 1):
@@ -249,12 +249,12 @@ def make_cut(
 
 
 def group_cut(group: Group) -> Cut:
-    """The cut of a Muon group."""
+    """Return the Cut of a Muon group."""
     return make_cut(group["flatten"], group["split"], group["split_dim"], group["heads"])
 
 
 def check_cut(name: str, shape: Sequence[int], cut: Cut) -> None:
-    """Raise a ValueError that names the parameter if it cannot be cut this way."""
+    """Raise a ValueError that names the parameter if it cannot be divided this way."""
     shape = tuple(shape)
     if len(shape) < 2:
         raise ValueError(
@@ -283,7 +283,7 @@ def _head_counts(cut: Cut, num_parts: int) -> tuple[int, ...]:
 
 
 def matrix_views(tensor: Tensor, cut: Cut) -> list[Tensor]:
-    """Views of `tensor`, each [B, R, C], that together cover it exactly once."""
+    """Return views of `tensor`, each [B, R, C], that together cover it exactly once."""
     if cut.flatten == "conv":
         tensor = tensor.view(tensor.size(0), -1)
     bank = tensor.unsqueeze(0) if tensor.ndim == 2 else tensor.view(-1, *tensor.shape[-2:])
@@ -296,7 +296,7 @@ def matrix_views(tensor: Tensor, cut: Cut) -> list[Tensor]:
         if count == 1:
             views.append(part)
             continue
-        # One view per bank entry: entries and heads of a split part do not share one stride.
+        # One view per bank entry: entries and heads of a split part have no common stride.
         for matrix in part:
             heads = matrix.unflatten(cut.split_dim, (count, -1))
             views.append(heads if cut.split_dim == 0 else heads.movedim(1, 0))
@@ -304,13 +304,13 @@ def matrix_views(tensor: Tensor, cut: Cut) -> list[Tensor]:
 
 
 def second_shape(shape: Sequence[int], cut: Cut, per: str) -> tuple[int, ...]:
-    """Shape of the variance state: [..., R, 1] or [..., 1, C]; one flat row of lines for a cut parameter."""
+    """Return the shape of the variance state: [..., R, 1] or [..., 1, C]; flat for a divided parameter."""
     if cut.flatten == "conv":
         shape = (shape[0], torch.Size(shape[1:]).numel())
     if cut.whole:
-        kept = list(shape)
-        kept[variance_axis(shape[-2], shape[-1], per)] = 1
-        return tuple(kept)
+        reduced = list(shape)
+        reduced[variance_axis(shape[-2], shape[-1], per)] = 1
+        return tuple(reduced)
     views = matrix_views(_on_meta(shape), Cut(None, cut.split, cut.split_dim, cut.heads))
     return (sum(_lines(view, per) for view in views),)
 
@@ -321,7 +321,7 @@ def _lines(view: Tensor, per: str) -> int:
 
 
 def second_views(second: Tensor, views: list[Tensor], cut: Cut, per: str) -> list[Tensor]:
-    """The variance state of each matrix view, [B, R, 1] or [B, 1, C]."""
+    """Return the variance state of each matrix view, [B, R, 1] or [B, 1, C]."""
     if cut.whole:
         return [second.view(-1, *second.shape[-2:])]
     parts = second.split([_lines(view, per) for view in views])
@@ -334,7 +334,7 @@ def second_views(second: Tensor, views: list[Tensor], cut: Cut, per: str) -> lis
 
 @dataclass(frozen=True)
 class Form:
-    """What the matrices of one shape in a parameter have in common."""
+    """Properties shared by the matrices of one shape in a parameter."""
 
     count: int
     plan: PolarPlan
@@ -343,13 +343,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter in its group, with what follows from its shape and options: made once, not per step.
+    """A parameter in its group, with values derived from shape and options once instead of every step.
 
     Args:
-        key: shape and options it was made for; another key needs another entry.
-        cut: how the parameter becomes matrices. None for Adam, as are the two below.
+        key: shape and options of this entry; a different key needs a new entry.
+        cut: how the parameter is divided into matrices. None for Adam, like the next two.
         forms: (rows, cols) -> number of such matrices, their polar plan, their learning-rate factor.
-        second_shape: of the variance state; None without one. constants: small device tensors, made once.
+        second_shape: shape of the variance state; None without one. constants: cached small device tensors.
     """
 
     name: str
@@ -366,7 +366,7 @@ class Entry:
         return self.forms is None
 
     def flops(self) -> float:
-        """Operations of one step, for dealing out work; Adam's are counted as 12 per element."""
+        """Return the operations of one step, for assigning work; Adam counts as 12 per element."""
         if self.forms is None:
             return 12.0 * self.param.numel()
         steps = len(self.group["coefficients"])
@@ -374,16 +374,16 @@ class Entry:
 
 
 def entry_key(group: Group, param: Tensor) -> tuple:
-    """What an `Entry` follows from. Lists become tuples, so that changes in place are seen."""
+    """Return everything an `Entry` depends on. Lists become tuples, so that in-place changes are noticed."""
     options = [tuple(v) if isinstance(v, list) else v for v in map(group.get, _SHAPING)]
     return (*options, param.shape, param.dtype, param.device)
 
 
 def make_entry(name: str, group: Group, param: Tensor) -> Entry:
-    """Work out matrices, plans and rates of a parameter."""
+    """Compute the matrices, plans and rates of a parameter."""
     if group["algorithm"] == "adam":
         return Entry(name, group, param, entry_key(group, param))
-    # Measured once and saved with the group: a resumed run must not change its arithmetic.
+    # Measured once and saved with the group: a resumed run must use the same arithmetic.
     if group["compute_dtype"] == "auto" and param.device.type == "cpu" and "cpu_half" not in group:
         group["cpu_half"] = cpu_bfloat16_speedup() > MIN_HALF_SPEEDUP
     cut, forms = group_cut(group), {}
@@ -418,7 +418,7 @@ def _on_meta(shape: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """One line of the table."""
+    """One row of the table that `ParamSplit` prints."""
 
     name: str
     shape: tuple[int, ...]
@@ -427,7 +427,7 @@ class Choice:
 
 
 class ParamSplit(list):
-    """Parameter groups for `NorMuon`, a list of dicts; `print` it to see where everything went and why.
+    """Parameter groups for `NorMuon`, a list of dicts; `print` it to see the group of each parameter and why.
 
     Example:
         matrices = [c.name for c in split_params(model).choices if c.algorithm == "normuon"]   # [R, C] each
@@ -458,8 +458,8 @@ def split_params(
 ) -> ParamSplit:
     """Sort the trainable parameters of `model` into a Muon group and an Adam group.
 
-    No names are guessed. A parameter is a matrix for Muon if it has two or more dimensions and is neither the
-    table of an embedding nor the output head (a layer with as many outputs as an embedding has entries).
+    Parameter names are not used. A parameter is a matrix for Muon if it has two or more dimensions and is
+    neither an embedding table nor the output head (a layer with as many outputs as an embedding has entries).
 
     Example:
         groups = split_params(model, muon={"momentum": 0.9})
@@ -468,14 +468,14 @@ def split_params(
     Args:
         rule: (name, parameter, owning module) -> "normuon", "muon", "adam", or None for the default.
         muon, adam: options of the two groups, e.g. muon={"momentum": 0.9}.
-        algorithm: what matrices get by default, normuon or muon.
+        algorithm: default algorithm of matrices, normuon or muon.
 
     Returns:
-        a list of one or two groups, ready for `NorMuon`; tied parameters appear once, frozen ones not.
+        A list of groups for `NorMuon`; tied parameters appear once, frozen parameters do not appear.
     """
     if algorithm not in ("normuon", "muon"):
         raise ValueError(f"algorithm: expected 'normuon' or 'muon', got {algorithm!r}")
-    # Reversed: of the modules that share a parameter the first one counts.
+    # Reversed: if several modules share a parameter, the first one is its owner.
     modules = reversed(list(model.modules()))
     owners = {id(p): module for module in modules for p in module.parameters(recurse=False)}
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
@@ -486,7 +486,7 @@ def split_params(
         if asked is None:
             kind, reason = _default_choice(param, owner, tables, algorithm)
         elif asked in groups:
-            kind, reason = asked, "the rule says so"
+            kind, reason = asked, "chosen by the rule"
         else:
             raise ValueError(f"rule: expected normuon, muon, adam or None for {name}, got {asked!r}")
         choices.append(Choice(name, tuple(param.shape), kind, reason))
@@ -504,7 +504,7 @@ def split_params(
 def _default_choice(
     param: Tensor, owner: nn.Module, tables: Sequence[nn.Embedding | nn.EmbeddingBag], algorithm: str
 ) -> tuple[str, str]:
-    """(algorithm, reason) of a parameter that no rule decides about."""
+    """Return (algorithm, reason) for a parameter without a rule."""
     if not param.requires_grad:
         return "frozen", "does not require a gradient"
     if param.ndim < 2:
@@ -518,5 +518,5 @@ def _default_choice(
     if param.ndim == 2:
         return algorithm, f"matrix of {type(owner).__name__}"
     if isinstance(owner, nn.modules.conv._ConvNd):
-        return "adam", "convolution; a group with flatten='conv' takes it as a matrix"
+        return "adam", "convolution; a group with flatten='conv' steps it as a matrix"
     return algorithm, f"bank of {param.numel() // (param.size(-1) * param.size(-2))} matrices"

@@ -1,4 +1,4 @@
-"""What people run today, for the benches: the plain step, torch.optim.Muon, a stacked compiled step, dion."""
+"""Alternatives for the benchmarks: the plain step, torch.optim.Muon, a stacked compiled step, dion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leanstep.muon.polar import MIN_HALF_SPEEDUP
 
 
 class PlainNorMuon:
-    """NorMuon straight from `reference.py`, one matrix at a time."""
+    """NorMuon with the functions of `reference.py`, one matrix at a time."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class PlainNorMuon:
 
 
 def polar_addmm(update: Tensor) -> Tensor:
-    """Polar Express written with torch.optim.Muon's fused products."""
+    """Compute Polar Express with the fused products that torch.optim.Muon uses."""
     x = reference.normalize(update)
     tall = x.size(0) > x.size(1)
     if tall:
@@ -58,33 +58,33 @@ def polar_addmm(update: Tensor) -> Tensor:
 
 
 def no_native_half(params: Mapping[str, Any]) -> str | None:
-    """Why half precision would be emulated here, or None."""
+    """Return why half precision would be emulated on this machine, or None."""
     if torch.cuda.is_available() or cpu_bfloat16_speedup() > MIN_HALF_SPEEDUP:
         return None
     return f"this CPU multiplies bfloat16 at {cpu_bfloat16_speedup():.2g} of its float32 speed"
 
 
 def too_slow_in_half(params: Mapping[str, Any]) -> str | None:
-    """Why torch.optim.Muon as shipped is not worth waiting for at this size, or None."""
-    # Emulated bfloat16 needs about half a minute per 768 x 3072 matrix.
+    """Return why torch.optim.Muon as shipped takes too long at this size, or None."""
+    # Emulated bfloat16 takes about half a minute per 768 x 3072 matrix.
     big = params["num_wide"] * params["dim"] > 2 * 768
     return no_torch_muon(params) or (no_native_half(params) if big else None)
 
 
 def needs_compiler(params: Mapping[str, Any]) -> str | None:
-    """Why torch.compile cannot or should not run at this size, or None."""
+    """Return why torch.compile cannot or should not run at this size, or None."""
     if find_compiler() is None:
         return "no C++ compiler for torch.compile"
     return "compiling is not worth it at this size" if params["dim"] < 256 else None
 
 
 def no_torch_muon(params: Mapping[str, Any]) -> str | None:
-    """Why torch.optim.Muon cannot run here, or None."""
+    """Return why torch.optim.Muon cannot run here, or None."""
     return None if hasattr(torch.optim, "Muon") else "this torch has no torch.optim.Muon; it came with 2.9"
 
 
 def torch_muon(compute_dtype: torch.dtype | None):
-    """torch.optim.Muon; with a dtype, its forced bfloat16 cast goes there instead."""
+    """Build torch.optim.Muon; `compute_dtype` replaces the bfloat16 of its cast."""
 
     def make(parameters: list[nn.Parameter], constants: dict[str, Any]) -> Callable[[], Any]:
         optimizer = torch.optim.Muon(parameters, lr=constants["lr"])
@@ -99,9 +99,11 @@ def torch_muon(compute_dtype: torch.dtype | None):
             return cast(self, *args, **kwargs)
 
         def step() -> None:
-            # Up to torch 2.13 its cast is spelt .bfloat16(), later .to(dtype=torch.bfloat16, copy=True).
-            spelt = mock.patch.object(Tensor, "bfloat16", lambda self: cast(self, compute_dtype, copy=True))
-            with spelt, mock.patch.object(Tensor, "to", to):
+            # Up to torch 2.13 the cast is .bfloat16(), later .to(dtype=torch.bfloat16, copy=True).
+            old_cast = mock.patch.object(
+                Tensor, "bfloat16", lambda self: cast(self, compute_dtype, copy=True)
+            )
+            with old_cast, mock.patch.object(Tensor, "to", to):
                 optimizer.step()
 
         return step
@@ -110,7 +112,7 @@ def torch_muon(compute_dtype: torch.dtype | None):
 
 
 def stacked_compiled(parameters: list[nn.Parameter], constants: dict[str, Any]) -> Callable[[], Any]:
-    """nanochat's arrangement: equal shapes stacked, momentum to write in one compiled function, bfloat16."""
+    """Step as nanochat does: equal shapes stacked, momentum to write in one compiled function, bfloat16."""
     shapes: dict[torch.Size, list[nn.Parameter]] = {}
     for parameter in parameters:
         shapes.setdefault(parameter.shape, []).append(parameter)
@@ -149,7 +151,7 @@ def _fused_step(
 
 
 def dion_normuon(parameters: list[nn.Parameter], constants: dict[str, Any]) -> Callable[[], Any]:
-    """microsoft/dion's NorMuon at its defaults."""
+    """Step with microsoft/dion's NorMuon at its defaults."""
     import dion  # type: ignore[import-not-found]
 
     return dion.NorMuon([{"params": parameters}], lr=constants["lr"]).step

@@ -1,15 +1,15 @@
-"""Polar Express: the nearest semi-orthogonal matrix, in five polynomial steps, at the lowest FLOP count.
+"""Polar Express: the nearest semi-orthogonal matrix in five polynomial steps, with the fewest FLOPs.
 
-Two forms of the same polynomial, n = shorter side, r = longer / shorter:
+There are two forms of the same polynomial, with n = shorter side and r = longer / shorter:
 
     standard   A = X X^T; X <- (aI + bA + cA^2) X                 15r + 5 units of n^3 with symmetric products
     gram       stay in n x n: Q <- P Q, G <- P G P, finally Q X    3r + 20, or 6r + 15 with a restart
 
-A tall X uses A = X^T X and multiplies from the right: the same numbers as transposing, with no transposed
+A tall X uses A = X^T X and multiplies from the right: the same result as transposing, without a transposed
 copy. `plan_polar` chooses by shape, device and dtype; every choice can be forced; `explain` prints it.
 
-Symmetric n x n results are cut into row panels: panel i needs only its first i + 1 column blocks, so b panels
-cost (b + 1) / 2b of the full product (one call per panel), and the rest is a transposed copy.
+Symmetric n x n results are computed in row panels: panel i needs only its first i + 1 column blocks, so b
+panels cost (b + 1) / 2b of the full product (one call per panel), and the rest is a transposed copy.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from leanstep.muon.transpose import triton_kernels
 
 METHODS = ("auto", "standard", "gram")
 EPS_MODES = ("relative", "absolute")
-# From about this aspect ratio on the n x n form needs fewer operations (3.25r + 23.5 < 16.25r + 6.25 with
+# Above about this aspect ratio the n x n form needs fewer operations (3.25r + 23.5 < 16.25r + 6.25 with
 # four panels).
 GRAM_RATIO = 4 / 3
-# Squaring loses digits of singular values below 1e-3 of the largest; after two steps these have grown 33
-# times, and a fresh Gram matrix wins one or two digits back for 3r - 3 units. Small matrices have the time
-# for it; large ones go without, still 20 times closer than bfloat16 on the worst spectra of docs/muon.md.
+# Squaring loses digits of singular values below 1e-3 of the largest. After two steps these have grown 33
+# times, and a fresh Gram matrix recovers one or two digits for 3r - 3 units. Small matrices can afford it.
+# Large ones skip it and are still 20 times closer than bfloat16 on the worst spectra of docs/muon.md.
 GRAM_RESTART = 2
 MIN_FAST_SIDE = 256
-# Half precision pays on a CPU only where the product is long enough to hide its conversions.
+# On a CPU half precision is faster only if the product is large enough to hide the conversions.
 MIN_HALF_SIDE = 256
 MIN_HALF_SPEEDUP = 1.3
 # Stacking equal shapes into one batched product helps the CPU only below this many elements.
 MAX_BATCHED_ELEMENTS = 64 * 64
 # Below this side a full product is as fast as the panels (measured with two threads, see docs/muon.md).
 MIN_SYMMETRIC_SIDE = 256
-# With fewer matrices per core than this, the last ones would leave the other cores idle for too long.
+# With fewer matrices per core than this, the last matrices leave the other cores idle for too long.
 MIN_JOBS_PER_WORKER = 2
 
 
 class Workspace:
-    """Scratch tensors by role, shape and dtype: equal matrices in a row reuse the same memory.
+    """Scratch tensors by role, shape and dtype: matrices of equal shape reuse the same memory.
 
     Example:
         workspace = Workspace()
@@ -62,7 +62,7 @@ class Workspace:
     def take(
         self, role: str, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """The tensor of this role and shape on the device of `like`; what it holds is undefined."""
+        """Return the tensor of this role and shape on the device of `like`; its values are undefined."""
         dtype = dtype or like.dtype
         key = (role, shape, dtype, like.device)
         if key not in self._tensors:
@@ -70,7 +70,7 @@ class Workspace:
         return self._tensors[key]
 
     def child(self, index: int) -> Workspace:
-        """Scratch of its own for the index-th of several threads."""
+        """Return separate scratch for the index-th of several threads."""
         while len(self._children) <= index:
             self._children.append(Workspace())
         return self._children[index]
@@ -83,9 +83,10 @@ class Workspace:
 def run_side_by_side(
     jobs: Sequence[Callable[[Workspace], None]], workspace: Workspace, workers: int | None = None
 ) -> None:
-    """Run every job once, one per core with one thread each (few jobs: in a row with all threads).
+    """Run every job once, one per core with one thread each; few jobs run in sequence with all threads.
 
-    A job gets its worker's workspace. Two threads speed one 768 x 768 product up by 1.6, two products by 2.
+    A job receives its worker's workspace. Two threads speed one 768 x 768 product up by 1.6, two products by
+    2.
     """
     workers = num_threads() if workers is None else workers
     if workers < 2 or len(jobs) < MIN_JOBS_PER_WORKER * workers:
@@ -113,7 +114,7 @@ class PolarPlan:
         return self.rows > self.cols
 
     def flops(self, num_steps: int = 5) -> float:
-        """Floating-point operations of one matrix (multiply and add count as two)."""
+        """Return the floating-point operations of one matrix (multiply and add count as two)."""
         n, r = min(self.rows, self.cols), max(self.rows, self.cols) / max(1, min(self.rows, self.cols))
         share = (self.panels + 1) / (2 * self.panels)
         symmetric, gram, apply = 2 * share, 2 * share * r, 2 * r
@@ -144,20 +145,20 @@ class PolarPlan:
 def choose_dtype(
     rows: int, cols: int, device: torch.device, dtype: torch.dtype, cpu_half: bool | None = None
 ) -> tuple[torch.dtype, str]:
-    """The compute dtype for `auto`, and why; `cpu_half` replaces the measurement by an earlier answer."""
+    """Return the compute dtype for `auto` and the reason; `cpu_half` replaces the measurement."""
     if dtype == torch.float64:
-        return dtype, "float64: the input is"
+        return dtype, "float64: the input is float64"
     if device.type != "cpu":
         return torch.bfloat16, f"bfloat16: {device.type} has matrix units for it"
     if min(rows, cols) < MIN_HALF_SIDE:
         return torch.float32, f"float32: the short side is below {MIN_HALF_SIDE}"
     if cpu_half is not None:
         chosen = torch.bfloat16 if cpu_half else torch.float32
-        return chosen, f"{str(chosen).removeprefix('torch.')}: the faster one when this optimizer was made"
+        return chosen, f"{str(chosen).removeprefix('torch.')}: faster when this optimizer was created"
     speedup = cpu_bfloat16_speedup()
     if speedup > MIN_HALF_SPEEDUP:
         return torch.bfloat16, f"bfloat16: {speedup:.1f} times as fast as float32 on this CPU"
-    return torch.float32, f"float32: bfloat16 runs at {speedup:.2g} of its speed on this CPU"
+    return torch.float32, f"float32: bfloat16 runs at {speedup:.2g} of the float32 speed on this CPU"
 
 
 def plan_polar(
@@ -179,13 +180,13 @@ def plan_polar(
         plan.method, plan.flops() / 768**3                                  # "gram", 36.5
 
     Args:
-        device, dtype: of the update that will be orthogonalised.
+        device, dtype: device and dtype of the update.
         method: auto | standard | gram.
         restart: auto (2 for a short side below 256, else None), None, or the number of steps after which
-            the gram form starts afresh.
-        panels: auto, or how many row panels a symmetric product is cut into (1 = all of it).
+            the gram form recomputes its Gram matrix.
+        panels: auto, or the number of row panels of a symmetric product (1 = compute all of it).
         compute_dtype: auto, or a dtype.
-        cpu_half: an earlier answer to "is bfloat16 faster on this CPU", instead of measuring.
+        cpu_half: whether bfloat16 is faster on this CPU, if known; None measures it.
     """
     place, short, long = torch.device(device), min(rows, cols), max(rows, cols)
     if method not in METHODS:
@@ -197,14 +198,14 @@ def plan_polar(
     if compute_dtype != "auto" and not isinstance(compute_dtype, torch.dtype):
         raise ValueError(f"compute_dtype: expected 'auto' or a torch.dtype, got {compute_dtype!r}")
     if isinstance(compute_dtype, torch.dtype):
-        reasons = [f"{str(compute_dtype).removeprefix('torch.')}: asked for"]
+        reasons = [f"{str(compute_dtype).removeprefix('torch.')}: requested"]
     else:
         compute_dtype, why = choose_dtype(rows, cols, place, dtype, cpu_half)
         reasons = [why]
     half = compute_dtype in (torch.bfloat16, torch.float16)
     ratio = long / max(1, short)
     if method != "auto":
-        why = "asked for"
+        why = "requested"
     elif half:
         method, why = "standard", "squaring in half precision loses singular values below 0.1"
     elif ratio >= GRAM_RATIO:
@@ -216,7 +217,8 @@ def plan_polar(
     if restart == "auto":
         restart = GRAM_RESTART if short < MIN_FAST_SIDE else None
         cheap = f"restart: extra precision is cheap for a short side below {MIN_FAST_SIDE}"
-        reasons.append(cheap if restart else f"no restart: from side {MIN_FAST_SIDE} on it costs a quarter")
+        costly = f"no restart: from side {MIN_FAST_SIDE} on it costs a quarter more"
+        reasons.append(cheap if restart else costly)
     batched = place.type != "cpu" or rows * cols <= MAX_BATCHED_ELEMENTS
     if not isinstance(panels, int):
         panels = choose_panels(short, place)
@@ -225,7 +227,7 @@ def plan_polar(
 
 
 def explain(rows: int, cols: int, **options) -> str:
-    """The plan for matrices of shape [rows, cols] as text.
+    """Return the plan for matrices of shape [rows, cols] as text.
 
     Equivalent to:
         text = str(plan_polar(rows, cols, **options))
@@ -234,7 +236,7 @@ def explain(rows: int, cols: int, **options) -> str:
 
 
 def _has_kernel(x: Tensor) -> bool:
-    # Half precision on a GPU, rows in order; the rest goes to the vendor's library.
+    # Half precision on a GPU with contiguous rows; everything else uses the vendor's library.
     return (
         x.is_cuda
         and x.dtype in (torch.bfloat16, torch.float16)
@@ -244,10 +246,10 @@ def _has_kernel(x: Tensor) -> bool:
 
 
 def choose_panels(side: int, device: torch.device) -> int:
-    """How many row panels a symmetric side x side product is cut into; 1 = compute all of it."""
+    """Return the number of row panels of a symmetric side x side product; 1 = compute all of it."""
     if device.type != "cpu" or side < MIN_SYMMETRIC_SIDE:
         return 1
-    # More panels skip more work but make smaller calls; 4 and 6 tie at 768, where 4 wait less for each other.
+    # More panels skip more work but make smaller calls; 4 and 6 tie at 768, where 4 synchronize less often.
     return 4 if side < 1024 else 6
 
 
@@ -258,7 +260,7 @@ def _bounds(side: int, panels: int) -> list[tuple[int, int]]:
 
 
 def _lower_panels(out: Tensor, panels: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    # (rows, columns, where they go) up to the diagonal; once all are written, the rest is their mirror image.
+    # Yield (rows, columns, output view) up to the diagonal; afterwards copy their mirror image into the rest.
     bounds = _bounds(out.size(0), panels)
     for lo, hi in bounds:
         yield slice(lo, hi), slice(0, hi), out[lo:hi, :hi]
@@ -289,7 +291,7 @@ def commuting_product(a: Tensor, b: Tensor, out: Tensor, *, panels: int = 1) -> 
 def quadratic(
     gram: Tensor, out: Tensor, a: float, b: float, c: float, *, panels: int = 1, identity: bool = True
 ) -> Tensor:
-    """out = b * gram + c * gram @ gram, plus a times the identity unless `identity` is off."""
+    """out = b * gram + c * gram @ gram, plus a times the identity if `identity`."""
     if _has_kernel(gram):
         triton_kernels().ba_caa(gram, out, alpha=c, beta=b)
     elif gram.ndim == 3:
@@ -317,7 +319,7 @@ def normalize_into(update: Tensor, out: Tensor, eps_mode: str = "relative") -> T
 
 
 def _norm(x: Tensor) -> Tensor:
-    # Rows first: one float32 sum over millions of squares is off by 1e-4, two short ones by 1e-7.
+    # Rows first: one float32 sum over millions of squares has an error of 1e-4, two short sums one of 1e-7.
     rows = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
 
@@ -327,7 +329,7 @@ def iterate(
 ) -> Tensor:
     """Run the polynomial steps on a normalised x ([R, C] or [B, R, C], plan.dtype).
 
-    x is scratch afterwards; the result is `out`, or without it x or a tensor of the workspace.
+    x is overwritten. The result is `out`; without `out` it is x or a tensor of the workspace.
     """
     side = min(plan.rows, plan.cols)
     square = (*x.shape[:-2], side, side)
@@ -339,7 +341,7 @@ def iterate(
         return torch.matmul(*((x, factor) if plan.tall else (factor, x)), out=out)
 
     if plan.method == "standard":
-        # a * I inside the factor saves a pass over x, but half precision would round b A + c A^2 against it.
+        # a * I inside the factor saves a pass over x, but in half precision it would round b A + c A^2 away.
         inside = x.dtype in (torch.float32, torch.float64)
         add = torch.addmm if x.ndim == 2 else torch.baddbmm
         for index, (a, b, c) in enumerate(coefficients):
@@ -368,8 +370,8 @@ def iterate(
         if factors == 0:
             poly, product = product, poly
         else:
-            # The factors commute except where G is noise, which grows with each step: a matrix of low rank
-            # needs the first factor next to x, and from the third on their product as it is, not mirrored.
+            # The factors commute except where G is noise, which grows with each step. A matrix of low rank
+            # needs the first factor next to x and, from the third factor on, the full product, not mirrored.
             pair = (product, poly) if plan.tall else (poly, product)
             commuting_product(*pair, other, panels=plan.panels if factors == 1 else 1)
             product, other = other, product
@@ -396,7 +398,7 @@ def polar(
     compute_dtype: torch.dtype | str = "auto",
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """Approximate polar factor U V^T of every matrix in `update`.
+    """Return the approximate polar factor U V^T of every matrix in `update`.
 
     Equivalent to:
         factor = leanstep.muon.reference.polar(update, coefficients, eps_mode)
@@ -410,7 +412,7 @@ def polar(
         workspace: scratch to reuse between calls; not used inside torch.compile.
 
     Returns:
-        [..., R, C] in the dtype of `update`; singular values of a Gaussian matrix land in 0.86 .. 1.14.
+        [..., R, C] in the dtype of `update`; singular values for a Gaussian matrix are in 0.86 .. 1.14.
         No gradient flows through it.
 
     Peak extra memory: three copies of one matrix plus five of its smaller square, in the compute dtype.
@@ -456,7 +458,7 @@ def polar(
     return result.view(update.shape)
 
 
-# The function as a torch.library op. restart, panels: -1 stands for "auto", 0 for None.
+# `polar` as a torch.library op. restart, panels: -1 means "auto", 0 means None.
 
 
 @torch.library.custom_op("leanstep::polar", mutates_args=())
@@ -482,7 +484,7 @@ def _(update, coefficients, eps_mode, method, restart, panels, compute_dtype):
 
 
 def triples_of(numbers: Sequence[float]) -> list[tuple[float, float, float]]:
-    """(a, b, c) per step from all numbers in a row."""
+    """Return (a, b, c) per step from the flat list of numbers."""
     return [(a, b, c) for a, b, c in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)]
 
 

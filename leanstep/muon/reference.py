@@ -3,7 +3,7 @@
     nesterov -> polar -> reduce_variance -> cautious_decay          (matrices)
     adam                                                            (everything else)
 
-Each function returns new tensors and touches none of its arguments.
+Each function returns new tensors and does not modify its arguments.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ POLAR_EXPRESS: Triples = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-# Keller Jordan's quintic Newton-Schulz step repeated; what torch.optim.Muon runs.
+# Keller Jordan's quintic Newton-Schulz step, repeated, as in torch.optim.Muon.
 NEWTON_SCHULZ: Triples = ((3.4445, -4.775, 2.0315),) * 5
 
-# ||X|| must stay below 1 although the norm is rounded, so we divide by slightly more.
+# ||X|| must be below 1 although the norm is rounded, so divide by slightly more.
 SAFETY = 1.02
 ABSOLUTE_EPS = 1e-6
 
 
 def polar_factor(matrix: Tensor) -> Tensor:
-    """U V^T of the singular value decomposition: what the iterations approach. Batched, [..., R, C]."""
+    """Return U V^T of the singular value decomposition, the limit of the iterations. Batched, [..., R, C]."""
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
     return u @ vh
 
 
 def normalize(update: Tensor, eps_mode: str = "relative") -> Tensor:
-    """update / (1.02 * its Frobenius norm), per matrix over the last two dimensions.
+    """Return update / (1.02 * its Frobenius norm), per matrix over the last two dimensions.
 
     `absolute` adds 1e-6 to the divisor, as upstream does: updates below that size shrink.
-    `relative` divides by max|update| first, so any scale gives the same result; zero stays zero.
+    `relative` divides by max|update| first, so the result does not depend on the scale; zero stays zero.
     """
     if update.numel() == 0:
         return update
@@ -56,7 +56,7 @@ def normalize(update: Tensor, eps_mode: str = "relative") -> Tensor:
 
 
 def polar(update: Tensor, coefficients: Triples = POLAR_EXPRESS, eps_mode: str = "relative") -> Tensor:
-    """The odd polynomial iteration X <- aX + (bA + cA^2) X, A = X X^T, in the dtype of `update`."""
+    """Run the odd polynomial iteration X <- aX + (bA + cA^2) X, A = X X^T, in the dtype of `update`."""
     x = normalize(update, eps_mode)
     tall = x.size(-2) > x.size(-1)
     if tall:
@@ -68,18 +68,18 @@ def polar(update: Tensor, coefficients: Triples = POLAR_EXPRESS, eps_mode: str =
 
 
 def nesterov(grad: Tensor, buffer: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
-    """Exponential-average momentum with look-ahead, no bias correction; returns (update, new buffer)."""
+    """Momentum as an exponential average with look-ahead, no bias correction; return (update, new buffer)."""
     buffer = buffer + (1 - momentum) * (grad - buffer)
     return grad + momentum * (buffer - grad), buffer
 
 
 def variance_axis(rows: int, cols: int, per: str = "long") -> int:
-    """The axis that is averaged away: the shorter one (`long`), or always the last (`row`)."""
+    """Return the axis to average over: the shorter one (`long`), or always the last (`row`)."""
     return -1 if per == "row" or rows >= cols else -2
 
 
 def reduce_variance(update: Tensor, second: Tensor, beta2: float, per: str = "long") -> tuple[Tensor, Tensor]:
-    """NorMuon: divide each line by its running rms, keep the Frobenius norm; returns (update, new second)."""
+    """Divide each line by its running rms at constant Frobenius norm (NorMuon); returns (update, second)."""
     axis = variance_axis(update.size(-2), update.size(-1), per)
     mean_square = update.square().mean(axis, keepdim=True)
     second = second + (1 - beta2) * (mean_square - second)
@@ -93,9 +93,9 @@ def reduce_variance(update: Tensor, second: Tensor, beta2: float, per: str = "lo
 
 
 def cautious_decay(weight: Tensor, update: Tensor, lr: float, decay: float) -> Tensor:
-    """Step against `update`; decay only where it does not fight the step.
+    """Step against `update`; decay only the entries whose decay does not oppose the step.
 
-    `decay` is weight_decay * (base lr), `lr` the rate with every multiplier: decay scales with lr^2.
+    `decay` is weight_decay * (base lr), `lr` the rate with all multipliers: the decay scales with lr^2.
     """
     mask = (update * weight) >= 0
     return weight - ((weight * mask) * decay) * lr - update * lr
@@ -124,7 +124,7 @@ def adam(
 
 
 def shape_factor(rows: int, cols: int, rule: str = "shape") -> float:
-    """The learning-rate factor of a rows x cols matrix (rows = output features)."""
+    """Return the learning-rate factor of a rows x cols matrix (rows = output features)."""
     if rule == "shape":
         return math.sqrt(max(1.0, rows / cols))
     if rule == "spectral":
@@ -148,7 +148,7 @@ def normuon(
     rule: str = "shape",
     eps_mode: str = "relative",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One whole step of one matrix (or a bank of them); returns (weight, buffer, second)."""
+    """Make one whole step of one matrix or a bank of matrices; return (weight, buffer, second)."""
     update, buffer = nesterov(grad, buffer, momentum)
     update, second = reduce_variance(polar(update, eps_mode=eps_mode), second, beta2)
     rate = lr * lr_mul * shape_factor(weight.size(-2), weight.size(-1), rule)

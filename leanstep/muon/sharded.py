@@ -1,13 +1,13 @@
-"""NorMuon over the ranks of a mesh, for plain tensors: every parameter is stepped by the rank that owns it.
+"""NorMuon over the ranks of a mesh, for plain tensors: the rank that owns a parameter steps it.
 
-    one reduce-scatter brings the mean gradients to the owners of their parameters (none after DDP)
-    owners step their parameters; only they keep state
-    one all-gather brings the new weights to all ranks
+    one reduce-scatter sends the mean gradients to the owners of their parameters (none after DDP)
+    owners step their parameters; only they store state
+    one all-gather sends the new weights to all ranks
 
-Two collectives per dtype however many matrices there are. Parameters are assigned by FLOPs, the same way on
-every rank, without communication. A bank whose matrices the ranks can share evenly, and likewise a large
-table of Adam's by rows, is cut: each rank owns a piece, with two collectives of its own that run beside the
-steps of others. FSDP2's DTensors go through `leanstep.muon.fsdp`.
+This takes two collectives per dtype for any number of matrices. Parameters are assigned by FLOPs, the same
+way on every rank, without communication. A bank whose matrices the ranks can share evenly is cut, and so is a
+large table of Adam's by rows: each rank owns a piece, and its two collectives run beside the steps of other
+parameters. `leanstep.muon.fsdp` handles FSDP2's DTensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MIN_CUT_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True)
 class Assignment:
-    """Matrices by name -> owning rank, with the load of each rank in FLOPs."""
+    """The owning rank of each parameter by name, and the load of each rank in FLOPs."""
 
     owner: dict[str, int]
     cost: dict[str, float]
@@ -43,7 +43,7 @@ class Assignment:
 
     @property
     def imbalance(self) -> float:
-        """The busiest rank's load over the mean; 1 is perfect."""
+        """The largest load divided by the mean load; 1 is perfect."""
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean if mean else 1.0
 
@@ -56,7 +56,7 @@ class Assignment:
 
 
 def assign(costs: Mapping[str, tuple[int, float]], world_size: int) -> Assignment:
-    """Longest processing time first: biggest matrix to the least loaded rank, ties to the lowest.
+    """Assign the largest parameter first, each to the least loaded rank; ties go to the lowest rank.
 
     Args:
         costs: name -> (number of elements, FLOPs). Sorted by (-elements, name) before assigning.
@@ -145,23 +145,21 @@ class Piece:
 
 
 class Owners:
-    """The ranks that share the work on plain tensors; each brings the gradient of its own batch.
+    """Shares the work on plain tensors among ranks; each rank has the gradients of its own batch.
 
     Args:
         mesh: a 1-D DeviceMesh, or a process group.
-        averaged: gradients are the same on every rank already (DDP): nothing is reduced.
+        averaged: gradients are already the same on every rank (DDP): nothing is reduced.
 
-    Every rank must hold the same parameters in the same order. Collectives per step: 2 per dtype; one, of
-    three numbers, makes all ranks skip a step whose gradients are not finite; one per dtype for gradients of
-    groups that were not due, so that those, too, are the same on every rank. On a GPU the host does not read
-    those three numbers, except on the first step and where the number of gradients has changed.
+    Every rank must hold the same parameters in the same order. Collectives per step: two per dtype; one of
+    three numbers, so that all ranks skip a step whose gradients are not finite; and one per dtype for
+    gradients of groups that were not due, so that these are also the same on every rank. On a GPU the host
+    reads the three numbers only on the first step and after the number of gradients changes.
     """
 
     def __init__(self, mesh: Any, averaged: bool) -> None:
         if getattr(mesh, "ndim", 1) != 1:
-            raise ValueError(
-                f"mesh: expected one dimension, got {mesh.ndim}; pass mesh['name'] of one of them"
-            )
+            raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; select one with mesh['name']")
         self.group = mesh.get_group() if hasattr(mesh, "get_group") else mesh
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.averaged = averaged
@@ -190,14 +188,14 @@ class Owners:
         return self.assignment.owner[entry.name]
 
     def owns(self, entry: Entry) -> bool:
-        """Whether this rank has the whole state of the parameter."""
+        """Return whether this rank has the whole state of the parameter."""
         return not self.is_cut(entry) and self.owner(entry) == self.rank
 
     def grads_are_finite(self, grads: Sequence[Tensor], on_device: bool) -> bool | Tensor:
         return self.agreement.on(grads, on_device, self.device, self.group)
 
     def average(self, grads: Sequence[Tensor]) -> None:
-        """Mean over the ranks, in place; nothing where DDP has done it."""
+        """Average gradients over the ranks, in place, unless DDP has done it."""
         if self.averaged:
             return
         for members in _by_kind(grads, lambda grad: (grad.dtype, grad.device)):
@@ -208,7 +206,7 @@ class Owners:
             torch._foreach_copy_(members, means)
 
     def update(self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None) -> None:
-        """Gradients to their owners, the step there, weights to all ranks."""
+        """Reduce gradients to their owners, step there, and gather the weights on all ranks."""
         cut = [pair for pair in work if self.is_cut(pair[0])]
         pending = [(self.pieces[entry.name], self._reduce_piece(entry, grad)) for entry, grad in cut]
         gathers = []
@@ -242,7 +240,7 @@ class Owners:
     def _update_owned(
         self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None
     ) -> None:
-        # Weights are sent in the parameter's dtype, gradients in their own: one exchange for each pair.
+        # Weights are sent in the parameter's dtype, gradients in their own: one exchange per pair of dtypes.
         kinds = _by_kind(work, lambda pair: (pair[0].param.dtype, pair[1].dtype, pair[1].device))
         launched = []
         for members in kinds:
@@ -258,7 +256,7 @@ class Owners:
             update_parameters(zip(mine, means, strict=True), states, workspace, go)
             others = [e for bucket in buckets if bucket is not buckets[self.rank] for e, _ in bucket]
             for entry in others:
-                # Every rank knows which parameters have state; the owner alone has it.
+                # Every rank records which parameters have state; only the owner has the tensors.
                 if not states[entry.param]:
                     states[entry.param].update(self.new_state(entry))
             advance([states[entry.param] for entry in others if entry.is_adam], go)
@@ -270,19 +268,19 @@ class Owners:
         if self.averaged:
             mine = [grad.reshape(-1) for grad in grads[self.rank]]
             return _Pending(None, torch.cat(mine) if mine else like.new_empty(0), 1)
-        # The buckets as rows of one zero-padded matrix: what reduce-scatter takes.
+        # reduce-scatter needs the buckets as rows of one zero-padded matrix.
         length = max(sum(grad.numel() for grad in bucket) for bucket in grads)
         rows = like.new_zeros(self.world, length)
         for row, bucket in zip(rows, grads, strict=True):
             if bucket:
                 torch.cat([g.reshape(-1) for g in bucket], out=row[: sum(g.numel() for g in bucket)])
         out = like.new_empty(length)
-        # A sum divided by the number of ranks: gloo knows no mean before torch 2.13, and for a power of two
-        # the result is the same to the bit.
+        # A sum divided by the number of ranks: gloo has no mean before torch 2.13, and for a power of two
+        # the result has the same bits.
         return _Pending(_reduce_scatter(out, rows.view(-1), group=self.group, async_op=True), out, self.world)
 
     def _spread(self, weights: list[list[Tensor]]) -> None:
-        """Every owner's weights to all ranks."""
+        """Gather every owner's weights on all ranks."""
         length = max(sum(weight.numel() for weight in bucket) for bucket in weights)
         like = next(weight for bucket in weights for weight in bucket)
         flat = like.new_zeros(length)
@@ -298,8 +296,8 @@ class Owners:
             sources += [part.view_as(weight) for part, weight in zip(parts, bucket, strict=True)]
         torch._foreach_copy_(targets, sources)
 
-    # Only the owner has the state; the others count Adam's step. The count is on the host, where a process
-    # group for devices only (NCCL) could not send it.
+    # Only the owner has the state; the other ranks count Adam's steps themselves, because a process group for
+    # devices only (NCCL) cannot send the count, which is on the host.
 
     def new_state(self, entry: Entry) -> State:
         if self.is_cut(entry):
@@ -307,7 +305,7 @@ class Owners:
         return self.own_state(entry, new_state(entry))
 
     def own_state(self, entry: Entry, state: State) -> State:
-        """What this rank keeps of a full state."""
+        """Return the part of a full state that this rank stores."""
         if self.is_cut(entry):
             return self.pieces[entry.name].of(state)
         if self.owns(entry):
@@ -315,7 +313,7 @@ class Owners:
         return {"step": state["step"]} if "step" in state else {}
 
     def full_state(self, entry: Entry, state: State) -> State:
-        """The owner's state on every rank; a collective."""
+        """Return the owner's state on every rank; a collective."""
         full = new_state(entry)
         if self.is_cut(entry):
             return {key: self._joined(entry, key, state[key], like) for key, like in full.items()}
@@ -323,7 +321,7 @@ class Owners:
             if key == "step" or self.owns(entry):
                 value.copy_(state[key])
             if key != "step":
-                # Neither gloo nor NCCL knows 16-bit integers; moving bytes needs no arithmetic.
+                # Neither gloo nor NCCL supports 16-bit integers, but a broadcast can send their bytes.
                 sent = value.view(torch.uint8) if value.dtype == torch.int16 else value
                 dist.broadcast(sent, group=self.group, group_src=self.owner(entry))
         return full
@@ -337,7 +335,7 @@ class Owners:
         return self.pieces[entry.name].join(key, parts.view(part.dtype), like)
 
     def full_states(self, entries: Sequence[Entry], states: States) -> dict[Tensor, State]:
-        """Full tensors of every parameter that has state, the same on every rank."""
+        """Return the full state of every parameter that has state, the same on every rank."""
         return {e.param: self.full_state(e, states[e.param]) for e in entries if e.param in states}
 
     def explain(self) -> str:
@@ -346,7 +344,7 @@ class Owners:
 
 
 class _Pending:
-    """A collective under way; `wait` finishes it and divides a sum into a mean."""
+    """A collective in flight; `wait` finishes it and divides the sum to get the mean."""
 
     def __init__(self, work: Any, result: Tensor, divisor: int) -> None:
         self._work, self._result, self._divisor = work, result, divisor
@@ -367,16 +365,16 @@ def _by_kind(members: Sequence[Any], kind: Callable[[Any], tuple]) -> list[list[
 
 
 class Agreement:
-    """Whether a step is taken: the same answer on every rank, one collective of three numbers."""
+    """Decides whether to take a step, equally on every rank, with one collective of three numbers."""
 
     def __init__(self) -> None:
         self.num_grads: int | None = None
 
     def on(self, grads: Sequence[Tensor], on_device: bool, device: torch.device, group: Any) -> bool | Tensor:
-        """Whether every rank saw finite gradients: a number on the device (`on_device`), else a bool.
+        """Return whether all ranks have finite gradients: a device tensor if `on_device`, else a bool.
 
-        Raises where the ranks differ in how many gradients there are. On the device that is looked at when
-        this rank's own number has changed; the others then skip the step.
+        Raises if the ranks have different numbers of gradients. With `on_device` a rank checks this only when
+        its own number has changed; the other ranks then skip the step.
         """
         count = len(grads)
         if on_device:

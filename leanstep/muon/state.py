@@ -1,11 +1,11 @@
-"""What the optimizer keeps beside a weight (moments, low bits of a bfloat16 weight), and checks of it.
+"""State of the optimizer (moments, low bits of a bfloat16 weight) and checks of it.
 
-The low 16 bits complete the live bfloat16 parameter, the upper 16, to a float32 weight:
+The bfloat16 parameter is the upper half of a float32 weight; the residual stores the low 16 bits:
 
-    truncate   upper half by truncation (the speedrun's form); the live weight is biased towards zero
-    nearest    upper half rounded to nearest, the rest a signed int16; no bias, reconstruction still exact
+    truncate   upper half by truncation, as in the speedrun; the parameter is biased towards zero
+    nearest    upper half rounded to nearest, residual a signed int16; no bias, reconstruction still exact
 
-Forward and gathers read 2 bytes per weight; weight plus residual take the 4 bytes of a float32 master.
+Forward and gathers read 2 bytes per weight; weight plus residual take 4 bytes, like a float32 master weight.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from leanstep.muon.polar import PolarPlan
 from leanstep.muon.transpose import triton_kernels
 
 State = dict[str, Any]
-# Of a state dict.
+# Format version of a state dict.
 FORMAT = 1
 
-# Where the passes around the products are Triton kernels (`leanstep.muon.fused`).
+# Device types on which the passes around the products are Triton kernels (`leanstep.muon.fused`).
 FUSED_DEVICES = ("cuda",)
 
 _EXPONENT = 0x7F800000
@@ -36,8 +36,8 @@ class Stack:
     """Matrices [B, R, C] of one shape with their gradient and state; updated in place.
 
     Args:
-        second: variance, [B, R, 1] or [B, 1, C]; None without it. residual: low bits, int16; None without.
-        lr, decay: see `update.matrix_rates`. multipliers: [B] of the rate, where they differ.
+        second: variance, [B, R, 1] or [B, 1, C], or None. residual: low bits, int16, or None.
+        lr, decay: see `update.matrix_rates`. multipliers: [B], factors of the rate, if they differ.
     """
 
     weight: Tensor
@@ -56,7 +56,7 @@ class Stack:
 
 
 def to_master(weight: Tensor, residual: Tensor, mode: str = "nearest") -> Tensor:
-    """The float32 weight that `weight` (bfloat16) and `residual` (int16) stand for; any shape [...].
+    """Return the float32 weight encoded by `weight` (bfloat16) and `residual` (int16); any shape [...].
 
     Equivalent to (mode "nearest"):
         high = weight.view(torch.int16).to(torch.int32) << 16
@@ -82,30 +82,30 @@ def from_master(master: Tensor, mode: str = "nearest") -> tuple[Tensor, Tensor]:
     if mode == "truncate":
         return (bits >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
     high = (bits + 0x8000).bitwise_right_shift_(16)
-    # Round half away from zero: half to even would make a residual of +32768 possible.
+    # Round half away from zero: with half to even, a residual could be +32768.
     residual = bits - (high << 16)
-    # A weight next to the largest bfloat16 would round to infinity: keep the truncated half. Infinity and
-    # NaN keep their upper half (NaN made quiet, its payload may sit in the lower one) and no residual.
+    # A weight next to the largest bfloat16 would round to infinity: use the truncated half. Infinity and NaN
+    # keep their upper half and have no residual (NaN is made quiet: its payload may be in the lower half).
     edge = (high & (_EXPONENT >> 16)) == (_EXPONENT >> 16)
     finite = (bits & _EXPONENT) != _EXPONENT
     quiet = ((bits & 0x7FFFFFFF) > _EXPONENT).to(torch.int32) << 6
-    kept = (bits >> 16) | quiet
+    truncated = (bits >> 16) | quiet
     special = edge | ~finite
-    high = torch.where(special, kept, high)
+    high = torch.where(special, truncated, high)
     residual = torch.where(special, (bits & 0xFFFF).clamp_max(0x7FFF) * finite, residual)
     return high.to(torch.int16).view(torch.bfloat16), residual.to(torch.int16)
 
 
 def convert(weight: Tensor, residual: Tensor, source: str, target: str) -> tuple[Tensor, Tensor]:
-    """The same float32 weights in the other representation."""
+    """Return the same float32 weights in another residual mode."""
     return from_master(to_master(weight, residual, source), target)
 
 
 @torch.no_grad()
 def convert_state(weight: Tensor, state: State, source: str, target: str) -> None:
-    """Bring the low bits in an optimizer state from one mode into another, `none` included, in place.
+    """Convert the low bits in an optimizer state from one mode to another, including `none`, in place.
 
-    The live weight moves to the rounding of `target`; the float32 weight stays the same to the bit.
+    The parameter takes the rounding of `target`; the float32 weight has the same bits as before.
     """
     if "residual" not in state:
         if target != "none" and weight.dtype == torch.bfloat16 and state:
@@ -119,23 +119,23 @@ def convert_state(weight: Tensor, state: State, source: str, target: str) -> Non
 
 
 def fuses(weight: Tensor) -> bool:
-    """Whether kernels step this weight and decide about it on the device: on a GPU, up to float32."""
+    """Return whether the fused kernels step this weight: on a GPU, in float32 or below."""
     known = weight.device.type in FUSED_DEVICES and weight.dtype != torch.float64
     return known and triton_kernels() is not None
 
 
 def rate_on_device(lr: float | Tensor) -> bool:
-    """Whether a learning rate is a number on a GPU: kernels read it, so that a CUDA graph sees it change."""
+    """Return whether the learning rate is a GPU tensor: kernels read it, so a CUDA graph sees changes."""
     return isinstance(lr, Tensor) and fuses(lr)
 
 
 def new_state(entry: Entry) -> State:
-    """Zero moments, and zero low bits for a bfloat16 weight."""
+    """Return zero moments, and zero low bits for a bfloat16 weight."""
     group, param = entry.group, entry.param
     dtype = torch.promote_types(param.dtype, torch.float32)
     if entry.is_adam:
         state: State = {
-            # On a GPU the kernels read it: it does not advance when a step is skipped there.
+            # On a GPU the kernels read it, and it does not advance when the device skips a step.
             "step": torch.zeros((), device=param.device if fuses(param) else "cpu"),
             "exp_avg": torch.zeros_like(param, dtype=dtype),
             "exp_avg_sq": torch.zeros_like(param, dtype=dtype),
@@ -152,7 +152,7 @@ def new_state(entry: Entry) -> State:
 def check_state(
     name: str, param: Tensor, state: State | None, group: Group, second: tuple[int, ...] | None
 ) -> None:
-    """Raise a ValueError when the state does not belong to a parameter of this shape and algorithm."""
+    """Raise a ValueError if the state does not belong to a parameter of this shape and algorithm."""
     if not state:
         return
     needed = ("step", "exp_avg", "exp_avg_sq") if group["algorithm"] == "adam" else ("momentum_buffer",)
@@ -181,7 +181,7 @@ def check_state(
 
 
 def check_loadable(groups: list[Group], state_dict: dict[str, Any]) -> None:
-    """Compare a state dict with the groups it is meant for, before anything changes."""
+    """Raise a ValueError if a state dict does not fit the groups."""
     for key in ("state", "param_groups"):
         if key not in state_dict:
             raise ValueError(
@@ -235,7 +235,7 @@ def _check_finite(name: str, state: State) -> None:
 
 
 def check_grad(name: str, param: Tensor) -> None:
-    """Raise a ValueError for a gradient that no step can take."""
+    """Raise a ValueError for a gradient of the wrong kind, shape or device."""
     grad = param.grad
     assert grad is not None
     if grad.layout != torch.strided or not grad.is_floating_point():
@@ -248,9 +248,9 @@ def check_grad(name: str, param: Tensor) -> None:
 
 
 def grads_are_finite(grads: Sequence[Tensor]) -> bool:
-    """Whether no gradient holds NaN or infinity: one pass and one host read per device in the usual case."""
+    """Return whether all gradients are finite; usually one pass and one host read per device."""
     for group in _by_device(grads):
-        # A finite norm is proof; an infinite one may be an overflow of finite values, so look again.
+        # A finite norm proves it; an infinite norm may be an overflow of finite values, so check the values.
         norms = torch.stack([norm.float() for norm in torch._foreach_norm(group)])
         if not torch.isfinite(norms).all() and not all(bool(torch.isfinite(grad).all()) for grad in group):
             return False
@@ -258,10 +258,10 @@ def grads_are_finite(grads: Sequence[Tensor]) -> bool:
 
 
 def finite_on_device(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """1.0 where no gradient holds NaN or infinity, else 0.0, as a tensor [] that the host does not read."""
+    """Return 1.0 if all gradients are finite, else 0.0, as a tensor [] that the host does not read."""
     largest = []
     for group in _by_device(grads):
-        # The largest magnitude: a maximum neither overflows nor loses a NaN.
+        # The maximum magnitude cannot overflow and propagates NaN.
         for members in _by_dtype(group):
             top = torch.stack(torch._foreach_norm(members, float("inf"))).amax()
             largest.append(top.to(device, torch.float32, non_blocking=True))
@@ -271,15 +271,15 @@ def finite_on_device(grads: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _by_device(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.device, list[Tensor]] = {}
+    groups: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         if grad.numel():
-            found.setdefault(grad.device, []).append(grad)
-    return list(found.values())
+            groups.setdefault(grad.device, []).append(grad)
+    return list(groups.values())
 
 
 def _by_dtype(grads: Sequence[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
+    groups: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
-        found.setdefault(grad.dtype, []).append(grad)
-    return list(found.values())
+        groups.setdefault(grad.dtype, []).append(grad)
+    return list(groups.values())

@@ -1,13 +1,13 @@
-"""dst = src^T and dst += src^T for matrices too big for the cache (a tied head and its embedding).
+"""dst = src^T and dst += src^T for matrices larger than the cache (a tied head and its embedding).
 
-torch's `dst.add_(src.T)` reads or writes one of the two sides with a stride of a whole row. Here:
+torch's `dst.add_(src.T)` reads or writes one of the two sides with a stride of a whole row. Implementations:
 
-    triton     on a GPU: tiles, both sides coalesced
-    compiled   torch.compile on the CPU: 16 x 16 tiles turned in registers (needs a C++ compiler)
-    blocked    plain torch: transpose a cache-full into scratch, then add it row by row
+    triton     on a GPU: tiles, coalesced on both sides
+    compiled   torch.compile on the CPU: 16 x 16 tiles transposed in registers (needs a C++ compiler)
+    blocked    plain torch: transpose a cache-sized block into scratch, then add it row by row
     stock      dst.copy_(src.T), dst.add_(src.T)
 
-Inside torch.compile a CPU takes the stock line, which Inductor compiles; a GPU takes one torch.library op.
+Inside torch.compile a CPU uses `stock`, which Inductor compiles; a GPU uses one torch.library op.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from leanstep.output_buffers import has_shared_elements, share_memory
 from leanstep.triton_driver import can_launch
 
 IMPLEMENTATIONS = ("auto", "triton", "compiled", "blocked", "stock")
-# Compiling takes seconds, once: worth it for a table of this size that is turned every step.
+# Compiling takes seconds, once: worth it for a table of this size that is transposed every step.
 MIN_COMPILED_ELEMENTS = 1 << 22
-# Columns per block: 768 x 1024 floats of scratch are 3 MB and stay in the cache until they are added.
+# Columns per block: 768 x 1024 floats of scratch are 3 MB and stay in the cache until the add.
 BLOCK_COLUMNS = 1024
-# What torch's compiler could not build in this process.
+# Functions that torch.compile could not build in this process.
 _refused: set[Callable[[Tensor, Tensor], None]] = set()
 
 
 def choose_transpose(src: Tensor) -> str:
-    """What `auto` means for this tensor."""
+    """Return the implementation that `auto` selects for this tensor."""
     if src.device.type == "cuda" and triton_kernels() is not None:
         return "triton"
     if src.device.type != "cpu":
@@ -56,7 +56,7 @@ def _check(src: Tensor, dst: Tensor, impl: str) -> str:
     if src.device != dst.device:
         raise ValueError(f"dst: expected device {src.device}, got {dst.device}")
     if not torch.compiler.is_compiling() and (share_memory(src, dst) or has_shared_elements(dst)):
-        raise ValueError("dst: expected memory apart from src and for each element, got overlapping memory")
+        raise ValueError("dst: expected memory that overlaps neither src nor itself, got overlapping memory")
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: expected one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     if torch.compiler.is_compiling():
@@ -66,14 +66,14 @@ def _check(src: Tensor, dst: Tensor, impl: str) -> str:
 
 @torch.library.custom_op("leanstep::transpose", mutates_args=("dst",))
 def _transpose_op(src: Tensor, dst: Tensor, add: bool) -> None:
-    # A CPU comes here only where the caller asks for Triton's interpreter.
+    # On a CPU this runs only if the caller requests Triton's interpreter.
     impl = "triton" if src.device.type == "cpu" else "auto"
     transpose_add(src, dst, impl=impl) if add else transpose_copy(src, dst, impl=impl)
 
 
 @torch.no_grad()
 def transpose_copy(src: Tensor, dst: Tensor | None = None, *, impl: str = "auto") -> Tensor:
-    """dst [C, R] = src.T of src [R, C], in contiguous memory; dst is made when it is None. Returns dst.
+    """Write src.T of src [R, C] to dst [C, R], or to a new contiguous tensor if dst is None. Return dst.
 
     Equivalent to:
         dst.copy_(src.T)
@@ -85,14 +85,14 @@ def transpose_copy(src: Tensor, dst: Tensor | None = None, *, impl: str = "auto"
     elif impl == "triton":
         triton_kernels().transpose_copy(src, out)
     elif impl != "compiled" or not _ran_compiled(_copy, out, src):
-        # Stock copy_ already goes by blocks of 60 x 60: a blocked version in Python was no faster.
+        # torch's copy_ already works in blocks of 60 x 60: a blocked version in Python is no faster.
         out.copy_(src.T)
     return out
 
 
 @torch.no_grad()
 def transpose_add(src: Tensor, dst: Tensor, *, impl: str = "auto") -> Tensor:
-    """dst [C, R] += src.T of src [R, C], in place. Returns dst.
+    """Add src.T of src [R, C] to dst [C, R], in place. Return dst.
 
     Equivalent to:
         dst.add_(src.T)
@@ -128,7 +128,7 @@ def _add(dst: Tensor, src: Tensor) -> None:
 
 
 def _ran_compiled(function: Callable[[Tensor, Tensor], None], dst: Tensor, src: Tensor) -> bool:
-    """Whether torch's compiler can build `function` here; where it cannot, nothing was written."""
+    """Run `function` compiled; return False, with nothing written, if torch.compile cannot build it here."""
     if function in _refused:
         return False
     try:
@@ -136,7 +136,7 @@ def _ran_compiled(function: Callable[[Tensor, Tensor], None], dst: Tensor, src: 
     except RuntimeError as error:
         if not type(error).__module__.startswith("torch._dynamo"):
             raise
-        # Its C++ is for the processor that torch was told of, and the compiler builds for the real one.
+        # torch generates C++ for the processor it is configured for, but the compiler targets the real one.
         _refused.add(function)
     return function not in _refused
 
@@ -148,7 +148,7 @@ def _compiled(function: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, T
 
 @functools.cache
 def triton_kernels() -> Any:
-    """The module of Triton kernels, or None where Triton cannot launch them."""
+    """Return the module of Triton kernels, or None if Triton cannot launch them."""
     if not can_launch():
         return None
     from leanstep.muon import kernel

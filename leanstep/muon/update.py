@@ -1,11 +1,11 @@
-"""One step of the parameters at hand: momentum, polar factor, variance, write; Adam for the rest.
+"""One step of a set of parameters: momentum, polar factor, variance, write; Adam for the rest.
 
-`step_matrices` is the algorithm, on matrices of one shape; what stands above it sorts a step's parameters
-into such calls, what stands below it are its four passes. Whole parameters on one rank, a rank's own
-parameters (`sharded.py`) and rows of DTensors (`fsdp.py`) all end up here.
+`step_matrices` is the algorithm for matrices of one shape. The functions above it group a step's parameters
+into such calls; the functions below it are its four passes. Whole parameters on one rank, the parameters that
+a rank owns (`sharded.py`) and rows of DTensors (`fsdp.py`) all use this module.
 
-On a CPU every pass works on blocks of rows that stay in the cache from the first operation to the last, so a
-step reads and writes each big tensor once where operation-by-operation code does so ten times.
+On a CPU every pass processes blocks of rows that stay in the cache from the first operation to the last, so a
+step reads and writes each large tensor once instead of ten times.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from leanstep.muon.polar import PolarPlan, Workspace, iterate, normalize_into, r
 from leanstep.muon.reference import variance_axis
 from leanstep.muon.state import Stack, State, from_master, fuses, new_state, rate_on_device, to_master
 
-# Elements per block: four float32 temporaries of this size fit into the second-level cache of two cores.
+# Elements per block: four float32 temporaries of this size fit in the L2 cache of two cores.
 BLOCK_ELEMENTS = 96 * 1024
-# Elements that are stacked into one batched product at most.
+# Maximum number of elements that are stacked into one batched product.
 MAX_STACK_ELEMENTS = 1 << 26
 
 Scalar = float | Tensor
@@ -35,9 +35,9 @@ States = MutableMapping[Tensor, State]
 def update_parameters(
     work: Iterable[tuple[Entry, Tensor]], states: States, workspace: Workspace, go: Tensor | None = None
 ) -> None:
-    """One step of whole parameters, each with its gradient; state that is missing is made.
+    """Step whole parameters, each with its gradient; create missing state.
 
-    go: a number on the device; where it is 0, nothing changes (GPU kernels only).
+    go: a number on the device; if it is 0, nothing changes (GPU kernels only).
     """
     stacks: dict[int, list[Stack]] = {}
     groups: dict[int, Group] = {}
@@ -61,10 +61,10 @@ def update_parameters(
 def stacks_of(
     entry: Entry, weight: Tensor, grad: Tensor, state: State, multipliers: float | Sequence[float]
 ) -> list[Stack]:
-    """The matrices of a parameter, or of whole leading entries of a bank, as views with their rates.
+    """Return the matrices of a parameter, or of whole leading entries of a bank, as views with their rates.
 
     Args:
-        multipliers: of the learning rate; one, or one per matrix of a bank.
+        multipliers: factors of the learning rate: one number, or one per matrix of a bank.
     """
     assert entry.cut is not None and entry.forms is not None
     cut, group, stacks = entry.cut, entry.group, []
@@ -94,7 +94,7 @@ def stacks_of(
 
 
 def matrix_rates(group: Group, factor: float, multiplier: float) -> tuple[float, float]:
-    """(rate with all multipliers, decay factor) of a matrix whose shape has this learning-rate factor."""
+    """Return (rate with all multipliers, decay factor) of a matrix with this learning-rate factor."""
     lr = base_rate(group)
     rate = lr * multiplier * factor
     decay = float(group["weight_decay"]) * group["wd_mul"] * lr
@@ -104,7 +104,7 @@ def matrix_rates(group: Group, factor: float, multiplier: float) -> tuple[float,
 
 
 def base_rate(group: Group) -> float:
-    """The group's `lr`; 1 where it is a number on a GPU, which the kernels multiply in."""
+    """Return the group's `lr`, or 1 if it is a GPU tensor, which the kernels multiply in."""
     lr = group["lr"]
     return 1.0 if isinstance(lr, Tensor) and rate_on_device(lr) else float(lr)
 
@@ -112,10 +112,10 @@ def base_rate(group: Group) -> float:
 def update_matrices(
     stacks: Sequence[Stack], group: Group, workspace: Workspace, go: Tensor | None = None
 ) -> None:
-    """Step matrices of any shapes; their order does not change a result.
+    """Step matrices of any shapes; their order does not change the results.
 
-    Small equal shapes are stacked into one batched product (all equal shapes on an accelerator); on a CPU the
-    large ones go one by one, side by side on the cores.
+    Small equal shapes are stacked into one batched product (all equal shapes on an accelerator). On a CPU
+    each large matrix is a separate job, and the jobs run in parallel on the cores.
     """
     kinds: dict[tuple, list[Stack]] = {}
     for stack in stacks:
@@ -135,7 +135,7 @@ def update_matrices(
             chunk.append(stack)
             size += stack.weight.size(0)
         step_matrices(chunk, plan, group, workspace, go)
-    # Biggest first: the last jobs to finish are then short ones.
+    # Largest first, so that the last jobs to finish are short.
     alone.sort(key=lambda stack: -stack.plan.flops())
     jobs = [functools.partial(step_matrices, [stack], stack.plan, group) for stack in alone]
     run_side_by_side(jobs, workspace)
@@ -144,7 +144,7 @@ def update_matrices(
 def step_matrices(
     stacks: Sequence[Stack], plan: PolarPlan, group: Group, workspace: Workspace, go: Tensor | None = None
 ) -> None:
-    """The Muon step of matrices of one shape: momentum, polar factor, variance, write.
+    """Make the Muon step of matrices of one shape: momentum, polar factor, variance, write.
 
     Equivalent to, for each matrix:
         weight, momentum, second = reference.normuon(weight, grad, momentum, second, lr=..., ...)
@@ -178,20 +178,20 @@ def step_matrices(
 
 
 def on_device_of(weight: Tensor, go: Tensor | None) -> Tensor | None:
-    """`go` where the weight is; a model may lie on several devices."""
+    """Return `go` on the weight's device; a model may use several devices."""
     return None if go is None else go.to(weight.device, non_blocking=True)
 
 
 @functools.cache
 def fused_passes() -> Any:
-    """The launches of those kernels; imported where Triton is."""
+    """Return the module that launches the fused kernels; imported only if Triton is available."""
     from leanstep.muon.fused import launches
 
     return launches
 
 
 def row_blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
-    """Slices of the second-to-last dimension, each about one cache-full (all rows at once off the CPU)."""
+    """Yield slices of the second-to-last dimension that fit in the cache; one slice on other devices."""
     rows = shape[-2]
     if device.type != "cpu":
         yield slice(0, rows)
@@ -205,7 +205,7 @@ def row_blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
 def fill_update(
     grad: Tensor, buffer: Tensor, momentum: Scalar, out: Tensor, *, nesterov: bool = True
 ) -> Tensor:
-    """Advance `buffer` (float32) by `grad` and write the update, cast to the dtype of `out`, into `out`.
+    """Advance `buffer` (float32) by `grad` and write the update to `out`, in the dtype of `out`.
 
     Equivalent to:
         update, buffer[:] = reference.nesterov(grad, buffer, momentum)
@@ -224,11 +224,11 @@ def fill_update(
 
 
 def orthogonalise(update: Tensor, plan: PolarPlan, group: Group, workspace: Workspace) -> Tensor:
-    """The polar factor of `update` [B, R, C] in the plan's dtype; `update` is scratch afterwards."""
+    """Return the polar factor of `update` [B, R, C] in the plan's dtype; `update` is overwritten."""
     shape = (update.size(0), plan.rows, plan.cols)
     x = update if plan.dtype == update.dtype else workspace.take("input", shape, update, plan.dtype)
     normalize_into(update, x, group["eps_mode"])
-    # A single matrix as [R, C]: symmetric panels and in-place products work on plain matrices.
+    # Pass a single matrix as [R, C]: symmetric panels and in-place products need plain matrices.
     factor = iterate(x[0] if shape[0] == 1 else x, plan, group["coefficients"], workspace)
     return factor.view(shape)
 
@@ -252,14 +252,14 @@ def variance_scale(factor: Tensor, second: Tensor, beta2: Scalar, per: str = "lo
     mean_square = square.div_(length)
     second.lerp_(mean_square, 1 - beta2)
     scale = 1 / (second.sqrt() + 1e-8) if per == "row" else second.clamp_min(1e-10).rsqrt_()
-    # Both norms follow from the line sums, so the factor is not read again.
+    # Compute both norms from the line sums, without reading the factor again.
     norm = mean_square.sum((-2, -1), keepdim=True).mul_(length).sqrt_()
     scaled = (mean_square * scale.square()).sum((-2, -1), keepdim=True).mul_(length).sqrt_()
     return scale.mul_(norm / scaled.clamp_min_(1e-10))
 
 
 def _decay_and_step(weight: Tensor, update: Tensor, lr: Scalar, decay: Scalar, cautious: bool) -> None:
-    # weight (float32) in place, `update` is scratch. The order of the products fixes the last bit.
+    # Change weight (float32) in place; `update` is overwritten. The order of the products fixes the last bit.
     if isinstance(decay, Tensor) or decay != 0:
         shrink = torch.mul(update, weight).ge_(0).mul_(weight) if cautious else weight.clone()
         weight.sub_(shrink.mul_(decay).mul_(lr))
@@ -277,7 +277,7 @@ def write_weight(
     mode: str = "nearest",
     cautious: bool = True,
 ) -> None:
-    """weight <- weight - decay where it helps - lr * factor * scale, in place.
+    """weight <- weight - cautious decay - lr * factor * scale, in place.
 
     Equivalent to:
         weight[:] = reference.cautious_decay(weight, factor * scale, lr, decay)
@@ -285,7 +285,7 @@ def write_weight(
     Args:
         weight: [..., R, C]; with `residual` (int16, same shape) a bfloat16 weight is a full float32 one.
         factor: the polar factor, any float dtype.
-        lr: with all multipliers. decay: weight_decay * base lr.
+        lr: learning rate with all multipliers. decay: weight_decay * base lr.
         scale: [..., R, 1] or [..., 1, C] from `variance_scale`.
     """
     for rows in row_blocks(weight.shape, weight.device):
@@ -323,7 +323,7 @@ def adam_(
     residual: Tensor | None = None,
     mode: str = "nearest",
 ) -> None:
-    """One Adam step in place; `decay` multiplies the weight directly (lr * lr * weight_decay * wd_mul).
+    """Make one Adam step in place; `decay` multiplies the weight directly (lr * lr * weight_decay * wd_mul).
 
     Equivalent to:
         reference.adam(weight, grad, first, second, step, ...)
@@ -331,7 +331,7 @@ def adam_(
     beta1, beta2 = betas
     rate = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
     tensors = [weight, grad, first, second] + ([residual] if residual is not None else [])
-    # The arithmetic is elementwise: any common view will do, one with rows lets it go block by block.
+    # The arithmetic is elementwise, so any common view works; one with rows allows blocks of rows.
     tensors = [t.unsqueeze(0) if t.ndim == 1 else t.reshape(1, 1) if t.ndim == 0 else t for t in tensors]
     for rows in row_blocks(tensors[0].shape, weight.device):
         live, g, m, v = (t[..., rows, :] for t in tensors[:4])
@@ -355,7 +355,7 @@ def adam_(
 
 
 def step_adams(work: Sequence[tuple[Group, Tensor, Tensor, State]], go: Tensor | None = None) -> None:
-    """Adam on (group, weight, grad, state): parameters, or rows of them with their part of the state."""
+    """Step Adam on (group, weight, grad, state): parameters, or rows of them with their part of the state."""
     kinds: dict[tuple, list[tuple[Tensor, Tensor, State]]] = {}
     groups: dict[int, Group] = {}
     advance([state for *_, state in work], go)
@@ -374,18 +374,18 @@ def step_adams(work: Sequence[tuple[Group, Tensor, Tensor, State]], go: Tensor |
 
 
 def advance(states: Sequence[State], go: Tensor | None) -> None:
-    """Count a step in every Adam state; where `go` is 0, none."""
+    """Count a step in every Adam state, unless `go` is 0."""
     steps: dict[torch.device, list[Tensor]] = {}
     for state in states:
         steps.setdefault(state["step"].device, []).append(state["step"])
     for device, counts in steps.items():
-        # One tensor per state: _foreach_add_ reads a shared one on the host.
+        # One tensor per state: with a single shared tensor _foreach_add_ reads its value on the host.
         more = 1.0 if go is None else [go.to(device, non_blocking=True)] * len(counts)
         torch._foreach_add_(counts, more)
 
 
 def adam_rates(group: Group) -> tuple[float, float]:
-    """(rate, decay factor) of an Adam group; a cautious one's scales with the square of its rate."""
+    """Return (rate, decay factor) of an Adam group; cautious decay scales with the square of the rate."""
     base = base_rate(group)
     lr = base * float(group["lr_mul"])
     strength = float(group["weight_decay"]) * group["wd_mul"]
@@ -393,7 +393,7 @@ def adam_rates(group: Group) -> tuple[float, float]:
 
 
 def step_adam(group: Group, weight: Tensor, grad: Tensor, state: State) -> None:
-    """One Adam step of a parameter, or of rows of it, with the matching part of its state."""
+    """Make one Adam step of a parameter, or of rows of it, with the matching part of its state."""
     lr, decay = adam_rates(group)
     adam_(
         weight,

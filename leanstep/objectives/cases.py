@@ -30,13 +30,13 @@ def _normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tens
 def make_distill(
     params: Params, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Workload:
-    tokens, width, far, vocab = (params[k] for k in ("tokens", "hidden", "teacher", "vocab"))
+    tokens, width, teacher_width, vocab = (params[k] for k in ("tokens", "hidden", "teacher", "vocab"))
     rows = torch.arange(tokens)[-max(round(params["response_frac"] * tokens), 1) :]
     tensors = {
         "hidden": _normal(generator, tokens, width),
         "weight": _normal(generator, vocab, width, scale=2.0 / width**0.5),
-        "teacher_hidden": _normal(generator, tokens, far),
-        "teacher_weight": _normal(generator, vocab, far, scale=2.0 / far**0.5),
+        "teacher_hidden": _normal(generator, tokens, teacher_width),
+        "teacher_weight": _normal(generator, vocab, teacher_width, scale=2.0 / teacher_width**0.5),
     }
     tensors = {name: x.to(device, dtype) for name, x in tensors.items()}
     targets = torch.randint(0, vocab, (tokens,), generator=generator)
@@ -45,10 +45,10 @@ def make_distill(
 
 
 def _distill_plain(t: Tensors, constants: Constants) -> Tensors:
-    logits, far = linear(t["hidden"], t["weight"]), linear(t["teacher_hidden"], t["teacher_weight"])
+    logits, teacher = linear(t["hidden"], t["weight"]), linear(t["teacher_hidden"], t["teacher_weight"])
     if logits.dtype == torch.bfloat16:
-        logits, far = logits.float(), far.float()
-    values = reference_distill(logits[t["rows"]], far[t["rows"]], ("jsd", constants["beta"]))
+        logits, teacher = logits.float(), teacher.float()
+    values = reference_distill(logits[t["rows"]], teacher[t["rows"]], ("jsd", constants["beta"]))
     return {"loss": values.mean()}
 
 
@@ -60,18 +60,18 @@ def _distill_fast(t: Tensors, constants: Constants) -> Tensors:
 
 
 def _distill_gemms(workload: Workload) -> Step:
-    """Both heads' logits, then d hidden and d weight of the student's, on the selected rows."""
+    """Compute both heads' logits, then d hidden and d weight of the student's, on the selected rows."""
     t = workload.tensors
-    hidden, far = (t[name].index_select(0, t["rows"]) for name in ("hidden", "teacher_hidden"))
-    return _four_products(far, t["teacher_weight"], hidden, t["weight"])
+    hidden, teacher = (t[name].index_select(0, t["rows"]) for name in ("hidden", "teacher_hidden"))
+    return _four_products(teacher, t["teacher_weight"], hidden, t["weight"])
 
 
-def _four_products(far: Tensor, far_weight: Tensor, hidden: Tensor, weight: Tensor) -> Step:
-    """The other head's logits, this head's, then d hidden and d weight of this one: nothing else."""
+def _four_products(other: Tensor, other_weight: Tensor, hidden: Tensor, weight: Tensor) -> Step:
+    """Compute only the other head's logits, this head's logits, then this head's d hidden and d weight."""
     logits = hidden.new_empty(len(hidden), len(weight))
 
     def step() -> Tensors:
-        torch.mm(far, far_weight.t(), out=logits)
+        torch.mm(other, other_weight.t(), out=logits)
         torch.mm(hidden, weight.t(), out=logits)
         torch.mm(logits, weight)
         torch.mm(logits.t(), hidden)
@@ -87,7 +87,7 @@ def make_dpo(
     width, vocab = params["hidden"], params["vocab"]
     prompt = shape[1] - round(params["response_frac"] * shape[1])
     labels = torch.randint(0, vocab, shape, generator=generator)
-    # Prompts, and a completion that ends a little earlier in every sequence.
+    # Mask the prompts, and end the completion a little earlier in every sequence.
     labels[:, :prompt] = -100
     for row in range(shape[0]):
         labels[row, shape[1] - row % max(shape[1] // 8, 1) :] = -100
@@ -102,14 +102,14 @@ def make_dpo(
 
 
 def _dpo_plain(t: Tensors, constants: Constants) -> Tensors:
-    """All logits of both heads, as a trainer without a fused head makes them."""
+    """Compute all logits of both heads, as a trainer without a fused head does."""
 
     def sums(hidden: Tensor, weight: Tensor) -> Tensor:
         logits = linear(hidden[:, :-1], weight)
         logits = logits.float() if logits.dtype == torch.bfloat16 else logits
         labels = t["labels"][:, 1:]
-        picked = torch.log_softmax(logits, -1).gather(2, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return torch.where(labels != -100, picked, 0.0).sum(1)
+        logp = torch.log_softmax(logits, -1).gather(2, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return torch.where(labels != -100, logp, 0.0).sum(1)
 
     with torch.no_grad():
         reference = sums(t["ref_hidden"], t["ref_weight"])
@@ -123,16 +123,18 @@ def _dpo_fast(t: Tensors, constants: Constants) -> Tensors:
 
 
 def _dpo_gemms(workload: Workload) -> Step:
-    """The reference's and the policy's logits, then d hidden and d weight, on the completions' rows."""
+    """Compute the logits of reference and policy, then d hidden and d weight, on the completions' rows."""
     t = workload.tensors
     rows = (t["labels"][:, 1:] != -100).sum()
-    hidden, far = (t[name].flatten(0, 1)[: int(rows)] for name in ("hidden", "ref_hidden"))
-    return _four_products(far, t["ref_weight"], hidden, t["weight"])
+    hidden, ref_hidden = (t[name].flatten(0, 1)[: int(rows)] for name in ("hidden", "ref_hidden"))
+    return _four_products(ref_hidden, t["ref_weight"], hidden, t["weight"])
 
 
 def kept_sizes(num_rows: int, most: int, generator: torch.Generator) -> Tensor:
-    """Set sizes like those of a trained model under top-p (prime-rl#2979: mean 8, median 2, p99 82, 46 %
-    of the rows have one id): one id, or log-normally many."""
+    """Draw set sizes like those of a trained model under top-p: one id, or log-normally many.
+
+    prime-rl#2979 reports a mean of 8, a median of 2 and a p99 of 82; 46 % of the rows have one id.
+    """
     many = torch.exp(1.75 + 1.28 * torch.randn(num_rows, generator=generator)).round().clamp(2, most)
     return torch.where(torch.rand(num_rows, generator=generator) < 0.46, 1.0, many).long()
 
@@ -156,7 +158,7 @@ def make_masked(
 
 
 def _masked_plain(t: Tensors, constants: Constants) -> Tensors:
-    """Dense: all logits, -inf outside the sets, a softmax over the vocabulary."""
+    """Compute all logits, set those outside the sets to -inf, and take a softmax over the vocabulary."""
     logits = linear(t["hidden"], t["weight"])
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     row_of = torch.repeat_interleave(t["offsets"].diff())
@@ -168,8 +170,8 @@ def _masked_plain(t: Tensors, constants: Constants) -> Tensors:
 
 
 def _masked_fast(t: Tensors, constants: Constants) -> Tensors:
-    kept = Allowed(t["ids"], t["offsets"])
-    out = linear_masked_logprobs(t["hidden"], t["weight"], t["targets"], kept, entropy="grad")
+    allowed = Allowed(t["ids"], t["offsets"])
+    out = linear_masked_logprobs(t["hidden"], t["weight"], t["targets"], allowed, entropy="grad")
     assert out.entropy is not None
     return {"logp": out.logp, "entropy": out.entropy}
 
@@ -197,7 +199,7 @@ register(
         summary="Generalized JSD between a student's and a wider teacher's head, from hidden states.",
         make=make_distill,
         implementations=(
-            _row("reference", "reference", _distill_plain, "all rows of both heads, then the wanted"),
+            _row("reference", "reference", _distill_plain, "all rows of both heads, then the selected ones"),
             _row("leanstep", "fast", _distill_fast, "4 GEMMs, one chunk of rows at a time"),
             _row("trl-chunked", "peer", peers.trl_divergence, "same rows", requires=("trl",)),
             _row("liger-jsd", "peer", peers.liger_jsd, "same rows", requires=("liger_kernel",)),
@@ -211,7 +213,8 @@ register(
             "gpu": _distill_size(8192, 2560, 4096, 76032, 0.25),
         },
         dtypes=DTYPES,
-        # The plain code's own error moves from 4e-7 to 16e-7 between draws: the largest of few differences.
+        # The error of the plain code varies from 4e-7 to 16e-7 between seeds: it is the maximum of few
+        # values.
         floor=1e-6,
         truth_size="check",
     )
@@ -242,11 +245,11 @@ register(
 register(
     Case(
         name="masked-head",
-        summary="Log-prob and entropy over replayed sampling masks: mean 8 kept ids a row, 46 % one.",
+        summary="Log-prob and entropy over replayed sampling masks: mean 8 kept ids per row, 46 % have one.",
         make=make_masked,
         implementations=(
             _row("reference", "reference", _masked_plain, "all logits, masked"),
-            _row("leanstep", "fast", _masked_fast, "kept ids alone; targets alone never enter the head"),
+            _row("leanstep", "fast", _masked_fast, "only kept ids; rows with one id are not projected"),
         ),
         sizes={
             "tiny": {"tokens": 24, "hidden": 16, "vocab": 2003},

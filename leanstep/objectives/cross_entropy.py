@@ -1,11 +1,11 @@
-"""Cross-entropy of padded labels straight from hidden states: the call that a supervised step makes.
+"""Cross-entropy of padded labels from hidden states: the loss of a supervised training step.
 
-The meaning is that of torch.nn.functional.linear_cross_entropy (torch 2.13), `reduction`, class weights,
-label smoothing and probability targets included. On top of it: [B, T, D] hidden states with the labels of a
-data loader, rows that do not count never enter the head, and logits exist one tile at a time.
+The semantics are those of torch.nn.functional.linear_cross_entropy (torch 2.13), including `reduction`, class
+weights, label smoothing and probability targets. In addition, it takes [B, T, D] hidden states with the
+labels of a data loader, does not project ignored rows, and holds one tile of logits at a time.
 """
 
-# B sequences · T positions · N = B T rows · R rows that count · D model · V vocabulary
+# B sequences · T positions · N = B T rows · R rows with a label · D model · V vocabulary
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def linear_cross_entropy(
     shards: VocabShards | None = None,
     tuning: Tuning | None = None,
 ) -> Tensor:
-    """Cross-entropy of the LM head on the labels that count.
+    """Compute the cross-entropy of the LM head on all labels but `ignore_index`.
 
     Equivalent to, for [N, D]; for [B, T, D] the same after flattening hidden[:, :-1] and labels[:, 1:]:
         logits = torch.nn.functional.linear(hidden, weight).float()
@@ -49,41 +49,41 @@ def linear_cross_entropy(
 
     Args:
         hidden: [B, T, D] or [N, D].
-        weight: [V, D], or any head that `linear_logprobs` takes.
-        labels: [B, T] or [N] ids, `ignore_index` where a row does not count; or probabilities [N, V]. Labels
-            on the host while `hidden` is on a GPU: the rows are found without a host read.
-        shift: the row at position t scores labels[t + shift]. None: 1 for [B, T, D], as models of
-            transformers do it, and 0 for [N, D], as torch does it. More than 1 for heads that predict ahead.
-        reduction: "mean" over the rows that count (by their class weights, as in torch; NaN if none does),
-            "sum", or "none": shaped like labels (of probabilities [N], and neither softcap nor shards), 0
-            where a row does not count.
+        weight: [V, D], or any head that `linear_logprobs` accepts.
+        labels: [B, T] or [N] ids, `ignore_index` for ignored rows; or probabilities [N, V]. If the labels are
+            on the host and `hidden` is on a GPU, selecting the rows needs no host sync.
+        shift: the row at position t scores labels[t + shift]. None: 1 for [B, T, D], as in transformers
+            models, and 0 for [N, D], as in torch. Larger than 1 for heads that predict further ahead.
+        reduction: "mean" over the rows that are not ignored (weighted by class, as in torch; NaN if all rows
+            are ignored), "sum", or "none": shaped like labels ([N] for probabilities, without softcap and
+            shards), 0 for ignored rows.
         label_smoothing: 0 <= eps < 1.
-        class_weights: [V]; with label smoothing neither softcap nor shards.
-        rows: what is projected. None: the rows that count, found here, with labels on a GPU by one host read
-            of their number, also inside torch.compile. [R] int64 (rows of the flattened hidden): these, and
-            no read. "all": every row, and no read; rows that do not count cost their products and get
-            gradient 0.
+        class_weights: [V]; with label smoothing, neither softcap nor shards are supported.
+        rows: the rows to project. None: all rows that are not ignored; with labels on a GPU this takes one
+            host sync for their number, also inside torch.compile. [R] int64 (rows of the flattened hidden):
+            these rows, no sync. "all": every row, no sync; ignored rows are projected and get gradient 0.
         transform: `Transform(scale, softcap)`.
         shards, tuning: as in `linear_logprobs`.
 
     Returns:
         A scalar, or a tensor shaped like `labels`; fp32 (fp64 for fp64 input).
 
-    Peak extra memory, GEMMs: those of `linear_logprobs` on R rows; probabilities: `linear_distill_loss`, and
-        with "none" those of `linear_logprobs` and 2 GEMMs more.
-    Collectives: 2 forward, 1 backward with a group; probabilities: 3 per row chunk, 1 at the end; else none.
+    Peak extra memory, GEMMs: those of `linear_logprobs` on R rows; probabilities: those of
+        `linear_distill_loss`, and with "none" those of `linear_logprobs` plus 2 GEMMs.
+    Collectives: 2 forward, 1 backward with a group; probabilities: 3 per row chunk, 1 at the end; otherwise
+        none.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: expected one of {', '.join(REDUCTIONS)}, got {reduction!r}")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing: expected 0 <= value < 1, got {label_smoothing}")
     if transform is not None and transform.label_smoothing:
-        raise ValueError("transform: expected label_smoothing as an argument of its own, got it in Transform")
+        raise ValueError("transform: expected label_smoothing as a separate argument, got it in Transform")
     _check_tensors(hidden, labels)
     flat = hidden.flatten(0, -2)
     if labels.is_floating_point():
-        given = {"transform": transform, "shards": shards, "tuning": tuning}
-        return _soft_targets(flat, weight, labels, shift, reduction, label_smoothing, class_weights, given)
+        soft = {"transform": transform, "shards": shards, "tuning": tuning}
+        return _soft_targets(flat, weight, labels, shift, reduction, label_smoothing, class_weights, soft)
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(f"labels: expected {tuple(hidden.shape[:-1])}, got {tuple(labels.shape)}")
     targets = align_labels(labels, hidden.dim() - 2 if shift is None else shift, ignore_index)
@@ -111,7 +111,7 @@ def linear_cross_entropy(
             assert out.lse is not None
             spread = _smoothed(flat, weight, where, class_weights, base, shards, out.lse)
             losses = (1.0 - label_smoothing) * losses + label_smoothing * spread
-    # A row that does not count may hold anything: select, do not multiply.
+    # An ignored row may hold any value: select, do not multiply.
     losses = torch.where(counts, losses, 0.0)
     if reduction == "sum":
         return losses.sum()
@@ -130,23 +130,23 @@ def linear_ahead_cross_entropy(
     factors: Sequence[float] | None = None,
     **options: Any,
 ) -> Tensor:
-    """Heads that predict several tokens ahead: sum_k factors[k] CE of head k on labels shifted by k + 1.
+    """Compute sum_k factors[k] CE_k for heads that predict ahead; head k predicts labels shifted by k + 1.
 
     Equivalent to:
         losses = [linear_cross_entropy(hidden, w, labels, shift=k + 1) for k, w in enumerate(weights)]
         loss = sum(factor * one for factor, one in zip(factors, losses))
 
     Args:
-        hiddens: [B, T, D] for all heads (several weights, one hidden), or one tensor per head.
-        weights: one head per distance: the first predicts the next token.
+        hiddens: [B, T, D] shared by all heads, or one tensor per head.
+        weights: one head per distance; the first predicts the next token.
         labels: [B, T].
         factors: one per head; None: all 1.
-        options: of `linear_cross_entropy`, except shift.
+        options: those of `linear_cross_entropy`, except shift.
 
     Collectives: those of `linear_cross_entropy`, per head.
     """
     if "shift" in options:
-        raise ValueError("shift: expected none here (head k predicts k + 1 tokens ahead)")
+        raise ValueError("shift: not supported here (head k predicts k + 1 tokens ahead)")
     each = [hiddens] * len(weights) if isinstance(hiddens, Tensor) else list(hiddens)
     factors = [1.0] * len(weights) if factors is None else list(factors)
     if not len(each) == len(weights) == len(factors) or not weights:
@@ -168,7 +168,7 @@ def _check_tensors(hidden: Any, labels: Any) -> None:
 
 
 def align_labels(labels: Tensor, shift: int, ignore_index: int) -> Tensor:
-    """[N]: what each row scores, labels[t + shift] of its sequence; `ignore_index` beyond the end."""
+    """Return the target of each row, [N]: labels[t + shift] of its sequence, `ignore_index` past the end."""
     if isinstance(shift, bool) or shift < 0:
         raise ValueError(f"shift: expected a number of positions >= 0, got {shift!r}")
     labels = labels.long()
@@ -179,15 +179,15 @@ def align_labels(labels: Tensor, shift: int, ignore_index: int) -> Tensor:
 
 
 def selects_in_graph(shards: VocabShards | None, tuning: Tuning | None) -> bool:
-    """Whether a compiled region selects the rows that count inside its op (`counted_logprobs`)."""
+    """Whether a compiled region selects the rows inside its op (`counted_logprobs`)."""
     return torch.compiler.is_compiling() and shards is None and (tuning is None or tuning.main_grad is None)
 
 
 def counting_rows(targets: Tensor, ignore_index: int, device: torch.device) -> Tensor:
-    """[R] int64 on `device`: rows whose target counts. One host read if `targets` are on a GPU."""
+    """Return the rows whose target is not ignored, [R] int64 on `device`. One host sync for GPU targets."""
     if torch.compiler.is_compiling():
-        # A number that only the labels know is no size of a graph.
-        torch._dynamo.graph_break(msg="rows: expected row numbers with fullgraph=True here, got None")
+        # A number that depends on the labels cannot be a size in a graph.
+        torch._dynamo.graph_break(msg="rows: expected row indices with fullgraph=True here, got None")
     return to_device((targets != ignore_index).nonzero().flatten(), device)
 
 
@@ -198,7 +198,7 @@ def _selected(
         return counting_rows(targets, ignore_index, device)
     if isinstance(rows, str):
         if rows != "all":
-            raise ValueError(f'rows: expected row numbers, "all" or None, got {rows!r}')
+            raise ValueError(f'rows: expected row indices, "all" or None, got {rows!r}')
         return None
     return rows
 
@@ -224,7 +224,7 @@ def _smoothed(
     shards: VocabShards | None,
     lse: Tensor,
 ) -> Tensor:
-    """mean_v -w_v log p_v, [R]."""
+    """Return mean_v -w_v log p_v, [R]."""
     if transform.softcap is not None or shards is not None:
         raise ValueError("class_weights: expected neither softcap nor shards with label_smoothing")
     selected = hidden if rows is None else hidden.index_select(0, rows)
@@ -233,7 +233,7 @@ def _smoothed(
 
 
 def _weighted_logits(hidden: Tensor, weight: Any, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_v factors_v (h W^T + b)_v, [R], with factors [V] or [R, V]: linear in hidden, so no logits."""
+    """Return sum_v factors_v (h W^T + b)_v, [R], with factors [V] or [R, V]; needs no logits."""
     tensor, bias, lora = unpack_head(weight)
     with torch.autocast(hidden.device.type, enabled=False):
         row = factors @ tensor.to(dtype)
@@ -241,7 +241,7 @@ def _weighted_logits(hidden: Tensor, weight: Any, factors: Tensor, dtype: torch.
             row = row + lora.scaling * ((factors @ lora.up.to(dtype)) @ lora.down.to(dtype))
         total = (hidden.to(dtype) * row).sum(-1)
         if bias is not None:
-            # A class that cannot occur and is not wanted adds nothing.
+            # A class with factor 0 contributes nothing, even if its bias is -inf.
             total = total + torch.where(factors == 0, 0.0, factors * bias.to(dtype)).sum(-1)
     return total
 
@@ -256,7 +256,7 @@ def _soft_targets(
     class_weights: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
-    """Probability targets [..., V]: the forward KL's tile loop without the teacher's entropy."""
+    """Handle probability targets [..., V] with the tile loop of the forward KL, without q log q."""
     if shift:
         raise ValueError(f"shift: expected 0 or None with probability targets, got {shift}")
     if labels.dim() < 2:
@@ -272,7 +272,7 @@ def _soft_targets(
         losses = _soft_losses(flat, weight, probabilities, label_smoothing, class_weights, **options)
         return losses.view(labels.shape[:-1])
     teacher = SoftLabels(probabilities, label_smoothing, class_weights)
-    found = linear_distill_loss(
+    result = linear_distill_loss(
         flat,
         weight,
         teacher,
@@ -280,7 +280,7 @@ def _soft_targets(
         normalizer=num_rows if reduction == "mean" else 1,
         **options,
     )
-    return found.loss
+    return result.loss
 
 
 def _soft_losses(
@@ -293,16 +293,16 @@ def _soft_losses(
     shards: VocabShards | None,
     tuning: Tuning | None,
 ) -> Tensor:
-    """-sum_v q_v log p_v of every row, [N], each with a gradient of its own: sum(q) lse - sum q z."""
+    """Return -sum_v q_v log p_v = sum(q) lse - sum q z of every row, [N], each with its own gradient."""
     scale = 1.0 if transform is None else transform.scale
     if shards is not None or (transform is not None and transform.softcap is not None):
-        raise ValueError('reduction: expected no softcap and no shards with "none" of probability targets')
+        raise ValueError('reduction: expected no softcap or shards with "none" and probability targets')
     vocab = unpack_head(weight)[0].shape[0]
     if probabilities.shape[1] != vocab:
         raise ValueError(f"labels: expected [..., {vocab}] probabilities, got {tuple(probabilities.shape)}")
-    nothing = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
+    unused_targets = torch.zeros(flat.shape[0], dtype=torch.int64, device=flat.device)
     lse = linear_logprobs(
-        flat, weight, nothing, outputs=("lse",), transform=Transform(scale), tuning=tuning
+        flat, weight, unused_targets, outputs=("lse",), transform=Transform(scale), tuning=tuning
     ).lse
     assert lse is not None
     q = probabilities.detach().to(flat.device, lse.dtype)

@@ -1,9 +1,10 @@
 """Distillation on hidden states: a divergence to a teacher over the whole vocabulary, without [T, V] tensors.
 
-Per chunk of rows the logits of both heads exist once, in a buffer of fixed size (distill_tiles.py). The
-divergence is summed with weights that are known beforehand, so gradients are formed in the forward, and
-backward multiplies them by a scalar: no logits are computed twice. GEMMs per row: 3 of the student's head and
-1 per teacher.
+The logits of both heads are computed once per chunk of rows, in a buffer of fixed size (distill_tiles.py).
+The divergence is summed with weights that are known beforehand, so the forward pass computes the gradients
+and the
+backward pass multiplies them by a scalar: no logits are computed twice. GEMMs per row: 3 for the student's
+head and 1 per teacher.
 """
 
 # T rows · T' selected rows · R rows of a chunk · D model · V local vocabulary · W columns of a tile
@@ -78,18 +79,19 @@ from leanstep.objectives.teachers import (
     teacher_of,
 )
 
-# Logits of one chunk, all heads together. Fewer rows at a time spend more on rewriting dW than they save.
+# Bytes for the logits of one chunk, all heads together. Chunks of fewer rows spend more on rewriting dW than
+# they save.
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 64 << 20, 2 << 30
 FEWEST_ROWS = 64
-# Columns of a tile where its passes are torch's: the tile and five like it stay in a cache.
+# Columns of a tile if torch runs the passes: the tile and five more like it fit a cache.
 PLAIN_COLUMNS = 1024
 
 
 class DistillLoss(NamedTuple):
     """`loss` is differentiable; the rest is detached, one entry per selected row.
 
-    divergence: [T'], the teachers' weighted sum. hard: [T'], cross-entropy of the labels, or None.
-    entropy: [T'], the student's, at the call's temperature, or None.
+    divergence: [T'], the weighted sum over teachers. hard: [T'], cross-entropy of the labels, or None.
+    entropy: [T'], the student's entropy at the call's temperature, or None.
     """
 
     loss: Tensor
@@ -100,10 +102,10 @@ class DistillLoss(NamedTuple):
 
 @dataclass(frozen=True)
 class HardLabels:
-    """Cross-entropy of the labels mixed in: (1 - weight) D + weight CE, CE at temperature 1.
+    """Labels whose cross-entropy is added: (1 - weight) D + weight CE, with CE at temperature 1.
 
     Args:
-        targets: [T'] or [T] ids that the rows predict.
+        targets: [T'] or [T] target ids of the rows.
         weight: between 0 and 1.
     """
 
@@ -126,7 +128,7 @@ def linear_distill_loss(
     shards: VocabShards | None = None,
     tuning: Tuning | None = None,
 ) -> DistillLoss:
-    """The divergence of a student's head to its teacher, summed over selected rows, with exact gradients.
+    """Compute the divergence of a student's head to its teacher over selected rows, with exact gradients.
 
     Equivalent to, for "forward_kl":
         log_p = torch.log_softmax(hidden[rows] @ weight.T / temperature, -1)
@@ -135,19 +137,19 @@ def linear_distill_loss(
 
     Args:
         hidden: [T, D].
-        weight: [V, D], or any head that `linear_logprobs` takes.
+        weight: [V, D], or any head that `linear_logprobs` accepts.
         teacher: `TeacherHead(hidden, weight)`, `TeacherLogProbs(log_probs)`, `TeacherTopK(ids, log_probs)`;
             or several of the first two with weights, [(teacher, weight), ...]: their divergences are added.
         divergence: "forward_kl", "reverse_kl", ("jsd", beta), ("skew_kl", alpha), ("skew_reverse_kl", alpha),
             "cross_entropy" (forward KL without the teacher's entropy), or a `Divergence`.
-        temperature: > 0, of both softmaxes; the caller multiplies by its square where that is wanted.
-        rows: [T'] int64, rows to score, gathered before both projections; the others get zero gradient.
-        row_weights: [T'] or [T], factors of the rows; 0 takes a row out.
-        normalizer: what the sum is divided by: a number or a 0-dimensional tensor; None: the sum of
-            `row_weights`, at least 1. (TRL's "batchmean" and `num_items_in_batch` are of this kind; a mean
-            over sequences comes through `row_weights`.)
+        temperature: > 0, of both softmaxes; the loss is not multiplied by its square.
+        rows: [T'] int64, rows to score, gathered before both projections; other rows get zero gradient.
+        row_weights: [T'] or [T], factors of the rows; 0 excludes a row.
+        normalizer: divisor of the sum, a number or a 0-dimensional tensor; None: the sum of `row_weights`, at
+            least 1. Use it for TRL's "batchmean" and `num_items_in_batch`; use `row_weights` for a mean over
+            sequences.
         hard: `HardLabels(targets, weight)`.
-        transform: of the student's head. shards: both heads are cut alike; no sequence parallelism.
+        transform: of the student's head. shards: both heads are sharded alike; no sequence parallelism.
         tuning: `Tuning(budget=)` bytes for the logits of one chunk; `round_logits` for heads without bias and
             softcap.
 
@@ -155,24 +157,25 @@ def linear_distill_loss(
         DistillLoss; only `loss` is differentiable, and only once. A row whose divergence is infinite (mass
         where the other side has none) makes the loss infinite and gets no gradient.
 
-    Peak extra memory: 64 MiB of logits on a CPU, 2 GiB on a GPU, never fewer than 64 rows (one chunk of at
-        most D rows: the teachers' alone, the student's lie in dW); a few tiles; gradients that are returned
-        (with 16-bit weights in several chunks fp32 sums of dW).
-    GEMMs (2 T' D V FLOPs each): 3 of the student's head and 1 per teacher's; TeacherTopK: those of
+    Peak extra memory: 64 MiB of logits on a CPU, 2 GiB on a GPU, but at least 64 rows (with a single chunk of
+        at most D rows, only the teachers' logits; the student's are stored in dW); a few tiles; the returned
+        gradients (with 16-bit weights and several chunks, also fp32 sums of dW).
+    GEMMs (2 T' D V FLOPs each): 3 for the student's head and 1 per teacher; TeacherTopK: those of
         `linear_logprobs`.
-    Collectives: 3 per row chunk and 1 at the end with a group; TeacherTopK: 2 forward, 1 backward; else none.
-    Use something else when: the divergence of each row needs a gradient of its own.
+    Collectives: 3 per row chunk and 1 at the end with a group; TeacherTopK: 2 forward, 1 backward; otherwise
+        none.
+    Use something else when: the divergence of each row needs its own gradient.
     """
     kind = checked_divergence(divergence)
     tuning = check_options(transform, shards, tuning)
     if hard is not None and not 0 <= hard.weight <= 1:
         raise ValueError(f"hard.weight: expected 0 <= value <= 1, got {hard.weight}")
     if torch.compiler.is_compiling():
-        given: dict[str, Any] = {"temperature": temperature, "rows": rows, "row_weights": row_weights}
-        given |= {"normalizer": normalizer, "hard": hard, "transform": transform, "tuning": tuning}
+        traced: dict[str, Any] = {"temperature": temperature, "rows": rows, "row_weights": row_weights}
+        traced |= {"normalizer": normalizer, "hard": hard, "transform": transform, "tuning": tuning}
         if shards is None:
-            return _traced(hidden, weight, teacher, kind, **given)
-        return _outside_graph(hidden, weight, teacher, divergence=kind, shards=shards, **given)
+            return _traced(hidden, weight, teacher, kind, **traced)
+        return _outside_graph(hidden, weight, teacher, divergence=kind, shards=shards, **traced)
     checked = check_head_call(
         hidden, weight, rows=rows, temperature=temperature, transform=transform, shards=shards
     )
@@ -201,7 +204,7 @@ def _open_teachers(
     checked: CheckedCall,
     shards: VocabShards | None,
 ) -> list[tuple[HeadTiles | GivenTiles, float]]:
-    """The teachers' tiles and their weights."""
+    """Return the teachers' tiles and their weights."""
     weighted = [(teacher, 1.0)] if not isinstance(teacher, Sequence) else list(teacher)
     teachers = [
         (open_teacher(one, checked.head, checked.source, shards), float(factor)) for one, factor in weighted
@@ -221,7 +224,7 @@ def _problem(
     tuning: Tuning,
     divisor: float,
 ) -> Problem:
-    """The call as its passes take it, with the chunks and tiles chosen for it."""
+    """Build the `Problem` of a call and choose its chunks and tiles."""
     head, source, group = checked.head, checked.source, checked.group
     in_gradient = torch.is_grad_enabled() and checked.tensors[1].requires_grad
     logit_dtype = _logit_dtype(head, teachers, source, tuning)
@@ -258,7 +261,7 @@ class _DistillLoss:
         self.source = self.problem.source
 
     def form(self, wanted: Sequence[bool]) -> tuple[tuple[Tensor | None, ...], HeadGradients | None]:
-        """Loss, divergence, cross-entropy of the labels and entropy per row, and the gradients."""
+        """Return the loss, divergence, cross-entropy of the labels and entropy per row, and the gradients."""
         problem, hidden = self.problem, self.source.hidden
         early = _early_gradient(problem) if wanted[1] else None
         sums = _head_sums(problem, wanted, early) if any(wanted) else []
@@ -279,7 +282,7 @@ class _DistillLoss:
 
 
 def _head_sums(problem: Problem, wanted: Sequence[bool], early: LogitsInGradient | None) -> list[HeadSums]:
-    """Sums of the gradients, one for each part of the vocabulary."""
+    """Return gradient accumulators, one per part of the vocabulary."""
     sums = HeadSums(
         problem.head,
         gradient_source(problem.source),
@@ -302,7 +305,7 @@ def _top_k_loss(
     weights: Tensor,
     options: dict[str, Any],
 ) -> DistillLoss:
-    """k outcomes and the tail: the head gives k log-probs per row, the rest is plain torch on [T', k + 1]."""
+    """Compute the loss for k outcomes and the tail: k log-probs per row, then plain torch on [T', k + 1]."""
     ids, log_q = checked_top_k(teacher, checked.source)
     options = {"rows": checked.rows, "temperature": checked.head.temperature, **options}
     if teacher.tail and ids.shape[1] != checked.head.vocabulary:
@@ -320,10 +323,10 @@ def _top_k_loss(
 
 
 class _OddsToLogProbs(torch.autograd.Function):
-    """`torch.log_softmax(odds, -1)` whose gradient keeps its digits when one outcome has nearly all the mass.
+    """`torch.log_softmax(odds, -1)` with an accurate gradient if one outcome has nearly all the mass.
 
-    The gradient of the likeliest outcome is g - p (g + rest): two nearly equal numbers where p is close to 1.
-    It is formed as g (1 - p) - p rest, with 1 - p summed over the other outcomes.
+    The gradient of the likeliest outcome is g - p (g + rest), a difference of nearly equal numbers if p is
+    close to 1. It is computed as g (1 - p) - p rest, with 1 - p summed over the other outcomes.
     """
 
     @staticmethod
@@ -372,9 +375,9 @@ def _chunks(
     budget: int | None,
     group: Any,
 ) -> list[slice]:
-    """Row chunks whose logits fit the budget; ranks must agree, whatever the width of their shards.
+    """Return row chunks whose logits fit the budget; they are the same on all ranks, for any shard widths.
 
-    A single chunk needs room for the teachers' alone where the student's lie in its weight's gradient.
+    A single chunk stores only the teachers' logits if the student's fit in the weight's gradient.
     """
     columns = agreed_columns(head, group)
     fewest, row_bytes = FEWEST_ROWS if budget is None else 1, (1 + teachers) * dtype.itemsize
@@ -392,7 +395,7 @@ def _chunks(
 def _logit_dtype(
     head: Head, opened: list[tuple[Any, float]], source: RowSource, tuning: Tuning | None
 ) -> torch.dtype:
-    """16 bits where asked for, and where nothing but one teacher's kernels looks at a product."""
+    """Return the dtype of logits: 16 bits if requested and if only the kernels of one teacher read them."""
     teacher = opened[0][0]
     kernels = kernels_for(source.hidden, head.dtype, source.num_rows * head.columns)
     plain = len(opened) == 1 and isinstance(teacher, HeadTiles) and finishes_logits(kernels)
@@ -402,7 +405,7 @@ def _logit_dtype(
 
 
 def _arranged(head: Head, source: RowSource, chunks: list[slice], teachers: int) -> Arrangement:
-    """Tiles as tall as a chunk, and a part of the vocabulary for each core where kernels do the passes."""
+    """Choose tiles as tall as a chunk and, with kernels, a part of the vocabulary for each core."""
     hidden, tallest = source.hidden, max((c.stop - c.start for c in chunks), default=1)
     kernels = kernels_for(hidden, head.dtype, source.num_rows * head.columns) if teachers == 1 else None
     tiles, cores, kernels = arrange_chunks(
@@ -415,7 +418,7 @@ def _arranged(head: Head, source: RowSource, chunks: list[slice], teachers: int)
 
 
 def _early_gradient(problem: Problem) -> LogitsInGradient | None:
-    """The memory of dW for the student's logits, where one chunk of rows is all there is and fits."""
+    """Return the memory of dW for the student's logits if there is a single chunk and it fits."""
     if len(problem.chunks) != 1:
         return None
     early = logits_in_gradient(problem.head, problem.logit_dtype, problem.tallest)
@@ -426,10 +429,10 @@ def _early_gradient(problem: Problem) -> LogitsInGradient | None:
     return early if all(fits) else None
 
 
-# The function as a torch.library op: the forward forms the gradients, backward multiplies them. teachers: all
-# tensors of all teachers. names: "alone" or "several", and what each teacher is (`teachers.flat_teacher`).
-# numbers: temperature, LoRA's scaling, scale, softcap, the divergence's weights, the labels' weight, and
-# four per teacher. counts: cross_entropy, budget, round_logits.
+# linear_distill_loss as a torch.library op: the forward op computes the gradients, the backward op scales
+# them. teachers: all tensors of all teachers. names: "alone" or "several", and the kind of each teacher
+# (`teachers.flat_teacher`). numbers: temperature, LoRA's scaling, scale, softcap, the divergence's weights,
+# the labels' weight, and four per teacher. counts: cross_entropy, budget, round_logits.
 
 
 @torch.library.custom_op("leanstep::linear_distill_loss", mutates_args=())
@@ -439,7 +442,7 @@ def _distill_op(
     targets: Tensor | None, names: str, numbers: list[float], counts: list[int],
     autocast: torch.dtype | None, needed: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Loss, divergence, cross-entropy of the labels, entropy, and the gradients of the first five inputs."""
+    """Return loss, divergence, cross-entropy of labels, entropy, and gradients of the first five inputs."""
     several, *kinds = names.split()
     tensors, rest = iter(teachers), iter(numbers[8:])
     weighted = [(teacher_of(kind, tensors, rest), next(rest)) for kind in kinds]
@@ -462,7 +465,7 @@ def _distill_op(
         if any(needed):
             gradients = gradients_of([out.loss], [torch.ones_like(out.loss)], leaves)
     results = [out.loss.detach(), out.divergence, out.hard, out.entropy]
-    # Rows of one tensor: an op's results share no storage.
+    # These are rows of one tensor, but an op's results must not share storage, so they are cloned.
     return [*or_empty([None if t is None else t.clone() for t in results], hidden), *gradients]
 
 
@@ -496,7 +499,7 @@ def _traced(
     transform: Transform | None,
     tuning: Tuning,
 ) -> DistillLoss:
-    """`linear_distill_loss` inside a compiled region."""
+    """Run `linear_distill_loss` inside a compiled region."""
     if isinstance(temperature, Tensor):
         raise ValueError("temperature: expected one number for all rows, got a tensor")
     if not isinstance(normalizer, Tensor) and normalizer is not None and not normalizer > 0:

@@ -1,13 +1,13 @@
-"""The walks of a distillation over one chunk of rows: statistics, terms, gradients.
+"""The passes of a distillation over one chunk of rows: statistics, terms, gradients.
 
     1  logits of every head, their running maximum and sum
-    2  this tile's part of D and of the sum of S (divergences.py)
-    3  du = S - p sum(S), pushed into the gradients of hidden and weight
+    2  each tile's contribution to D and to the sum of S (divergences.py)
+    3  du = S - p sum(S), added to the gradients of hidden and weight
 
-One teacher and the kernels of logprob/engine/passes.py: the walks 2 and 3 read the logits of both heads, and
-du takes the place of the teacher's. Otherwise in torch: walk 2 leaves p and S in the place of the logits. On
-a CPU with several threads each core walks a part of the vocabulary. Over vocabulary shards each walk ends in
-one exchange: maxima, then sums, after the first; the sums of D and S after the second.
+With one teacher and the kernels of logprob/engine/passes.py, passes 2 and 3 read the logits of both heads,
+and du overwrites the teacher's. Otherwise, in torch, pass 2 overwrites the logits with p and S. On a CPU with
+several threads, each core processes a part of the vocabulary. With vocabulary shards, the ranks reduce
+maxima, then sums, after pass 1 and the sums of D and S after pass 2.
 """
 
 # R rows of a chunk · D model · V local vocabulary · W columns of a tile
@@ -45,10 +45,10 @@ Hard = tuple[Tensor, Tensor]
 
 @dataclass
 class Problem:
-    """Everything constant about one call; `tiles`, `cores` and `kernels` as `arrange` chose them.
+    """Everything constant about one call; `arrange` chooses `tiles`, `cores` and `kernels`.
 
-    `logit_dtype`: that of the sums, or of 16-bit products where `Tuning(round_logits=True)` asks for it.
-    `gradient_scale`: gradients of logits are multiplied by it, and the sums made of them divided.
+    `logit_dtype`: the dtype of the sums, or of 16-bit products with `Tuning(round_logits=True)`.
+    `gradient_scale`: logit gradients are multiplied by it, and the sums computed from them are divided by it.
     """
 
     head: Head
@@ -77,12 +77,12 @@ class Problem:
         self.finishes = finishes_logits(self.kernels) and type(self.head) is Head
 
     def scratches(self) -> list[Scratch]:
-        """Work tiles, one set for each part of the vocabulary."""
+        """Return work tiles, one set per part of the vocabulary."""
         like, columns = self.source.hidden, self.tiles.columns
         return [Scratch(like, self.head.dtype, self.tallest, columns) for _ in self.column_parts]
 
     def run_parts(self, job: Callable[[int, list[slice]], None]) -> None:
-        """`job(number, columns)` for every part of the vocabulary, side by side if there are several."""
+        """Call `job(number, columns)` for every part of the vocabulary, in parallel if there are several."""
         if len(self.column_parts) == 1:
             job(0, self.column_parts[0])
             return
@@ -94,10 +94,10 @@ class Problem:
 
 
 class ChunkPasses:
-    """One chunk of rows: the three walks.
+    """The three passes over one chunk of rows.
 
     Args:
-        memories: where the logits of the student and of every teacher lie.
+        memories: memory for the logits of the student and of every teacher.
         scratches: from `Problem.scratches`.
     """
 
@@ -111,30 +111,30 @@ class ChunkPasses:
         self.size = part.stop - part.start
 
     def tile(self, head: int, columns: slice) -> Tensor:
-        """Logits of the student (0) or of a teacher, [R, W]."""
-        found = self.memories[head].tile(slice(0, self.size), columns)
-        assert found is not None
-        return found
+        """Return the logits of the student (0) or of a teacher, [R, W]."""
+        tile = self.memories[head].tile(slice(0, self.size), columns)
+        assert tile is not None
+        return tile
 
     def run(self, sums: list[HeadSums]) -> Tensor:
-        """Divergence, cross-entropy of the labels and entropy of the rows, [3, R].
+        """Return divergence, cross-entropy of the labels and entropy of the rows, [3, R].
 
-        Gradients go to `sums`, one for each part of the vocabulary; none: they are not wanted.
+        Gradients are added to `sums`, one per part of the vocabulary; if `sums` is empty, none are computed.
         """
         finals, hard = self._statistics()
         terms, hard_values = self._terms(finals, hard, bool(sums))
         if sums:
-            self._push(finals, hard, terms, sums)
+            self._add_gradients(finals, hard, terms, sums)
         return torch.stack([terms[0], hard_values, terms[2]])
 
     def _statistics(self) -> tuple[list[FinalStatistics], Hard | None]:
-        """Walk 1: logits of every head; max and log-sum of the student and of each teacher that has logits.
+        """Run pass 1: logits of every head; max and log-sum of the student and of each teacher with logits.
 
-        With hard labels also the log-sum of the student at temperature 1, and the target's logit.
+        With hard labels, also the log-sum of the student at temperature 1, and the target's logit.
         """
         problem, head, dtype = self.problem, self.problem.head, self.problem.head.operand_dtype
         has_logits = [True, *(one.has_logits for one, _ in problem.teachers)]
-        # The teachers first: their rows are given up before the student's are gathered.
+        # Teachers first: their rows are freed before the student's are gathered.
         of_teachers = [self._head_statistics(number) for number in range(1, len(has_logits))]
         self.h = problem.source.chunk(self.part, dtype)
         self.low_h = None if problem.low is None else problem.low.chunk(self.part, dtype)
@@ -151,7 +151,7 @@ class ChunkPasses:
         finals = [
             s.replaced(maxima[i : i + 1], packed[2 * i : 2 * i + 2]).final()
             if has_logits[i]
-            # Given log-probs are what they are.
+            # Precomputed log-probs need no normalization.
             else FinalStatistics(nothing, nothing, None, nothing == 0)
             for i, s in enumerate(stats)
         ]
@@ -161,12 +161,12 @@ class ChunkPasses:
         return finals, hard
 
     def _head_statistics(self, place: int) -> RowStatistics:
-        """Logits of the student (0) or of a teacher, and their statistics over this shard."""
+        """Compute the logits of the student (0) or of a teacher; return their statistics on this shard."""
         problem, head = self.problem, self.problem.head
         one = None if place == 0 else problem.teachers[place - 1][0]
         targets = None if one is not None or problem.targets is None else problem.targets[self.part]
         device = problem.source.hidden.device
-        found = [
+        parts = [
             RowStatistics.empty(self.size, dtype=head.dtype, device=device) for _ in problem.column_parts
         ]
         if isinstance(one, GivenTiles):
@@ -176,11 +176,11 @@ class ChunkPasses:
                     one.tile(self.part, columns, self.tile(place, columns))
 
             problem.run_parts(copy)
-            return found[0]
+            return parts[0]
         owner, (h, low_h) = (head, (self.h, self.low_h)) if one is None else (one.head, one.read(self.part))
 
-        def walk(number: int, column_slices: list[slice]) -> None:
-            scratch, stats = self.scratches[number], found[number]
+        def process_part(number: int, column_slices: list[slice]) -> None:
+            scratch, stats = self.scratches[number], parts[number]
             for columns in column_slices:
                 z, weight, finish = self.tile(place, columns), owner.weight_tile(columns), None
                 if problem.finishes:
@@ -190,15 +190,15 @@ class ChunkPasses:
                     owner.logits(h, low_h, weight, self.part, columns, z)
                 work = [] if problem.kernels is not None else [scratch.tile(0, len(z), z.shape[1])]
                 first = head.shard.start + columns.start
-                # The walks behind this one read logits.
+                # The later passes read logits.
                 more = {} if finish is None else {"finish": finish, "keep": True}
                 stats.update_(z, work, targets, first, kernels=problem.kernels, **more)
 
-        problem.run_parts(walk)
-        return functools.reduce(merge, found)
+        problem.run_parts(process_part)
+        return functools.reduce(merge, parts)
 
     def _sum_at_one(self, maximum: Tensor) -> Tensor:
-        """sum e^(t (z - m)) with temperature t: [R], of this shard."""
+        """Return sum e^(t (z - m)) with temperature t over this shard, [R]."""
         head = self.problem.head
         shift = torch.where(maximum == -torch.inf, 0.0, maximum).unsqueeze(-1)
         total = torch.zeros_like(maximum)
@@ -218,12 +218,12 @@ class ChunkPasses:
         return Compared(statistics, kind.mode(is_probability), *weights)
 
     def _terms(self, finals: list[FinalStatistics], hard: Hard | None, slopes: bool) -> tuple[Tensor, Tensor]:
-        """Walk 2: D, the sum of S and the entropy, [3, R]; the labels' cross-entropy, [R]."""
+        """Run pass 2: D, the sum of S and the entropy, [3, R]; the labels' cross-entropy, [R]."""
         problem, dtype, device = self.problem, self.problem.head.dtype, self.h.device
         parts = torch.zeros((len(problem.column_parts), 3, self.size), dtype=dtype, device=device)
         compared = self._compared(finals) if problem.fused else None
 
-        def walk(number: int, column_slices: list[slice]) -> None:
+        def process_part(number: int, column_slices: list[slice]) -> None:
             for columns in column_slices:
                 if compared is not None:
                     z, y = self.tile(0, columns), self.tile(1, columns)
@@ -231,7 +231,7 @@ class ChunkPasses:
                 else:
                     self._plain_terms(columns, finals, hard, slopes, self.scratches[number], parts[number])
 
-        problem.run_parts(walk)
+        problem.run_parts(process_part)
         terms = parts[0] if len(parts) == 1 else parts.sum(0)
         all_reduce_(terms, problem.group, dist.ReduceOp.SUM)
         hard_values = torch.zeros_like(terms[0])
@@ -241,7 +241,7 @@ class ChunkPasses:
         return terms, hard_values
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """What the gradients of D and of the labels' cross-entropy are multiplied by, [R] each."""
+        """Return the factors of the gradients of D and of the labels' cross-entropy, [R] each."""
         problem, head = self.problem, self.problem.head
         weights = problem.weights[self.part] * problem.gradient_scale
         return (
@@ -258,9 +258,9 @@ class ChunkPasses:
         scratch: Scratch,
         sums: Tensor,
     ) -> None:
-        """A tile of walk 2 in torch: it adds to `sums`, [3, R].
+        """Process one tile of pass 2 in torch and add to `sums`, [3, R].
 
-        The first teacher's logits become S, those of the student p, both times what du needs of the head.
+        S overwrites the first teacher's logits and p the student's, both multiplied by the head's derivative.
         """
         problem, head, part = self.problem, self.problem.head, self.part
         z = self.tile(0, columns)
@@ -289,7 +289,7 @@ class ChunkPasses:
             sums[0].add_(value, alpha=factor)
             if slopes:
                 if total is None:
-                    # The first teacher's logits are not needed again.
+                    # The first teacher's logits are no longer needed.
                     total = torch.mul(slope, factor, out=self.tile(1, columns))
                 else:
                     total.add_(slope, alpha=factor)
@@ -304,7 +304,7 @@ class ChunkPasses:
                 z.mul_(cap)
 
     def _hard_slope(self, z: Tensor, shift: Tensor, log_sum: Tensor, columns: slice) -> Tensor:
-        """p - 1[target] at temperature 1."""
+        """Return p - 1[target] at temperature 1."""
         problem, head = self.problem, self.problem.head
         x = torch.sub(z, shift.unsqueeze(-1)).mul_(head.temperature).sub_(log_sum.unsqueeze(-1))
         p = exponentials(x, x)
@@ -312,10 +312,10 @@ class ChunkPasses:
         local, held = tile_ids(problem.targets[self.part], head.shard.start + columns.start, z.shape[1])
         return p.scatter_add_(1, local.unsqueeze(-1), -held.to(p.dtype).unsqueeze(-1))
 
-    def _push(
+    def _add_gradients(
         self, finals: list[FinalStatistics], hard: Hard | None, terms: Tensor, sums: list[HeadSums]
     ) -> None:
-        """Walk 3: du = S - p sum(S), tile by tile into the gradients."""
+        """Run pass 3: add du = S - p sum(S) to the gradients, tile by tile."""
         problem, head = self.problem, self.problem.head
         # Infinite divergences have no gradient.
         finite = terms[0].isfinite()
@@ -330,7 +330,7 @@ class ChunkPasses:
             labels = LabelGradient(problem.targets[self.part], factors[1], hard[0], head.temperature)
         infinite = finite.logical_not().unsqueeze(-1)
 
-        def walk(number: int, column_slices: list[slice]) -> None:
+        def process_part(number: int, column_slices: list[slice]) -> None:
             scratch = self.scratches[number]
             for columns in column_slices:
                 z, y = self.tile(0, columns), self.tile(1, columns)
@@ -346,4 +346,4 @@ class ChunkPasses:
                     du = du if du is y else du.copy_(y)
                 sums[number].add(du, self.h, self.low_h, head.weight_tile(columns), self.part, columns)
 
-        problem.run_parts(walk)
+        problem.run_parts(process_part)

@@ -1,4 +1,4 @@
-"""Divergences between a teacher q and a student p: one family, its value and its gradient.
+"""Divergences between a teacher q and a student p: one family with value and gradient.
 
     D = a KL(q || m) + b KL(p || m),    m = mix q + (1 - mix) p
 
@@ -14,7 +14,7 @@ large numbers:
 
     S = p (b log(p / m) + k q / m),    k = b mix - a (1-mix),    0 for JSD
 
-Both sums merge over tiles and shards by addition. An outcome with p = 0 or q = 0 adds what its limit is.
+Both sums merge over tiles and shards by addition. An outcome with p = 0 or q = 0 contributes its limit.
 """
 
 # N, R rows · V outcomes · W columns of a tile
@@ -39,8 +39,8 @@ class Divergence:
     Args:
         teacher: a.
         student: b.
-        mix: the teacher's share of m.
-        cross_entropy: leave q log q out: -sum q log p; with a = 1, b = 0, mix = 0 only.
+        mix: the teacher's weight in m.
+        cross_entropy: omit q log q: -sum q log p; only with a = 1, b = 0, mix = 0.
     """
 
     teacher: float = 1.0
@@ -55,25 +55,25 @@ class Divergence:
             raise ValueError(f"divergence: expected cross_entropy with a = 1, b = 0, mix = 0, got {self}")
 
     def mode(self, is_probability: bool) -> int:
-        """Which of the formulas of `logprob.engine.pass_interface.Compared` this is."""
+        """Return the number of this formula in `logprob.engine.pass_interface.Compared`."""
         if self.cross_entropy:
             return 4 if is_probability else 3
         return {0.0: 0, 1.0: 1}.get(self.mix, 2)
 
 
 def checked_divergence(kind: Divergence | str | tuple[str, float]) -> Divergence:
-    """The record for a name ("forward_kl"), or for a name and its parameter: ("jsd", 0.5)."""
+    """Return the `Divergence` for a name ("forward_kl"), or for a name and its parameter: ("jsd", 0.5)."""
     if isinstance(kind, Divergence):
         return kind
     name, value = (kind, None) if isinstance(kind, str) else kind
     if name not in NAMES:
         raise ValueError(f"divergence: expected one of {', '.join(NAMES)}, got {kind!r}")
     if (value is None) != (name in ("forward_kl", "reverse_kl", "cross_entropy")):
-        wanted = f'("{name}", value)' if value is None else f'"{name}" alone'
+        wanted = f'("{name}", value)' if value is None else f'"{name}" without a value'
         raise ValueError(f"divergence: expected {wanted}, got {kind!r}")
     if value is not None and not 0 <= value <= 1:
         raise ValueError(f"divergence: expected 0 <= value <= 1, got {kind!r}")
-    # The ends of JSD are the KLs themselves, as in GKD: a limit of 0 would be of no use.
+    # As in GKD, the ends of JSD are the KLs themselves; the limit of JSD would be 0.
     if name == "reverse_kl" or (name == "jsd" and value == 1):
         return Divergence(0.0, 1.0, 1.0)
     if name in ("forward_kl", "cross_entropy") or (name == "jsd" and value == 0):
@@ -85,12 +85,12 @@ def checked_divergence(kind: Divergence | str | tuple[str, float]) -> Divergence
 
 
 def divergence(log_p: Tensor, log_q: Tensor, kind: Divergence | str | tuple[str, float]) -> Tensor:
-    """D of a student `log_p` and a teacher `log_q`, [..., V] each: [...], plain differentiable torch.
+    """Return D [...] of a student `log_p` and a teacher `log_q`, [..., V] each; plain differentiable torch.
 
     Equivalent to, for "forward_kl":
         d = (log_q.exp() * (log_q - log_p)).sum(-1)
 
-    Outcomes with probability 0 are left out where their limit is 0, in the value and in the gradient.
+    Outcomes with probability 0 are omitted if their limit is 0, in the value and in the gradient.
     """
     kind = checked_divergence(kind)
     if kind.mix == 0.0:
@@ -99,7 +99,7 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: Divergence | str | tuple[str,
         log_m = log_q
     else:
         weights = log_p.new_tensor([1.0 - kind.mix, kind.mix]).log()
-        # Where neither side has mass logaddexp's gradient would be NaN.
+        # Where neither side has mass, the gradient of logaddexp would be NaN.
         nowhere = (log_p == -torch.inf) & (log_q == -torch.inf)
         ends = (torch.where(nowhere, 0.0, x) + w for x, w in zip((log_p, log_q), weights, strict=True))
         log_m = torch.where(nowhere, -torch.inf, torch.logaddexp(*ends))
@@ -114,7 +114,7 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: Divergence | str | tuple[str,
 
 
 def _expected(log_weight: Tensor, value: Tensor) -> Tensor:
-    """sum e^log_weight value, where a weight of 0 takes whatever the value is out."""
+    """Return sum e^log_weight value; a weight of 0 excludes its value, even if that is not finite."""
     present = log_weight != -torch.inf
     weight = torch.where(present, log_weight, 0.0).exp()
     return torch.where(present, weight * torch.where(present, value, 0.0), 0.0).sum(-1)
@@ -123,7 +123,7 @@ def _expected(log_weight: Tensor, value: Tensor) -> Tensor:
 def tile_terms_(
     kind: Divergence, log_p: Tensor, p: Tensor, log_q: Tensor | None, q: Tensor, work: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """This tile's part of D, [R], and its S [R, W], which lies in the first tile of `work`.
+    """Return this tile's contribution to D, [R], and its S [R, W], stored in the first tile of `work`.
 
     Args:
         log_p, p, log_q, q: [R, W]; `log_q` is not read for a cross-entropy. Not modified.
@@ -163,22 +163,22 @@ def tile_terms_(
 
 
 def _select(weight: Tensor, values: Tensor) -> Tensor:
-    """weight * values in the memory of `values`; 0 where the weight is 0, infinite values included."""
+    """Multiply `values` by `weight` in place; 0 where the weight is 0, even if the value is infinite."""
     absent = weight == 0
     return values.mul_(weight).masked_fill_(absent, 0.0)
 
 
 def log_probs_(z: Tensor, shift: Tensor, log_sum: Tensor, out: Tensor, prob: Tensor) -> tuple[Tensor, Tensor]:
-    """log p = (z - m) - log s in `out` and p in `prob`, for a tile of logits; `out` may be `z`."""
+    """Write log p = (z - m) - log s to `out` and p to `prob`, for a tile of logits; `out` may be `z`."""
     log_p = torch.sub(z, shift.unsqueeze(-1), out=out).sub_(log_sum.unsqueeze(-1))
     return log_p, exponentials(log_p, prob)
 
 
 def log_one_minus_exp(x: Tensor) -> Tensor:
-    """log(1 - e^x) for x <= 0, elementwise; -inf at 0, without gradient there."""
+    """Return log(1 - e^x) for x <= 0, elementwise; -inf at 0, without gradient there."""
     below = x < 0
     safe = torch.where(below, x, -1.0)
-    # expm1 near 0, log1p far from it, where the other would lose its digits.
+    # expm1 near 0, log1p elsewhere: each is accurate where the other loses digits.
     near = safe > -0.6931471805599453
     near_value = torch.where(near, safe, -0.5)
     far_value = torch.where(near, -1.0, safe)

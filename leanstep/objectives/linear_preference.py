@@ -1,8 +1,8 @@
-"""Preference optimisation on hidden states: log-probs of completions from selected rows, in one pass.
+"""Preference optimization on hidden states: log-probs of completions from selected rows, in one pass.
 
-Prompt and padding rows never enter the head. Chosen and rejected completions lie in one batch, as trainers
-collate them, and their log-probs come from one call of `linear_logprobs`; the reference's come from a frozen
-head without a graph, or are given.
+Prompt and padding rows are not projected. Chosen and rejected completions are in one batch, as trainers
+collate them, and one call of `linear_logprobs` computes their log-probs. The reference's log-probs come from
+a frozen head without a graph, or are passed by the caller.
 """
 
 # S sequences, the first half chosen · P = S / 2 pairs · T positions · R scored rows · D model · V vocabulary
@@ -60,7 +60,7 @@ def linear_sequence_logprobs(
     shards: VocabShards | None = None,
     tuning: Tuning | None = None,
 ) -> SequenceLogProbs:
-    """Sum of token log-probs per sequence, from the rows whose label counts.
+    """Return the sum of token log-probs per sequence over the rows with a label.
 
     Equivalent to:
         log_p = torch.log_softmax(hidden[:, :-1] @ weight.T, -1)
@@ -69,13 +69,13 @@ def linear_sequence_logprobs(
 
     Args:
         hidden: [S, T, D].
-        weight: [V, D], or any head that `linear_logprobs` takes.
-        labels: [S, T] ids as they come (row t scores labels[t + 1]), `ignore_index` on prompts and padding.
-            On the host: no host read of their number.
-        rows: [R] int64, rows of the flattened hidden that count, where the caller knows them.
+        weight: [V, D], or any head that `linear_logprobs` accepts.
+        labels: [S, T] unshifted ids (row t scores labels[t + 1]), `ignore_index` on prompts and padding. If
+            they are on the host, there is no host sync for the number of rows.
+        rows: [R] int64, rows of the flattened hidden to score, if the caller knows them.
         temperature, transform, shards, tuning: as in `linear_logprobs`.
 
-    Collectives: 2 forward, 1 backward with a group; else none.
+    Collectives: 2 forward, 1 backward with a group; otherwise none.
     """
     targets = _checked_targets(hidden, labels, ignore_index)
     where = counting_rows(targets, ignore_index, hidden.device) if rows is None else rows
@@ -109,30 +109,30 @@ def linear_preference_loss(
     shards: VocabShards | None = None,
     tuning: Tuning | None = None,
 ) -> PreferenceLoss:
-    """A whole preference objective from hidden states: the mean over pairs (kto: over sequences).
+    """Compute a preference objective from hidden states: the mean over pairs (kto: over sequences).
 
-    Equivalent to, for "dpo" with given reference sums:
-        found = linear_sequence_logprobs(hidden, weight, labels)
-        chosen, rejected = (found.sums - reference).chunk(2)
+    Equivalent to, for "dpo" with reference sums:
+        logprobs = linear_sequence_logprobs(hidden, weight, labels)
+        chosen, rejected = (logprobs.sums - reference).chunk(2)
         loss = -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
 
     Args:
         hidden: [S, T, D]; pairs: chosen completions first, then the rejected ones in the same order.
-        weight: [V, D], or any head that `linear_logprobs` takes.
-        labels: [S, T] ids as they come, `ignore_index` on prompts and padding.
+        weight: [V, D], or any head that `linear_logprobs` accepts.
+        labels: [S, T] unshifted ids, `ignore_index` on prompts and padding.
         objective: a `PreferenceObjective`, or dpo, robust, hinge, ipo, kto, cpo, simpo, orpo.
-        reference: [S] given sums of log-probs; `ReferenceHead(weight, hidden)` with hidden [S, T, D'],
-            evaluated without a graph on the same rows; None: reference-free (not for kto).
-        desirable: [S] bool, for kto alone. kl: kto's constant KL estimate.
-        nll_labels: [P, T], what the chosen completions' nll runs over where it is not `labels`: ORPO's takes
-            the prompt as well. Rows of both are projected once.
+        reference: [S] sums of log-probs; `ReferenceHead(weight, hidden)` with hidden [S, T, D'], evaluated
+            without a graph on the same rows; None: reference-free (not for kto).
+        desirable: [S] bool, for kto only. kl: kto's constant KL estimate.
+        nll_labels: [P, T], labels of the chosen completions' nll if they differ from `labels`: ORPO's include
+            the prompt. Rows of both are projected once.
         ignore_index, transform, shards, tuning: as in `linear_cross_entropy`.
 
     Returns:
-        PreferenceLoss; metrics are named as TRL's trainers log them. A pair without tokens has log-prob 0.
+        PreferenceLoss; metrics have the names that TRL's trainers log. A pair without tokens has log-prob 0.
 
     GEMMs (2 R D V FLOPs each): those of `linear_logprobs`, and 1 for a reference head.
-    Collectives: 2 forward, 1 backward with a group, 2 more for a reference head; else none.
+    Collectives: 2 forward, 1 backward with a group, 2 more for a reference head; otherwise none.
     """
     objective = checked_preference(objective)
     is_pairs = objective.kind != "kto"
@@ -161,11 +161,11 @@ def linear_preference_loss(
         assert desirable is not None and ref_sums is not None
         return _kto(objective, sums, ref_sums, desirable.to(sums.device), kl)
     chosen, rejected = sums.chunk(2)
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if ref_sums is not None:
-        given["ref_chosen"], given["ref_rejected"] = ref_sums.chunk(2)
-    given["chosen_lengths"], given["rejected_lengths"] = lengths.chunk(2)
-    pairs = pair_losses(objective, chosen, rejected, **given)
+        options["ref_chosen"], options["ref_rejected"] = ref_sums.chunk(2)
+    options["chosen_lengths"], options["rejected_lengths"] = lengths.chunk(2)
+    pairs = pair_losses(objective, chosen, rejected, **options)
     loss, metrics = pairs.losses.mean(), preference_metrics(pairs, chosen, rejected)
     if objective.nll_coef:
         nll = -torch.where(of_nll, logp, 0.0).sum() / of_nll.sum().clamp(min=1)
@@ -190,7 +190,7 @@ def _with_nll(
     ignore_index: int,
     objective: PreferenceObjective,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What all rows score, which of them count for the completions, and which for the chosen ones' nll."""
+    """Return the targets of all rows, and masks of the rows of completions and of the chosen nll."""
     scored = targets != ignore_index
     half = shape[0] // 2 * shape[1]
     in_nll = torch.arange(targets.shape[0], device=targets.device) < half
@@ -207,7 +207,7 @@ def _with_nll(
 def _per_sequence(
     logp: Tensor, rows: Tensor | None, shape: torch.Size, counted: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sums [S] over each sequence's rows (None: all of them), and how many rows counted."""
+    """Return sums [S] over each sequence's rows (None: all of them), and the number of counted rows."""
     if rows is None:
         rows = torch.arange(logp.shape[0], device=logp.device)
     sequence_of = rows.div(max(shape[1], 1), rounding_mode="floor")
@@ -218,9 +218,10 @@ def _per_sequence(
 
 
 class _ScoredRows:
-    """The rows that are projected, and how.
+    """The rows that are projected, and their options.
 
-    Inside torch.compile their number is no size of the graph: `where` is None, and every row has an entry.
+    Inside torch.compile, their number is not a size in the graph: `where` is None, and every row has an
+    entry.
     """
 
     def __init__(
@@ -241,12 +242,12 @@ class _ScoredRows:
         self.targets = self.pick(targets)
 
     def pick(self, values: Tensor) -> Tensor:
-        """The rows' entries of a tensor with one per position."""
+        """Select the rows' entries of a tensor with one entry per position."""
         values = to_device(values, self.device)
         return values if self.where is None else values.index_select(0, self.where)
 
     def logp(self, flat: Tensor, head: Any, *, tuned: bool = True) -> Tensor:
-        """Log-probs of the targets, one per entry; `tuned`: with the caller's tuning."""
+        """Return the log-probs of the targets, one per entry; `tuned`: use the caller's tuning."""
         tuning = self.tuning if tuned else None
         if self.counts is not None:
             options: dict[str, Any] = {"transform": self.transform, "tuning": tuning}
@@ -278,7 +279,7 @@ def _kto(
     def mean(values: Tensor, which: Tensor) -> Tensor:
         return torch.where(which, values, 0.0).sum() / which.sum()
 
-    # A number becomes a tensor on the device: copied there, it would make the host wait.
+    # Fill a tensor on the device with the number: copying it there would block the host.
     point = kl.detach().to(sums) if isinstance(kl, Tensor) else torch.full_like(sums[0], kl)
     metrics = {"kl": point.clamp(min=0.0)}
     for name, which in (("chosen", desirable), ("rejected", ~desirable)):

@@ -1,4 +1,4 @@
-"""Preference objectives as functions of sequence log-probs: the loss math, written once.
+"""Preference objectives as functions of sequence log-probs.
 
     s = sum of a completion's token log-probs, r = s - reference,  d = r_chosen - r_rejected
     dpo     -log sigma(beta d); label smoothing: 1 - eps and eps of both signs (Rafailov et al. 2023)
@@ -10,7 +10,8 @@
     simpo   -log sigma(beta (m_chosen - m_rejected) - gamma), m = mean    (Meng et al. 2024)
     orpo    nll - beta log sigma(log odds ratio) of mean log-probs        (Hong et al. 2024, eq. 6 and 7)
 
-Plain differentiable torch on [P] pairs: from hidden states (`linear_preference_loss`) or from logits alike.
+Plain differentiable torch on [P] pairs, for log-probs from hidden states (`linear_preference_loss`) or
+logits.
 """
 
 # P pairs · S sequences
@@ -27,19 +28,19 @@ from torch.nn.functional import logsigmoid
 from leanstep.objectives.divergences import log_one_minus_exp
 
 KINDS = ("dpo", "robust", "hinge", "ipo", "kto", "cpo", "simpo", "orpo")
-# What is compared: token means, else sums; and who has no reference.
+# Kinds that compare token means (the others: sums), and kinds without a reference.
 MEANS = ("ipo", "simpo", "orpo")
 REFERENCE_FREE = ("cpo", "simpo", "orpo")
 
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """What is minimised per pair, or per sequence for "kto".
+    """The loss per pair, or per sequence for "kto".
 
     Args:
         kind: one of `KINDS`.
         beta: the temperature of the implicit reward.
-        label_smoothing: eps, the share of flipped labels; dpo, robust, cpo, simpo.
+        label_smoothing: eps, the fraction of flipped labels; dpo, robust, cpo, simpo.
         gamma: simpo's margin, subtracted from beta times the difference.
         nll_coef: weight of the mean negative log-prob of the chosen tokens.
         desirable, undesirable: kto's weights of the two classes.
@@ -90,7 +91,7 @@ def pair_losses(
     chosen_lengths: Tensor | None = None,
     rejected_lengths: Tensor | None = None,
 ) -> PairLosses:
-    """The loss of every pair [P] before nll and means, and the implicit rewards as the trainers log them.
+    """Return the loss of every pair [P] before nll and means, and the implicit rewards that trainers log.
 
     Equivalent to, for "dpo":
         margins = (chosen - ref_chosen) - (rejected - ref_rejected)
@@ -98,10 +99,10 @@ def pair_losses(
 
     Args:
         objective: a `PreferenceObjective` or a name; every kind but "kto".
-        chosen, rejected: [P] sums of token log-probs, whatever the kind.
+        chosen, rejected: [P] sums of token log-probs, for every kind.
         ref_chosen, ref_rejected: [P] under the reference policy; None: reference-free.
         chosen_lengths, rejected_lengths: [P] scored tokens; for ipo, simpo and orpo. An empty completion
-            counts as one token with log-prob 0.
+            is treated as one token with log-prob 0.
     """
     objective = checked_preference(objective)
     kind, beta = objective.kind, objective.beta
@@ -119,7 +120,7 @@ def pair_losses(
     if kind in MEANS and chosen_lengths is not None and rejected_lengths is not None:
         chosen = chosen / chosen_lengths.clamp(min=1)
         rejected = rejected / rejected_lengths.clamp(min=1)
-        # IPO's rewards are those of the sums, as its trainers log them.
+        # For IPO, trainers log the rewards of the sums.
         if kind != "ipo":
             rewards = beta * chosen.detach(), beta * rejected.detach()
     difference = chosen - rejected
@@ -148,7 +149,7 @@ def kto_losses(
     desirable: Tensor,
     kl: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """KTO's loss of every sequence and its reward, [S] each; the loss is differentiable, the reward is not.
+    """Return KTO's loss and reward of every sequence, [S] each; only the loss is differentiable.
 
     Equivalent to:
         sign = torch.where(desirable, 1.0, -1.0)
@@ -176,7 +177,7 @@ def kto_losses(
 
 
 def preference_metrics(pairs: PairLosses, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Means over pairs, under the names TRL's trainers log; 0-dimensional, on the device."""
+    """Return means over pairs under the names that TRL's trainers log; 0-dimensional, on the device."""
     return {
         "rewards/chosen": pairs.chosen.mean(),
         "rewards/rejected": pairs.rejected.mean(),
@@ -188,7 +189,7 @@ def preference_metrics(pairs: PairLosses, chosen: Tensor, rejected: Tensor) -> d
 
 
 def checked_preference(objective: PreferenceObjective | str, **changes: float) -> PreferenceObjective:
-    """The record of a name; `changes` replace its fields."""
+    """Return the objective of a name; `changes` replace its fields."""
     if isinstance(objective, str):
         if objective not in PREFERENCES:
             raise ValueError(f"objective: expected one of {', '.join(PREFERENCES)}, got {objective!r}")

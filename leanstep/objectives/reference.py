@@ -1,4 +1,4 @@
-"""The objectives the plain way, every [N, V] tensor in full: in fp64 the reference of all tests."""
+"""The objectives in plain torch with full [N, V] tensors; in fp64, the reference of all tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def reference_logits(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """[N, V] logits of a head."""
+    """Return the [N, V] logits of a head."""
     logits = scale * torch.nn.functional.linear(hidden, weight, bias)
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -30,7 +30,7 @@ def reference_distill(
     targets: Tensor | None = None,
     hard_weight: float = 0.0,
 ) -> Tensor:
-    """[N]: (1 - hard_weight) D(teacher, student) at `temperature` + hard_weight CE(targets) at 1."""
+    """Return (1 - hard_weight) D(teacher, student) at `temperature` + hard_weight CE(targets) at 1, [N]."""
     log_p = torch.log_softmax(logits / temperature, -1)
     log_q = torch.log_softmax(teacher_logits / temperature, -1)
     soft = divergence(log_p, log_q, kind)
@@ -41,7 +41,7 @@ def reference_distill(
 
 
 def reference_top_k(log_p: Tensor, ids: Tensor, log_q: Tensor, kind: str | tuple[str, float]) -> Tensor:
-    """[N]: D over the k given outcomes and the tail, tails summed up column by column."""
+    """Return D over the k listed outcomes and the tail, [N]; the tails are summed over their columns."""
     inside = torch.zeros_like(log_p, dtype=torch.bool).scatter(1, ids, True)
     tail_p = torch.logsumexp(log_p.masked_fill(inside, -torch.inf), -1, keepdim=True)
     tail_q = torch.log1p(-log_q.exp().sum(-1, keepdim=True))
@@ -49,11 +49,11 @@ def reference_top_k(log_p: Tensor, ids: Tensor, log_q: Tensor, kind: str | tuple
 
 
 def reference_masked(
-    logits: Tensor, targets: Tensor, kept: list[list[int]], ref_logits: Tensor | None = None
+    logits: Tensor, targets: Tensor, allowed: list[list[int]], ref_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-prob, entropy and KL to a reference, [N] each, of softmaxes over kept ids and the target."""
+    """Return log-prob, entropy and KL to a reference, [N] each, over the allowed ids and the target."""
     mask = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, targets.unsqueeze(-1), True)
-    for row, ids in enumerate(kept):
+    for row, ids in enumerate(allowed):
         mask[row, ids] = True
     log_p = torch.log_softmax(logits.masked_fill(~mask, -torch.inf), -1)
     logp = log_p.gather(1, targets.unsqueeze(-1)).squeeze(-1)

@@ -1,10 +1,10 @@
-"""Rollout correction: importance weights and rejection for a sampler that is not the trainer.
+"""Rollout correction: importance weights and rejection for a sampler that differs from the trainer.
 
-An inference engine samples under log-probs that differ from the trainer's for the same weights. The
-correction is constant (no gradient flows through it), so it changes the batch and not the objective: a weight
-w >= 0 per row multiplies the advantage, which multiplies max(-r A, -clip(r) A) and every other term that is
-linear in A; a rejected row leaves the mask. KL and entropy terms are not weighted, as in verl's actor. Any
-`PolicyObjective` works with it, fused or not.
+An inference engine computes log-probs that differ from the trainer's for the same weights. The correction is
+constant (it has no gradient), so it changes the batch and not the objective: a weight w >= 0 per row
+multiplies the advantage, and thus max(-r A, -clip(r) A) and every other term that is linear in A; a rejected
+row is removed from the mask. KL and entropy terms are not weighted, as in verl's actor. It works with every
+`PolicyObjective`, fused or not.
 
 Names and thresholds follow verl's rollout correction (its docs/algo/rollout_corr.md): truncated importance
 sampling (TIS) per token or per sequence, weights outside a band set to 0 (IcePop, masked importance
@@ -26,7 +26,7 @@ from torch import Tensor
 from leanstep.logprob import PolicyBatch
 from leanstep.logprob.objective import checked_sequences, sequence_of_rows
 
-# exp of more is no weight that anybody wants; the same bound as verl's.
+# Bound of the log weights, which keeps exp finite; the same as in verl.
 LOG_BOUND = 20.0
 REJECTIONS = tuple(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in ("k1", "k2", "k3"))
 REJECTIONS += ("seq_max_k2", "seq_max_k3")
@@ -34,14 +34,16 @@ REJECTIONS += ("seq_max_k2", "seq_max_k3")
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """How trainer and sampler are reconciled.
+    """How to correct for the difference between trainer and sampler.
 
     Args:
-        level: whose ratio becomes a weight: "token", "sequence" (the product over its rows), None: nobody's.
-        upper: weights are cut off here (TIS).
-        lower: given: weights outside [lower, upper] become 0 instead (IcePop, masked IS).
-        reject: (kind, low, high) each: rows outside are taken out of the mask, whole sequences by a "seq_"
-            kind. For k1 the bounds are ratios around 1; k2 and k3 have `high` alone (low None). All hold.
+        level: the ratio that becomes the weight: "token", "sequence" (the product over its rows) or None: no
+            weights.
+        upper: weights are clipped to it (TIS).
+        lower: if set, weights outside [lower, upper] become 0 instead (IcePop, masked IS).
+        reject: (kind, low, high) each: rows outside the bounds are removed from the mask, whole sequences
+            with a "seq_" kind. For k1 the bounds are ratios around 1; k2 and k3 have only `high` (low is
+            None). A row must satisfy all rules.
         normalize: divide the weights by their mean, over rows or over sequences.
     """
 
@@ -59,7 +61,7 @@ class RolloutCorrection:
         for rule in self.reject:
             if len(rule) != 3 or rule[0] not in REJECTIONS:
                 raise ValueError(
-                    f"reject: expected (kind, low, high), kind of {', '.join(REJECTIONS)}, got {rule}"
+                    f"reject: expected (kind, low, high) with kind one of {', '.join(REJECTIONS)}, got {rule}"
                 )
             kind, low, high = rule
             if (
@@ -74,7 +76,7 @@ class RolloutCorrection:
 def correct_rollout(
     batch: PolicyBatch, rollout_logp: Tensor, correction: RolloutCorrection
 ) -> tuple[PolicyBatch, dict[str, Tensor]]:
-    """A batch whose advantages carry the importance weights and whose mask lost the rejected rows.
+    """Multiply the advantages by the importance weights and remove rejected rows from the mask.
 
     Equivalent to, for the default (truncated importance sampling per token):
         weights = (batch.old_logp - rollout_logp).clamp(-20, 20).exp().clamp(max=2.0)
@@ -83,11 +85,11 @@ def correct_rollout(
     Args:
         batch: `old_logp` is the trainer's log-prob of the sampled tokens; with a sequence level or a "seq_"
             kind also `sequence_lengths`.
-        rollout_logp: [N], what the sampler said.
+        rollout_logp: [N], the sampler's log-probs.
 
     Returns:
-        The new batch, and metrics, 0-dimensional: mean_weight, truncated (the share of rows cut off or set
-        to 0), rejected (the share of rows taken out).
+        The new batch, and 0-dimensional metrics: mean_weight, truncated (the fraction of rows that are
+        clipped or set to 0), rejected (the fraction of rejected rows).
 
     Collectives: none. Host reads: none.
     """
@@ -96,7 +98,7 @@ def correct_rollout(
         raise ValueError(f"rollout_logp: expected {tuple(old.shape)}, got {tuple(rollout_logp.shape)}")
     mask = torch.ones_like(old) if batch.mask is None else batch.mask.to(old.dtype)
     counts = mask != 0
-    # A masked row may hold anything.
+    # A masked row may hold any value.
     d = torch.where(counts, (old - rollout_logp).detach(), 0.0)
     sequences = None
     needs_sequences = correction.level == "sequence" or any(r[0].startswith("seq") for r in correction.reject)
@@ -122,16 +124,16 @@ def correct_rollout(
         advantages = torch.where(counts, advantages * weights.to(advantages.dtype), 0.0)
     if not correction.reject:
         return replace(batch, advantages=advantages), metrics
-    kept = (
+    new_mask = (
         keep.to(old.dtype)
         if batch.mask is None
         else torch.where(keep, batch.mask, torch.zeros_like(batch.mask))
     )
-    return replace(batch, advantages=advantages, mask=kept), metrics
+    return replace(batch, advantages=advantages, mask=new_mask), metrics
 
 
 def _passes(kind: str, low: float | None, high: float, d: Tensor, sequences: _Sequences | None) -> Tensor:
-    """[N] bool: whether a row, or its whole sequence, is within the bounds."""
+    """Return whether each row, or its whole sequence, is within the bounds, [N] bool."""
     estimate = kind[-2:]
     values = {"k1": -d, "k2": d.square() / 2, "k3": d.exp() - 1.0 - d}[estimate]
     if sequences is not None and kind.startswith("seq"):
@@ -144,7 +146,7 @@ def _passes(kind: str, low: float | None, high: float, d: Tensor, sequences: _Se
 
 
 class _Sequences:
-    """Masked reductions over the rows of each sequence, back on every row: [N]."""
+    """Masked reductions over the rows of each sequence, broadcast to its rows: [N]."""
 
     def __init__(self, lengths: list[int], mask: Tensor) -> None:
         self.of, self.mask, self.count = sequence_of_rows(lengths, mask.device), mask, len(lengths)
@@ -166,7 +168,7 @@ class _Sequences:
         return torch.where(top == -torch.inf, 0.0, top)[self.of]
 
     def mean_of_means(self, values: Tensor) -> Tensor:
-        """The mean over sequences that have rows of the mean over their rows, 0-dimensional."""
+        """Return the mean over non-empty sequences of the mean over their rows, 0-dimensional."""
         means = self._add(values * self.mask) / (self.rows + 1e-8)
         has_rows = (self.rows > 0).to(values.dtype)
         return (means * has_rows).sum() / has_rows.sum().clamp(min=1e-8)

@@ -1,9 +1,9 @@
-"""Replayed sampling masks: log-prob, entropy and KL over the ids that the sampler kept, at their cost.
+"""Replayed sampling masks: log-prob, entropy and KL over only the ids that the sampler kept.
 
 A sampler with top-p or top-k draws from a few ids; training scores its tokens under the same restriction
-(ids and offsets as vLLM emits them). Only the kept rows of the weight are read, both ways: O(sum |K_i| D)
-instead of O(T' V D) (logprob/engine/vocab_subset.py). A row whose support is its target alone never enters
-the head: log-prob, entropy and KL are 0, and so are its gradients.
+(ids and offsets in vLLM's format). Forward and backward read only the kept rows of the weight: O(sum |K_i| D)
+instead of O(T' V D) (logprob/engine/vocab_subset.py). A row that allows only its target is not projected: its
+log-prob, entropy, KL and gradients are 0.
 """
 
 # T rows · R selected rows · M (row, id) pairs of this shard · D model · V vocabulary
@@ -53,12 +53,12 @@ from leanstep.logprob.engine.vocab_subset import (
 from leanstep.logprob.inputs import Entropy
 from leanstep.logprob.layout import to_device
 
-# logp, entropy and KL, [R] each; None where not asked for.
+# logp, entropy and KL, [R] each; None unless requested.
 RowOutputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class MaskPath(NamedTuple):
-    """Which way the rows went: kept ids alone, not at all (target alone), or the whole vocabulary.
+    """How many rows used only their kept ids, only their target (not projected), or the whole vocabulary.
 
     Inside torch.compile these are 0-dimensional tensors on the host.
     """
@@ -69,7 +69,7 @@ class MaskPath(NamedTuple):
 
 
 class MaskedLogProbs(NamedTuple):
-    """logp: [R]. entropy, kl: [R] or None. path: `MaskPath`, rows by the way they took."""
+    """logp: [R]. entropy, kl: [R] or None. path: `MaskPath`, the number of rows per code path."""
 
     logp: Tensor
     entropy: Tensor | None
@@ -81,7 +81,7 @@ def linear_masked_logprobs(
     hidden: Tensor,
     weight: Any,
     targets: Tensor,
-    kept: Allowed | tuple[Tensor, ...],
+    kept: Allowed | tuple[Tensor, ...],  # a public name; prose: ignore
     *,
     rows: Tensor | None = None,
     entropy: Entropy = "none",
@@ -91,7 +91,7 @@ def linear_masked_logprobs(
     shards: VocabShards | None = None,
     tuning: Tuning | None = None,
 ) -> MaskedLogProbs:
-    """Log-prob of the targets, entropy and KL to a reference over each row's kept ids and its target.
+    """Compute the targets' log-prob, entropy and KL to a reference over each row's kept ids and its target.
 
     Equivalent to, with `mask` [T', V] True at the kept ids and at the targets:
         logits = (hidden[rows] @ weight.T / temperature).masked_fill(~mask, -torch.inf)
@@ -99,40 +99,41 @@ def linear_masked_logprobs(
         logp = log_p.gather(1, targets[:, None])[:, 0]
         entropy = -torch.where(mask, log_p.exp() * log_p, 0.0).sum(-1)
 
-    `linear_logprobs(allowed=kept)` gives the same log-prob, and the same entropy where `kept` says
-    `whole_entropy=False`. Here there is also a KL, and shards of the vocabulary or rows without a set leave
-    the other rows at the cost of their kept ids.
+    `linear_logprobs(allowed=kept)` returns the same log-prob, and the same entropy if `kept` has
+    `whole_entropy=False`. This function also returns a KL, and rows with a set still read only their kept ids
+    when the vocabulary is sharded or other rows have no set.
 
     Args:
         hidden: [T, D].
-        weight: [V, D], or a head that `linear_logprobs` takes, without LoRA.
+        weight: [V, D], or a head that `linear_logprobs` accepts, without LoRA.
         targets: [T'] ids aligned with `rows`.
-        kept: `Allowed(ids, offsets, has_set)`; a row with has_set False runs over the whole vocabulary. On
-            the host together with `targets` the pairs are found without a host read of the device; from a
-            device they are read in one. `whole_entropy=True`: the entropy stays that of the whole vocabulary,
-            at the cost of a `linear_logprobs` without a set.
+        kept: `Allowed(ids, offsets, has_set)`; a row with has_set False covers the whole vocabulary. If
+            `kept` and `targets` are on the host, there is no host sync; from a device they are copied in one
+            sync. `whole_entropy=True`: the entropy covers the whole vocabulary, which costs an additional
+            `linear_logprobs` call without a set.
         rows: [T'] int64, rows to score.
         entropy: "none", "metric" or "grad".
         temperature: > 0, a float or one per row.
-        reference: `ReferenceHead(weight, hidden, bias)`: also returns KL(p || q), q restricted likewise.
+        reference: `ReferenceHead(weight, hidden, bias)`: also return KL(p || q), with q restricted to the
+            same ids.
         transform: `Transform(scale, softcap)`. shards: as in `linear_logprobs`, no sequence parallelism.
-        tuning: `Tuning(budget, main_grad)`; the weight's gradient is added to main_grad at kept ids alone.
+        tuning: `Tuning(budget, main_grad)`; the weight's gradient is added to main_grad only at kept ids.
 
     Returns:
-        MaskedLogProbs; `path` says how many rows went which way. Rows go to the whole vocabulary where they
-        have no set, or, without shards, all together where the sets hold more than 1/16 of it.
+        MaskedLogProbs; `path` counts the rows per code path. Rows without a set use the whole vocabulary;
+        without shards, all rows do if the sets hold more than 1/16 of it.
 
     Peak extra memory: two [m, D] blocks of gathered rows (budget), one [unique ids, D] sum; dW, or main_grad.
-    Collectives: 2 forward, 1 backward with a group; 2 and 1 more if some rows have no set; else none.
+    Collectives: 2 forward, 1 backward with a group; 2 and 1 more if some rows have no set; otherwise none.
     """
     tuning = check_options(transform, shards, tuning, entropy=entropy, only_budget=False)
     _check_flat(kept)
     if torch.compiler.is_compiling():
-        given: dict[str, Any] = {"rows": rows, "entropy": entropy, "temperature": temperature}
-        given |= {"reference": reference, "transform": transform, "tuning": tuning}
+        traced: dict[str, Any] = {"rows": rows, "entropy": entropy, "temperature": temperature}
+        traced |= {"reference": reference, "transform": transform, "tuning": tuning}
         if shards is None and tuning.main_grad is None:
-            return _traced(hidden, weight, targets, kept, **given)
-        return _outside_graph(hidden, weight, targets, kept, shards=shards, **given)
+            return _traced(hidden, weight, targets, kept, **traced)
+        return _outside_graph(hidden, weight, targets, kept, shards=shards, **traced)
     *sets, targets = _on_host([*kept, targets])
     checked = check_head_call(
         hidden,
@@ -189,9 +190,9 @@ def linear_masked_logprobs(
 _outside_graph = outside_graph(linear_masked_logprobs)
 
 
-def _check_flat(kept: Any) -> None:
-    """Refuse lists of ids in place of flat tensors."""
-    for values in kept[:3]:
+def _check_flat(allowed: Any) -> None:
+    """Raise an error for lists of ids instead of flat tensors."""
+    for values in allowed[:3]:
         if values is not None and not isinstance(values, Tensor):
             got = type(values).__name__
             raise ValueError(f"kept: expected Allowed(ids, offsets) of flat tensors, got one with a {got}")
@@ -199,13 +200,13 @@ def _check_flat(kept: Any) -> None:
 
 @dataclass
 class _Plan:
-    """What is computed: the pairs of this shard, without those of rows whose target is all they allow.
+    """The work of a call: the pairs of this shard, without those of rows that allow only their target.
 
     Args:
         targets: [R].
         whole: rows without a set, or None.
-        num_pairs: over all shards.
-        sparse_rows, singletons: rows with pairs, and rows whose target is all they allow.
+        num_pairs: number of pairs over all shards.
+        sparse_rows, singletons: number of rows with pairs, and of rows that allow only their target.
     """
 
     targets: Tensor
@@ -216,21 +217,21 @@ class _Plan:
     singletons: int
 
 
-def _on_host(given: list[Any]) -> list[Any]:
-    """Tensors on the host; those of a device come in one copy, which is one host read."""
-    away = [x for x in given if isinstance(x, Tensor) and x.device.type != "cpu"]
-    if not away:
-        return given
-    packed = torch.cat([x.flatten().long() for x in away]).cpu()
-    arrived = iter(packed.split([x.numel() for x in away]))
+def _on_host(values: list[Any]) -> list[Any]:
+    """Copy tensors to the host; all tensors of a device in one copy, i.e. one host sync."""
+    on_device = [x for x in values if isinstance(x, Tensor) and x.device.type != "cpu"]
+    if not on_device:
+        return values
+    packed = torch.cat([x.flatten().long() for x in on_device]).cpu()
+    copied = iter(packed.split([x.numel() for x in on_device]))
     return [
-        next(arrived).view(x.shape).to(x.dtype) if isinstance(x, Tensor) and x.device.type != "cpu" else x
-        for x in given
+        next(copied).view(x.shape).to(x.dtype) if isinstance(x, Tensor) and x.device.type != "cpu" else x
+        for x in values
     ]
 
 
 def _plan(allowed: AllowedIds, targets: Tensor, head: Head, device: torch.device) -> _Plan:
-    """Where kept ids and targets lie: worked out on the host, then moved to `device`."""
+    """Compute the pairs of kept ids and targets on the host, then copy them to `device`."""
     assert head.vocabulary is not None
     row_of, ids = allowed.unique_pairs(targets, head.vocabulary)
     counts = torch.bincount(row_of, minlength=len(targets))
@@ -266,7 +267,7 @@ def _plan(allowed: AllowedIds, targets: Tensor, head: Head, device: torch.device
 
 
 def _is_dense(plan: _Plan, call: SparseCall) -> bool:
-    """Whether all columns of the head cost less than gathering the weight's rows pair by pair."""
+    """Whether projecting onto all columns of the head is cheaper than gathering weight rows per pair."""
     if call.group is not None or plan.whole is not None or call.main_grad is not None:
         return False
     return plan.num_pairs > SPARSE_FRACTION * call.head.columns * len(plan.targets)
@@ -275,7 +276,7 @@ def _is_dense(plan: _Plan, call: SparseCall) -> bool:
 def _dense(
     hidden: Tensor, tensors: HeadTensors, call: SparseCall, plan: _Plan, allowed: AllowedIds
 ) -> RowOutputs:
-    """Large sets: all columns of a chunk of rows, masked, in plain torch; recomputed in the backward."""
+    """Process large sets in plain torch: all columns of a row chunk, masked; backward recomputes them."""
     head, rows, reference = call.head, call.rows, call.reference
     size = max((call.budget or (64 << 20)) // (6 * head.dtype.itemsize * max(head.columns, 1)), 1)
     ids, row_of = allowed.ids.to(hidden.device), allowed.row_of.to(hidden.device)
@@ -295,13 +296,13 @@ def _dense(
             kl = None
             if reference is not None:
                 other, ref_hidden = reference
-                picked = ref_hidden[part] if rows is None else ref_hidden.index_select(0, rows[part])
-                log_q = _masked_log_softmax(other, picked, other.weight, other.bias, mask, part)
+                ref_rows = ref_hidden[part] if rows is None else ref_hidden.index_select(0, rows[part])
+                log_q = _masked_log_softmax(other, ref_rows, other.weight, other.bias, mask, part)
                 kl = (p * (finite - torch.where(mask, log_q, 0.0))).sum(-1)
             return log_p.gather(1, targets).squeeze(-1), -(p * finite).sum(-1), kl
 
-        picked = hidden[part] if rows is None else hidden.index_select(0, rows[part])
-        chunks.append(checkpoint(run, picked, tensors[1], tensors[2], use_reentrant=False))
+        hidden_rows = hidden[part] if rows is None else hidden.index_select(0, rows[part])
+        chunks.append(checkpoint(run, hidden_rows, tensors[1], tensors[2], use_reentrant=False))
     logps, entropies, kls = zip(*chunks, strict=True)
     entropy = None if call.entropy == "none" else torch.cat(entropies)
     if entropy is not None and call.entropy == "metric":
@@ -331,7 +332,7 @@ def _with_whole_rows(
     reference: ReferenceHead | None,
     options: dict[str, Any],
 ) -> RowOutputs:
-    """`outputs` with the rows without a set in their places, computed by `linear_logprobs`."""
+    """Compute the rows without a set with `linear_logprobs` and insert them into `outputs`."""
     rows, temperature, whole = call.rows, call.head.temperature, plan.whole
     assert whole is not None
     out = linear_logprobs(
@@ -346,8 +347,8 @@ def _with_whole_rows(
         **options,
     )
     return tuple(  # type: ignore[return-value]
-        None if mine is None or theirs is None else mine.index_copy(0, whole, theirs)
-        for mine, theirs in zip(outputs, (out.logp, out.entropy, out.kl), strict=True)
+        None if sparse is None or dense is None else sparse.index_copy(0, whole, dense)
+        for sparse, dense in zip(outputs, (out.logp, out.entropy, out.kl), strict=True)
     )
 
 
@@ -356,19 +357,19 @@ def _reference(reference: ReferenceHead | None, head: Head, hidden: Tensor) -> t
         return None
     if reference.weight is None and reference.hidden is None:
         raise ValueError("reference: expected a ReferenceHead with weight or hidden, got neither")
-    given = LMHead(head.weight, head.bias if reference.bias is None else reference.bias)
+    ref_head = LMHead(head.weight, head.bias if reference.bias is None else reference.bias)
     if reference.weight is not None:
-        given = LMHead(reference.weight, reference.bias)
+        ref_head = LMHead(reference.weight, reference.bias)
     ref_hidden = hidden if reference.hidden is None else reference.hidden
-    if given.weight.shape != (head.weight.shape[0], ref_hidden.shape[1]) or len(ref_hidden) != len(hidden):
+    if ref_head.weight.shape != (head.weight.shape[0], ref_hidden.shape[1]) or len(ref_hidden) != len(hidden):
         expected = f"weight [{head.weight.shape[0]}, D'] and hidden [{len(hidden)}, D']"
-        got = f"{tuple(given.weight.shape)} and {tuple(ref_hidden.shape)}"
+        got = f"{tuple(ref_head.weight.shape)} and {tuple(ref_hidden.shape)}"
         raise ValueError(f"reference: expected {expected}, got {got}")
-    bias = None if given.bias is None else given.bias.detach()
-    return replace(head, weight=given.weight.detach(), bias=bias), ref_hidden.detach()
+    bias = None if ref_head.bias is None else ref_head.bias.detach()
+    return replace(head, weight=ref_head.weight.detach(), bias=bias), ref_hidden.detach()
 
 
-# The function as a torch.library op. numbers: scale, softcap. counts: budget, whole_entropy.
+# linear_masked_logprobs as a torch.library op. numbers: scale, softcap. counts: budget, whole_entropy.
 
 
 def _op_outputs(
@@ -376,14 +377,14 @@ def _op_outputs(
     autocast: torch.dtype | None,
 ) -> MaskedLogProbs:  # fmt: skip
     hidden, weight, bias, targets, rows, temperatures, ids, offsets, has_set, *of_reference = tensors
-    kept = allowed_of((ids, offsets, has_set), counts[1])
-    assert kept is not None
+    allowed = allowed_of((ids, offsets, has_set), counts[1])
+    assert allowed is not None
     with under_autocast(autocast, hidden):
         return linear_masked_logprobs(
             hidden,
             LMHead(weight, bias),
             targets,
-            kept,
+            allowed,
             rows=rows,
             entropy=entropy,
             temperature=temperature_of(temperatures),
@@ -400,7 +401,7 @@ def _masked_op(
     reference_weight: Tensor | None, reference_hidden: Tensor | None, reference_bias: Tensor | None,
     numbers: list[float], counts: list[int], entropy: str, autocast: torch.dtype | None,
 ) -> list[Tensor]:  # fmt: skip
-    """logp, entropy and KL, [R] each, and the path, [3] on the host."""
+    """Return logp, entropy and KL, [R] each, and the path, [3] on the host."""
     tensors = (hidden, weight, bias, targets, rows, temperatures, ids, offsets, has_set)
     tensors += (reference_weight, reference_hidden, reference_bias)
     with torch.no_grad():
@@ -429,7 +430,7 @@ def _masked_backward_op(
     reference_weight: Tensor | None, reference_hidden: Tensor | None, reference_bias: Tensor | None,
     numbers: list[float], counts: list[int], entropy: str, autocast: torch.dtype | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of hidden, weight and bias; the kept ids are read once more."""
+    """Return the gradients of hidden, weight and bias; reads the kept ids once more."""
     leaves = leaves_of((hidden, weight, bias), needed)
     tensors = (*leaves, targets, rows, temperatures, ids, offsets, has_set)
     tensors += (reference_weight, reference_hidden, reference_bias)
@@ -444,7 +445,7 @@ def _(upstream, needed, hidden, weight, bias, *_constants):
     return fake_gradients((hidden, weight, bias), needed, upstream[0])
 
 
-_NUM_TENSORS = 12  # among the op's arguments, in front
+_NUM_TENSORS = 12  # the op's leading arguments that are tensors
 
 
 def _save_masked(ctx: Any, inputs: Any, output: Any) -> None:
@@ -467,7 +468,7 @@ def _traced(
     hidden: Tensor,
     weight: Any,
     targets: Tensor,
-    kept: Any,
+    allowed: Any,
     *,
     rows: Tensor | None,
     entropy: str,
@@ -476,7 +477,7 @@ def _traced(
     transform: Transform | None,
     tuning: Tuning,
 ) -> MaskedLogProbs:
-    """`linear_masked_logprobs` inside a compiled region."""
+    """Run `linear_masked_logprobs` inside a compiled region."""
     (tensor, bias, down, _), temperatures, _, autocast = flat_head(weight, temperature, hidden)
     if down is not None:
         raise ValueError("weight: expected a head without LoRA here; merge it first")
@@ -485,7 +486,7 @@ def _traced(
         if reference.weight is None and reference.hidden is None:
             raise ValueError("reference: expected a ReferenceHead with weight or hidden, got neither")
         of_reference = (full_tensor(reference.weight), reference.hidden, full_tensor(reference.bias))
-    sets, whole = flat_allowed(kept)
+    sets, whole = flat_allowed(allowed)
     numbers = [transform.scale, transform.softcap or 0.0]
     tensors = (hidden, tensor, bias, targets, rows, temperatures, *sets, *of_reference)
     out = _masked_op(*tensors, numbers, [tuning.budget or 0, whole], entropy, autocast)

@@ -1,6 +1,6 @@
-"""Who teaches: another head, given log-probs, the k best of them, or soft labels; read one tile at a time."""
+"""Teachers: another head, precomputed log-probs, the top k of them, or soft labels; read tile by tile."""
 
-# T rows · T' selected rows · D' the teacher's width · V local vocabulary · k given outcomes
+# T rows · T' selected rows · D' the teacher's width · V local vocabulary · k listed outcomes
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from leanstep.objectives.divergences import log_one_minus_exp
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """A frozen model: its hidden states and its LM head; its width need not be the student's.
+    """A frozen model: its hidden states and its LM head; its width may differ from the student's.
 
     Args:
-        hidden: [T, D'], or [T', D'] for the selected rows alone.
-        weight: [V, D'], or any head that `linear_logprobs` takes.
-        transform: the teacher's own scale and softcap.
+        hidden: [T, D'], or [T', D'] for only the selected rows.
+        weight: [V, D'], or any head that `linear_logprobs` accepts.
+        transform: the teacher's scale and softcap.
     """
 
     hidden: Tensor
@@ -42,10 +42,10 @@ class TeacherHead:
 
 @dataclass(frozen=True)
 class TeacherLogProbs:
-    """Log-probs of the whole vocabulary, at the temperature of the call, as they are.
+    """Log-probs of the whole vocabulary at the temperature of the call; used unchanged.
 
     Args:
-        log_probs: [T, V] or [T', V]; over shards this rank's columns.
+        log_probs: [T, V] or [T', V]; with shards, this rank's columns.
     """
 
     log_probs: Tensor
@@ -53,12 +53,12 @@ class TeacherLogProbs:
 
 @dataclass(frozen=True)
 class TeacherTopK:
-    """The teacher's k best outcomes; what is left of its mass is one more outcome, the tail.
+    """The teacher's top k outcomes; its remaining mass is one more outcome, the tail.
 
     Args:
-        ids: [T, k] or [T', k] global ids, each once per row.
+        ids: [T, k] or [T', k] global ids, distinct within a row.
         log_probs: the same shape; at the temperature of the call.
-        tail: False leaves the rest of the mass out of the divergence, on both sides.
+        tail: False omits the remaining mass from the divergence, on both sides.
     """
 
     ids: Tensor
@@ -68,10 +68,10 @@ class TeacherTopK:
 
 @dataclass(frozen=True)
 class SoftLabels:
-    """Probability targets as torch's cross-entropy takes them; for divergence="cross_entropy" only.
+    """Probability targets as in torch's cross-entropy; for divergence="cross_entropy" only.
 
     Args:
-        probabilities: [T, V] or [T', V]; they need not add up to 1.
+        probabilities: [T, V] or [T', V]; they need not sum to 1.
         label_smoothing: eps: (1 - eps) q + eps / V.
         class_weights: [V], factors on the columns.
     """
@@ -85,7 +85,7 @@ Teacher = TeacherHead | TeacherLogProbs | TeacherTopK | SoftLabels
 
 
 class HeadTiles:
-    """Logits of a teacher's head; their softmax is not known before all tiles were seen."""
+    """Logits of a teacher's head; their softmax is known only after all tiles."""
 
     has_logits = True
 
@@ -95,7 +95,8 @@ class HeadTiles:
             wanted = f"[{student.weight.shape[0]}, D'] like the student's"
             raise ValueError(f"teacher.weight: expected {wanted}, got {tuple(head.weight.shape)}")
         if teacher.transform is not None and teacher.transform.label_smoothing:
-            raise ValueError("teacher.transform: expected label_smoothing 0, got one")
+            smoothing = teacher.transform.label_smoothing
+            raise ValueError(f"teacher.transform: expected label_smoothing 0, got {smoothing}")
         if head.weight.device != student.weight.device:
             raise ValueError(
                 f"teacher.weight: expected device {student.weight.device}, got {head.weight.device}"
@@ -107,13 +108,13 @@ class HeadTiles:
         self.low = None if tensors[3] is None else RowSource(tensors[3].detach(), rows)
 
     def read(self, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of some rows, and the LoRA branch's: one gather per chunk, not one per tile."""
+        """Return the hidden states of some rows and those of the LoRA branch; gathers once per chunk."""
         dtype = self.head.operand_dtype
         return self.source.chunk(rows, dtype), None if self.low is None else self.low.chunk(rows, dtype)
 
 
 class GivenTiles:
-    """Columns of a given tensor: log-probs, or soft labels (then `is_probability`)."""
+    """Columns of a precomputed tensor: log-probs, or soft labels (then `is_probability`)."""
 
     has_logits = False
 
@@ -142,22 +143,22 @@ class GivenTiles:
             )
 
     def tile(self, rows: slice, columns: slice, out: Tensor) -> Tensor:
-        """Values [R, W] of some rows and columns, in `out`."""
-        picked = (
+        """Write values [R, W] of some rows and columns to `out`."""
+        values = (
             self.values[rows, columns]
             if self.rows is None
             else self.values[:, columns].index_select(0, self.rows[rows])
         )
-        out.copy_(picked)
+        out.copy_(values)
         if self.keep != 1.0:
             out.mul_(self.keep).add_(self.added)
         return out if self.factors is None else out.mul_(self.factors[columns])
 
 
 def _own_rows(name: str, length: int, source: RowSource) -> Tensor | None:
-    """Which rows of a teacher's tensor the selected rows are: None for a tensor of the selected rows alone.
+    """Return the selected rows' indices in a teacher's tensor; None for a tensor of only the selected rows.
 
-    With as many selected rows as there are rows, both readings agree only if every row is selected in order.
+    If as many rows are selected as there are, both interpretations agree only if they are selected in order.
     """
     rows, num_rows = source.rows, source.hidden.shape[0]
     if rows is None and length == num_rows:
@@ -165,7 +166,7 @@ def _own_rows(name: str, length: int, source: RowSource) -> Tensor | None:
     if rows is not None and length == num_rows == source.num_rows:
         if not is_fake(rows):
             in_order = rows == torch.arange(num_rows, device=rows.device)
-            expected = "every row in order where as many rows are selected as there are"
+            expected = "every row in order if as many rows are selected as there are"
             assert_all(in_order, f"rows: expected {expected} ({name} has one row for each)", rows)
         return None
     if rows is not None and length == num_rows:
@@ -179,7 +180,7 @@ def _own_rows(name: str, length: int, source: RowSource) -> Tensor | None:
 
 
 def checked_top_k(teacher: TeacherTopK, source: RowSource) -> tuple[Tensor, Tensor]:
-    """Ids and log-probs of the selected rows, [T', k] each."""
+    """Return ids and log-probs of the selected rows, [T', k] each."""
     ids, log_probs = teacher.ids, teacher.log_probs.detach()
     check_float("teacher.log_probs", log_probs, 2)
     if ids.shape != log_probs.shape:
@@ -192,22 +193,22 @@ def checked_top_k(teacher: TeacherTopK, source: RowSource) -> tuple[Tensor, Tens
 def open_teacher(
     teacher: Any, student: Head, source: RowSource, shards: VocabShards | None
 ) -> HeadTiles | GivenTiles:
-    """Something that gives the teacher's tiles."""
+    """Return an object that yields the teacher's tiles."""
     if isinstance(teacher, TeacherHead):
         return HeadTiles(teacher, student, source, shards)
     if isinstance(teacher, (TeacherLogProbs, SoftLabels)):
         return GivenTiles(teacher, student, source)
-    expected = "TeacherHead, TeacherLogProbs or TeacherTopK (alone)"
+    expected = "TeacherHead, TeacherLogProbs or a single TeacherTopK"
     raise ValueError(f"teacher: expected {expected}, got {type(teacher).__name__}")
 
 
 def tail_log_mass(log_probs: Tensor) -> Tensor:
-    """log(1 - sum of the given probabilities), [N]; -inf where nothing is left, without gradient there."""
+    """Return log(1 - sum of the probabilities), [N]; -inf where no mass is left, without gradient there."""
     return log_one_minus_exp(torch.logsumexp(log_probs, -1).clamp(max=0.0))
 
 
 def flat_teacher(teacher: Any) -> tuple[str, list[Tensor], list[float]]:
-    """A teacher as an op takes it: a word with its kind and optional parts, its tensors, three numbers."""
+    """Flatten a teacher to an op's arguments: a word with its kind and parts, its tensors, three numbers."""
     if isinstance(teacher, TeacherHead):
         tensor, bias, lora = unpack_head(teacher.weight)
         word, tensors = "head", [teacher.hidden, full_tensor(tensor)]
@@ -227,11 +228,12 @@ def flat_teacher(teacher: Any) -> tuple[str, list[Tensor], list[float]]:
         if teacher.class_weights is None:
             return "soft", [teacher.probabilities], numbers
         return "soft.classes", [teacher.probabilities, teacher.class_weights], numbers
-    raise ValueError(f"teacher: expected a teacher's record, got {type(teacher).__name__}")
+    expected = "TeacherHead, TeacherLogProbs, TeacherTopK or SoftLabels"
+    raise ValueError(f"teacher: expected {expected}, got {type(teacher).__name__}")
 
 
 def teacher_of(word: str, tensors: Iterator[Tensor], numbers: Iterator[float]) -> Any:
-    """The record that `flat_teacher` describes."""
+    """Return the record that `flat_teacher` describes."""
     kind, *parts = word.split(".")
     first, second, third = next(numbers), next(numbers), next(numbers)
     if kind == "head":

@@ -1,7 +1,7 @@
-"""The update a training script makes: captured, in fp64, compared.
+"""Capture the update that a training script makes and compare it with another one.
 
-with leanstep.update() as u: ...              capture one
-leanstep prove before.py after.py             two scripts, one update
+with leanstep.update() as u: ...              capture an update
+leanstep prove before.py after.py             do two scripts make the same update?
 """
 
 from __future__ import annotations

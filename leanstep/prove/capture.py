@@ -1,13 +1,13 @@
-"""Capture the update that a training step makes: gradients, what the optimizer did with them, the losses.
+"""Capture the update that a training step makes: losses, gradients and parameter changes.
 
     with leanstep.update() as u:
         loss.backward()
         optimizer.step()
     u.gradients["fc.weight"].norm
 
-An update is a step as `script.steps` finds it, so gradient accumulation and several optimizers need nothing
-special. Nothing in the program is edited: beside the steps the recorder watches gradient clipping, and the
-first layer's call for the data. Parameters are named by the largest module that owns them.
+`script.steps` decides where a step ends, so gradient accumulation and several optimizers work without special
+handling. The program is not edited. The recorder also hooks gradient clipping, and the first layer's call to
+see the data. Parameters are named after the largest module that owns them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
@@ -30,14 +29,14 @@ from leanstep.script.hooks import replace_function, wrap_closure
 from leanstep.script.run import Stop
 from leanstep.script.steps import StepListener, StepMarker
 
-# Distinct token ids that a histogram keeps: more than any vocabulary in use.
+# Maximum number of distinct token ids in a histogram: larger than any vocabulary in use.
 _MAX_IDS = 1 << 20
 MOST_TARGETS = 1 << 16
 
 
 @dataclass
 class _Part:
-    """An update as far as one optimizer makes it; several that follow one backward share a part."""
+    """One optimizer's part of an update; optimizers that follow the same backward share a part."""
 
     update: Update = field(default_factory=lambda: Update(0))
     losses: list[Tensor] = field(default_factory=list)
@@ -47,14 +46,14 @@ class _Part:
 
 
 class Recorder(StepListener):
-    """Context manager: captures updates until it is left, or until `steps` of them and then `on_done()`.
+    """Context manager that captures updates until it exits; after `steps` updates it calls `on_done()`.
 
     Args:
-        steps: updates to capture; None = all.
-        full: also keep the whole gradients and changes of the latest update: two copies of the gradients.
-        parts: also keep what each backward call added, for `same_update`.
-        on_done: called when `steps` updates are complete, from inside the program.
-        on_update: called with each complete update, whole tensors included.
+        steps: number of updates to capture; None = all.
+        full: also store the full gradients and changes of the latest update: two copies of the gradients.
+        parts: also store the gradient that each backward call added, for `same_update`.
+        on_done: called from inside the program when `steps` updates are complete.
+        on_update: called with each complete update, full tensors included.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Recorder(StepListener):
     def _replace(self, place: Any, name: str, handler: Callable[..., Any]) -> None:
         self._stack.callback(replace_function(place, name, handler))
 
-    # What the program calls.
+    # Hooks on functions that the program calls.
 
     def backward_begins(self, outputs: Any) -> None:
         if self._inside is None:
@@ -130,16 +129,16 @@ class Recorder(StepListener):
         self._note_by_hand(result)
 
     def count(self, what: str, value: Any) -> None:
-        """A number of tokens that the program itself counted since the last backward; a twin reports them."""
+        """Store a token count that the program computed since the last backward; the fp64 run reports it."""
         if self._parts and not self._in_backward and self._inside is None:
             self._seen.append((what, value))
 
     def note_targets(self, targets: Tensor) -> None:
-        """Ids that a loss or a gather was given since the last backward; a twin reports them."""
-        room = MOST_TARGETS - len(self._targets)
-        if self._parts and not self._in_backward and self._inside is None and room > 0:
+        """Store ids passed to a loss or a gather since the last backward; the fp64 run reports them."""
+        remaining = MOST_TARGETS - len(self._targets)
+        if self._parts and not self._in_backward and self._inside is None and remaining > 0:
             with outside_modes():
-                self._targets += targets.flatten()[:room].tolist()
+                self._targets += targets.flatten()[:remaining].tolist()
 
     def _take_counts(self) -> dict[str, float]:
         seen, self._seen = self._seen, []
@@ -147,13 +146,13 @@ class Recorder(StepListener):
         with outside_modes():
             for what, value in seen:
                 values.setdefault(what, []).append(float(value))
-        # Together, and one by one: a program that counts for its metrics, too, divides by one of them.
-        found = {what: sum(counted) for what, counted in values.items()}
+        # The sum and each single count: a program that also counts for its metrics divides by one of them.
+        totals = {what: sum(counted) for what, counted in values.items()}
         for what, counted in values.items():
-            found |= {
+            totals |= {
                 f"{what} no. {k}": value for k, value in enumerate(counted, 1) if 1 < len(counted) <= 64
             }
-        return found
+        return totals
 
     def _new_group(self, original: Any, optimizer: Optimizer, group: Any) -> Any:
         result = original(optimizer, group)
@@ -162,7 +161,7 @@ class Recorder(StepListener):
         return result
 
     def _watch(self, parameter: Tensor) -> None:
-        """Note when a parameter's gradient arrives: the reverse of the order in which the forward used it."""
+        """Record the order in which gradients arrive: the reverse of the order of use in the forward."""
         key = id(parameter)
         if key in self._watched or not parameter.requires_grad or hasattr(parameter, "full_tensor"):
             return
@@ -210,7 +209,7 @@ class Recorder(StepListener):
         if update.first_input is None:
             update.first_input = (input.numel(), float(whole(input).double().sum()))
 
-    # What the optimizer does.
+    # Optimizer steps.
 
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._inside is not None or not getattr(optimizer, "param_groups", None):
@@ -218,7 +217,7 @@ class Recorder(StepListener):
 
         def then_enter_step(closure: Callable[[], Any]) -> Callable[[], Any]:
             def closed() -> Any:
-                # Lightning's way: the gradients arrive inside `optimizer.step(closure)`.
+                # As in Lightning, the gradients arrive inside `optimizer.step(closure)`.
                 result = closure()
                 if self._inside is None:
                     self._enter_step(optimizer)
@@ -247,11 +246,11 @@ class Recorder(StepListener):
                 return clipped, self._weighted(p), whole(p).clone() if self._full else None
 
             self._before = {}
-            for p, (clipped, value, kept) in zip(parameters, each(look, parameters), strict=True):
+            for p, (clipped, value, full) in zip(parameters, each(look, parameters), strict=True):
                 if clipped is not None:
                     update.clipped[self._name_of(id(p))] = clipped
                 assert p.grad is not None
-                self._before[id(p)] = (value, kept, p.grad._version)
+                self._before[id(p)] = (value, full, p.grad._version)
             update.draws = generators()
 
     def _note_initial(self, parameters: list[Tensor]) -> None:
@@ -260,7 +259,7 @@ class Recorder(StepListener):
                 self.captured.initial.setdefault(self._name_of(id(p)), initial)
 
     def _weighted(self, p: Tensor) -> Sketch:
-        """The parameter as it is now, its entries weighed by their gradients."""
+        """Sketch the parameter's current value, with entries weighted by their gradients."""
         assert p.grad is not None
         norm = self._current().update.gradients[self._name_of(id(p))].norm
         return sketch(whole(p), whole(p.grad), norm / max(1, p.numel()) ** 0.5)
@@ -276,16 +275,16 @@ class Recorder(StepListener):
                 if version is None:
                     continue
                 if p.grad is None or p.grad._version != version:
-                    # The optimizer used the gradient as scratch space: its entries cannot be weighed again.
+                    # The optimizer used the gradient as scratch space: the weights cannot be computed again.
                     name = self._name_of(id(p))
                     self._note(f"{name}: the optimizer overwrote the gradient; its change is not compared")
                     continue
                 moved.append(p)
             for p, value in zip(moved, each(self._weighted, moved), strict=True):
-                before, kept, _ = self._before.pop(id(p))
+                before, full, _ = self._before.pop(id(p))
                 change = value.minus(before)
-                if kept is not None:
-                    change = change.with_full(kept.neg_().add_(whole(p)))
+                if full is not None:
+                    change = change.with_full(full.neg_().add_(whole(p)))
                 update.changes[self._name_of(id(p))] = change
             self._before = {}
         self._inside = None
@@ -300,15 +299,15 @@ class Recorder(StepListener):
 
             def look(gradient: Tensor) -> Sketch:
                 gradient = whole(gradient)
-                kept = sketch(gradient)
-                return kept.with_full(gradient.clone()) if self._full else kept
+                result = sketch(gradient)
+                return result.with_full(gradient.clone()) if self._full else result
 
             update.gradients.update(zip(new, each(look, list(new.values())), strict=True))
 
-    # An update without an optimizer.
+    # Updates without an optimizer.
 
     def _note_by_hand(self, result: Any) -> None:
-        """Parameters and gradients of a script that has no optimizer, before it changes them."""
+        """Copy parameters and gradients of a script without an optimizer, before the script changes them."""
         leaves = self._marker.leaves_by_hand
         gradients = [leaf.grad for leaf in leaves]
         if result is not None:
@@ -333,7 +332,7 @@ class Recorder(StepListener):
                     self.captured.initial.setdefault(name, sketch(before))
         self._before_by_hand = {}
 
-    # Where one update ends and the next begins.
+    # Boundaries between updates.
 
     def _current(self) -> _Part:
         if self._part is None:
@@ -343,7 +342,7 @@ class Recorder(StepListener):
         return self._part
 
     def _leave_ended_part(self) -> None:
-        """What comes belongs to another optimizer's part of the update, or to the next update."""
+        """Leave a part that is over: later events belong to another optimizer, or to the next update."""
         if self._part is not None and self._part.is_over:
             self._ended.append(self._part)
             self._part = None
@@ -352,7 +351,7 @@ class Recorder(StepListener):
         if optimizer is None:
             self._update_by_hand()
         elif not self._current().update.optimizer_steps:
-            # A GradScaler skipped it: gradients that overflowed are nothing to compare.
+            # A GradScaler skipped the step: gradients that overflowed cannot be compared.
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self._name(parameters)
             with outside_modes():
@@ -370,7 +369,7 @@ class Recorder(StepListener):
         if self._on_update is not None:
             self._on_update(update)
         if self._part is not None:
-            # The next one has begun already: whole tensors are kept of the latest only.
+            # The next update has already begun: only the latest one stores full tensors.
             update.drop_full()
         if self._steps is not None and len(self.captured.updates) >= self._steps and self._on_done:
             self._on_done()
@@ -412,10 +411,10 @@ class Recorder(StepListener):
         if not new:
             return
         self._held += new
-        found = names_by_owner({id(p) for p in new})
+        names = names_by_owner({id(p) for p in new})
         taken = set(self._names.values())
         for p in new:
-            name = found.get(id(p)) or f"parameter {len(self._names)} {list(p.shape)}"
+            name = names.get(id(p)) or f"parameter {len(self._names)} {list(p.shape)}"
             while name in taken:
                 name += "'"
             taken.add(name)
@@ -427,22 +426,22 @@ class Recorder(StepListener):
         return arrived + rest
 
 
-_UNREAD = Sketch((), "", 0.0, 0.0, 0, np.zeros(0))
+_UNREAD = Sketch((), "", 0.0, 0.0, 0, torch.zeros(0, dtype=torch.float64))
 
 
 @contextlib.contextmanager
 def update(*, full: bool = False, parts: bool = False) -> Iterator[Captured]:
-    """Capture the updates made inside the block.
+    """Capture the updates made inside a `with` block.
 
         with leanstep.update() as u:
             loss.backward()
             optimizer.step()
-        u.loss, u.backward_calls, u.tokens            # of the last update; all of them in u.updates
-        u.gradients["fc.weight"].norm                 # as backward left them, before clipping
+        u.loss, u.backward_calls, u.tokens            # of the last update; u.updates lists all of them
+        u.gradients["fc.weight"].norm                 # after backward, before clipping
 
     Args:
-        full: also keep the whole tensors of the latest update, `u.gradients[name].full`.
-        parts: also keep what each backward call added, `u.parts[call][name]`.
+        full: also store the full tensors of the latest update, `u.gradients[name].full`.
+        parts: also store the gradient that each backward call added, `u.parts[call][name]`.
     """
     recorder = Recorder(full=full, parts=parts)
     with recorder as captured:

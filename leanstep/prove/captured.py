@@ -1,4 +1,4 @@
-"""What a capture holds: updates by parameter name, and where those names come from."""
+"""Records of a capture: updates by parameter name, and how parameters are named."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import gc
 import hashlib
 import random
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from leanstep.prove.sketches import Sketch
 
-# Wrappers put these in front of or between the names that the user gave.
+# Wrappers insert these before or between the user's module names.
 _WRAPPERS = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)")
 
 
 @dataclass
 class Update:
-    """One update: all tensors by parameter name, as sketches.
+    """One update: sketches of all tensors, by parameter name.
 
     Args:
-        losses: what `backward()` was called on, one value per call.
-        tokens: ids that went into the largest embedding; None where there is none, or it is compiled.
-        first_input: (elements, sum) of what the first layer was given.
+        losses: the values that `backward()` was called on, one per call.
+        tokens: number of ids passed to the largest embedding; None without an embedding or if it is compiled.
+        first_input: (elements, sum) of the first layer's input.
         draws: a fingerprint of the random number generators when the optimizer stepped.
-        gradients: as backward left them.
-        clipped: as the optimizer saw them, where they were clipped.
+        gradients: after backward, before clipping.
+        clipped: after clipping, if the program clips.
         changes: parameters after the step minus before it, entries weighted by `sketches.sketch`.
-        parts: per backward call the gradient it added, where asked for; `counts` the tokens beside it.
-        targets: ids that losses and gathers of the vocabulary were given, beside `parts`.
+        parts: the gradient that each backward call added, if requested; `counts` has the token counts.
+        targets: ids passed to losses and to gathers from the vocabulary; recorded together with `parts`.
     """
 
     number: int
@@ -51,12 +51,12 @@ class Update:
     targets: list[int] = field(default_factory=list)
 
     def drop_full(self) -> None:
-        """Let go of the whole tensors; the sketches stay."""
-        for kept in (self.gradients, self.changes):
-            kept.update({name: value.with_full(None) for name, value in kept.items()})
+        """Free the full tensors; the sketches remain."""
+        for sketches in (self.gradients, self.changes):
+            sketches.update({name: value.with_full(None) for name, value in sketches.items()})
 
     def add(self, part: Update) -> None:
-        """Take what another optimizer of the same update did after this one."""
+        """Add the part of another optimizer that stepped later in the same update."""
         self.losses += part.losses
         self.first_input = self.first_input or part.first_input
         self.draws = part.draws or self.draws
@@ -74,16 +74,16 @@ class Update:
 
     @property
     def loss(self) -> float:
-        """The sum over the backward calls: the function whose gradient the optimizer was given."""
+        """The sum over the backward calls: the function whose gradient the optimizer receives."""
         return float(sum(self.losses))
 
 
 @dataclass
 class Captured:
-    """All updates of a run, in order; `order` lists the parameters as the forward pass uses them.
+    """All updates of a run, in order; `order` lists the parameters in the order of the forward pass.
 
-    `iterations`: rollouts that the updates followed, 0 where none was seen. `is_lost`: the process ended
-    without handing over what it captured; `error` then says how.
+    `iterations`: number of rollouts before the updates, 0 if there were none. `is_lost`: the process ended
+    without returning its capture; `error` says how it ended.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -111,30 +111,32 @@ class Captured:
 
 
 def names_by_owner(keys: set[int]) -> dict[int, str]:
-    """Names from the largest module that holds each parameter; wrappers' prefixes are dropped."""
-    # type(), not isinstance: that would wake lazy objects of other packages.
+    """Return the name of each parameter in the largest module that owns it, without wrapper prefixes."""
+    # type(), not isinstance: isinstance would load lazy objects of other packages.
     modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
     roots = [module for module in modules if id(module) not in inner] or modules
     owned = [(list(module.named_parameters(remove_duplicate=True)), module) for module in roots]
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     prefixes = Counter(
         type(module).__name__ for named, module in owned if any(id(p) in keys for _, p in named)
     )
     for named, module in sorted(owned, key=lambda entry: -len(entry[0])):
         for name, parameter in named:
-            if id(parameter) in keys and id(parameter) not in found:
+            if id(parameter) in keys and id(parameter) not in names:
                 clean = _WRAPPERS.sub("", name).lstrip(".")
-                # Two models in one program: say whose parameter it is.
-                found[id(parameter)] = f"{type(module).__name__}.{clean}" if len(prefixes) > 1 else clean
-    return found
+                # Several models in one program: add the model's class to the name.
+                names[id(parameter)] = f"{type(module).__name__}.{clean}" if len(prefixes) > 1 else clean
+    return names
 
 
 def generators() -> str:
-    """A fingerprint of the states of torch's, numpy's and Python's generators."""
+    """Return a fingerprint of the states of torch's, numpy's and Python's random number generators."""
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(torch.get_rng_state().numpy().tobytes())
+    digest.update(bytes(torch.get_rng_state().tolist()))
     digest.update(repr(random.getstate()[1][-5:]).encode())
-    state = np.random.get_state(legacy=True)
-    digest.update(repr((state[2], state[1][:4].tolist())).encode())  # type: ignore[index]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state = numpy.random.get_state(legacy=True)
+        digest.update(repr((state[2], state[1][:4].tolist())).encode())
     return digest.hexdigest()

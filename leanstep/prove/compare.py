@@ -1,16 +1,16 @@
-"""Two scripts that should make the same update, judged by their distance from the fp64 twin of the first.
+"""Check that two scripts make the same update, by their distance from an fp64 run of the first script.
 
     error(after, truth) <= k * error(before, truth) + floor        k = 2, or 3 in half precision
 
-for the loss, every parameter's gradient and every parameter's change, step by step: the rule of the cases in
-`leanstep.measure.parity`, in the 2-norm, because that is what sketches keep. A small tensor can be exact by
-luck, so the yardstick is at least the median error over the parameters of the step. Errors are relative to
-the tensor, or to a tenth of what it would have if all gradients were equally large: a key's bias has a
-gradient of zero but for rounding, and nothing can be relative to that.
+This holds for the loss, every parameter's gradient and every parameter's change, step by step. It is the rule
+of `leanstep.measure.parity`, in the 2-norm because sketches preserve that norm. A small tensor can be exact
+by chance, so the reference error is at least the median error over the parameters of the step. Errors are
+relative to the tensor's norm, or to a tenth of the norm it would have if all gradients were equally large:
+the gradient of a key bias is zero except for rounding, and an error relative to that means nothing.
 
 An optimizer amplifies the rounding of its gradients (Adam divides by their size, Muon by their singular
-values), so a change has a floor of its own; and from the second step on the scripts no longer have the same
-weights: what the steps before were off by is added to the bound.
+values), so a change has its own floor. From the second step on, the weights of the scripts differ slightly:
+the errors of earlier steps are added to the bound.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from leanstep.prove.difference import of_the_gradient, of_the_optimizer
 from leanstep.prove.script_jobs import Job, run_job
 from leanstep.prove.sketches import Sketch, distance
 
-# Plain errors above this are half precision's, whatever the dtype of the gradients (autocast).
+# Reference errors above this come from half precision, whatever the dtype of the gradients (autocast).
 HALF_ERROR = 1e-4
-# Initial weights further apart than this are other weights, not rounded ones.
+# Initial weights that differ by more than this are different weights, not rounded ones.
 OTHER_WEIGHTS = 2e-2
-# A tensor's errors count relative to at least this much of an average tensor's norm.
+# Errors are relative to at least this fraction of an average tensor's norm.
 SMALL = 0.1
-# The floor of a change. Mistakes of an optimizer are larger than this, its rounding is not.
+# The floor of a change: larger than an optimizer's rounding, smaller than its mistakes.
 CHANGE_FLOOR = 1e-4
 _KINDS = ("gradients", "clipped", "changes")
 _WORDS = {"gradients": "gradient", "clipped": "clipped gradient", "changes": "update", "loss": "loss"}
@@ -86,7 +86,7 @@ class PairProof:
 
     @property
     def first(self) -> UpdateRow | None:
-        """The earliest step; there the gradient before the update, the forward's first parameter first."""
+        """The first failing row: by step, then gradient before update, then forward order of parameters."""
         return self.failed[0] if self.failed else None
 
     def sentence(self) -> str:
@@ -134,13 +134,13 @@ class PairProof:
 
 
 def prove_scripts(before: Job, after: Job, *, fork: bool = False, report: Any = None) -> PairProof:
-    """Run both and the twin of the first, then judge. What could not be compared is in `problem`."""
+    """Run both scripts, and the first one in fp64, then judge. `problem` says why they cannot be compared."""
     say = report or (lambda what: None)
     proof = PairProof(before.label, after.label)
     runs: dict[str, Captured] = {}
-    twin = replace(before, twin=True)
+    reference = replace(before, twin=True)
     try:
-        for name, job in (("before", before), ("after", after), ("truth", twin)):
+        for name, job in (("before", before), ("after", after), ("truth", reference)):
             say(f"{Path(job.script).name} ({name if name != 'truth' else 'before, in fp64'})")
             runs[name] = _of_ranks(run_job(job, fork=fork))
     except KeyboardInterrupt as error:
@@ -156,17 +156,19 @@ def prove_scripts(before: Job, after: Job, *, fork: bool = False, report: Any = 
         return proof
     mine, theirs = (runs[name].updates[first.step - 1] for name in ("before", "after"))
     if any(row.what == "gradient" for row in proof.failed if row.step == first.step):
-        say("what kind of difference it is")
+        say("classifying the difference")
         proof.kind = of_the_gradient(before, after, first.step, lambda job: run_job(job, fork=fork))
     elif first.what != "loss" or any(row.what == "update" for row in proof.failed):
         proof.kind = of_the_optimizer(mine, theirs)
     else:
-        proof.kind = "another loss with the same gradient: a constant term, or another value for the log"
+        proof.kind = (
+            "a different loss with the same gradient: a constant term, or a value used only for the log"
+        )
     return proof
 
 
 def _of_ranks(captured: list[Captured]) -> Captured:
-    """Rank 0 has the whole gradients, gathered or averaged; a rank that failed says why."""
+    """Return the capture of a rank that failed, else rank 0's, whose gradients are gathered or averaged."""
     return next((run for run in captured if run.error is not None), captured[0])
 
 
@@ -177,12 +179,12 @@ def _keep_losses(proof: PairProof, runs: dict[str, Captured]) -> None:
 
 
 def judge(proof: PairProof, before: Captured, after: Captured, truth: Captured) -> PairProof:
-    """Fill `proof` with rows; a problem ends the comparison, the rows so far stay."""
+    """Fill `proof` with rows; a problem ends the comparison and leaves the rows so far."""
     _keep_losses(proof, {"before": before, "after": after, "truth": truth})
     steps = min(len(run.updates) for run in (before, after, truth))
     proof.steps, proof.iterations = steps, before.iterations
     names = {"before": (proof.before, before), "after": (proof.after, after)}
-    names["truth"] = (f"the fp64 twin of {proof.before}", truth)
+    names["truth"] = (f"the fp64 run of {proof.before}", truth)
     try:
         for label, run in names.values():
             if not run.updates:
@@ -216,7 +218,7 @@ def _no_update(label: str, run: Captured) -> str:
 
 
 def _match(proof: PairProof, before: Captured, after: Captured) -> dict[str, str]:
-    """before's parameter name -> after's; by name, or by order and shape where no name is shared."""
+    """Map parameter names of `before` to those of `after`; by order and shape if they share no name."""
     mine, theirs = before.initial, after.initial
     proof.parameters = len(mine)
     if set(mine) == set(theirs):
@@ -225,7 +227,7 @@ def _match(proof: PairProof, before: Captured, after: Captured) -> dict[str, str
         s.shape for s in theirs.values()
     ]:
         renamed = dict(zip(mine, theirs, strict=True))
-        proof.notes.append("parameters have other names in the two scripts: matched by order and shape")
+        proof.notes.append("the scripts share no parameter name: parameters are matched by order and shape")
     else:
         gone, came = [n for n in mine if n not in theirs], [n for n in theirs if n not in mine]
         parts = [
@@ -233,29 +235,29 @@ def _match(proof: PairProof, before: Captured, after: Captured) -> dict[str, str
             for script, names in ((proof.before, gone), (proof.after, came))
             if names
         ]
-        raise NotComparable("the scripts train other parameters; " + "; ".join(parts))
+        raise NotComparable("the scripts train different parameters; " + "; ".join(parts))
     for name, other in renamed.items():
         if mine[name].shape != theirs[other].shape:
             shapes = f"{list(mine[name].shape)} and {list(theirs[other].shape)}"
-            raise NotComparable(f"the scripts train other parameters; {name} has shapes {shapes}")
-        apart = distance(theirs[other], mine[name]) / max(mine[name].norm, 1e-30)
-        if apart > OTHER_WEIGHTS:
+            raise NotComparable(f"the scripts train different parameters; {name} has shapes {shapes}")
+        difference = distance(theirs[other], mine[name]) / max(mine[name].norm, 1e-30)
+        if difference > OTHER_WEIGHTS:
             raise NotComparable(
-                f"the scripts start from other weights: {name} differs by {apart:.2g} of its norm; "
+                f"the scripts start from different weights: {name} differs by {difference:.2g} of its norm; "
                 "expected the same seed and the same order of initialisation"
             )
     return renamed
 
 
 def _same_data(proof: PairProof, before: Captured, after: Captured, index: int) -> None:
-    """Where a step differs: were the scripts given other data? Then nothing was shown."""
+    """Raise NotComparable if the scripts read different data in a step that differs."""
     mine, theirs = before.updates[index], after.updates[index]
     step = index + 1
     changed = {i for i in mine.ids | theirs.ids if mine.ids[i] != theirs.ids[i]}
-    # One id may differ: that is padding left out.
+    # One id may differ: one of the scripts may leave out the padding.
     if mine.ids and theirs.ids and len(changed) > 1:
         raise NotComparable(
-            f"the scripts were given other data: {len(changed)} token ids occur a different number of times "
+            f"the scripts read different data: {len(changed)} token ids occur a different number of times "
             f"in step {step} ({mine.tokens:,} and {theirs.tokens:,} tokens)"
         )
     if mine.ids or theirs.ids or mine.first_input is None or theirs.first_input is None:
@@ -263,7 +265,7 @@ def _same_data(proof: PairProof, before: Captured, after: Captured, index: int) 
     (size, total), (other_size, other_total) = mine.first_input, theirs.first_input
     if size == other_size and abs(total - other_total) > 1e-2 * max(abs(total), 1e-2 * size):
         raise NotComparable(
-            f"the scripts were given other data: the first layer's input in step {step} sums to "
+            f"the scripts read different data: the first layer's input in step {step} sums to "
             f"{total:.6g} and {other_total:.6g}"
         )
 
@@ -279,7 +281,7 @@ def _judge_step(
                 f"{label} has a loss of {update.loss} in step {step}: nothing can be compared"
             )
     if exact.draws != plain.draws:
-        note = f"from step {step} on the fp64 twin drew other random numbers than {proof.before}"
+        note = f"from step {step} on, the fp64 run draws different random numbers than {proof.before}"
         if not any(known.startswith("from step") for known in proof.notes):
             proof.notes.append(note)
     order = {name: number for number, name in enumerate(truth.order)}
@@ -297,7 +299,8 @@ def _judge_step(
     gradient_error = [row.reference_error for row in rows if row.what == "gradient"]
     typical = statistics.median(gradient_error) if gradient_error else 0.0
     k = FACTOR[torch.bfloat16 if typical > HALF_ERROR else torch.float32]
-    # GRPO's loss is zero but for rounding on the first step: losses are compared on a scale of one.
+    # In the first step GRPO's loss is zero except for rounding: losses are compared on a scale of at least
+    # one.
     scale = max(abs(exact.loss), 1.0)
     error, reference = abs(own.loss - exact.loss) / scale, abs(plain.loss - exact.loss) / scale
     bound = k * max(reference, typical) + FLOOR[torch.float32] + drifted
@@ -318,11 +321,11 @@ def _rows(
     plains, owns, exacts = getattr(plain, kind), getattr(own, kind), getattr(exact, kind)
     present = [name for name in names if name in exacts and name in plains]
     if kind == "clipped" and not owns:
-        # The other script clips in a way of its own: what the optimizer saw are its gradients.
+        # The other script clips with code of its own: its gradients are what the optimizer sees.
         owns = own.gradients
     total = sum(math.prod(initial[name].shape) for name in present)
     level = math.sqrt(sum(exacts[name].norm ** 2 for name in present) / max(total, 1))
-    found: list[tuple[str, float, float, float]] = []
+    errors: list[tuple[str, float, float, float]] = []
     for name in present:
         truth = exacts[name]
         scale = max(truth.norm, SMALL * level * math.sqrt(math.prod(truth.shape)))
@@ -333,21 +336,24 @@ def _rows(
         error = distance(other, truth) / scale if other is not None else truth.norm / scale
         floor = FLOOR[getattr(torch, plains[name].dtype)]
         if kind == "changes":
-            # The parameter itself is rounded when it is changed.
+            # Writing the new value rounds the parameter itself.
             floor = max(floor, CHANGE_FLOOR)
             floor += torch.finfo(getattr(torch, plains[name].dtype)).eps * initial[name].norm / scale
-        found.append((name, error, reference, floor))
-    typical = statistics.median([reference for _, _, reference, _ in found]) if found else 0.0
+        errors.append((name, error, reference, floor))
+    typical = statistics.median([reference for _, _, reference, _ in errors]) if errors else 0.0
     k = FACTOR[torch.bfloat16 if typical > HALF_ERROR else torch.float32]
     rows = []
-    for name, error, reference, floor in found:
+    for name, error, reference, floor in errors:
         bound = k * max(reference, typical) + floor + drifted
         rows.append(UpdateRow(step, _WORDS[kind], name, error, reference, bound, bool(error <= bound)))
     return rows
 
 
 def prove_drift(before: Job, after: Job, *, runs: int, fork: bool = False) -> dict[str, Any]:
-    """Paired runs with other seeds: is the loss of the last step shifted? Seeds in the scripts are moved."""
+    """Test whether the loss of the last step is shifted, over pairs of runs that share a seed.
+
+    Every pair adds a different offset to the seeds that the scripts set.
+    """
     pairs: list[tuple[list[float], list[float]]] = []
     for seed in range(1, runs + 1):
         losses = []
@@ -356,15 +362,15 @@ def prove_drift(before: Job, after: Job, *, runs: int, fork: bool = False) -> di
             losses.append([update.loss for update in captured.updates])
         pairs.append((losses[0], losses[1]))
     finals = [[curves[side][-1] for curves in pairs if all(curves)] for side in (0, 1)]
-    found = paired_shift(finals[0], finals[1])
+    shift = paired_shift(finals[0], finals[1])
     diverged = [first_divergence(a, b) for a, b in pairs if len(a) == len(b)]
     seen = [step for step in diverged if step is not None]
-    worse = found["p_value"] < 1 - CONFIDENCE and found["shift"] > 0
+    worse = shift["p_value"] < 1 - CONFIDENCE and shift["shift"] > 0
     return {
         "runs": runs,
-        # A script may end before the number of steps asked for.
+        # A script may end before the requested number of steps.
         "steps": max((len(losses) for curves in pairs for losses in curves), default=0),
         "first_divergence": min(seen) if seen else None,
         "ok": not worse,
-        **found,
+        **shift,
     }

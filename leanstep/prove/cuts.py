@@ -1,11 +1,15 @@
-"""The same update under different cuts: micro-batches, ranks, packing, padding. If not, what differs.
+"""Check that the update does not depend on how the batch is split, and classify the difference if it does.
 
-Gradients are compared in fp64, where an honest cut agrees to ten digits. Sketches are linear, so the gradient
-of one cut can be written as a sum of the parts that another cut's backward calls added, with unknown weights:
-a least-squares problem with a thousand equations per parameter. Its answer is the diagnosis. Weights that are
-all the same: a constant factor. Weights that follow the number of tokens: a mean of means where a mean over
-tokens was meant. No weights at all: a sample's own gradient has changed, by padding, by its neighbours or by
-other data; token counts tell which.
+A split, called a cut in the code, distributes a batch over micro-batches, ranks, packed rows and padding.
+Gradients are compared in fp64, where correct splits agree to ten digits. Sketches are linear, so the gradient
+of one split is a weighted sum of the gradients that the backward calls of another split added. The weights
+are the solution of a least-squares problem with a thousand equations per parameter, and they are the
+diagnosis:
+
+- equal weights: a constant factor;
+- weights proportional to token counts: a mean of means instead of a mean over tokens;
+- no solution: the gradient of a sample itself changed, through padding, its neighbours or different data.
+  Token counts tell which.
 """
 
 from __future__ import annotations
@@ -17,34 +21,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from leanstep.prove.capture import Captured, Recorder, Update
 from leanstep.prove.script_jobs import Job, run_job, seeded
-from leanstep.prove.sketches import Array, Sketch
+from leanstep.prove.sketches import Sketch
 from leanstep.prove.twin import Twin
 
-# Relative distance up to which two fp64 gradients are the same; with ops that ran in fp32, the other one.
+# Relative distance up to which two fp64 gradients count as the same; the second if some ops ran in fp32.
 SAME, SAME_FP32 = 1e-7, 1e-4
-# How exactly weights must follow token counts.
+# Relative tolerance for weights that are proportional to token counts.
 FOLLOWS = 1e-5
 
 KINDS = {
     "same": "the same update",
     "factor": "a constant factor",
-    "token-weights": "a weight per micro-batch that follows its tokens",
+    "token-weights": "a weight per micro-batch that is proportional to its tokens",
     "weights": "a weight per micro-batch",
-    "padding": "padding reaches the gradient",
+    "padding": "padding changes the gradient",
     "mixing": "samples influence each other",
-    "random": "random numbers depend on the cut",
-    "order": "other samples",
+    "random": "random numbers depend on how the batch is split",
+    "order": "different samples",
     "missing": "parameters without a gradient",
 }
 
 
 @dataclass
 class CutRow:
-    """One cut against the first one; `kind` is a key of `KINDS`."""
+    """Comparison of one split with the first one; `kind` is a key of `KINDS`."""
 
     cut: str
     against: str
@@ -62,7 +67,7 @@ class CutRow:
 
 @dataclass
 class CutsProof:
-    """The result of `prove train.py --same A --same B`; the first cut is what the others are held against."""
+    """The result of `prove train.py --same A --same B`; all splits are compared with the first one."""
 
     script: str
     rows: list[CutRow] = field(default_factory=list)
@@ -78,8 +83,8 @@ class CutsProof:
             return self.problem
         bad = [row for row in self.rows if not row.same]
         if not bad:
-            return f"the same update under {len(self.rows) + 1} cuts"
-        return f"{bad[0].cut} is not the update of {bad[0].against}: {bad[0].sentence}"
+            return f"the same update for {len(self.rows) + 1} splits of the batch"
+        return f"{bad[0].cut} does not make the update of {bad[0].against}: {bad[0].sentence}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -95,7 +100,7 @@ class CutsProof:
 def prove_cuts(
     script: str, cuts: Sequence[Job], *, fork: bool = False, report: Callable[[str], None] | None = None
 ) -> CutsProof:
-    """Run the fp64 twin of every cut and hold each against the first."""
+    """Run every split in fp64 and compare each with the first."""
     proof = CutsProof(script)
     runs: list[tuple[str, list[Captured]]] = []
     for job in cuts:
@@ -126,11 +131,11 @@ def cut_label(job: Job) -> str:
 
 
 def same_update(step: Callable[[Any], object], cuts: Sequence[Any], *, dropout: bool = False) -> CutsProof:
-    """Does `step(cut)` make the same update for every cut?
+    """Check that `step(cut)` makes the same update for every split of the batch.
 
         def step(micro_batches):
             torch.manual_seed(0)
-            model, optimizer = ...              # fresh each time: every cut starts from the same weights
+            model, optimizer = ...              # create both here: every split starts from the same weights
             for part in batch.chunk(micro_batches):
                 loss_fn(model, part).backward()
             optimizer.step()
@@ -139,9 +144,9 @@ def same_update(step: Callable[[Any], object], cuts: Sequence[Any], *, dropout: 
         assert proof.ok, proof.sentence()
 
     Args:
-        step: makes one update, in whatever precision; it is run in fp64.
-        cuts: passed to `step` one by one; the first is what the others are held against.
-        dropout: keep dropout; its masks usually depend on the cut, so it is off by default.
+        step: makes one update, in any precision; it runs in fp64.
+        cuts: passed to `step` one at a time; all updates are compared with that of the first.
+        dropout: run with dropout. Off by default: its masks usually depend on how the batch is split.
     """
     if len(cuts) < 2:
         raise ValueError(f"cuts: expected at least 2 to compare, got {len(cuts)}")
@@ -160,7 +165,7 @@ def same_update(step: Callable[[Any], object], cuts: Sequence[Any], *, dropout: 
 
 
 def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[Captured]) -> CutRow:
-    """The kind of difference between the first updates of two cuts, each given rank by rank."""
+    """Classify the difference between the first updates of two splits; `first` and `other` list the ranks."""
     mine, theirs = first[0].updates[0], other[0].updates[0]
     row = CutRow(
         cut=other_name,
@@ -175,51 +180,51 @@ def compare_cuts(name: str, first: list[Captured], other_name: str, other: list[
     )
     lacking = sorted(set(mine.gradients) ^ set(theirs.gradients))
     if lacking:
-        return _said(row, "missing", f"{lacking[0]} has a gradient in only one of them")
+        return _classified(row, "missing", f"{lacking[0]} has a gradient in only one of them")
     names = list(mine.gradients)
     a, b = stacked(mine.gradients, names), stacked(theirs.gradients, names)
-    size = max(float(np.linalg.norm(a)), 1e-300)
-    row.distance = float(np.linalg.norm(a - b)) / size
+    size = max(float(a.norm()), 1e-300)
+    row.distance = float((a - b).norm()) / size
     if not math.isfinite(row.distance):
-        return _said(row, "mixing", "a gradient is not finite")
+        return _classified(row, "mixing", "a gradient is not finite")
     notes = [note for captured in (*first, *other) for note in captured.notes]
     limit = SAME_FP32 if any("ran in fp32" in note for note in notes) else SAME
     if row.distance <= limit:
         row.same = True
         return row
     order = first[0].order
-    apart = [n for n in names if _apart(mine.gradients[n], theirs.gradients[n]) > limit]
-    row.parameter = min(apart, key=lambda n: order.index(n) if n in order else len(order), default="")
+    differing = [n for n in names if _relative_distance(mine.gradients[n], theirs.gradients[n]) > limit]
+    row.parameter = min(differing, key=lambda n: order.index(n) if n in order else len(order), default="")
     row.factor = float(a @ b) / size**2
-    if np.linalg.norm(b - row.factor * a) <= limit * np.linalg.norm(b):
-        return _said(row, "factor", _factor_name(row.factor, first, other))
+    if (b - row.factor * a).norm() <= limit * b.norm():
+        return _classified(row, "factor", _factor_name(row.factor, first, other))
     return _by_weights(row, first, other, names, limit) or _by_data(row, first, other)
 
 
-def _said(row: CutRow, kind: str, detail: str) -> CutRow:
+def _classified(row: CutRow, kind: str, detail: str) -> CutRow:
     row.kind, row.sentence = kind, f"{KINDS[kind]}: {detail}"
     return row
 
 
-def stacked(sketches: dict[str, Sketch], names: list[str]) -> Array:
+def stacked(sketches: dict[str, Sketch], names: list[str]) -> Tensor:
     parts = [sketches[name].projection if name in sketches else None for name in names]
     assert all(part is not None for part in parts)
-    return np.concatenate([part for part in parts if part is not None])
+    return torch.cat([part for part in parts if part is not None])
 
 
-def _apart(a: Sketch, b: Sketch) -> float:
+def _relative_distance(a: Sketch, b: Sketch) -> float:
     return a.minus(b).norm / max(a.norm, 1e-300)
 
 
 def _factor_name(factor: float, first: list[Captured], other: list[Captured]) -> str:
-    """`2 = accumulation steps`: the ratio of what the cuts themselves differ in, or of its inverse."""
+    """Explain a factor, for example `2 = accumulation steps`, by a ratio in which the splits differ."""
     calls = other[0].updates[0].backward_calls / max(first[0].updates[0].backward_calls, 1)
     ranks = len(other) / len(first)
     known = (
         (calls, "accumulation steps: each loss is not divided by their number"),
-        (1 / calls, "1 / accumulation steps: the loss is divided by them twice"),
-        (ranks, "world size: gradients are added over ranks where they should be averaged"),
-        (1 / ranks, "1 / world size: gradients are averaged over ranks where they should be added"),
+        (1 / calls, "1 / accumulation steps: the loss is divided by their number twice"),
+        (ranks, "world size: gradients are summed over ranks but should be averaged"),
+        (1 / ranks, "1 / world size: gradients are averaged over ranks but should be summed"),
         (calls * ranks, "accumulation steps x world size"),
         (1 / (calls * ranks), "1 / (accumulation steps x world size)"),
     )
@@ -235,12 +240,12 @@ def _factor_name(factor: float, first: list[Captured], other: list[Captured]) ->
     for (name, value), (other_name, other_value) in itertools.permutations(counts.items(), 2):
         if value != other_value and math.isclose(factor, value / other_value, rel_tol=1e-6):
             numbers = f"{value:g} {name} / {other_value:g} {other_name}"
-            return f"{factor:.6g} = {numbers}: a mean over another number of tokens"
+            return f"{factor:.6g} = {numbers}: a mean over a different number of tokens"
     return f"{factor:.6g}"
 
 
 def _total_counts(update: Update) -> dict[str, float]:
-    """What the program counted in all of its backward calls, by name."""
+    """Return the program's token counts by name, summed over all backward calls."""
     totals: dict[str, float] = {}
     for counts in update.counts:
         for name, value in counts.items():
@@ -248,23 +253,28 @@ def _total_counts(update: Update) -> dict[str, float]:
     return totals
 
 
+def _least_squares(matrix: Tensor, target: Tensor) -> Tensor:
+    """The smallest of the best solutions: parts may be equal, and then the matrix has no full rank."""
+    return torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+
+
 def _by_weights(
     row: CutRow, first: list[Captured], other: list[Captured], names: list[str], limit: float
 ) -> CutRow | None:
-    """Is the gradient of one cut a weighted sum of the other's parts?"""
+    """Write the gradient of one split as a weighted sum of the other's parts; None if that is impossible."""
     for whole, split in ((first, other), (other, first)):
         updates = [captured.updates[0] for captured in split]
         parts = [(u, k) for u in updates for k in range(len(u.parts)) if set(u.parts[k]) >= set(names)]
         if len(parts) < 2 or len(parts) < sum(len(u.parts) for u in updates):
             continue
-        matrix = np.stack([stacked(u.parts[k], names) for u, k in parts], axis=1)
+        matrix = torch.stack([stacked(u.parts[k], names) for u, k in parts], dim=1)
         target = stacked(whole[0].updates[0].gradients, names)
-        weights, *_ = np.linalg.lstsq(matrix, target, rcond=None)
-        if np.linalg.norm(matrix @ weights - target) > 10 * limit * np.linalg.norm(target):
+        weights = _least_squares(matrix, target)
+        if (matrix @ weights - target).norm() > 10 * limit * target.norm():
             continue
         own = stacked(updates[0].gradients, names)
-        base, *_ = np.linalg.lstsq(matrix, own, rcond=None)
-        row.weights = [float(w) for w in weights / np.where(base == 0, 1, base)]
+        base = _least_squares(matrix, own)
+        row.weights = [float(w) for w in weights / base.where(base != 0, 1.0)]
         shown = ", ".join(f"{weight:.3g}" for weight in row.weights[:8])
         groups = sum(len(captured.updates[0].parts) for captured in whole)
         count = _followed(row.weights, [u.counts[k] for u, k in parts], groups)
@@ -272,15 +282,14 @@ def _by_weights(
             f"the parts of {row.cut if split is other else row.against} should weigh {shown} times as much"
         )
         if count is None:
-            return _said(row, "weights", f"{where}; no number of tokens that was seen explains it")
-        return _said(
-            row, "token-weights", f"{where}, in proportion to {count}: a mean of means, not over tokens"
-        )
+            return _classified(row, "weights", f"{where}; no recorded number of tokens explains it")
+        detail = f"{where}, in proportion to {count}: a mean of means, not a mean over tokens"
+        return _classified(row, "token-weights", detail)
     return None
 
 
 def _followed(weights: list[float], counts: list[dict[str, float]], groups: int) -> str | None:
-    """The count that the weights are proportional to, within each of `groups` groups."""
+    """Return the count that the weights are proportional to, within each of `groups` groups; None if none."""
     shared = set(counts[0]).intersection(*counts[1:]) if counts else set()
     for name in sorted(shared):
         values = [count[name] for count in counts]
@@ -295,18 +304,19 @@ def _followed(weights: list[float], counts: list[dict[str, float]], groups: int)
 
 
 def _by_data(row: CutRow, first: list[Captured], other: list[Captured]) -> CutRow:
-    """The samples' own gradients differ: other data, padding, randomness or neighbours."""
+    """Classify gradients that differ per sample: different data, padding, randomness or neighbours."""
     mine, theirs = (_ids([captured.updates[0] for captured in runs]) for runs in (first, other))
     changed = [i for i in mine | theirs if mine[i] != theirs[i]]
     where = f"first at {row.parameter}, {row.distance:.2g} of the gradient"
     if len(changed) > 1:
-        return _said(row, "order", f"{len(changed)} token ids occur a different number of times")
+        return _classified(row, "order", f"{len(changed)} token ids occur a different number of times")
     if changed:
         (pad,) = changed
-        return _said(row, "padding", f"token {pad} occurs {theirs[pad] - mine[pad]:+d} times; {where}")
+        return _classified(row, "padding", f"token {pad} occurs {theirs[pad] - mine[pad]:+d} times; {where}")
     if first[0].updates[0].draws != other[0].updates[0].draws:
-        return _said(row, "random", f"the generators are in other states when the optimizer steps; {where}")
-    return _said(row, "mixing", f"the same tokens, other gradients; {where}")
+        detail = f"the generators have different states when the optimizer steps; {where}"
+        return _classified(row, "random", detail)
+    return _classified(row, "mixing", f"the same tokens but different gradients; {where}")
 
 
 def _ids(updates: list[Update]) -> Counter[int]:

@@ -1,8 +1,9 @@
-"""Two scripts do not make the same update: what kind of difference is it?
+"""Classify the difference between two scripts that do not make the same update.
 
-Gradients that agree and updates that do not: the optimizer. Otherwise both scripts run once more, in fp64,
-and `cuts.compare_cuts` looks for a constant factor, weights that follow token counts, padding and other data.
-If fp64 makes them agree, the difference is rounding. The targets of losses and gathers show a shift.
+If the gradients agree and the updates do not, the optimizer differs. Otherwise both scripts run again in
+fp64, and `cuts.compare_cuts` looks for a constant factor, weights proportional to token counts, padding and
+different data. If they agree in fp64, the difference is rounding. The targets passed to losses and gathers
+reveal a shift.
 """
 
 from __future__ import annotations
@@ -10,27 +11,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
+import torch
 
 from leanstep.prove.captured import Captured, Update
 from leanstep.prove.cuts import CutRow, compare_cuts, stacked
 from leanstep.prove.script_jobs import Job
 from leanstep.prove.sketches import Sketch
 
-# Changes whose direction agrees this well differ by a factor; they are fp32 or half precision.
+# Changes whose directions agree this well differ by a factor; they are computed in fp32 or half precision.
 SAME_DIRECTION = 1e-2
-# Of two lists of targets so many must agree after a shift.
+# The fraction of two lists of targets that must agree after a shift.
 SHIFTED = 0.9
 
 
 def of_the_optimizer(before: Update, after: Update) -> str:
-    """The gradients agree, what the optimizer made of them does not."""
+    """Describe updates that differ although the gradients agree."""
     if bool(before.clipped) != bool(after.clipped):
         return "the same gradients, but only one of the scripts clips them"
     factor = _factor(before.changes, after.changes)
     if factor is not None:
         return f"the same gradients, an update {factor:.4g} times as large: the learning rate or its schedule"
-    return "the same gradients, another update: the optimizer, its options or parameter groups"
+    return "the same gradients, a different update: the optimizer, its options or parameter groups"
 
 
 def _factor(mine: dict[str, Sketch], theirs: dict[str, Sketch]) -> float | None:
@@ -39,11 +40,11 @@ def _factor(mine: dict[str, Sketch], theirs: dict[str, Sketch]) -> float | None:
         return None
     a, b = stacked(mine, names), stacked(theirs, names)
     factor = float(a @ b) / max(float(a @ a), 1e-300)
-    return factor if np.linalg.norm(b - factor * a) <= SAME_DIRECTION * np.linalg.norm(b) else None
+    return factor if (b - factor * a).norm() <= SAME_DIRECTION * b.norm() else None
 
 
 def of_the_gradient(before: Job, after: Job, step: int, run: Callable[[Job], list[Captured]]) -> str:
-    """Compare step number `step` of both scripts in fp64."""
+    """Describe how the gradients of step number `step` differ, by running both scripts in fp64."""
     sides = []
     for job in (before, after):
         captured = run(replace(job, twin=True, parts=True, steps=step))
@@ -63,16 +64,16 @@ def of_the_gradient(before: Job, after: Job, step: int, run: Callable[[Job], lis
 def _words(row: CutRow) -> str:
     if row.kind == "mixing":
         where = f"first at {row.parameter}"
-        return f"the same tokens, other gradients ({where}): the mask, the targets or the formula"
+        return f"the same tokens, different gradients ({where}): the mask, the targets or the formula"
     return row.sentence
 
 
 def _of_the_targets(mine: list[int], theirs: list[int]) -> str:
-    """What two lists of targets say; empty where they are equal or cannot be compared."""
+    """Describe how two lists of targets differ; empty if they are equal or cannot be compared."""
     if len(mine) != len(theirs) or len(mine) < 2 or mine == theirs:
         return ""
-    a, b = np.array(mine), np.array(theirs)
+    a, b = torch.tensor(mine), torch.tensor(theirs)
     for name, same in (("later", a[1:] == b[:-1]), ("earlier", a[:-1] == b[1:])):
-        if same.mean() >= SHIFTED:
+        if same.double().mean() >= SHIFTED:
             return f"shifted targets: a row scores the token one position {name} than before"
-    return f"other targets: {int((a != b).sum()):,} of {len(a):,} differ"
+    return f"different targets: {int((a != b).sum()):,} of {len(a):,}"

@@ -1,8 +1,9 @@
-"""The first op that gives a row other bits: two runs of one model, op by op, and who is to blame.
+"""Find the first op whose output for a row depends on the rest of the batch, from two runs of one model.
 
-Ops of both runs are paired by name and line: a branch or a longer loop leaves some without a partner. A pair
-with rows is compared row by row. What has no rows (a statistic over the batch) or no partner is a suspect,
-and is blamed once a row that was made of it differs: the first suspect on the way back from that row.
+Ops of both runs are paired by name and line; a branch or a longer loop leaves some ops without a partner. A
+pair with a row dimension is compared row by row. An op without a row dimension (a statistic over the batch)
+or without a partner is a suspect. When a row computed from suspects differs, the earliest of them is
+reported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Size, Tensor
 from leanstep.measure.parity import same_bits
 from leanstep.script.lines import Line, short_path
 
-# A relative difference up to this is rounding; above it the value itself depends on the company.
+# A relative difference up to this is rounding; above it the value itself depends on the rest of the batch.
 ROUNDING = 1e-3
 # The op behind `.item()`.
 READ = "_local_scalar_dense"
@@ -24,7 +25,7 @@ READ = "_local_scalar_dense"
 
 @dataclass
 class InvarianceRow:
-    """The first place where one variant gives a row other bits."""
+    """The first op whose bits for a row differ between the batch and one variant of it."""
 
     variant: str
     row: int
@@ -52,7 +53,7 @@ class TapedOp:
 
 @dataclass(frozen=True)
 class Variant:
-    """How the batch is changed: `rows[i]` is the row of the batch at place i; `added` positions behind it."""
+    """A changed batch: row i is row `rows[i]` of the original, followed by `added` padding positions."""
 
     name: str
     rows: tuple[int, ...]
@@ -67,13 +68,13 @@ def first_change(
     length: int | None,
     learned: dict[int, list[tuple[int, int] | None]],
 ) -> InvarianceRow | None:
-    """Hold the ops of a variant against those of the batch; None where every row keeps its bits.
+    """Compare the ops of a variant with those of the batch; None if every row has the same bits.
 
-    `learned` keeps, per op, which dimension holds the rows: variants of another size show it.
+    `learned` stores the row dimension of each output per op; variants with another batch size reveal it.
     """
     pairs = _aligned(plain, other)
     matched = {place for _, place in pairs}
-    # Ops of the variant whose result has no rows and is another one, or that the batch did not go through.
+    # Ops of the variant that the batch does not run, or whose result has no rows and differs.
     suspects = {place for place in range(len(other)) if place not in matched}
     only_batch = sorted(set(range(len(plain))) - {index for index, _ in pairs})
     for index, place in pairs:
@@ -90,15 +91,16 @@ def first_change(
                     suspects.add(place)
                 continue
             for spot, row in enumerate(variant.rows):
-                found = list(_rows_of(x, y, dim, row, spot, variant, length))
-                if found and not any(same_bits(p, q) for p, q in found):
+                readings = list(_rows_of(x, y, dim, row, spot, variant, length))
+                if readings and not any(same_bits(p, q) for p, q in readings):
                     skipped = next((plain[n] for n in only_batch if n < index), None)
-                    return _blame(other, place, suspects, matched, skipped, variant, row, (x, y), found[0])
+                    pair = readings[0]
+                    return _blame(other, place, suspects, matched, skipped, variant, row, (x, y), pair)
     return None
 
 
 def _aligned(plain: list[TapedOp], other: list[TapedOp]) -> list[tuple[int, int]]:
-    """Places of the ops that both runs made, by op and line; a branch or a longer loop leaves some out."""
+    """Return index pairs of the ops that both runs execute, matched by op and line."""
     left, right = ([(op.name, op.line, len(op.outputs)) for op in ops] for ops in (plain, other))
     if left == right:
         return [(n, n) for n in range(len(left))]
@@ -108,7 +110,7 @@ def _aligned(plain: list[TapedOp], other: list[TapedOp]) -> list[tuple[int, int]
 
 
 def _batch_dim(shape: Size, other: Size, batch: int, rows: int) -> tuple[int, int] | None:
-    """(dimension, elements per row) that went from `batch` rows to `rows`; None where there is none."""
+    """Return (dimension, elements per row) of the dimension that has `batch` and `rows` rows; else None."""
     if len(shape) != len(other):
         return None
     differing = [d for d in range(len(shape)) if shape[d] != other[d]]
@@ -123,7 +125,7 @@ def _batch_dim(shape: Size, other: Size, batch: int, rows: int) -> tuple[int, in
 def _rows_of(
     x: Tensor, y: Tensor, dim: tuple[int, int], row: int, place: int, variant: Variant, length: int | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The row in both; several readings where a flattened dimension can be read in several ways."""
+    """Yield the row in both tensors; several pairs if a flattened dimension can be read in several ways."""
     d, per_row = dim
     if not variant.added:
         yield x.narrow(d, row * per_row, per_row), y.narrow(d, place * per_row, per_row)
@@ -142,7 +144,7 @@ def _rows_of(
             b = b.unflatten(axis, sizes).narrow(axis + int(outer), 0, length).flatten(axis, axis + 1)
         if a.shape != b.shape:
             return
-        # In a flattened dimension the rows of one sample are no longer one block: compare all of them.
+        # In a flattened dimension the rows of one sample are not contiguous: compare all of them.
         yield a, b
 
 
@@ -157,28 +159,28 @@ def _blame(
     results: tuple[Tensor, Tensor],
     pair: tuple[Tensor, Tensor],
 ) -> InvarianceRow:
-    """Where the row's bits changed: at the op itself, or at the first of the suspects that it was made of."""
+    """Report the op that changed the row's bits: the op itself, or the earliest suspect it depends on."""
     a, b = (t.double() for t in pair)
     difference = float((a - b).abs().max() / a.abs().max().clamp(min=1e-300))
     kind = "rounding" if difference <= ROUNDING else "the value itself"
-    first, waiting = place, [place]
-    while waiting:
-        made_of = [n for n in ops[waiting.pop()].inputs if n in suspects]
-        waiting += made_of
-        first = min([first, *made_of])
+    first, pending = place, [place]
+    while pending:
+        sources = [n for n in ops[pending.pop()].inputs if n in suspects]
+        pending += sources
+        first = min([first, *sources])
     op = ops[first]
     if first == place:
         reads = [n for n in range(place) if ops[n].name == READ and suspects.intersection(ops[n].inputs)]
         if reads:
-            # A number that the host read has no tensor that leads back to it.
+            # A value read by the host cannot be traced back through tensors.
             op = ops[min(n for n in ops[reads[-1]].inputs if n in suspects)]
             kind += ", through a value over the whole batch"
         elif skipped is not None:
-            op, kind = skipped, kind + ", by ops that the batch alone goes through"
+            op, kind = skipped, kind + ", by ops that only the original batch runs"
     elif first in matched:
         kind += ", through a value over the whole batch"
     else:
-        kind += ", by other ops"
+        kind += ", by different ops"
     shape, other = (list(t.shape) for t in results)
     return _row_of(op, variant, row, shape, other, difference, kind, first)
 

@@ -1,11 +1,10 @@
-"""Does a row keep its bits whatever rows are beside it? If not, which line changes them first?
+"""Check that a model's output for a row does not depend on the rest of the batch; find the line if it does.
 
-A trainer and a generator disagree about log-probabilities because a row is computed in another company: other
-batch sizes choose other kernels, reductions are cut at other places. The search for the first such place is
-mechanical: run the model on the batch, then on the same rows alone, fewer, in another order, twice and
-padded, record what every op returns together with its source line, and look for the first op whose bits
-differ for a row. An op over the whole batch (a statistic) has no rows of its own: the first row that it
-changes blames it.
+A trainer and a generator compute different log-probabilities for the same row because the batch around it
+differs: the batch size selects the kernel and how reductions are split. `prove --invariant` runs the model on
+the batch, then on single rows, on fewer rows, in reverse order, twice in one batch and padded. It records the
+result and the source line of every op and reports the first op whose bits differ for a row. An op over the
+whole batch (a statistic) has no rows; it is reported when it changes a row.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from leanstep.script.children import (
 from leanstep.script.lines import Stack
 from leanstep.script.run import Stop, run_script
 
-# Positions that the padded variant adds.
+# Number of positions that the padded variant adds.
 PADDING = 7
 
 
@@ -61,10 +60,11 @@ class InvarianceProof:
         if self.problem is not None:
             return self.problem
         if not self.rows:
-            return f"every row keeps its bits: {self.ops} ops, {self.variants} variants"
+            return f"no row depends on the rest of the batch: {self.ops} ops, {self.variants} variants"
         first = self.rows[0]
         return (
-            f"{Path(first.file).name}:{first.line} gives row {first.row} other bits {first.variant}: "
+            f"{Path(first.file).name}:{first.line} changes the bits of row {first.row} "
+            f"when run {first.variant}: "
             f"{first.op} of {first.shape} and {first.variant_shape}, {first.kind} ({first.difference:.2g})"
         )
 
@@ -82,7 +82,7 @@ class InvarianceProof:
 
 
 class _Tape(TorchDispatchMode):
-    """Every op with what it returned and the line that called it."""
+    """Records every op with its outputs and the line that called it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,33 +97,33 @@ class _Tape(TorchDispatchMode):
         read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         sources = tuple(self._produced[id(t)] for t in read if id(t) in self._produced)
         if func.is_view:
-            # The same bits in another shape: a view keeps its producer.
+            # A view has the same bits in another shape: its producer is that of its base.
             for output in outputs:
                 if sources:
                     self._produced[id(output)] = sources[0]
                     self._held.append(output)
             return result
         site, _ = self._stack.locate(sys._getframe(1), False)
-        kept = [t.detach().clone() for t in outputs if t.is_floating_point()]
+        copies = [t.detach().clone() for t in outputs if t.is_floating_point()]
         for output in outputs:
             self._produced[id(output)] = len(self.ops)
             self._held.append(output)
         line, caller = (site.line, site.caller) if site is not None else (None, None)
-        self.ops.append(TapedOp(func._schema.name.removeprefix("aten::"), line, caller, sources, kept))
+        self.ops.append(TapedOp(func._schema.name.removeprefix("aten::"), line, caller, sources, copies))
         return result
 
 
 def _variants(batch: int, length: int | None) -> list[Variant]:
     whole = tuple(range(batch))
-    found = [Variant("alone", (0,)), Variant("alone", (batch - 1,))] if batch > 1 else []
-    found.append(Variant("in a batch of twice the size", whole + whole))
+    variants = [Variant("alone", (0,)), Variant("alone", (batch - 1,))] if batch > 1 else []
+    variants.append(Variant("in a batch of twice the size", whole + whole))
     if batch > 2:
-        found.append(Variant("in a smaller batch", whole[: (batch + 1) // 2]))
+        variants.append(Variant("in a smaller batch", whole[: (batch + 1) // 2]))
     if batch > 1:
-        found.append(Variant("in another order", whole[::-1]))
+        variants.append(Variant("in another order", whole[::-1]))
     if length is not None:
-        found.append(Variant("with padding behind it", whole, PADDING))
-    return found
+        variants.append(Variant("with padding behind it", whole, PADDING))
+    return variants
 
 
 def row_invariance(
@@ -133,16 +133,16 @@ def row_invariance(
     module: nn.Module | None = None,
     **kwargs: Any,
 ) -> InvarianceProof:
-    """Hold every op of `function(*args, **kwargs)` against the same rows in other company.
+    """Compare every op of `function(*args, **kwargs)` with the same op in runs on other batches of the rows.
 
         proof = leanstep.prove.row_invariance(model, tokens)
         assert proof.ok, proof.sentence()
 
     Args:
-        function: takes batch-first tensors. It is called a handful of times, without dropout.
-        args, kwargs: tensors whose first dimension is that of the first tensor are the batch; [B, T] integers
-            are also padded behind.
-        module: whose buffers are put back after every call; `function` itself where it is a module.
+        function: takes batch-first tensors. It is called up to seven times, without dropout.
+        args, kwargs: tensors with the first dimension of the first tensor form the batch; [B, T] integers
+            are also padded at the end.
+        module: its buffers are restored after every call; by default `function` itself if it is a module.
     """
     proof = InvarianceProof(name or getattr(function, "__name__", type(function).__name__))
     tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.dim() > 0]
@@ -154,10 +154,10 @@ def row_invariance(
     owner = module if module is not None else function if isinstance(function, nn.Module) else None
 
     def run(variant: Variant | None) -> list[TapedOp]:
-        given = (args, kwargs) if variant is None else _changed(args, kwargs, variant, batch, length)
+        inputs = (args, kwargs) if variant is None else _changed(args, kwargs, variant, batch, length)
         tape = _Tape()
-        with _undisturbed(owner), tape:
-            function(*given[0], **given[1])
+        with _state_restored(owner), tape:
+            function(*inputs[0], **inputs[1])
         return tape.ops
 
     plain = run(None)
@@ -167,23 +167,24 @@ def row_invariance(
         try:
             other = run(variant)
         except Exception as error:
-            # Longer than the positions of the model, or a batch size that it refuses: no question of bits.
-            proof.notes.append(f"{variant.name}: left out, the model raised {type(error).__name__}: {error}")
+            # The variant exceeds the model's positions, or the model refuses its batch size.
+            proof.notes.append(f"{variant.name}: skipped, the model raised {type(error).__name__}: {error}")
             continue
         proof.variants += 1
-        found = first_change(plain, other, variant, batch, length, learned)
-        if found is None and len(plain) != len(other):
-            proof.notes.append(f"{variant.name}: {len(plain)} and {len(other)} ops, those of both compared")
-        if found is not None:
-            found.model = type(function).__name__ if owner is not None else proof.script
-            proof.rows.append(found)
+        change = first_change(plain, other, variant, batch, length, learned)
+        if change is None and len(plain) != len(other):
+            counts = f"{len(plain)} and {len(other)} ops"
+            proof.notes.append(f"{variant.name}: {counts}, only ops of both runs are compared")
+        if change is not None:
+            change.model = type(function).__name__ if owner is not None else proof.script
+            proof.rows.append(change)
     proof.rows.sort(key=lambda row: row.op_number)
     return proof
 
 
 @contextlib.contextmanager
-def _undisturbed(module: nn.Module | None) -> Iterator[None]:
-    """Dropout off, buffers and generators as before."""
+def _state_restored(module: nn.Module | None) -> Iterator[None]:
+    """Disable dropout inside; restore buffers and the random generator afterwards."""
     buffers = {} if module is None else {n: b.clone() for n, b in module.named_buffers()}
     state = torch.get_rng_state()
     dropout = nn.functional.dropout
@@ -222,7 +223,7 @@ def _changed(args: Any, kwargs: Any, variant: Variant, batch: int, length: int |
 
 
 def prove_invariance(job: Job, *, fork: bool = False) -> InvarianceProof:
-    """The models that a script calls in its first training step, each on the batch it is given there."""
+    """Check the models that a script calls in its first training step, each on the batch of that step."""
     with temporary_folder() as folder:
         child = start(_invariant_child, (job, str(folder)), fork=fork)
         with ended_afterwards([child]):
@@ -241,7 +242,7 @@ def _invariant_child(job: Job, folder: str) -> None:
 
 
 def script_invariance(job: Job) -> InvarianceProof:
-    """As `prove_invariance`, in this process."""
+    """Do the work of `prove_invariance` in this process."""
     proof = InvarianceProof(job.label)
     watch = _ModelCalls(proof)
     with seeded(job.seed):
@@ -254,7 +255,7 @@ def script_invariance(job: Job) -> InvarianceProof:
 
 
 class _ModelCalls:
-    """Replays each outermost model call of the first training step; ends the script at its backward."""
+    """Replays each outermost model call of the first training step; stops the script at its backward."""
 
     def __init__(self, proof: InvarianceProof) -> None:
         self.proof = proof
@@ -282,19 +283,19 @@ class _ModelCalls:
         try:
             if id(module) not in self._seen and _has_batch(args, kwargs):
                 self._seen.add(id(module))
-                found = row_invariance(
+                proof = row_invariance(
                     lambda *a, **k: call(module, *a, **k),
                     *args,
                     module=module,
                     name=type(module).__name__,
                     **kwargs,
                 )
-                for row in found.rows:
+                for row in proof.rows:
                     row.model = type(module).__name__
-                self.proof.rows += found.rows
-                self.proof.variants += found.variants
-                self.proof.ops += found.ops
-                self.proof.notes += found.notes
+                self.proof.rows += proof.rows
+                self.proof.variants += proof.variants
+                self.proof.ops += proof.ops
+                self.proof.notes += proof.notes
             return call(module, *args, **kwargs)
         finally:
             self._busy = False

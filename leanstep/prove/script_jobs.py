@@ -1,6 +1,6 @@
-"""Run a script in a process of its own, captured, with the same seeds every time; also as several ranks.
+"""Run a script in its own process, or as several ranks, with fixed seeds, and capture its updates.
 
-What the script prints goes to a log; what was captured comes back in a file, also when the script raises,
+The script's output goes to a log. The child process writes its capture to a file, even if the script raises,
 exits or is interrupted.
 """
 
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from leanstep.prove.capture import Captured, Recorder
@@ -41,14 +40,14 @@ class Job:
     """One run of a script.
 
     Args:
-        script, argv: as after `python`; a folder may have a train.py in place of a `__main__.py`.
-        steps: updates to capture; then the script is stopped.
-        twin: run it in fp64. `dropout` False: without dropout.
-        parts: capture each backward call apart.
-        full: keep whole tensors.
-        seed: added to every seed that the script sets, and set before it starts.
-        ranks: processes, as torchrun would start them; None = one process without its environment.
-        path: where modules are looked for, in place of this process's sys.path.
+        script, argv: as after `python`; a folder may contain a train.py instead of a `__main__.py`.
+        steps: number of updates to capture before the script is stopped.
+        twin: run in fp64. `dropout` False: without dropout.
+        parts: capture each backward call separately.
+        full: store full tensors.
+        seed: set before the script starts, and added to every seed that the script sets.
+        ranks: number of processes, started as torchrun does; None = one process without its environment.
+        path: replaces sys.path in the process of the script; empty = as in this process.
     """
 
     script: str
@@ -72,7 +71,7 @@ class Job:
 
 
 def run_job(job: Job, *, fork: bool = False) -> list[Captured]:
-    """Run it and return what each rank captured, rank 0 first."""
+    """Run the job and return the capture of each rank, rank 0 first."""
     Program.find(job.script)
     processes: list[Child] = []
     with temporary_folder() as folder, ended_afterwards(processes):
@@ -105,7 +104,7 @@ def _read(folder: Path, rank: int, child: Child) -> Captured:
     except (OSError, EOFError, pickle.UnpicklingError):
         captured = Captured(error=how_it_ended(child.code), is_lost=True)
         if child.code == os.EX_IOERR or not folder.is_dir():
-            captured.error = "could not write its record: the folder for temporary files is full or gone"
+            captured.error = "could not write its capture: the folder for temporary files is full or missing"
     said = [line for line in text.strip().splitlines() if line.strip()]
     if not captured.said and said:
         captured.said = said[-1].strip()
@@ -128,16 +127,16 @@ def capture_script(job: Job) -> Captured:
         raise Stop
 
     recorder = Recorder(job.steps, parts=job.parts, full=job.full, on_done=stop)
-    twin = None
+    in_fp64 = None
     if job.twin:
-        twin = Twin(dropout=job.dropout, count=recorder.count, note_targets=recorder.note_targets)
+        in_fp64 = Twin(dropout=job.dropout, count=recorder.count, note_targets=recorder.note_targets)
 
     @contextlib.contextmanager
     def recorded() -> Iterator[None]:
-        with recorder, twin or contextlib.nullcontext():
+        with recorder, in_fp64 or contextlib.nullcontext():
             yield
 
-    # A script may leave its default dtype behind; the next one in this process starts from torch's own.
+    # A script may change the default dtype: restore it for the next script in this process.
     dtype = torch.get_default_dtype()
     with seeded(job.seed), module_path(job.path), eager_random_numbers(), contextlib.ExitStack() as stack:
         stack.callback(torch.set_default_dtype, dtype)
@@ -148,17 +147,17 @@ def capture_script(job: Job) -> Captured:
         captured.error, captured.said = outcome.exception, outcome.said + place
     elif outcome.code:
         captured.error = f"exit code {outcome.code}"
-    if twin is not None:
-        if twin.fallbacks:
-            captured.notes.append("no fp64 kernel, ran in fp32: " + ", ".join(sorted(twin.fallbacks)))
+    if in_fp64 is not None:
+        if in_fp64.fallbacks:
+            captured.notes.append("no fp64 kernel, ran in fp32: " + ", ".join(sorted(in_fp64.fallbacks)))
         if job.parts and not job.dropout:
-            captured.notes.append("dropout is off in this comparison: its masks depend on the cut")
+            captured.notes.append("dropout is off: its masks depend on how the batch is split")
     return captured
 
 
 @contextlib.contextmanager
 def module_path(path: Sequence[str]) -> Iterator[None]:
-    """sys.path meanwhile; as it is for an empty one."""
+    """Set sys.path to `path` inside the block; an empty `path` changes nothing."""
     old = list(sys.path)
     sys.path[:] = path or old
     try:
@@ -169,34 +168,37 @@ def module_path(path: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded(offset: int) -> Iterator[None]:
-    """All generators seeded; every seed that the program sets itself is moved by `offset`."""
+    """Seed all generators with `offset`, and add it to every seed that the program sets itself."""
     torch.manual_seed(offset)
-    np.random.seed(offset)
     random.seed(offset)
+    places: list[tuple[Any, str]] = [(torch, "manual_seed"), (random, "seed")]
+    numpy = sys.modules.get("numpy")  # torch imports it if it is installed
+    if numpy is not None:
+        numpy.random.seed(offset)
+        places.append((numpy.random, "seed"))
     if not offset:
         yield
         return
-    places: list[tuple[Any, str]] = [(torch, "manual_seed"), (np.random, "seed"), (random, "seed")]
     with contextlib.ExitStack() as stack:
         for place, name in places:
             original = getattr(place, name)
 
-            def moved(seed: Any = None, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            def with_offset(seed: Any = None, *args: Any, original: Any = original, **kwargs: Any) -> Any:
                 return original(seed + offset if isinstance(seed, int) else seed, *args, **kwargs)
 
-            setattr(place, name, moved)
+            setattr(place, name, with_offset)
             stack.callback(setattr, place, name, original)
         yield
 
 
 @contextlib.contextmanager
 def eager_random_numbers() -> Iterator[None]:
-    """What Inductor compiles draws its random numbers as eager code does: dropout masks stay comparable."""
+    """Make Inductor draw random numbers as eager code does, so that dropout masks are comparable."""
     original = torch.compile
     with contextlib.ExitStack() as stack:
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            # Imported here: a script that compiles nothing need not load the compiler.
+            # Imported here: a script that compiles nothing does not load the compiler.
             import torch._inductor.config as config
 
             stack.callback(setattr, config, "fallback_random", config.fallback_random)
@@ -209,7 +211,7 @@ def eager_random_numbers() -> Iterator[None]:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would set."""
+    """Return the environment variables that torchrun sets."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

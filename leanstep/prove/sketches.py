@@ -1,10 +1,11 @@
-"""A tensor in 8 KiB: its norm, its sum and a seeded projection, from which distances follow.
+"""Summarize a tensor in 8 KiB: its norm, its sum and a seeded projection that preserves distances.
 
-The projection is a count sketch: a flat tensor is laid out in rows of `BUCKETS`, every row gets a random
-sign, and the columns are added up in fp64. Signs within a column are independent, so for two tensors the
-squared distance of their sketches is an unbiased estimate of their own squared distance, with a relative
-spread of sqrt(2 / BUCKETS), 4 %. It is linear: sketches of parts add up to the sketch of the whole, which is
-what finds the factor between two gradients. A tensor of at most `BUCKETS` elements is its own sketch.
+The projection is a count sketch: the flat tensor is arranged in rows of `BUCKETS`, every row is multiplied by
+a random sign, and the columns are summed in fp64. Signs within a column are independent, so the squared
+distance of two sketches is an unbiased estimate of the squared distance of the tensors, with a relative
+spread of sqrt(2 / BUCKETS), 4 %. The sketch is linear: sketches of parts add up to the sketch of the whole,
+which makes it possible to find the factor between two gradients. A tensor of at most `BUCKETS` elements is
+its own sketch.
 """
 
 from __future__ import annotations
@@ -12,59 +13,69 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leanstep.cpu import num_threads, run_on_cores
 
-# A prime: no layer's width divides it, so structure along a dimension is spread over all buckets.
+# A prime: it shares no factor with a layer's width, so structure along a dimension spreads over all buckets.
 BUCKETS = 1021
-# Rows brought to fp64 at a time: two mebibytes, which stay in a cache; on a GPU as many as keep it busy.
+# Rows converted to fp64 at a time: two mebibytes fit in a cache; a GPU needs more rows to be busy.
 CHUNK_ROWS, DEVICE_CHUNK_ROWS = 256, 1 << 14
-# An entry whose gradient is this small beside the tensor's own counts little: see `weights`.
+# Entries whose gradient is below this fraction of the average entry get a small weight: see `sketch`.
 SOLID = 1e-2
-
-Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """One tensor. `projection`: [BUCKETS] or the tensor's own values; `full`: the tensor, where asked for."""
+    """Sketch of a tensor. `full`: the tensor itself, if requested.
+
+    `projection`: [BUCKETS] or all values of the tensor, fp64 on the host.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     norm: float
     total: float
     not_finite: int
-    projection: Array = field(repr=False)
+    projection: Tensor = field(repr=False)
     full: Tensor | None = field(default=None, repr=False, compare=False)
 
     def minus(self, other: Sketch) -> Sketch:
-        """The sketch of the difference; its norm is the estimate."""
+        """Return the sketch of the difference; its norm is estimated from the projection."""
         projection = self.projection - other.projection
-        norm = float(np.linalg.norm(projection))
+        norm = float(projection.norm())
         bad = self.not_finite + other.not_finite
         return Sketch(self.shape, self.dtype, norm, self.total - other.total, bad, projection)
 
     def with_full(self, tensor: Tensor | None) -> Sketch:
         return replace(self, full=tensor)
 
+    # A pickled tensor is a whole archive. A process returns thousands of sketches: store plain bytes.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "projection": array("d", self.projection.tolist())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        values = torch.tensor(state["projection"].tolist(), dtype=torch.float64)
+        self.__dict__.update(state, projection=values)
+
 
 @contextlib.contextmanager
 def outside_modes() -> Iterator[None]:
-    """What the recorder itself computes: no autograd, no modes of a twin or of another tool."""
+    """Disable autograd, and the modes of the fp64 run and of other tools, for the recorder's own code."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The plain dense tensor behind a DTensor (a collective, on every rank) or a sparse gradient."""
+    """Return the dense tensor of a DTensor (a collective on every rank) or of a sparse gradient."""
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()  # type: ignore[operator]
@@ -72,46 +83,46 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def each(function: Callable[[Tensor], Any], tensors: Sequence[Tensor]) -> list[Any]:
-    """`function` of every tensor, in order; plain tensors on a CPU side by side, one core each.
+    """Apply `function` to every tensor and return the results in order; on a CPU, one core per tensor.
 
-    Threads that share every operation on a small chunk spend their time waiting for each other.
+    Splitting each operation on a small chunk over threads would spend the time on synchronization.
     """
     if not all(t.device.type == "cpu" and type(t) in (Tensor, torch.nn.Parameter) for t in tensors):
         return [function(tensor) for tensor in tensors]
-    found: list[Any] = [None] * len(tensors)
+    results: list[Any] = [None] * len(tensors)
 
     def job(place: int) -> Callable[[int], None]:
-        return lambda _worker: found.__setitem__(place, function(tensors[place]))
+        return lambda _worker: results.__setitem__(place, function(tensors[place]))
 
     largest_first = sorted(range(len(tensors)), key=lambda place: -tensors[place].numel())
     run_on_cores([job(place) for place in largest_first], num_threads())
-    return found
+    return results
 
 
 def sketch(tensor: Tensor, weights_of: Tensor | None = None, scale: float = 0.0) -> Sketch:
-    """Sketch a tensor of any shape and float dtype; `weights_of` is the gradient that weighs its entries.
+    """Sketch a tensor of any shape and float dtype; `weights_of` is the gradient that weights its entries.
 
-    Weights are g^2 / (g^2 + (SOLID scale)^2), near one where the gradient is well determined and near zero
-    where it is rounding noise. Adam moves an entry by its gradient's sign: without weights, one entry whose
-    gradient is zero but for rounding would outweigh everything else.
+    Weights are g^2 / (g^2 + (SOLID scale)^2): near one where the gradient is well determined and near zero
+    where it is rounding noise. Adam moves an entry by its gradient's sign: without weights, an entry whose
+    gradient is zero except for rounding would dominate the result.
     """
     flat = tensor.reshape(-1)
     gradient = None if weights_of is None or scale <= 0 else weights_of.reshape(-1)
     squares, total, projection, bad = _sums(flat, gradient, scale, clean=False)
     if not math.isfinite(squares):
-        # Looked for only where the cheap sum says so: isfinite costs more than all the rest.
+        # Count non-finite entries only if the sum is not finite: isfinite costs more than everything else.
         squares, total, projection, bad = _sums(flat, gradient, scale, clean=True)
     kind = str(tensor.dtype).removeprefix("torch.")
-    return Sketch(tuple(tensor.shape), kind, squares**0.5, total, bad, projection.cpu().numpy())
+    return Sketch(tuple(tensor.shape), kind, squares**0.5, total, bad, projection.cpu())
 
 
 def _sums(
     flat: Tensor, gradient: Tensor | None, scale: float, *, clean: bool
 ) -> tuple[float, float, Tensor, int]:
-    """Sum of squares, sum, projection, entries that are not finite (0 in the sums, where `clean`)."""
+    """Return the sum of squares, sum, projection and number of non-finite entries (zeroed if `clean`)."""
     count, device = flat.numel(), flat.device
     step = (CHUNK_ROWS if device.type == "cpu" else DEVICE_CHUNK_ROWS) * BUCKETS
-    # Read once, at the end: a read per chunk would make a GPU wait.
+    # Read once, at the end: one read per chunk would be one host sync per chunk on a GPU.
     squares, total, bad = torch.zeros(3, dtype=torch.float64, device=device).unbind()
     projection = torch.zeros(min(count, BUCKETS), dtype=torch.float64, device=device)
     memory = torch.empty(min(count, step), dtype=torch.float64, device=device)
@@ -142,7 +153,8 @@ def _sums(
 class _Weights:
     """w = u^2 / (u^2 + 1), u = g / (SOLID scale), in fp32 unless the gradient is fp64: half the bytes.
 
-    Before and after a step they are the same bits, so the difference of two sketches has no error of theirs.
+    The weights have the same bits before and after a step, so they add no error to the difference of
+    sketches.
     """
 
     def __init__(self, gradient: Tensor | None, scale: float, size: int) -> None:
@@ -159,21 +171,21 @@ class _Weights:
 
 @functools.cache
 def _sign_table(rows: int) -> Tensor:
-    draws = np.random.Generator(np.random.PCG64(17)).integers(0, 2, rows)
-    return torch.from_numpy(2.0 * draws - 1.0)
+    bits = random.Random(17).randbytes(rows)
+    return torch.tensor([1.0 if byte & 1 else -1.0 for byte in bits], dtype=torch.float64)
 
 
 def _signs(rows: int) -> Tensor:
-    """At least `rows` signs; the same ones for every tensor and in every process."""
+    """Return at least `rows` signs; the same ones for every tensor and in every process."""
     size = 1024
     while size < rows:
         size *= 4
-    # Tables of different length must agree where they overlap: a bounded draw of PCG64 is sequential.
+    # Tables of different lengths agree where they overlap: PCG64 draws bounded integers sequentially.
     return _sign_table(size)
 
 
 def distance(value: Sketch, truth: Sketch) -> float:
-    """|value - truth| in the 2-norm, estimated; infinite where shapes differ or one is not finite."""
+    """Estimate |value - truth| in the 2-norm; infinite if shapes or numbers of non-finite entries differ."""
     if value.shape != truth.shape or value.not_finite != truth.not_finite:
         return float("inf")
     return value.minus(truth).norm

@@ -1,8 +1,8 @@
-"""Two scripts measured side by side: a step of one, a step of the other, and so on.
+"""Time two scripts in turn: one step of the first, one step of the second, and so on.
 
-Each script runs in a process of its own and waits at the end of every step until it is its turn, so that both
-are exposed to the same noise and never run at the same time. Memory, host reads and ops are counted
-afterwards, in steps that nobody times.
+Each script runs in its own process and waits for its turn at the end of every step, so both see the same
+noise and never run at the same time. Memory, host reads and ops are counted afterwards, in steps that are not
+timed.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from leanstep.script.steps import StepListener, StepMarker
 from leanstep.script.syncs import count_host_reads
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 40
-# After so many budgets fewer rounds are enough, where the caller says so.
+# After this many times the budget, the caller's `min_rounds` is enough.
 PATIENCE = 4
-# Timed steps that are dropped; the one before them, with imports and first allocations, is not timed at all.
+# Timed steps that are dropped; the step before them, with imports and first allocations, is not timed at all.
 WARMUP = 1
 
 
 @dataclass
 class SideRow:
-    """One script: seconds per step, its peak above the level between steps, and what it launches.
+    """Figures of one script: seconds per step, peak above the level between steps, host syncs and ops.
 
-    `steps`: all that ran while it was timed. `iterations`: rollouts behind them, 0 where none was seen.
+    `steps`: number of steps that ran while it was timed. `iterations`: their rollouts, 0 if there were none.
     """
 
     script: str
@@ -59,7 +59,7 @@ class SideRow:
 
 @dataclass
 class PairBench:
-    """The result of `bench before.py after.py`. Ratios are None where the proof failed."""
+    """The result of `bench before.py after.py`. Ratios are None if the proof failed."""
 
     before: SideRow
     after: SideRow
@@ -76,7 +76,7 @@ class PairBench:
         return self._ratio(self.before.peak_bytes, self.after.peak_bytes)
 
     def _ratio(self, before: float | None, after: float | None) -> float | None:
-        # A wrong answer has no speed: the figures stay, the comparison does not.
+        # No ratio for a script that makes a different update; its figures are still reported.
         return before / after if before and after and self.proven is not False else None
 
     def to_json(self) -> dict[str, Any]:
@@ -105,10 +105,10 @@ def bench_scripts(
     fork: bool = False,
     report: Callable[[str, float], None] | None = None,
 ) -> PairBench:
-    """Measure both. Raises BadInput, in one line, for a script that ends before it could be measured.
+    """Measure both scripts. Raise BadInput for a script that ends before it can be measured.
 
-    min_rounds: steps that a script must make; MIN_ROUNDS are timed where it makes as many.
-    beside: how many other processes compute while the scripts are timed.
+    min_rounds: steps that a script must make; MIN_ROUNDS are timed if it makes that many.
+    beside: number of other processes that compute while the scripts are timed.
     """
     say = report or (lambda what, share: None)
     result = PairBench(SideRow(before.label), SideRow(after.label))
@@ -117,10 +117,10 @@ def bench_scripts(
     with temporary_folder() as folder:
         say("time", 0.0)
         with contextlib.ExitStack() as stack:
-            lines = [stack.enter_context(_talking(job, folder, fork, "time")) for job in jobs]
+            pipes = [stack.enter_context(_started(job, folder, fork, "time")) for job in jobs]
             with busy_processes(beside):
-                samples = _interleaved(lines, jobs, rows, (budget_s, min_rounds), say)
-            counts = [_counted_now(lines[side], job, 0.8 + 0.1 * side, say) for side, job in enumerate(jobs)]
+                samples = _interleaved(pipes, jobs, rows, (budget_s, min_rounds), say)
+            counts = [_counted_now(pipes[side], job, 0.8 + 0.1 * side, say) for side, job in enumerate(jobs)]
         if beside:
             result.notes.append(f"timed beside {beside} busy process{'es' * (beside > 1)}")
         for row, values in zip(rows, samples, strict=True):
@@ -131,7 +131,7 @@ def bench_scripts(
             if row.iterations:
                 result.notes.append(f"{row.script}: {units.steps(row.steps, row.iterations)}")
         for side, job in enumerate(jobs):
-            # A script that ended meanwhile is run once more.
+            # A script that has ended is run again.
             counted = counts[side] or _counted(job, folder, fork)
             if counted is None:
                 result.notes.append(f"{job.label} ended before its memory and host reads were counted")
@@ -141,20 +141,20 @@ def bench_scripts(
     return result
 
 
-# The parent's side.
+# In the parent process.
 
 
 @contextlib.contextmanager
-def _talking(job: Job, folder: Path, fork: bool, kind: str) -> Iterator[tuple[Connection, Child]]:
+def _started(job: Job, folder: Path, fork: bool, kind: str) -> Iterator[tuple[Connection, Child]]:
     log = folder / f"{kind}-{time.monotonic_ns()}.log"
     children: list[Child] = []
-    # A pipe, not a socket with a name: the folder for temporary files may have a long path.
+    # A pipe, not a named socket: the path of the folder for temporary files may be too long for a socket.
     ours, theirs = Pipe()
     with ours, ended_afterwards(children):
         port = free_port() if job.ranks else 0
         with theirs:
-            line = theirs.fileno()
-            child = start(_measured_child, (job, line, log, kind, port), fork=fork, descriptors=[line])
+            end = theirs.fileno()
+            child = start(_measured_child, (job, end, log, kind, port), fork=fork, descriptors=[end])
         children.append(child)
         # Rank 0 is measured; the others wait for it in their collectives.
         for rank in range(1, job.ranks or 1):
@@ -162,32 +162,32 @@ def _talking(job: Job, folder: Path, fork: bool, kind: str) -> Iterator[tuple[Co
         yield ours, child
 
 
-def _receive(line: Connection, child: Child) -> Any:
-    """The next message. A script that ended sends none, though what it started may hold the pipe open."""
-    while not line.poll(0.2):
-        if child.poll() is not None and not line.poll(0):
+def _receive(pipe: Connection, child: Child) -> Any:
+    """Return the next message; raise EOFError if the script ended, even if children keep the pipe open."""
+    while not pipe.poll(0.2):
+        if child.poll() is not None and not pipe.poll(0):
             raise EOFError
-    return line.recv()
+    return pipe.recv()
 
 
 def _interleaved(
-    lines: list[tuple[Connection, Child]],
+    pipes: list[tuple[Connection, Child]],
     jobs: list[Job],
     rows: list[SideRow],
     limits: tuple[float, int],
     say: Callable[[str, float], None],
 ) -> list[list[float]]:
-    """Seconds of each job's steps; `rows` count the steps."""
+    """Return the seconds of each job's steps; `rows` count the steps."""
     budget_s, min_rounds = limits
     samples: list[list[float]] = [[] for _ in jobs]
     for side, job in enumerate(jobs):
         for _ in range(WARMUP):
-            _turn(lines[side], job, rows[side], 0, min_rounds)
+            _turn(pipes[side], job, rows[side], 0, min_rounds)
     started = time.monotonic()
     order = list(range(len(jobs)))
     for number in range(MAX_ROUNDS):
         for side in order:
-            elapsed = _turn(lines[side], jobs[side], rows[side], number, min_rounds)
+            elapsed = _turn(pipes[side], jobs[side], rows[side], number, min_rounds)
             if elapsed is None:
                 return samples
             samples[side].append(elapsed)
@@ -201,14 +201,14 @@ def _interleaved(
 
 
 def _turn(
-    talk: tuple[Connection, Child], job: Job, row: SideRow, rounds: int, min_rounds: int
+    process: tuple[Connection, Child], job: Job, row: SideRow, rounds: int, min_rounds: int
 ) -> float | None:
-    """Let one script make one step; its seconds, or None when it has ended and enough was seen."""
-    line, child = talk
+    """Let one script make one step; return its seconds, or None if it ended after enough rounds."""
+    pipe, child = process
     kind, value = "end", None
     try:
-        line.send("go")
-        kind, value, row.steps, row.iterations = _receive(line, child)
+        pipe.send("go")
+        kind, value, row.steps, row.iterations = _receive(pipe, child)
         why = f"ended with {value}" if value else "ended"
     except (EOFError, OSError):
         child.kill()
@@ -227,29 +227,29 @@ Counted = tuple[int, int, int, list[tuple[float, int]]]
 
 
 def _counted_now(
-    talk: tuple[Connection, Child], job: Job, share: float, say: Callable[[str, float], None]
+    process: tuple[Connection, Child], job: Job, share: float, say: Callable[[str, float], None]
 ) -> Counted | None:
     """Count the next two steps of a script that was timed and still runs; None if it has ended."""
     say(f"memory and host reads of {Path(job.script).name}", share)
-    line, child = talk
+    pipe, child = process
     try:
-        line.send("count")
-        kind, value, _, _ = _receive(line, child)
+        pipe.send("count")
+        kind, value, _, _ = _receive(pipe, child)
     except (EOFError, OSError):
         return None
     return value if kind == "counted" else None
 
 
 def _counted(job: Job, folder: Path, fork: bool) -> Counted | None:
-    with _talking(job, folder, fork, "count") as (line, child):
+    with _started(job, folder, fork, "count") as (pipe, child):
         try:
-            kind, value, _, _ = _receive(line, child)
+            kind, value, _, _ = _receive(pipe, child)
         except (EOFError, OSError):
             return None
         return value if kind == "counted" else None
 
 
-# The child's side.
+# In the child process.
 
 
 def _other_rank(job: Job, rank: int, port: int, folder: str) -> None:
@@ -263,10 +263,10 @@ def _other_rank(job: Job, rank: int, port: int, folder: str) -> None:
 def _measured_child(job: Job, descriptor: int, log: Path, kind: str, port: int) -> None:
     if job.ranks:
         os.environ.update(rank_environment(0, job.ranks, port))
-    # The log lies in the parent's folder: a child that is stopped in the middle leaves nothing behind.
+    # The log is in the parent's folder: a child that is killed leaves no file behind.
     with log_to(log):
-        with Connection(descriptor) as line:
-            watched = _Gate(line, counts_at_once=kind == "count")
+        with Connection(descriptor) as pipe:
+            watched = _Gate(pipe, counts_at_once=kind == "count")
             with seeded(job.seed), module_path(job.path):
                 outcome = run_script(job.program, job.argv, watched)
             with contextlib.suppress(OSError):
@@ -279,8 +279,8 @@ def _measured_child(job: Job, descriptor: int, log: Path, kind: str, port: int) 
 class _Measured(StepListener):
     """Calls `boundary` at the end of every step."""
 
-    def __init__(self, line: Connection) -> None:
-        self.line = line
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
         self.marker = StepMarker(self)
         self._is_over = False
 
@@ -293,22 +293,22 @@ class _Measured(StepListener):
         self.marker.finish()
 
     def step_ends(self, late: bool) -> None:
-        # What a late end is followed by is not a whole step.
+        # The interval after a late end is not a whole step.
         if not late and not self._is_over:
             self.boundary()
 
     def send(self, kind: str, value: Any) -> None:
-        self.line.send((kind, value, self.marker.steps, self.marker.iterations))
+        self.pipe.send((kind, value, self.marker.steps, self.marker.iterations))
 
     def boundary(self) -> None:
         raise NotImplementedError
 
 
 class _Gate(_Measured):
-    """Waits for its turn at every step and says how long the last one took, until it is told to count."""
+    """Waits for its turn at every step and sends the duration of the last one, until it is told to count."""
 
-    def __init__(self, line: Connection, counts_at_once: bool = False) -> None:
-        super().__init__(line)
+    def __init__(self, pipe: Connection, counts_at_once: bool = False) -> None:
+        super().__init__(pipe)
         self._since: float | None = None
         self._inspection = _Inspection() if counts_at_once else None
 
@@ -318,7 +318,7 @@ class _Gate(_Measured):
                 torch.cuda.synchronize()
             if self._since is not None:
                 self.send("step", time.perf_counter() - self._since)
-            if self.line.recv() == "count":
+            if self.pipe.recv() == "count":
                 self._inspection = _Inspection()
             self._since = time.perf_counter()
         if self._inspection is not None:
@@ -339,7 +339,7 @@ class _CountOps(TorchDispatchMode):
 
 
 class _Inspection:
-    """The next step under the allocator's record, the one after it under counters."""
+    """Records the allocator in the next step and counts ops and host reads in the one after it."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -348,7 +348,7 @@ class _Inspection:
         self._ops, self._reads = _CountOps(), None
 
     def boundary(self) -> Counted | None:
-        """A step has ended; what was counted, when it was the last of them."""
+        """Handle the end of a step; return the counts after the last one."""
         self._within.close()
         self._number += 1
         if self._number == 1:
@@ -360,7 +360,7 @@ class _Inspection:
         elif self._number == 2:
             if torch.cuda.is_initialized():
                 self._timeline = [(0.0, torch.cuda.max_memory_allocated() - self._level)]
-            # The compiler refuses to work under a dispatch mode.
+            # The compiler refuses to run under a dispatch mode.
             self._within.enter_context(torch.compiler.set_stance("force_eager"))
             self._within.enter_context(self._ops)
             self._reads = self._within.enter_context(count_host_reads())

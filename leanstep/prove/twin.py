@@ -1,13 +1,13 @@
-"""The fp64 twin: the same program in double precision, with the random numbers of the original run.
+"""Run a program in double precision, with the random numbers of the original run: the fp64 reference.
 
-Two modes do it. The function mode sees what the program writes: explicit dtypes, `.float()`,
-`.to(bfloat16)`. It keeps the *nominal* dtype of a tensor (what it would be in the original run) beside the
-fp64 values, because `.float()` of an fp32 tensor is that tensor itself, and a change made through it must
-arrive. The dispatch mode sees every op below autograd: it draws random numbers in the nominal dtype and
-widens them, and runs in fp32 what has no fp64 kernel. Autocast leaves fp64 tensors alone, so nothing has to
-be done about it.
+Two modes do this. The function mode handles dtypes in the program's code: explicit dtypes, `.float()`,
+`.to(bfloat16)`. It stores the *nominal* dtype of a tensor (its dtype in the original run) next to the fp64
+values, because `.float()` of an fp32 tensor returns the tensor itself and in-place changes to the result must
+reach it. The dispatch mode handles every op below autograd: it draws random numbers in the nominal dtype and
+widens them, and runs ops without an fp64 kernel in fp32. Autocast does not change fp64 tensors, so it needs
+no handling.
 
-Weights that the program rounds to 16 bits are rounded in the twin too: they are an input of the computation.
+Weights that the program rounds to 16 bits are rounded in fp64 too: they are an input of the computation.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from leanstep.script.syncs import RUNS_USER_CODE, run_under, torchs_own
 LOW = (torch.float32, torch.float16, torch.bfloat16)
 HALF = (torch.float16, torch.bfloat16)
 _NOMINAL = "_leanstep_nominal"
-# A gather from fewer columns is no look-up of tokens.
+# A gather from fewer columns is not a token lookup.
 SMALLEST_VOCABULARY = 16
-# Methods that name a dtype in their own name.
+# Methods named after a dtype.
 _CASTS: dict[Any, torch.dtype] = {
     Tensor.float: torch.float32,
     Tensor.half: torch.float16,
     Tensor.bfloat16: torch.bfloat16,
     Tensor.double: torch.float64,
 }
-# These work on bytes or on dtypes themselves: their arguments pass through unchanged.
+# These functions take bytes or dtypes: their arguments pass through unchanged.
 _AS_WRITTEN = {
     torch.frombuffer,
     torch.promote_types,
     torch.can_cast,
     torch.result_type,
-    # What Module.to hands its arguments to.
+    # Module.to passes its arguments to this function.
     torch._C._nn._parse_to,  # type: ignore[attr-defined]
 }
-# Random factories whose result is a float when no dtype is given.
+# Random factories that return the default float dtype unless a dtype is passed.
 _FLOAT_FACTORIES = ("aten::rand", "aten::randn", "aten::normal")
 _GETTERS = ("__get__", "__set__", "__delete__")
 Count = Callable[[str, Any], None]
 
 
 class Twin:
-    """Context manager: what runs inside is the fp64 twin.
+    """Context manager that runs the code inside it in fp64.
 
     Args:
         dropout: False replaces dropout by the identity, for comparisons in which masks cannot be equal.
-        count: called with (name, value) for every number of tokens that the program counts.
-        note_targets: called with the ids that losses and gathers of a vocabulary get.
+        count: called with (name, value) for every token count that the program computes.
+        note_targets: called with the ids passed to losses and to gathers from a vocabulary.
 
-    `fallbacks` names the ops that ran in fp32.
+    `fallbacks` counts the ops that ran in fp32, by name.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Twin:
         self.dropout = dropout
         self._off = 0
         self._rounds = 0
-        # Whether a tensor with a nominal dtype other than the default exists: most programs have none.
+        # Whether any tensor has a nominal dtype other than the default: in most programs none has.
         self.mixed = False
         self._stack = contextlib.ExitStack()
 
@@ -94,7 +94,7 @@ class Twin:
         self._swap(nn.Module, "_apply", self._applied(nn.Module._apply))
         if not self.dropout:
             for name in _DROPOUTS:
-                self._swap(nn.functional, name, _kept)
+                self._swap(nn.functional, name, _identity)
         self._stack.enter_context(_Ops(self))
         self._stack.enter_context(_Calls(self))
         return self
@@ -120,7 +120,7 @@ class Twin:
             self._off -= 1
 
     def nominal(self, tensor: Tensor) -> torch.dtype:
-        """The dtype that a tensor has in the original run."""
+        """Return the dtype that a tensor has in the original run."""
         if tensor.dtype is not torch.float64:
             return tensor.dtype
         return getattr(tensor, _NOMINAL, self.default)
@@ -134,7 +134,7 @@ class Twin:
         return tensor
 
     def widened(self, tensor: Tensor) -> Tensor:
-        """An fp64 copy of a low-precision tensor that came in from outside; others as they are."""
+        """Return an fp64 copy of a low-precision tensor that enters from outside; other tensors unchanged."""
         if tensor.dtype not in LOW:
             return tensor
         wide = tensor.detach().double()
@@ -143,7 +143,7 @@ class Twin:
         return self.mark(wide, tensor.dtype)
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """`tensor.to(dtype)` as the program meant it: the tensor itself where it has that dtype already."""
+        """Return `tensor.to(dtype)` as the original run does: the tensor itself if it has that dtype."""
         if self.nominal(tensor) is dtype:
             return tensor
         copy = tensor.clone()
@@ -152,45 +152,45 @@ class Twin:
                 copy = copy.to(dtype).double()
         return self.mark(copy, dtype)
 
-    # What is put in place of torch's own functions.
+    # Replacements of torch's functions.
 
     def _set_default(self, dtype: torch.dtype) -> None:
         self.default = dtype if isinstance(dtype, torch.dtype) else torch.float32
 
     def _around(self, original: Any) -> Any:
         def rebuilt(*args: Any, **kwargs: Any) -> Tensor:
-            # Built from bytes: the dtype in there is that of the bytes.
+            # The tensor is built from bytes, so the dtype must be that of the bytes.
             with self.paused():
                 return self.widened(original(*args, **kwargs))
 
         return rebuilt
 
     def _parameter(self, original: Any) -> Any:
-        def made(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
             if isinstance(data, Tensor) and data.dtype in LOW and type(data) is Tensor:
                 with self.paused():
                     data = self.widened(data)
-            made = original(cls, data, requires_grad)
-            return self.mark(made, self.nominal(data)) if isinstance(data, Tensor) else made
+            parameter = original(cls, data, requires_grad)
+            return self.mark(parameter, self.nominal(data)) if isinstance(data, Tensor) else parameter
 
-        return made
+        return new
 
     def _applied(self, original: Any) -> Any:
         def apply(module: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
-            # `module.bfloat16()`: the weights are rounded, here as well.
+            # `module.bfloat16()` rounds the weights in the fp64 run as well.
             self._rounds += 1
             try:
-                result = original(module, self._kept_marks(fn), *args, **kwargs)
+                result = original(module, self._with_marks(fn), *args, **kwargs)
             finally:
                 self._rounds -= 1
             return result
 
         return apply
 
-    def _kept_marks(self, fn: Any) -> Any:
+    def _with_marks(self, fn: Any) -> Any:
         def applied(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            # Module._apply assigns the values into the parameter that exists: its mark has to follow.
+            # Module._apply copies the values into the existing parameter: update its mark as well.
             if isinstance(result, Tensor) and tensor.dtype is torch.float64 and result is not tensor:
                 self.mark(tensor, self.nominal(result))
             return result
@@ -201,7 +201,7 @@ class Twin:
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
-def _kept(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _identity(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return input
 
 
@@ -210,7 +210,7 @@ def _not_compiled(model: Any = None, **options: Any) -> Any:
 
 
 class _Calls(TorchFunctionMode):
-    """Dtypes as the program writes them."""
+    """Replaces low-precision dtypes in the program's calls by fp64 and records the nominal dtypes."""
 
     def __init__(self, twin: Twin) -> None:
         super().__init__()
@@ -249,9 +249,9 @@ class _Calls(TorchFunctionMode):
 
     def _to(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor = args[0]
-        given = [*args[1:], *kwargs.values()]
-        wanted = [a if isinstance(a, torch.dtype) else _typed(a) for a in given]
-        like = next((a for a in given if isinstance(a, Tensor)), None)
+        values = [*args[1:], *kwargs.values()]
+        wanted = [a if isinstance(a, torch.dtype) else _typed(a) for a in values]
+        like = next((a for a in values if isinstance(a, Tensor)), None)
         target = next((dtype for dtype in wanted if dtype is not None), None)
         if like is not None:
             target = self.twin.nominal(like)
@@ -281,7 +281,7 @@ class _Calls(TorchFunctionMode):
             if low:
                 args = tuple(torch.float64 if a is asked else a for a in args)
                 kwargs = {k: torch.float64 if v is asked else v for k, v in kwargs.items()}
-            with twin_draws(twin, asked):
+            with draws_in(twin, asked):
                 result = func(*args, **kwargs)
             return tree_map_only(Tensor, lambda t: twin.mark(twin.widened(t), asked), result)
         result = func(*args, **kwargs)
@@ -295,24 +295,24 @@ class _Calls(TorchFunctionMode):
         twin = self.twin
         if getattr(func, "__name__", "").endswith("_"):
             return result
-        # As torch promotes: a scalar tensor does not raise the dtype of one with dimensions.
+        # Follow torch's type promotion: a 0-d tensor does not raise the dtype of a tensor with dimensions.
         nominal: dict[bool, torch.dtype] = {}
         for value in tree_flatten((args, kwargs))[0]:
             if isinstance(value, Tensor) and value.is_floating_point():
                 key, dtype = value.dim() > 0, twin.nominal(value)
                 nominal[key] = torch.promote_types(nominal[key], dtype) if key in nominal else dtype
-        found = nominal.get(True, nominal.get(False))
+        promoted = nominal.get(True, nominal.get(False))
 
         def marked(tensor: Tensor) -> Tensor:
             tensor = twin.widened(tensor)
-            return twin.mark(tensor, found) if found is not None else tensor
+            return twin.mark(tensor, promoted) if promoted is not None else tensor
 
         return tree_map_only(Tensor, marked, result)
 
 
 @contextlib.contextmanager
-def twin_draws(twin: Twin, dtype: torch.dtype) -> Iterator[None]:
-    """Random factories inside draw in `dtype`, whatever the default is."""
+def draws_in(twin: Twin, dtype: torch.dtype) -> Iterator[None]:
+    """Make random factories inside the block draw in `dtype`, whatever the default dtype is."""
     previous, twin.default = twin.default, dtype
     try:
         yield
@@ -321,12 +321,12 @@ def twin_draws(twin: Twin, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _dtype(value: Any) -> bool:
-    found = value if isinstance(value, torch.dtype) else _typed(value)
-    return found is not None and found.is_floating_point
+    dtype = value if isinstance(value, torch.dtype) else _typed(value)
+    return dtype is not None and dtype.is_floating_point
 
 
 def _typed(value: Any) -> torch.dtype | None:
-    """The dtype behind the old names, `torch.FloatTensor` and "torch.HalfTensor"."""
+    """Return the dtype of a legacy tensor type such as `torch.FloatTensor` or "torch.HalfTensor"."""
     name = value if isinstance(value, str) else getattr(value, "__name__", "")
     names = {
         "FloatTensor": torch.float32,
@@ -339,7 +339,7 @@ def _typed(value: Any) -> torch.dtype | None:
 
 
 class _Ops(TorchDispatchMode):
-    """Every op below autograd."""
+    """Runs every op below autograd in fp64."""
 
     def __init__(self, twin: Twin) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ class _Ops(TorchDispatchMode):
         return result
 
     def _counted(self, func: Any, args: Any, result: Any) -> None:
-        """Numbers of tokens: what a loss averages over, and sums of masks."""
+        """Report token counts: the tokens that a loss averages over, and sums of masks."""
         count, name = self.twin.count, func._schema.name
         assert count is not None
         if name == "aten::nll_loss_forward":
@@ -389,7 +389,7 @@ class _Ops(TorchDispatchMode):
                 count("sum of a mask", result)
 
     def _scaled(self, func: Any, args: Any) -> Any:
-        """A GradScaler, whose ops take fp32: gradients overflow where they would in their nominal dtype."""
+        """Run a GradScaler op, which takes fp32: gradients overflow where their nominal dtype would."""
         if func._schema.name != "aten::_amp_foreach_non_finite_check_and_unscale_":
             return self._narrowed(func, args, {})
         gradients, overflow, inverse = args
@@ -400,7 +400,7 @@ class _Ops(TorchDispatchMode):
         return None
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Draw in the nominal dtype, then widen."""
+        """Draw in the nominal dtype, then widen the result."""
         twin = self.twin
         first = args[0] if args and isinstance(args[0], Tensor) else None
         if first is not None and first.is_floating_point():
@@ -430,7 +430,7 @@ class _Ops(TorchDispatchMode):
         return self._narrowed(func, args, kwargs)
 
     def _narrowed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The op in fp32; what it changes in place is widened again."""
+        """Run the op in fp32; widen its results and the tensors that it changes in place."""
         narrow = lambda t: t.float() if t.dtype is torch.float64 else t  # noqa: E731
         low_args, low_kwargs = tree_map_only(Tensor, narrow, (args, kwargs))
         result = func(*low_args, **low_kwargs)
@@ -443,7 +443,7 @@ class _Ops(TorchDispatchMode):
 
 
 def _targets_of(name: str, args: Any) -> Tensor | None:
-    """The ids that an op takes out of a vocabulary: one per row."""
+    """Return the ids that an op selects from a vocabulary, one per row; None for other ops."""
     if name == "aten::nll_loss_forward":
         return args[1]
     if name == "aten::gather" and args[2].shape[-1:] == (1,) and args[0].shape[-1] >= SMALLEST_VOCABULARY:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from leanstep.extras import require
 from leanstep.files import write_output
 
 FORMAT = "leanstep-record-1"
@@ -58,6 +59,7 @@ def loss_test(losses: Sequence[float], target: float) -> Test:
     sd = statistics.stdev(losses)
     if sd == 0:
         return Test(n, mean, 0.0, None, 0.5 if mean == target else float(mean > target))
+    require("a comparison of runs", "stats", "scipy")
     from scipy import stats
 
     t = (mean - target) / (sd / math.sqrt(n))
@@ -210,6 +212,7 @@ def _ratio(over: Sequence[float], under: Sequence[float]) -> float | None:
 def _welch(new: Sequence[float], old: Sequence[float]) -> float | None:
     if len(new) < 2 or len(old) < 2 or (statistics.stdev(new) == 0 and statistics.stdev(old) == 0):
         return None
+    require("a comparison of runs", "stats", "scipy")
     from scipy import stats
 
     result: Any = stats.ttest_ind(new, old, equal_var=False, alternative="less")

@@ -237,15 +237,15 @@ def _summary(device: Device, memory: Memory, timing: Timing | None) -> Data:
 
 
 def verdict(report: Data) -> str:
-    """One sentence: fits or not, milliseconds a step, what bounds it."""
+    """Say in one sentence whether it fits, the time per step and what bounds it."""
     memory, time = report["memory"], report["time"]
     needed = memory["reserved"] + memory["context"]
-    room = f"{needed / GIB:.1f} of {memory['capacity'] / GIB:.1f} GiB"
-    parts = [f"fits: {room}" if memory["fits"] else f"DOES NOT FIT: {room} at {memory['failed_line']}"]
+    needs = f"{needed / GIB:.1f} of {memory['capacity'] / GIB:.1f} GiB"
+    parts = [f"fits: {needs}" if memory["fits"] else f"DOES NOT FIT: {needs} at {memory['failed_line']}"]
     if time is not None:
         low, high = time["interval_ms"]
         parts.append(
-            f"{ms(time['step_ms'])} a step ({ms(low)} to {ms(high)}), bound by {_BOUND[time['bound_by']]}"
+            f"{ms(time['step_ms'])} per step ({ms(low)} to {ms(high)}), {_BOUND[time['bound_by']]}-bound"
         )
         if report["iteration"] is not None and report["iterations"]:
             parts.append(_iteration_text(report["iteration"]))
@@ -263,30 +263,30 @@ def verdict(report: Data) -> str:
 
 
 def _resting_updates(branches: Sequence[Data]) -> list[str]:
-    """Said where assumed values decided whether an update happened."""
+    """Name the lines where an assumed value decided whether an update happened."""
     lines = list(dict.fromkeys(b["line"] for b in branches if b["decides_update"]))
     if not lines:
         return []
     more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-    return [f"updates rest on an assumed value at {lines[0]}{more}"]
+    return [f"updates depend on an assumed value at {lines[0]}{more}"]
 
 
 def _iteration_text(iteration: Data) -> str:
-    """The phases of an iteration in one sentence, and whether the step before it is one with a rollout."""
+    """Describe the phases of an iteration, and say when the quoted step has no rollout."""
     phases = ", ".join(f"{entry['phase']} {ms(entry['ms'])}" for entry in iteration["phases"])
     steps = units.steps(iteration["steps"]) + ("" if iteration["whole"] else " so far")
     without = ""
     if iteration["rollout"] == "not priced":
-        without = " (without its rollout, which an engine of its own makes)"
+        without = " (excluding the rollout, which runs in a separate engine)"
     elif iteration["rollout"] == "priced" and not iteration["last_step_has_rollout"]:
         without = " (this step has no rollout)"
     return f"an iteration of {steps} {ms(iteration['ms'])}: {phases}{without}"
 
 
 _BOUND = {
-    "device": "the device",
-    "host": "the host",
-    "syncs": "host syncs",
+    "device": "device",
+    "host": "host",
+    "syncs": "sync",
     "link": "communication",
 }
 
@@ -421,10 +421,10 @@ def text(report: Data) -> str:
         )
         more = len(report["assumed"]) - 2
         tail.append(f"assumed values  {first}" + (f"; {more} more in the JSON" if more > 0 else ""))
-    # What was counted otherwise than asked for comes first.
+    # Notes about code that was not counted as requested come first.
     notes = sorted(report["notes"], key=lambda note: "counted as eager code" not in note)
     tail += [f"note  {note}" for note in notes[:3]]
-    tail.append("Every figure is predicted from shapes and published device figures; nothing was measured.")
+    tail.append("All figures are predicted from shapes and published device figures; nothing was measured.")
     return "\n".join([*lines[: LINES - len(tail)], *tail])
 
 
@@ -432,27 +432,27 @@ def _compiled_line(report: Data) -> str:
     if any("ran eagerly" in note for note in report["notes"]):
         return "  torch.compile ran eagerly"
     eager = (report["time"] or {}).get("eager_ms")
-    beside = f"eagerly {ms(eager)} predicted" if eager is not None else "--eager gives the other figure"
-    return f"  torch.compile: priced as fused runs between products (an ideal); {beside}"
+    other = f"eager: {ms(eager)} predicted" if eager is not None else "--eager predicts it without compiling"
+    return f"  torch.compile: pointwise ops between matrix products are priced as fused (ideal); {other}"
 
 
 def _device_lines(devices: Sequence[Data]) -> list[str]:
-    found = []
+    lines = []
     for d in devices:
         fits = "fits" if d["fits"] else "NO   "
         step = ms(d["step_ms"]) if d["step_ms"] is not None else "-"
-        bound = _BOUND.get(d["bound_by"], "-")
+        bound = f"{_BOUND[d['bound_by']]}-bound" if d["bound_by"] else "-"
         mfu = f"{100 * d['mfu']:.0f}% MFU" if d["mfu"] else ""
-        room = f"{d['needed'] / GIB:.1f} of {d['capacity'] / GIB:.1f} GiB"
-        found.append(f"  {d['device']:8s} {fits:5s} {room:22s} {step:>10s} a step, by {bound}  {mfu}")
-    return found
+        needs = f"{d['needed'] / GIB:.1f} of {d['capacity'] / GIB:.1f} GiB"
+        lines.append(f"  {d['device']:8s} {fits:5s} {needs:22s} {step:>10s} per step, {bound}  {mfu}")
+    return lines
 
 
 def _memory_lines(memory: Data) -> list[str]:
     at = memory["at"]
     lines = [
         f"memory (predicted)  allocated {gib(memory['allocated'])}, reserved {gib(memory['reserved'])}, "
-        f"context {gib(memory['context'])} apart; peak in step {at['step']} at {at['line']}",
+        f"plus {gib(memory['context'])} CUDA context; peak in step {at['step']} at {at['line']}",
         "  " + ", ".join(f"{name} {gib(size)}" for name, size in memory["categories"].items()),
     ]
     for owner in memory["owners"][:6]:
@@ -480,7 +480,7 @@ def _time_lines(report: Data) -> list[str]:
     for sync in report["syncs"][:4]:
         gain = ms(sync["saved_ms"]) if sync["saved_ms"] >= 1e-3 else "nothing"
         lines.append(
-            f"  sync  {sync['count']:4d} x {sync['kind']:16s} {sync['line']}  without it: {gain} less"
+            f"  sync  {sync['count']:4d} x {sync['kind']:16s} {sync['line']}  removing it saves {gain}"
         )
     return lines
 
@@ -505,28 +505,28 @@ def _phase_lines(iteration: Data | None) -> list[str]:
 
 
 def _what_if_lines(report: Data) -> list[str]:
-    found, what = [], report["what_if"]
+    lines, what = [], report["what_if"]
     if report["time"] is not None:
         parts = [
             f"{name} {ms(what[key])}"
             for key, name in (
                 ("no_syncs_ms", "no syncs"),
-                ("fused_ms", "pointwise fused (an ideal)"),
-                ("fused_optimizer_ms", "optimizer in one pass"),
-                ("free_host_ms", "free host"),
+                ("fused_ms", "fused pointwise kernels (ideal)"),
+                ("fused_optimizer_ms", "fused optimizer"),
+                ("free_host_ms", "zero host cost"),
             )
             if what.get(key) is not None
         ]
-        found.append("what if (predicted)  " + ", ".join(parts))
+        lines.append("what if (predicted)  " + ", ".join(parts))
     for width, size in what["without"].items():
-        found.append(
+        lines.append(
             f"  no activation [..., {width}]: peak {gib(size)}"
             f" instead of {gib(report['memory']['allocated'])}"
         )
     for entry in what.get("changes", []):
         got = f"{ms(entry['step_ms'])}, peak {gib(entry['allocated'])}" if not entry["why"] else entry["why"]
-        found.append(f"  {entry['text']}: {got}")
+        lines.append(f"  {entry['text']}: {got}")
     for entry in report.get("to_fit", []):
         got = f"{gib(entry['needed'])}" if entry["needed"] is not None else entry["why"] or "still too much"
-        found.append(f"  to fit: {entry['text']}: {'fits, ' if entry['fits'] else ''}{got} ({entry['how']})")
-    return found
+        lines.append(f"  to fit: {entry['text']}: {'fits, ' if entry['fits'] else ''}{got} ({entry['how']})")
+    return lines

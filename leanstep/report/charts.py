@@ -1,58 +1,26 @@
-"""Charts as plain plotly figures (dicts): built here, drawn by the page's inlined plotly.
+"""What the charts of the page show: bars and lines as plain records, drawn by the template in HTML and SVG.
 
-Colours are roles ("@fast", "@text", ...): the page replaces them by the values of its light or dark theme.
+Positions are percentages of the plot, so a chart fits any width without a script. Colours are roles
+("fast", "reference", ...), which the style sheet turns into the colours of the light or dark theme.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from leanstep import units
 
 Figure = dict[str, Any]
+Points = Sequence[tuple[float, float]]
 Timeline = Sequence[Sequence[float]]
+Show = Callable[[float], str]
 
-KIND_ROLE = {"reference": "@reference", "fast": "@fast", "peer": "@peer", "limit": "@limit"}
+KIND_ROLE = {"reference": "reference", "fast": "fast", "peer": "peer", "limit": "limit"}
 # Bars further apart than this are unreadable on a linear axis.
 LOG_FROM = 30.0
 MAX_POINTS = 400
-
-
-def layout(height: int, **more: Any) -> Figure:
-    """Transparent, small margins, no title (the page has its own)."""
-    base: Figure = {
-        "height": height,
-        "margin": {"l": 8, "r": 16, "t": 8, "b": 40},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": "inherit", "size": 13, "color": "@text"},
-        "xaxis": axis(),
-        "yaxis": axis(),
-        "showlegend": False,
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 13}},
-        "hoverlabel": {
-            "bgcolor": "@surface",
-            "bordercolor": "@grid",
-            "font": {"color": "@text", "family": "inherit", "size": 13},
-        },
-    }
-    for key, value in more.items():
-        base[key] = {**base[key], **value} if isinstance(base.get(key), dict) else value
-    return base
-
-
-def axis(**more: Any) -> Figure:
-    return {
-        "gridcolor": "@grid",
-        "linecolor": "@grid",
-        "zerolinecolor": "@grid",
-        "tickfont": {"color": "@muted", "size": 12},
-        "automargin": True,
-        "fixedrange": True,
-        **more,
-    }
 
 
 def horizontal_bars(
@@ -64,40 +32,25 @@ def horizontal_bars(
     *,
     log_from: float = LOG_FROM,
 ) -> Figure:
-    """One bar per label, first on top, each with its own text; logarithmic when they lie far apart."""
+    """One bar per label, first on top, each with its own text; logarithmic where they differ a lot."""
     positive = [v for v in values if v > 0]
-    spread = max(positive) / min(positive) if positive else 1.0
-    title = {"text": unit, "font": {"size": 12, "color": "@muted"}}
-    axes = axis(title=title, showticklabels=False, showgrid=False)
-    if spread > log_from:
-        low, high = math.log10(min(positive)), math.log10(max(positive))
+    top = max(positive, default=1.0)
+    is_log = bool(positive) and top / min(positive) > log_from
+    if is_log:
         # Bars on a log axis start somewhere: half a decade below the smallest one.
-        axes |= {"type": "log", "range": [low - 0.5, high + 0.28 * (high - low + 0.5)]}
-        axes["title"]["text"] = f"{unit}, logarithmic"
+        low, high = math.log10(min(positive)) - 0.5, math.log10(top)
+        percents = [100 * (math.log10(v) - low) / (high - low) if v > 0 else 0.0 for v in values]
     else:
-        axes |= {"range": [0, 1.3 * max(positive, default=1.0)]}
-    figure_height = 64 + 36 * len(labels)
+        percents = [100 * max(v, 0.0) / top for v in values]
+    rows = zip(labels, values, percents, roles, texts, strict=True)
     return {
-        "data": [
-            {
-                "type": "bar",
-                "orientation": "h",
-                "y": list(labels),
-                "x": list(values),
-                "text": list(texts),
-                "textposition": "outside",
-                "cliponaxis": False,
-                "textfont": {"color": "@text", "size": 13},
-                "marker": {"color": list(roles), "cornerradius": 4},
-                "hovertemplate": "%{y}: %{text}<extra></extra>",
-            }
+        "kind": "bars",
+        "unit": f"{unit}, logarithmic" if is_log else unit,
+        "is_log": is_log,
+        "bars": [
+            {"label": label, "value": value, "percent": round(percent, 2), "role": role, "text": text}
+            for label, value, percent, role, text in rows
         ],
-        "layout": layout(
-            figure_height,
-            xaxis=axes,
-            yaxis={"autorange": "reversed", "tickfont": {"color": "@text", "size": 13}, "showgrid": False},
-            bargap=0.32,
-        ),
     }
 
 
@@ -122,22 +75,42 @@ def _rows_chart(rows: list[dict[str, Any]], field: str, texts: list[str], unit: 
 
 
 def before_after(before: float, after: float, texts: tuple[str, str], unit: str) -> Figure:
-    """Two bars, always linear: a sliver beside a full bar is the truth about a large ratio."""
+    """Two bars, always linear: a large ratio shows as a sliver beside a full bar."""
     return horizontal_bars(
-        ["before", "after"], [before, after], ["@reference", "@fast"], texts, unit, log_from=math.inf
+        ["before", "after"], [before, after], ["reference", "fast"], texts, unit, log_from=math.inf
     )
 
 
-def finding_costs(findings: list[dict[str, Any]], *, limit: int = 8) -> Figure:
-    """Share of the step that the findings cost, the dearest first."""
-    dearest = sorted(findings, key=lambda f: f["share"], reverse=True)[:limit]
-    return horizontal_bars(
-        [f"{f['rule']} {f['place']}" for f in dearest],
-        [f["share"] for f in dearest],
-        ["@reference"] * len(dearest),
-        [f["cost"] for f in dearest],
-        "share of the step's time or memory",
-    )
+def ranked(
+    pairs: Sequence[tuple[str, float]], show: Show, unit: str, *, limit: int = 8, in_order: bool = False
+) -> Figure:
+    """The largest values as bars, each with its text."""
+    summed: dict[str, float] = {}
+    for name, value in pairs:
+        summed[name] = summed.get(name, 0.0) + value
+    rows = list(summed.items()) if in_order else sorted(summed.items(), key=lambda row: -row[1])
+    rows = [(name, value) for name, value in rows[:limit] if value > 0]
+    labels, values = [name for name, _ in rows], [value for _, value in rows]
+    return horizontal_bars(labels, values, ["reference"] * len(rows), [show(v) for v in values], unit)
+
+
+_PART_ROLES = ("reference", "fast", "peer", "limit", "muted")
+
+
+def shares(pairs: Sequence[tuple[str, float]], show: Show) -> Figure:
+    """One bar split into the parts of a whole, such as rollout, scoring and update of an iteration."""
+    total = sum(value for _, value in pairs) or 1.0
+    return {
+        "kind": "shares",
+        "parts": [
+            {"label": name, "percent": round(100 * value / total, 2), "text": show(value), "role": role}
+            for (name, value), role in zip(pairs, _roles(len(pairs)), strict=True)
+        ],
+    }
+
+
+def _roles(count: int) -> list[str]:
+    return [_PART_ROLES[index % len(_PART_ROLES)] for index in range(count)]
 
 
 def thin(timeline: Timeline, points: int = MAX_POINTS) -> list[list[float]]:
@@ -146,47 +119,104 @@ def thin(timeline: Timeline, points: int = MAX_POINTS) -> list[list[float]]:
     if len(events) <= points:
         return events
     width = math.ceil(len(events) / (points // 2))
-    kept: list[list[float]] = []
+    extremes: list[list[float]] = []
     for start in range(0, len(events), width):
         part = events[start : start + width]
         by_level = sorted(range(len(part)), key=lambda i: part[i][1])
-        kept += [part[i] for i in sorted({by_level[0], by_level[-1]})]
-    return kept
+        extremes += [part[i] for i in sorted({by_level[0], by_level[-1]})]
+    return extremes
 
 
-def memory_timeline(lines: dict[str, Timeline]) -> Figure:
-    """Bytes above the start of the step over its course; the course is 0 to 100 %, so both fit."""
-    data = []
-    for name, timeline in lines.items():
-        points = thin(timeline)
-        end = max((t for t, _ in points), default=0.0) or 1.0
-        role = "@fast" if name == "after" else "@reference"
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": name,
-                "x": [round(100 * t / end, 3) for t, _ in points],
-                "y": [round(level / 2**20, 4) for _, level in points],
-                "line": {"shape": "hv", "width": 2, "color": role},
-                "fill": "tozeroy",
-                "fillcolor": role + "-soft",
-                "hovertemplate": "%{y:.3g} MiB at %{x:.0f} %<extra>" + name + "</extra>",
-            }
-        )
+class Axis:
+    """Maps values to percentages of the plot, linearly or by their logarithm, and labels a few of them."""
+
+    def __init__(self, low: float, high: float, *, log: bool = False) -> None:
+        self.low, self.high, self.log = low, high if high > low else low + 1.0, log
+        if log:
+            self.low, self.high = math.log10(low) - 0.15, math.log10(high) + 0.15
+
+    def percent(self, value: float) -> float:
+        position = math.log10(value) if self.log else value
+        return round(100 * (position - self.low) / (self.high - self.low), 2)
+
+    def ticks(self, values: Sequence[float], show: Show) -> list[Figure]:
+        """Labels at the values inside the plot."""
+        places = [(self.percent(value), show(value)) for value in values]
+        return [{"percent": place, "text": text} for place, text in places if -0.01 <= place <= 100.01]
+
+
+def round_steps(low: float, high: float, count: int = 5) -> list[float]:
+    """About `count` round values from low to high: multiples of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / count
+    if rough <= 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [round(k * step, 12) for k in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _line(name: str, role: str, x: Axis, y: Axis, points: Points, *, stepped: bool = False) -> Figure:
+    """One line of a chart; the plot is 100 wide and 100 high, and y grows downwards in SVG."""
+    places = [(x.percent(a), round(100 - y.percent(b), 2)) for a, b in points]
+    path = ""
+    for index, (across, down) in enumerate(places):
+        if not index:
+            path = f"M{across:g} {down:g}"
+        else:
+            path += f"H{across:g}V{down:g}" if stepped else f"L{across:g} {down:g}"
     return {
-        "data": data,
-        "layout": layout(
-            280,
-            margin={"t": 32},
-            showlegend=True,
-            xaxis={"ticksuffix": " %", "title": _title("course of one step"), "range": [0, 100]},
-            yaxis={"ticksuffix": " MiB", "rangemode": "tozero"},
-        ),
+        "name": name,
+        "role": role,
+        "points": list(points),
+        "path": path,
+        "dash": False,
+        "area": "",
+        "dots": [],
     }
 
 
-_CATEGORY_ROLES = ("@reference", "@fast", "@peer", "@limit", "@muted")
+def _area(path: str, floor: str) -> str:
+    return f"{path}{floor}Z" if path else ""
+
+
+def _lines(series: list[Figure], *, x_ticks: Any, y_ticks: Any, x_title: str, height: int = 220) -> Figure:
+    return {
+        "kind": "lines",
+        "series": series,
+        "x_ticks": x_ticks,
+        "y_ticks": y_ticks,
+        "x_title": x_title,
+        "height": height,
+    }
+
+
+def memory_timeline(lines: dict[str, Timeline]) -> Figure:
+    """Bytes above the start of the step from its start (0 %) to its end (100 %), so that both steps fit."""
+    courses = {}
+    for name, timeline in lines.items():
+        points = thin(timeline)
+        end = max((t for t, _ in points), default=0.0) or 1.0
+        courses[name] = [(100 * t / end, level) for t, level in points]
+    top = max((level for points in courses.values() for _, level in points), default=0.0)
+    x, y = Axis(0, 100), Axis(0, 1.05 * top or 1.0)
+    series = []
+    for name, points in courses.items():
+        line = _line(name, "fast" if name == "after" else "reference", x, y, points, stepped=True)
+        line["area"] = _area(line["path"], "H100V100H0")
+        series.append(line)
+    return _lines(
+        series,
+        x_ticks=x.ticks((0, 25, 50, 75, 100), lambda v: f"{v:.0f} %"),
+        y_ticks=_size_ticks(y, top),
+        x_title="course of one step",
+    )
+
+
+def _size_ticks(axis: Axis, top: float) -> list[Figure]:
+    """Round numbers of the unit that fits the largest value."""
+    unit = 1024.0 ** min(max(math.floor(math.log(max(top, 1.0), 1024)), 0), 4)
+    return axis.ticks([v * unit for v in round_steps(0, top / unit, 4)], units.size)
 
 
 def stacked_timeline(samples: Sequence[dict[str, Any]], capacity: float) -> Figure:
@@ -197,129 +227,66 @@ def stacked_timeline(samples: Sequence[dict[str, Any]], capacity: float) -> Figu
             if name != "event":
                 totals[name] = max(totals.get(name, 0.0), value)
     names = sorted(totals, key=lambda name: -totals[name])
-    x = [sample["event"] for sample in samples]
-    data: list[Figure] = []
-    for index, name in enumerate(names):
-        role = _CATEGORY_ROLES[index % len(_CATEGORY_ROLES)]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": name,
-                "stackgroup": "memory",
-                "x": x,
-                "y": [round(sample.get(name, 0) / 2**30, 4) for sample in samples],
-                "line": {"shape": "hv", "width": 1, "color": role},
-                "hovertemplate": "%{y:.3g} GiB<extra>" + name + "</extra>",
-            }
-        )
     top = max((sum(v for k, v in s.items() if k != "event") for s in samples), default=0.0)
-    shapes = []
-    if capacity < 1.5 * top:
-        line = {"color": "@text", "width": 1, "dash": "dot"}
-        shapes = [{"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": capacity / 2**30, "line": line}]
-        shapes[0]["y1"] = shapes[0]["y0"]
-    return {
-        "data": data,
-        "layout": layout(
-            300,
-            margin={"t": 48},
-            showlegend=True,
-            shapes=shapes,
-            xaxis={"title": _title("events of one step"), "showticklabels": False},
-            yaxis={"ticksuffix": " GiB", "rangemode": "tozero"},
-        ),
-    }
+    shows_capacity = 0 < capacity < 1.5 * top
+    x = Axis(0, max(len(samples) - 1, 1))
+    y = Axis(0, 1.05 * max(top, capacity if shows_capacity else 0.0) or 1.0)
+    below = [0.0] * len(samples)
+    series = []
+    for name, role in zip(names, _roles(len(names)), strict=True):
+        above = [level + sample.get(name, 0) for level, sample in zip(below, samples, strict=True)]
+        line = _line(name, role, x, y, list(enumerate(above)), stepped=True)
+        floor = _line(name, role, x, y, list(enumerate(below)), stepped=True)["path"]
+        line["area"] = _between(line["path"], floor)
+        series.append(line)
+        below = above
+    if shows_capacity and series:
+        limit = _line(f"device, {units.size(capacity)}", "bad", x, y, [(x.low, capacity), (x.high, capacity)])
+        series.append({**limit, "dash": True})
+    return _lines(
+        series, x_ticks=[], y_ticks=_size_ticks(y, y.high), x_title="events of one step", height=240
+    )
 
 
-def ranked(
-    pairs: Sequence[tuple[str, float]], show: Any, unit: str, *, limit: int = 8, in_order: bool = False
-) -> Figure:
-    """The largest values as bars, each with its text."""
-    summed: dict[str, float] = {}
-    for name, value in pairs:
-        summed[name] = summed.get(name, 0.0) + value
-    rows = list(summed.items()) if in_order else sorted(summed.items(), key=lambda row: -row[1])
-    rows = [(name, value) for name, value in rows[:limit] if value > 0]
-    labels, values = [name for name, _ in rows], [value for _, value in rows]
-    return horizontal_bars(labels, values, ["@reference"] * len(rows), [show(v) for v in values], unit)
-
-
-def loss_curves(curves: dict[str, Sequence[float]]) -> Figure:
-    """Loss of the first steps; equal runs lie on top of each other, so the second is dotted."""
-    styles = {"before": ("@reference", "solid", 5), "after": ("@fast", "dot", 2.5)}
-    data = [
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": name,
-            "x": list(range(1, len(values) + 1)),
-            "y": list(values),
-            "line": {"color": styles[name][0], "dash": styles[name][1], "width": styles[name][2]},
-            "marker": {"size": 5},
-            "hovertemplate": "step %{x}: %{y:.6f}<extra>" + name + "</extra>",
-        }
-        for name, values in curves.items()
-    ]
-    return {
-        "data": data,
-        "layout": layout(
-            280,
-            margin={"t": 32},
-            showlegend=True,
-            xaxis={"title": _title("step"), "dtick": 1},
-            yaxis={"title": _title("loss")},
-        ),
-    }
+def _between(upper: str, lower: str) -> str:
+    """The area between two stepped paths: SVG fills both and leaves out what is inside both."""
+    return f"{upper}V100H0Z{lower}V100H0Z" if upper else ""
 
 
 def sweep(results: list[dict[str, Any]], key: str, field: str) -> Figure:
     """One line per implementation over the swept parameter."""
-    series: dict[str, tuple[str, list[float], list[float], list[str]]] = {}
     show = units.seconds if field == "median_s" else units.size
+    points: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for result in results:
         value = swept_value(result["size"], key)
         for row in result["rows"]:
             # A logarithmic axis has no zero: a limit that needs no extra bytes has no line.
-            if value is None or not row["available"] or not row[field]:
-                continue
-            _, xs, ys, texts = series.setdefault(row["impl"], (row["kind"], [], [], []))
-            xs.append(value)
-            ys.append(row[field])
-            texts.append(show(row[field]))
-    data = []
-    for name, (kind, xs, ys, texts) in series.items():
-        order = sorted(range(len(xs)), key=lambda i: xs[i])
-        strong = kind in ("fast", "reference")
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": name,
-                "x": [xs[i] for i in order],
-                "y": [ys[i] for i in order],
-                "text": [texts[i] for i in order],
-                "line": {
-                    "color": KIND_ROLE[kind],
-                    **({"width": 2.5} if strong else {"width": 1.5, "dash": "dot"}),
-                },
-                "marker": {"size": 8 if strong else 6},
-                "hovertemplate": f"{key} %{{x}}: %{{text}}<extra>{name}</extra>",
-            }
-        )
-    ticks = sorted({x for line in data for x in line["x"]})
-    highest = max((y for line in data for y in line["y"]), default=1.0)
-    lowest = min((y for line in data for y in line["y"]), default=1.0)
-    return {
-        "data": data,
-        "layout": layout(
-            320,
-            margin={"t": 56},
-            showlegend=True,
-            xaxis={"title": _title(key.replace("_", " ")), **_ticks(ticks)},
-            yaxis={"type": "log", **_log_ticks(lowest, highest, show)},
-        ),
-    }
+            if value is not None and row["available"] and row[field]:
+                points.setdefault((row["impl"], row["kind"]), []).append((value, row[field]))
+    levels = [level for line in points.values() for _, level in line]
+    low, high = min(levels, default=1.0), max(levels, default=1.0)
+    values = sorted({value for line in points.values() for value, _ in line})
+    x = Axis(values[0], values[-1]) if values else Axis(0, 1)
+    y = Axis(low, high, log=True)
+    series = []
+    for (name, kind), line in points.items():
+        drawn = _with_dots(_line(name, KIND_ROLE[kind], x, y, sorted(line)), x, y, sorted(line), show)
+        series.append({**drawn, "dash": kind not in ("fast", "reference")})
+    return _lines(
+        series,
+        x_ticks=x.ticks(values, "{:g}".format),
+        y_ticks=y.ticks(_powers(low, high, show), show),
+        x_title=key.replace("_", " "),
+        height=240,
+    )
+
+
+def _with_dots(line: Figure, x: Axis, y: Axis, points: Points, show: Show) -> Figure:
+    dots = [
+        {"left": x.percent(a), "bottom": y.percent(b), "title": f"{line['name']} at {a:g}: {show(b)}"}
+        for a, b in points
+    ]
+    return {**line, "dots": dots}
 
 
 def capacity(rows: list[dict[str, Any]], devices: dict[str, int], *, x_title: str) -> Figure:
@@ -327,46 +294,28 @@ def capacity(rows: list[dict[str, Any]], devices: dict[str, int], *, x_title: st
 
     `rows`: `{"method", "kind", "x", "peak_bytes"}`; `devices`: name -> bytes.
     """
-    data = []
+    top = max([row["peak_bytes"] for row in rows] + list(devices.values()), default=1.0)
+    values = sorted({row["x"] for row in rows})
+    x = Axis(values[0], values[-1]) if values else Axis(0, 1)
+    y = Axis(0, 1.05 * top)
+    series = []
     for method in dict.fromkeys(row["method"] for row in rows):
         own = sorted((row for row in rows if row["method"] == method), key=lambda row: row["x"])
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "name": method,
-                "x": [row["x"] for row in own],
-                "y": [row["peak_bytes"] / 2**30 for row in own],
-                "text": [units.size(row["peak_bytes"]) for row in own],
-                "line": {"color": KIND_ROLE[own[0]["kind"]], "width": 2.5},
-                "marker": {"size": 8},
-                "hovertemplate": "%{x:g}: %{text}<extra>" + method + "</extra>",
-            }
-        )
-    ticks = sorted({row["x"] for row in rows})
-    edge = [ticks[0], ticks[-1]] if ticks else [0, 1]
+        points = [(row["x"], row["peak_bytes"]) for row in own]
+        line = _line(method, KIND_ROLE[own[0]["kind"]], x, y, points)
+        series.append(_with_dots(line, x, y, points, units.size))
     for name, num_bytes in devices.items():
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": f"{name}, {units.size(num_bytes)}",
-                "x": edge,
-                "y": [num_bytes / 2**30] * 2,
-                "line": {"color": "@bad", "width": 1.5, "dash": "dash"},
-                "hovertemplate": f"{name}: {units.size(num_bytes)}<extra></extra>",
-            }
+        line = _line(
+            f"{name}, {units.size(num_bytes)}", "bad", x, y, [(x.low, num_bytes), (x.high, num_bytes)]
         )
-    return {
-        "data": data,
-        "layout": layout(
-            340,
-            margin={"t": 56},
-            showlegend=True,
-            xaxis={"title": _title(x_title), **_ticks(ticks)},
-            yaxis={"ticksuffix": " GiB", "rangemode": "tozero"},
-        ),
-    }
+        series.append({**line, "dash": True})
+    return _lines(
+        series,
+        x_ticks=x.ticks(values, "{:g}".format),
+        y_ticks=_size_ticks(y, top),
+        x_title=x_title,
+        height=260,
+    )
 
 
 def swept_value(size_label: str, key: str) -> float | None:
@@ -381,24 +330,9 @@ def swept_value(size_label: str, key: str) -> float | None:
     return None
 
 
-def _ticks(values: list[float]) -> Figure:
-    return {"tickvals": values, "ticktext": [f"{v:g}" for v in values]}
-
-
-def _title(text: str) -> Figure:
-    return {"text": text, "font": {"size": 12, "color": "@muted"}, "standoff": 8}
-
-
-def _log_ticks(lowest: float, highest: float, show: Any) -> Figure:
-    """Decade ticks with units in words; plotly's own would print 10M for bytes."""
-    first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
-    base = 10.0
-    if show is units.size:
-        first, last, base = math.floor(math.log(lowest, 4)), math.ceil(math.log(highest, 4)), 4.0
+def _powers(low: float, high: float, show: Show) -> list[float]:
+    """Round values on a logarithmic axis: powers of 4 for bytes, of 10 for seconds, about six of them."""
+    base = 4.0 if show is units.size else 10.0
+    first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
     step = max(1, math.ceil((last - first) / 6))
-    values = [base**e for e in range(first, last + 1, step)]
-    return {
-        "tickvals": values,
-        "ticktext": [show(v) for v in values],
-        "range": [math.log10(lowest) - 0.15, math.log10(highest) + 0.15],
-    }
+    return [base**e for e in range(first, last + 1, step)]

@@ -7,18 +7,15 @@ all write to the same file, in any order. Scripts and styles are inlined; nothin
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
 import leanstep
 from leanstep import units
+from leanstep.extras import require
 from leanstep.files import BadInput, finite, write_text
 from leanstep.report import sections
 from leanstep.report.tables import time_text
@@ -29,6 +26,11 @@ _DATA = re.compile(r'<script type="application/json" id="leanstep-data">(.*?)</s
 _EXPECTED = "expected a new file or a leanstep page"
 
 Data = dict[str, Any]
+
+
+def check_installed() -> None:
+    """Raise MissingExtra where the page cannot be written."""
+    require("the report page", "report", "jinja2")
 
 
 def add_section(path: str | Path, kind: str, payload: Data) -> None:
@@ -87,6 +89,9 @@ def _are_objects(sections: Any) -> bool:
 
 def render(data: Data) -> str:
     """The whole page as text."""
+    check_installed()
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -99,33 +104,22 @@ def render(data: Data) -> str:
         "time_text": time_text,
         "json_block": json_block,
     }
-    template, shown = (
-        environment.get_template("page.html.j2"),
-        {
-            "view": sections.view(data["sections"]),
-            "data": data,
-            "written": data.get("written", ""),
-            "version": leanstep.__version__,
-            "style": (TEMPLATES / "page.css").read_text(encoding="utf-8"),
-            "script": (TEMPLATES / "page.js").read_text(encoding="utf-8"),
-        },
+    return environment.get_template("page.html.j2").render(
+        view=sections.view(data["sections"]),
+        data=data,
+        written=data.get("written", ""),
+        version=leanstep.__version__,
+        style=(TEMPLATES / "page.css").read_text(encoding="utf-8"),
+        script=(TEMPLATES / "page.js").read_text(encoding="utf-8"),
     )
-    page = template.render(shown, plotly="")
-    # plotly is 4.7 MB: only where there is something to draw.
-    return template.render(shown, plotly=_plotly_script()) if 'class="chart' in page else page
 
 
-def json_block(value: Any) -> Markup:
+def json_block(value: Any) -> Any:
     """JSON that cannot end the script element it stands in, whatever strings it holds. NaN becomes null."""
+    from markupsafe import Markup
+
     text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # U+2028 and U+2029 are newlines to some parsers; "<" could open a comment or close the element.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)
-
-
-def _plotly_script() -> str:
-    """plotly's own minified bundle, read as a file: importing plotly takes a second for nothing."""
-    spec = importlib.util.find_spec("plotly")
-    assert spec is not None and spec.origin is not None
-    return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_text(encoding="utf-8")

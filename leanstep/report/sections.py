@@ -131,8 +131,14 @@ def findings_view(report: Data) -> Data:
         "name": Path(report["script"]).name,
         "findings": findings,
         "steps": steps,
-        "chart": charts.finding_costs(findings) if len(findings) > 1 else None,
+        "phase_shares": _phase_shares(steps.get("phases") or [], "seconds", 1.0),
     }
+
+
+def _phase_shares(phases: list[Data], field: str, unit_s: float) -> Data | None:
+    """Rollout, scoring and update as parts of one bar; None where fewer than two of them were timed."""
+    timed = [(p["phase"], p[field] * unit_s) for p in phases if p.get(field)]
+    return charts.shares(timed, units.seconds) if len(timed) > 1 else None
 
 
 def cost_label(cost: Data) -> str:
@@ -176,7 +182,6 @@ def _demo(payload: Data) -> Data:
                 "timeline_chart": charts.memory_timeline(
                     {"before": before["timeline"], "after": after["timeline"]}
                 ),
-                "loss_chart": charts.loss_curves({"before": before["losses"], "after": after["losses"]}),
             }
         )
     return {**payload, "examples": examples}
@@ -269,6 +274,7 @@ def _rehearsal(run: Data) -> Data:
             [(o["line"], o["bytes"]) for o in memory["owners"]], units.size, "bytes"
         ),
         "devices_chart": None,
+        "phase_shares": _phase_shares((run.get("iteration") or {}).get("phases", []), "ms", 1e-3),
         "what_ifs": [],
     }
     if time is None:
@@ -283,9 +289,9 @@ def _rehearsal(run: Data) -> Data:
         shown["devices_chart"] = charts.ranked(steps, milliseconds, "predicted step", in_order=True)
     names = {
         "no_syncs_ms": "no host syncs",
-        "fused_ms": "elementwise kernels fused (an ideal)",
-        "fused_optimizer_ms": "optimizer in one pass",
-        "free_host_ms": "a host that costs nothing",
+        "fused_ms": "fused elementwise kernels (ideal)",
+        "fused_optimizer_ms": "fused optimizer",
+        "free_host_ms": "zero host cost",
     }
     shown["what_ifs"] = [
         {"name": name, "step": milliseconds(what[key]), "gain": 1 - what[key] / time["step_ms"]}

@@ -156,7 +156,7 @@ def page_section(result: Data) -> Data:
 def cuts_lines(result: Data) -> Group:
     """`prove train.py --same ... --same ...` for the terminal."""
     table = _table()
-    for name in ("cut", "ranks", "backward calls", "distance", "what it is"):
+    for name in ("split", "ranks", "backward calls", "distance", "result"):
         table.add_column(name, justify="right" if name in ("ranks", "backward calls", "distance") else "left")
     for row in result["rows"]:
         table.add_row(
@@ -176,7 +176,7 @@ def cuts_markdown(result: Data) -> str:
     mark = "✅" if result["ok"] else "❌"
     title = code_for_markdown(f"leanstep prove {result['script']} --same")
     lines = [f"### {mark} {title}", "", for_markdown(result["verdict"]), ""]
-    lines += ["| cut | ranks | distance | what it is |", "|---|---|---|---|"]
+    lines += ["| split | ranks | distance | result |", "|---|---|---|---|"]
     for row in result["rows"]:
         sentence = for_markdown(row["sentence"])
         cells = (code_for_markdown(row["cut"]), str(row["ranks"]), units.small(row["distance"]), sentence)

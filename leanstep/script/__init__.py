@@ -1,1 +1,1 @@
-"""The user's script: running it, its steps, its lines and its host syncs; one meaning for every command."""
+"""Runs the user's script and defines its steps, source lines and host syncs, the same for every command."""

@@ -1,11 +1,11 @@
-"""Child processes that never outlive this one, and temporary folders that are removed with it.
+"""Child processes and temporary folders that never outlive this process.
 
-Every command that runs a script in another process starts it here. A child leads a session of its own. When
-it ends, what it started and left running is ended too. When this process ends, in whatever way (SIGTERM,
-SIGHUP, SIGKILL, a crash), `guard` ends the children, whatever they started, and the folders.
+Every command that runs a script in another process starts it here. Each child leads its own session. When it
+ends, processes that it left running are killed too. When this process ends for any reason (SIGTERM, SIGHUP,
+SIGKILL, a crash), `guard` kills the children with everything they started and removes the folders.
 
-A child is forked where a caller asks for it: torch is imported already, which saves seconds. Otherwise, and
-where this process uses a GPU, it is started afresh.
+A child is forked if the caller asks for it: torch is already imported, which saves seconds. Otherwise, and if
+this process uses a GPU, a new interpreter is started.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from typing import Any
 from leanstep.files import BadInput
 from leanstep.script import guard
 
-# A script may have replaced what the modules hold under these names: `dumps` and `leave` are Python's own.
+# A script may replace these module attributes, so the original functions are saved here.
 
-# Ranks that wait for one that died are ended after this long; so is a script that ignores Ctrl-C.
+# Ranks that wait for one that failed are killed after this many seconds; so is a script that ignores Ctrl-C.
 GRACE_S = 20.0
 
 
 class _Guard:
-    """The guard process, started with the first child or folder; the same list is held here and there."""
+    """The guard process. It starts with the first child or folder and holds the same list as this process."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
@@ -85,18 +85,18 @@ class _Guard:
         return True
 
     def close(self) -> None:
-        """At the end of this process: the guard sees its pipe closed and ends what is left."""
+        """Close the pipe at the end of this process, so that the guard cleans up."""
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
             self.process.wait()
         self.process = None
 
     def forget(self) -> None:
-        """In a fork of this process: its copy of the pipe would keep the guard waiting."""
+        """Close a fork's copy of the pipe, which would keep the guard waiting."""
         atexit.unregister(self.close)
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
-            # Not a child of this process: nobody here waits for it.
+            # Not a child of this process, so nothing here waits for it.
             self.process.returncode = 0
         self.process = None
         self._reset()
@@ -109,7 +109,7 @@ if hasattr(os, "register_at_fork"):
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str = "leanstep-") -> Iterator[Path]:
-    """A folder that is removed at the end of the block, or of this process if that comes first."""
+    """Create a folder that is removed at the end of the block, or of this process if that comes first."""
     try:
         folder = tempfile.mkdtemp(prefix=prefix)
     except OSError as error:
@@ -125,7 +125,7 @@ def temporary_folder(prefix: str = "leanstep-") -> Iterator[Path]:
 
 @dataclass
 class Child:
-    """A process that was forked (`pid`) or started afresh (`popen`). `code`: its exit code once it ended.
+    """A process that was forked (`pid`) or newly started (`popen`). `code`: its exit code once it has ended.
 
     `mark`: the value of `guard.MARK` in its environment.
     """
@@ -147,13 +147,13 @@ class Child:
                 if done:
                     self.code = os.waitstatus_to_exitcode(status)
             if self.code is not None:
-                # What it started and left running.
+                # Processes that it started and left running.
                 guard.end(self.pid, self.mark)
                 _guard.drop("process", f"{self.pid} {self.mark}")
         return self.code
 
     def interrupt(self) -> None:
-        """As Ctrl-C does: SIGINT to its process group."""
+        """Send SIGINT to its process group, like Ctrl-C."""
         if self.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGINT)
@@ -169,7 +169,7 @@ class Child:
 
 
 def start_program(command: Sequence[str], env: Mapping[str, str], **options: Any) -> Child:
-    """Start another program. `options`: as `subprocess.Popen` takes them."""
+    """Start another program. `options` are those of `subprocess.Popen`."""
     mark = secrets.token_hex(8)
     process = subprocess.Popen(command, env={**env, guard.MARK: mark}, start_new_session=True, **options)
     return Child(process.pid, mark, process)
@@ -178,17 +178,17 @@ def start_program(command: Sequence[str], env: Mapping[str, str], **options: Any
 def start(
     function: Callable[..., None], args: tuple[Any, ...], *, fork: bool, descriptors: Sequence[int] = ()
 ) -> Child:
-    """Call a module-level function in a new process; it gets nothing of this one but its arguments.
+    """Call a module-level function in a new process, which receives only its arguments.
 
     descriptors: files that stay open in the child, under the same numbers.
     """
     if fork and hasattr(os, "fork") and not _uses_cuda():
         return _fork(function, args)
     payload = dumps((function, args)).hex()
-    # Without clean-up: what a rank's script left behind could wait for ever (run_script).
+    # Without clean-up: objects of a rank's script could block forever (see run_script).
     program = "import os, pickle, sys; f, a = pickle.loads(bytes.fromhex(sys.argv[1])); f(*a)"
     program += "; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
-    # Not the working directory of `python -c`: the script's own folder comes first, as Python has it.
+    # Not the working directory of `python -c`: Python puts the script's own folder first.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", program, payload]
     return start_program(command, env=environment, pass_fds=descriptors)
@@ -200,7 +200,7 @@ def _uses_cuda() -> bool:
 
 
 def _fork(function: Callable[..., None], args: tuple[Any, ...]) -> Child:
-    # Every optimizer and every mode wakes it up: seconds, once here or again in each child.
+    # Every optimizer and every mode imports it, which takes seconds: once here or again in each child.
     importlib.import_module("torch._dynamo")
     cpu = importlib.import_module("leanstep.cpu")
 
@@ -222,12 +222,12 @@ def _fork(function: Callable[..., None], args: tuple[Any, ...]) -> Child:
         function(*args)
         code = 0
     finally:
-        # No clean-up of the parent's: its exit handlers and test session are not the child's.
+        # The child must not run the parent's exit handlers.
         leave(code)
 
 
 def _default_signals() -> None:
-    """The script starts with Python's own reaction to SIGTERM and SIGHUP, not with that of its parent."""
+    """Restore Python's default handlers for SIGTERM and SIGHUP instead of the parent's."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -235,7 +235,7 @@ def _default_signals() -> None:
 
 @contextlib.contextmanager
 def ended_afterwards(children: Sequence[Child]) -> Iterator[None]:
-    """None of the children runs when the block is left; a `start` inside the block may add to the list."""
+    """Kill all children when the block ends; a `start` inside the block may add to the list."""
     try:
         yield
     finally:
@@ -244,7 +244,7 @@ def ended_afterwards(children: Sequence[Child]) -> Iterator[None]:
 
 
 def wait_all(children: Sequence[Child], limit_s: float | None = None) -> None:
-    """Wait for all; when one failed, or the limit is over, the others get a while and are then ended."""
+    """Wait for all. After a failure or the time limit the others get a grace period and are then killed."""
     deadline = None if limit_s is None else time.monotonic() + limit_s
     while any(child.poll() is None for child in children):
         if deadline is None and any(child.poll() not in (None, 0) for child in children):
@@ -257,14 +257,14 @@ def wait_all(children: Sequence[Child], limit_s: float | None = None) -> None:
 
 
 def interrupt_all(children: Sequence[Child]) -> None:
-    """After Ctrl-C, which does not reach their sessions: they may still write what they have."""
+    """Forward Ctrl-C, which does not reach their sessions; they may still write their results."""
     for child in children:
         child.interrupt()
     wait_all(children, GRACE_S)
 
 
 def call_in_child(function: Callable[..., Any], *args: Any, fork: bool = False) -> Any:
-    """What `function(*args)` returns or raises, from a process of its own."""
+    """Return or raise what `function(*args)` does in a separate process."""
     with temporary_folder() as folder:
         target = folder / "result"
         child = start(_answer, (function, args, str(target)), fork=fork)
@@ -285,7 +285,7 @@ def call_in_child(function: Callable[..., Any], *args: Any, fork: bool = False) 
 
 
 def how_it_ended(code: int | None) -> str:
-    """The end of a process in words: `ended with exit code 3`, `was ended by SIGKILL`."""
+    """Describe how a process ended: `ended with exit code 3`, `was ended by SIGKILL`."""
     if code is not None and code < 0:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"
@@ -301,7 +301,7 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...], target: str) ->
 
 
 def write_result(target: Path, result: Any) -> None:
-    """Pickle it, whole or not at all; a child that cannot write leaves with the code of an I/O error."""
+    """Write a complete pickle or nothing; exit with the code of an I/O error if writing fails."""
     part = target.with_suffix(".part")
     try:
         part.write_bytes(dumps(result))
@@ -312,7 +312,7 @@ def write_result(target: Path, result: Any) -> None:
 
 @contextlib.contextmanager
 def log_to(path: Path) -> Iterator[None]:
-    """Standard output and error of this process go to a file, also those of C++ code."""
+    """Redirect standard output and error of this process to a file, including those of C++ code."""
     with path.open("w", encoding="utf-8", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

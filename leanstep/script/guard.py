@@ -1,6 +1,6 @@
-"""Ends the processes and removes the folders that a leanstep process leaves behind, however it ended.
+"""Kills the processes and removes the folders that a leanstep process leaves behind, however it ended.
 
-`children` runs this file as a program, in a session of its own. Its standard input is a pipe whose other end
+`children` runs this file as a program in a separate session. Its standard input is a pipe whose other end
 only the leanstep process holds; the lines are `+process PID MARK`, `+folder PATH`, and the same with `-`.
 When that process ends, by SIGKILL too, the pipe closes: what is still listed is ended and removed.
 
@@ -18,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-# Helpers of a killed script get this long: Python's resource tracker removes shared memory and semaphores.
+# Grace period for helpers of a killed script: Python's resource tracker removes shared memory and semaphores.
 PATIENCE_S = 1.0
-# In the environment of a child and of the programs that it starts: finds those that moved to other sessions.
+# Set in the environment of a child and its descendants, to find those that moved to other sessions.
 MARK = "LEANSTEP_CHILD"
 
 
@@ -41,7 +41,7 @@ def processes() -> dict[int, tuple[int, int]]:
 
 
 def _listed_by_ps() -> dict[int, tuple[int, int]]:
-    """Without /proc (macOS). Process groups stand in for sessions, which ps does not number there."""
+    """List processes without /proc (macOS), with process groups in place of sessions."""
     command = ["ps", "-axo", "pid=,ppid=,pgid=,stat="]
     with contextlib.suppress(OSError):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -57,11 +57,11 @@ def _is_marked(pid: int, mark: str) -> bool:
 
 
 def family(root: int, mark: str) -> set[int]:
-    """The session that `root` leads, programs with its mark, their descendants and the sessions of those."""
+    """Return the session of `root`, processes with its mark, their descendants and their sessions."""
     table = processes()
     own = table.get(os.getpid(), (0, 0))[1]
     sessions, members = {root}, {pid for pid in table if _is_marked(pid, mark)} - {os.getpid()}
-    # Another process may have the number of one that ended.
+    # The pid of a process that ended may have been reused.
     if root in table and (table[root][1] == root or table[root][0] == os.getpid()):
         members.add(root)
     while True:
@@ -77,9 +77,9 @@ def family(root: int, mark: str) -> set[int]:
 
 
 def end(root: int, mark: str) -> None:
-    """Kill `root`, which leads a session, and its family. Returns when none of them runs.
+    """Kill the session leader `root` and its family. Return when none of them runs.
 
-    With the number of this process as `root`: the others.
+    If `root` is this process, kill only the others.
     """
     members = family(root, mark)
     if root != os.getpid():
@@ -99,7 +99,7 @@ def _send(number: int, members: set[int]) -> None:
 
 
 def remove(folder: str) -> None:
-    """Also a folder that somebody still writes into."""
+    """Remove a folder, even if a process still writes into it."""
     for _ in range(5):
         shutil.rmtree(folder, ignore_errors=True)
         if not Path(folder).exists():
@@ -108,7 +108,7 @@ def remove(folder: str) -> None:
 
 
 def main() -> None:
-    # Nobody ends the guard but the end of the pipe.
+    # Only the end of the pipe ends the guard.
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Functions of torch replaced while a script is watched, and whose code runs now."""
+"""Replaces torch functions while a script is watched, and tells whose code is running."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _current_node: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_n
 
 
 def in_engine() -> bool:
-    """Whether this thread runs code of a backward pass."""
+    """Return whether this thread runs code of a backward pass."""
     return _current_node is not None and _current_node() is not None
 
 
 def replace_function(place: Any, name: str, handler: Callable[..., Any]) -> Callable[[], None]:
-    """Calls of `place.name` go to `handler(original, ...)` outside compilers. Returns the way back."""
+    """Redirect calls of `place.name` to `handler(original, ...)` outside compilers; return an undo."""
     original = getattr(place, name)
     is_inherited = isinstance(place, type) and name not in vars(place)
     busy = False
@@ -28,9 +28,8 @@ def replace_function(place: Any, name: str, handler: Callable[..., Any]) -> Call
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
         nonlocal busy
-        # A compiler reads this branch as constant and traces torch's own function. AOTAutograd of torch 2.8
-        # does not say that it compiles, only that it traces. A function mode calls the public name, which is
-        # this one, once more.
+        # A compiler treats this branch as constant and traces torch's own function. AOTAutograd of torch 2.8
+        # reports tracing but not compiling. A function mode calls the public name, which is this one, again.
         if torch.compiler.is_compiling() or busy or TracingContext.try_get() is not None:
             return original(*args, **kwargs)
         busy = True
@@ -39,7 +38,7 @@ def replace_function(place: Any, name: str, handler: Callable[..., Any]) -> Call
         finally:
             busy = False
 
-    # A function mode is given the replaced function and asks which one of torch's it is.
+    # A function mode receives the replacement and looks up the torch function behind it.
     replaced._leanstep_original = getattr(original, "_leanstep_original", original)  # type: ignore[attr-defined]
     setattr(place, name, replaced)
     if is_inherited:
@@ -50,7 +49,7 @@ def replace_function(place: Any, name: str, handler: Callable[..., Any]) -> Call
 def wrap_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
 ) -> tuple[Any, Any] | None:
-    """The arguments of `optimizer.step(closure)`, its closure wrapped; None where there is no closure."""
+    """Return the arguments of `optimizer.step(closure)` with the closure wrapped; None without a closure."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return None
@@ -60,7 +59,7 @@ def wrap_closure(
 
 
 def frame_key(frame: FrameType) -> tuple[int, int]:
-    """Names a frame while it runs. The frame itself would keep the script's variables alive."""
+    """Identify a frame while it runs. Holding the frame itself would keep the script's variables alive."""
     return id(frame), id(frame.f_code)
 
 

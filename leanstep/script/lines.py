@@ -1,8 +1,8 @@
-"""Whose line runs an op: one type for a line, one classification of frames, one search for the nearest frame.
+"""Which source line runs an op: one type for a line, one classification of frames, one search.
 
-A frame belongs to the user, to a library (an installed package), or to nobody (torch, the standard library,
-leanstep, wrappers). An op belongs to the nearest frame of the user or a library; of a library's line the
-user's line that led there is its caller.
+A frame belongs to the user, to a library (an installed package), or is skipped (torch, the standard library,
+leanstep, wrappers). An op belongs to the nearest frame of the user or a library. For a line in a library, the
+caller is the user's line that led there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import NamedTuple
 
-# What a frame tells about an op that runs inside it. Flags of skipped frames are or-ed together.
+# Facts about an op from the frames around it. Flags of skipped frames are or-ed together.
 IN_OPTIM, IN_DATA, IN_CHECKPOINT, IN_ENGINE, IN_COMPILED, IN_TRANSFORM, IN_LEANSTEP = (
     1 << i for i in range(7)
 )
@@ -26,18 +26,18 @@ IN_OPTIM, IN_DATA, IN_CHECKPOINT, IN_ENGINE, IN_COMPILED, IN_TRANSFORM, IN_LEANS
 IN_COUNTER, IN_SCALER = 1 << 7, 1 << 8
 LIBRARY, USER = 1 << 9, 1 << 10
 
-# Not resolved: a frame's file name keeps the links on the way to it. torch itself is not imported here: a
+# Not resolved, because the file name of a frame contains symbolic links. torch itself is not imported here: a
 # rehearsal loads its simulated device first.
 _TORCH = importlib.util.find_spec("torch")
 TORCH_FOLDER = str(Path(_TORCH.origin).parent) + os.sep if _TORCH is not None and _TORCH.origin else "<torch>"
 LEANSTEP_FOLDER = str(Path(__file__).parents[1]) + os.sep
-# The code that watches a script; its frames are below every call that it passes on and say nothing.
+# The code that watches a script. Its frames are below every call that it forwards, so they are skipped.
 _WATCHING = tuple(
     f"{LEANSTEP_FOLDER}{name}{os.sep}" for name in ("script", "diagnose", "prove", "rehearse", "fix")
 )
 _STDLIB = tuple(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "platstdlib"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-# Wrappers that only call the function they were given.
+# Wrappers that only call another function.
 _WRAPPERS = ("/accelerate/utils/operations.py", "/transformers/utils/generic.py", "/typing_extensions.py")
 _TRITON = f"{os.sep}triton{os.sep}runtime{os.sep}"
 _TRANSFORMS = (
@@ -52,8 +52,8 @@ _TRANSFORMS = (
 class Line(NamedTuple):
     """One line of one file. `number` 0: no line; `file` then says what it is.
 
-    `library`: the file belongs to an installed package. `readable`: its text may be shown; not where a
-    stranger's trace named the file.
+    `library`: the file belongs to an installed package. `readable`: its text may be shown; not if the
+    file name comes from a trace.
     """
 
     file: str
@@ -67,7 +67,7 @@ class Line(NamedTuple):
 
     @property
     def place(self) -> str:
-        """`path:line`, which terminals open; what has no line (a call path, an unknown one) by its name."""
+        """`path:line`, which terminals can open; the name if there is no line."""
         return f"{short_path(self.file)}:{self.number}" if self.number else self.file
 
     @property
@@ -75,17 +75,17 @@ class Line(NamedTuple):
         return self.text(self.number).strip() if self.number else ""
 
     def text(self, number: int) -> str:
-        """A line of the file, without its end; empty where there is none or it may not be read."""
+        """Return a line of the file without its newline; empty if it does not exist or may not be read."""
         return linecache.getline(self.file, number).rstrip("\n") if self.readable else ""
 
     @property
     def passes_on(self) -> bool:
-        """Whether the line is `return inner(*args, **kwargs)`: a wrapper's, which says nothing."""
+        """Return whether the line is `return inner(*args, **kwargs)`, as in a wrapper."""
         return re.fullmatch(r"(.*:\s*)?return [\w.]+\(\*\w+,\s*\*\*\w+\)", self.code) is not None
 
     @property
     def statement(self) -> str:
-        """The code to show: a line that opens a bracket is continued until it closes."""
+        """The code to show: a line that opens a bracket continues until it closes."""
         text = self.code
         for number in range(self.number + 1, self.number + 8):
             if sum(map(text.count, "([{")) <= sum(map(text.count, ")]}")):
@@ -99,7 +99,7 @@ UNKNOWN_LINE = Line("<backward, line unknown>", 0, "")
 
 
 class Site:
-    """A line together with the user's line that led there; the unit that everything is counted by.
+    """A line together with the user's line that led there. Everything is counted per site.
 
     `in_leanstep`: what runs there is leanstep's own code, called from the line.
     """
@@ -118,12 +118,12 @@ class Site:
 UNKNOWN = Site(UNKNOWN_LINE)
 
 
-# The answer of `Stack.locate`: the site (None: only torch and the engine on the stack) and the flags.
+# The result of `Stack.locate`: the site (None: only torch and the engine on the stack) and the flags.
 Found = tuple[Site | None, int]
 
 
 class Stack:
-    """Reads Python's stack for one recording; remembers what each code object is.
+    """Reads Python's stack for one recording and caches the classification of code objects.
 
     own_program: leanstep itself is the program (a case, `-m leanstep train`), so its lines are the user's.
     """
@@ -131,7 +131,7 @@ class Stack:
     def __init__(self, own_program: bool = False) -> None:
         self._own_program = own_program
         self._verdicts: dict[int, int] = {}
-        # An id is only good while its object lives.
+        # An id is valid only while its object is alive.
         self._codes: list[CodeType] = []
         self._lines: dict[tuple[str, int], Line] = {}
         self._at: dict[tuple[int, int], Line] = {}
@@ -141,13 +141,13 @@ class Stack:
         self._chains: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def new_step(self) -> None:
-        """A function may be compiled from one step to the next: look again."""
+        """Clear the cache: a function may be compiled between two steps."""
         self._compiled.clear()
 
     def locate(self, frame: FrameType | None, in_engine: bool) -> Found:
-        """Walk outwards from `frame` to the first line that is the user's or a library's.
+        """Search outwards from `frame` for the first line of the user or a library.
 
-        In the engine the walk stops at `_engine_run_backward`: no line before it means a built-in node.
+        In the engine the search stops at `_engine_run_backward`: no line before it means a built-in node.
         """
         verdicts = self._verdicts
         flags = 0
@@ -180,7 +180,7 @@ class Stack:
         return site, flags
 
     def line(self, frame: FrameType | None, in_engine: bool) -> Line | None:
-        """The line of `locate` alone."""
+        """Return only the line of `locate`."""
         while frame is not None:
             code = frame.f_code
             verdict = self._verdicts.get(id(code))
@@ -194,7 +194,7 @@ class Stack:
         return None
 
     def chain(self, frame: FrameType | None) -> tuple[int, ...]:
-        """The functions on the stack that are not torch's, innermost first, as ids of their code."""
+        """Return ids of the code objects on the stack that are not torch's, innermost first."""
         ids = []
         verdicts = self._verdicts
         while frame is not None:
@@ -209,7 +209,7 @@ class Stack:
         return self._chains.setdefault(key, key)
 
     def inside(self, frame: FrameType | None, flag: int) -> bool:
-        """Whether a frame with this flag is anywhere on the stack."""
+        """Return whether any frame on the stack has this flag."""
         verdicts = self._verdicts
         while frame is not None:
             code = frame.f_code
@@ -222,7 +222,7 @@ class Stack:
         return False
 
     def _caller(self, frame: FrameType) -> Line | None:
-        """The user's line that led to a library's frame; wrappers that pass arguments on are skipped."""
+        """Return the user's line that led to a library frame, skipping wrappers that forward arguments."""
         outer, passed_on = frame.f_back, None
         while outer is not None:
             code = outer.f_code
@@ -241,7 +241,7 @@ class Stack:
         return passed_on
 
     def _outer_flags(self, frame: FrameType, in_engine: bool) -> int:
-        """Compiled, transformed or recomputed: said by frames further out than the line itself."""
+        """Return flags such as compiled, transformed or recomputed, which come from outer frames."""
         flags = 0
         outer = frame.f_back
         while outer is not None:
@@ -277,7 +277,7 @@ class Stack:
 
 
 def judge_code(file: str, function: str) -> int:
-    """LIBRARY or USER for a frame that can carry a finding, otherwise the flags of a frame to skip."""
+    """Return LIBRARY or USER for a frame that can have findings, otherwise the flags of a skipped frame."""
     if file.startswith(TORCH_FOLDER):
         inner = file[len(TORCH_FOLDER) :].replace(os.sep, "/")
         if inner.startswith("optim/"):
@@ -305,7 +305,7 @@ def judge_code(file: str, function: str) -> int:
 
 
 def nearest_line(frames: Iterable[tuple[str, int, str]], kinds: int = USER | LIBRARY) -> Line | None:
-    """The last of (file, number, function) whose frame is of one of these kinds."""
+    """Return the last (file, number, function) whose frame is of one of these kinds."""
     nearest = None
     for file, number, function in frames:
         verdict = judge_code(file, function)
@@ -315,12 +315,12 @@ def nearest_line(frames: Iterable[tuple[str, int, str]], kinds: int = USER | LIB
 
 
 def traceback_frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:
-    """(file, number, function) of each frame, innermost last."""
+    """Return (file, number, function) of each frame, innermost last."""
     return [(f.f_code.co_filename, number, f.f_code.co_name) for f, number in traceback.walk_tb(trace)]
 
 
 def reads_host_data(frame: FrameType | None) -> bool:
-    """Whether a read comes from code that keeps its values on the host: step counters, samplers of data."""
+    """Return whether the code keeps its values on the host: step counters, data samplers."""
     while frame is not None:
         verdict = judge_code(frame.f_code.co_filename, frame.f_code.co_name)
         if verdict >= LIBRARY:
@@ -332,7 +332,7 @@ def reads_host_data(frame: FrameType | None) -> bool:
 
 
 def short_path(file: str) -> str:
-    """Relative to the working directory where that is shorter to read, else from the package's name on."""
+    """Shorten a path: from the package name on if installed, else relative to the working directory."""
     for part in _INSTALLED:
         if part in file:
             return file.split(part, 1)[1]

@@ -1,4 +1,4 @@
-"""Names of the phases of an iteration, and where they begin. No torch here: a recording holds marks.
+"""Names and starts of the phases of an iteration. Recordings contain them, so torch is not imported.
 
 `leanstep.script.phases` finds them; docs/steps.md has the definition.
 """
@@ -11,20 +11,20 @@ from typing import Any
 
 ROLLOUT, SCORING, UPDATE, OTHER = "rollout", "scoring", "update", "other"
 PHASES = (ROLLOUT, SCORING, UPDATE, OTHER)
-# The name of scoring in a script without rollouts: an evaluation, a teacher, a reference model.
+# The name of scoring in a script without rollouts: evaluation, a teacher, a reference model.
 NO_GRAD = "forwards without gradients"
 
 
 @dataclass
 class Mark:
-    """A phase begins. `position`: what the owner's clock said, a time or a number of events."""
+    """The start of a phase. `position`: the owner's clock, a time or a number of events."""
 
     position: Any
     phase: str
 
 
 def spans(marks: Sequence[Mark], start: Any, end: Any) -> list[tuple[str, Any, Any]]:
-    """The phases between two positions: (phase, from, to), in order, none of them empty."""
+    """Return the non-empty phases between two positions as (phase, from, to), in order."""
     pieces: list[tuple[str, Any, Any]] = []
     phase, at = OTHER, start
     for mark in marks:

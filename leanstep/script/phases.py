@@ -1,7 +1,7 @@
 """The phases of an iteration: rollout, scoring and update. docs/steps.md has the definition.
 
 `PhaseMarker` watches outermost calls of modules with parameters, sampling, and the ends of no-grad blocks. It
-tells the phases apart by what the program does, not by its names: whether gradients are enabled, whether a
+distinguishes phases by what the program does, not by names: whether gradients are enabled, whether a
 call leads to a sampled token or action, and how the length of its input changes from call to call.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 from leanstep.script.hooks import frame_key, in_engine, replace_function, running_frames
 from leanstep.script.marks import OTHER, ROLLOUT, SCORING, UPDATE, Mark
 
-# So many calls in a row, each with one more position than the last or with one position, are generation.
+# This many consecutive calls, each with one more position than the last or with one position, are generation.
 MIN_STREAK = 4
-# Classes whose `generate` makes a rollout.
+# Classes whose `generate` is a rollout.
 _GENERATORS = (("transformers.generation.utils", "GenerationMixin"), ("vllm", "LLM"))
 _SAMPLED_DISTRIBUTIONS = ("Bernoulli", "Categorical", "MultivariateNormal", "Normal")
 
@@ -29,8 +29,8 @@ _SAMPLED_DISTRIBUTIONS = ("Bernoulli", "Categorical", "MultivariateNormal", "Nor
 class ModelCall(NamedTuple):
     """A call of a module without gradients.
 
-    length: positions of its token input, 0 where it has none. streak: how many calls of the module before it
-    were part of the same generation, the first of which began at `first`. cache: the KV cache it was given.
+    length: positions of its token input, 0 if it has none. streak: how many calls of the module before it
+    were part of the same generation, the first of which began at `first`. cache: its KV cache argument.
     """
 
     position: Any
@@ -42,30 +42,30 @@ class ModelCall(NamedTuple):
 
 
 class PhaseListener:
-    """What a `PhaseMarker` reports. Each method may be overridden."""
+    """Receives the reports of a `PhaseMarker`. Each method may be overridden."""
 
     def rollout_begins(self) -> None:
-        """A rollout begins, or what began earlier turns out to be one."""
+        """A rollout begins, or an earlier call turns out to be one."""
 
     def call_begins(self, module: torch.nn.Module) -> None:
-        """A module is called without gradients, outside all other module calls."""
+        """A module is called without gradients, and not from another module."""
 
     def run_call(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Runs a call without gradients."""
+        """Run a call without gradients."""
         return call(module, *args, **kwargs)
 
     def run_generate(self, generate: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a call of transformers' `generate`."""
+        """Run a call of transformers' `generate`."""
         return generate(*args, **kwargs)
 
     def block_ends(self) -> None:
         """A no_grad or inference_mode block has ended."""
 
     def positions_again(self, caller: FrameType, length: int) -> None:
-        """A call computes the positions of the last call again and one more: generation without a cache."""
+        """A call recomputes the positions of the last call plus one: generation without a cache."""
 
     def context_lost(self, caller: FrameType) -> None:
-        """A call gets one position and a cache that the call before was to fill, and which is empty."""
+        """A call gets one position and an empty cache that the previous call should have filled."""
 
 
 class PhaseMarker:
@@ -73,7 +73,7 @@ class PhaseMarker:
 
     Args:
         position: the coordinate of a mark, such as `time.perf_counter` or a number of events.
-        listener: told about rollouts and calls without gradients.
+        listener: receives rollouts and calls without gradients.
     """
 
     def __init__(self, position: Callable[[], Any], listener: PhaseListener | None = None) -> None:
@@ -81,11 +81,11 @@ class PhaseMarker:
         self.marks: list[Mark] = []
         # Whether a token or an action was sampled without gradients since its owner cleared this.
         self.sampled = False
-        # Calls of the scoring under way, and the last call of each module since the last update.
+        # Calls of the current scoring phase, and the last call of each module since the last update.
         self._calls: list[ModelCall] = []
         self._last: dict[int, ModelCall] = {}
         self._rollout_frame: tuple[int, int] | None = None
-        # The phase that goes on when gradients are enabled again.
+        # The phase that continues when gradients are enabled again.
         self._interrupted = OTHER
         self._generating = False
         self._watched: set[str] = set()
@@ -113,7 +113,7 @@ class PhaseMarker:
         self._undo.append(replace_function(place, name, handler))
 
     def watch_generate(self) -> None:
-        """`generate` may choose tokens greedily, or in an engine. Looked for when optimizers are made too."""
+        """Hook `generate`, which may choose tokens greedily or in an engine."""
         for module, name in _GENERATORS:
             generator = vars(sys.modules[module]).get(name) if module in sys.modules else None
             if generator is not None and module not in self._watched:
@@ -171,15 +171,15 @@ class PhaseMarker:
             self.sampled = True
             if self.phase == SCORING and self._calls:
                 self._is_rollout_from(*self._sampled_call())
-            # Where tokens are sampled, a growing input alone says nothing: the sequence may be scored.
+            # If the script samples tokens, a growing input proves nothing: the sequence may be scored.
             self._last = {key: call._replace(streak=0) for key, call in self._last.items()}
         return original(*args, **kwargs)
 
     def _sampled_call(self) -> tuple[Any, tuple[int, int] | None]:
-        """Where the model call began whose output is sampled now, and the frame that made it, if it runs.
+        """Return where the model call began whose output is sampled now, and its frame if that still runs.
 
-        A model that is run by a method of its own (`model.inference(...)`, `model.forward(...)`) shows as
-        calls of its layers from one frame, which has returned by now.
+        A model that is run by another method (`model.inference(...)`, `model.forward(...)`) shows as calls of
+        its layers from one frame, which has returned by now.
         """
         last = self._calls[-1]
         if last.frame in running_frames():
@@ -192,7 +192,7 @@ class PhaseMarker:
         return first.position, None
 
     def _engine(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """An engine of its own: the time of the call is known, what runs in it is not."""
+        """A separate engine: the time of the call is known, what runs in it is not."""
         self.sampled = True
         self._begin(ROLLOUT, self._position())
         try:
@@ -217,7 +217,7 @@ class PhaseMarker:
         return result
 
     def _resume(self) -> None:
-        """What was done without gradients is over where they are enabled again."""
+        """End the phase without gradients when gradients are enabled again."""
         if torch.is_grad_enabled() and self.phase in (ROLLOUT, SCORING):
             self._begin(self._interrupted, self._position())
 
@@ -229,7 +229,7 @@ class PhaseMarker:
         self._begin(UPDATE, self._position())
 
     def update_ends(self) -> None:
-        """An optimizer has made its part of an update."""
+        """An optimizer has finished its part of an update."""
         self._forget_calls()
         self._begin(OTHER, self._position())
 
@@ -247,7 +247,7 @@ class PhaseMarker:
             self._listener.rollout_begins()
 
     def _is_rollout_from(self, position: Any, frame: tuple[int, int] | None) -> None:
-        """The phase under way is generation from `position` on."""
+        """The current phase is generation from `position` on."""
         self.sampled = True
         self._rollout_frame = frame
         self._calls = []
@@ -257,12 +257,12 @@ class PhaseMarker:
 
 
 def _dynamic_cache(inputs: Sequence[Any]) -> Any:
-    """The growing KV cache of transformers. Others have no length that is known without a kernel."""
+    """Return the length of transformers' growing KV cache. Reading other caches' lengths needs a kernel."""
     return next((value for value in inputs if type(value).__name__ == "DynamicCache"), None)
 
 
 def _token_length(inputs: Iterable[Any]) -> int:
-    """Positions of the first integer tensor: token ids [..., T]."""
+    """Return the positions of the first integer tensor: token ids [..., T]."""
     for value in inputs:
         if isinstance(value, Tensor) and value.dim() and not value.is_floating_point():
             return int(value.shape[-1]) if value.dtype is not torch.bool else 0

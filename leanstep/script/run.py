@@ -1,7 +1,7 @@
 """Run a user's script, folder or module exactly as Python would run it.
 
 `sys.path`, `sys.argv`, `__file__` and `__name__` are what `python SCRIPT`, `python FOLDER` or
-`python -m MODULE` would set; errors and exit codes stay the program's own. Under `torchrun` every rank runs
+`python -m MODULE` would set; errors and exit codes are those of the program. Under `torchrun` every rank runs
 like this, and rank 0 reports itself.
 """
 
@@ -26,7 +26,7 @@ from leanstep.escape import printable
 from leanstep.files import BadInput
 from leanstep.script.lines import LEANSTEP_FOLDER, TORCH_FOLDER, USER, nearest_line, traceback_frames
 
-# Files of torch through which a mode passes an op on; without the mode their frames are not on the stack.
+# torch files through which a mode forwards an op; without the mode their frames are not on the stack.
 _PASSED_ON = (f"{TORCH_FOLDER}_ops.py", f"{TORCH_FOLDER}overrides.py")
 _RUNS_SCRIPTS = (runpy.__file__, contextlib.__file__)
 
@@ -45,8 +45,8 @@ class _Left(BaseException):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the script ended: its exit code; of an exception its name, what it says in one line, and the file
-    and line of the script's own code."""
+    """How the script ended: its exit code and, for an exception, its name, its message in one line, and the
+    file and line in the script."""
 
     code: int = 0
     exception: str | None = None
@@ -62,14 +62,14 @@ _LEFT: list[object] = []
 
 @dataclass(frozen=True)
 class Program:
-    """What runs as `__main__`: a file, a folder with a `__main__.py`, or what `python -m` takes."""
+    """The program to run as `__main__`: a file, a folder with a `__main__.py`, or a module."""
 
     name: str
     module: bool = False
 
     @staticmethod
     def find(name: str, module: bool = False) -> Program:
-        """The program behind a command-line argument; a folder without `__main__.py` means its train.py."""
+        """Return the program of a command-line argument; a folder may have a train.py instead."""
         path = Path(name)
         if module or path.is_file() or (path / "__main__.py").is_file():
             return Program(name, module)
@@ -80,7 +80,7 @@ class Program:
         return Program(str(path / "train.py"))
 
     def run(self) -> object:
-        """Run it; returns its global variables."""
+        """Run it and return its global variables."""
         left: object = None
         try:
             if self.module:
@@ -99,13 +99,13 @@ class Program:
 
     @property
     def file(self) -> Path:
-        """The file that a script or a folder runs first."""
+        """Return the file that a script or a folder runs first."""
         path = Path(self.name)
         return path / "__main__.py" if path.is_dir() else path
 
     @property
     def folder(self) -> str:
-        """What Python puts first on the path."""
+        """Return what Python puts first on `sys.path`."""
         return str(Path.cwd() if self.module else self.file.resolve().parent)
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ def _run_file(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def as_main(program: Program, argv: Sequence[str]) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as Python sets them for the program."""
+    """Set `sys.argv` and `sys.path` as Python does for the program."""
     old_argv, old_path = sys.argv, list(sys.path)
     sys.argv = [program.name, *argv]
     # Python's own first entry is this process's script or `-m` folder, and absent under `python -P`.
@@ -142,14 +142,14 @@ def as_main(program: Program, argv: Sequence[str]) -> Iterator[None]:
 
 
 def run_script(program: Program, argv: Sequence[str], context: AbstractContextManager[object]) -> Outcome:
-    """Run a program as `__main__` inside `context`, which is left before anything is printed."""
+    """Run a program as `__main__` inside `context`, which exits before anything is printed."""
     with _streams_survive(), _exits_are_seen():
         return _run(program, argv, context)
 
 
 @contextlib.contextmanager
 def _exits_are_seen() -> Iterator[None]:
-    """`os._exit` and `os.exec*` of this process end the script, not the report. Its forks leave as ever."""
+    """Make `os._exit` and `os.exec*` end only the script in this process, so that a report follows."""
     pid = os.getpid()
 
     def seen(name: str, original: Any) -> Any:
@@ -162,7 +162,7 @@ def _exits_are_seen() -> Iterator[None]:
             if threading.current_thread() is threading.main_thread():
                 raise _Left(call, code)
             # An exception would end the thread only.
-            print(f"leanstep: the script left through {call} in a thread: no step is judged", file=sys.stderr)
+            print(f"leanstep: the script called {call} in a thread: no step is judged", file=sys.stderr)
             sys.stderr.flush()
             return exits(code or 2)
 
@@ -179,7 +179,7 @@ def _exits_are_seen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _streams_survive() -> Iterator[None]:
-    """Standard output and error as they were, whatever the script did to them: a report follows it."""
+    """Restore standard output and error for the report, whatever the script did to them."""
     streams: list[tuple[str, Any, int | None]] = []
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -196,10 +196,10 @@ def _streams_survive() -> Iterator[None]:
 
 
 def _restore(name: str, stream: Any, copy: int | None) -> None:
-    """Put `stream` back as sys.`name`; where the script closed it, a new one on a copy of its descriptor."""
+    """Restore `stream` as sys.`name`; if the script closed it, open a copy of its descriptor."""
     current = getattr(sys, name)
     if current is not stream:
-        # What the script put in its place keeps what was written to it.
+        # The replacement that the script installed keeps its contents.
         with contextlib.suppress(Exception):
             current.flush()
     if stream is not None and not stream.closed and _is_open(stream):
@@ -209,7 +209,7 @@ def _restore(name: str, stream: Any, copy: int | None) -> None:
     elif copy is not None:
         setattr(sys, name, os.fdopen(copy, "w", encoding=getattr(stream, "encoding", None) or "utf-8"))
     elif stream is not None:
-        # Only what is no file of the system comes here; the report then goes where errors go.
+        # Only streams without a file descriptor get here; the report then goes to standard error.
         setattr(sys, name, sys.__stderr__)
 
 
@@ -228,7 +228,7 @@ def _run(program: Program, argv: Sequence[str], context: AbstractContextManager[
     linecache.checkcache()
     try:
         with as_main(program, argv), context:
-            # Held until the context is left, which may look at the parameters once more.
+            # Held until the context exits, which may read the parameters again.
             variables = program.run()
         del variables
     except Stop:
@@ -236,7 +236,7 @@ def _run(program: Program, argv: Sequence[str], context: AbstractContextManager[
     except SystemExit as error:
         return Outcome(_exit_code(error))
     except _Left as left:
-        print(f"leanstep: the script left through {left.call}", file=sys.stderr)
+        print(f"leanstep: the script called {left.call}", file=sys.stderr)
         return Outcome(left.code & 0xFF)
     except KeyboardInterrupt as error:
         _print_traceback(error)
@@ -249,9 +249,9 @@ def _run(program: Program, argv: Sequence[str], context: AbstractContextManager[
 
 
 def one_line(error: BaseException) -> str:
-    """The name and the message's first line; the second too where the first only announces it.
+    """Return the exception's name and first line, plus the second if the first only introduces it.
 
-    The last line of a traceback is not it: a compiler's exception ends with advice on how to report it.
+    The last line of a traceback is not used: a compiler's exception ends with advice on how to report it.
     """
     try:
         text = str(error)
@@ -280,13 +280,13 @@ def _print_traceback(error: BaseException) -> None:
         seen.add(id(link))
         link.__traceback__ = users_traceback(link.__traceback__)
         link = link.__cause__ or link.__context__
-    # A script that closed standard error has nowhere to show its traceback, as under Python itself.
+    # If the script closed standard error, its traceback is lost, as under Python itself.
     with contextlib.suppress(ValueError, OSError, AttributeError):
         traceback.print_exception(error, file=sys.stderr)
 
 
 def users_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames that ran the script and without those that watched it."""
+    """Return the traceback without the frames that ran or watched the script."""
     frames: list[TracebackType] = []
     watched = False
     while trace is not None:
@@ -305,5 +305,5 @@ def users_traceback(trace: TracebackType | None) -> TracebackType | None:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that reports."""
+    """Return whether this process reports."""
     return os.environ.get("RANK", "0") == "0"

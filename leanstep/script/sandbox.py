@@ -1,7 +1,7 @@
 """Run a script in a copy of the working directory: its files stay as they are.
 
-Relative paths lead into the copy. Absolute paths and the network are untouched: this protects from accidents,
-not from a hostile script.
+Relative paths refer to the copy. Absolute paths and the network are not isolated: this protects against
+accidents, not against a hostile script.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from leanstep.script.children import temporary_folder
 
 @contextlib.contextmanager
 def sandbox() -> Iterator[Path]:
-    """The working directory is a copy of itself inside the block; the copy is removed afterwards."""
+    """Make a copy of the working directory the current one inside the block, then remove it."""
     home = Path.cwd()
     with temporary_folder("leanstep-sandbox-") as folder:
         needed, free = _size(home, set()), shutil.disk_usage(folder).free
@@ -41,7 +41,7 @@ def sandbox() -> Iterator[Path]:
 
 
 def inside(path: str, home: Path, copy: Path) -> str:
-    """The same file in the copy, where an absolute path leads into the working directory."""
+    """Return the file in the copy if an absolute path is inside the working directory."""
     target = Path(path)
     return (
         str(copy / target.relative_to(home)) if target.is_absolute() and target.is_relative_to(home) else path
@@ -66,7 +66,7 @@ def _size(folder: Path, seen: set[str]) -> int:
 
 
 def _copy(source: Path, target: Path, home: Path, copy: Path) -> None:
-    """Copy a folder. Links that stay inside remain links; what other links lead to is copied."""
+    """Copy a folder. Links inside it remain links; targets of other links are copied."""
     target.mkdir()
     for path in _entries(source):
         there = target / path.name

@@ -28,13 +28,13 @@ from torch.optim.optimizer import (
 from leanstep.script.hooks import frame_key, in_engine, replace_function, running_frames
 from leanstep.script.phases import PhaseMarker
 
-# The member of a round that stands for all optimizers that step inside a backward, from gradient hooks.
+# Represents all optimizers that step inside a backward, from gradient hooks, as one member of a round.
 _IN_BACKWARD = 0
 _MAX_NODES = 2_000
 
 
 class StepListener:
-    """What a `StepMarker` reports. Each method may be overridden."""
+    """Receives the reports of a `StepMarker`. Each method may be overridden."""
 
     def optimizer_constructed(self) -> None:
         """The script has an optimizer: its steps will end."""
@@ -46,15 +46,15 @@ class StepListener:
         """`result`: what autograd.grad() returned; None after backward()."""
 
     def optimizer_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """May return other (args, kwargs), as torch's own hook does."""
+        """May return other (args, kwargs), like torch's own hook."""
 
     def optimizer_ends(self, optimizer: Optimizer) -> None: ...
 
     def part_ends(self, optimizer: Optimizer | None) -> None:
-        """An optimizer made its part of an update, or its GradScaler skipped it. None: an update by hand."""
+        """An optimizer finished its part of an update, or its GradScaler skipped it. None: no optimizer."""
 
     def step_ends(self, late: bool) -> None:
-        """The parts since the last step make a step. `late`: what follows them has already begun."""
+        """The parts since the last step form a step. `late`: the next step has already begun."""
 
 
 class StepMarker:
@@ -63,8 +63,8 @@ class StepMarker:
     `steps` and `iterations` count what has ended. An iteration is a rollout and the steps that follow it.
 
     Args:
-        listener: told about each part of an update.
-        phases: finds rollouts; its owner may give it a clock of its own.
+        listener: receives each part of an update.
+        phases: finds rollouts; its owner may use a different clock.
     """
 
     def __init__(self, listener: StepListener, phases: PhaseMarker | None = None) -> None:
@@ -102,8 +102,8 @@ class StepMarker:
         self._stack.callback(replace_function(place, name, handler))
 
     def finish(self) -> None:
-        """The training is over: a last step that could not be told from a part of one ends here."""
-        # Parameters that went with the script's variables were updated if they were before.
+        """End the training: close a last step that looked like a part of one."""
+        # Parameters that were freed with the script's variables count as updated if they were before.
         if self._by_hand.has_update(if_gone=self.steps > 0):
             self._update_by_hand()
         elif self._round and not self._regulars:
@@ -124,7 +124,7 @@ class StepMarker:
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         key = frame_key(sys._getframe(1))
-        # A step() that raised has no end, and its frame's key may come again.
+        # A step() that raised never ends, and the key of its frame may be reused.
         self._stepping = [entry for entry in self._stepping if entry[1] != key]
         self._stepping.append((id(optimizer), key))
         if self._is_nested(optimizer):
@@ -149,13 +149,13 @@ class StepMarker:
             self._attempted(optimizer)
 
     def _is_nested(self, optimizer: Optimizer) -> bool:
-        """Whether the step() under way was called by this optimizer's own step(), as a subclass does."""
+        """Return whether the running step() was called by this optimizer's own step(), as in a subclass."""
         running = running_frames()
         self._stepping = [entry for entry in self._stepping if entry[1] in running]
         return sum(other == id(optimizer) for other, _ in self._stepping) > 1
 
     def _scaled_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """A GradScaler that finds an overflow does not call the optimizer; it is a step all the same."""
+        """A GradScaler that detects an overflow does not call the optimizer; this still counts as a step."""
         before = self._attempts
         result = original(scaler, optimizer, *args, **kwargs)
         if self._attempts == before:
@@ -166,14 +166,14 @@ class StepMarker:
     def _attempted(self, optimizer: Optimizer) -> None:
         self._attempts += 1
         if optimizer not in self._optimizers:
-            # Constructed before the marker was entered, and perhaps not alone: wait for it to come round.
+            # Constructed before the marker was entered, perhaps with others: wait until it steps again.
             self._unknown_optimizer = True
         self._join_round(id(optimizer), optimizer)
 
     # Rounds
 
     def _close_round_before(self, key: int) -> None:
-        """A member of the round steps again: the round was over after the last part."""
+        """A member of the round steps again, so the round ended after the last part."""
         if key in self._round:
             self._regulars = (self._regulars & self._round) or set(self._round)
             self._end_step(late=True)
@@ -249,15 +249,15 @@ class _HandWrittenUpdates:
     """Updates without an optimizer: parameters that received gradients have changed before the next backward.
 
     A change shows in the version of a parameter, in a new tensor in its place, or in its gradient being
-    cleared: an update through `.data` leaves the version alone. Once an optimizer has stepped, nothing is
-    looked for.
+    cleared: an update through `.data` leaves the version alone. Once an optimizer has stepped, this
+    search is off.
     """
 
     def __init__(self) -> None:
         self._active = True
         self._leaves: list[tuple[weakref.ref[Tensor], tuple[Any, ...]]] = []
         self._known: list[weakref.ref[Tensor]] = []
-        # Optimizers from before the marker was entered; None: not looked for yet.
+        # Optimizers from before the marker was entered; None: not searched for yet.
         self._earlier: weakref.WeakSet[Optimizer] | None = None
         self._without_optimizer = True
 
@@ -286,7 +286,7 @@ class _HandWrittenUpdates:
     def _belong_to(self, optimizers: Iterable[Optimizer], leaves: list[Tensor]) -> bool:
         keys = {id(leaf) for leaf in leaves}
         if self._earlier is None and not any(_holds(optimizer, keys) for optimizer in optimizers):
-            # type(), not isinstance: that would wake lazy objects of other packages.
+            # type(), not isinstance, which would import lazy objects of other packages.
             objects = (o for o in gc.get_objects() if issubclass(type(o), Optimizer))
             self._earlier = weakref.WeakSet(o for o in objects if hasattr(o, "param_groups"))
         return any(_holds(optimizer, keys) for optimizer in (*optimizers, *(self._earlier or ())))
@@ -296,9 +296,9 @@ class _HandWrittenUpdates:
         return [tensor for tensor in tensors if tensor is not None]
 
     def has_update(self, inputs: Any = None, if_gone: bool = True) -> bool:
-        """Whether the parameters of the last backward have changed, or `inputs` takes their place.
+        """Return whether the parameters of the last backward have changed, or `inputs` replaces them.
 
-        if_gone: what to say when none of them exists any more.
+        if_gone: the result if none of them exists any more.
         """
         alive = [(t, old) for t, old in ((leaf(), old) for leaf, old in self._leaves) if t is not None]
         if not alive:
@@ -329,8 +329,8 @@ def _leaves_of(inputs: Any) -> list[Tensor]:
 
 
 def _leaves_behind(outputs: Any) -> list[Tensor]:
-    """Leaves whose gradients a backward from `outputs` accumulates: those of the last layers are enough."""
-    # Every node that is looked at gets a Python object, and torch frees a long chain of these recursively.
+    """Return leaves that a backward from `outputs` reaches; those of the last layers suffice."""
+    # Every visited node gets a Python object, and torch frees a long chain of these recursively.
     waiting = deque(tensor.grad_fn for tensor in _tensors(outputs))
     seen, leaves = set(waiting), []
     while waiting and len(seen) < _MAX_NODES:

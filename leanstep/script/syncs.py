@@ -1,7 +1,7 @@
-"""Which operations make the host look at a device value: the one list, shared by all commands.
+"""Operations that make the host read a device value: one list, shared by all commands.
 
-On a GPU each of them waits until the device has drained its queue. On a CPU they cost nothing by themselves,
-so a training step can be judged before it is run on a GPU.
+On a GPU each of them waits until the device has drained its queue. On a CPU they cost nothing, so a training
+step can be checked before it runs on a GPU.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SOMETIMES_READ = (
 )
 SOMETIMES_READ_OR_COPY = (*SOMETIMES_READ, "aten::_to_copy", "aten::copy_")
 
-# Python calls that dispatch no read on a CPU tensor, though they hand its values to the host: functions of
-# torch, and methods of Tensor by name.
+# Python calls that return values to the host but dispatch no read on a CPU tensor: functions of torch, and
+# methods of Tensor by name.
 READ_FUNCTIONS: dict[Any, str] = {
     torch.tensor: "torch.tensor",
     torch.as_tensor: "torch.tensor",
@@ -63,18 +63,18 @@ READ_METHODS: dict[str, str] = {
     "new_tensor": "new_tensor",
 }
 READ_CALLS = READ_FUNCTIONS | {getattr(Tensor, name): kind for name, kind in READ_METHODS.items()}
-# What torch's own functions and methods are; a script that patches one puts something else in its place.
+# torch's original functions and methods, saved because a script may patch them.
 NATIVE_TYPES: frozenset[type] = frozenset(
     map(type, (Tensor.add, torch.add, Tensor.shape, Tensor.__getitem__, Tensor.shape.__get__))  # pyright: ignore
 )
 
 
 def torchs_own(func: Any) -> Any:
-    """The function of torch behind one that `script.steps` put in its place."""
+    """Return the torch function that `script.steps` replaced."""
     return getattr(func, "_leanstep_original", func)
 
 
-# User code runs inside these calls, so a function mode must stay on in there: see `run_under`.
+# User code runs inside these calls, so a function mode must stay active: see `run_under`.
 RUNS_USER_CODE: frozenset[Any] = frozenset(
     map(torchs_own, (Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 )
@@ -85,16 +85,16 @@ _one_hot_calls: list[Any] = []
 
 
 def is_candidate(name: str) -> bool:
-    """False when the op called `name` (as in "aten::index") can never be a read: the cheap first question."""
+    """Return False if the op `name` (such as "aten::index") can never be a read: a cheap check."""
     return name in ALWAYS_READ or name in SOMETIMES_READ_OR_COPY
 
 
 def op_read(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> str | None:
-    """The kind of host read that this dispatch makes, or None.
+    """Return the kind of host read that this dispatch makes, or None.
 
     Args:
         name: the op's name without overload, `func._schema.name`.
-        args, kwargs: what the op was dispatched with; shapes, dtypes and devices are looked at, values never.
+        args, kwargs: the op's arguments; only shapes, dtypes and devices are read, never values.
     """
     kind = ALWAYS_READ.get(name)
     if kind is not None:
@@ -124,12 +124,12 @@ def op_read(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None
 
 
 def is_masked_fill(args: Sequence[Any]) -> bool:
-    """Whether an index_put of these arguments writes one value: under a mask it needs no row numbers."""
+    """Return whether an index_put writes one value: under a mask it needs no row numbers."""
     return args[2].numel() == 1 and not (len(args) > 3 and args[3])
 
 
 def call_kind(func: Any) -> str | None:
-    """What kind of read `func` may be, None for most. `func` is what a function mode is called with.
+    """Return the kind of read that `func` may be, None for most. `func` is the argument of a function mode.
 
     torch looks its methods up on Tensor when it calls a mode: of a patched method the mode sees the patch.
     """
@@ -142,7 +142,7 @@ def call_kind(func: Any) -> str | None:
 
 
 def call_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> str | None:
-    """The kind of host read that a Python-level call makes if it dispatches none of its own, or None."""
+    """Return the kind of host read of a Python-level call that dispatches no read itself, or None."""
     kind = call_kind(func)
     if kind == "to":
         return "cpu" if _asks_for_host(args, kwargs or {}) else None
@@ -154,7 +154,7 @@ def call_read(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = No
 
 
 def read_target(args: Sequence[Any]) -> Tensor | None:
-    """The tensor whose values are looked at: the first one among the arguments, or in their first list."""
+    """Return the tensor whose values are read: the first among the arguments, or in their first list."""
     for arg in args:
         if isinstance(arg, Tensor):
             return arg
@@ -166,13 +166,13 @@ def read_target(args: Sequence[Any]) -> Tensor | None:
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    found = []
+    tensors = []
     for arg in args:
         if isinstance(arg, Tensor):
-            found.append(arg)
+            tensors.append(arg)
         elif isinstance(arg, (list, tuple)):
-            found += _tensors(arg)
-    return found
+            tensors += _tensors(arg)
+    return tensors
 
 
 def _has_boolean(indices: Any) -> bool:
@@ -198,10 +198,10 @@ def _holds_tensor(data: list[Any] | tuple[Any, ...]) -> bool:
 
 
 class HostCopies:
-    """Remembers what `.cpu()` brought to the host: reading that, or its results, waits for nothing.
+    """Tracks the tensors that `.cpu()` copied to the host: reading them, or their results, does not wait.
 
-    `x.cpu().numpy()` is one read. Tensors are known by identity, weakly: on a CPU tensor `.cpu()` returns the
-    tensor itself, and its storage is shared with values that a GPU would keep on the device.
+    `x.cpu().numpy()` is one read. Tensors are tracked by identity with weak references: on a CPU tensor
+    `.cpu()` returns the tensor itself, which shares its storage with values that a GPU would keep.
     """
 
     def __init__(self) -> None:
@@ -212,11 +212,11 @@ class HostCopies:
             self.held[id(tensor)] = weakref.ref(tensor)
 
     def holds(self, tensor: Any) -> bool:
-        found = self.held.get(id(tensor))
-        return found is not None and found() is tensor
+        reference = self.held.get(id(tensor))
+        return reference is not None and reference() is tensor
 
     def follow(self, inputs: Sequence[Tensor], outputs: Any) -> None:
-        """What is computed from host copies alone is on the host as well."""
+        """Track results computed only from host copies."""
         if inputs and all(self.holds(tensor) for tensor in inputs):
             for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
                 self.add(output)
@@ -277,10 +277,10 @@ class _CallReads(TorchFunctionMode):
 
 
 def run_under(mode: TorchFunctionMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a backward call with `mode` on inside the engine, where user code (hooks, custom Functions) runs.
+    """Run a backward call with `mode` active inside the engine, where hooks and custom Functions run.
 
-    Re-entering the mode around the whole call would not end: `torch.autograd.grad` asks the active mode first
-    and so comes back here. The engine call inside it does not ask.
+    Re-entering the mode around the whole call would recurse: `torch.autograd.grad` calls the active mode
+    first, which leads back here. The engine call inside it does not.
     """
     engine = torch.autograd._engine_run_backward
 
@@ -304,7 +304,7 @@ def run_read_call(
     total: Callable[[], int],
     count: Callable[[str, Tensor | None], None],
 ) -> Any:
-    """Run a Python-level call; report it as one read when it is one and no op inside it was counted."""
+    """Run a Python-level call; report it as one read if it is one and no op inside it was counted."""
     if kind is None:
         return func(*args, **kwargs)
     target = read_target(args)
@@ -326,7 +326,7 @@ def run_read_call(
 def _run_one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one_hot without its reads: on a CPU it checks the range of the classes, a device does not.
 
-    On a device it reads the largest class where the number of classes is not passed, and no more.
+    On a device it reads the largest class only if the number of classes is not passed.
     """
     _one_hot_calls.append(func)
     try:
@@ -337,13 +337,13 @@ def _run_one_hot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 @contextmanager
 def count_host_reads() -> Iterator[HostReads]:
-    """Count how often the host looks at a device value.
+    """Count how often the host reads a device value.
 
         with count_host_reads() as reads:
             train_step()
         reads.total, reads.kinds        # 3, Counter({'scalar': 2, 'tolist': 1})
 
-    Only this thread is seen. No value is read and none is changed.
+    Counts this thread only. No value is read or changed.
     """
     reads, copies = HostReads(), HostCopies()
     with _OpReads(reads, copies), _CallReads(reads, copies):
@@ -351,15 +351,15 @@ def count_host_reads() -> Iterator[HostReads]:
 
 
 def host_syncs(step: Callable[[], Any]) -> int:
-    """Host reads of one call of `step` (forward and backward), as `diagnose` defines them."""
+    """Return the host reads of one call of `step` (forward and backward), as `diagnose` defines them."""
     return call_counting_reads(step)[1]
 
 
 def call_counting_reads(step: Callable[[], Any]) -> tuple[Any, int]:
-    """Call `step`; return what it returned and how many host reads it made.
+    """Call `step`; return its result and its number of host reads.
 
-    A read is counted whatever the device, so a CPU run shows what a GPU run would wait for. Compiled regions
-    run uncompiled here: the compiler refuses to work under a dispatch mode.
+    Reads are counted on every device, so a CPU run shows what a GPU run would wait for. Compiled regions run
+    uncompiled here, because the compiler does not work under a dispatch mode.
     """
     with torch.compiler.set_stance("force_eager"), count_host_reads() as reads:
         result = step()

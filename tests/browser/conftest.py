@@ -53,15 +53,6 @@ def browser() -> Iterator:
             session.quit()
 
 
-def wait_for_charts(driver) -> None:
-    """plotly draws in its own time; the page says when all of it is there."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    WebDriverWait(driver, 30, 0.05).until(
-        lambda d: d.execute_script("return document.documentElement.dataset.drawn !== undefined")
-    )
-
-
 @pytest.fixture
 def open_page(browser):
     """open_page(path, width=1280, scheme="light"): load a file at this width and colour scheme."""
@@ -79,7 +70,6 @@ def open_page(browser):
         )
         browser.get_log("browser")
         browser.get(path.as_uri())
-        wait_for_charts(browser)
         return browser
 
     return load

@@ -140,7 +140,7 @@ def test_the_table_names_rows_values_and_what_does_not_fit(capsys: pytest.Captur
     assert reference.split()[0] == "reference" and reference.count("does not fit") == 2
     assert fast.split()[0] == "leanstep" and "MiB" in fast and "µs" in fast and "fit" not in fast
     assert missing.split(maxsplit=1)[0] == "verl-triton"
-    assert "needs a hidden size of 128 n" in missing or "not installed" in missing
+    assert "needs hidden divisible by 128" in missing or "not installed" in missing
 
 
 def test_published_figures(capsys: pytest.CaptureFixture):

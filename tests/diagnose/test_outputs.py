@@ -84,7 +84,7 @@ def test_markdown_is_a_table() -> None:
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 5
     assert all(row.count("|") == rows[0].count("|") for row in rows)
-    assert "Nothing to complain about." in sarif.as_markdown([], "train.py")
+    assert "No findings." in sarif.as_markdown([], "train.py")
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_time_of_other_processes_is_no_part_of_a_step(monkeypatch, tmp_path, of_
     assert watch.step_seconds == pytest.approx(0.5)
     # A script's own clock shows the time that is left out: the header says so.
     assert watch.waited_seconds == pytest.approx(of_others)
-    said = "By the clock the step took 7.5 s: for 7 s other processes held the cores."
+    said = "Wall-clock time: 7.5 s per step. Other processes used the cores for 7 s of it."
     assert (said in screen.header(watch, "train.py")) is bool(of_others)
 
 
@@ -170,7 +170,7 @@ def test_the_clock_divides_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("warmup", "text"), [(0.5, "· step 500 ms unrecorded"), (2.0, "· step at most 1 s (as recorded)")]
+    ("warmup", "text"), [(0.5, "· 500 ms per step"), (2.0, "· at most 1 s per step (while recording)")]
 )
 def test_a_warm_up_slower_than_a_recorded_step_is_no_measure(warmup: float, text: str) -> None:
     watch = Watch()
@@ -340,13 +340,13 @@ def test_a_mode_of_the_user_survives_ours() -> None:
 
 
 def test_private_names_missing(monkeypatch, watched) -> None:
-    """Without them forward findings are right, backward ops have no line, and the header says so."""
+    """Without them forward findings are right, backward ops have no source line, and the header says so."""
 
     monkeypatch.setattr(source, "current_node", None)
     monkeypatch.setattr(source, "sequence_number", None)
     watch = watched(STEPS / "sync_in_loop.py")
     assert [(f.rule, f.line.number, f.count) for f in watch.findings()] == [("host-sync", 17, 64)]
-    assert "backward ops have no line" in screen.screen(watch, [], "train.py")
+    assert "backward ops have no source line" in screen.screen(watch, [], "train.py")
     assert watched(STEPS / "zero_fill_bank.py").findings() == []
 
 

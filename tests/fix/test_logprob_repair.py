@@ -153,7 +153,7 @@ def test_what_is_not_understood_is_left_alone(tmp_path, change, why):
 
 def test_a_model_of_the_scripts_own_is_said_to_be_one(tmp_path):
     text = (IMPORTS + CALLERS).replace('output["logits"]', "output")
-    with pytest.raises(NotUnderstood, match=r"the script's own.*masked_token_logprobs"):
+    with pytest.raises(NotUnderstood, match=r"defined in the script.*masked_token_logprobs"):
         repaired(tmp_path, text)
 
 

@@ -119,7 +119,7 @@ def test_a_file_that_changed_meanwhile_is_not_written(tmp_path: Path):
     one.write_bytes(b"a\n")
     other.write_bytes(b"edited\n")
     fixes = Fixes("one.py", changed={one: (b"a\n", b"b\n"), other: (b"a\n", b"b\n")})
-    with pytest.raises(BadInput, match="has changed meanwhile"):
+    with pytest.raises(BadInput, match="has changed in the meantime"):
         fixes.write()
     assert one.read_bytes() == b"a\n" and other.read_bytes() == b"edited\n"
 
@@ -167,7 +167,7 @@ def test_the_command_prints_a_diff_and_writes_it(tmp_path: Path, capfd, monkeypa
     old = script.read_text()
     assert cli.run(["fix", "train.py", "--json", "found.json"]) == 0
     printed = capfd.readouterr().out
-    assert "host-sync  train.py:14: value read under `if step % 100 == 0`" in printed
+    assert "host-sync  train.py:14: read value under `if step % 100 == 0`" in printed
     assert "proven: the same update" in printed and "+        value = loss.item()" in printed
     assert script.read_text() == old
     found = json.loads((tmp_path / "found.json").read_text())

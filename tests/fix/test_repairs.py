@@ -274,15 +274,15 @@ LEFT_ALONE = {
     "fused decided elsewhere": (
         "unbatched-optimizer",
         "import torch\nopt = torch.optim.AdamW(p, lr=1, fused=use_fused)\nopt.step()  # here",
-        "something else",
+        "already has another value",
     ),
     "not torch's": (
         "unbatched-optimizer",
         "from mine import AdamW\nopt = AdamW(p, lr=1)\nopt.step()  # here",
-        "not made by",
+        "creates the optimizer",
     ),
-    "an update by hand": ("unbatched-optimizer", "for p in ps:\n    p.sub_(p.grad)  # here", "by hand"),
-    "zero_grad as it should be": ("unbatched-optimizer", "opt.zero_grad()  # here", "None already"),
+    "an update by hand": ("unbatched-optimizer", "for p in ps:\n    p.sub_(p.grad)  # here", "hand-written"),
+    "zero_grad as it should be": ("unbatched-optimizer", "opt.zero_grad()  # here", "already sets"),
     "read and printed on every step": (
         "host-sync",
         "for step in data:\n    value = loss.item()  # here\n    print(value)",
@@ -316,7 +316,7 @@ LEFT_ALONE = {
     "a sum of unknown beginning": (
         "host-sync",
         "t = start()\nfor s in d:\n    t += loss.item()  # here\nprint(t)",
-        "something else than a number",
+        "something other than a number",
     ),
     "a sum that functions share": (
         "host-sync",
@@ -360,7 +360,7 @@ LEFT_ALONE = {
         "dead-rows",
         "import torch.nn.functional as F\nlogits = head(h)  # here\n"
         "loss = F.cross_entropy(logits.transpose(1, 2), y)",
-        "straight into",
+        "passed directly to",
     ),
     "logits of two heads": (
         "dead-rows",

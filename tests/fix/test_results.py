@@ -1,4 +1,4 @@
-"""The table of repairs in docs/diagnose.md says what results/fixes.json says."""
+"""The table of repairs in docs/fix.md says what results/fixes.json says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_the_page_quotes_the_results():
     rows = json.loads((ROOT / "results" / "fixes.json").read_text(encoding="utf-8"))["rows"]
-    page = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "fix.md").read_text(encoding="utf-8")
     assert f"{len(rows)} scripts" in page
     for row in rows:
         assert row["only_read"], row["script"]

@@ -50,7 +50,7 @@ def test_a_step_waits_for_nothing_and_reaches_the_gpu_paths(tmp_path):
     recording, kernels = rehearsed(tmp_path, SCRIPT)
     # One graph each way, although every batch has other documents.
     assert len(recording.regions) == 2
-    # Three layers with attention, each through FlashAttention, both ways; four MLPs with relu² in the products.
+    # FlashAttention in three layers, both ways; relu² inside the products of four MLPs.
     assert [sum(k.kind == kind for k in kernels) for kind in ("attention", "attention_bwd")] == [3, 3]
     assert counted(kernels, "flash_attn_varlen_func", "relu_product_kernel", "softcap_rows_kernel") == [
         6,

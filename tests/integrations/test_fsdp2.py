@@ -91,7 +91,7 @@ def refused_rank(rank: int, world_size: int) -> tuple[str, str]:
 def test_norm_muon_detects_shards_and_names_a_parameter_cut_by_columns(run_ranks):
     ((text, message),) = run_ranks(1, refused_rank)
     assert "fsdp2 over 1 ranks" in text
-    assert message.startswith("columns: expected a DTensor cut along dimension 0, got (Shard(dim=1)")
+    assert message.startswith("columns: expected a DTensor sharded along dimension 0, got (Shard(dim=1)")
 
 
 def test_two_sharded_ranks_follow_one_process(run_ranks):

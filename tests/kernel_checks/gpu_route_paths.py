@@ -1,4 +1,4 @@
-"""Public functions of the head on the route of a GPU, each beside plain torch: what the fuzz test draws from.
+"""Public functions of the head on the GPU code path, each with a plain torch version, for the fuzz test.
 
 A path takes a `Draw` and returns (fast, plain, leaves): two functions of the leaves, which return the same
 outputs, the second in plain torch and in any dtype.
@@ -66,7 +66,7 @@ class Draw:
         return torch.randn(shape, generator=self.generator).to(self.dtype)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Plain logits in fp32 or wider: 16-bit operands, sums in fp32, as the fast paths have them."""
+        """Return plain logits in fp32 or wider: 16-bit operands and fp32 sums, like the fast paths."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         z = hidden.to(wide) @ weight.to(wide).T + (0.0 if bias is None else bias.to(wide))
         z = z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
@@ -121,14 +121,14 @@ def kl_to_reference(draw: Draw) -> Path:
 def masked_logprobs(draw: Draw) -> Path:
     count = draw.choose.choice((1, min(3, draw.vocabulary), min(20, draw.vocabulary)))
     ids = torch.randint(draw.vocabulary, (draw.rows * count,), generator=draw.generator)
-    kept = Allowed(ids, torch.arange(0, draw.rows * count + 1, count))
+    allowed = Allowed(ids, torch.arange(0, draw.rows * count + 1, count))
     other = draw.normal(draw.vocabulary, draw.width) / 2
     mask = torch.zeros(draw.rows, draw.vocabulary, dtype=torch.bool)
     mask.scatter_(1, ids.view(draw.rows, count), True).scatter_(1, draw.targets[:, None], True)
 
     def fast(hidden, weight):
         out = linear_masked_logprobs(
-            hidden, weight, draw.targets, kept, entropy="grad", temperature=draw.temperature,
+            hidden, weight, draw.targets, allowed, entropy="grad", temperature=draw.temperature,
             reference=ReferenceHead(other), transform=draw.transform,
         )  # fmt: skip
         return out.logp, out.entropy, out.kl
@@ -159,9 +159,9 @@ def policy(draw: Draw) -> Path:
 
     def plain(hidden, weight):
         logp, entropy = scores(draw.logits(hidden, weight), draw.targets)
-        given = (old.to(logp.dtype), advantages.to(logp.dtype))
+        values = (old.to(logp.dtype), advantages.to(logp.dtype))
         options = {"entropy": entropy, "ref_logp": reference.to(logp.dtype), "objective": objective}
-        return (policy_loss(logp, *given, **options).loss,)
+        return (policy_loss(logp, *values, **options).loss,)
 
     return fast, plain, (draw.hidden, draw.weight)
 
@@ -233,7 +233,7 @@ def existing_logits(draw: Draw) -> Path:
 
 
 def trainer_scores(draw: Draw) -> Path:
-    """What the adapters of TRL and transformers call, under bf16 autocast as there, with fp32 weights."""
+    """The calls of the TRL and transformers adapters, under bf16 autocast, with fp32 weights."""
     from integrations.tiny_models import causal_lm
 
     from leanstep.integrations.causal_lm import score_labels

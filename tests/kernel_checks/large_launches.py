@@ -1,6 +1,6 @@
-"""Launches on tensors of more than 2^31 elements: memory is reserved, and exists where a program writes.
+"""Launches on tensors of more than 2^31 elements: memory is reserved, but only written pages are allocated.
 
-Kernels are launched directly, because the functions that launch them in use allocate their results.
+Kernels are launched directly, because the functions that normally launch them allocate their results.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ STRIDE = 2**30 + 16
 
 
 def sparse(elements: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros that takes memory page by page when it is written."""
+    """Return a tensor of zeros whose pages are allocated when they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     memory = mmap.mmap(-1, elements * dtype.itemsize, flags=flags)
     return torch.frombuffer(memory, dtype=dtype)
 
 
 def rows_of(rows: int, columns: int, dtype: torch.dtype, stride: int = STRIDE) -> Tensor:
-    """[rows, columns] whose rows are `stride` elements apart; the storage ends with the last one."""
+    """Return [rows, columns] with row stride `stride`; the storage ends with the last row."""
     return sparse((rows - 1) * stride + columns, dtype).as_strided((rows, columns), (stride, 1))
 
 
@@ -54,7 +54,7 @@ def tiles_of_logits() -> None:
 
 
 def column_sums() -> None:
-    """One row of sums per program and 2^20 columns: the sums themselves pass 2^31."""
+    """One row of sums per program and 2^20 columns: the sums themselves exceed 2^31 elements."""
     rows, columns, block = 2**11 + 1, 2**20, 16
     z, out = sparse(columns, FP32).expand(rows, columns), rows_of(rows, columns, BF16, columns)
     vectors = [torch.zeros(rows)] * 3
@@ -224,7 +224,7 @@ def many_pairs() -> None:
 
 
 def many_slots() -> None:
-    """More slots than 2^31, of few losses each."""
+    """More than 2^31 slots, of few losses each."""
     samples, variants, used = 2**25 + 3, 2, 65
     loss, row = sparse(samples * variants, FP32), sparse(samples * variants, INT64)
     better, worse = (sparse(samples * used, INT64) for _ in range(2))
@@ -240,13 +240,13 @@ def many_targets() -> None:
     pos, lod, valid = (sparse(contexts * entries, dtype) for dtype in (INT64, INT8, INT8))
     table, hits = sparse(contexts * (tokens + 1), INT8), sparse(contexts * blocks, INT8)
     better, worse, live = sparse(contexts, INT64), sparse(contexts, INT64), sparse(contexts, INT8)
-    sign, kept = sparse(contexts * entries, INT8), sparse(contexts, INT8)
+    sign, kept_pairs = sparse(contexts * entries, INT8), sparse(contexts, INT8)
     for pair in (0, contexts - 1):
         better[pair] = worse[pair] = contexts - 1
         live[pair] = 1
     valid[-entries:] = 1
     lens_targets_kernel[(contexts,)](
-        pos, lod, valid, table, hits, better, worse, live, sign, kept, entries, tokens, blocks, 4,
+        pos, lod, valid, table, hits, better, worse, live, sign, kept_pairs, entries, tokens, blocks, 4,
         MAX_LOD=2, BLOCK_W=8,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A file as a user of `leanstep kernels FILE.py` has it: kernels, a function that calls one, launch()."""
+"""A user's file for `leanstep kernels FILE.py`: kernels, a function that calls one, launch()."""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
-"""A few small launches of every kernel, through the functions that launch it in use.
+"""A few small launches of every kernel, through the functions that normally launch it.
 
-Blocks are made small, so that rows take several; storages end where the data ends, so that a step too far is
-out of bounds. test_memory.py runs these in the interpreter, tools/mutate_kernels.py runs them on mutants.
+Blocks are small, so that rows take several; storages end where the data ends, so that an access past the data
+is out of bounds. test_memory.py runs these in the interpreter, tools/mutate_kernels.py runs them on mutants.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def finishes(rows: int, columns: int) -> list[Finish | None]:
 
 
 def tokens_around(rows: int, columns: int) -> Tensor:
-    """Targets of which some are left of the tile, some right of it, and some its first or last id."""
+    """Return targets to the left and right of the tile, and at its first and last id."""
     around = [-1, 0, columns - 1, columns, columns + 7, columns // 2]
     return torch.tensor([around[row % len(around)] for row in range(rows)])
 
 
 def apart(tensors: Tensor) -> tuple[Any, ...]:
-    """The parts of a tensor, each in a storage of its own."""
+    """Return the parts of a tensor, each in a separate storage."""
     return tuple(part.clone() for part in tensors)
 
 

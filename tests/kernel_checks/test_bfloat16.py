@@ -1,4 +1,4 @@
-"""bfloat16 in the interpreter: conversions are torch's, products are those of the widened operands."""
+"""bfloat16 in the interpreter: conversions equal torch's, products equal those of the widened operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`leanstep kernels FILE.py`: what is launched is compiled and checked; what cannot be is one line."""
+"""`leanstep kernels FILE.py`: launches are compiled and checked; other files give a one-line error."""
 
 from __future__ import annotations
 
@@ -77,18 +77,18 @@ def request(function: str, file: Path = FILE) -> dict:
     return {"file": str(file), "launch": str(file), "function": function, "targets": ["sm_90"]}
 
 
-def refusal(given: dict) -> str:
-    """The message of the process that compiles, without the process."""
+def refusal(request: dict) -> str:
+    """Return the message of the compiling process, without starting a process."""
     with pytest.raises(FileProblem) as problem:
-        with file_check._without_gpu(given["targets"]):
-            module, launch = file_check._loaded(given)
-            file_check._compile(given, module, launch)
+        with file_check._without_gpu(request["targets"]):
+            module, launch = file_check._loaded(request)
+            file_check._compile(request, module, launch)
     assert "\n" not in str(problem.value)
     return str(problem.value)
 
 
 def test_a_file_that_cannot_be_checked_is_one_line(tmp_path):
-    assert "defines no go(); write launch()" in refusal(request("go"))
+    assert "does not define go(); write launch()" in refusal(request("go"))
     assert refusal(request("launch_nothing")).endswith("launch_nothing() launched no Triton kernel")
     said = refusal(request("launch_and_fail"))
     assert "launch_and_fail() failed: line " in said and said.endswith("ValueError: no such size")

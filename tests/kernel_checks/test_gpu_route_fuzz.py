@@ -1,7 +1,7 @@
-"""Every public path of the head on a GPU's route, with odd vocabularies, against fp64.
+"""Every public path of the head on the GPU code path, with odd vocabularies, against fp64.
 
-Fresh memory holds NaN (conftest.py) and warnings are errors, `out=` of the wrong shape among them. A fixed
-number of examples in CI; LEANSTEP_FUZZ=200 runs so many per path and vocabulary (`make fuzz-gpu-route`).
+New memory holds NaN (conftest.py) and warnings are errors, including `out=` of the wrong shape. CI runs a
+fixed number of examples; LEANSTEP_FUZZ=200 runs 200 per path and vocabulary (`make fuzz-gpu-route`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ pytestmark = [
 
 @pytest.fixture
 def gpu_route(monkeypatch):
-    """CPU tensors take the route of a GPU."""
+    """Make CPU tensors take the GPU code path."""
     monkeypatch.setattr(tiles, "CPU_TYPES", ())
-    monkeypatch.setattr(passes, "launches_triton", lambda given: given.dtype != torch.float64)
+    monkeypatch.setattr(passes, "launches_triton", lambda tensor: tensor.dtype != torch.float64)
 
 
 def results(function, leaves, dtype, seed):
-    """Outputs, and gradients with a random upstream gradient."""
+    """Return outputs, and gradients with a random upstream gradient."""
     leaves = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
     out = function(*leaves)
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
-"""What is really launched compiles and fits: launches of the public paths, bound by Triton's own binder.
+"""The actual launches of the public paths compile and fit; Triton's own binder binds their arguments.
 
-All variants for sm_90; for the devices with the least shared memory the products, whose stages depend on the
-device. `make launched-kernels` compiles everything for every target.
+All variants are compiled for sm_90. For the devices with the least shared memory, only the products are,
+whose stages depend on the device. `make launched-kernels` compiles everything for every target.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""No kernel leaves its tensors, races with another program or reads what another lane is about to write."""
+"""Kernels stay within their tensors, and have no races between programs or between lanes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_kernel_has_small_launches():
 
 @pytest.mark.parametrize("function", LARGE, ids=lambda f: f.__name__)
 def test_offsets_beyond_32_bits(function):
-    """Tensors with more than 2^31 elements, in memory that is reserved and never filled; a few programs."""
+    """Tensors with more than 2^31 elements, in reserved memory that is never filled; a few programs."""
     with checked_launches(most_programs=8, stop_at_first=True) as checked:
         function()
     assert checked.launches and not checked.problems
@@ -90,10 +90,10 @@ BARRIERS = {
 
 @pytest.mark.parametrize("name", BARRIERS)
 def test_lanes_need_a_barrier(name):
-    given = [torch.arange(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)]
-    given = given[:1] if name == "reverse" else given
-    assert problems_of(name, *given, BLOCK=16, BARRIER=True) == []
-    assert problems_of(name, *given, BLOCK=16, BARRIER=False) == [BARRIERS[name]]
+    tensors = [torch.arange(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)]
+    tensors = tensors[:1] if name == "reverse" else tensors
+    assert problems_of(name, *tensors, BLOCK=16, BARRIER=True) == []
+    assert problems_of(name, *tensors, BLOCK=16, BARRIER=False) == [BARRIERS[name]]
 
 
 @pytest.mark.parametrize("name", ["same_address", "two_stores"])

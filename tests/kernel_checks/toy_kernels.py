@@ -1,4 +1,4 @@
-"""Kernels with one fault each, and right ones that look similar."""
+"""Kernels with one bug each, and similar correct ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def half_arithmetic_kernel(x_ptr, y_ptr, sum_ptr, product_ptr, less_ptr, SIZE: t
 
 @triton.jit
 def double_kernel(x_ptr, size, BLOCK: tl.constexpr, MASK: tl.constexpr):
-    """x <- 2 x; without MASK the last program leaves the tensor."""
+    """x <- 2 x; without MASK the last program accesses memory outside the tensor."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < (size if MASK else size + 1)
     tl.store(x_ptr + at, 2 * tl.load(x_ptr + at, mask=inside, other=0.0), mask=inside)
@@ -94,7 +94,7 @@ def rows_kernel(x_ptr, stride, WIDE: tl.constexpr):
 
 @triton.jit
 def neighbour_kernel(x_ptr, y_ptr, distance):
-    """Loads `distance` elements behind x, where y may be."""
+    """Load `distance` elements past x, where y may be."""
     tl.store(y_ptr, tl.load(x_ptr + distance))
 
 
@@ -106,5 +106,5 @@ def float_argument_kernel(out_ptr, value):
 
 @triton.jit
 def ticket_kernel(ticket_ptr, out_ptr):
-    """Each program notes as how manieth it ran."""
+    """Each program stores its position in the execution order."""
     tl.store(out_ptr + tl.program_id(0), tl.atomic_add(ticket_ptr, 1))

@@ -1,4 +1,4 @@
-"""The golden vectors as batches: outputs of the original project, read from tests/vectors/lens."""
+"""Golden vectors as batches: outputs of the original project, read from tests/vectors/lens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def expand_runs(variant: dict[str, Any], block: int, running: int) -> None:
 
 
 def config_of(data: dict[str, Any], **changes: Any) -> LensConfig:
-    """The flat configuration of a vector file, with `changes`, as records."""
+    """Return the flat configuration of a vector file, with `changes`, as records."""
     values = {k: v for k, v in data["config"].items() if k != "ema_in"} | changes
 
     def take(record: type) -> Any:
@@ -64,7 +64,7 @@ def batch_of(data: dict[str, Any]) -> LensBatch:
 
 
 def scores_of(data: dict[str, Any], batch: LensBatch, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Scores as [V, W]; padded entries hold a value that would show up if anything read it."""
+    """Return scores as [V, W]; padded entries have a value that would be noticed if it were read."""
     scores = torch.full(batch.pos.shape, 37.0, dtype=torch.float64)
     flat = [v["scores"] for sample in data["samples"] for v in sample["variants"]]
     for row, values in enumerate(flat):
@@ -73,20 +73,20 @@ def scores_of(data: dict[str, Any], batch: LensBatch, dtype: torch.dtype = torch
 
 
 def canonical_slots(data: dict[str, Any], batch: LensBatch) -> list[tuple[int, int, int] | None]:
-    """The static list of pair slots: the canonical pairs of each sample, then empty slots."""
+    """Return the static list of pair slots: the canonical pairs of each sample, then empty slots."""
     width = batch.loss.shape[1]
     per_sample = min(data["config"]["max_pairs"], math.comb(width, 2))
     slots: list[tuple[int, int, int] | None] = []
     for sample in range(len(data["samples"])):
-        found: list[tuple[int, int, int] | None] = [
+        pairs: list[tuple[int, int, int] | None] = [
             (s, b, w) for s, b, w, _ in data["pairs_canonical"] if s == sample
         ]
-        slots += [*found, *[None] * (per_sample - len(found))]
+        slots += [*pairs, *[None] * (per_sample - len(pairs))]
     return slots
 
 
 def pair_order_of(data: dict[str, Any], batch: LensBatch) -> torch.Tensor:
-    """The permutation of the static slots that puts the pairs in the order in which they were processed."""
+    """Return the permutation of the static slots that restores the processing order of the pairs."""
     slots = canonical_slots(data, batch)
     processed = [slots.index((p["sample"], p["better"], p["worse"])) for p in data["pairs"]]
     rest = [k for k in range(len(slots)) if k not in processed]

@@ -1,4 +1,4 @@
-"""Batches and configuration refuse what would train quietly wrong."""
+"""Batches and configuration reject input that would train incorrectly without an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_malformed_variants_are_named(variant, message):
         make(Variant([0, 1], [0, 0], 2.0, True), variant)
 
 
-def test_tensor_doors_check_shapes():
+def test_from_tensors_checks_shapes():
     pos, lod = torch.arange(4).view(2, 2), torch.zeros(2, 2, dtype=torch.int8)
     loss, row = torch.zeros(1, 2), torch.tensor([[0, 1]])
     good = {"pos": pos, "lod": lod, "loss": loss, "row": row, "num_tokens": 4}

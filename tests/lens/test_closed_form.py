@@ -165,7 +165,7 @@ def test_every_term_equals_the_loops(backend, form, seed):
 
 
 def compact_batch(config):
-    """Contexts with few gists, which the loss looks up instead of comparing every position."""
+    """Contexts with few gists, for which the loss uses lookups instead of comparing every position."""
     from dataclasses import replace
 
     from leanstep.lens.closed_form import can_compact
@@ -183,7 +183,7 @@ def compact_batch(config):
 
 
 def test_blocks_that_reach_into_padding_do_not_read_it():
-    """The better context ends in a gist whose block the worse one holds only in part."""
+    """The better context ends in a gist whose block is only partly in the worse context."""
     from leanstep.lens.closed_form import can_compact
 
     config = LensConfig(block_size=4, max_lod=2)
@@ -278,8 +278,8 @@ def test_switching_a_term_off_leaves_the_others_bitwise(backend):
 def test_no_pairs_gives_a_differentiable_zero(backend):
     variant = Variant([0, 1, 2], [0, 0, 0], 1.0, True)
     config = LensConfig(block_size=2)
-    twin = Variant([0, 1, 2], [0, 0, 0], 1.0)
-    for samples in ([[variant]], [[variant, twin]], [[variant], [variant]]):
+    equal = Variant([0, 1, 2], [0, 0, 0], 1.0)
+    for samples in ([[variant]], [[variant, equal]], [[variant], [variant]]):
         batch = LensBatch.from_variants(samples, config, num_tokens=3)
         x = torch.full(batch.pos.shape, 0.5).requires_grad_()
         result = lens_loss(x, batch, config, backend=backend, state=torch.tensor(0.25))

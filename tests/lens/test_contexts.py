@@ -68,7 +68,7 @@ def test_allocator_edits_the_strongest_first():
     assert edit(pos, lod, [0.9, 0.0, 0.0, 0.0, 0.0]) == [(0, 1), (2, 1), (4, 1), (6, 1), (8, 0), (9, 0)]
     assert edit(pos, lod, [0.0, -0.5, 0.0, 0.0, 0.0]) == [(0, 2), (4, 2), (8, 0), (9, 0)]
     assert edit(pos, lod, [0.0, 0.0, 0.0, -0.2, 0.0]) == [(0, 2), (4, 1), (6, 1), (8, 1)]
-    # Too weak, no room, protected, not contiguous, already edited.
+    # Too weak, over budget, protected, not contiguous, already edited.
     same = list(zip(pos, lod, strict=True))
     assert edit(pos, lod, [0.05, -0.05, 0.0, 0.0, 0.0]) == same
     assert edit(pos, lod, [0.9, 0.0, 0.0, 0.0, 0.0], budget=5) == same

@@ -1,4 +1,4 @@
-"""Every public name says what it does with shapes and code that runs and means the same."""
+"""The docstring of every public name has shapes and equivalent code that runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MEANS = {
     "Variant": "len(raw.positions) == 4 and gist.lods == [1]",
     "aggregate_targets": "torch.allclose(mean, aggregate_targets(batch, config)[0][v], atol=1e-6)",
     "build_lod_table": "table.equal(build_lod_table(batch))",
-    "build_pairs": "[d for *_, d in found] == pairs.delta[: len(found)].tolist()",
+    "build_pairs": "[d for *_, d in listed] == pairs.delta[: len(listed)].tolist()",
     "build_targets": "row.equal(build_targets(batch, pairs, config)[k].float()[: len(row)])",
     "coverage": "torch.allclose(value, coverage(scores, batch, config)[v])",
     "lens_loss": "torch.allclose(value.loss, lens_loss(scores, batch, config).loss)",

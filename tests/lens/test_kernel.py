@@ -133,20 +133,20 @@ def test_pairs_equal_those_of_torch(data, num_variants, num_samples, max_pairs):
 @pytest.mark.parametrize("block", [3, 4])
 def test_targets_equal_those_of_torch(block, tile, monkeypatch):
     monkeypatch.setattr(kernel_module, "MAX_TILE", tile)
-    found = 0
+    num_targets = 0
     for seed in range(3):
         batch = random_batch(seed=seed, block=block, num_variants=5, tokens=60).to(DEVICE)
         config = LensConfig(block_size=block)
         pairs = build_pairs(batch.loss, batch.row, config)
-        sign, kept = kernel_module.triton_targets(batch, pairs, config)
+        sign, has_target = kernel_module.triton_targets(batch, pairs, config)
         want = build_targets(batch, pairs, config)
-        assert sign.equal(want) and kept.equal((want != 0).any(1))
-        found += int(kept.sum())
-    assert found > 3
+        assert sign.equal(want) and has_target.equal((want != 0).any(1))
+        num_targets += int(has_target.sum())
+    assert num_targets > 3
 
 
 def test_a_block_of_the_top_level_has_no_parent_that_a_request_could_mark():
-    """The better context asks for the first block, whose number is 0; entries of the top level have none."""
+    """The better context requests the first block, with index 0; entries of the top level have no block."""
     worse = Variant([0, 1, 2, 3, 16], [0, 0, 0, 0, 2], 2.5, False)
     better = Variant([0, 4, 8, 12, 16], [1, 1, 1, 1, 2], 2.0, True)
     config = LensConfig(block_size=4, max_lod=2)
@@ -159,7 +159,7 @@ def test_a_block_of_the_top_level_has_no_parent_that_a_request_could_mark():
 
 
 class Launches(TorchDispatchMode):
-    """Operations that would launch a kernel: no views, no bare allocations, nothing of the interpreter."""
+    """Count operations that would launch a kernel: no views, plain allocations or ops of the interpreter."""
 
     def __init__(self):
         super().__init__()
@@ -171,7 +171,7 @@ class Launches(TorchDispatchMode):
             argument.alias_info is not None and not argument.alias_info.is_write
             for argument in func._schema.arguments
         )
-        # The interpreter copies what a kernel writes, and the suite fills fresh memory with NaN.
+        # The interpreter copies a kernel's outputs, and the suite fills new memory with NaN.
         if not view and not name.startswith(("empty", "new_empty", "set_", "copy_", "fill_", "is_pinned")):
             self.names.append(name)
         return func(*args, **(kwargs or {}))

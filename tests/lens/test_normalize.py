@@ -1,4 +1,4 @@
-"""The objective over several ranks. No relative imports: ranks load this file on its own."""
+"""The objective over several ranks. No relative imports: ranks load this file alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONFIG = LensConfig(block_size=4, max_lod=2)
 
 
 def problem(rank):
-    """Ranks with different numbers of samples, hence of kept pairs."""
+    """Return a batch per rank with different numbers of samples, and so of pairs with a target."""
     generator = torch.Generator().manual_seed(rank)
     samples = []
     for _ in range(2 + 3 * rank):
@@ -34,11 +34,11 @@ def normalize_on_rank(rank, world_size):
 
 def test_global_normalisation_is_the_mean_over_all_ranks(run_ranks):
     outcomes = run_ranks(2, normalize_on_rank)
-    total = sum(kept for _, kept, _ in outcomes)
+    total = sum(num_pairs for _, num_pairs, _ in outcomes)
     assert outcomes[0][1] != outcomes[1][1]
-    for rank, (value, kept, grad) in enumerate(outcomes):
+    for rank, (value, num_pairs, grad) in enumerate(outcomes):
         batch, x = problem(rank)
-        local = lens_loss(x, batch, CONFIG).loss * kept
+        local = lens_loss(x, batch, CONFIG).loss * num_pairs
         (2 * local / total).backward()
         assert value == pytest.approx(2 * local.item() / total, rel=1e-12)
         torch.testing.assert_close(torch.tensor(grad, dtype=torch.float64), x.grad, rtol=1e-12, atol=1e-15)

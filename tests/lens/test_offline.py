@@ -1,4 +1,4 @@
-"""Cache, store, proxy and background computation: each equals the direct way where it promises to."""
+"""Cache, store, proxy and background computation equal the direct computation where documented."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_late_results_are_waited_for_or_dropped():
 
 
 def test_every_tensor_that_crosses_streams_is_recorded(monkeypatch):
-    """On a GPU: what the side stream reads, and what the main stream keeps, is recorded there."""
+    """On a GPU, tensors that the side stream reads and that the main stream uses are recorded on it."""
     recorded = {"side": set(), "main": set()}
 
     class Stream:
@@ -209,13 +209,17 @@ def test_every_tensor_that_crosses_streams_is_recorded(monkeypatch):
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda self, stream: recorded[stream.name].add(self.data_ptr())
     )
-    # The tensors stay on the CPU and only say that they are not.
+    # The tensors are on the CPU and only pretend to be on a GPU.
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     batch, net, inputs = controller_and_inputs()
     assert batch.gists is not None
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with AsyncLens(net, loss=lambda scores, batch: scores.square().mean(), max_staleness=0) as worker:
-        worker._stream, worker._away, worker._home = Stream("side"), torch.device("cpu"), torch.device("cpu")
+        worker._stream, worker._worker_device, worker._device = (
+            Stream("side"),
+            torch.device("cpu"),
+            torch.device("cpu"),
+        )
         nested = {"batch": [batch]}
         assert {t.data_ptr() for t in tensors_in(nested)} == {t.data_ptr() for t in tensors_in(batch)}
         handle = worker.submit(batch, inputs)
@@ -241,7 +245,7 @@ def test_the_snapshot_is_ready_on_the_controllers_device(monkeypatch):
     batch, net, inputs = controller_and_inputs()
     with AsyncLens(net, loss=lambda scores, batch: scores.square().mean(), max_staleness=0) as worker:
         monkeypatch.setattr(worker, "_run", lambda *_: None)
-        worker._home = torch.device("cuda:1")
+        worker._device = torch.device("cuda:1")
         worker.submit(batch, inputs)
     assert streams == ["stream of cuda:1"]
 
@@ -259,7 +263,7 @@ def test_worker_errors_and_mixed_optimizers_are_raised():
         other = torch.nn.Linear(1, 1)
         with pytest.raises(ValueError, match="mixes"):
             worker.apply_ready(torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1))
-        with pytest.raises(ValueError, match="holds 0 of"):
+        with pytest.raises(ValueError, match="got 0 of them"):
             worker.apply_ready(torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(RuntimeError, match="closed"):
         worker.submit(batch, inputs)

@@ -1,4 +1,4 @@
-"""Pairs against the loops, and contexts that only the dense layout can take."""
+"""Pairs against the loop reference, and contexts that only the dense layout supports."""
 
 from __future__ import annotations
 

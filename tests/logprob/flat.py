@@ -1,4 +1,4 @@
-"""The functions with every field of their records as an option of its own: what tests parametrise over."""
+"""The functions with every field of their records as a separate option, for parametrized tests."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ def _flat(function):
 
     @functools.wraps(function)
     def call(*args, **options):
-        given = dict(zip(names, args, strict=False))
+        arguments = dict(zip(names, args, strict=False))
         # Rows per chunk of `token_logprobs`: -1 for all of them, None for the default.
         rows = options.pop("chunk_rows", None)
         if rows is not None:
             options["tile"] = (None if rows == -1 else rows, None)
         for parameter, (record, fields) in FIELDS.items():
-            found = {fields[name]: options.pop(name) for name in list(options) if name in fields}
-            if found:
-                given[parameter] = record(*[given[parameter]] if parameter in given else [], **found)
-        return function(**given, **options)
+            values = {fields[name]: options.pop(name) for name in list(options) if name in fields}
+            if values:
+                arguments[parameter] = record(
+                    *[arguments[parameter]] if parameter in arguments else [], **values
+                )
+        return function(**arguments, **options)
 
     return call
 

@@ -23,7 +23,7 @@ def core_cases() -> list[tuple[str, dict[str, Any]]]:
 
 
 def numbers(values: Any) -> Tensor:
-    """Nested lists, with "inf" and "nan" as strings, as fp64."""
+    """Convert nested lists, with "inf" and "nan" as strings, to fp64."""
     if isinstance(values, list):
         return torch.stack([numbers(v) for v in values]) if values else torch.zeros(0, dtype=torch.float64)
     return torch.tensor(float(values), dtype=torch.float64)
@@ -41,7 +41,7 @@ def ragged(lists: list[list[int]] | None) -> tuple[Tensor, Tensor] | None:
 
 
 def expected_runs(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs to compare with; where upstream is wrong, its values replaced by exact mathematics."""
+    """Return the runs to compare with; where upstream is wrong, its values are replaced by exact ones."""
     runs = []
     for run in case["runs"]:
         run = dict(run)

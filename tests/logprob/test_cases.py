@@ -1,4 +1,4 @@
-"""The registered cases: every fast path proves itself at every proving size; peers give the same numbers."""
+"""The registered cases: every fast path is proven at every proving size; peers give the same numbers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_plain_rows_run(case_name, impl):
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_peers_agree_where_they_give_the_same_thing(impl, module):
-    """Their numbers are ours, so that their times may stand beside ours."""
+    """Their results equal ours, so that their times can be compared with ours."""
     pytest.importorskip(module)
     case = get_case("logprob-linear")
     if case.implementation(impl).missing(case.params("tiny")):

@@ -44,7 +44,7 @@ def golden_cases(*files: str) -> list:
 
 
 def run_case(case: dict, rank: int, select: str, group=None) -> list[str]:
-    """Names of what differs from upstream for one rank of a golden case, under one selection."""
+    """Return the results that differ from upstream, for one rank of a golden case and one selection."""
     golden, e2e = case["ranks"][rank], case["e2e"]
     layout = {
         "layout": case["layout"],

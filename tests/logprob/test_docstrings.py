@@ -1,4 +1,4 @@
-"""Every public function of logprob says what it computes: shapes, and code that means the same."""
+"""Every public function of logprob documents what it computes: shapes, and equivalent code that runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Heads as they come: modules, adapters, sharded weights. An adapter is used or refused, never ignored."""
+"""Kinds of heads: modules, adapters, sharded weights. An adapter is used or rejected, never ignored."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from leanstep.logprob import LoRA, VocabShards
 T, D, V, RANK = 8, 6, 31, 2
 
 
-def given(seed=0):
+def hidden_and_targets(seed=0):
     g = torch.Generator().manual_seed(seed)
     return torch.randn(T, D, generator=g, dtype=torch.float64), torch.randint(0, V, (T,), generator=g)
 
 
 def test_a_linear_module_brings_its_bias():
-    hidden, tokens = given()
+    hidden, tokens = hidden_and_targets()
     head = nn.Linear(D, V, dtype=torch.float64)
     expected = torch.log_softmax(head(hidden), -1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(linear_logprobs(hidden, head, tokens).logp, expected)
@@ -27,7 +27,7 @@ def test_a_linear_module_brings_its_bias():
 
 
 def test_lora_equals_the_merged_weight_in_every_gradient():
-    hidden, tokens = given()
+    hidden, tokens = hidden_and_targets()
     g = torch.Generator().manual_seed(1)
     weight, down, up = (
         torch.randn(*s, generator=g, dtype=torch.float64) for s in ((V, D), (RANK, D), (V, RANK))
@@ -47,7 +47,7 @@ def test_lora_equals_the_merged_weight_in_every_gradient():
 
 
 def test_lora_shapes_are_checked():
-    hidden, tokens = given()
+    hidden, tokens = hidden_and_targets()
     bad = LoRA(torch.zeros(RANK, D), torch.zeros(RANK, V))
     with pytest.raises(ValueError, match=r"lora: expected down \[r, 6\] and up \[31, r\]"):
         linear_logprobs(hidden, torch.zeros(V, D, dtype=torch.float64), tokens, lora=bad)
@@ -56,7 +56,7 @@ def test_lora_shapes_are_checked():
 @pytest.mark.filterwarnings("ignore")
 def test_a_peft_layer_is_unwrapped():
     lora = pytest.importorskip("peft.tuners.lora")
-    hidden, tokens = given()
+    hidden, tokens = hidden_and_targets()
     hidden = hidden.float()
     base = nn.Linear(D, V, bias=False)
     config = lora.LoraConfig(r=RANK, lora_alpha=6, init_lora_weights=False)
@@ -64,16 +64,16 @@ def test_a_peft_layer_is_unwrapped():
     with torch.no_grad():
         layer.lora_B["default"].weight.normal_()
     expected = torch.log_softmax(layer(hidden), -1).gather(1, tokens[:, None])[:, 0]
-    found = linear_logprobs(hidden, layer, tokens).logp
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
-    grads = [torch.autograd.grad(x.sum(), layer.lora_A["default"].weight)[0] for x in (found, expected)]
+    actual = linear_logprobs(hidden, layer, tokens).logp
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+    grads = [torch.autograd.grad(x.sum(), layer.lora_A["default"].weight)[0] for x in (actual, expected)]
     torch.testing.assert_close(*grads, atol=2e-5, rtol=2e-5)
     layer.merge()
-    torch.testing.assert_close(linear_logprobs(hidden, layer, tokens).logp, found, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(linear_logprobs(hidden, layer, tokens).logp, actual, atol=2e-5, rtol=2e-5)
 
 
 class Adapter(nn.Module):
-    """Something around a head that is not LoRA."""
+    """An adapter around a head that is not LoRA."""
 
     def __init__(self):
         super().__init__()
@@ -89,13 +89,13 @@ class OddLinear(nn.Linear):
     "make", [Adapter, lambda: OddLinear(D, V), lambda: nn.Conv1d(D, V, 1), lambda: "head"]
 )
 def test_what_cannot_be_expressed_is_refused(make):
-    hidden, tokens = given()
+    hidden, tokens = hidden_and_targets()
     with pytest.raises(ValueError, match="weight: "):
         linear_logprobs(hidden.float(), make(), tokens)
 
 
 def test_hooks_are_refused():
-    hidden, tokens = given()
+    hidden, tokens = hidden_and_targets()
     head = nn.Linear(D, V)
     head.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="forward hooks"):
@@ -108,7 +108,7 @@ def sharded_run(rank, world_size):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world_size,))
-    hidden, tokens = given(rank)
+    hidden, tokens = hidden_and_targets(rank)
     weight = torch.randn(V, D, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
     results = []
     for placement in (Shard(0), Replicate()):
@@ -127,7 +127,7 @@ def test_a_dtensor_weight_gets_the_averaged_gradient_with_its_placement(run_rank
     total = torch.zeros_like(weight)
     alone = []
     for rank in range(2):
-        hidden, tokens = given(rank)
+        hidden, tokens = hidden_and_targets(rank)
         h, w = hidden.requires_grad_(), weight.clone().requires_grad_()
         out = linear_logprobs(h, w, tokens, entropy="grad")
         (out.logp.sum() + out.entropy.sum()).backward()

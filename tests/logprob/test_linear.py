@@ -126,11 +126,11 @@ def test_tiles_do_not_matter(rows, vocab, tile, order, select):
     tokens = torch.randint(0, vocab, (selected,), generator=g)
     upstream = torch.randn(2, selected, generator=g, dtype=torch.float64)
     expected = run(reference_linear_logprobs, hidden, weight, tokens, upstream, torch.float64, rows=index)
-    found = run(
+    actual = run(
         linear_logprobs, hidden, weight, tokens, upstream, torch.float64, rows=index, entropy="grad",
         tile=Tiles(*tile, order),
     )  # fmt: skip
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
 
@@ -162,8 +162,8 @@ def test_strided_inputs():
     expected = run(linear_logprobs, hidden, weight, tokens, upstream, torch.float32, entropy="grad")
     strided = torch.stack([hidden, hidden], 1)[:, 1], weight.t().contiguous().t()
     assert not any(x.is_contiguous() for x in strided)
-    found = run(linear_logprobs, *strided, tokens, upstream, torch.float32, entropy="grad")
-    for a, b in zip(found, expected, strict=True):
+    actual = run(linear_logprobs, *strided, tokens, upstream, torch.float32, entropy="grad")
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)
 
 
@@ -182,11 +182,11 @@ def test_padding_columns_take_no_part():
     padded = torch.cat([weight, torch.full((4, D), 9.0, dtype=torch.float64)])
     tokens, upstream = torch.randint(0, V, (T,)), torch.randn(2, T, dtype=torch.float64)
     expected = run(linear_logprobs, hidden, weight, tokens, upstream, torch.float64, entropy="grad")
-    found = run(linear_logprobs, hidden, padded, tokens, upstream, torch.float64, entropy="grad", total=V)
-    for a, b in zip(found[:3], expected[:3], strict=True):
+    actual = run(linear_logprobs, hidden, padded, tokens, upstream, torch.float64, entropy="grad", total=V)
+    for a, b in zip(actual[:3], expected[:3], strict=True):
         torch.testing.assert_close(a, b)
-    torch.testing.assert_close(found[3][:V], expected[3])
-    assert torch.equal(found[3][V:], torch.zeros(4, D, dtype=torch.float64))
+    torch.testing.assert_close(actual[3][:V], expected[3])
+    assert torch.equal(actual[3][V:], torch.zeros(4, D, dtype=torch.float64))
 
 
 def test_tied_weights_add_up():
@@ -214,8 +214,8 @@ def test_autocast_does_not_lower_precision():
     tokens, upstream = torch.randint(0, 40, (12,)), torch.randn(2, 12)
     expected = run(linear_logprobs, hidden, weight, tokens, upstream, torch.float32, entropy="grad")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run(linear_logprobs, hidden, weight, tokens, upstream, torch.float32, entropy="grad")
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = run(linear_logprobs, hidden, weight, tokens, upstream, torch.float32, entropy="grad")
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_mixed_dtypes_return_gradients_in_kind():
@@ -257,8 +257,8 @@ def test_little_is_saved_for_backward():
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         linear_logprobs(hidden, weight, torch.randint(0, 100, (64,)), entropy="grad")
-    given = {hidden.data_ptr(), weight.data_ptr()}
-    assert sum(x.numel() for x in saved if x.data_ptr() not in given) <= 3 * 64
+    input_addresses = {hidden.data_ptr(), weight.data_ptr()}
+    assert sum(x.numel() for x in saved if x.data_ptr() not in input_addresses) <= 3 * 64
 
 
 def test_no_graph_without_gradients():
@@ -319,18 +319,20 @@ def test_the_docstring_equivalence():
     ],
 )
 def test_bad_input_is_named(change, message):
-    given = {
+    arguments = {
         "hidden": torch.randn(3, 4),
         "weight": torch.randn(7, 4),
         "targets": torch.tensor([0, 1, 2]),
         **change,
     }
     with pytest.raises(ValueError, match=message):
-        linear_logprobs(given.pop("hidden"), given.pop("weight"), given.pop("targets"), **given)
+        linear_logprobs(
+            arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("targets"), **arguments
+        )
 
 
 def test_per_row_values_are_selected_on_their_own_device():
-    """Sequence parallelism hands over host rows; tokens and temperatures of full length lie on the GPU."""
+    """Sequence parallelism passes host rows; tokens and temperatures of full length are on the GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from leanstep.logprob.checks import check_targets, check_temperature
@@ -340,15 +342,15 @@ def test_per_row_values_are_selected_on_their_own_device():
         rows = torch.empty(2, dtype=torch.int64)
         tokens = torch.zeros(6, dtype=torch.int64, device="cuda")
         temperature = torch.ones(6, device="cuda")
-        for found in (
+        for selected in (
             check_targets(tokens, rows, 6, 10),
             check_temperature(temperature, rows, 6, torch.float32),
         ):
-            assert found.shape == (2,) and found.device.type == "cuda"
+            assert selected.shape == (2,) and selected.device.type == "cuda"
 
 
 def test_a_reducer_that_waits_for_the_weight_hears_of_main_grad():
-    """Megatron's hook: it fires when a gradient arrives, and adds it unless the mark is set."""
+    """Megatron's hook runs when a gradient arrives, and adds it unless the mark is set."""
     weight = torch.nn.Parameter(torch.randn(23, 5))
     weight.grad_added_to_main_grad = False
     main_grad, ready = torch.zeros(23, 5), []
@@ -367,7 +369,7 @@ def test_a_reducer_that_waits_for_the_weight_hears_of_main_grad():
 
 
 def test_a_shared_embeddings_own_gradient_survives_main_grad():
-    """Megatron sets zero_out_wgrad on it: its hook then adds what arrives, in spite of the mark."""
+    """Megatron sets zero_out_wgrad on it: its hook then adds the gradient despite the mark."""
     weight = torch.nn.Parameter(torch.randn(23, 5))
     weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, True
     main_grad = torch.zeros(23, 5)

@@ -183,8 +183,8 @@ def test_rows_equal_selecting_first_and_leave_zero_gradient_elsewhere():
     rows = torch.tensor([17, 2, 3, 11])
     upstream = upstream[:, :4]
     expected = run(logits[rows], tokens[rows], upstream)
-    for given in (tokens[rows], tokens):
-        logp, entropy, grad = run(logits, given, upstream, rows=rows, chunk_rows=3)
+    for targets in (tokens[rows], tokens):
+        logp, entropy, grad = run(logits, targets, upstream, rows=rows, chunk_rows=3)
         torch.testing.assert_close(logp, expected[0], atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(entropy, expected[1], atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(grad[rows], expected[2], atol=1e-6, rtol=1e-6)
@@ -274,11 +274,11 @@ def test_reuse_buffer_writes_the_gradient_where_the_logits_were():
     logits, tokens, upstream = random_case(12, 31)
     expected = run(logits, tokens, upstream)[2]
     leaf = logits.clone().requires_grad_()
-    made = leaf * 1.0
-    storage = made.data_ptr()
+    logits = leaf * 1.0
+    storage = logits.data_ptr()
     seen = []
-    made.register_hook(lambda grad: seen.append((grad.data_ptr(), grad.clone())))
-    out = token_logprobs(made, tokens, entropy="grad", reuse_buffer=True)
+    logits.register_hook(lambda grad: seen.append((grad.data_ptr(), grad.clone())))
+    out = token_logprobs(logits, tokens, entropy="grad", reuse_buffer=True)
     torch.autograd.backward([out.logp, out.entropy], [u.float() for u in upstream], retain_graph=True)
     assert seen[0][0] == storage
     torch.testing.assert_close(leaf.grad, expected)
@@ -313,10 +313,10 @@ def test_memory_contract(entropy):
         leaf = logits.detach().requires_grad_()
         torch.autograd.grad(loss_of(leaf), leaf)
 
-    made = logits.detach().requires_grad_() * 1.0
+    scaled = logits.detach().requires_grad_() * 1.0
 
     def reusing_step():
-        torch.autograd.grad(loss_of(made, reuse_buffer=True), made)
+        torch.autograd.grad(loss_of(scaled, reuse_buffer=True), scaled)
 
     def forward_step():
         with torch.no_grad():
@@ -355,7 +355,7 @@ def test_little_is_saved_for_backward(entropy):
         ({"chunk_rows": 0}, r"tile: expected \(rows, columns\) > 0, got \(0, 4\)"),
         ({"tile": (2, 3)}, r"tile: expected all 4 columns \(or None\) for logits, got 3"),
         ({"outputs": ("argmax",)}, "outputs: expected lse or z_loss from logits"),
-        ({"sequence_parallel": True}, "shards: sequence_parallel has no meaning"),
+        ({"sequence_parallel": True}, "shards: expected sequence_parallel=False"),
         ({"chunk_rows": -2}, "tile: expected"),
         ({"rows": torch.tensor([0.0])}, "rows: expected a one-dimensional int64"),
         ({"reuse_buffer": True}, "reuse_buffer: expected"),

@@ -29,7 +29,7 @@ def batch(side: str = "left", dtype=torch.float32, seed: int = 0):
 
 
 def test_the_default_device_of_a_script_makes_no_difference():
-    """The mask that stands for no mask is the host's; torch refuses pinned memory anywhere else as well."""
+    """The default mask is on the host, and torch supports pinned memory only there."""
     hidden, weight, tokens, _ = batch()
     tokens = tokens.clamp(min=0)
     expected = masked_token_logprobs(hidden, weight, tokens)

@@ -42,7 +42,7 @@ class Collectives(TorchDispatchMode):
 
 
 def everything(rank: int, world: int) -> dict:
-    """All checks in one start of the ranks: importing torch costs more than the checks."""
+    """Run all checks in one start of the ranks: importing torch costs more than the checks."""
     return {
         "logits": logits_ranks(rank, world),
         "linear": linear_ranks(rank, world),
@@ -58,7 +58,7 @@ def ranks(request):
 
 
 def shard_bounds(vocab: int, world: int, kind: str) -> list[int]:
-    """Column bounds per rank. `equal` pads; `unequal` gives every rank another width."""
+    """Return the column bounds per rank. `equal` pads; `unequal` gives every rank a different width."""
     if kind == "equal":
         width = -(-vocab // world)
         return [rank * width for rank in range(world + 1)]
@@ -68,7 +68,7 @@ def shard_bounds(vocab: int, world: int, kind: str) -> list[int]:
 
 
 def padded_shard(full: torch.Tensor, bounds: list[int], rank: int, dim: int) -> torch.Tensor:
-    """This rank's part; what lies beyond the real vocabulary is filled with large values."""
+    """Return this rank's part; columns beyond the real vocabulary are filled with large values."""
     start, stop = bounds[rank], bounds[rank + 1]
     part = full.narrow(dim, min(start, full.shape[dim]), max(min(stop, full.shape[dim]) - start, 0))
     missing = stop - start - part.shape[dim]
@@ -139,7 +139,7 @@ def test_sharded_logits_equal_one_rank(ranks):
 
 
 def linear_ranks(rank: int, world: int) -> list[dict]:
-    """Every path through `linear_logprobs` on shards, beside the same call on one rank."""
+    """Compare every path through `linear_logprobs` on shards with the same call on one rank."""
     T, D, V = 24, 8, 41
     generator = torch.Generator().manual_seed(7)
 
@@ -147,20 +147,20 @@ def linear_ranks(rank: int, world: int) -> list[dict]:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     full_hidden, full_weight, full_bias = random(T, D), random(V, D), random(V)
-    kept = torch.tensor([20, 3, 4, 5, 11, 17, 0, 23, 9])
+    some_rows = torch.tensor([20, 3, 4, 5, 11, 17, 0, 23, 9])
     cases = {
-        "rows": {"rows": kept},
+        "rows": {"rows": some_rows},
         "all rows": {},
-        "tiles": {"rows": kept, "tile": (2, 5), "softcap": 6.0, "scale": 0.8},
-        "frozen head": {"rows": kept, "frozen": True},
-        "sequence parallel": {"rows": kept, "sequence_parallel": True},
+        "tiles": {"rows": some_rows, "tile": (2, 5), "softcap": 6.0, "scale": 0.8},
+        "frozen head": {"rows": some_rows, "frozen": True},
+        "sequence parallel": {"rows": some_rows, "sequence_parallel": True},
         "sequence parallel, all rows": {"sequence_parallel": True},
-        "caller reduces": {"rows": kept, "reduce_grad": "none"},
-        "no rows": {"rows": kept[:0]},
-        "allowed": {"rows": kept, "allowed": (torch.arange(0, 27) % V, torch.arange(0, 28, 3))},
-        "metric": {"rows": kept, "entropy": "metric"},
-        "kept logits": {"rows": kept, "tile": (4, 5), "save_logits": 400},
-        "logits in the gradient": {"rows": kept, "tile": (9, 5)},
+        "caller reduces": {"rows": some_rows, "reduce_grad": "none"},
+        "no rows": {"rows": some_rows[:0]},
+        "allowed": {"rows": some_rows, "allowed": (torch.arange(0, 27) % V, torch.arange(0, 28, 3))},
+        "metric": {"rows": some_rows, "entropy": "metric"},
+        "kept logits": {"rows": some_rows, "tile": (4, 5), "save_logits": 400},
+        "logits in the gradient": {"rows": some_rows, "tile": (9, 5)},
     }
     results = []
     for name, options in cases.items():
@@ -372,7 +372,7 @@ def plumbing_ranks(rank: int, world: int) -> dict:
     result["same group"] = all(resolve_group(g).size() == world for g in (world_group, mesh, holder))
     result["no cp"] = resolve_group(holder, "cp") is None
     singles = [dist.new_group([r]) for r in range(world)]
-    result["one rank is nobody"] = resolve_group(singles[rank]) is None
+    result["one rank has no group"] = resolve_group(singles[rank]) is None
     try:
         resolve_group(singles[(rank + 1) % world])
         result["stranger"] = "accepted"
@@ -419,7 +419,7 @@ def plumbing_ranks(rank: int, world: int) -> dict:
         result[mode] = torch.equal(reduced, expected)
     result["counts"] = counts
 
-    # Sequence parallel: kept rows only, in plan order; gradients go home.
+    # Sequence parallel: only selected rows, in plan order; gradients return to their ranks.
     generator = torch.Generator().manual_seed(5)
     plan = plan_rows([9, 6], [4, 3], pad_multiple=6)
     assert plan.T_local == 18 and plan.rows_host is not None
@@ -428,11 +428,11 @@ def plumbing_ranks(rank: int, world: int) -> dict:
     local = full[rank * block : (rank + 1) * block].clone().requires_grad_()
     shards = shard_rows(plan.rows_host, 18, world_group)
     with Collectives() as forward:
-        kept = gather_hidden_rows(local, shards, world_group)
-    result["rows"] = torch.equal(kept, full[plan.rows])
-    upstream = torch.randn(world, *kept.shape, generator=generator, dtype=torch.float64)
+        gathered = gather_hidden_rows(local, shards, world_group)
+    result["rows"] = torch.equal(gathered, full[plan.rows])
+    upstream = torch.randn(world, *gathered.shape, generator=generator, dtype=torch.float64)
     with Collectives() as backward:
-        kept.backward(upstream[rank])
+        gathered.backward(upstream[rank])
     expected = torch.zeros_like(full).index_copy(0, plan.rows, upstream.sum(0))
     result["row gradients"] = torch.allclose(
         local.grad, expected[rank * block : (rank + 1) * block], atol=1e-14
@@ -453,7 +453,7 @@ def plumbing_ranks(rank: int, world: int) -> dict:
 def test_groups_shards_and_sequence_rows(ranks):
     world = len(ranks)
     for rank, result in enumerate(r["plumbing"] for r in ranks):
-        assert result["same group"] and result["no cp"] and result["one rank is nobody"]
+        assert result["same group"] and result["no cp"] and result["one rank has no group"]
         assert "not a member" in result["stranger"]
         assert "1-D DeviceMesh" in result["2-D"]
         assert result["starts"] == [0, 5, 5, 12][: world + 1]
@@ -492,5 +492,7 @@ def test_vocab_shards_know_their_padding():
 def test_sequence_shards_are_checked():
     with pytest.raises(ValueError, match=r"hidden: expected \[6, D\]"):
         gather_hidden_rows(torch.zeros(5, 2), shard_rows(torch.tensor([1, 4]), 6, None), None)
-    kept = gather_hidden_rows(torch.arange(12.0).view(6, 2), shard_rows(torch.tensor([4, 1]), 6, None), None)
-    assert kept.tolist() == [[8.0, 9.0], [2.0, 3.0]]
+    gathered = gather_hidden_rows(
+        torch.arange(12.0).view(6, 2), shard_rows(torch.tensor([4, 1]), 6, None), None
+    )
+    assert gathered.tolist() == [[8.0, 9.0], [2.0, 3.0]]

@@ -235,9 +235,11 @@ def test_bad_input_is_named(change, message):
         linear_policy_loss(tensors["hidden"], tensors["weight"], tokens, rows=ROWS, **{**data, **change})
 
 
-@pytest.mark.parametrize("kept", [{}, {"save_logits": ("grad", 1 << 40)}, {"save_logits": "none"}], ids=str)
-def test_planning_runs_the_real_code_on_fake_tensors(kept):
-    """A rehearsal does: neither path may look at a value, in forward or backward."""
+@pytest.mark.parametrize(
+    "options", [{}, {"save_logits": ("grad", 1 << 40)}, {"save_logits": "none"}], ids=str
+)
+def test_planning_runs_the_real_code_on_fake_tensors(options):
+    """As in a rehearsal: neither path may read a value, in forward or backward."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
@@ -245,8 +247,8 @@ def test_planning_runs_the_real_code_on_fake_tensors(kept):
         n = len(ROWS)
         tokens, old, advantages = torch.zeros(n, dtype=torch.int64), torch.randn(n), torch.randn(n)
         rows = torch.arange(n)
-        if kept:
-            out = linear_logprobs(hidden, weight, tokens, rows=rows, entropy="grad", **kept)
+        if options:
+            out = linear_logprobs(hidden, weight, tokens, rows=rows, entropy="grad", **options)
             loss = out.logp.sum() + out.entropy.sum()
         else:
             loss = linear_policy_loss(
@@ -273,7 +275,7 @@ BAD_ROWS = {
 @pytest.mark.parametrize("bad", BAD_ROWS.values(), ids=list(BAD_ROWS))
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_masked_row_can_hold_anything(name, bad, how):
-    """Whatever stands in a row with mask 0, loss, gradients and metrics are those of harmless numbers."""
+    """The values of a row with mask 0 do not affect loss, gradients and metrics."""
     for dtype in (torch.float32, torch.float64):
         tensors, tokens, data = make(dtype)
         data["mask"][3] = 0.0
@@ -291,7 +293,7 @@ def test_a_masked_row_can_hold_anything(name, bad, how):
 
 @pytest.mark.parametrize("name", leanstep.logprob.OBJECTIVES)
 def test_inference_mode_gives_the_loss(name):
-    """Without gradients nothing is differentiated: inference tensors would refuse."""
+    """Without gradients nothing is differentiated, which inference tensors do not allow."""
     random = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(6, 8, generator=random), torch.randn(20, 8, generator=random)
     targets = torch.randint(20, (6,), generator=random)

@@ -1,4 +1,4 @@
-"""Row plans against slime's own layouts, and the properties every layout must have."""
+"""Row plans against slime's layouts, and the properties that every layout must have."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_next_token_targets_give_the_plain_language_model_loss():
     weight = torch.randn(11, 4, generator=generator, dtype=torch.float64)
     tokens = torch.randint(0, 11, (2, 5), generator=generator)
     rows, targets = next_token_targets(tokens)
-    found = -linear_logprobs(hidden.flatten(0, -2), weight, targets, rows=rows).logp.mean()
+    actual = -linear_logprobs(hidden.flatten(0, -2), weight, targets, rows=rows).logp.mean()
     logits = hidden[:, :-1] @ weight.T
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)

@@ -1,4 +1,4 @@
-"""Kernels for the gates of `leanstep.measure.sass`: two that pass, three that are made to miss one."""
+"""Kernels for the checks of `leanstep.measure.sass`: two that pass, three that fail one check each."""
 
 import triton
 import triton.language as tl

@@ -1,6 +1,7 @@
-"""Ahead-of-time compilation: shipped kernels pass the gates, broken ones become a row.
+"""Ahead-of-time compilation: shipped kernels pass the checks, broken ones become a row.
 
-`leanstep kernels` compiles every variant for four targets, which takes minutes; here: the shipped, for one.
+`leanstep kernels` compiles every variant for all targets, which takes minutes; these tests compile the
+shipped configurations for one target.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def test_machine_code_of_shipped_kernels_passes_the_gates(rows):
 
 @pytest.mark.skipif(VERSION < (3, 7), reason="the gates were set with Triton 3.7")
 def test_each_gate_can_fail(monkeypatch):
-    """Kernels made to miss one gate each, compiled for real."""
+    """Really compile kernels that fail one check each."""
     folders = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     got = {
@@ -96,23 +97,25 @@ def test_variants_take_every_pair_of_flag_values_once():
     flags = dict.fromkeys("ABCDEF", False)
     entry = {"name": "kernel", "fn": SimpleNamespace(__name__="kernel"), "signature": {"x": "*fp32"}}
     entry |= {"constexprs": {**flags, "TYPE": True, "BLOCK": 64}, "num_warps": 4, "num_stages": 2}
-    made = aot.variants([{**entry, "tied": ("TYPE",)}])
-    assert made[0]["constexprs"] == entry["constexprs"] and made[0]["name"] == "kernel"
-    assert len(made) < 16 and len({aot._identity(e) for e in made}) == len(made)
+    entries = aot.variants([{**entry, "tied": ("TYPE",)}])
+    assert entries[0]["constexprs"] == entry["constexprs"] and entries[0]["name"] == "kernel"
+    assert len(entries) < 16 and len({aot._identity(e) for e in entries}) == len(entries)
     for a, b in itertools.combinations(flags, 2):
-        assert len({(e["constexprs"][a], e["constexprs"][b]) for e in made}) == 4
-    assert {(e["constexprs"]["TYPE"], e["constexprs"]["BLOCK"]) for e in made} == {(True, 64)}
+        assert len({(e["constexprs"][a], e["constexprs"][b]) for e in entries}) == 4
+    assert {(e["constexprs"]["TYPE"], e["constexprs"]["BLOCK"]) for e in entries} == {(True, 64)}
     few = aot.variants([{**entry, "constexprs": {"A": True, "B": False, "BLOCK": 64}}])
     assert len(few) == 4 and few[1]["name"] == "kernel A=0"
 
 
 def test_a_variant_may_spill_a_little_and_a_shipped_kernel_nothing():
-    def made(spills, **more):
+    def complaint_of(spills, **more):
         return aot.CompiledKernel("muon", "xxt", "sm_90", 128, spills, 0, 8, 4, **more).complaint
 
-    assert made(0) == made(32, shipped=False) == ""
-    assert made(4) == "spills 4 bytes of registers" and "spills 36" in made(36, shipped=False)
-    assert made(0, error="no") == "did not compile: no" and made(0, shortfall="slow") == "slow"
+    assert complaint_of(0) == complaint_of(32, shipped=False) == ""
+    assert complaint_of(4) == "spills 4 bytes of registers" and "spills 36" in complaint_of(36, shipped=False)
+    assert (
+        complaint_of(0, error="no") == "did not compile: no" and complaint_of(0, shortfall="slow") == "slow"
+    )
 
 
 @pytest.mark.skipif(VERSION != (3, 7), reason="the record's kernels were compiled with Triton 3.7")

@@ -1,4 +1,4 @@
-"""Busy hosts: processes beside a timing, and how OpenMP's threads wait where others use the cores."""
+"""Busy hosts: processes that run during a timing, and how OpenMP's threads wait on busy cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paired runs: figures checked against scipy and the literature; a real shift is found, noise is not."""
+"""Paired runs: figures agree with scipy and the literature; a real shift is detected, noise is not."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from leanstep.measure.drift import first_divergence, paired_shift, run_drift
 def test_the_paired_test_equals_scipy():
     a = [3.21, 3.19, 3.25, 3.22, 3.20]
     b = [3.22, 3.21, 3.25, 3.24, 3.20]
-    found = paired_shift(a, b)
+    shift = paired_shift(a, b)
     expected = stats.ttest_rel(b, a)
-    assert found["p_value"] == pytest.approx(expected.pvalue)
+    assert shift["p_value"] == pytest.approx(expected.pvalue)
     interval = expected.confidence_interval(0.95)
-    assert (found["shift_low"], found["shift_high"]) == pytest.approx((interval.low, interval.high))
+    assert (shift["shift_low"], shift["shift_high"]) == pytest.approx((interval.low, interval.high))
 
 
 def test_bit_equal_runs_have_no_shift_and_p_one():
-    found = paired_shift([3.2, 3.3, 3.1], [3.2, 3.3, 3.1])
-    assert found["shift"] == 0 and found["p_value"] == 1 and found["detectable_shift"] == 0
+    shift = paired_shift([3.2, 3.3, 3.1], [3.2, 3.3, 3.1])
+    assert shift["shift"] == 0 and shift["p_value"] == 1 and shift["detectable_shift"] == 0
 
 
 def test_four_runs_cannot_see_a_small_shift():

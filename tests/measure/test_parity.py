@@ -29,8 +29,8 @@ def test_a_right_fast_path_passes_at_every_size():
 
 
 def test_a_wrong_gradient_fails_although_the_value_is_right():
-    found = failures(toy_case("toy", implementation("broken", wrong_gradient)))
-    assert "tiny/grad:x" in found and not any("lse" in name for name in found)
+    failed = failures(toy_case("toy", implementation("broken", wrong_gradient)))
+    assert "tiny/grad:x" in failed and not any("lse" in name for name in failed)
 
 
 def test_a_mutated_input_fails():
@@ -38,8 +38,8 @@ def test_a_mutated_input_fails():
 
 
 def test_an_unrepeatable_result_fails():
-    found = failures(toy_case("toy", implementation("broken", unrepeatable)))
-    assert "odd/bitwise repeatable" in found
+    failed = failures(toy_case("toy", implementation("broken", unrepeatable)))
+    assert "odd/bitwise repeatable" in failed
 
 
 def test_a_missing_tensor_fails():

@@ -1,4 +1,4 @@
-"""The bench: the contract, no ratio for a wrong answer, absent peers, host reads."""
+"""The bench: JSON format, no ratio for a wrong result, missing peers, host reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW_KEYS = {
 
 @pytest.fixture(autouse=True)
 def no_hurry(monkeypatch):
-    """A busy machine may take long over anything: only the tests of the time box have one."""
+    """Disable the time box, because a busy machine is slow; only the tests of the time box use it."""
     monkeypatch.setattr(side_by_side, "MIN_BOX_S", 1_000.0)
 
 
@@ -39,7 +39,7 @@ def rows_of(case, **options):
 
 @pytest.fixture(scope="module")
 def together():
-    """One bench for all that only look at rows: a right path, a wrong one, one that reads."""
+    """Run one bench for all tests that only read rows: a correct path, a wrong one, one with host reads."""
 
     def annotate(rows):
         return {"fast": f"{rows['fast']['median_s'] / rows['limit']['median_s']:.1f}× the limit"}

@@ -18,7 +18,7 @@ from leanstep.measure.timing import EventClock, HostClock, TimeUp, clock_of, int
 
 
 class MadeTime:
-    """A clock that only its own `sleep` moves: ratios come out the same on a loaded machine."""
+    """A clock that only its own `sleep` advances, so that ratios do not depend on the load."""
 
     def __init__(self):
         self.now = 0.0
@@ -65,7 +65,7 @@ def test_medians_follow_the_true_ratio(made_time):
 
 
 def test_percentiles_enclose_the_median(made_time):
-    # Two calls before the rounds, then one a round.
+    # Two calls before the rounds, then one per round.
     durations = iter([0.03, 0.03, 0.01, 0.02, 0.03, 0.04, 0.05])
     steps = {"step": lambda: made_time.sleep(next(durations))}
     timing = interleave(steps, budget_s=0.5, max_rounds=5)["step"]
@@ -164,7 +164,8 @@ def test_quick_steps_have_several_rounds_where_slow_ones_have_one(made_time):
     steps = {"S": step("S", 3.0), "T": step("T", 2.0), "q": step("q", 0.5), "r": step("r", 0.5)}
     timings = interleave(steps, budget_s=1.0, box_s=7.0)
     assert [timings[name].samples for name in "STqr"] == [1, 1, 5, 5]
-    # One call of each before the rounds (a second would be dear); the slow ones then sit in different rounds.
+    # One call of each before the rounds (a second takes too long); the slow ones then run in different
+    # rounds.
     assert "".join(calls)[-12:] == "Sqr" + "Tqr" + "qr" + "rq" + "qr"
 
 
@@ -180,7 +181,7 @@ def test_a_failing_step_restores_the_garbage_collector():
 
 
 class FakeCuda:
-    """What EventClock asks of torch.cuda, with a clock that the steps advance."""
+    """A fake of the torch.cuda functions that EventClock uses, with a clock that the steps advance."""
 
     def __init__(self, monkeypatch, l2_bytes=1000):
         self.now, self.log = 0.0, []

@@ -26,5 +26,5 @@ def array(entry: dict) -> torch.Tensor:
 
 
 def bits16(values: list[int], shape: list[int]) -> torch.Tensor:
-    """A list of unsigned 16-bit patterns as int16."""
+    """Return a list of unsigned 16-bit patterns as int16."""
     return torch.from_numpy(np.array(values, dtype=np.uint16).view(np.int16)).reshape(shape)

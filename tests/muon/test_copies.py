@@ -1,4 +1,4 @@
-"""Copies and pickles of a NorMuon, and refusals of options and states that no step could use."""
+"""Copies and pickles of a NorMuon, and errors for options and states that a step cannot use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every public name says what it does with shapes and code that runs and means the same."""
+"""The docstring of every public name has shapes and equivalent code that runs."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_fsdp2_follows_one_process_resumes_and_reshards(run_ranks, tmp_path):
         for name, value in last.items():
             torch.testing.assert_close(weights[name], value, atol=5e-5, rtol=1e-4, msg=name)
         assert same, "resuming from the checkpoint changed a bit"
-        # Three matrices cut by rows: two all-to-alls and the finite check. torch.optim.Muon: one matrix.
+        # Three matrices sharded by rows: two all-to-alls and the finite check. torch.optim.Muon: one matrix.
         assert ours == 3
         assert theirs is None or theirs >= 10
         assert "fsdp2 over 2 ranks" in text

@@ -1,4 +1,4 @@
-"""The Triton passes of a step, end to end in the interpreter: a CPU plays the GPU, products are torch's."""
+"""The Triton passes of a step, end to end in the interpreter on a CPU; torch computes the products."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 def trained(dtype, steps=2, bad=None, nonfinite="skip", lr=0.02, **options):
-    """Weights, state and skipped steps of every kind of parameter; gradient number `bad` holds a NaN."""
+    """Return weights, state and skipped steps for every kind of parameter; gradient `bad` contains a NaN."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape):
@@ -51,8 +51,8 @@ def trained(dtype, steps=2, bad=None, nonfinite="skip", lr=0.02, **options):
             if step == bad and name == "bias":
                 param.grad[3] = float("nan")
         optimizer.step()
-    kept = {f"{n} {k}": v for n, p in params.items() for k, v in optimizer.state[p].items()}
-    return {**{n: optimizer.master(p) for n, p in params.items()}, **kept}, optimizer.skipped_steps
+    state = {f"{n} {k}": v for n, p in params.items() for k, v in optimizer.state[p].items()}
+    return {**{n: optimizer.master(p) for n, p in params.items()}, **state}, optimizer.skipped_steps
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_a_step_of_kernels_is_the_step_of_torch(dtype, options, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(2, 20, 41), (1, 300, 33), (3, 24, 24)])
 def test_a_step_is_as_close_to_float64_as_the_plain_formula(shape, fused, monkeypatch):
-    monkeypatch.setattr(kernel, "MAX_PROGRAMS", 2)  # several tiles a program
+    monkeypatch.setattr(kernel, "MAX_PROGRAMS", 2)  # several tiles per program
     weight, grad, buffer = (torch.randn(shape) for _ in range(3))
-    kept = list(shape)
-    kept[reference.variance_axis(*shape[-2:])] = 1
-    second = torch.rand(kept)
+    reduced = list(shape)
+    reduced[reference.variance_axis(*shape[-2:])] = 1
+    second = torch.rand(reduced)
     options = {"lr": 0.02, "weight_decay": 1.2}
     truth = reference.normuon(*(t.double() for t in (weight, grad, buffer, second)), **options)
     plain = reference.normuon(weight, grad, buffer, second, **options)
@@ -161,11 +161,11 @@ def test_bias_correction_on_the_device_is_exact_at_any_step():
         wide = [t.double() for t in (weight, grad, first, second)]
         truth = reference.adam(*wide, step, **options)
         plain = reference.adam(weight, grad, first, second, step, **options)
-        kept = {"exp_avg": first.clone(), "exp_avg_sq": second.clone(), "step": torch.tensor(float(step))}
+        state = {"exp_avg": first.clone(), "exp_avg_sq": second.clone(), "step": torch.tensor(float(step))}
         moved = weight.clone()
-        launches.step_adams([(moved, grad, kept)], group, (0.01, 0.01**2 * 5.0), None)
+        launches.step_adams([(moved, grad, state)], group, (0.01, 0.01**2 * 5.0), None)
         for mine, theirs, want in zip(
-            (moved, kept["exp_avg"], kept["exp_avg_sq"]), plain, truth, strict=True
+            (moved, state["exp_avg"], state["exp_avg_sq"]), plain, truth, strict=True
         ):
             assert (mine - want).abs().max() <= 2 * (theirs - want).abs().max() + 1e-7
 

@@ -56,7 +56,7 @@ def test_quadratic_epilogue(side, dtype):
 
 @pytest.mark.parametrize("tiles", [(32, 64, 32), (64, 32, 32), (32, 32, 16)])
 def test_symmetry_does_not_rest_on_the_products_of_one_library(monkeypatch, tiles):
-    """The interpreter multiplies with NumPy; here its products are off by another error in every place."""
+    """Add a different error to every element of the interpreter's products."""
     x, multiply = values((150, 40), torch.float32), np.matmul
     noise = np.random.default_rng(0)
 
@@ -113,7 +113,7 @@ def test_tiles_are_chosen_by_the_size_of_the_result():
 def test_stages_fit_into_the_shared_memory_of_the_card(monkeypatch):
     assert kernel._stages((128, 128, 64), 2, None) == 4
     assert [kernel._stages((128, 128, 64), 2, kib * 1024) for kib in (228, 99, 64)] == [4, 3, 2]
-    # The operands of one stage take 48 KiB: a 4090 has room for two buffers, an A100 for three.
+    # The operands of one stage take 48 KiB: two buffers fit on a 4090, three on an A100.
     assert [kernel._stages((128, 256, 64), 2, limit, 1) for limit in (101_376, 166_912)] == [3, 4]
     assert [kernel._stages((128, 256, 64), 2, limit, 0) for limit in (101_376, 232_448)] == [2, 4]
     cards = {"cuda:0": {"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448}}

@@ -332,7 +332,7 @@ def test_closure_value_is_returned_and_parameters_without_gradient_stay():
 def test_explain_names_the_forms():
     bank = nn.Parameter(torch.zeros(3, 300, 900))
     text = NorMuon([bank], compute_dtype=torch.float32).explain()
-    assert "3 of 300x900: gram, X X^T" in text and "float32: asked for" in text
+    assert "3 of 300x900: gram, X X^T" in text and "float32: requested" in text
     text = NorMuon([bank], compute_dtype=torch.float32, restart=2).explain()
     assert "3 of 300x900: gram, restart after 2" in text
 
@@ -349,11 +349,11 @@ def bad_groups():
             lambda: NorMuon([{"params": [matrix]}, {"params": [matrix]}]),
             "got it twice",
         ),
-        ("unknown option", lambda: NorMuon([{"params": [matrix], "betas2": 1}]), "^betas2: no such option"),
+        ("unknown option", lambda: NorMuon([{"params": [matrix], "betas2": 1}]), "^betas2: unknown option"),
         (
             "adam option in muon",
             lambda: NorMuon([{"params": [matrix], "betas": (0.9, 0.9)}]),
-            "^betas: no such",
+            "^betas: unknown option",
         ),
         (
             "unknown adam option",
@@ -430,20 +430,20 @@ def test_adams_options_are_defaults_of_its_groups():
 
 
 def test_plans_are_made_once_and_again_when_options_or_shapes_change(monkeypatch):
-    made = []
+    shapes = []
 
     def counted(*args, **options):
-        made.append(args)
+        shapes.append(args)
         return plan_polar(*args, **options)
 
     monkeypatch.setattr(param_groups, "plan_polar", counted)
     model = small_model()
     optimizer = NorMuon(split_params(model), method="standard")
     train(model, optimizer, 4)
-    assert sorted(made) == [(24, 48), (48, 24)]
+    assert sorted(shapes) == [(24, 48), (48, 24)]
     optimizer.param_groups[0]["method"] = "gram"
     train(model, optimizer, 2)
-    assert len(made) == 4 and "gram" in optimizer.explain()
+    assert len(shapes) == 4 and "gram" in optimizer.explain()
     optimizer.load_state_dict(optimizer.state_dict())
     model[1].weight.data = model[1].weight.data.double()
     train(model.double(), optimizer, 2)

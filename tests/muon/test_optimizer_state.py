@@ -1,4 +1,4 @@
-"""Saved optimizers: a new process continues bit for bit, loading is safe, misfits raise before any change."""
+"""Saved optimizers: a new process continues bit for bit, loading is safe, bad files raise first."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def save(path, model, optimizer, scheduler):
 
 
 def continue_from(source, target, steps):
-    """Runs in a new process: load safely, go on, save."""
+    """In a new process: load safely, continue, save."""
     saved = torch.load(source, weights_only=True)
     model, optimizer, scheduler = make()
     model.load_state_dict(saved["model"])

@@ -10,7 +10,7 @@ from leanstep.muon import NorMuon, reference
 
 
 def replay(trace, compute_dtype):
-    """Run the recorded gradients through the optimizer the way the speedrun does."""
+    """Run the recorded gradients through the optimizer as the speedrun does."""
     hyper = trace["hyper"]
     params = {label: nn.Parameter(array(entry)) for label, entry in trace["init"].items()}
     groups = [

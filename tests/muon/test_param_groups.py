@@ -1,4 +1,4 @@
-"""Views of a parameter: each element in exactly one matrix, memory shared, state lines in step."""
+"""Views of a parameter: each element is in exactly one matrix, memory is shared, state matches the views."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_variance_state_has_a_number_for_every_line(shape, options, per):
     for view, state in zip(views, states, strict=True):
         state += 1
         assert state.size(0) == view.size(0)
-        kept = view.size(1) if state.size(2) == 1 else view.size(2)
-        assert kept == (view.size(1) if per == "row" else max(view.shape[1:]))
+        lines = view.size(1) if state.size(2) == 1 else view.size(2)
+        assert lines == (view.size(1) if per == "row" else max(view.shape[1:]))
     assert (second == 1).all()
 
 

@@ -1,4 +1,4 @@
-"""Every form of the polar iteration against float64, upstream's vectors and its own promises."""
+"""Every form of the polar iteration against float64, upstream's vectors and its documented properties."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_restart_recovers_what_squaring_loses(smallest):
 @pytest.mark.parametrize("shape", [(96, 160), (160, 96), (96, 96)])
 @pytest.mark.parametrize("rank", [1, 4])
 def test_low_rank_keeps_its_singular_values(form, shape, rank):
-    # What lies outside the rank is noise, and Q multiplies it by 991: it must not reach the rest.
+    # Singular values beyond the rank are noise, which Q multiplies by 991: it must not affect the others.
     update = torch.randn(shape[0], rank) @ torch.randn(rank, shape[1])
     truth = reference.polar(update.double())
     plain = error(reference.polar(update), truth)

@@ -87,7 +87,7 @@ def weights_of(params):
 
 
 def pack(value):
-    """Bytes survive the end of the rank that made them; shared tensors do not."""
+    """Return bytes, which outlive the rank; shared tensors do not."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -134,7 +134,7 @@ def run_modes(rank, world_size, steps):
 
 
 def run_everything(rank, world_size, steps):
-    """All that needs two ranks in one start: processes are slow to begin, collectives are not."""
+    """Run everything that needs two ranks in one start, because starting processes is slow."""
     parts = (resume_on_two, misuse, waiting_and_copies)
     return pack((run_modes(rank, world_size, steps), *(part(rank, world_size) for part in parts)))
 
@@ -323,7 +323,7 @@ def test_every_matrix_has_one_owner_and_no_order_matters(sizes, world):
     got = assign(costs, world)
     assert assign(dict(reversed(costs.items())), world).owner == got.owner
     assert sum(got.loads) == pytest.approx(sum(sizes))
-    # Whoever got the last matrix had the lowest load before it, at most the average of the others.
+    # The rank with the last matrix had the lowest load before it, at most the average of the others.
     assert max(got.loads) <= sum(sizes) / world + (1 - 1 / world) * max(sizes) + 1e-9
 
 

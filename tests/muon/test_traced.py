@@ -26,7 +26,7 @@ def fresh_compiler():
 
 @pytest.fixture(params=[False, True], ids=["torch", "kernels"])
 def fused(request, monkeypatch):
-    """Whether a CPU runs the passes of a GPU."""
+    """Select whether a CPU runs the passes of a GPU."""
     monkeypatch.setattr(state, "FUSED_DEVICES", ("cuda", "cpu") if request.param else ("cuda",))
 
 
@@ -57,13 +57,13 @@ def test_symmetric_products(layout, turned):
         return [out + 0.0 for out in outs]
 
     def outs():
-        made = [torch.empty(side, side) for side in (33, 41, 33)]
-        return [out.T for out in made] if turned else made
+        tensors = [torch.empty(side, side) for side in (33, 41, 33)]
+        return [out.T for out in tensors] if turned else tensors
 
     eager, compiled = products(x, spd, first := outs()), traced(products)(x, spd, second := outs())
     truths = (x @ x.T, x.T @ x, -2.8 * spd + 0.5 * spd @ spd)
-    for got, same, out, twin, truth in zip(eager, compiled, first, second, truths, strict=True):
-        assert torch.equal(got, same) and torch.equal(got, out) and torch.equal(got, twin)
+    for got, same, out, compiled_out, truth in zip(eager, compiled, first, second, truths, strict=True):
+        assert torch.equal(got, same) and torch.equal(got, out) and torch.equal(got, compiled_out)
         torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5 * float(truth.abs().max()))
 
 

@@ -14,7 +14,7 @@ SHAPES = [(41, 401), (401, 41), (3, 24, 16), (1, 7), (7, 1), (50, 50)]
 
 @pytest.fixture(autouse=True, params=[64, 1 << 20])
 def block_elements(request, monkeypatch):
-    """Many small blocks and one big block must agree."""
+    """Many small blocks and one large block must agree."""
     monkeypatch.setattr(update, "BLOCK_ELEMENTS", request.param)
 
 
@@ -35,9 +35,9 @@ def test_momentum(shape, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_variance_is_as_exact_as_the_plain_formula(shape, per):
     factor = torch.randn(shape)
-    kept = list(shape)
-    kept[reference.variance_axis(*shape[-2:], per)] = 1
-    second = torch.rand(kept)
+    reduced = list(shape)
+    reduced[reference.variance_axis(*shape[-2:], per)] = 1
+    second = torch.rand(reduced)
     truth, moved = reference.reduce_variance(factor.double(), second.double(), 0.95, per)
     plain, _ = reference.reduce_variance(factor, second, 0.95, per)
     got = factor * variance_scale(factor, second, 0.95, per)

@@ -21,7 +21,7 @@ def tensors(dtype=torch.float64, n=N):
 
 
 def oracle(hidden, weight, bias, labels, **options):
-    """torch's own function where it exists (2.13), else what it is documented to be."""
+    """Call torch's own function if it exists (2.13), otherwise its documented equivalent."""
     if "class_weights" in options:
         options["weight"] = options.pop("class_weights")
     function = getattr(F, "linear_cross_entropy", None)
@@ -67,7 +67,7 @@ def test_probability_targets_equal_torch(reduction, smoothing, weighted):
 
 @pytest.mark.parametrize("soft", [False, True])
 def test_lora_with_class_weights_smoothing_and_scale(soft):
-    """Sums of logits are linear in the adapter as well; [B, T] comes back as [B, T]."""
+    """Sums of logits are also linear in the adapter; [B, T] labels give [B, T] losses."""
     hidden, weight, bias = tensors(n=12)
     lora = LoRA(torch.randn(2, D, dtype=torch.float64), torch.randn(V, 2, dtype=torch.float64), 0.5)
     for x in (lora.down, lora.up):
@@ -152,7 +152,7 @@ def test_nothing_counts():
 
 
 def test_infinite_logits_and_infinite_padding():
-    """A class that cannot occur has probability 0; a row that does not count may hold anything."""
+    """A class that cannot occur has probability 0; an ignored row may hold any values."""
     hidden, weight, _ = tensors()
     bias = torch.zeros(V, dtype=torch.float64)
     bias[3] = -torch.inf
@@ -181,7 +181,7 @@ def test_master_weights_under_autocast_are_as_near_as_plain_code():
     [
         ({"reduction": "batchmean"}, "reduction: expected one of mean, sum, none"),
         ({"shift": -1}, "shift: expected a number of positions >= 0, got -1"),
-        ({"rows": "some"}, "rows: expected row numbers"),
+        ({"rows": "some"}, "rows: expected row indices"),
         ({"label_smoothing": 1.0}, "label_smoothing: expected 0 <= value < 1"),
         ({"labels": torch.zeros(3, dtype=torch.int64)}, r"labels: expected \(11,\), got \(3,\)"),
         ({"labels": [0] * 11}, "labels: expected a tensor, got list"),
@@ -193,7 +193,7 @@ def test_master_weights_under_autocast_are_as_near_as_plain_code():
         ),
         (
             {"labels": torch.rand(N, V), "reduction": "none", "transform": Transform(softcap=3.0)},
-            "reduction: expected no softcap and no shards",
+            "reduction: expected no softcap or shards",
         ),
         ({"labels": torch.rand(N, 4), "reduction": "none"}, r"labels: expected \[..., 23\] probabilities"),
     ],
@@ -229,18 +229,18 @@ class TestCompiled:
             return linear_cross_entropy(h.tanh(), w, labels, rows=rows, **options, **smoothing)
 
         torch._dynamo.reset()
-        found, expected = (
+        actual, expected = (
             torch.compile(loss, fullgraph=True, backend="aot_eager")(hidden, weight),
             loss(hidden, weight),
         )
-        torch.testing.assert_close(found, expected)
-        gradients = (torch.autograd.grad(value, (hidden, weight)) for value in (found, expected))
+        torch.testing.assert_close(actual, expected)
+        gradients = (torch.autograd.grad(value, (hidden, weight)) for value in (actual, expected))
         for got, want in zip(*gradients, strict=True):
             torch.testing.assert_close(got, want)
 
     @pytest.mark.parametrize("reduction", ["mean", "none"])
     def test_only_the_rows_that_count_enter_the_head(self, reduction, monkeypatch):
-        """Their number is in no graph: other labels compile nothing anew."""
+        """Their number is not in the graph: other labels cause no recompilation."""
         hidden, weight, labels = self.inputs()
         heights, run = [], lm_head.product
         monkeypatch.setattr(
@@ -258,11 +258,11 @@ class TestCompiled:
             labels[1:].view(-1)[:count] = 3
             expected = loss(hidden, weight, labels)
             heights.clear()
-            found = compiled(hidden, weight, labels)
-            torch.testing.assert_close(found, expected, equal_nan=True)
+            actual = compiled(hidden, weight, labels)
+            torch.testing.assert_close(actual, expected, equal_nan=True)
             entered = int((labels[:, 1:] != -100).sum())
             assert not entered or {shape[0] for shape in heights} == {entered}
-            gradients = [torch.autograd.grad(v.sum(), (hidden, weight)) for v in (found, expected)]
+            gradients = [torch.autograd.grad(v.sum(), (hidden, weight)) for v in (actual, expected)]
             for got, want in zip(*gradients, strict=True):
                 torch.testing.assert_close(got, want, equal_nan=True)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -30,16 +30,16 @@ SMALL = Tuning(budget=2 * 2 * V * 8)
 def tensors(dtype=torch.float64, t=T, v=V, seed=0):
     g = torch.Generator().manual_seed(seed)
     shapes = ((t, D), (v, D), (v,), (t, WIDE), (v, WIDE), (v,))
-    made = [torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
-    return [x.requires_grad_(i < 3) for i, x in enumerate(made)]
+    leaves = [torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [x.requires_grad_(i < 3) for i, x in enumerate(leaves)]
 
 
 @pytest.fixture(params=["torch", "C++", "two cores", pytest.param("Triton", marks=pytest.mark.interpreter)])
 def passes(request, monkeypatch):
-    """Which passes run over a tile; the others than torch's are for fp32."""
+    """Select the passes over a tile; all but torch's are for fp32."""
     if request.param == "Triton":
         kernel = pytest.importorskip("leanstep.logprob.engine.kernel")
-        chosen = lambda given, dtype, count: kernel if dtype == torch.float32 else None  # noqa: E731
+        chosen = lambda tensor, dtype, count: kernel if dtype == torch.float32 else None  # noqa: E731
         monkeypatch.setattr("leanstep.objectives.distill.kernels_for", chosen)
         yield request.param
         return
@@ -84,7 +84,7 @@ def test_equals_plain_code(kind):
 
 
 def assert_derivatives(loss, inputs):
-    """Gradients are handed out once, so gradcheck's second look fails: every coordinate, by hand."""
+    """Check every coordinate by finite differences: gradients are returned once, so gradcheck would fail."""
     grads = torch.autograd.grad(loss(*inputs), inputs)
     for number, grad in enumerate(grads):
         for place in range(grad.numel()):
@@ -144,15 +144,15 @@ def test_gradcheck_of_other_teachers(who, kind):
 
 def test_several_teachers_and_labels():
     hidden, weight, bias, far, wide, _ = tensors()
-    given = torch.log_softmax(torch.randn(T, V, dtype=torch.float64), -1)
+    log_q = torch.log_softmax(torch.randn(T, V, dtype=torch.float64), -1)
     targets = torch.randint(0, V, (T,))
     out = linear_distill_loss(
-        hidden, LMHead(weight, bias), [(TeacherHead(far, wide), 0.7), (TeacherLogProbs(given), 0.5)],
+        hidden, LMHead(weight, bias), [(TeacherHead(far, wide), 0.7), (TeacherLogProbs(log_q), 0.5)],
         divergence=("jsd", 0.4), hard=HardLabels(targets, 0.25), tuning=SMALL,
     )  # fmt: skip
     logits = reference_logits(hidden, weight, bias)
     soft = 0.7 * reference_distill(logits, far @ wide.T, ("jsd", 0.4))
-    soft = soft + 0.5 * reference_distill(logits, given, ("jsd", 0.4))
+    soft = soft + 0.5 * reference_distill(logits, log_q, ("jsd", 0.4))
     hard = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     torch.testing.assert_close(out.hard, hard.detach())
     compare(out.loss, (0.75 * soft + 0.25 * hard).mean(), (hidden, weight, bias))
@@ -181,7 +181,7 @@ def test_top_k_has_the_tail_as_one_more_outcome(kind):
 @pytest.mark.parametrize("logit", [12.0, 21.0, 36.0, 90.0])
 @pytest.mark.parametrize("kind", ["forward_kl", ("jsd", 0.5)], ids=str)
 def test_the_tail_of_a_student_that_is_sure(logit, kind):
-    """1 - sum(p) is 0 in fp32 long before the tail's own logits vanish."""
+    """1 - sum(p) is 0 in fp32 long before the tail's own logits underflow."""
     g = torch.Generator().manual_seed(0)
     log_q, ids = torch.log_softmax(3 * torch.randn(T, V, generator=g), -1).topk(4, -1)
     hidden, weight = torch.randn(T, D, generator=g), torch.randn(V, D, generator=g)
@@ -219,7 +219,7 @@ def test_gradient_of_a_student_that_is_nearly_certain(kind):
 
 @pytest.mark.parametrize("who", ["head", "given", "top k"])
 def test_rows_as_long_as_the_batch_select_every_row_in_order(who):
-    """A teacher's tensor of that length could follow the rows or the batch: another order is refused."""
+    """A teacher's tensor of that length could follow the rows or the batch: another order is an error."""
     hidden, weight, _, far, wide, _ = tensors()
     log_q = torch.log_softmax(far @ wide.T, -1)
     top, ids = log_q.topk(4, -1)
@@ -296,9 +296,9 @@ def test_no_rows_and_rows_without_weight():
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", ("jsd", 0.5), "cross_entropy"], ids=str)
 @pytest.mark.parametrize("way", ["bare", "several chunks", "labels, softcap, bias", "given"])
 def test_as_near_to_the_truth_as_plain_code(kind, dtype, way, passes):
-    """`bare`: 3 of 41 rows, whose logits wait in the gradient of the weight.
+    """`bare`: 3 of 41 rows, whose logits are saved in the gradient of the weight.
 
-    Over several draws: of 12 numbers plain code may happen to round all the right way.
+    Several seeds: with 12 numbers, plain code may happen to round all of them well.
     """
     errors = torch.stack([_errors(kind, dtype, way, seed) for seed in range(4)]).amax(0)
     factor = 2 if dtype == torch.float32 else 3
@@ -307,14 +307,14 @@ def test_as_near_to_the_truth_as_plain_code(kind, dtype, way, passes):
 
 
 def _errors(kind, dtype, way, seed):
-    """[2, 3]: how far plain code and the fast path are from fp64, each output by its largest value."""
+    """Return errors of plain code and fast path against fp64, relative to each output's maximum, [2, 3]."""
     rows = torch.tensor([3, 40, 17]) if way == "bare" else None
     targets = torch.randint(0, 401, (41,))
     more = way.startswith("labels")
-    found = {}
+    results = {}
     for name, cast in (("truth", torch.float64), ("plain", dtype), ("ours", dtype)):
-        given = tensors(t=41, v=401, seed=seed)
-        hidden, weight, bias, far, wide, _ = (x.detach().to(dtype).to(cast) for x in given)
+        leaves = tensors(t=41, v=401, seed=seed)
+        hidden, weight, bias, far, wide, _ = (x.detach().to(dtype).to(cast) for x in leaves)
         hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
         logits = reference_logits(hidden, weight, bias if more else None, softcap=4.0 if more else None)
         teacher = far @ wide.T
@@ -325,21 +325,21 @@ def _errors(kind, dtype, way, seed):
             if more:
                 options = {"hard": HardLabels(targets, 0.3), "transform": Transform(softcap=4.0)}
                 options["temperature"] = 1.3
-            given = TeacherLogProbs(torch.log_softmax(teacher, -1)) if way == "given" else None
+            log_probs = TeacherLogProbs(torch.log_softmax(teacher, -1)) if way == "given" else None
             loss = linear_distill_loss(
-                hidden, LMHead(weight, bias) if more else weight, given or TeacherHead(far, wide),
+                hidden, LMHead(weight, bias) if more else weight, log_probs or TeacherHead(far, wide),
                 divergence=kind, rows=rows, **options,
             ).loss  # fmt: skip
         else:
             labelled = {"temperature": 1.3, "targets": targets, "hard_weight": 0.3} if more else {}
             values = reference_distill(logits, teacher, kind, **labelled)
             loss = (values if rows is None else values[rows]).mean()
-        found[name] = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
-    truth = found["truth"]
+        results[name] = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+    truth = results["truth"]
     away = [
         (x.double() - exact).abs().max() / exact.abs().max()
         for name in ("plain", "ours")
-        for x, exact in zip(found[name], truth, strict=True)
+        for x, exact in zip(results[name], truth, strict=True)
     ]
     return torch.stack(away).view(2, 3)
 
@@ -364,11 +364,11 @@ def test_equals_trl_gkd(beta):
     ("change", "complaint"),
     [
         ({"divergence": "jsd"}, r'divergence: expected \("jsd", value\)'),
-        ({"divergence": ("forward_kl", 0.5)}, 'divergence: expected "forward_kl" alone'),
+        ({"divergence": ("forward_kl", 0.5)}, 'divergence: expected "forward_kl" without a value'),
         ({"divergence": "tv"}, "divergence: expected one of forward_kl"),
         ({"temperature": 0.0}, "temperature: expected a value > 0"),
         ({"normalizer": 0}, "normalizer: expected a number > 0"),
-        ({"tuning": Tuning(main_grad=torch.zeros(V, D))}, "tuning: expected no tile, no main_grad"),
+        ({"tuning": Tuning(main_grad=torch.zeros(V, D))}, "tuning: expected only a budget here"),
         ({"teacher": 3}, "teacher: expected TeacherHead"),
         ({"teacher": TeacherHead(torch.zeros(4, WIDE), torch.zeros(V, WIDE))}, "teacher.hidden: expected 9"),
         (

@@ -1,4 +1,4 @@
-"""The newer policy terms against verl's own losses, in the fused path, and what they promise."""
+"""The newer policy terms against verl's own losses, in the fused path, and their documented properties."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Nothing: ...
 
 @functools.cache
 def verl(name):
-    """verl's loss; it reads a few numbers of the actor's configuration and checks its class."""
-    given = {
+    """Return verl's loss; it reads a few numbers of the actor's configuration and checks its class."""
+    namespace = {
         "ActorConfig": Config,
         "AlgoConfig": Nothing,
         "verl_F": masked_functions(),
         "agg_loss": agg_loss(),
     }
     name = f"compute_policy_loss_{name}"
-    return getattr(verl_functions("trainer/ppo/core_algos.py", [name], **given), name)
+    return getattr(verl_functions("trainer/ppo/core_algos.py", [name], **namespace), name)
 
 
 def batch(seed=0, dtype=torch.float64):

@@ -47,15 +47,15 @@ def compare(ours, theirs, inputs):
 
 
 class Stub(SimpleNamespace):
-    """As much of a trainer as its loss reads."""
+    """The attributes of a trainer that its loss reads."""
 
-    def __init__(self, **given):
+    def __init__(self, **attributes):
         accelerator = SimpleNamespace(
             device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda m: m
         )
         super().__init__(
             accelerator=accelerator, aux_loss_enabled=False, precompute_ref_logps=True, _total_train_tokens=0,
-            _tp_size=1, _metrics={"train": defaultdict(list)}, **given,
+            _tp_size=1, _metrics={"train": defaultdict(list)}, **attributes,
         )  # fmt: skip
 
     @property
@@ -125,9 +125,9 @@ def test_equals_trl_cpo_and_simpo(kind, smoothing):
     hidden, weight, _, _, labels = batch()
     labels[1, 3] = 2
     tokens, counts = token_logps(hidden, weight, labels), (labels[:, 1:] != -100).sum(1)
-    given = tokens.sum(1) / counts if kind == "simpo" else tokens.sum(1)
+    logps = tokens.sum(1) / counts if kind == "simpo" else tokens.sum(1)
     stub = Stub(alpha=0.0, beta=0.7, loss_type=kind, simpo_gamma=0.4, label_smoothing=smoothing)
-    losses, *rewards = trainer.cpo_loss(stub, *given.chunk(2))
+    losses, *rewards = trainer.cpo_loss(stub, *logps.chunk(2))
     nll = -tokens[: S // 2].sum() / counts[: S // 2].sum()
     objective = PreferenceObjective(
         "simpo" if kind == "simpo" else "cpo", 0.7, smoothing, gamma=0.4, nll_coef=0.6
@@ -139,7 +139,7 @@ def test_equals_trl_cpo_and_simpo(kind, smoothing):
 
 
 def test_equals_trl_orpo():
-    """The nll runs over prompt and completion; all rows are projected once."""
+    """The nll covers prompt and completion; all rows are projected once."""
     trainer = pytest.importorskip("trl.experimental.orpo.orpo_trainer").ORPOTrainer
     hidden, weight, ids, mask, labels = batch()
     labels[1, 3] = 2
@@ -193,20 +193,22 @@ def test_reference_head_equals_given_sums_and_has_no_graph():
     other, head, *_ = batch(seed=3)
     bias = torch.randn(V, dtype=torch.float64)
     sums = linear_sequence_logprobs(other, LMHead(head, bias), labels).sums.detach()
-    given = linear_preference_loss(hidden, weight, labels, reference=sums)
+    from_sums = linear_preference_loss(hidden, weight, labels, reference=sums)
     frozen = linear_preference_loss(hidden, weight, labels, reference=ReferenceHead(head, other, bias))
     torch.testing.assert_close(frozen.ref_logps, sums)
-    compare(frozen.loss, given.loss, (hidden, weight))
+    compare(frozen.loss, from_sums.loss, (hidden, weight))
     assert head.grad is None and not frozen.ref_logps.requires_grad
 
 
 def test_sequence_sums():
     hidden, weight, _, _, labels = batch()
-    found = linear_sequence_logprobs(hidden, weight, labels)
-    assert found.lengths.tolist() == (labels[:, 1:] != -100).sum(1).tolist()
-    assert found.sums[1] == 0 and found.lengths[1] == 0
+    logprobs = linear_sequence_logprobs(hidden, weight, labels)
+    assert logprobs.lengths.tolist() == (labels[:, 1:] != -100).sum(1).tolist()
+    assert logprobs.sums[1] == 0 and logprobs.lengths[1] == 0
     compare(
-        found.sums.square().sum(), token_logps(hidden, weight, labels).sum(1).square().sum(), (hidden, weight)
+        logprobs.sums.square().sum(),
+        token_logps(hidden, weight, labels).sum(1).square().sum(),
+        (hidden, weight),
     )
 
 
@@ -263,7 +265,7 @@ def test_rows_that_the_result_names_break_the_graph_and_say_so():
         return linear_sequence_logprobs(h, w, labels).sums
 
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="rows: expected row numbers with fullgraph=True"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="rows: expected row indices with fullgraph=True"):
         torch.compile(sums, fullgraph=True, backend="aot_eager")(hidden, weight)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(sums, backend="aot_eager")(hidden, weight), sums(hidden, weight))

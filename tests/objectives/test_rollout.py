@@ -1,4 +1,4 @@
-"""Rollout correction against verl's own functions, and what it does to an objective."""
+"""Rollout correction against verl's own functions, and its effect on an objective."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def flat(values):
 @pytest.mark.parametrize("bounds", [(None, 1.2), (0.2, 3.0)], ids=["tis", "icepop"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_weights_equal_verl(level, bounds, normalize):
-    given, rollout = batch()
-    ratio = torch.where(given.mask == 0, 0.0, given.old_logp - rollout)
+    original, rollout = batch()
+    ratio = torch.where(original.mask == 0, 0.0, original.old_logp - rollout)
     spec = bounds[1] if bounds[0] is None else f"{bounds[0]}_{bounds[1]}"
     weights, _ = verl().compute_rollout_correction_weights(
-        padded(ratio), padded(given.mask), level, spec, normalize
+        padded(ratio), padded(original.mask), level, spec, normalize
     )
     new, metrics = correct_rollout(
-        given, rollout, RolloutCorrection(level, lower=bounds[0], upper=bounds[1], normalize=normalize)
+        original, rollout, RolloutCorrection(level, lower=bounds[0], upper=bounds[1], normalize=normalize)
     )
-    torch.testing.assert_close(new.advantages, given.advantages * flat(weights))
-    assert new.mask is given.mask
-    torch.testing.assert_close(metrics["mean_weight"], (flat(weights)).sum() / given.mask.sum())
+    torch.testing.assert_close(new.advantages, original.advantages * flat(weights))
+    assert new.mask is original.mask
+    torch.testing.assert_close(metrics["mean_weight"], (flat(weights)).sum() / original.mask.sum())
 
 
 RULES = [("token_k1", 0.5, 1.6), ("token_k2", None, 0.05), ("token_k3", None, 0.05), ("seq_sum_k1", 0.3, 2.5)]
@@ -74,32 +74,32 @@ RULES += [("seq_max_k2", None, 0.1), ("seq_sum_k3", None, 0.3), ("seq_mean_k2", 
 
 @pytest.mark.parametrize("rule", [*RULES, "two"], ids=str)
 def test_rejection_equals_verl(rule):
-    given, rollout = batch()
-    ratio = torch.where(given.mask == 0, 0.0, given.old_logp - rollout)
+    original, rollout = batch()
+    ratio = torch.where(original.mask == 0, 0.0, original.old_logp - rollout)
     rules = [("token_k1", 0.2, 3.0), ("seq_mean_k3", None, 0.04)] if rule == "two" else [rule]
     spec = ",".join(str(high) if low is None else f"{low}_{high}" for _, low, high in rules)
     mask, _ = verl().compute_rollout_rejection_mask(
-        padded(ratio), padded(given.mask), ",".join(kind for kind, *_ in rules), spec
+        padded(ratio), padded(original.mask), ",".join(kind for kind, *_ in rules), spec
     )
-    new, metrics = correct_rollout(given, rollout, RolloutCorrection(None, reject=rules))
+    new, metrics = correct_rollout(original, rollout, RolloutCorrection(None, reject=rules))
     torch.testing.assert_close(new.mask, flat(mask))
-    torch.testing.assert_close(metrics["rejected"], 1 - flat(mask).sum() / given.mask.sum())
-    assert new.advantages is given.advantages
+    torch.testing.assert_close(metrics["rejected"], 1 - flat(mask).sum() / original.mask.sum())
+    assert new.advantages is original.advantages
 
 
 @pytest.mark.parametrize("objective", ["grpo", "cispo"])
 def test_weights_multiply_the_loss_of_a_row(objective):
-    """As verl applies them: to the row's loss, with the normaliser of the mask; fused and unfused alike."""
-    given, rollout = batch()
-    new, _ = correct_rollout(given, rollout, RolloutCorrection(reject=[("seq_mean_k1", 0.5, 2.0)]))
+    """As in verl: they multiply the row's loss, with the normalizer of the mask; fused and unfused."""
+    original, rollout = batch()
+    new, _ = correct_rollout(original, rollout, RolloutCorrection(reject=[("seq_mean_k1", 0.5, 2.0)]))
     hidden = torch.randn(N, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 11, (N,))
     logp = torch.log_softmax(hidden @ weight.T, -1).gather(1, targets[:, None])[:, 0]
-    factors = torch.where(given.mask == 0, 0.0, (given.old_logp - rollout).exp().clamp(max=2.0))
+    factors = torch.where(original.mask == 0, 0.0, (original.old_logp - rollout).exp().clamp(max=2.0))
     plain = []
     for row in range(N):
-        alone = dataclasses.replace(given, mask=torch.nn.functional.one_hot(torch.tensor(row), N).double())
+        alone = dataclasses.replace(original, mask=torch.nn.functional.one_hot(torch.tensor(row), N).double())
         one = policy_loss(
             logp, alone.old_logp, alone.advantages, objective=objective, mask=alone.mask, normalizer="sum"
         )

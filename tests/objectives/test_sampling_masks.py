@@ -13,20 +13,22 @@ from leanstep.objectives.reference import reference_logits, reference_masked
 T, D, V = 7, 4, 97
 ROWS = torch.tensor([5, 0, 2, 2, 6, 3])
 # Row 1 keeps its target alone, row 3 keeps nothing else either; row 4 keeps its target twice.
-KEPT = [[3, 9, 40], [11], [0, 96, 5, 50], [], [7, 7, 8], [60]]
+SETS = [[3, 9, 40], [11], [0, 96, 5, 50], [], [7, 7, 8], [60]]
 TARGETS = torch.tensor([9, 11, 4, 33, 7, 61])
 
 
-def allowed(kept=KEPT, has_set=None):
-    ids = torch.tensor([v for row in kept for v in row], dtype=torch.int64)
-    offsets = torch.tensor([0, *np.cumsum([len(row) for row in kept])])
+def allowed(sets=SETS, has_set=None):
+    ids = torch.tensor([v for row in sets for v in row], dtype=torch.int64)
+    offsets = torch.tensor([0, *np.cumsum([len(row) for row in sets])])
     return Allowed(ids, offsets, has_set)
 
 
 def tensors(seed=0):
     g = torch.Generator().manual_seed(seed)
-    made = [torch.randn(*s, generator=g, dtype=torch.float64) for s in ((T, D), (V, D), (V,), (T, 3), (V, 3))]
-    return [x.requires_grad_(i < 3) for i, x in enumerate(made)]
+    leaves = [
+        torch.randn(*s, generator=g, dtype=torch.float64) for s in ((T, D), (V, D), (V,), (T, 3), (V, 3))
+    ]
+    return [x.requires_grad_(i < 3) for i, x in enumerate(leaves)]
 
 
 def compare(ours, theirs, inputs):
@@ -43,28 +45,28 @@ def compare(ours, theirs, inputs):
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize("kept", [KEPT, [list(range(90))] * 6], ids=["sparse", "dense"])
-def test_equals_plain_masked_code(kept):
+@pytest.mark.parametrize("sets", [SETS, [list(range(90))] * 6], ids=["sparse", "dense"])
+def test_equals_plain_masked_code(sets):
     hidden, weight, bias, far, wide = tensors()
     out = linear_masked_logprobs(
-        hidden, LMHead(weight, bias), TARGETS, allowed(kept), rows=ROWS, entropy="grad", temperature=0.7,
+        hidden, LMHead(weight, bias), TARGETS, allowed(sets), rows=ROWS, entropy="grad", temperature=0.7,
         reference=ReferenceHead(wide, far), transform=Transform(0.9, 4.0), tuning=Tuning(budget=400),
     )  # fmt: skip
     cap = {"scale": 0.9, "softcap": 4.0}
     logits, other = (
         reference_logits(h, w, b, **cap) / 0.7 for h, w, b in ((hidden, weight, bias), (far, wide, None))
     )
-    theirs = reference_masked(logits[ROWS], TARGETS, kept, other[ROWS])
+    theirs = reference_masked(logits[ROWS], TARGETS, sets, other[ROWS])
     compare(out[:3], theirs, (hidden, weight, bias))
-    assert out.path == ((4, 2, 0) if kept is KEPT else (0, 0, 6))
+    assert out.path == ((4, 2, 0) if sets is SETS else (0, 0, 6))
 
 
 @pytest.mark.parametrize("whole_entropy", [False, True])
-@pytest.mark.parametrize("kept", [KEPT, [list(range(90))] * 6], ids=["sparse", "dense"])
-def test_a_record_means_the_same_to_linear_logprobs(kept, whole_entropy):
+@pytest.mark.parametrize("sets", [SETS, [list(range(90))] * 6], ids=["sparse", "dense"])
+def test_a_record_means_the_same_to_linear_logprobs(sets, whole_entropy):
     """`kept=` here and `allowed=` there: the same log-prob, the same entropy, the same gradients."""
     hidden, weight, bias, *_ = tensors()
-    record = allowed(kept)._replace(whole_entropy=whole_entropy)
+    record = allowed(sets)._replace(whole_entropy=whole_entropy)
     options = {"rows": ROWS, "entropy": "grad", "temperature": 0.7, "transform": Transform(0.9, 4.0)}
     ours = linear_masked_logprobs(hidden, LMHead(weight, bias), TARGETS, record, **options)
     theirs = linear_logprobs(hidden, LMHead(weight, bias), TARGETS, allowed=record, **options)
@@ -72,9 +74,9 @@ def test_a_record_means_the_same_to_linear_logprobs(kept, whole_entropy):
 
 
 def test_a_record_that_leaves_the_entropy_open():
-    """The whole vocabulary where all logits are read, the kept ids where only theirs are."""
+    """The default is the whole vocabulary if all logits are read, otherwise the kept ids."""
     hidden, weight, *_ = tensors()
-    record, options = allowed(KEPT), {"rows": ROWS, "entropy": "metric"}
+    record, options = allowed(SETS), {"rows": ROWS, "entropy": "metric"}
     narrow = linear_masked_logprobs(hidden, weight, TARGETS, record, **options).entropy
     whole = linear_logprobs(hidden, weight, TARGETS, allowed=record, **options).entropy
     same = linear_logprobs(hidden, weight, TARGETS, **options).entropy
@@ -98,7 +100,7 @@ def test_gradcheck():
 
 
 def test_a_target_alone_never_enters_the_head():
-    """Log-prob 0 and gradient exactly 0, whatever the hidden row holds."""
+    """Log-prob and gradient are exactly 0 for any values of the hidden row."""
     hidden, weight, *_ = tensors()
     with torch.no_grad():
         hidden[0] = torch.nan
@@ -117,9 +119,9 @@ def test_rows_without_a_set_run_over_the_whole_vocabulary():
         hidden, LMHead(weight, bias), TARGETS, allowed(has_set=has_set), rows=ROWS, entropy="grad",
         reference=ReferenceHead(wide, far),
     )  # fmt: skip
-    kept = [ids if has else list(range(V)) for ids, has in zip(KEPT, has_set, strict=True)]
+    sets = [ids if has else list(range(V)) for ids, has in zip(SETS, has_set, strict=True)]
     theirs = reference_masked(
-        reference_logits(hidden, weight, bias)[ROWS], TARGETS, kept, (far @ wide.T)[ROWS]
+        reference_logits(hidden, weight, bias)[ROWS], TARGETS, sets, (far @ wide.T)[ROWS]
     )
     compare(out[:3], theirs, (hidden, weight, bias))
     assert out.path == (3, 1, 2)
@@ -130,7 +132,7 @@ def test_infinite_logits_count_for_nothing():
     bias = torch.zeros(V, dtype=torch.float64)
     bias[[40, 50, 60, 61]] = -torch.inf
     out = linear_masked_logprobs(hidden, LMHead(weight, bias), TARGETS, allowed(), rows=ROWS, entropy="grad")
-    without = [[v for v in row if v not in (40, 50)] for row in KEPT]
+    without = [[v for v in row if v not in (40, 50)] for row in SETS]
     rest = linear_masked_logprobs(hidden, weight, TARGETS, allowed(without), rows=ROWS, entropy="grad")
     compare((out.logp[:5], out.entropy[:5]), (rest.logp[:5], rest.entropy[:5]), (hidden, weight))
     # The last row has nothing left at all.
@@ -158,26 +160,28 @@ def test_no_rows_and_gradient_into_main_grad():
 
 def test_large_sets_add_to_main_grad_too():
     hidden, weight, *_ = tensors()
-    main, kept = torch.ones_like(weight), allowed([list(range(90))] * 6)
+    main, record = torch.ones_like(weight), allowed([list(range(90))] * 6)
     for tuning in (Tuning(main_grad=main), None):
-        linear_masked_logprobs(hidden, weight, TARGETS, kept, rows=ROWS, tuning=tuning).logp.sum().backward()
+        linear_masked_logprobs(
+            hidden, weight, TARGETS, record, rows=ROWS, tuning=tuning
+        ).logp.sum().backward()
         assert (weight.grad is None) == (tuning is not None)
     torch.testing.assert_close(main - 1, weight.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_as_near_to_the_truth_as_plain_code(dtype):
-    found = {}
+    results = {}
     for name, cast in (("truth", torch.float64), ("plain", dtype), ("ours", dtype)):
         hidden, weight = (x.detach().to(dtype).to(cast).requires_grad_() for x in tensors()[:2])
         if name == "ours":
             out = linear_masked_logprobs(hidden, weight, TARGETS, allowed(), rows=ROWS, entropy="grad")[:2]
         else:
             logits = reference_logits(hidden, weight)[ROWS]
-            out = reference_masked(logits.float() if cast == dtype else logits, TARGETS, KEPT)[:2]
+            out = reference_masked(logits.float() if cast == dtype else logits, TARGETS, SETS)[:2]
         grads = torch.autograd.grad(out[0].sum() + 0.5 * out[1].sum(), (hidden, weight))
-        found[name] = [x.detach() for x in (*out, *grads)]
-    for truth, plain, ours in zip(found["truth"], found["plain"], found["ours"], strict=True):
+        results[name] = [x.detach() for x in (*out, *grads)]
+    for truth, plain, ours in zip(results["truth"], results["plain"], results["ours"], strict=True):
         allowance = 3 * (plain.double() - truth).abs().max() + 3e-7 * truth.abs().max()
         assert (ours.double() - truth).abs().max() <= allowance
 
@@ -186,8 +190,8 @@ def test_as_near_to_the_truth_as_plain_code(dtype):
     ("change", "complaint"),
     [
         ({"entropy": "yes"}, "entropy: expected one of none, metric, grad"),
-        ({"kept": allowed(KEPT[:3])}, "allowed: expected 7 offsets for 6 rows, got 4"),
-        ({"kept": allowed([[200], *KEPT[1:]])}, r"allowed ids: expected ids in \[0, 97\)"),
+        ({"kept": allowed(SETS[:3])}, "allowed: expected 7 offsets for 6 rows, got 4"),
+        ({"kept": allowed([[200], *SETS[1:]])}, r"allowed ids: expected ids in \[0, 97\)"),
         ({"transform": Transform(label_smoothing=0.1)}, "expected label_smoothing 0"),
         ({"reference": ReferenceHead()}, "reference: expected a ReferenceHead with weight or hidden"),
         ({"weight": LMHead(torch.zeros(V, D), None, LoRA(torch.zeros(2, D), torch.zeros(V, 2)))}, "LoRA"),

@@ -1,4 +1,4 @@
-"""Head functions in torch.compile(fullgraph=True): one graph for any number of rows, the numbers of eager.
+"""Head functions in torch.compile(fullgraph=True): one graph for any number of rows, same results as eager.
 
 Real Dynamo and AOTAutograd, forward and backward, for every function that a training step may compile.
 """
@@ -61,12 +61,12 @@ def floats(*shape):
 
 
 def head(n):
-    """What every case is differentiated by: hidden states, weight, bias, both halves of LoRA."""
+    """Return the leaves of every case: hidden states, weight, bias, both halves of LoRA."""
     return floats(n, D), floats(V, D), floats(V), floats(2, D), floats(V, 2)
 
 
 def plain(h, w, b, down, up):
-    """Everything takes part, so that it has a gradient."""
+    """Use every leaf, so that each has a gradient."""
     return LMHead(w, b, LoRA(down, up, 0.5))
 
 
@@ -81,8 +81,8 @@ def logprobs(h, w, b, down, up, t, r, temperature):
 
 def divergences(h, w, b, down, up, t, other):
     reference = ReferenceHead(other)
-    given = {"outputs": ("kl", "reverse_kl"), "reference": reference, "transform": Transform(0.5, 4.0)}
-    return differentiable(linear_logprobs(h, plain(h, w, b, down, up), t, **given))
+    options = {"outputs": ("kl", "reverse_kl"), "reference": reference, "transform": Transform(0.5, 4.0)}
+    return differentiable(linear_logprobs(h, plain(h, w, b, down, up), t, **options))
 
 
 def allowed(n):
@@ -300,7 +300,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_one_graph_for_any_temperature_or_normalizer(name):
-    """Dynamo makes the first number a constant of a graph; the next graph takes any."""
+    """Dynamo makes the first number a constant of the graph; the next graph accepts any number."""
     function, inputs = NUMBERS[name]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     leaves, data = inputs()
@@ -341,7 +341,7 @@ def graphs_for_halves(function) -> int:
 
 @pytest.mark.parametrize("name", SELECTING)
 def test_no_more_graphs_for_selected_rows_than_plain_code_has(name):
-    """One row of one, one row of several, several: Dynamo makes a graph for each."""
+    """One row of one, one row of several, several rows: Dynamo compiles a graph for each."""
     plain = graphs_for_halves(lambda h, w, t, r: (h[r] @ w.T).gather(1, t[:, None]))
     assert graphs_for_halves(SELECTING[name]) <= plain == 3
 
@@ -381,7 +381,7 @@ HEAD = torch.randn(V, D, generator=torch.Generator().manual_seed(1))
 # torch's own, where it takes up a broken graph.
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_what_no_op_expresses_runs_outside_of_the_graph(call):
-    """One break, and none of the tile loop's own code is compiled for each number of rows."""
+    """There is one graph break, and the tile loop is not recompiled for each number of rows."""
     compiled = torch.compile(call, backend="aot_eager")
     for count in (3, 4, 5, 6):
         hidden, targets = floats(count, D).requires_grad_(), ids(count) % (V - 1)
@@ -437,7 +437,7 @@ def test_the_ops_are_registered_as_torch_wants_them():
 
 
 def traced_dtensor_head(rank, world_size):
-    """Gradients of a sharded head, compiled and not, as plain lists."""
+    """Return the gradients of a sharded head, compiled and eager, as plain lists."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     torch.manual_seed(0)

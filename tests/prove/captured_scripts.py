@@ -1,4 +1,4 @@
-"""Run scripts of this folder in this process and compare them; a process each would cost seconds each."""
+"""Run scripts of this folder in this process and compare them; separate processes would take seconds each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capturing an update: what is in it, whatever the loop looks like, and what a sketch keeps."""
+"""Capturing an update for different kinds of training loops; what a sketch preserves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import gc
 import sys
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -101,7 +100,7 @@ def test_the_program_computes_the_same_bits_while_watched():
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
-def test_no_optimizer_step_is_said():
+def test_a_block_without_an_optimizer_step_raises():
     with leanstep.update() as u:
         model_of()(torch.arange(3)).sum().backward()
     with pytest.raises(ValueError, match="no optimizer stepped inside the block"):
@@ -119,7 +118,7 @@ def test_a_sketch_knows_norms_sums_and_distances(count: int, size: float):
     )
     exact = float((y - x.double()).norm())
     assert distance(b, a) == pytest.approx(exact, rel=1e-6 if count <= BUCKETS else 0.35)
-    assert np.allclose(sketch(y - x.double()).projection, b.projection - a.projection, atol=1e-9)
+    assert torch.allclose(sketch(y - x.double()).projection, b.projection - a.projection, atol=1e-9)
 
 
 def test_a_sketch_counts_what_is_not_finite():
@@ -174,9 +173,9 @@ def test_gradients_that_arrive_inside_the_step_are_captured(how: str):
 def test_weights_of_a_change_are_those_of_the_definition():
     gradient, value = torch.randn(5000), torch.randn(5000)
     expected = value.double() * (gradient.double() ** 2 / (gradient.double() ** 2 + (SOLID * 0.7) ** 2))
-    found = sketch(value, gradient, 0.7)
-    assert found.norm == pytest.approx(float(expected.norm()), rel=1e-6)
-    assert np.allclose(found.projection, sketch(expected).projection, atol=1e-5)
+    weighted = sketch(value, gradient, 0.7)
+    assert weighted.norm == pytest.approx(float(expected.norm()), rel=1e-6)
+    assert torch.allclose(weighted.projection, sketch(expected).projection, atol=1e-5)
 
 
 def test_compiled_code_draws_the_random_numbers_of_eager_code(tmp_path):
@@ -209,7 +208,7 @@ ENDS
 @pytest.mark.parametrize("ends", ["", "sys.exit(3)", "raise ValueError"])
 @pytest.mark.parametrize(("world_size", "is_kept"), [("1", False), ("2", True)])
 def test_what_a_rank_leaves_behind_outlives_its_script(tmp_path, monkeypatch, ends, world_size, is_kept):
-    """The end of a process group may wait for a thread that waits for the interpreter."""
+    """Destroying a process group may wait for a thread that waits for the interpreter."""
     monkeypatch.setenv("WORLD_SIZE", world_size)
     monkeypatch.setattr(run, "_LEFT", [])
     script = tmp_path / "leaves.py"

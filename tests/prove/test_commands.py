@@ -56,9 +56,9 @@ def test_a_pair_is_proven_and_written_everywhere(tmp_path: Path, capfd):
     ("after", "message"),
     [
         (STEP, "after.py never calls optimizer.step()"),
-        (STEP.replace("3, 2", "3, 5") + LOOP, "the scripts train other parameters; weight has shapes"),
-        ("torch.manual_seed(9)\n" + STEP + LOOP, "start from other weights: weight differs by"),
-        (STEP + LOOP.replace("i + 1", "i + 5"), "were given other data: the first layer's input in step 1"),
+        (STEP.replace("3, 2", "3, 5") + LOOP, "the scripts train different parameters; weight has shapes"),
+        ("torch.manual_seed(9)\n" + STEP + LOOP, "start from different weights: weight differs by"),
+        (STEP + LOOP.replace("i + 1", "i + 5"), "read different data: the first layer's input in step 1"),
         (
             STEP + LOOP.replace("o.step()", "o.step(); assert i < 1"),
             "ended with AssertionError after 2 updates",
@@ -76,12 +76,12 @@ def test_a_pair_is_proven_and_written_everywhere(tmp_path: Path, capfd):
 )
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capfd, after: str, message: str):
     before = script(tmp_path, "before.py", STEP, LOOP)
-    kept = tmp_path / "kept.json"
+    report = tmp_path / "kept.json"
     other = script(tmp_path, "after.py", after)
-    assert run(["prove", before, other, "--steps", "3", "--json", str(kept)]) == 2
+    assert run(["prove", before, other, "--steps", "3", "--json", str(report)]) == 2
     (line,) = lines(capfd)
     assert message in line
-    assert len(json.loads(kept.read_text())["losses"]["before"]) == 3
+    assert len(json.loads(report.read_text())["losses"]["before"]) == 3
 
 
 def test_ctrl_c_keeps_what_was_seen(tmp_path: Path, capfd):
@@ -89,15 +89,15 @@ def test_ctrl_c_keeps_what_was_seen(tmp_path: Path, capfd):
     # The script presses Ctrl-C on us in its second step.
     press = "o.step()\n    if i == 1:\n        import os, time; os.kill(os.getppid(), 2); time.sleep(60)"
     after = script(tmp_path, "after.py", STEP, LOOP.replace("o.step()", press))
-    kept = tmp_path / "kept.json"
+    report = tmp_path / "kept.json"
     # A background shell ignores Ctrl-C and its children inherit that: start from the default.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert run(["prove", before, after, "--steps", "3", "--json", str(kept)]) == 130
+        assert run(["prove", before, after, "--steps", "3", "--json", str(report)]) == 130
     finally:
         signal.signal(signal.SIGINT, handler)
     assert lines(capfd) == ["leanstep: interrupted"]
-    result = json.loads(kept.read_text())
+    result = json.loads(report.read_text())
     assert result["problem"] == "interrupted" and not result["ok"]
     assert (len(result["losses"]["before"]), len(result["losses"]["after"])) == (3, 2)
 
@@ -116,7 +116,7 @@ def test_cuts_from_the_command_line(tmp_path: Path, capfd):
     [
         (["prove", "nowhere.py", POLICY], "SCRIPT: no such file: nowhere.py"),
         (["prove", POLICY], "one script, .*policy.py; expected a second one to compare with"),
-        (["prove", POLICY, "--same", "--micro 2"], "--same: expected at least two cuts"),
+        (["prove", POLICY, "--same", "--micro 2"], "--same: expected at least two splits"),
         (["prove", POLICY, POLICY, "--same", "a", "--same", "b"], "expected one script, got 2"),
         (["prove", POLICY, "--ranks", "1,x"], "--ranks: expected numbers of processes"),
         (["prove", POLICY, POLICY, "--steps", "0"], "--steps: expected at least 1, got 0"),

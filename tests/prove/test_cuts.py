@@ -1,4 +1,4 @@
-"""`prove --same`: known mistakes rebuilt from public threads, found with the right kind; none where fixed."""
+"""`prove --same` classifies known mistakes rebuilt from public threads and accepts the fixed scripts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from leanstep.prove.cuts import compare_cuts, cut_label, same_update
 from leanstep.prove.script_jobs import capture_script, run_job
 
-# mistake -> the two cuts, the kind, and words of the explanation
+# mistake -> the two splits, the kind, and words of the explanation
 CUTS = {
     "verl-7200": (("--micro", "1"), ("--micro", "4"), "token-weights", "labelled tokens (4, 10, 6, 2)"),
     "transformers-2024": (("--micro", "1"), ("--micro", "2"), "token-weights", "labelled tokens (14, 8)"),
@@ -55,15 +55,15 @@ def test_the_fixed_script_is_not_accused(bug: str):
 @pytest.mark.timeout(120)
 def test_mistakes_over_ranks(bug: str):
     asked = job("cuts.py", steps=1, twin=True, parts=True, dropout=False, ranks=1)
-    found = {}
+    rows = {}
     for name in (bug, ""):
         argv = ("--bug", name) if name else ()
         runs = [run_job(replace(asked, argv=argv, ranks=ranks), fork=True) for ranks in (1, 2)]
         assert [c.error for run in runs for c in run] == [None] * 3, [c.said for run in runs for c in run]
-        found[name] = compare_cuts("1", runs[0], "2", runs[1])
+        rows[name] = compare_cuts("1", runs[0], "2", runs[1])
     kind, words = RANKS[bug]
-    assert found[bug].kind == kind and words in found[bug].sentence, found[bug].sentence
-    assert found[""].same, found[""].sentence
+    assert rows[bug].kind == kind and words in rows[bug].sentence, rows[bug].sentence
+    assert rows[""].same, rows[""].sentence
 
 
 def test_one_of_several_counts_explains_the_weights():
@@ -72,9 +72,9 @@ def test_one_of_several_counts_explains_the_weights():
         model = nn.Linear(6, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x, mask = torch.randn(4, 5, 6), torch.arange(5) < torch.tensor([[5], [2], [3], [1]])
-        for part, kept in zip(x.chunk(cut), mask.chunk(cut), strict=True):
-            shown = (kept | True).sum() + kept[:, 0].sum()
-            ((model(part)[..., 0] * kept).sum() / kept.sum() + 0.0 * shown).backward()
+        for part, part_mask in zip(x.chunk(cut), mask.chunk(cut), strict=True):
+            shown = (part_mask | True).sum() + part_mask[:, 0].sum()
+            ((model(part)[..., 0] * part_mask).sum() / part_mask.sum() + 0.0 * shown).backward()
         optimizer.step()
 
     (row,) = same_update(step, [1, 4]).rows

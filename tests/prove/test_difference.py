@@ -29,12 +29,12 @@ CHANGES = {
     "a factor of two": (("loss = -(", "loss = -2 * ("), "A constant factor: 2"),
     "another normalisation": (
         ("/ mask[:, 1:].sum()", "/ ids.numel()"),
-        "21 sum of a mask / 27 tokens with padding: a mean over another number of tokens",
+        "21 sum of a mask / 27 tokens with padding: a mean over a different number of tokens",
     ),
     "shifted targets": (("ids[:, 1:, None]", "ids[:, :-1, None]"), "Shifted targets: a row scores the token"),
-    "a mask left out": (("(logp * mask[:, 1:])", "logp"), "The same tokens, other gradients"),
+    "a mask left out": (("(logp * mask[:, 1:])", "logp"), "The same tokens, different gradients"),
     "the learning rate": (("lr=0.1", "lr=0.03"), "The same gradients, an update 0.3 times as large"),
-    "another optimizer": (("optim.SGD", "optim.Adam"), "The same gradients, another update: the optimizer"),
+    "another optimizer": (("optim.SGD", "optim.Adam"), "The same gradients, a different update: the opt"),
     "clipping": (
         ("    optimizer.step()", "    nn.utils.clip_grad_norm_(head.parameters(), 0.1); optimizer.step()"),
         "The same gradients, but only one of the scripts clips them",

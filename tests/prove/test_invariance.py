@@ -1,4 +1,4 @@
-"""`prove --invariant`: planted faults are named by their line; rows of elementwise ops keep their bits."""
+"""`prove --invariant` names the line of planted faults and accepts rows of elementwise ops."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from leanstep.cli import run
 from leanstep.prove.invariance import row_invariance, script_invariance
 
 FAULTS = {
-    "product": ("alone", "by other ops"),
+    "product": ("alone", "by different ops"),
     "statistic": ("alone", "whole batch"),
     "chunks": ("alone", "the value itself"),
     "padding": ("with padding behind it", "the value itself"),
     "norm": ("alone", "whole batch"),
     "read": ("alone", "whole batch"),
-    "branch": ("alone", "by ops that the batch alone goes through"),
+    "branch": ("alone", "by ops that only the original batch runs"),
     "helper": ("alone", "the value itself"),
 }
 
@@ -47,7 +47,7 @@ def test_rows_of_elementwise_ops_keep_their_bits():
 def test_other_ops_for_another_batch_are_no_fault():
     proof = script_invariance(job("rows.py", "--fault", "honest"))
     assert proof.ok, proof.sentence()
-    assert any("ops, those of both compared" in note for note in proof.notes)
+    assert any("only ops of both runs are compared" in note for note in proof.notes)
 
 
 def test_a_function_of_tensors():
@@ -58,7 +58,7 @@ def test_a_function_of_tensors():
         row_invariance(lambda: None)
 
 
-def test_a_variant_that_the_model_does_not_take_is_left_out():
+def test_a_variant_that_the_model_refuses_is_skipped():
     def short(tokens):
         if tokens.shape[1] > 9:
             raise IndexError("no such position")
@@ -66,7 +66,7 @@ def test_a_variant_that_the_model_does_not_take_is_left_out():
 
     proof = row_invariance(short, torch.arange(36).view(4, 9))
     assert proof.ok and proof.variants == 5
-    assert proof.notes == ["with padding behind it: left out, the model raised IndexError: no such position"]
+    assert proof.notes == ["with padding behind it: skipped, the model raised IndexError: no such position"]
 
 
 def test_from_the_command_line(tmp_path: Path, capfd):

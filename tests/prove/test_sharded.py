@@ -35,10 +35,10 @@ def test_a_sharded_update_is_captured_whole():
 @pytest.mark.timeout(120)
 def test_drift_moves_the_seeds_and_pairs_the_runs():
     before, after = job("policy.py"), job("policy.py", "--variant", "rows-first")
-    found = prove_drift(before, after, runs=3, fork=True)
-    assert found["ok"] and found["runs"] == 3
-    assert abs(found["shift"]) < 1e-4
-    sentence = drift_sentence(found)
+    drift = prove_drift(before, after, runs=3, fork=True)
+    assert drift["ok"] and drift["runs"] == 3
+    assert abs(drift["shift"]) < 1e-4
+    sentence = drift_sentence(drift)
     assert "3 paired runs: shift " in sentence and "p = " in sentence and "4 times out of 5" in sentence
     first = [
         run_job(job("policy.py", steps=1, seed=seed), fork=True)[0].updates[0].loss for seed in (1000, 2000)

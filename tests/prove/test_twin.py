@@ -1,4 +1,4 @@
-"""The fp64 twin: bit-identical for an fp64 program, the same random numbers for every other."""
+"""The fp64 run: bit-identical for an fp64 program, with the same random numbers for every program."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from leanstep.prove.twin import Twin
 
 
 @pytest.mark.parametrize("dropout", ["0.0", "0.3"])
-def test_the_twin_of_an_fp64_script_has_the_same_bits(dropout: str):
+def test_the_fp64_run_of_an_fp64_script_has_the_same_bits(dropout: str):
     script = job("double.py", "--dropout", dropout)
-    plain, twin = capture_script(script), capture_script(replace(script, twin=True))
-    assert len(plain.updates) == 2 and plain.error is None and twin.error is None
-    for a, b in zip(plain.updates, twin.updates, strict=True):
+    plain, in_fp64 = capture_script(script), capture_script(replace(script, twin=True))
+    assert len(plain.updates) == 2 and plain.error is None and in_fp64.error is None
+    for a, b in zip(plain.updates, in_fp64.updates, strict=True):
         assert a.losses == b.losses and a.draws == b.draws
         for kind in ("gradients", "changes"):
             for name, sketch in getattr(a, kind).items():
-                assert np.array_equal(sketch.projection, getattr(b, kind)[name].projection), (kind, name)
+                assert torch.equal(sketch.projection, getattr(b, kind)[name].projection), (kind, name)
 
 
 @pytest.mark.parametrize("options", [(), ("--autocast",), ("--dtype", "bfloat16")])
 def test_random_draws_are_those_of_the_original_run(options: tuple[str, ...]):
     script = job("policy.py", *options, "--dropout", "0.3")
-    plain, twin = capture_script(script), capture_script(replace(script, twin=True))
-    for a, b in zip(plain.updates, twin.updates, strict=True):
+    plain, in_fp64 = capture_script(script), capture_script(replace(script, twin=True))
+    for a, b in zip(plain.updates, in_fp64.updates, strict=True):
         assert a.draws == b.draws
         assert b.loss == pytest.approx(a.loss, abs=2e-6 if not options else 3e-2)
-    assert {sketch.dtype for sketch in twin.updates[0].gradients.values()} == {"float64"}
+    assert {sketch.dtype for sketch in in_fp64.updates[0].gradients.values()} == {"float64"}
 
 
 def test_explicit_dtypes_are_fp64_and_draw_as_written():
@@ -56,14 +56,14 @@ def test_explicit_dtypes_are_fp64_and_draw_as_written():
 
     plain = program()
     with Twin():
-        twin = program()
-    assert [t.dtype for t in twin if t.is_floating_point()] == [torch.float64] * 11
-    for number, (a, b) in enumerate(zip(plain, twin, strict=True)):
-        # Only the round trip through half precision differs: a computation is not rounded in the twin.
+        in_fp64 = program()
+    assert [t.dtype for t in in_fp64 if t.is_floating_point()] == [torch.float64] * 11
+    for number, (a, b) in enumerate(zip(plain, in_fp64, strict=True)):
+        # Only the round trip through half precision differs: a computation is not rounded in fp64.
         torch.testing.assert_close(a.double(), b.double(), rtol=1e-3 if number == 5 else 1e-6, atol=1e-7)
 
 
-def test_what_is_changed_through_a_cast_arrives():
+def test_in_place_changes_through_a_cast_reach_the_tensor():
     with Twin():
         weight = torch.ones(3)
         weight.float().add_(1.0)
@@ -75,7 +75,7 @@ def test_what_is_changed_through_a_cast_arrives():
         assert half.tolist() == [4.0] * 3
 
 
-def test_the_world_is_as_before_afterwards():
+def test_torch_is_restored_afterwards():
     functions = (torch.compile, torch.set_default_dtype, nn.Parameter.__new__, nn.Module._apply)
     with Twin():
         assert torch.compile(sum) is sum

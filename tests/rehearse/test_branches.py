@@ -73,7 +73,7 @@ def test_a_branch_on_an_assumed_value_is_listed_with_its_line(guarded, mark):
 
 def test_the_verdict_says_that_updates_rest_on_assumed_values(guarded):
     report = judge(guarded.recording, [device_named("a100")])
-    assert "updates rest on an assumed value at assumptions.py:" in report["verdict"]
+    assert "updates depend on an assumed value at assumptions.py:" in report["verdict"]
     assert report["branches"][0]["decides_update"] and "decides an update" in text(report)
     kinds = {(a["kind"], a["value"]) for a in report["assumed"]}
     assert ("found_inf", "0.0") in kinds and ("item", "True") in kinds

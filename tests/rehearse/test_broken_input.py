@@ -111,7 +111,7 @@ def test_broken_input_gets_one_line(tmp_path, monkeypatch, name):
 def test_unusual_programs_are_seen_to_their_last_step(tmp_path, monkeypatch, name):
     code, said = command(tmp_path, monkeypatch, *SOUND[name])
     assert code == 0, said
-    assert " a step (" in said
+    assert " per step (" in said
 
 
 def test_pooling_is_captured(tmp_path):

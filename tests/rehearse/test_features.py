@@ -184,3 +184,30 @@ def test_a_graph_that_torch_cannot_capture_is_named_in_the_verdict(tmp_path):
     notes = [note for note in run_script(script).recording.notes if "counted as eager code" in note]
     assert len(notes) == 1
     assert "train.py:" in notes[0] and "no such graph" in notes[0]
+
+
+CUDNN = """
+import sys
+import torch
+import torch.nn.functional as F
+
+cuda = torch.backends.cuda
+cuda.enable_flash_sdp(False), cuda.enable_mem_efficient_sdp(False)
+cuda.enable_math_sdp(sys.argv[1] == "math")
+weight = torch.zeros(1, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(2):
+    q, k, v = (torch.zeros(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    (F.scaled_dot_product_attention(q * weight.bfloat16(), k, v, is_causal=True)).float().sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("others", "fused"), [("none", True), ("math", False)])
+def test_attention_is_cudnns_where_every_other_kernel_is_switched_off(tmp_path, others, fused):
+    (tmp_path / "script.py").write_text(CUDNN)
+    recording = run_script(tmp_path / "script.py", others, steps=2).recording
+    assert recording.refused is None, recording.refused
+    kinds = {k.kind for e in recording.events if isinstance(e, Launch) for k in e.kernels}
+    assert ("attention" in kinds) == ("attention_bwd" in kinds) == fused
+    assert f"attention: {'cuDNN kernel' if fused else 'unfused'}" in recording.notes

@@ -114,7 +114,7 @@ def test_a_rollout_of_an_engine_is_said_to_be_left_out(tmp_path: Path) -> None:
         iteration.steps
     ) == 1
     first = text(report).splitlines()[0]
-    assert "without its rollout, which an engine of its own makes" in first and "no rollout" not in first
+    assert "excluding the rollout, which runs in a separate engine" in first and "no rollout" not in first
 
 
 COLLECTS = """

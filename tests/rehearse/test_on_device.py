@@ -114,6 +114,6 @@ def test_the_lines_name_rule_place_and_gain():
     findings = [finding("host-sync", 4), finding("slow-dtype", 5)]
     report = on_device.gains(findings, [FILE, FILE], made, H100)
     lines = on_device.text(report, findings).splitlines()
-    assert lines[0].startswith("on h100 (predicted): ") and "ms a step, bound by" in lines[0]
+    assert lines[0].startswith("on h100 (predicted): ") and "ms per step, " in lines[0]
     assert "host-sync train.py:4: " in lines[1] and "ms less" in lines[1]
     assert lines[2] == "  slow-dtype train.py:5: a matter of this CPU"

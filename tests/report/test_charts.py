@@ -1,25 +1,16 @@
-"""Charts are valid plotly figures and say what the data say."""
+"""Charts say what the data say, and draw nothing outside the plot."""
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
-import plotly.graph_objects as go
 import pytest
 
 from leanstep.report import charts, sections
 
 from . import samples
-
-
-def painted(value):
-    """Roles replaced by a colour, as the page's script does."""
-    if isinstance(value, str):
-        return "#123456" if value.startswith("@") else value
-    if isinstance(value, list):
-        return [painted(item) for item in value]
-    return {key: painted(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def figures(tmp_path: Path) -> dict[str, charts.Figure]:
@@ -32,33 +23,73 @@ def figures(tmp_path: Path) -> dict[str, charts.Figure]:
         "sweep time": charts.sweep(samples.sweep_results(), "response_frac", "median_s"),
         "sweep memory": charts.sweep(samples.sweep_results(), "response_frac", "extra_bytes"),
         "capacity": charts.capacity(samples.capacity_rows(), {"H200": 141_000_000_000}, x_title="x"),
+        "shares": charts.shares([("rollout", 3.0), ("update", 1.0)], str),
         "empty sweep": charts.sweep([], "response_frac", "median_s"),
         "no bars": charts.horizontal_bars([], [], [], [], "unit"),
         **{name: figure for name, figure in demo.items() if name.endswith("_chart")},
     }
 
 
-def test_plotly_accepts_every_figure(tmp_path: Path):
+def positions(figure: charts.Figure) -> list[float]:
+    """Every percentage of a figure, the coordinates of its paths included."""
+    marks = [*figure.get("bars", []), *figure.get("parts", [])]
+    marks += [*figure.get("x_ticks", []), *figure.get("y_ticks", [])]
+    places = [mark["percent"] for mark in marks]
+    for line in figure.get("series", []):
+        places += [float(number) for number in re.findall(r"[\d.e-]+", line["path"] + line["area"])]
+        places += [dot[side] for dot in line["dots"] for side in ("left", "bottom")]
+    return places
+
+
+def test_nothing_is_drawn_outside_the_plot(tmp_path: Path):
     for name, figure in figures(tmp_path).items():
-        go.Figure(painted(figure))  # raises on an unknown or impossible property
-        assert figure["layout"]["height"] > 0, name
+        assert all(-0.02 <= place <= 100.02 for place in positions(figure)), name
+        assert positions(figure) or name in ("empty sweep", "no bars"), name
 
 
 def test_rows_that_did_not_run_have_no_bar():
-    (bars,) = charts.bench_time(samples.bench_result())["data"]
-    assert bars["y"] == ["reference", "leanstep", "trl-chunked", "limit"]
-    assert bars["x"] == [2.4, 0.45, 1.9, 0.41]
-    assert bars["text"][1] == "450 ms · 5.33×"
-    assert bars["marker"]["color"] == ["@reference", "@fast", "@peer", "@limit"]
+    bars = charts.bench_time(samples.bench_result())["bars"]
+    assert [bar["label"] for bar in bars] == ["reference", "leanstep", "trl-chunked", "limit"]
+    assert [bar["percent"] for bar in bars] == [100.0, 18.75, 79.17, 17.08]
+    assert bars[1]["text"] == "450 ms · 5.33×"
+    assert [bar["role"] for bar in bars] == ["reference", "fast", "peer", "limit"]
 
 
 def test_bars_far_apart_are_logarithmic_and_before_after_never():
-    far = charts.horizontal_bars(["a", "b"], [1.0, 1000.0], ["@fast"] * 2, ["", ""], "s")
-    assert far["layout"]["xaxis"]["type"] == "log"
-    low, high = far["layout"]["xaxis"]["range"]
-    assert low < 0 < 3 < high
+    far = charts.horizontal_bars(["a", "b"], [1.0, 1000.0], ["fast"] * 2, ["", ""], "s")
+    assert far["unit"] == "s, logarithmic"
+    # Half a decade of three and a half.
+    assert [bar["percent"] for bar in far["bars"]] == [pytest.approx(100 * 0.5 / 3.5, abs=0.01), 100.0]
     pair = charts.before_after(1000.0, 1.0, ("", ""), "s")
-    assert "type" not in pair["layout"]["xaxis"] and pair["layout"]["xaxis"]["range"][0] == 0
+    assert pair["unit"] == "s" and [bar["percent"] for bar in pair["bars"]] == [100.0, 0.1]
+
+
+def test_shares_add_up():
+    parts = charts.shares([("rollout", 3.0), ("scoring", 0.5), ("update", 0.5)], str)["parts"]
+    assert [(part["label"], part["percent"], part["text"]) for part in parts] == [
+        ("rollout", 75.0, "3.0"),
+        ("scoring", 12.5, "0.5"),
+        ("update", 12.5, "0.5"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 37, [0, 10, 20, 30]), (3.1, 3.4, [3.1, 3.2, 3.3, 3.4])],
+)
+def test_round_steps(low: float, high: float, expected: list[float]):
+    assert charts.round_steps(low, high) == pytest.approx(expected)
+
+
+def test_stacked_areas_lie_on_each_other():
+    samples_of_step = [{"event": 0, "weights": 2.0, "saved": 0.0}, {"event": 1, "weights": 2.0, "saved": 2.0}]
+    figure = charts.stacked_timeline(samples_of_step, capacity=5.0)
+    assert [line["name"] for line in figure["series"]] == ["weights", "saved", "device, 5 B"]
+    weights, saved, device = (line["path"] for line in figure["series"])
+    # The axis ends five percent above the device's 5 bytes.
+    assert weights == "M0 61.9H100V61.9"
+    assert saved == "M0 61.9H100V23.81"
+    assert device == "M0 4.76L100 4.76"
 
 
 def test_thinned_timeline_keeps_its_peak_and_order():
@@ -75,8 +106,9 @@ def test_short_timeline_is_kept_as_it_is():
 
 def test_sweep_orders_points_and_leaves_out_zeros():
     figure = charts.sweep(samples.sweep_results(), "response_frac", "extra_bytes")
-    lines = {line["name"]: line for line in figure["data"]}
-    assert lines["leanstep"]["x"] == [0.1, 0.25, 0.5, 1.0]
+    lines = {line["name"]: line for line in figure["series"]}
+    places = [dot["left"] for dot in lines["leanstep"]["dots"]]
+    assert places == [pytest.approx(100 * (x - 0.1) / 0.9, abs=0.01) for x in (0.1, 0.25, 0.5, 1.0)]
     assert "limit" not in lines and "liger" not in lines
 
 
@@ -95,10 +127,13 @@ def test_swept_value(label: str, expected: float | None):
 
 def test_capacity_draws_one_line_per_method_and_device():
     figure = charts.capacity(samples.capacity_rows(), {"H200": 141_000_000_000}, x_title="x")
-    assert [line["name"] for line in figure["data"]] == [
+    assert [line["name"] for line in figure["series"]] == [
         "reference",
         "gather-after",
         "leanstep",
         "H200, 131 GiB",
     ]
-    assert figure["data"][3]["y"] == [pytest.approx(131.3, abs=0.02)] * 2
+    limit = figure["series"][3]
+    assert limit["dash"] and limit["role"] == "bad"
+    heights = re.findall(r" ([\d.]+)", limit["path"])
+    assert len(set(heights)) == 1

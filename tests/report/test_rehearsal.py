@@ -19,18 +19,19 @@ def report() -> dict:
 
 def test_charts_hold_the_figures_of_the_report(report: dict):
     (run,) = sections.view({"rehearse": sections.prepare("rehearse", report)})["rehearse"]
-    bars = run["classes_chart"]["data"][0]
-    shown = dict(zip(bars["y"], bars["x"], strict=True))
+    shown = {bar["label"]: bar["value"] for bar in run["classes_chart"]["bars"]}
     assert shown == pytest.approx(report["time"]["classes"])
-    top = max(sum(line["y"][i] for line in run["timeline_chart"]["data"]) for i in range(2))
-    assert top == pytest.approx(report["memory"]["allocated"] / 2**30, rel=1e-3)
-    assert list(run["devices_chart"]["data"][0]["y"]) == ["h100", "a100"]
+    # Areas lie on each other: the last one ends at the sum.
+    stacked = [line for line in run["timeline_chart"]["series"] if not line["dash"]]
+    assert max(level for _, level in stacked[-1]["points"]) == report["memory"]["allocated"]
+    assert [bar["label"] for bar in run["devices_chart"]["bars"]] == ["h100", "a100"]
 
 
 def test_a_capacity_near_the_peak_is_drawn():
     samples = [{"event": 0, "activation": 60 * 2**30}, {"event": 1, "activation": 10 * 2**30}]
-    assert charts.stacked_timeline(samples, 80 * 2**30)["layout"]["shapes"][0]["y0"] == 80
-    assert charts.stacked_timeline(samples, 800 * 2**30)["layout"]["shapes"] == []
+    near, far = (charts.stacked_timeline(samples, capacity * 2**30)["series"] for capacity in (80, 800))
+    assert near[-1]["points"] == [(0, 80 * 2**30), (1, 80 * 2**30)]
+    assert [line["name"] for line in far] == ["activation"]
 
 
 def test_a_run_of_the_same_script_and_device_replaces_the_older(report: dict, tmp_path: Path):

@@ -21,9 +21,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 
 # Never ends. Starts a program, a program in a session of its own, and a fork; writes down all numbers.
 ENDLESS = """
-import os, subprocess, sys, time
+import os, subprocess, sys, time, warnings
 from pathlib import Path
 
+# Python 3.12 warns about a fork in a process with threads, which CUDA builds of torch start.
+warnings.simplefilter("ignore", DeprecationWarning)
 programs = [subprocess.Popen(["sleep", "1000"], start_new_session=own) for own in (False, True)]
 fork = os.fork()
 if not fork:

@@ -64,7 +64,7 @@ def test_a_script_that_ends_its_process_ends_only_itself(tmp_path, capfd, call):
     before = os._exit, os.execv, os.execve
     outcome = run_script(Program(str(script)), [], contextlib.nullcontext())
     assert outcome.code == (3 if "_exit" in call else 1)
-    assert "leanstep: the script left through os." in capfd.readouterr().err
+    assert "leanstep: the script called os." in capfd.readouterr().err
     assert (os._exit, os.execv, os.execve) == before
 
 

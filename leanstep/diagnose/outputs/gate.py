@@ -12,7 +12,7 @@ from leanstep.diagnose.step_records import RULE_IDS, Finding
 
 # A count this much above the baseline's is new again.
 TOLERANCE = 1.10
-_ALLOW = re.compile(r"#\s*leanstep:\s*allow\s+([\w\-, ]+)")
+_IGNORE = re.compile(r"#\s*leanstep:\s*ignore\s*\[([^\]]*)\]")
 
 
 def parse_rules(text: str) -> tuple[str, ...]:
@@ -36,16 +36,17 @@ def selected(findings: Sequence[Finding], select: Sequence[str], ignore: Sequenc
     return kept
 
 
-def without_allowed(findings: Sequence[Finding]) -> tuple[list[Finding], int]:
-    """Drop findings whose line says `# leanstep: allow <rule>`; also how many were dropped."""
-    kept = [finding for finding in findings if not _is_allowed(finding)]
-    return kept, len(findings) - len(kept)
+def without_ignored(findings: Sequence[Finding]) -> tuple[list[Finding], int]:
+    """Drop findings whose line says `# leanstep: ignore[rule, ...]`; also how many were dropped."""
+    shown = [finding for finding in findings if not _is_ignored(finding)]
+    return shown, len(findings) - len(shown)
 
 
-def _is_allowed(finding: Finding) -> bool:
+def _is_ignored(finding: Finding) -> bool:
+    """Of a finding inside a library, the comment is on the user's line that led there."""
     for line in (finding.line, *finding.callers):
-        match = _ALLOW.search(line.text(line.number))
-        if match and finding.rule in re.split(r"[,\s]+", match[1]):
+        match = _IGNORE.search(line.text(line.number))
+        if match and finding.rule in re.split(r"[,\s]+", match[1].strip()):
             return True
     return False
 

@@ -85,7 +85,7 @@ def as_markdown(findings: Sequence[Finding], title: str) -> str:
     lines = [f"### leanstep diagnose {for_markdown(title)}", ""]
     shown = [finding for finding in findings if not finding.baselined]
     if not shown:
-        return "\n".join([*lines, "Nothing to complain about.", ""])
+        return "\n".join([*lines, "No findings.", ""])
     lines += ["| | rule | where | per step | costs about | do |", "|---|---|---|---|---|---|"]
     for finding in shown:
         line = users_line(finding)

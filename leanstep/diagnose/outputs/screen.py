@@ -1,4 +1,4 @@
-"""What a recording says: the JSON object, the terminal's screen, one finding in full, CI annotations."""
+"""Formats a recording: the JSON object, the terminal screen, one finding in full, CI annotations."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from leanstep import units
 from leanstep.diagnose import iteration_times
 from leanstep.diagnose.cost import is_small
 from leanstep.diagnose.recording import source
+from leanstep.diagnose.rule_list import page_of
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import Finding
 from leanstep.escape import for_workflow
@@ -26,9 +27,9 @@ SCHEMA = 1
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
 # Entries shown without `--all`; five of them fill one screen of 24 lines.
 MAX_ENTRIES = 10
-# From this share of the step on, waiting for a batch is said before any finding.
+# From this share of the step on, the time before the model is reported before any finding.
 MUCH_WAITING = 0.3
-# From this share of its own time on, what a step waited for a core is said.
+# From this share of its own time on, the time a step waited for a core is reported.
 MUCH_LOAD = 0.2
 WIDTH = 80
 
@@ -41,7 +42,7 @@ def as_json(
     code: int = 0,
     exception: str | None = None,
 ) -> dict[str, Any]:
-    """The object of `--json`; `schema.json` in this folder describes it."""
+    """Return the object of `--json`; `schema.json` in this folder describes it."""
     ops = sorted(step.num_ops for step in watch.steps)
     return {
         "schema": SCHEMA,
@@ -72,7 +73,7 @@ def as_json(
 
 
 def _iteration(watch: Any) -> dict[str, Any] | None:
-    """A rollout and its updates, where one was timed."""
+    """Return the time of a rollout and its updates, or None if none was timed."""
     iteration = watch.iteration_clock.iteration
     return {"seconds": watch.iteration_seconds, "steps": iteration.steps} if iteration is not None else None
 
@@ -136,7 +137,7 @@ class Entry:
 
     @property
     def where(self) -> str:
-        """`path:line`, which terminals open; of a library's line, the user's line that led there."""
+        """`path:line`, which terminals can open. For a line in a library: the user's line that called it."""
         callers: Counter[Line] = Counter()
         for finding in self.findings:
             callers.update(finding.callers)
@@ -152,7 +153,7 @@ class Entry:
 
     @property
     def inside(self) -> str:
-        """The library's own line, where the user's leads."""
+        """The line in the library, if the user's line called one."""
         if not any(finding.callers for finding in self.findings):
             return ""
         return f"in {self.first.line.place}: "
@@ -168,7 +169,7 @@ class Entry:
 
 
 def cost_text(findings: Sequence[Finding]) -> str:
-    """What it costs about, in a few words."""
+    """Return the approximate cost in a few words."""
     first = findings[0]
     if first.seconds_range is not None:
         low = sum(f.seconds_range[0] for f in findings if f.seconds_range)
@@ -185,7 +186,7 @@ def cost_text(findings: Sequence[Finding]) -> str:
 
 
 def entries_of(findings: Sequence[Finding]) -> list[Entry]:
-    """Group neighbours; the order is that of the ranks."""
+    """Group findings on neighbouring lines; entries are ordered by rank."""
     entries: list[Entry] = []
     for finding in sorted(findings, key=lambda f: (f.line.file, f.rule, f.line.number)):
         if entries and entries[-1].takes(finding):
@@ -198,47 +199,47 @@ def entries_of(findings: Sequence[Finding]) -> list[Entry]:
 def header(watch: Any, script: str) -> str:
     facts = getattr(watch, "facts", None)
     if facts is not None:
-        # A trace was made elsewhere: it says itself what it is of.
+        # A trace was recorded elsewhere and describes its own environment.
         return f"leanstep diagnose --trace {script}\n  " + " · ".join(facts)
     device = "cuda" if watch.recorder.accelerator else "cpu"
     parts = [
         f"torch {torch.__version__}",
         f"{device}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}",
     ]
-    after = f" after {watch.warmup_done}" if watch.warmup_done else ""
+    after = f" after {watch.warmup_done} warm-up" if watch.warmup_done else ""
     parts.append(f"{units.steps(len(watch.steps), watch.iterations)} recorded{after}")
     parts += _times(watch)
     text = f"leanstep diagnose {script}\n  " + " · ".join(parts)
     shares = shares_of(watch)
     if shares:
-        text += "\n  of it " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
+        text += "\n  " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
     return "\n".join([text, *_waiting(watch), *_phase_lines(watch)])
 
 
 def _times(watch: Any) -> list[str]:
-    """How long a step takes, or an iteration where a rollout comes before one or more updates."""
+    """Return the time per step, or per iteration if a rollout precedes one or more updates."""
     iteration = watch.iteration_clock.iteration
     if iteration is not None:
         updates = f", {iteration.steps} updates" if iteration.steps > 1 else ""
-        return [f"iteration {units.about(watch.iteration_seconds)} unrecorded{updates}"]
+        return [f"{units.about(watch.iteration_seconds)} per iteration{updates}"]
     if not watch.step_seconds:
         return []
     took = units.about(watch.step_seconds)
-    return [f"step at most {took} (as recorded)" if watch.step_is_bound else f"step {took} unrecorded"]
+    return [f"at most {took} per step (while recording)" if watch.step_is_bound else f"{took} per step"]
 
 
 def _waiting(watch: Any) -> list[str]:
-    """A line where the script's own clock must show far more than the header's time."""
+    """Explain why the wall-clock time is much longer than the time in the header."""
     seconds, waited = watch.iteration_seconds or watch.step_seconds or 0.0, watch.waited_seconds
     if waited < MUCH_LOAD * seconds or not seconds:
         return []
     what = "iteration" if watch.iteration_clock.iteration is not None else "step"
     whole, part = units.about(seconds + waited), units.about(waited)
-    return [f"  By the clock the {what} took {whole}: for {part} other processes held the cores."]
+    return [f"  Wall-clock time: {whole} per {what}. Other processes used the cores for {part} of it."]
 
 
 def _phase_lines(watch: Any) -> list[str]:
-    """A line for each phase: what it takes in one iteration."""
+    """Return one line per phase: its share of one iteration."""
     lines = []
     longest = max((len(entry.phase) for entry in watch.phases), default=0)
     for entry in watch.phases:
@@ -251,9 +252,9 @@ def _phase_lines(watch: Any) -> list[str]:
 
 
 def shares_of(watch: Any) -> dict[str, float]:
-    """Share of the step by part, without what is below one percent; empty when no whole step was timed.
+    """Return the share of each part of the step, from one percent on; empty if no whole step was timed.
 
-    The parts are the phases where the script has more than updates.
+    If the script has phases other than updates, the parts are the phases.
     """
     parts = {entry.phase: entry.seconds or 0.0 for entry in watch.phases} or watch.clock.parts or {}
     total = sum(parts.values())
@@ -270,7 +271,7 @@ def screen(
     width: int = WIDTH,
     exception: str | None = None,
 ) -> str:
-    """The terminal's text: header, entries, what was not seen. `exception`: what the script ended with."""
+    """Return the text for the terminal: header, entries, limits. exception: what ended the script."""
     entries = entries_of([f for f in findings if not f.baselined])
     visible = entries
     if not show_all:
@@ -286,33 +287,33 @@ def screen(
 
 
 def _remarks(watch: Any, exception: str | None) -> list[str]:
-    """What limits the recording: no steps, no boundary between them, no lines of the backward."""
+    """List the limits of the recording: no steps, no step boundary, no source lines for backward ops."""
     lines = []
     if watch.steps and watch.boundary == "none":
-        lines.append("  No optimizer step seen: the whole run is taken as one step.")
+        lines.append("  No optimizer step was seen, so the whole run counts as one step.")
     missing = source.missing_private_names()
     if missing:
-        lines.append(f"  This torch has no {' and no '.join(missing)}: backward ops have no line.")
+        lines.append(f"  This torch has no {' and no '.join(missing)}: backward ops have no source line.")
     if not watch.steps and exception is not None:
-        lines.append(f"  No step was recorded: the script raised {exception} before its first step was over.")
+        lines.append(f"  No step was recorded: the script raised {exception} during its first step.")
     elif not watch.steps:
-        lines.append("  No step was recorded: the script ended within the warm-up (--warmup 0 records it).")
+        lines.append("  No step was recorded: the script ended during warm-up (--warmup 0 records it).")
     return lines
 
 
 def _verdict(watch: Any, entries: Sequence[Entry]) -> list[str]:
-    """What comes before any entry: much waiting for the batch, or that there is nothing to show."""
+    """Say first if much time is spent outside the model, or if there are no findings."""
     shares = shares_of(watch)
     waiting = shares.get("before the model", 0.0)
     if watch.phases and shares.get(OTHER, 0.0) >= MUCH_WAITING:
-        return [f"  {shares[OTHER]:.0%} passes outside the model: rewards, making batches, logging."]
+        return [f"  {shares[OTHER]:.0%} is spent outside the model: rewards, preparing batches, logging."]
     if waiting >= MUCH_WAITING:
-        workers = "More workers, prefetching" if watch.has_loader else "Prefetching"
+        workers = "more workers, prefetching" if watch.has_loader else "prefetching"
         return [
-            f"  {waiting:.0%} of the step passes before the model's first op: making the batch, logging.",
-            f"  {workers} or cheaper preparation come first.",
+            f"  {waiting:.0%} of the step is spent before the first model op: preparing the batch, logging.",
+            f"  Start there: {workers} or cheaper preparation.",
         ]
-    return ["  Nothing to complain about."] if watch.steps and not entries else []
+    return ["  No findings."] if watch.steps and not entries else []
 
 
 def _hidden(entries: Sequence[Entry]) -> list[str]:
@@ -321,8 +322,8 @@ def _hidden(entries: Sequence[Entry]) -> list[str]:
     rules = Counter(entry.first.rule for entry in entries)
     names = ", ".join(f"{count} × {rule}" for rule, count in rules.most_common())
     if len(entries) == 1:
-        return [f"  and 1 smaller one: {names} (--all shows it)"]
-    return [f"  and {len(entries)} smaller ones: {names} (--all shows them)"]
+        return [f"  1 smaller finding: {names} (--all shows it)"]
+    return [f"  {len(entries)} smaller findings: {names} (--all shows them)"]
 
 
 def _footer(watch: Any, baselined: int, silenced: int) -> list[str]:
@@ -330,7 +331,7 @@ def _footer(watch: Any, baselined: int, silenced: int) -> list[str]:
     if baselined:
         lines.append(f"Suppressed by baseline: {baselined}.")
     if silenced:
-        lines.append(f"Silenced by comments: {silenced}.")
+        lines.append(f"Ignored by comments: {silenced}.")
     return lines
 
 
@@ -339,7 +340,7 @@ def _entry_lines(number: int, entry: Entry, width: int) -> list[str]:
     compiled = "  compiled" if first.compiled else ""
     amount = entry.amount + compiled
     return [
-        # Never cut: a path that is whole can be opened from the terminal.
+        # Never truncated: terminals can open a complete path.
         f"{number:3}  {first.rule:<19} {entry.where:<26} {amount}",
         _clip(f"     {entry.inside}{first.line.statement or first.what}", width),
         _clip(f"     costs about {entry.cost} → {first.short_fix}", width),
@@ -363,7 +364,7 @@ def _not_seen(watch: Any) -> list[str]:
 
 
 def explain(entry: Entry) -> str:
-    """One entry in full, with six lines of source around each line."""
+    """Return one entry in full, with six lines of source around each line."""
     parts = []
     for f in entry.findings:
         steps = f"{len(f.counts)} step{'s' * (len(f.counts) != 1)}"
@@ -373,27 +374,28 @@ def explain(entry: Entry) -> str:
             *_excerpt(f.line),
             *(f"  called from {line.place}: {count}" for line, count in f.callers.most_common(8)),
             f"  what   {f.what}",
-            f"  often  {f.amount} per step (on {steps}: {', '.join(map(str, f.counts[:8]))}); phase "
+            f"  count  {f.amount} per step (in {steps}: {', '.join(map(str, f.counts[:8]))}); phase "
             f"{f.phase}",
             f"  costs  {cost} per step, {f.basis}; confidence {f.confidence}",
             f"  why    {f.why}",
-            f"  do     {f.fix}",
+            f"  fix    {f.fix}",
+            f"  page   {page_of(f.rule)} in the documentation; here: leanstep rules {f.rule}",
             "",
         ]
     return "\n".join(parts).rstrip()
 
 
 def _excerpt(line: Line, around: int = 3) -> list[str]:
-    found = []
+    excerpt = []
     for number in range(max(1, line.number - around), line.number + around):
         text = line.text(number).rstrip()
         if text or number == line.number:
-            found.append(f"  {'>' if number == line.number else ' '} {number:4}  {text}")
-    return found
+            excerpt.append(f"  {'>' if number == line.number else ' '} {number:4}  {text}")
+    return excerpt
 
 
 def annotation_lines(findings: Sequence[Finding]) -> list[str]:
-    """GitHub workflow commands, one per finding; a library's line stands where the user's code called it."""
+    """Return one GitHub workflow command per finding, placed at the user's line that called a library."""
     commands = []
     for f in findings:
         if f.baselined:
@@ -401,7 +403,7 @@ def annotation_lines(findings: Sequence[Finding]) -> list[str]:
         line = f.callers.most_common(1)[0][0] if f.line.library and f.callers else f.line
         title = for_workflow(f"leanstep {f.rule}", property=True)
         message = for_workflow(f"{f.what} {f.fix}")
-        # A trace without stacks knows no file.
+        # A trace without stacks has no file.
         where = f"file={for_workflow(short_path(line.file), property=True)},line={line.number}," * bool(
             line.number
         )

@@ -1,1 +1,1 @@
-"""The machinery behind the doors: the tile loop, the LM head's products, the running softmax."""
+"""The engine behind the public functions: the tile loop, the LM head's products, the running softmax."""

@@ -1,12 +1,12 @@
-"""Gradients formed in the forward, one chunk of rows at a time: 3 GEMMs per row, and no logit computed twice.
+"""Gradients computed in the forward pass, one chunk of rows at a time: 3 GEMMs per row, each logit once.
 
-A loss that is a sum over rows, with weights known beforehand, needs its logits once. Per chunk of rows: the
-logits, the rows' losses, then the logits turn into their own gradients, which are added to those of hidden
-and weight. Backward multiplies the finished gradients by a scalar.
+A loss that is a sum over rows, with weights known beforehand, needs its logits only once. Per chunk of rows,
+the forward pass computes the logits and the rows' losses, overwrites the logits with their gradients and adds
+these to the gradients of hidden and weight. The backward pass multiplies the finished gradients by a scalar.
 
-The policy loss, distillation and the GPT's head share the parts in this file: the tiles of a chunk, the
-memory of its logits, the sums of gradients and the autograd function. Each loss says what happens to the rows
-of one chunk.
+The policy loss, distillation and the GPT's head share the code in this file: the tiles of a chunk, the memory
+of its logits, the sums of gradients and the autograd function. Each loss defines the work on the rows of one
+chunk.
 """
 
 # T rows · T' selected rows · D model · V local vocabulary · c rows of a chunk
@@ -48,40 +48,41 @@ from leanstep.logprob.parallel import combine_statistics
 
 @dataclass
 class Chunk:
-    """Rows whose logits exist together; with `recompute` they do not fit, and are computed twice."""
+    """Rows whose logits exist together; with `recompute` the logits do not fit and are computed twice."""
 
     rows: slice
     recompute: bool = False
 
 
-# Row gradients of a chunk from its statistics, and the final statistics unless these are `RowFactors`.
+# Computes a chunk's row gradients from its statistics; also returns the final statistics, except with
+# `RowFactors`.
 RowWork = Callable[
     [Call, Any, RowStatistics], tuple[FinalStatistics | None, RowGradients] | tuple[None, RowFactors]
 ]
 
 
 class FormedLoss(Protocol):
-    """A loss that forms its own gradients.
+    """A loss that computes its own gradients.
 
-    name: of the public function, for messages. source: the selected rows of hidden.
+    name: the public function, for messages. source: the selected rows of hidden.
     """
 
     name: str
     source: RowSource
 
     def form(self, wanted: Sequence[bool]) -> tuple[Sequence[Tensor | None], HeadGradients | None]:
-        """Outputs, the loss first, and the gradients of `wanted` inputs; None: no gradient is wanted.
+        """Return the outputs, the loss first, and the gradients of the `wanted` inputs; None if none is.
 
-        Sums of hidden gradients are made for `gradient_source(source)`.
+        Hidden gradients are summed for `gradient_source(source)`.
         """
         ...
 
 
 def agreed_columns(head: Head, group: Any) -> int:
-    """Columns that the height of a chunk is computed from: ranks need equally many chunks.
+    """Return the number of columns from which the chunk height is computed; ranks need the same chunks.
 
-    The local columns without a group; the largest equal share of the vocabulary with one, whatever the width
-    of the local shard.
+    Without a group, the local columns; with one, the vocabulary divided by the number of ranks, rounded up,
+    independent of the width of the local shard.
     """
     if group is None:
         return head.columns
@@ -98,13 +99,13 @@ def arrange_chunks(
     one_core: bool = False,
     element_bytes: int = GPU_ELEMENT_BYTES,
 ) -> Arrangement:
-    """Tiles as tall as a chunk, and a part of the vocabulary for each core.
+    """Choose tiles as tall as a chunk, and a part of the vocabulary for each core.
 
     Args:
         several: whether there is more than one chunk.
-        one_core: whether the passes run on one core in any case.
+        one_core: whether the passes always run on one core.
     """
-    # Several chunks sum dW in place. 16-bit weights need fp32 sums for that, which only "rows" order has.
+    # Several chunks sum dW in place. 16-bit weights need fp32 sums for that, which only the "rows" order has.
     one_core = one_core or (several and head.weight.dtype != head.dtype)
     tiles, cores, kernels = arrange(
         source.num_rows,
@@ -122,15 +123,15 @@ def arrange_chunks(
 
 
 def logits_in_gradient(head: Head, dtype: torch.dtype, num_rows: int) -> LogitsInGradient | None:
-    """The memory of dW for the logits of a single chunk of `num_rows`; None where they do not fit."""
+    """Return the memory of dW for the logits of a single chunk of `num_rows`; None if they do not fit."""
     fits = 0 < num_rows <= LogitsInGradient.rows_that_fit(head.weight, dtype)
     return LogitsInGradient(head.weight, dtype) if fits and head.columns else None
 
 
 def gradient_source(source: RowSource) -> RowSource:
-    """The rows that hidden gradients are summed for: on a GPU the selected ones alone.
+    """Return the rows for which hidden gradients are summed: on a GPU, only the selected rows.
 
-    The backward then puts them in their places, so that the zeros of other rows need not be multiplied.
+    The backward pass then scatters them, so that it does not multiply the zeros of other rows.
     """
     if source.rows is None or not on_gpu(source.hidden.device):
         return unrounded_source(source)
@@ -139,21 +140,21 @@ def gradient_source(source: RowSource) -> RowSource:
 
 
 def unrounded_source(source: RowSource) -> RowSource:
-    """The same rows for gradients that must not be rounded yet: fp16 ones stay in fp32 until the backward.
+    """Return the same rows in the dtype of gradients: fp16 gradients stay in fp32 until the backward pass.
 
-    Their loss scale arrives there; without it many of them are below fp16's smallest number.
+    The backward pass applies the loss scale; without it, many gradients underflow in fp16.
     """
     if source.hidden.dtype != torch.float16:
         return source
-    stand_in = source.hidden.new_empty((), dtype=torch.float32).expand(source.hidden.shape)
-    return RowSource(stand_in, source.rows)
+    placeholder = source.hidden.new_empty((), dtype=torch.float32).expand(source.hidden.shape)
+    return RowSource(placeholder, source.rows)
 
 
 def gradient_scale(head: Head, divisor: float) -> float:
-    """A power of two for the logit gradients of fp16 products, which are formed without a loss scale.
+    """Return a power of two that scales the logit gradients of fp16 products, which have no loss scale yet.
 
     Args:
-        divisor: what the loss is divided by, about: its row gradients are that much smaller than one.
+        divisor: approximately what the loss is divided by: its row gradients are about 1 / divisor.
     """
     if head.operand_dtype != torch.float16:
         return 1.0
@@ -161,7 +162,7 @@ def gradient_scale(head: Head, divisor: float) -> float:
 
 
 def most_saved_rows(chunks: Sequence[Chunk]) -> int:
-    """Rows of the tallest chunk whose logits are saved."""
+    """Return the rows of the tallest chunk whose logits are saved."""
     return max((c.rows.stop - c.rows.start for c in chunks if not c.recompute), default=0)
 
 
@@ -172,7 +173,7 @@ def form_by_chunks(
     row_work: RowWork,
     early: LogitsInGradient | None = None,
 ) -> HeadGradients | None:
-    """Run both directions of the tile loop on one chunk after another.
+    """Run the forward and backward tile loops on each chunk in turn.
 
     Args:
         wanted: which of hidden, weight, bias, low_hidden, low_weight need a gradient.
@@ -180,7 +181,7 @@ def form_by_chunks(
         early: the weight's gradient, whose memory holds the logits; None: a buffer for one chunk.
 
     Returns:
-        The gradients, those of hidden for `gradient_source(call.source)`; None if none is wanted.
+        The gradients, with those of hidden for `gradient_source(call.source)`; None if none is wanted.
     """
     weight, gpu = call.head.weight, on_gpu(call.source.hidden.device)
     sums: HeadSums | None = None
@@ -194,7 +195,7 @@ def form_by_chunks(
     for chunk in chunks:
         some = call.rows(chunk.rows)
         if gpu:
-            # Gathered once for both directions; on a CPU a chunk is read in place.
+            # Gathered once for both loops; on a CPU, a chunk is read in place.
             every_row = slice(0, some.num_rows)
             some = replace(some, source=RowSource(some.chunks(every_row)[0], None))
         saved = SavedLogits(weight, call.logit_dtype, None if chunk.recompute else memory)
@@ -208,7 +209,7 @@ def form_by_chunks(
 
 
 def loss_with_gradients(tensors: Sequence[Tensor | None], loss: FormedLoss) -> Any:
-    """The outputs of `loss.form`; the first one has gradients for `tensors`, once.
+    """Return the outputs of `loss.form`; the first one is differentiable in `tensors`, once.
 
     Args:
         tensors: hidden, weight, bias, low_hidden, low_weight.
@@ -217,7 +218,7 @@ def loss_with_gradients(tensors: Sequence[Tensor | None], loss: FormedLoss) -> A
 
 
 class _LossWithGradients(torch.autograd.Function):
-    """Forward forms the loss and its gradients; backward multiplies them by a scalar."""
+    """Forward: compute the loss and its gradients. Backward: multiply them by a scalar."""
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, loss: FormedLoss, grad_mode: bool):  # type: ignore[override, no-untyped-def]
@@ -235,10 +236,10 @@ class _LossWithGradients(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor, *_unused):  # type: ignore[no-untyped-def]
         gradients: HeadGradients | None = ctx.gradients
         if gradients is None:
-            raise RuntimeError(f"{ctx.name}: its gradients were handed out by an earlier backward")
-        # The caller owns them now; a second backward would hand out memory that somebody accumulates into.
+            raise RuntimeError(f"{ctx.name}: an earlier backward pass has already returned its gradients")
+        # The caller owns them now: a second backward pass would return memory that is accumulated into.
         ctx.gradients = None
-        # A device's scalar is not read on the host: multiply whatever it is.
+        # A scalar on a device is not read on the host; always multiply by it.
         for grad in () if _is_one_on_host(g) else gradients:
             if grad is not None:
                 grad.mul_(g)
@@ -251,7 +252,7 @@ class _LossWithGradients(torch.autograd.Function):
 
 
 def _is_one_on_host(scalar: Tensor) -> bool:
-    """Whether a number in host memory is 1; False for a number on a device, which would be a host sync."""
+    """Whether a number in host memory is 1; False for a number on a device: reading it is a host sync."""
     if scalar.device.type != "cpu" or scalar.numel() != 1 or not has_memory(scalar):
         return False
     kinds = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}

@@ -1,14 +1,14 @@
-"""A head that is not trained: hidden gradients are formed while the logits exist, and backward has no GEMM.
+"""A frozen head: the forward pass computes the hidden gradients, and the backward pass has no GEMM.
 
-With kappa_v = (scale / temperature)(1 - tanh^2) and mu = t / s, the forward loop keeps
+With kappa_v = (scale / temperature)(1 - tanh^2) and mu = t / s, the forward loop accumulates
 
     A = sum e^(z-m) kappa_v W_v            B = sum e^(z-m) (z-m-mu) kappa_v W_v
 
     d logp / dh = kappa_y W_y - A / s      d H / dh = -B / s       d lse / dh = A / s
 
-B is centred on the running mean: the textbook E[xW] - E[x]E[W] would cancel digits. When m or mu moves,
-B <- alpha (B + (d + mu - mu') A) and A <- alpha A, with d = m - m'. On a GPU, where rescaling A and B would
-cost as much as a tile does, the logits of a chunk of rows wait for their final statistics instead.
+B is centered on the running mean, because the textbook E[xW] - E[x]E[W] cancels digits. When m or mu changes,
+B <- alpha (B + (d + mu - mu') A) and A <- alpha A, with d = m - m'. On a GPU, rescaling A and B would cost as
+much as a tile, so the logits of a chunk of rows are stored until their statistics are final.
 """
 
 # R rows of a chunk · T' selected rows · D model
@@ -48,7 +48,7 @@ from leanstep.logprob.parallel import combine_statistics, reduce_hidden_grad
 
 
 class RowJacobians(NamedTuple):
-    """d logp / dh, d H / dh and d lse / dh, [T', D] each, in hidden's dtype; of this shard's columns only."""
+    """d logp / dh, d H / dh and d lse / dh, [T', D] each, in hidden's dtype, over this shard's columns."""
 
     logp: Tensor
     entropy: Tensor | None
@@ -58,7 +58,7 @@ class RowJacobians(NamedTuple):
 class _ChunkSums(NamedTuple):
     """A and B of a chunk, [R, D], and the slope of the softcap at the rows' targets, [R].
 
-    B is None without an entropy, the slope without a softcap.
+    B is None without entropy; the slope is None without softcap.
     """
 
     first: Tensor
@@ -67,7 +67,7 @@ class _ChunkSums(NamedTuple):
 
 
 class FrozenLinearLogProbs(torch.autograd.Function):
-    """Neither weight nor bias needs a gradient: the rows' Jacobians are formed in the forward loop."""
+    """Log-probs of a frozen head: the forward loop computes the rows' Jacobians."""
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, low_hidden, low_weight, call: Call):  # type: ignore[override, no-untyped-def]
@@ -89,17 +89,17 @@ class FrozenLinearLogProbs(torch.autograd.Function):
         rows, *jacobians = ctx.saved_tensors
         call: Call = ctx.call
         dtype, num_rows = call.head.dtype, call.num_rows
-        flowing = [
+        upstream = [
             (g.to(dtype).unsqueeze(-1), jacobian)
             for g, jacobian in zip((g_logp, g_entropy, g_lse), jacobians, strict=True)
             if g is not None and jacobian is not None
         ]
         out = jacobians[0].new_zeros(ctx.hidden_shape)
-        # Ranks add their shares before anything is rounded; alone, a chunk of rows at a time is enough.
+        # Ranks add their contributions before rounding, so all rows at once; a single rank works in chunks.
         parts = call.row_slices if call.group is None else [slice(0, num_rows)]
         for part in parts:
             grad = jacobians[0].new_zeros(jacobians[0][part].shape, dtype=dtype)
-            for g, jacobian in flowing:
+            for g, jacobian in upstream:
                 grad.addcmul_(jacobian[part].to(dtype), g[part])
             grad = reduce_hidden_grad(grad, call.group, call.reduce_grad).to(out.dtype)
             if rows is None:
@@ -110,12 +110,12 @@ class FrozenLinearLogProbs(torch.autograd.Function):
 
 
 def frozen_forward(
-    call: Call, wants_entropy: bool, wants_lse: bool
+    call: Call, needs_entropy: bool, needs_lse: bool
 ) -> tuple[RowStatistics, TopK | None, RowJacobians]:
-    """Statistics over the whole vocabulary (2 collectives with a group) and the rows' Jacobians."""
+    """Return statistics over the whole vocabulary (2 collectives with a group) and the rows' Jacobians."""
     hidden = call.source.hidden
     if on_gpu(hidden.device):
-        assert call.group is None and not (wants_entropy or wants_lse or call.top_k)
+        assert call.group is None and not (needs_entropy or needs_lse or call.top_k)
         return _frozen_on_gpu(call)
     width = hidden.shape[1]
     stats = RowStatistics.empty(
@@ -124,13 +124,13 @@ def frozen_forward(
     best = TopK.empty(call.num_rows, call.top_k, call.head.dtype, hidden.device) if call.top_k else None
     jacobians = [
         hidden.new_zeros((call.num_rows, width)) if wanted else None
-        for wanted in (True, wants_entropy, wants_lse)
+        for wanted in (True, needs_entropy, needs_lse)
     ]
     pending = []
     scratch = call.scratch()
     for rows in call.row_slices:
         part = stats.rows(rows.start, rows.stop)
-        sums = _project_chunk(call, part, best, rows, scratch, wants_entropy)
+        sums = _project_chunk(call, part, best, rows, scratch, needs_entropy)
         if call.group is None:
             _write(call, part, rows, sums, jacobians)
         else:
@@ -146,13 +146,13 @@ def frozen_forward(
 
 
 def _frozen_on_gpu(call: Call) -> tuple[RowStatistics, None, RowJacobians]:
-    """Statistics and d logp / dh alone, 2 GEMMs: per chunk of rows logits, then their gradient for ones."""
+    """Return statistics and d logp / dh in 2 GEMMs: per row chunk, the logits and their gradient for ones."""
     head, hidden = call.head, call.source.hidden
     shape = (call.num_rows, head.columns, hidden.shape[1])
     itemsize = call.logit_dtype.itemsize
     most = min(gpu_chunk_rows(shape[1:], hidden, itemsize), max(call.num_rows, 1))
     if call.fused:
-        # Gradients overwrite their logits: a chunk is one tile.
+        # Gradients overwrite their logits, so each chunk is one tile.
         tiles = Tiles(most, max(head.columns, 1), "rows")
     else:
         tiles = replace(arrange(*shape, hidden.device, call.kernels, chunk_rows=most).tiles, order="rows")
@@ -163,27 +163,27 @@ def _frozen_on_gpu(call: Call) -> tuple[RowStatistics, None, RowJacobians]:
     memory = ChunkBuffer(hidden, call.logit_dtype, most, head.columns)
     for rows in even_slices(call.num_rows, most, GPU_ALIGNMENT):
         some, saved = call.rows(rows), SavedLogits(hidden, call.logit_dtype, memory)
-        found = forward_tiles(some, saved)[0]
+        chunk = forward_tiles(some, saved)[0]
         part = stats.rows(rows.start, rows.stop)
-        for mine, value in ((part.max, found.max), (part.sum, found.sum), (part.target, found.target)):
-            mine.copy_(value)
-        if part.moment is not None and found.moment is not None:
-            part.moment.copy_(found.moment)
-        ones = RowGradients(logp=torch.ones_like(found.sum))
-        backward_tiles(some, found.final(), None, ones, sums, saved, first_row=rows.start)
+        for target, value in ((part.max, chunk.max), (part.sum, chunk.sum), (part.target, chunk.target)):
+            target.copy_(value)
+        if part.moment is not None and chunk.moment is not None:
+            part.moment.copy_(chunk.moment)
+        ones = RowGradients(logp=torch.ones_like(chunk.sum))
+        backward_tiles(some, chunk.final(), None, ones, sums, saved, first_row=rows.start)
     jacobian = sums.hidden.result()
     assert jacobian is not None
     return stats, None, RowJacobians(jacobian, None, None)
 
 
 def _project_chunk(
-    call: Call, part: RowStatistics, best: TopK | None, rows: slice, scratch: Scratch, centred: bool
+    call: Call, part: RowStatistics, best: TopK | None, rows: slice, scratch: Scratch, centered: bool
 ) -> _ChunkSums:
     head, targets = call.head, call.targets[rows]
     size = rows.stop - rows.start
     h, low_h = call.chunks(rows)
     first = h.new_zeros((size, head.weight.shape[1]), dtype=head.dtype)
-    second = torch.zeros_like(first) if centred else None
+    second = torch.zeros_like(first) if centered else None
     own_slope = None if head.softcap is None else torch.zeros_like(part.target)
     for columns in [c for part in call.column_parts for c in part]:
         z, work = scratch.tiles(2, size, columns.stop - columns.start)

@@ -1,19 +1,20 @@
-"""A row's bits whatever rows are beside it: products of fixed shape, sums in a fixed order.
+"""Batch-invariant results: a row's bits do not depend on the other rows.
 
-A library chooses how it multiplies by the number of rows, so a row's last bits depend on its company. What is
-fixed here, whatever the rows, the threads, the tile and, for the statistics, the ranks:
+A BLAS library chooses its algorithm by the number of rows, so the last bits of a row depend on the rest of
+the batch. The following is fixed here, independent of the rows, the threads, the tile and, for the
+statistics, the ranks:
 
-- the vocabulary is cut into `PARTS` parts and these into tiles by its size alone; every part has statistics
-  (and a hidden gradient) of its own, joined in the order of the parts;
+- the vocabulary is split into `PARTS` parts, and these into tiles, by its size alone; every part has its own
+  statistics (and hidden gradient), which are joined in the order of the parts;
 - a product or an elementwise operation runs on one thread; operands begin at multiples of 64 bytes;
-- the number of rows is filled up to whole blocks, so that no vector loop has a remainder.
+- the number of rows is padded to whole blocks, so that no vector loop has a remainder.
 
-What is left is the order in which a product of so many rows adds up, and that is tried: the first time a
-height is met, one row (several, where a tile is narrow) is multiplied in all places of a product that high.
-Where each gives the bits of place 0 in a product of `BLOCK` rows, the height is used as it is; where not,
-products have `BLOCK` rows each; and where even their places differ, every row gets a block to itself, filled
-with copies of it. So the bits are always those of place 0 in a block, whichever way was taken. Assumed of a
-library, cuBLAS included: one shape is always added up in one order, whatever the numbers are.
+What remains is the summation order within a product of a given height (number of rows), which is tested: when
+a height occurs for the first time, one row (several, if a tile is narrow) is multiplied at every position of
+a product of that height. If each position gives the bits of position 0 in a product of `BLOCK` rows, the
+height is used as it is. If not, products have `BLOCK` rows each. If even their positions differ, every row
+gets its own block, filled with copies of it. So the bits are always those of position 0 in a block. This
+assumes that a library, including cuBLAS, sums one shape always in the same order, independent of the values.
 """
 
 # R rows of a block · W columns of a tile · D model · V local vocabulary
@@ -34,15 +35,15 @@ from leanstep.logprob.engine.softmax import RowStatistics, merge
 from leanstep.logprob.engine.tiles import Arrangement, Tiles, choose_cores, even_slices, on_gpu, row_stride
 from leanstep.logprob.parallel import gather_over_ranks
 
-# Rows of a block: twice what the longest vector loops take at a time, and no less than blocks of a GPU.
+# Rows of a block: twice the step of the longest vector loops, and at least the blocks of a GPU.
 BLOCK = 128
-# The number of rows is a multiple of this where products of any such height agree.
+# If products of any such height agree, the number of rows is a multiple of this.
 STEP = 64
-# Parts of the whole vocabulary: shards of 2, 4, 8 and 16 ranks hold whole ones.
+# Parts of the whole vocabulary: the shards of 2, 4, 8 and 16 ranks hold whole parts.
 PARTS = 16
 COLUMNS, GPU_COLUMNS = 512, 4096
 COLUMN_STEP = 16
-# Sums whose bits are compared before a shape of product is trusted.
+# Number of sums whose bits are compared before the shape of a product is trusted.
 TRIED_SUMS = 128
 
 
@@ -51,11 +52,11 @@ class RowBlocks:
     """How the rows of an invariant call are laid out.
 
     Args:
-        num_rows: of the caller.
-        copies: places that a row has in its block; 1, or `BLOCK` where places differ.
-        block_rows: rows of one product; 0: as many as a tile has.
-        part_columns: of the whole vocabulary, one part.
-        step: the number of places is a multiple of this.
+        num_rows: number of the caller's rows.
+        copies: copies of each row in its block; 1, or `BLOCK` if positions differ.
+        block_rows: rows of one product; 0: all rows of a tile.
+        part_columns: columns of one part of the whole vocabulary.
+        step: the number of positions is a multiple of this.
     """
 
     num_rows: int
@@ -65,16 +66,16 @@ class RowBlocks:
     step: int = STEP
 
     def places(self, device: torch.device) -> Tensor:
-        """Which of the caller's rows lies at each place; those that fill a block up are copies of row 0."""
+        """Return the caller's row at each position; rows that pad a block are copies of row 0."""
         rows = torch.arange(self.num_rows, device=device).repeat_interleave(self.copies)
         return torch.nn.functional.pad(rows, (0, -len(rows) % self.step))
 
     def picked(self, values: Tensor) -> Tensor:
-        """The caller's rows among the places."""
+        """Select the caller's rows from the positions."""
         return values[: self.num_rows * self.copies : self.copies]
 
     def column_parts(self, columns: int, device: torch.device) -> list[list[slice]]:
-        """The tiles of every part of the local columns."""
+        """Return the tiles of every part of the local columns."""
         return _column_parts(columns, self.part_columns, GPU_COLUMNS if on_gpu(device) else COLUMNS)
 
 
@@ -96,22 +97,22 @@ def arrange_blocks(
     tile: Any,
     max_rows: int,
 ) -> tuple[RowBlocks, Arrangement]:
-    """The blocks and the tiles of one call; `budget` and `tile` say how many rows a tile has, and no more."""
+    """Choose the blocks and the tiles of one call; `budget` and `tile` only set the rows of a tile."""
     device, width = hidden.device, hidden.shape[1]
     part = max(-(-head.weight.shape[0] * ranks // PARTS), COLUMNS)
     if ranks > 1 and head.weight.shape[0] % part:
         raise ValueError(
-            f"tuning.invariant: expected shards of whole parts of {part} columns (the vocabulary in {PARTS} "
-            f"equal parts), got {head.weight.shape[0]}"
+            f"tuning.invariant: expected shards of whole parts of {part} columns (the vocabulary split into "
+            f"{PARTS} equal parts), got {head.weight.shape[0]}"
         )
     kernels = kernels_for(hidden, head.dtype, NATIVE_LOGITS)
     rows = _most_rows(head, device, budget, tile, max_rows)
 
-    def settled(copies: int, block_rows: int) -> tuple[RowBlocks, int]:
+    def layout(copies: int, block_rows: int) -> tuple[RowBlocks, int]:
         step = BLOCK if block_rows or copies > 1 else _height_step(min(num_rows, rows), device)
         return RowBlocks(num_rows, copies, block_rows, part, step), max(rows // step, 1) * step
 
-    blocks, tile_rows = settled(1, 0)
+    blocks, tile_rows = layout(1, 0)
     parts = blocks.column_parts(head.columns, device)
     if num_rows and head.columns and has_memory(hidden):
         shapes = {tile.stop - tile.start for tiles in parts for tile in tiles}
@@ -120,9 +121,9 @@ def arrange_blocks(
         heights = {rows.stop - rows.start for rows in even_slices(padded, tile_rows, blocks.step)}
         with one_thread_each():
             if any(row_bits(BLOCK, columns, *constants) is None for columns in shapes):
-                blocks, tile_rows = settled(BLOCK, BLOCK)
+                blocks, tile_rows = layout(BLOCK, BLOCK)
             elif not all(_agrees(rows, columns, constants) for columns in shapes for rows in heights):
-                blocks, tile_rows = settled(1, BLOCK)
+                blocks, tile_rows = layout(1, BLOCK)
     head.block_rows = blocks.block_rows
     columns = max((tile.stop - tile.start for tiles in parts for tile in tiles), default=1)
     cores = min(choose_cores(num_rows, head.columns, width, device), num_threads())
@@ -130,7 +131,7 @@ def arrange_blocks(
 
 
 def _most_rows(head: Head, device: torch.device, budget: int | None, tile: Any, max_rows: int) -> int:
-    """Rows of a tile: the caller's, else what the budget has room for."""
+    """Return the rows of a tile: the caller's choice, otherwise as many as fit the budget."""
     if isinstance(tile, Tiles):
         rows = tile.rows
     elif tile is not None and tile[0] is not None:
@@ -146,17 +147,17 @@ def _most_rows(head: Head, device: torch.device, budget: int | None, tile: Any, 
 
 
 def _height_step(rows: int, device: torch.device) -> int:
-    """What the height of a tile is a multiple of.
+    """Return the step of the tile heights.
 
-    Each new height is tried. On a GPU that is a host sync, so there are eight heights per power of two only,
-    at the price of at most an eighth more rows.
+    Each new height is tested, which is a host sync on a GPU. So there are only eight heights per power of two
+    there, which costs at most an eighth more rows.
     """
     return max(1 << max(rows.bit_length() - 4, 0), STEP) if on_gpu(device) else STEP
 
 
 def _agrees(rows: int, columns: int, constants: tuple[Any, ...]) -> bool:
-    found, base = row_bits(rows, columns, *constants), row_bits(BLOCK, columns, *constants)
-    return found is not None and base is not None and torch.equal(found, base)
+    bits, base = row_bits(rows, columns, *constants), row_bits(BLOCK, columns, *constants)
+    return bits is not None and base is not None and torch.equal(bits, base)
 
 
 @functools.lru_cache(maxsize=512)
@@ -169,10 +170,10 @@ def row_bits(
     device: torch.device,
     kernels: Any,
 ) -> Tensor | None:
-    """What made-up rows give in a tile of this shape: logits, their statistics, a hidden gradient.
+    """Return the results of random rows in a tile of this shape: logits, their statistics, a hidden gradient.
 
-    None where that depends on a row's place in the tile. Two orders of addition may round a few sums alike:
-    there are as many rows as give `TRIED_SUMS` logits.
+    Returns None if they depend on a row's position in the tile. Two summation orders may round a few sums
+    alike, so there are enough rows for `TRIED_SUMS` logits.
     """
     random = torch.Generator(device).manual_seed(columns)
     bits = [
@@ -210,19 +211,19 @@ def _one_row_bits(
     return torch.cat([part[0] for part in results]) if bool(same) else None
 
 
-def merged(found: list[RowStatistics], group: Any, parts_per_rank: int) -> RowStatistics:
-    """The statistics of all parts, this rank's and the others', in the order of the vocabulary.
+def merged(parts: list[RowStatistics], group: Any, parts_per_rank: int) -> RowStatistics:
+    """Merge the statistics of all parts on all ranks in the order of the vocabulary.
 
     Collectives: 1 with a group.
     """
     if group is not None:
-        maxima = [part.maxima() for part in found]
+        maxima = [part.maxima() for part in parts]
         packed = torch.stack(
-            [torch.cat([m, part.sums_under(m)]) for m, part in zip(maxima, found, strict=True)]
+            [torch.cat([m, part.sums_under(m)]) for m, part in zip(maxima, parts, strict=True)]
         )
         # A shard may end in padding: parts without columns add nothing.
-        missing = packed.new_zeros((parts_per_rank - len(found), *packed.shape[1:]))
+        missing = packed.new_zeros((parts_per_rank - len(parts), *packed.shape[1:]))
         missing[:, : len(maxima[0])] = -torch.inf
-        everywhere = gather_over_ranks(torch.cat([packed, missing]), group).flatten(0, 1)
-        found = [found[0].replaced(part[: len(maxima[0])], part[len(maxima[0]) :]) for part in everywhere]
-    return functools.reduce(merge, found)
+        all_packed = gather_over_ranks(torch.cat([packed, missing]), group).flatten(0, 1)
+        parts = [parts[0].replaced(part[: len(maxima[0])], part[len(maxima[0]) :]) for part in all_packed]
+    return functools.reduce(merge, parts)

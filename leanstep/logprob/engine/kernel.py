@@ -2,13 +2,13 @@
 
     update_statistics    (m, s, t) of every row over the tile's columns, one read
     scale_exponentials   out <- e^(z-m) (constant + slope (z-m)), one read and one write; 16-bit gradients may
-                         be written over the fp32 logits that they are made of
+                         overwrite the fp32 logits that they are computed from
     divergence_sums      D, sum S and entropy of two heads' rows, one read of both
     divergence_gradient  out <- factor (S - p sum S), one read of both and one write
 
-Bias, softcap and a temperature per row (`Finish`) are applied to what was read: they cost no pass of their
-own. One program per row (or row and block of columns), no atomics: the same bits every time. A GPU tile that
-takes eager torch six passes takes one here.
+Bias, softcap and a temperature per row (`Finish`) are applied to the loaded values and need no separate pass.
+There is one program per row (or row and block of columns) and there are no atomics: the same bits every time.
+Each kernel needs one pass over a tile where eager torch needs six.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch import Tensor
 
 from leanstep.logprob.engine.pass_interface import Compared, Finish, LabelGradient
 
-# exp of this is exactly 0 in fp32: a finite stand-in for -inf in products (see softmax.py).
+# exp of this is exactly 0 in fp32: a finite replacement for -inf in products (see softmax.py).
 _FLOOR = tl.constexpr(-110.0)
 STATISTICS_BLOCK = 4096
 GRADIENT_BLOCK = 2048
-# Rows that one program sums up for the bias's gradient.
+# Rows that one program sums for the bias gradient.
 SUMMED_ROWS = 32
-# These passes take a `Finish`, read 16-bit logits and write 16-bit gradients.
+# These passes accept a `Finish`, read 16-bit logits and write 16-bit gradients.
 FINISHES_LOGITS = True
-# A rehearsal replaces Triton's launcher by one that says so: fake tensors may then be launched on.
+# A rehearsal replaces Triton's launcher by one with this attribute; kernels may then launch on fake tensors.
 LAUNCHES_ARE_RECORDED = getattr(triton.runtime.jit.JITFunction.run, "records_only", False)
 
 
@@ -48,7 +48,7 @@ def _finished(
     u, bias_ptr, columns, inside, factor, scale,
     HAS_BIAS: tl.constexpr, IS_CAPPED: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """A product as a logit, and its tanh; -inf outside."""
+    """Return the logit of a product, -inf outside the tile, and its tanh."""
     if HAS_BIAS:
         u += factor * tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tanh = u
@@ -75,12 +75,12 @@ def update_statistics_kernel(
     if HAS_TARGET:
         token = tl.load(tokens_ptr + row) - first_column
         held = (token >= 0) & (token < num_columns)
-        # Names of their own: a compiled loop may not give those below another shape.
+        # Separate names: a compiled loop must not change the shape of the variables below.
         read = tl.load(z_ptr + token, mask=held, other=0.0).to(tl.float32)
         logit, _bent = _finished(read, bias_ptr, token, held, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
         tl.store(target_ptr + row, logit, mask=held)
         if KEEP:
-            tl.debug_barrier()  # every thread has read the product before one writes over it
+            tl.debug_barrier()  # every thread has read the product before any overwrites it
     m = tl.load(max_ptr + row)
     s = tl.load(sum_ptr + row)
     t = 0.0
@@ -94,7 +94,7 @@ def update_statistics_kernel(
         if KEEP:
             tl.store(z_ptr + start + columns, z, mask=inside)
         new_m = tl.maximum(m, tl.max(z, 0))
-        # All -inf so far: subtract 0, so that -inf - (-inf) never happens.
+        # If all logits so far are -inf, subtract 0, so that -inf - (-inf) never occurs.
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)
         step = tl.maximum(m - shift, _FLOOR)
         shrink = tl.exp(step)
@@ -117,7 +117,7 @@ def _gradient(
     HAS_TARGET: tl.constexpr, HAS_SLOPE: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_CAPPED: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """e^(z-m) (constant + slope (z-m)), and `target` added at column `token`."""
+    """Return e^(z-m) (constant + slope (z-m)), with `target` added at column `token`."""
     z, tanh = _finished(u, bias_ptr, columns, inside, factor, scale, HAS_BIAS, IS_CAPPED, HAS_SCALE)
     x = z - m
     weight = constant
@@ -136,7 +136,7 @@ def _row_factors(
     tokens_ptr, target_ptr, max_ptr, constant_ptr, slope_ptr, scale_ptr, row, real, first_column,
     HAS_TARGET: tl.constexpr, HAS_SLOPE: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """What the gradient of a row needs besides its logits; zeros where the row is not `real`."""
+    """Load the factors of a row's gradient; zeros if the row is not `real`."""
     token, target, slope, scale = -1, 0.0, 0.0, 1.0
     if HAS_TARGET:
         token = tl.load(tokens_ptr + row, mask=real, other=-1) - first_column
@@ -201,14 +201,14 @@ def overwrite_exponentials_kernel(
             u, bias_ptr, columns, inside, token, target, m, constant, slope, factor, scale,
             HAS_TARGET, HAS_SLOPE, HAS_BIAS, IS_CAPPED, HAS_SCALE,
         )  # fmt: skip
-        # A narrower result lies over logits of this block or of earlier ones: every thread has read them.
+        # A narrower result overwrites logits of this block or earlier ones; every thread must have read them.
         tl.debug_barrier()
         tl.store(out_ptr + columns, dz.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE: tl.constexpr):
-    """One outcome's part of D, its S, p and log p (objectives/divergences.py has the formulas)."""
+    """Return one column's contribution to D, its S, p and log p (formulas: objectives/divergences.py)."""
     log_p = (z - z_max) - z_log_sum
     p = tl.exp(log_p)
     log_q = y
@@ -226,7 +226,7 @@ def _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE: tl.constexp
         of_p = tl.maximum(log_p, _FLOOR) - log_m
         of_q = tl.maximum(log_q, _FLOOR) - log_m
         value = a * (q * of_q) + b * (p * of_p)
-        # e^(log q - log m) is q / m; the quotient itself makes sm_90's assembler spill.
+        # e^(log q - log m) is q / m; the division itself makes sm_90's assembler spill registers.
         slope = p * (b * of_p + share * tl.exp(of_q))
     else:
         gap = -log_p
@@ -250,7 +250,7 @@ def divergence_sums_kernel(
     for start in range(0, num_columns, BLOCK):
         inside = start + columns < num_columns
         z = tl.load(z_ptr + row * z_stride + start + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        # Outside q is 0, whichever way it comes.
+        # Outside the tile, q is 0, both as a probability and as a logit.
         other: tl.constexpr = 0.0 if MODE == 4 else float("-inf")
         y = tl.load(y_ptr + row * y_stride + start + columns, mask=inside, other=other).to(tl.float32)
         value, slope, p, log_p = _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE)
@@ -278,7 +278,7 @@ def divergence_gradient_kernel(
     y = tl.load(y_ptr + row * y_stride + columns, mask=inside, other=0.0).to(tl.float32)
     _, slope, p, _ = _term(z, y, z_max, z_log_sum, y_max, y_log_sum, a, b, mix, MODE)
     factor = tl.load(factor_ptr + row)
-    # A row without weight, or with an infinite divergence: 0, whatever stands beside the factor.
+    # A row without weight or with an infinite divergence gets 0, even if the other operand is not finite.
     du = tl.where(factor == 0, 0.0, factor * (slope - p * tl.load(slope_ptr + row)))
     if HAS_LABELS:
         hard_factor = tl.load(hard_factor_ptr + row)
@@ -295,15 +295,15 @@ def update_statistics(
     z: Tensor, maximum: Tensor, total: Tensor, moment: Tensor | None, targets: Tensor | None = None,
     first: int = 0, target: Tensor | None = None, finish: Finish | None = None, keep: bool = False,
 ) -> None:  # fmt: skip
-    """Add the columns of `z` [R, W] to the running m, s and t (None: not kept), in place.
+    """Add the columns of `z` [R, W] to the running m, s and t (None: not computed), in place.
 
-    With `targets` [R], `target` gets the logits of those that the tile, which begins at id `first`, holds.
-    `keep`: what `finish` makes of a product takes its place.
+    With `targets` [R], write the logits of the targets within the tile, which begins at id `first`, to
+    `target`. `keep`: overwrite the products in `z` with the logits that `finish` gives.
     """
     rows, columns = z.shape
     if rows and columns:
         block, reads = min(STATISTICS_BLOCK, triton.next_power_of_2(columns)), targets is not None
-        # Where nothing is read, any pointer of the right type will do.
+        # Pointers that are not read may be any pointer of the right type.
         with on_device_of(z):
             update_statistics_kernel[(rows,)](
                 z, targets if reads else total, target if reads else total,
@@ -318,11 +318,11 @@ def scale_exponentials(
     targets: Tensor | None = None, first: int = 0, target: Tensor | None = None,
     finish: Finish | None = None, column_sums: Tensor | None = None, overlaps: bool = False,
 ) -> Tensor:  # fmt: skip
-    """out <- e^(z-m) (constant + slope (z-m)) per row; 0 where e^(z-m) is 0. `out` may be `z`.
+    """Compute out = e^(z-m) (constant + slope (z-m)) per row; 0 where e^(z-m) is 0. `out` may be `z`.
 
-    With `target` [R] that is added at the targets that the tile, which begins at id `first`, holds. With
-    `column_sums` [W] fp32 the sum of every column is added to it. `overlaps`: `out` is a narrower dtype in
-    the memory of `z`, its rows begin where those of `z` do.
+    `target` [R], if set, is added at the targets within the tile, which begins at id `first`. The sum of
+    every column is added to `column_sums` [W] fp32, if set. `overlaps`: `out` has a narrower dtype in the
+    memory of `z`, with the same row starts.
     """
     rows, columns = z.shape
     if rows and columns:
@@ -367,30 +367,30 @@ def divergence_gradient(
     z: Tensor, y: Tensor, out: Tensor, compared: Compared, slope: Tensor, factor: Tensor,
     cap: float = 0.0, labels: LabelGradient | None = None, first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """out <- factor (S - p slope), as `NativePasses.divergence_gradient` has it; `out` may have 16 bits."""
+    """Compute out = factor (S - p slope) like `NativePasses.divergence_gradient`; `out` may have 16 bits."""
     rows, columns = z.shape
     if rows and columns:
         block = min(GRADIENT_BLOCK, triton.next_power_of_2(columns))
-        given = labels or LabelGradient(slope, slope, slope, 1.0)
+        label = labels or LabelGradient(slope, slope, slope, 1.0)
         flags: dict[str, Any] = {"IS_CAPPED": cap != 0, "HAS_LABELS": labels is not None, "BLOCK": block}
         with on_device_of(z):
             divergence_gradient_kernel[(rows, triton.cdiv(columns, block))](
-                z, y, out, *compared.statistics, slope, factor, *given[:3],
+                z, y, out, *compared.statistics, slope, factor, *label[:3],
                 first, columns, z.stride(0), y.stride(0), out.stride(0),
-                compared.a, compared.b, compared.mix, 1.0 / cap if cap else 0.0, given.temperature,
+                compared.a, compared.b, compared.mix, 1.0 / cap if cap else 0.0, label.temperature,
                 MODE=compared.mode, **flags, num_warps=4,
             )  # fmt: skip
     return out
 
 
 def on_device_of(tensor: Tensor) -> Any:
-    """Triton launches on the current device: make it the tensor's, which may be another."""
+    """Make the tensor's device current: Triton launches on the current device."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _pointers(finish: Finish | None, unread: Tensor) -> tuple[Tensor, Tensor]:
-    given = (None, None) if finish is None else (finish.bias, finish.scale)
-    return unread if given[0] is None else given[0], unread if given[1] is None else given[1]
+    bias, scale = (None, None) if finish is None else (finish.bias, finish.scale)
+    return unread if bias is None else bias, unread if scale is None else scale
 
 
 def _flags(finish: Finish | None) -> dict[str, bool]:
@@ -398,14 +398,14 @@ def _flags(finish: Finish | None) -> dict[str, bool]:
     return {"HAS_BIAS": bias is not None, "IS_CAPPED": capped, "HAS_SCALE": scale is not None}
 
 
-# Types of arguments that are no fp32 vectors.
+# Types of arguments that are not fp32 vectors.
 _TYPES = {"tokens_ptr": "*i64", "bias_ptr": "*bf16", "factor": "fp32"}
 _TYPES |= dict.fromkeys(("first_column", "num_rows", "num_columns"), "i32")
 _TYPES |= dict.fromkeys(("row_stride", "out_stride"), "i64")
 
 
 def entry(name: str, fn: Any, num_warps: int, constants: dict[str, Any], **types: str) -> dict:
-    """One configuration for `AOT_KERNELS`; `types` of arguments that are neither fp32 vectors nor known."""
+    """Return one configuration for `AOT_KERNELS`; `types` adds arguments that are not fp32 vectors."""
     types = {**_TYPES, **types}
     signature = {a: "constexpr" if a in constants else types.get(a, "*fp32") for a in fn.arg_names}
     shape = {"num_warps": num_warps, "num_stages": 3}
@@ -413,7 +413,7 @@ def entry(name: str, fn: Any, num_warps: int, constants: dict[str, Any], **types
 
 
 def _entries() -> list[dict]:
-    """What the doors launch by default: 16-bit weights or logits, with and without an entropy gradient."""
+    """Return the default launches: 16-bit weights or logits, with and without an entropy gradient."""
     entries, names, always = [], ("HAS_BIAS", "IS_CAPPED", "HAS_SCALE"), {"HAS_TARGET": True}
     none, every = always | dict.fromkeys(names, False), always | dict.fromkeys(names, True)
     variants = [
@@ -424,19 +424,19 @@ def _entries() -> list[dict]:
     ]
     for suffix, tile, moment, flags in variants:
         constants = {"HAS_MOMENT": moment, **flags, "KEEP": False, "BLOCK": STATISTICS_BLOCK}
-        found = [("update_statistics", update_statistics_kernel, 8, constants, {"z_ptr": tile})]
+        kernels = [("update_statistics", update_statistics_kernel, 8, constants, {"z_ptr": tile})]
         types, summed = {"z_ptr": tile, "out_ptr": "*bf16"}, flags["HAS_BIAS"]
         constants = {"HAS_SLOPE": moment, **flags, "BLOCK": GRADIENT_BLOCK}
         if tile == "*fp32":
-            found.append(("overwrite_exponentials", overwrite_exponentials_kernel, 4, constants, types))
+            kernels.append(("overwrite_exponentials", overwrite_exponentials_kernel, 4, constants, types))
         constants = {**constants, "HAS_SUMS": summed, "ROWS": SUMMED_ROWS if summed else 1}
-        found.append(("scale_exponentials", scale_exponentials_kernel, 4, constants, types))
-        entries.extend(entry(name + suffix, *rest, **types) for name, *rest, types in found)
+        kernels.append(("scale_exponentials", scale_exponentials_kernel, 4, constants, types))
+        entries.extend(entry(name + suffix, *rest, **types) for name, *rest, types in kernels)
     return entries
 
 
 def _divergence_entries() -> list[dict]:
-    """Forward KL, reverse KL and what lies between, gradients in 16 bits; logits kept for them."""
+    """Return the launches of forward KL, reverse KL and mixtures, with 16-bit gradients and kept logits."""
     entries, flags = [], {"IS_CAPPED": False, "HAS_LABELS": False}
     types = dict.fromkeys(("a", "b", "mix", "inverse_cap", "temperature"), "fp32")
     types |= {"out_ptr": "*bf16", "z_stride": "i64", "y_stride": "i64"}

@@ -1,13 +1,13 @@
-"""More outputs of the same tile loop: the k best tokens, and the exact KL to a reference head.
+"""Further outputs of the tile loop: the top-k tokens, and the exact KL to a reference head.
 
-KL(p||q) = sum p (log p - log q) needs both heads' logits of a tile at the same time; running sums
+KL(p||q) = sum p (log p - log q) needs both heads' logits of a tile at the same time. The running sums
 
     x = sum e^(z-m) ((z-m) - (q-m_q)),    KL(p||q) = x / s - log s + log s_q
 
-merge over tiles like the other statistics (`RowStatistics.cross`), and so does the reverse.
+merge over tiles like the other statistics (`RowStatistics.cross`); so do those of the reverse KL.
 """
 
-# R rows of a chunk · W columns of a tile · k best columns
+# R rows of a chunk · W columns of a tile · k largest columns
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from leanstep.logprob.parallel import gather_over_ranks
 
 @dataclass
 class TopK:
-    """The k largest logits seen so far and their global ids; with k = 1 the lowest id wins a tie."""
+    """The k largest logits so far and their global ids; with k = 1 the lowest id wins a tie."""
 
     values: Tensor
     ids: Tensor
@@ -35,7 +35,7 @@ class TopK:
         return cls(values, torch.zeros(rows, k, dtype=torch.int64, device=device))
 
     def update_(self, z: Tensor, rows: slice, first_id: int) -> None:
-        """Merge a tile: its own k best, then the best of both."""
+        """Merge the top k of a tile into the top k so far."""
         k = self.values.shape[1]
         if k == 1:
             ids = z.argmax(-1, keepdim=True)
@@ -53,11 +53,11 @@ class TopK:
         self.ids[rows] = ids.gather(1, order)
 
     def over_ranks(self, group: Any) -> TopK:
-        """The best over all shards. Collectives: 2, none without a group."""
+        """Return the top k over all shards. Collectives: 2, none without a group."""
         values = gather_over_ranks(self.values.contiguous(), group)
         ids = gather_over_ranks(self.ids.contiguous(), group)
         k = self.values.shape[1]
-        # Shards lie in rank order: the first of equals has the lowest id.
+        # Shards are in rank order, so the first of equal values has the lowest id.
         values, ids = (t.transpose(0, 1).flatten(1) for t in (values, ids))
         order = values.argsort(dim=-1, descending=True, stable=True)[:, :k]
         return TopK(values.gather(1, order), ids.gather(1, order))
@@ -66,7 +66,7 @@ class TopK:
 def update_pair_(stats: RowStatistics, z: Tensor, q: Tensor) -> None:
     """Add a tile of both heads' logits to `ref_max`, `ref_sum`, `cross`, `reverse_cross`.
 
-    Called before `stats.update_(z)`: it reads the policy's running maximum and sum and leaves them alone.
+    Call it before `stats.update_(z)`: it reads the policy's running maximum and sum without changing them.
     """
     assert stats.ref_max is not None and stats.ref_sum is not None
     new_max = torch.maximum(stats.max, z.amax(-1))
@@ -85,7 +85,7 @@ def update_pair_(stats: RowStatistics, z: Tensor, q: Tensor) -> None:
 
 
 def divergences(stats: RowStatistics) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
-    """KL(p||q), KL(q||p), and the reference head's m and log s."""
+    """Return KL(p||q), KL(q||p), and the reference head's m and log s."""
     assert stats.ref_max is not None and stats.ref_sum is not None
     log_sum, ref_log_sum = stats.sum.log(), stats.ref_sum.log()
     forward = None if stats.cross is None else stats.cross / stats.sum - log_sum + ref_log_sum
@@ -103,7 +103,7 @@ def add_kl_gradient_(
     gradients: RowGradients,
     saved: Sequence[Tensor | None],
 ) -> None:
-    """dz += g_kl p ((log p - log q) - KL(p||q)) + g_reverse (p - q). A row with infinite KL gets nothing."""
+    """Add g_kl p ((log p - log q) - KL(p||q)) + g_reverse (p - q) to dz, except in rows with infinite KL."""
     kl, reverse_kl, ref_max, ref_log_sum = saved
     assert ref_max is not None and ref_log_sum is not None
     log_p = (z - final.max.unsqueeze(-1)) - final.log_sum.unsqueeze(-1)

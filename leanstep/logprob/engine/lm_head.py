@@ -1,11 +1,11 @@
-"""The LM head one tile at a time: logits forward, gradients of its inputs back.
+"""The LM head one tile at a time: logits in the forward pass, input gradients in the backward pass.
 
     u = h . W_v + b_v      a = scale u      q = softcap tanh(a / softcap)      z = q / temperature
 
-A low-rank addition (LoRA) is a second, thin product: u += low_hidden . low_weight_v. Backward, d hidden is
-summed over vocabulary tiles and cast once; each tile of dW is written once, or summed over row chunks. A
-worker on another core gets a fork of the sums, joined at the end. On a GPU 16-bit operands are multiplied
-into fp32 sums, which the product itself reads and writes.
+A low-rank addition (LoRA) is a second, small product: u += low_hidden . low_weight_v. In the backward pass,
+d hidden is summed over vocabulary tiles and cast once; each tile of dW is written once, or summed over row
+chunks. Each further core gets a fork of the sums, which is joined at the end. On a GPU, 16-bit operands are
+multiplied into fp32 sums, which the GEMM itself reads and writes.
 """
 
 # R rows of a chunk · W columns of a tile · T' selected rows · D model · V local vocabulary · r low rank
@@ -30,7 +30,7 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 @dataclass
 class RowSource:
-    """Rows of hidden [T, D], gathered chunk by chunk: no [T', D] copy."""
+    """Rows of hidden [T, D], gathered chunk by chunk without a [T', D] copy."""
 
     hidden: Tensor
     rows: Tensor | None
@@ -40,7 +40,7 @@ class RowSource:
         self.num_rows = self.hidden.shape[0] if self.rows is None else self.rows.shape[0]
 
     def part(self, rows: slice) -> RowSource:
-        """Some of the rows."""
+        """Return a slice of the rows."""
         if self.rows is None:
             return RowSource(self.hidden[rows], None)
         return RowSource(self.hidden, self.rows[rows])
@@ -59,10 +59,11 @@ class RowSource:
 class Head:
     """Weight, bias and the transform to logits, over the real columns of one vocabulary shard.
 
-    `vocabulary` is the real size over all shards, where known; `dtype` is that of sums, `operand_dtype` that
-    of GEMM inputs; `columns` are the real local ones. `narrow` is the 16-bit dtype that autocast asks for or
-    that hidden has: a GPU multiplies fp32 weights in it.
-    `block_rows` are those of one product, 0 all of a tile; None: rows need not keep their bits.
+    `vocabulary` is the real size over all shards, if known; `dtype` is the dtype of sums, `operand_dtype`
+    that of GEMM inputs; `columns` is the number of real local columns. `narrow` is the 16-bit dtype of
+    autocast or
+    of hidden: a GPU multiplies fp32 weights in it. `block_rows` is the number of rows per product, 0 for all
+    rows of a tile; None: the bits of a row may depend on the other rows.
     """
 
     weight: Tensor
@@ -83,13 +84,13 @@ class Head:
         self.columns = self.shard.real
         self.is_on_gpu = on_gpu(self.weight.device)
         self.operand_dtype = self.dtype
-        # 16-bit GEMMs keep fp32 sums on a GPU; a CPU would round each tile of logits to 16 bits.
+        # On a GPU, 16-bit GEMMs accumulate in fp32; a CPU would round each tile of logits to 16 bits.
         if self.is_on_gpu and self.dtype == torch.float32:
             is_narrow = self.weight.dtype in SIXTEEN_BIT
             self.operand_dtype = self.weight.dtype if is_narrow else self.narrow or self.dtype
 
     def weight_tile(self, columns: slice, low: bool = False) -> Tensor:
-        """Rows of the (`low`) weight, [W, D]; on a GPU rows of zeros fill an odd number of columns up."""
+        """Return rows of the (`low`) weight, [W, D]; on a GPU, zero rows pad W to a multiple of 8."""
         weight = self.low_weight if low and self.low_weight is not None else self.weight
         if not self.is_on_gpu:
             tile = weight[columns].to(self.operand_dtype)
@@ -104,13 +105,13 @@ class Head:
 
     @property
     def factor(self) -> float:
-        """What the product is multiplied by: scale, over the softcap or else a temperature for all rows."""
+        """Return the product's factor: scale, divided by the softcap or else by a common temperature."""
         if self.softcap is not None:
             return self.scale / self.softcap
         return self.scale if isinstance(self.temperature, Tensor) else self.scale / self.temperature
 
     def finish(self, rows: slice, columns: slice) -> Finish | None:
-        """What `product_tile` leaves to do, for kernels that do it while they read; None: nothing."""
+        """Return what kernels must still apply to the result of `product_tile`; None: nothing."""
         scale = None
         if isinstance(self.temperature, Tensor):
             scale = (self.softcap or 1.0) / self.temperature[rows]
@@ -126,7 +127,7 @@ class Head:
     def product_tile(
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, columns: slice, out: Tensor
     ) -> Tensor:
-        """factor (h W^T + low_h low_W^T) into `out` [R, W]; `weight` is `weight_tile(columns)`."""
+        """Write factor (h W^T + low_h low_W^T) to `out` [R, W]; `weight` is `weight_tile(columns)`."""
         wide = widened(out, len(weight))
         product(h, weight.t(), wide, factor=self.factor, high=self.block_rows)
         if low_h is not None and self.low_weight is not None:
@@ -136,20 +137,20 @@ class Head:
 
     @property
     def has_tanh(self) -> bool:
-        """Whether `bounded` is not yet z."""
+        """Whether `bounded` differs from z."""
         return self.softcap is not None
 
     def logits(
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
     ) -> Tensor:
-        """z [R, W] into `out`; `weight` is `weight_tile(columns)`, `h` the chunk of hidden rows."""
+        """Write z [R, W] to `out`; `weight` is `weight_tile(columns)`, `h` the chunk of hidden rows."""
         bounded = self.bounded(h, low_h, weight, rows, columns, out)
         return self.logits_of(bounded, rows, bounded)
 
     def bounded(
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
     ) -> Tensor:
-        """tanh(a / softcap) [R, W] into `out`, for `logits_of` and `cap_slope`; z without a softcap."""
+        """Write tanh(a / softcap) [R, W] to `out`, for `logits_of` and `cap_slope`; without softcap, z."""
         self.product_tile(h, low_h, weight, columns, out)
         if self.bias is not None:
             out.add_(self.bias[columns].to(self.dtype) * self.factor)
@@ -160,29 +161,29 @@ class Head:
         return out
 
     def logits_of(self, bounded: Tensor, rows: slice, out: Tensor) -> Tensor:
-        """z of a tile from `bounded`, into `out`; the tile itself without a tanh."""
+        """Write z of a tile to `out`, computed from `bounded`; without softcap, return the tile itself."""
         return torch.mul(bounded, self.height(rows), out=out) if self.has_tanh else bounded
 
     def height(self, rows: slice) -> float | Tensor:
-        """The largest logit, softcap / temperature."""
+        """Return the largest possible logit, softcap / temperature."""
         assert self.softcap is not None
         if not isinstance(self.temperature, Tensor):
             return self.softcap / self.temperature
         return (self.softcap / self.temperature[rows]).unsqueeze(-1)
 
     def row_slope(self, rows: slice) -> float | Tensor:
-        """The part of du/dz that is the same for a whole row: scale / temperature."""
+        """Return the part of dz/du that is the same for a whole row: scale / temperature."""
         if isinstance(self.temperature, Tensor):
             return self.scale / self.temperature[rows]
         return self.scale / self.temperature
 
     def cap_slope(self, bounded: Tensor) -> Tensor:
-        """1 - tanh^2 of a tile from `bounded`: read back from z, the slope near 1 would be its rounding."""
+        """Return 1 - tanh^2 of a tile from `bounded`; computed from z, it would be mostly rounding near 1."""
         return (1.0 - bounded).mul_(1.0 + bounded)
 
 
 def narrow_dtype(hidden: Tensor) -> torch.dtype | None:
-    """The 16-bit dtype of products with an fp32 weight: autocast's, else that of hidden; None: fp32."""
+    """Return the 16-bit dtype of products with an fp32 weight: autocast's, else hidden's; None: fp32."""
     device_type = hidden.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -190,7 +191,7 @@ def narrow_dtype(hidden: Tensor) -> torch.dtype | None:
 
 
 def widened(tile: Tensor, columns: int) -> Tensor:
-    """A tile [R, W] together with the padding of its rows: [R, columns]."""
+    """Return a tile [R, W] including the padding of its rows: [R, columns]."""
     if tile.shape[1] == columns:
         return tile
     assert tile.stride(0) >= columns, f"a tile of {columns} columns, but {tile.stride(0)} elements per row"
@@ -198,7 +199,7 @@ def widened(tile: Tensor, columns: int) -> Tensor:
 
 
 def cast_tile(tile: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
-    """A tile [R, W] in `dtype`, its rows padded to `columns`: a plain cast would put them side by side."""
+    """Cast a tile [R, W] to `dtype` with rows padded to `columns`; a plain cast would drop the padding."""
     if tile.dtype == dtype:
         return tile
     return tile.new_empty((len(tile), columns), dtype=dtype)[:, : tile.shape[1]].copy_(tile)
@@ -207,26 +208,29 @@ def cast_tile(tile: Tensor, dtype: torch.dtype, columns: int) -> Tensor:
 def product(
     a: Tensor, b: Tensor, out: Tensor, *, factor: float = 1.0, accumulate: bool = False, high: int | None = 0
 ) -> Tensor:
-    """out = factor a @ b (+ out), summed in the dtype of `out`; `high` rows at a time, if given."""
+    """Compute out = factor a @ b (+ out), summed in the dtype of `out`; `high` rows at a time, unless 0."""
     if high and len(a) > high:
         for some, part in zip(a.split(high), out.split(high), strict=True):
             product(some, b, part, factor=factor, accumulate=accumulate)
         return out
     if a.dtype == out.dtype:
         return torch.addmm(out, a, b, beta=float(accumulate), alpha=factor, out=out)
-    way = mixed_product(a.dtype, out.dtype, a.device)
-    if way == "addmm":
+    method = mixed_product(a.dtype, out.dtype, a.device)
+    if method == "addmm":
         return torch.addmm(out, a, b, out_dtype=out.dtype, beta=float(accumulate), alpha=factor, out=out)
-    fresh = torch.mm(a, b, out_dtype=out.dtype) if way == "mm" else torch.mm(a.to(out.dtype), b.to(out.dtype))
-    fresh = fresh if factor == 1.0 else fresh.mul_(factor)
-    return out.add_(fresh) if accumulate else out.copy_(fresh)
+    if method == "mm":
+        result = torch.mm(a, b, out_dtype=out.dtype)
+    else:
+        result = torch.mm(a.to(out.dtype), b.to(out.dtype))
+    result = result if factor == 1.0 else result.mul_(factor)
+    return out.add_(result) if accumulate else out.copy_(result)
 
 
 def main_grad_mark(weight: Any) -> Tensor | None:
-    """What autograd gets for a weight whose gradient was added to its main_grad: None, or Megatron's mark.
+    """Return the gradient for autograd after the real one was added to main_grad: None, or Megatron's mark.
 
-    Megatron's reducers wait for a gradient to arrive; the mark tells them not to read it. That of a shared
-    embedding (`zero_out_wgrad`) they do read: autograd has added the embedding's own gradient to it.
+    Megatron's reducers wait for a gradient; the mark tells them not to read it. They do read that of a shared
+    embedding (`zero_out_wgrad`), because autograd has added the embedding's own gradient to it.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -236,7 +240,7 @@ def main_grad_mark(weight: Any) -> Tensor | None:
 
 
 class HeadGradients(NamedTuple):
-    """Gradients of the head's inputs; None where not wanted."""
+    """Gradients of the head's inputs; None where not needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -246,15 +250,15 @@ class HeadGradients(NamedTuple):
 
 
 class HeadSums:
-    """Gradients of the head's inputs while tiles are added to them.
+    """Accumulators for the gradients of the head's inputs.
 
     Args:
         source, low: rows of hidden, and those of the LoRA branch.
         wanted: which of hidden, weight, bias, low_hidden, low_weight need a gradient.
         reduce: process group and mode of `reduce_hidden_grad`.
         main_grad: the weight's gradient is added here instead of returned.
-        early: the weight's gradient where it was allocated in the forward pass.
-        factor: of what is added.
+        early: the weight's gradient if the forward pass allocated it.
+        factor: factor of all added gradients.
     """
 
     def __init__(
@@ -277,13 +281,13 @@ class HeadSums:
                 part.factor = factor
 
     def hold_rows(self, source: RowSource) -> RowSource:
-        """`source` with its rows gathered once, in the memory of d hidden, where that has room for them."""
+        """Return `source` with its rows gathered once into the memory of d hidden, if they fit there."""
         return self.hidden.hold_rows(source)
 
     def add(
         self, du: Tensor, h: Tensor, low_h: Tensor | None, weight_tile: Tensor, rows: slice, columns: slice
     ) -> None:
-        """Push the gradient of one tile of u = h W^T + b to every input; the bias's may be there already."""
+        """Add the gradient of one tile of u = h W^T + b to every input; the bias may be done already."""
         head = self.head
         if self.bias is not None and not self.bias_is_added:
             self.bias[columns].add_(du.sum(0))
@@ -299,7 +303,7 @@ class HeadSums:
             self.low_weight.add(du, low_h, rows, columns)
 
     def fork(self) -> HeadSums:
-        """The sums for another worker: columns are written where they are, rows into sums of their own."""
+        """Return the sums for another worker: columns are shared, rows have separate sums."""
         other = copy.copy(self)
         other.hidden, other.weight = self.hidden.fork(), self.weight.fork()
         other.low_hidden = None if self.low_hidden is None else self.low_hidden.fork()
@@ -307,7 +311,7 @@ class HeadSums:
         return other
 
     def join(self, other: HeadSums) -> None:
-        """Add the rows that another worker summed up."""
+        """Add the row sums of another worker."""
         self.hidden.join(other.hidden)
         if self.low_hidden is not None and other.low_hidden is not None:
             self.low_hidden.join(other.low_hidden)
@@ -326,8 +330,8 @@ class HeadSums:
 class _HiddenGradient:
     """Rows of d hidden, summed over vocabulary tiles in the accumulation dtype and cast once.
 
-    The sums of selected rows lie in the result's own memory while there is room: with a quarter of the rows
-    selected, those of four workers. On a GPU the gathered rows themselves lie beside them.
+    The sums of selected rows are stored in the result's own memory while they fit: with a quarter of the rows
+    selected, those of four workers. On a GPU, the gathered rows are stored there too.
     """
 
     def __init__(
@@ -342,7 +346,7 @@ class _HiddenGradient:
         whole = self.starts_fresh and tiles.columns >= head.columns and reduce[0] is None
         whole = whole and head.block_rows is None
         if whole and source.rows is None and hidden.dtype == head.operand_dtype:
-            # One tile a row: its product has fp32 sums inside and is rounded once.
+            # One tile per row: the product accumulates in fp32 and rounds once.
             self.out, self.at_once = torch.empty_like(hidden, memory_format=torch.contiguous_format), True
         elif source.rows is None and hidden.dtype == dtype:
             self.out = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
@@ -355,8 +359,8 @@ class _HiddenGradient:
             self.chunk = hidden.new_zeros((min(tiles.rows, source.num_rows), hidden.shape[1]), dtype=dtype)
         self._own_bytes = self._taken_bytes
 
-    def _room(self, dtype: torch.dtype) -> Tensor | None:
-        """[T', D] in the memory of the result, if there is room left."""
+    def _take_memory(self, dtype: torch.dtype) -> Tensor | None:
+        """Return a [T', D] tensor in the memory of the result, or None if it does not fit."""
         assert self.out is not None
         shape = (self.source.num_rows, self.out.shape[1])
         first, memory = self._taken_bytes, self.out.view(-1).view(torch.uint8)
@@ -368,26 +372,26 @@ class _HiddenGradient:
 
     def _new_sums(self, starts_fresh: bool) -> Tensor:
         assert self.out is not None
-        room = self._room(self.head.dtype)
-        if room is None:
-            room = self.out.new_empty((self.source.num_rows, self.out.shape[1]), dtype=self.head.dtype)
-        # On a GPU the first tile of columns is written, not added.
-        return room if starts_fresh else room.zero_()
+        sums = self._take_memory(self.head.dtype)
+        if sums is None:
+            sums = self.out.new_empty((self.source.num_rows, self.out.shape[1]), dtype=self.head.dtype)
+        # On a GPU, the first tile of columns is written, not added.
+        return sums if starts_fresh else sums.zero_()
 
     def hold_rows(self, source: RowSource) -> RowSource:
         rows, dtype = source.rows, self.head.operand_dtype
         if self.sums is None or rows is None or not on_gpu(source.hidden.device):
             return source
-        room = self._room(dtype)
-        if room is None:
+        memory = self._take_memory(dtype)
+        if memory is None:
             return source
         self._own_bytes = self._taken_bytes
-        return RowSource(gathered(source.hidden, rows, room), None)
+        return RowSource(gathered(source.hidden, rows, memory), None)
 
     def fork(self) -> _HiddenGradient:
-        """Fresh sums of the same rows, for another worker; "vocab" order only."""
+        """Return new sums of the same rows for another worker; "vocab" order only."""
         other = copy.copy(self)
-        # Its first tile of columns is not the first of all.
+        # The fork's first tile of columns is not the first tile overall.
         other.starts_fresh = False
         other.sums = None if self.sums is None else self._new_sums(False)
         return other
@@ -395,7 +399,7 @@ class _HiddenGradient:
     def join(self, other: _HiddenGradient) -> None:
         if self.sums is not None and other.sums is not None:
             self.sums.add_(other.sums)
-            # Forks are joined together: the memory of all of them is free again.
+            # All forks are joined together, so the memory of all of them is free again.
             self._taken_bytes = self._own_bytes
 
     def add(self, du: Tensor, weight_tile: Tensor, rows: slice, columns: slice) -> None:
@@ -418,7 +422,7 @@ class _HiddenGradient:
             sums = self.sums if self.reduce[0] is None else reduce_hidden_grad(self.sums, *self.reduce)
             if sums is not self.out:
                 if self._own_bytes:
-                    # The rows' places may be taken by other rows' sums.
+                    # The sums may occupy the memory that other rows are written to.
                     sums = sums.to(self.out.dtype, copy=True)
                 if self.source.rows is not None:
                     self.out.zero_()
@@ -430,7 +434,7 @@ class _HiddenGradient:
         if self.source.rows is None:
             self.out[part] = sums
         else:
-            # Adding, not copying: a row may be selected twice.
+            # Add instead of copying: a row may be selected twice.
             self.out.index_add_(0, self.source.rows[part], sums.to(self.out.dtype))
 
 
@@ -450,18 +454,18 @@ class _WeightGradient:
             self.sums = main_grad
             return
         if tiles.order == "rows" and weight.dtype != dtype and early is None:
-            # The result itself is made at the end.
-            make = weight.new_empty if num_rows and head.columns else weight.new_zeros
-            self.sums, self.rounded = make(weight.shape, dtype=dtype), weight.dtype
+            # The result in the weight's dtype is allocated at the end.
+            allocate = weight.new_empty if num_rows and head.columns else weight.new_zeros
+            self.sums, self.rounded = allocate(weight.shape, dtype=dtype), weight.dtype
             self.sums[head.columns :] = 0.0
             return
         if early is None:
-            make = torch.empty_like if num_rows and head.columns else torch.zeros_like
-            self.out = make(weight, memory_format=torch.contiguous_format)
+            allocate = torch.empty_like if num_rows and head.columns else torch.zeros_like
+            self.out = allocate(weight, memory_format=torch.contiguous_format)
         else:
             self.out = early.gradient
         self.out[head.columns :] = 0.0
-        # 16-bit products of all rows at once need no fp32 sums: they have them inside.
+        # A 16-bit product over all rows accumulates in fp32 internally and needs no fp32 sums.
         at_once = weight.dtype == head.operand_dtype and tiles.rows >= num_rows
         if weight.dtype == dtype or (at_once and tiles.order == "vocab"):
             self.sums = self.out
@@ -469,7 +473,7 @@ class _WeightGradient:
             self.tile = weight.new_zeros((tiles.columns, weight.shape[1]), dtype=dtype)
 
     def fork(self) -> _WeightGradient:
-        """A per-worker view of the same gradient, with a tile of its own to sum in."""
+        """Return a per-worker view of the same gradient with a separate tile for sums."""
         other = copy.copy(self)
         other.tile = None if self.tile is None else torch.zeros_like(self.tile)
         return other

@@ -1,8 +1,8 @@
-// The passes over a tile of logits on one core: statistics of its rows, and its gradient; for two heads a
+// The passes over a tile of logits on one core: statistics of its rows, and its gradient; for two heads, a
 // divergence between their softmaxes, and its gradient.
 //
-// torch makes each in six passes or more, with tiles of scratch memory. Here a row is read in blocks that stay in the
-// first-level cache; e^x is a polynomial without branches, so that compilers vectorise it everywhere.
+// torch takes six passes or more for each, with tiles of scratch memory. Here a row is read in blocks that stay in the
+// first-level cache; e^x is a polynomial without branches, so that every compiler vectorizes it.
 //
 // Built and called by passes.py.
 
@@ -15,10 +15,10 @@
 namespace {
 
 constexpr int64_t BLOCK = 1024;
-// Below this e^x is no normal number and counts as 0.
+// For smaller x, e^x is subnormal and is treated as 0.
 constexpr float FLOOR = -87.0f;
 
-// e^x for FLOOR <= x <= 0, within 0.7 units of the last place: x = n log 2 + r, and Cephes' polynomial in r.
+// e^x for FLOOR <= x <= 0, within 0.7 ulp: x = n log 2 + r, and Cephes' polynomial in r.
 inline float exp_of(float x) {
     const float n = std::nearbyint(x * 1.44269504f);
     // log 2 in two parts; n times the first is exact.
@@ -36,7 +36,7 @@ inline float exp_of(float x) {
     return p * power;
 }
 
-// A comparison with NaN is false: NaN passes through both, as it should.
+// A comparison with NaN is false, so NaN propagates through both.
 inline float clamped(float x) { return x < FLOOR ? FLOOR : x; }
 inline float exp_or_zero(float x) { return x < FLOOR ? 0.0f : exp_of(clamped(x)); }
 
@@ -75,14 +75,14 @@ void add_row(const float* row, int64_t columns, float* maximum, float* sum, floa
 #pragma omp simd reduction(max : block_top)
         for (int64_t j = 0; j < count; ++j) block_top = z[j] > block_top ? z[j] : block_top;
         if (block_top > top) {
-            // The sums follow the maximum; before the first finite column they are 0.
+            // Rescale the sums to the new maximum; before the first finite column they are 0.
             const double step = std::max(static_cast<double>(top) - block_top, -800.0);
             const double shrink = std::exp(step);
             t = (t + step * s) * shrink;
             s *= shrink;
             top = block_top;
         }
-        // The lowest number in place of -inf: -inf minus it is -inf again, and not NaN.
+        // Use the lowest number instead of -inf: -inf minus it is -inf, not NaN.
         const float shift = std::max(top, std::numeric_limits<float>::lowest());
         float block_s = 0.0f, block_t = 0.0f;
 #pragma omp simd reduction(+ : block_s, block_t)
@@ -99,7 +99,7 @@ void add_row(const float* row, int64_t columns, float* maximum, float* sum, floa
     if (has_moment) *moment = static_cast<float>(t);
 }
 
-// Where the divergence compares with one side, with both, or takes the teacher's entropy out; with LABELS the
+// Whether the divergence compares with one side, with both, or omits the teacher's entropy; with LABELS the
 // teacher's tile holds probabilities. The numbers are those of `Divergence.mode`.
 enum Mode { FORWARD, REVERSE, BETWEEN, CROSS_ENTROPY, LABELS };
 
@@ -108,7 +108,7 @@ struct Kind {
     float a, b, mix;
 };
 
-// What a row's log-probs are: logits less their maximum, less the log of their sum.
+// A row's log-probs: logits minus their maximum, minus the log of their sum.
 struct Softmax {
     float max, log_sum;
     float log_prob(float z) const { return (z - max) - log_sum; }
@@ -118,7 +118,7 @@ struct Term {
     float value, slope, p, log_p;
 };
 
-// One outcome's part of the divergence D and S = p dD/dp (divergences.py has the formulas).
+// One column's contribution to the divergence D and S = p dD/dp (formulas: divergences.py).
 template <int mode>
 inline Term term_of(float z, float y, Softmax student, Softmax teacher, Kind kind) {
     const float log_p = student.log_prob(z), p = exp_or_zero(log_p);
@@ -166,7 +166,7 @@ void add_divergence(const float* z, const float* y, int64_t columns, Softmax stu
     *entropy += static_cast<float>(h);
 }
 
-// Labels mixed into a divergence: their softmax has temperature 1 while z has another.
+// Labels added to a divergence: their softmax has temperature 1, while z has another.
 struct Hard {
     float factor, temperature, log_sum;
     int64_t column;
@@ -207,7 +207,7 @@ void divergence_row(const float* z, const float* y, float* out, int64_t columns,
 extern "C" {
 
 // Adds the columns of z to the running maximum, sum e^(z-max) and sum e^(z-max) (z-max) of every row, and writes
-// z at the row's token to `target` where the tile, whose first column is `first`, has it. `target` and
+// z at the row's token to `target` if it is within the tile, whose first column is `first`. `target` and
 // `moment` may be null.
 void update_statistics(const float* z, int64_t rows, int64_t columns, int64_t stride, const int64_t* tokens,
                        int64_t first, float* target, float* maximum, float* sum, float* moment) {
@@ -255,8 +255,8 @@ void divergence_sums(const float* z, const float* y, int64_t rows, int64_t colum
             {statistics[2][i], statistics[3][i]}, {a, b, mix}, value + i, slope + i, entropy + i);
 }
 
-// out <- factor (S - p slope) per row, which may be z or y, and 0 where both factors are 0; `cap` is the
-// softcap over the temperature, or 0. With `tokens` their cross-entropy's gradient at temperature 1 is added, times `hard_factor`.
+// out <- factor (S - p slope) per row, and 0 if both factors are 0; `out` may be z or y. `cap` is softcap / temperature,
+// or 0. With `tokens`, the gradient of their cross-entropy at temperature 1 is added, times `hard_factor`.
 void divergence_gradient(const float* z, const float* y, float* out, int64_t rows, int64_t columns,
                          int64_t z_stride, int64_t y_stride, int64_t out_stride, const float* const* statistics,
                          int64_t mode, float a, float b, float mix, const float* slope, const float* factor,

@@ -1,6 +1,6 @@
-"""What the elementwise passes over a tile of logits have in common: their arguments and their names.
+"""The common interface of the elementwise passes over a tile of logits.
 
-passes.py chooses between kernel.py (Triton), C++ and plain torch; they all take these records.
+passes.py chooses between kernel.py (Triton), C++ and plain torch; all of them take these records.
 """
 
 # R rows · W columns of a tile
@@ -13,13 +13,13 @@ from torch import Tensor
 
 
 class Finish(NamedTuple):
-    """What is left to do to a product h W^T before it is a logit; Triton does it while it reads the tile.
+    """The remaining steps from a product h W^T to a logit; Triton applies them while it reads the tile.
 
-        z = tanh(u + factor bias) scale         (without the tanh where not `capped`)
+        z = tanh(u + factor bias) scale         (without tanh unless `capped`)
 
     Args:
-        bias: [W], of the tile's columns, any float dtype; None: there is none.
-        factor: of the bias.
+        bias: [W], of the tile's columns, any float dtype; None: no bias.
+        factor: factor of the bias.
         capped: whether the logits have a softcap.
         scale: [R] fp32; None: 1.
     """
@@ -35,7 +35,8 @@ class Compared(NamedTuple):
 
     Args:
         statistics: max and log-sum of the student's rows, then of the teacher's, [R] fp32 each.
-        mode: 0: m is p, 1: m is q, 2: between, 3: 0 without q log q, 4: 3 with q itself in the tile.
+        mode: 0: m is p, 1: m is q, 2: between, 3: mode 0 without q log q, 4: mode 3 with q itself in the
+            tile.
     """
 
     statistics: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -46,7 +47,7 @@ class Compared(NamedTuple):
 
 
 class LabelGradient(NamedTuple):
-    """Cross-entropy at temperature 1 mixed into a divergence; targets, factor and log_sum are [R]."""
+    """Cross-entropy at temperature 1 that is added to a divergence; targets, factor and log_sum are [R]."""
 
     targets: Tensor
     factor: Tensor
@@ -55,7 +56,7 @@ class LabelGradient(NamedTuple):
 
 
 class Passes(Protocol):
-    """The passes that kernel.py, `NativePasses` and `PlannedPasses` have."""
+    """The passes that kernel.py, `NativePasses` and `PlannedPasses` implement."""
 
     @property
     def update_statistics(self) -> Any: ...

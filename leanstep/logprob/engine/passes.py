@@ -1,10 +1,11 @@
-"""The elementwise passes over a tile of logits: Triton on a GPU, C++ on a CPU, else plain torch.
+"""The elementwise passes over a tile of logits: Triton on a GPU, C++ on a CPU, otherwise plain torch.
 
 `update_statistics` reads a tile once and adds its columns to the running softmax statistics;
-`scale_exponentials` reads it once and writes its gradient. kernel.py has both for Triton, native.cpp for one
-CPU core, softmax.py as a handful of torch operations with a second tile of scratch memory. A divergence
-between two heads has two more, `divergence_sums` and `divergence_gradient`, which read a tile of each; those
-of torch are in leanstep/objectives. `mixed_product` says how a torch multiplies 16-bit operands.
+`scale_exponentials` reads it once and writes its gradient. kernel.py implements both in Triton, native.cpp
+for one CPU core, softmax.py with a few torch operations and a second tile of scratch memory. A divergence
+between two heads has two more passes, `divergence_sums` and `divergence_gradient`, which read a tile of each
+head; their torch versions are in leanstep/objectives. `mixed_product` returns how this torch multiplies
+16-bit operands.
 """
 
 # R rows · W columns of a tile
@@ -25,9 +26,9 @@ from leanstep.cpu import has_memory, load_library, num_threads
 from leanstep.logprob.engine.pass_interface import Compared, LabelGradient
 from leanstep.triton_driver import can_launch
 
-# Below this many logits the first build (a second, once per machine) costs more than C++ saves.
+# For fewer logits, the first build (one second, once per machine) costs more than C++ saves.
 NATIVE_LOGITS = 1 << 18
-# C++ on one core is as fast as torch's passes on two or three.
+# C++ on one core is as fast as the torch passes on two or three cores.
 MOST_IDLE_THREADS = 2
 SOURCE = Path(__file__).with_name("native.cpp")
 
@@ -36,10 +37,11 @@ SOURCE = Path(__file__).with_name("native.cpp")
 def mixed_product(
     operands: torch.dtype, result: torch.dtype, device: torch.device
 ) -> Literal["addmm", "mm", "widen"]:
-    """How this torch multiplies 16-bit operands into fp32 sums on a device.
+    """Return how this torch multiplies 16-bit operands into fp32 sums on a device.
 
-    addmm with out_dtype reads and writes the sums itself. torch 2.8 has it for sums of the operands' dtype
-    only, but mm; before, and where ROCm refuses both, operands are widened: exact, and slower.
+    addmm with out_dtype reads and writes the sums itself. torch 2.8 supports it only for sums in the
+    operands' dtype, but supports mm. Older versions, and ROCm versions that support neither, widen the
+    operands: exact, but slower.
     """
     a = torch.ones((8, 8), dtype=operands, device=device)
     sums = torch.zeros((8, 8), dtype=result, device=device)
@@ -56,53 +58,53 @@ def mixed_product(
 
 
 def aligned(tile: Tensor) -> Tensor:
-    """The same values, row after row from a multiple of 64 bytes on, as torch allocates memory."""
+    """Return the tile contiguous and aligned to 64 bytes, like memory that torch allocates."""
     if tile.is_contiguous() and has_memory(tile) and tile.data_ptr() % 64 == 0:
         return tile
     return tile.clone(memory_format=torch.contiguous_format)
 
 
-def kernels_for(given: Tensor, dtype: torch.dtype, num_logits: int) -> Any:
-    """The passes for a call with so many logits, made of `given`, summed in `dtype`; None for torch's own.
+def kernels_for(tensor: Tensor, dtype: torch.dtype, num_logits: int) -> Any:
+    """Return the passes for `num_logits` logits computed from `tensor`, summed in `dtype`; None: plain torch.
 
-    A plan (fake tensors) counts on kernels where the real call would use them; a rehearsal records Triton's
-    launches and takes them as they are.
+    A plan (fake tensors) uses kernels if the real call would use them; a rehearsal records Triton's launches
+    and runs the same code.
     """
     if dtype != torch.float32:
         return None
-    if launches_triton(given):
+    if launches_triton(tensor):
         return _triton()
-    if isinstance(given, FakeTensor) and not torch.compiler.is_compiling():
-        there = given.is_cuda or NativePasses.is_built()
-        return PlannedPasses if num_logits >= NATIVE_LOGITS and there else None
-    if given.is_cuda:
+    if isinstance(tensor, FakeTensor) and not torch.compiler.is_compiling():
+        available = tensor.is_cuda or NativePasses.is_built()
+        return PlannedPasses if num_logits >= NATIVE_LOGITS and available else None
+    if tensor.is_cuda:
         return _triton()
-    if given.device.type != "cpu" or num_logits < NATIVE_LOGITS or not has_memory(given):
+    if tensor.device.type != "cpu" or num_logits < NATIVE_LOGITS or not has_memory(tensor):
         return None
     return NativePasses if NativePasses.is_built() else None
 
 
-def launches_triton(given: Tensor) -> bool:
-    """Whether Triton can launch on a tensor: on a GPU's; on a fake one where launches are recorded."""
-    if not given.is_cuda or _triton() is None:
+def launches_triton(tensor: Tensor) -> bool:
+    """Whether Triton can launch on a tensor: on a GPU tensor; on a fake one if launches are recorded."""
+    if not tensor.is_cuda or _triton() is None:
         return False
-    return not isinstance(given, FakeTensor) or _triton().LAUNCHES_ARE_RECORDED
+    return not isinstance(tensor, FakeTensor) or _triton().LAUNCHES_ARE_RECORDED
 
 
 def finishes_logits(kernels: Any) -> bool:
-    """Whether these passes take a `Finish`, read 16-bit logits and write 16-bit gradients: Triton's do."""
+    """Whether these passes accept a `Finish`, read 16-bit logits and write 16-bit gradients (Triton only)."""
     return getattr(kernels, "FINISHES_LOGITS", False)
 
 
 def suited(kernels: Any, cores: int) -> Any:
-    """The same passes, but not C++ on the calling core alone where many threads could share torch's."""
+    """Return the passes, or None instead of C++ on one core if torch can use many threads."""
     alone = kernels is NativePasses and cores == 1 and num_threads() > MOST_IDLE_THREADS
     return None if alone else kernels
 
 
 @functools.cache
 def _triton() -> Any:
-    """Triton's kernels for tiles, or None."""
+    """Return Triton's kernels for tiles, or None."""
     if not can_launch():
         return None
     from leanstep.logprob.engine import kernel
@@ -112,7 +114,7 @@ def _triton() -> Any:
 
 @functools.cache
 def row_kernels() -> Any:
-    """Triton's kernels for whole rows, or None."""
+    """Return Triton's kernels for whole rows, or None."""
     if not can_launch():
         return None
     from leanstep.logprob.engine.gpu import kernel
@@ -121,7 +123,7 @@ def row_kernels() -> Any:
 
 
 def gathered(hidden: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """out [R, D] <- hidden[rows], in the dtype of `out`; on a GPU one pass of whole rows."""
+    """Write hidden[rows] to `out` [R, D] in the dtype of `out`; on a GPU, in one pass over whole rows."""
     kernels = row_kernels() if launches_triton(hidden) and hidden.stride(-1) == 1 else None
     if kernels is not None:
         return kernels.gather_rows(hidden, rows, out)
@@ -131,31 +133,31 @@ def gathered(hidden: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 
 class PlannedPasses:
-    """The passes for a plan: on fake tensors they compute nothing, and they never allocate."""
+    """The passes of a plan on fake tensors: they compute nothing and never allocate."""
 
     @staticmethod
-    def update_statistics(z: Tensor, *_given: Any) -> None:
+    def update_statistics(z: Tensor, *_unused: Any) -> None:
         pass
 
     @staticmethod
-    def scale_exponentials(z: Tensor, out: Tensor, *_given: Any) -> Tensor:
+    def scale_exponentials(z: Tensor, out: Tensor, *_unused: Any) -> Tensor:
         return out
 
     @staticmethod
-    def divergence_sums(*_given: Any) -> None:
+    def divergence_sums(*_unused: Any) -> None:
         pass
 
     @staticmethod
-    def divergence_gradient(z: Tensor, y: Tensor, out: Tensor, *_given: Any) -> Tensor:
+    def divergence_gradient(z: Tensor, y: Tensor, out: Tensor, *_unused: Any) -> Tensor:
         return out
 
 
 class NativePasses:
-    """The passes in C++ (native.cpp), for fp32 tiles whose rows are contiguous; one call runs on one core."""
+    """The passes in C++ (native.cpp), for fp32 tiles with contiguous rows; each call runs on one core."""
 
     @staticmethod
     def is_built() -> bool:
-        """Whether the library can be called; builds it on this machine's first use."""
+        """Whether the library can be called; builds it on first use."""
         return not isinstance(load_library(SOURCE, _declare), str)
 
     @staticmethod
@@ -168,10 +170,10 @@ class NativePasses:
         first: int = 0,
         target: Tensor | None = None,
     ) -> None:
-        """Add the columns of `z` [R, W] fp32 to the running m, s and t (None: not kept), in place.
+        """Add the columns of `z` [R, W] fp32 to the running m, s and t (None: not computed), in place.
 
-        With `targets` [R], `target` gets the logits of those that the tile, which begins at id `first`,
-        holds.
+        With `targets` [R], write the logits of the targets within the tile, which begins at id `first`, to
+        `target`.
         """
         vectors = (target if targets is not None else None, maximum, total, moment)
         _library().update_statistics(
@@ -189,9 +191,9 @@ class NativePasses:
         first: int = 0,
         target: Tensor | None = None,
     ) -> Tensor:
-        """out <- e^(z-m) (constant + slope (z-m)) per row; 0 where e^(z-m) is 0. `out` may be `z`.
+        """Compute out = e^(z-m) (constant + slope (z-m)) per row; 0 where e^(z-m) is 0. `out` may be `z`.
 
-        With `target` [R] that is added at the targets that the tile, which begins at id `first`, holds.
+        `target` [R], if set, is added at the targets within the tile, which begins at id `first`.
         """
         strides, vectors = (z.stride(0), out.stride(0)), (target, maximum, constant, slope)
         _library().scale_exponentials(
@@ -209,7 +211,7 @@ class NativePasses:
     def divergence_sums(z: Tensor, y: Tensor, compared: Compared, sums: Tensor) -> None:
         """Add the columns of a student's tile `z` and a teacher's `y`, [R, W] each, to `sums` [3, R].
 
-        Its rows are D, the sum of S = p dD/dp, and the student's entropy.
+        The rows of `sums` are D, the sum of S = p dD/dp, and the student's entropy.
         """
         pointers, kind = _pointers(compared)
         _library().divergence_sums(
@@ -228,17 +230,17 @@ class NativePasses:
         labels: LabelGradient | None = None,
         first: int = 0,
     ) -> Tensor:
-        """out <- factor (S - p slope), `slope` being the row's sum of S; `out` may be `z` or `y`.
+        """Compute out = factor (S - p slope), with the row's sum of S in `slope`; `out` may be `z` or `y`.
 
-        A row whose factors are 0 gets zeros. `cap`: softcap over temperature. With `labels` the gradient of
+        A row whose factors are 0 gets zeros. `cap`: softcap / temperature. With `labels`, the gradient of
         their cross-entropy is added; the tile begins at id `first`.
         """
         pointers, kind = _pointers(compared)
         strides = (z.stride(0), y.stride(0), out.stride(0))
-        given = (None, None, None, 1.0) if labels is None else labels
+        label = (None, None, None, 1.0) if labels is None else labels
         _library().divergence_gradient(
             *map(_address, (z, y, out)), *z.shape, *strides, pointers, *kind, *map(_address, (slope, factor)),
-            cap, _address(given[0]), first, _address(given[1]), _address(given[2]), given[3],
+            cap, _address(label[0]), first, _address(label[1]), _address(label[2]), label[3],
         )  # fmt: skip
         return out
 

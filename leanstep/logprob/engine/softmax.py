@@ -1,16 +1,17 @@
-"""Softmax of rows that arrive one tile of columns at a time: running statistics, targets, gradient of a tile.
+"""Online softmax over tiles of columns: running statistics, targets, and the gradient of a tile.
 
-For logits z seen so far:  m = max z,  s = sum e^(z-m),  t = sum e^(z-m) (z-m),  z_y = the target's logit.
-Every output follows from them. m and log s stay apart, because their sum loses digits at large |m|. Columns
-with p = 0 (z = -inf, or underflow) contribute nothing: exponents are clamped where exp is 0 anyway, so that
-no 0 * inf is ever formed. A vocabulary shard computes its own statistics; ranks then exchange `maxima()`
-(MAX), rescale with `sums_under()` (SUM) and read the result with `replaced()`:
+For the logits z so far:  m = max z,  s = sum e^(z-m),  t = sum e^(z-m) (z-m),  z_y = the target's logit.
+Every output is computed from them. m and log s are stored separately, because their sum loses digits at large
+|m|. Columns with p = 0 (z = -inf, or underflow) contribute nothing: exponents are clamped where exp is 0
+anyway, so that 0 * inf never occurs. Each vocabulary shard computes its own statistics; ranks then exchange
+`maxima()` (MAX), rescale with `sums_under()` (SUM) and read the result with `replaced()`:
 
     maxima = stats.maxima();             all_reduce(maxima, MAX)
     sums = stats.sums_under(maxima);     all_reduce(sums, SUM)
     stats = stats.replaced(maxima, sums)
 
-Backward, with x = z - m and mu = t / s (so that log p + H = x - mu), one exp and a few cheap passes:
+The backward pass, with x = z - m and mu = t / s (so that log p + H = x - mu), takes one exp and a few cheap
+passes:
 
     dz = g (1[v=y] - p) - g_H p (log p + H) + g_lse p
        = e^x (constant + slope x) + g 1[v=y],     slope = -g_H / s,  constant = (g_lse - g + g_H mu) / s
@@ -30,15 +31,15 @@ from torch import Tensor
 
 from leanstep.logprob.engine.pass_interface import Passes
 
-# exp of these is exactly 0, also as a subnormal: a finite stand-in for -inf in products.
+# exp of these is exactly 0, not even a subnormal: finite replacements for -inf in products.
 EXPONENT_FLOOR = {torch.float32: -110.0, torch.float64: -800.0}
 LOG2_E = 1.4426950408889634
 
 
 class FinalStatistics(NamedTuple):
-    """What outputs and the backward read.
+    """The statistics that outputs and the backward pass read.
 
-    A row whose logits are all -inf is not `alive`: there `max`, `log_sum` and `entropy` are 0.
+    A row whose logits are all -inf is not `alive`: its `max`, `log_sum` and `entropy` are 0.
     """
 
     max: Tensor
@@ -47,7 +48,7 @@ class FinalStatistics(NamedTuple):
     alive: Tensor
 
     def saved(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Three vectors for the backward; -inf in log s stands for a row that is not alive."""
+        """Return three vectors for the backward pass; log s is -inf for a row that is not alive."""
         return self.max, torch.where(self.alive, self.log_sum, -torch.inf), self.entropy
 
     @classmethod
@@ -60,7 +61,7 @@ class FinalStatistics(NamedTuple):
         return FinalStatistics(self.max[part], self.log_sum[part], entropy, self.alive[part])
 
     def log_prob(self, target: Tensor) -> Tensor:
-        """log p of a logit; -inf where no logit is finite. `target` is [N] or [N, K]."""
+        """Return log p of a logit; -inf if no logit is finite. `target` is [N] or [N, K]."""
         columns = (slice(None),) + (None,) * (target.dim() - 1)
         logp = (target - self.max[columns]) - self.log_sum[columns]
         return torch.where(self.alive[columns], logp, -torch.inf)
@@ -71,12 +72,12 @@ class FinalStatistics(NamedTuple):
 
 @dataclass
 class RowStatistics:
-    """Statistics of N rows over the columns seen so far. Tensors are in the accumulation dtype.
+    """Statistics of N rows over the columns so far. Tensors are in the accumulation dtype.
 
     Args:
         max: [N], m; -inf before the first column.
         sum: [N], s.
-        moment: [N], t; None when no entropy is wanted.
+        moment: [N], t; None without entropy.
         target: [N] or [N, K], z_y; 0 where this shard does not hold the target.
         total: [N], sum of z over all real columns; label smoothing only.
         allowed_max, allowed_sum: [N], m and s of the softmax restricted to allowed ids and the target.
@@ -111,9 +112,10 @@ class RowStatistics:
         reference: bool = False,
         reverse: bool = False,
     ) -> RowStatistics:
-        """The state before the first tile, zeros in one fill. `num_targets` None: target [N], else [N, K]."""
+        """Return the state before the first tile. `num_targets`: None for targets [N], K for [N, K]."""
         flat, either, like = num_targets is None, reference or reverse, {"dtype": dtype, "device": device}
         count = sum((1, flat, moment, total, allowed, either, reference, reverse))
+        # All zero vectors in one fill.
         spare = iter(torch.zeros((count, rows), **like).unbind())
 
         def zeros(wanted: bool) -> Tensor | None:
@@ -137,7 +139,7 @@ class RowStatistics:
         )
 
     def rows(self, start: int, stop: int) -> RowStatistics:
-        """A view of some rows; updating it updates this object's tensors."""
+        """Return a view of some rows; updating it updates this object's tensors."""
         return RowStatistics(*(None if v is None else v[start:stop] for v in self._values()))  # type: ignore[arg-type]
 
     def update_(
@@ -150,12 +152,13 @@ class RowStatistics:
         kernels: Passes | None = None,
         **finishing: Any,
     ) -> None:
-        """Add the columns of a tile [N, W], and read the logits of `targets` that it holds.
+        """Add the columns of a tile [N, W], and read the logits of the `targets` within it.
 
         Args:
-            scratch: without kernels one tile, two when a moment is kept; the first may be `z`.
-            targets: [N] or [N, K], global ids; `first` is that of the tile's first column.
-            finishing: for kernels that can: `finish`, what they must still do to `z`; `keep` it there.
+            scratch: without kernels one tile, two with a moment; the first may be `z`.
+            targets: [N] or [N, K], global ids; `first` is the id of the tile's first column.
+            finishing: for kernels that support it: `finish`, the steps still to apply to `z`; `keep`: write
+                the result back to `z`.
         """
         if targets is not None and (kernels is None or targets.dim() == 2):
             read_targets_(self.target, z, targets, first)
@@ -169,22 +172,22 @@ class RowStatistics:
         e = exponentials(x, scratch[-1])
         self.sum.mul_(shrink).add_(e.sum(-1))
         if self.moment is not None:
-            # In place: vecdot would make a third tile for the products.
+            # In place: vecdot would allocate a third tile for the products.
             x.clamp_(min=EXPONENT_FLOOR[z.dtype]).mul_(e)
             self.moment.add_(x.sum(-1))
 
     def allowed_part(self) -> RowStatistics:
-        """The restricted softmax as statistics of its own; updating it updates those here."""
+        """Return the restricted softmax as separate statistics; updating them updates this object."""
         assert self.allowed_max is not None and self.allowed_sum is not None
         return RowStatistics(self.allowed_max, self.allowed_sum, None, self.target)
 
     def raise_max_(self, tile_max: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Move m up to cover `tile_max`, carrying t along.
+        """Raise m to cover `tile_max` and rescale t.
 
         Returns the finite shift, the step m - m' (clamped) and alpha = exp(step), not yet applied to s.
         """
         new_max = torch.maximum(self.max, tile_max)
-        # Lowest finite number in place of -inf: -inf minus it is -inf again, and not NaN.
+        # Use the lowest finite number instead of -inf: -inf minus it is -inf, not NaN.
         shift = new_max.clamp(min=torch.finfo(new_max.dtype).min)
         step = (self.max - shift).clamp_(min=EXPONENT_FLOOR[new_max.dtype])
         shrink = step.exp()
@@ -194,11 +197,11 @@ class RowStatistics:
         return shift, step, shrink
 
     def maxima(self) -> Tensor:
-        """[k, N], k = 1..3: what a MAX across shards combines."""
+        """Return the statistics that shards combine with MAX: [k, N], k = 1..3."""
         return torch.stack([m for m in (self.max, self.allowed_max, self.ref_max) if m is not None])
 
     def sums_under(self, maxima: Tensor) -> Tensor:
-        """[j, N]: every additive statistic, rescaled to `maxima`: what a SUM across shards combines."""
+        """Return the statistics that shards combine with SUM, rescaled to `maxima`: [j, N]."""
         floor = EXPONENT_FLOOR[self.max.dtype]
         levels = iter(finite_shift(maxima))
         step = (self.max - next(levels)).clamp_(min=floor)
@@ -220,18 +223,19 @@ class RowStatistics:
         return torch.stack(packed)
 
     def cross_under(self, shift: Tensor, ref_shift: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """`cross` and `reverse_cross` under new maxima.
+        """Return `cross` and `reverse_cross` under new maxima.
 
-        The head that is not exponentiated keeps its exact step: no factor of exp(step) hides a clamped one.
+        The step of the head that is not exponentiated is not clamped, because no factor exp(step) would hide
+        the clamping.
         """
         assert self.ref_max is not None and self.ref_sum is not None
-        # Before the first column both sums are 0 and the step has no meaning.
+        # Before the first column, both sums are 0 and the step is undefined.
         step = torch.where(self.max == -torch.inf, 0.0, self.max - shift)
         ref_step = torch.where(self.ref_max == -torch.inf, 0.0, self.ref_max - ref_shift)
         cross, reverse = self.cross, self.reverse_cross
         if cross is not None:
             shrink = step.exp()
-            # An infinite term whose p has since vanished counts for nothing: select, do not multiply.
+            # An infinite term whose p has become 0 must not contribute: select, do not multiply.
             cross = torch.where(shrink == 0, 0.0, (cross + self.sum * (step - ref_step)) * shrink)
         if reverse is not None:
             shrink = ref_step.exp()
@@ -239,7 +243,7 @@ class RowStatistics:
         return cross, reverse
 
     def replaced(self, maxima: Tensor, sums: Tensor) -> RowStatistics:
-        """The statistics that `maxima` and `sums` (in the order of `sums_under`) stand for."""
+        """Return the statistics with the values of `maxima` and `sums` (in the order of `sums_under`)."""
         levels, packed = iter(maxima), iter(sums)
         new: dict[str, Tensor] = {"max": next(levels), "sum": next(packed)}
         if self.moment is not None:
@@ -263,8 +267,8 @@ class RowStatistics:
         return replace(self, **new)
 
     def final(self) -> FinalStatistics:
-        """m, log s and H, made finite for rows in which every logit is -inf (`alive` False there)."""
-        # NaN sums stay alive, so that a NaN logit shows.
+        """Return m, log s and H, with finite values for rows whose logits are all -inf (`alive` is False)."""
+        # Rows with a NaN sum stay alive, so that NaN logits propagate.
         alive = self.sum != 0
         log_sum = torch.where(alive, self.sum, 1.0).log()
         entropy = None
@@ -280,16 +284,16 @@ class RowStatistics:
 
 
 def merge(first: RowStatistics, second: RowStatistics) -> RowStatistics:
-    """The statistics of the union of two disjoint sets of columns; ranks apply the same rule."""
+    """Return the statistics of the union of two disjoint sets of columns; ranks apply the same rule."""
     maxima = torch.maximum(first.maxima(), second.maxima())
     return first.replaced(maxima, first.sums_under(maxima) + second.sums_under(maxima))
 
 
 def exponentials(x: Tensor, out: Tensor) -> Tensor:
-    """e^x in `out`, which may be `x`, for x <= 0.
+    """Compute e^x into `out`, which may be `x`, for x <= 0.
 
-    In fp32 on a CPU as 2^(x log2 e): torch.exp goes through MKL, which takes three times as long on CPUs that
-    are not Intel's. Rounding the product costs |x| 6e-8, no more than subtracting log s from x would.
+    In fp32 on a CPU it is 2^(x log2 e): torch.exp uses MKL, which takes three times as long on non-Intel
+    CPUs. The error from rounding the product is |x| 6e-8, no larger than from subtracting log s from x.
     """
     if x.dtype == torch.float32 and x.device.type == "cpu":
         return torch.mul(x, LOG2_E, out=out).exp2_()
@@ -297,26 +301,26 @@ def exponentials(x: Tensor, out: Tensor) -> Tensor:
 
 
 def finite_shift(maxima: Tensor) -> Tensor:
-    """`maxima`, with 0 in place of -inf: subtracting it from -inf gives -inf and not NaN."""
+    """Return `maxima` with -inf replaced by 0: subtracting it from -inf gives -inf, not NaN."""
     return torch.where(maxima == -torch.inf, 0.0, maxima)
 
 
 def tile_ids(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Column within the tile that begins at id `first`, clamped into it, and whether it holds the token."""
+    """Return the column within the tile that begins at id `first`, clamped, and whether the tile has it."""
     local = targets - first
     inside = local.clamp(0, width - 1)
     return inside, inside == local
 
 
 def read_targets_(target: Tensor, z: Tensor, targets: Tensor, first: int) -> None:
-    """target <- z [R, W] at the targets that this tile holds; the others stay. Shaped like `targets`."""
+    """Write z [R, W] at the targets within this tile to `target`, shaped like `targets`; others stay."""
     local, held = tile_ids(targets, first, z.shape[1])
-    picked = z.gather(1, local.unsqueeze(-1) if local.dim() == 1 else local)
-    torch.where(held, picked.view_as(local), target, out=target)
+    logits = z.gather(1, local.unsqueeze(-1) if local.dim() == 1 else local)
+    torch.where(held, logits.view_as(local), target, out=target)
 
 
 def add_at_targets_(dz: Tensor, targets: Tensor, values: Tensor, first: int) -> None:
-    """dz[i, y_i] += values[i] where the tile holds column y_i."""
+    """Add values[i] to dz[i, y_i] if the tile contains column y_i."""
     local, held = tile_ids(targets, first, dz.shape[1])
     values = values * held
     if local.dim() == 1:
@@ -325,7 +329,7 @@ def add_at_targets_(dz: Tensor, targets: Tensor, values: Tensor, first: int) -> 
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse `create_graph=True`: a gradient cut off from its graph would silently lose a term."""
+    """Reject `create_graph=True`: a gradient detached from its graph would silently lose a term."""
 
     @functools.wraps(backward)
     def checked(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -340,11 +344,11 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class RowGradients:
-    """Incoming gradients of the row outputs; None where nothing flows. All in the accumulation dtype.
+    """Incoming gradients of the row outputs in the accumulation dtype; None where there is none.
 
     Args:
         logp: [R] or [R, K].
-        entropy, lse: [R]. The z-loss arrives through `lse`: d lse^2 = 2 lse d lse.
+        entropy, lse: [R]. `lse` includes the z-loss: d lse^2 = 2 lse d lse.
         kl, reverse_kl: [R].
     """
 
@@ -355,7 +359,7 @@ class RowGradients:
     reverse_kl: Tensor | None = None
 
     def rows(self, part: slice, slope: float | Tensor) -> RowGradients:
-        """Some rows, times the part of the head's derivative that is common to a row."""
+        """Return some rows, multiplied by the part of the head's derivative that is common to a row."""
 
         def pick(value: Tensor | None) -> Tensor | None:
             if value is None:
@@ -367,11 +371,11 @@ class RowGradients:
 
 
 class RowFactors(NamedTuple):
-    """What the gradient of a row needs besides its logits, worked out once for all tiles of the row.
+    """Factors of a row's logit gradient, computed once for all tiles of the row.
 
     Args:
-        max, constant, slope: [R, 1]; slope None where no entropy gradient flows.
-        target: [R] or [R, K], added at the targets; None where no log-prob gradient flows.
+        max, constant, slope: [R, 1]; slope is None without an entropy gradient.
+        target: [R] or [R, K], added at the targets; None without a log-prob gradient.
     """
 
     max: Tensor
@@ -385,7 +389,7 @@ class RowFactors(NamedTuple):
         target = gradients.logp
         constant = torch.zeros_like(inverse_sum) if gradients.lse is None else gradients.lse.clone()
         if target is not None:
-            # A row with every logit at -inf has no gradient at all, not even at its target.
+            # A row whose logits are all -inf has no gradient, not even at its target.
             target = torch.where(final.alive if target.dim() == 1 else final.alive.unsqueeze(-1), target, 0.0)
             constant -= target if target.dim() == 1 else target.sum(-1)
         slope = None
@@ -411,17 +415,18 @@ def logit_gradient(
     kernels: Passes | None = None,
     **finishing: Any,
 ) -> Tensor:
-    """The gradient of the tile of logits `z` [R, W], in the first tile of `scratch`.
+    """Compute the gradient of the tile of logits `z` [R, W] into the first tile of `scratch`.
 
     Args:
-        scratch: one tile, which may be `z`; without kernels a second where an entropy gradient flows.
-        targets: [R] or [R, K], global ids; `first` is that of the tile's first column.
+        scratch: one tile, which may be `z`; an entropy gradient without kernels needs a second one.
+        targets: [R] or [R, K], global ids; `first` is the id of the tile's first column.
         smoothing: label smoothing, over `vocabulary` real columns.
-        finishing: for kernels that can: `finish`, and `column_sums` [W], to which those of dz are added.
+        finishing: for kernels that support it: `finish`, and `column_sums` [W], to which the column sums of
+            dz are added.
     """
     maximum, constant, slope, target = factors
     if kernels is not None:
-        # The kernel adds at one target per row; what is more complicated follows it.
+        # The kernel adds at one target per row; the code below handles the other cases.
         simple = target if target is not None and target.dim() == 1 and not smoothing else None
         dz = kernels.scale_exponentials(
             z, scratch[0], maximum, constant, slope, targets, first, simple, **finishing
@@ -441,7 +446,7 @@ def logit_gradient(
 def _scaled_exponentials(
     z: Tensor, scratch: Sequence[Tensor], maximum: Tensor, constant: Tensor, slope: Tensor | None
 ) -> Tensor:
-    """e^x (constant + slope x), x = z - m, per row; 0 where e^x is 0."""
+    """Compute e^x (constant + slope x), x = z - m, per row; 0 where e^x is 0."""
     x = torch.sub(z, maximum, out=scratch[0])
     if slope is None:
         return exponentials(x, x).mul_(constant)

@@ -1,14 +1,15 @@
-"""The tile loop of the fused LM head, both directions: statistics forward, logits and gradients backward.
+"""The tile loop of the fused LM head: forward statistics, backward logits and gradients.
 
-Neither direction holds more than one tile of logits, except those that `SavedLogits` has room for: these are
-not recomputed. The backward loop is ordered so that the larger gradient is written once: with fewer rows
-than vocabulary, each weight tile is visited once and dW is written tile by tile; a loop over row chunks
-would rewrite all of dW for every chunk (2 to 3 times slower at small chunks). Tile order is fixed and
-nothing is atomic: two runs give the same bits.
+Each pass holds one tile of logits at a time, apart from tiles that fit in `SavedLogits`, which are not
+recomputed. The backward loop is ordered so that the larger gradient is written once: with fewer rows than
+vocabulary entries, each weight tile is visited once and dW is written tile by tile; a loop over row chunks
+would rewrite all of dW for every chunk (2 to 3 times slower at small chunks). The tile order is fixed and
+there are no atomics, so two runs give the same bits.
 
-On a CPU with several threads the vocabulary is cut into one part per core, with statistics and a hidden
-gradient of their own, joined in a fixed order at the end: cores synchronise once per loop, not after every
-operation on a tile.
+On a CPU with several threads, the vocabulary is split into one part per core. Each part has its own
+statistics
+and hidden gradient, which are joined in a fixed order at the end: cores synchronize once per loop, not after
+every operation on a tile.
 """
 
 # R rows of a chunk · W columns of a tile · T' selected rows · D model · V local vocabulary
@@ -51,7 +52,7 @@ from leanstep.logprob.engine.tiles import (
 )
 from leanstep.logprob.engine.vocab_subset import AllowedIds, RestOfVocabulary
 
-# Hidden rows of a chunk, and those of the LoRA branch.
+# Returns the hidden rows of a chunk, and those of the LoRA branch.
 ReadRows = Callable[[slice], tuple[Tensor, Tensor | None]]
 
 
@@ -64,12 +65,13 @@ class Call:
         targets: [T'] or [T', K].
         entropy: "none", "metric" or "grad".
         smoothing: label smoothing.
-        reference: the KL's head and its hidden rows; `kl` and `reverse_kl` say which way.
-        tiles, cores, kernels: as `arrange` chose them.
-        in_gradient, save_bytes: where logits may wait for the backward.
-        gradient_scale: gradients of logits are multiplied by it, and the sums made of them divided.
-        round_logits: tiles of logits in the dtype of 16-bit products, where only kernels look at them.
-        blocks: how rows keep their bits whatever rows are beside them, where that is asked for.
+        reference: the KL's head and its hidden rows; `kl` and `reverse_kl` select the direction.
+        tiles, cores, kernels: chosen by `arrange`.
+        in_gradient, save_bytes: where logits may be saved for the backward pass.
+        gradient_scale: logit gradients are multiplied by it, and the sums computed from them are divided by
+            it.
+        round_logits: tiles of logits have the dtype of 16-bit products, if only kernels read them.
+        blocks: the row layout of a batch-invariant call; None otherwise.
     """
 
     head: Head
@@ -98,10 +100,10 @@ class Call:
 
     def __post_init__(self) -> None:
         self.num_rows = self.source.num_rows
-        # The entropy follows from t, the statistics' moment.
+        # The entropy is computed from t, the moment in the statistics.
         self.moment = self.entropy != "none"
         self.two_softmaxes = self.allowed is not None and self.moment and self.allowed.whole_entropy
-        # Whether the kernels make logits of products and 16-bit gradients: they alone then look at a tile.
+        # Whether kernels convert products to logits and to 16-bit gradients; then only they read a tile.
         others = (self.allowed, self.reference, self.smoothing or None, self.top_k or None)
         self.fused = finishes_logits(self.kernels) and type(self.head) is Head
         self.fused = self.fused and self.targets.dim() == 1 and all(other is None for other in others)
@@ -116,7 +118,7 @@ class Call:
         self.column_parts = column_parts(self.head.columns, self.tiles.columns, self.cores, device)
 
     def rows(self, part: slice) -> Call:
-        """The same call for some of its rows; its hidden gradient stays local, the caller reduces once."""
+        """Return the call for a slice of its rows; its hidden gradient stays local, the caller reduces it."""
         temperature = self.head.temperature
         some = temperature[part] if isinstance(temperature, Tensor) else temperature
         return replace(
@@ -133,17 +135,19 @@ class Call:
         return h, None if self.low is None else self.low.chunk(part, self.head.operand_dtype)
 
     def one_thread(self) -> contextlib.AbstractContextManager[None]:
-        """What a call on several cores runs in, and an invariant one: vector loops that threads cut have
-        remainders."""
+        """Return a context with one thread per core, for calls on several cores and invariant calls.
+
+        Vector loops that are split over threads have remainders, which change bits.
+        """
         is_alone = self.cores == 1 and self.blocks is None
         return contextlib.nullcontext() if is_alone else one_thread_each()
 
     def scratch(self) -> Scratch:
-        """Tiles for one part of the vocabulary."""
+        """Return tiles for one part of the vocabulary."""
         return Scratch(self.source.hidden, self.head.dtype, self.tiles.rows, self.tiles.columns)
 
     def head_sums(self, wanted: Sequence[bool], early: LogitsInGradient | None = None) -> HeadSums:
-        """The gradients of hidden, weight, bias and the LoRA branch, as far as they are `wanted`."""
+        """Return accumulators for the `wanted` gradients of hidden, weight, bias and the LoRA branch."""
         return HeadSums(
             self.head,
             self.source,
@@ -158,14 +162,14 @@ class Call:
 
 
 def forward_tiles(call: Call, saved: SavedLogits) -> tuple[RowStatistics, TopK | None]:
-    """Statistics of every selected row over this shard's columns; tiles that fit stay in `saved`."""
+    """Return the selected rows' statistics over this shard's columns; tiles that fit stay in `saved`."""
     hidden, dtype = call.source.hidden, call.head.dtype
     best = TopK.empty(call.num_rows, call.top_k, dtype, hidden.device) if call.top_k else None
     every_column = [columns for part in call.column_parts for columns in part]
     saved.reserve([(rows, columns) for rows in call.row_slices for columns in every_column])
-    jobs, found = [], []
+    jobs, parts = [], []
     for columns in call.column_parts:
-        found.append(
+        parts.append(
             RowStatistics.empty(
                 call.num_rows,
                 dtype=dtype,
@@ -178,11 +182,11 @@ def forward_tiles(call: Call, saved: SavedLogits) -> tuple[RowStatistics, TopK |
                 reverse=call.reverse_kl,
             )
         )
-        jobs.append(functools.partial(_forward_part, call, columns, found[-1], best, saved))
+        jobs.append(functools.partial(_forward_part, call, columns, parts[-1], best, saved))
     _run_parts(call, jobs)
     if call.blocks is not None:
-        return merged(found, call.group, -(-call.head.weight.shape[0] // call.blocks.part_columns)), None
-    return functools.reduce(merge, found), best
+        return merged(parts, call.group, -(-call.head.weight.shape[0] // call.blocks.part_columns)), None
+    return functools.reduce(merge, parts), best
 
 
 def _forward_part(
@@ -209,7 +213,7 @@ def _forward_part(
                 finish = head.finish(rows, columns)
                 part.update_(z, work, targets, first, kernels=call.kernels, finish=finish)
                 continue
-            # A saved tile keeps what the slope of the softcap is read from.
+            # A saved tile holds `bounded`, from which the backward pass computes the slope of the softcap.
             head.bounded(h, low_h, head.weight_tile(columns), rows, columns, z)
             if head.has_tanh:
                 z = head.logits_of(z, rows, scratch.tile(0, size, width))
@@ -239,20 +243,19 @@ def backward_tiles(
     first_row: int = 0,
     divergences: Sequence[Tensor | None] = (),
 ) -> None:
-    """Push the row gradients through every tile of logits into `sums`; tiles that were not saved are
-    recomputed.
+    """Propagate the row gradients through every tile of logits into `sums`; recompute tiles not in `saved`.
 
-    Any function of the row outputs goes through here: `gradients` are its derivatives, one number per row, or
-    the factors of its logit gradients, which need no `final`.
+    Supports any function of the row outputs: `gradients` are its derivatives, one number per row, or the
+    factors of its logit gradients, which need no `final`.
 
     Args:
-        allowed_final: statistics of the restricted softmax, when `call.allowed` is set.
-        saved: tiles that need no recomputing; they are read and not changed.
-        first_row: where these rows start among the rows of `sums`.
-        divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
+        allowed_final: statistics of the restricted softmax, if `call.allowed` is set.
+        saved: tiles that are not recomputed; they are read and not changed.
+        first_row: the first of these rows among the rows of `sums`.
+        divergences: kl, reverse_kl, reference max and log-sum per row, if there is a KL gradient.
     """
     sums.bias_is_added = call.fused
-    # As many parts at a time as there are cores: no more sums of hidden rows than that.
+    # One part per core at a time, which bounds the number of hidden-row sums.
     for start in range(0, len(call.column_parts), call.cores):
         jobs, forks = [], []
         for columns in call.column_parts[start : start + call.cores]:
@@ -296,7 +299,7 @@ def _backward_part(
             if z is None:
                 tile = scratch.tile(0, *shape, call.logit_dtype)
                 z = head.product_tile(h, low_h, weight_tile, columns, tile)
-            # The kernel that sums up the bias's gradient walks a tile by columns and cannot overwrite it.
+            # The kernel that sums the bias gradient reads a tile by columns and cannot overwrite it.
             if overwrites and (sums.bias is None or z.dtype == head.operand_dtype):
                 tile = laid_over(z, head.operand_dtype)
             else:
@@ -313,7 +316,7 @@ def _backward_part(
 
 
 def _run_parts(call: Call, parts: Sequence[Callable[[ReadRows], None]]) -> None:
-    """Run the parts of a loop, side by side if there are several; each is given a way to read row chunks."""
+    """Run the parts of a loop, in parallel if there are several; each gets a function to read row chunks."""
     read = call.chunks
     if call.num_rows <= call.tiles.rows:
         whole = call.chunks(slice(0, call.num_rows))
@@ -329,14 +332,14 @@ def _run_parts(call: Call, parts: Sequence[Callable[[ReadRows], None]]) -> None:
 
 
 class TileGradient:
-    """Gradients of the row outputs -> the gradient of a tile of u = h W^T + b.
+    """Convert gradients of the row outputs to the gradient of a tile of u = h W^T + b.
 
-    What is the same for all tiles of a row is worked out once, for all rows.
+    Values shared by all tiles of a row are computed once, for all rows.
 
     Args:
-        allowed_final: statistics of the restricted softmax, when `call.allowed` is set.
-        divergences: kl, reverse_kl, reference max and log-sum per row, when a KL gradient flows.
-        bias: [V], the bias's gradient where one is wanted.
+        allowed_final: statistics of the restricted softmax, if `call.allowed` is set.
+        divergences: kl, reverse_kl, reference max and log-sum per row, if there is a KL gradient.
+        bias: [V], the bias gradient, if needed.
     """
 
     def __init__(
@@ -359,7 +362,7 @@ class TileGradient:
         everything = slice(0, call.num_rows)
         some = gradients.rows(everything, call.head.row_slope(everything) * call.gradient_scale)
         self.kl = some if some.kl is not None or some.reverse_kl is not None else None
-        # The entropy of the whole vocabulary, if wanted, is that of a second softmax.
+        # An entropy over the whole vocabulary needs a second softmax.
         one_softmax = some.entropy is None or not call.two_softmaxes
         if call.allowed is not None and allowed_final is not None and (one_softmax or some.logp is not None):
             self.restricts = True
@@ -375,7 +378,7 @@ class TileGradient:
     def product_tile(
         self, u: Tensor, out: Tensor, rows: slice, columns: slice, *, overlaps: bool = False
     ) -> Tensor:
-        """The gradient for a tile of products [R, W], in `out`, and the bias's: one pass, by the kernels."""
+        """Compute the gradient for a tile of products [R, W] into `out`, and the bias's, in one pass."""
         call, head = self.call, self.call.head
         if rows is not self._rows:
             self._rows, self._part = rows, self.main.rows(rows)
@@ -392,7 +395,7 @@ class TileGradient:
         )
 
     def tile(self, bounded: Tensor, scratch: Sequence[Tensor], rows: slice, columns: slice) -> Tensor:
-        """The gradient for a tile of `Head.bounded` [R, W], in the first tile of `scratch`."""
+        """Compute the gradient for a tile of `Head.bounded` [R, W] into the first tile of `scratch`."""
         call, head = self.call, self.call.head
         if rows is not self._rows:
             self._rows, self._part = rows, self.main.rows(rows)
@@ -428,10 +431,10 @@ class TileGradient:
 
 
 def _reference_logits(reference: tuple[Head, RowSource], rows: slice, columns: slice) -> Tensor:
-    """The tile of the reference head's logits."""
+    """Return the tile of the reference head's logits."""
     head, source = reference
     h = source.chunk(rows, head.operand_dtype)
     weight = head.weight_tile(columns)
-    # The product writes the columns that fill the weight's tile up as well.
+    # The product also writes the padding columns of the weight tile.
     wide = h.new_empty((len(h), len(weight)), dtype=head.dtype)
     return head.logits(h, None, weight, rows, columns, wide[:, : columns.stop - columns.start])

@@ -1,15 +1,16 @@
-"""Tiles of logits: how large, in which order, on how many cores, and where some wait for the backward.
+"""Tiles of logits: their size, order and number of cores, and where they are saved for the backward pass.
 
-A tile is c rows by w vocabulary columns. Memory is the budget; speed wants tall tiles (each weight tile and
-its gradient are then touched once) that stay in a cache on a CPU and fill the matrix units of a GPU.
-`arrange` is the one place where a call's tiles are chosen, and nothing in it depends on timing or free
-memory: a recomputation takes the same tiles.
+A tile is c rows by w vocabulary columns. Memory is bounded by the budget. For speed, tiles should be tall, so
+that each weight tile and its gradient are read and written once, and should fit the cache of a CPU or fill
+the matrix units of a GPU. Only `arrange` chooses a call's tiles, and its result does not depend on timing or
+free
+memory: a recomputation uses the same tiles.
 
-A saved tile spares the backward one of its GEMMs. Three places can hold it. Saved tensors, up to a byte
-allowance: freed with the graph, seen by `saved_tensors_hooks` (offloading), never written to. The memory of
-the weight's gradient, allocated early: [V, D] has room for [T', V] logits as long as T' <= D, and the
-backward would allocate it anyway. And a buffer for one chunk of rows, when the backward of a chunk follows
-its forward.
+A saved tile saves one GEMM in the backward pass. There are three places for it. Saved tensors, up to a number
+of bytes: they are freed with the graph, visible to `saved_tensors_hooks` (offloading) and never written to.
+The memory of the weight's gradient, allocated early: [V, D] fits [T', V] logits if T' <= D, and the backward
+pass would allocate it anyway. And a buffer for one chunk of rows, if the backward pass of a chunk directly
+follows its forward pass.
 """
 
 # R = c rows of a chunk · W = w columns of a tile · T' selected rows · D model · V local vocabulary
@@ -27,35 +28,35 @@ from leanstep.cpu import num_threads
 from leanstep.logprob.engine.gpu.gpu_tiles import ROW_ELEMENTS, gpu_tiles, round_down, units_of
 from leanstep.logprob.engine.passes import suited
 
-# Types of device that `on_gpu` takes for a CPU. Without any, CPU tensors take a GPU's tiles: tests do that.
+# Device types that `on_gpu` treats as a CPU. Tests empty it, so that CPU tensors use GPU tiles.
 CPU_TYPES = ("cpu",)
-# Logits and work area in fp32, and a 16-bit copy where the weight has 16 bits.
+# Logits and work area in fp32, plus a 16-bit copy if the weight has 16 bits.
 TILE_ELEMENT_BYTES = 10
-# Logits and work area then fit a share of the last-level cache that other cores leave; larger is slower.
+# Logits and work area fit the part of the last-level cache that other cores leave; larger tiles are slower.
 CPU_TILE_BYTES = 6 << 20
-# With kernels a tile costs no vector operations to speak of, and its logits fit a core's own cache. Tall ones
-# take twice that: products narrower than this lose more than the cache wins.
+# With kernels, a tile needs few vector operations and its logits fit a core's own cache. Tall tiles take
+# twice as much, because narrower products lose more time than the cache saves.
 KERNEL_TILE_BYTES = 1 << 20
 KERNEL_COLUMNS = 512
 CPU_MAX_ROWS = 1024
 
-# On a GPU a fixed number of bytes, whatever is free: bits must not depend on it. A logit in fp32 has its
-# gradient in 16 bits written over it.
+# On a GPU, a fixed number of bytes: results must not depend on free memory. The 16-bit gradient of an fp32
+# logit overwrites it.
 GPU_TILE_BYTES = 544 << 20
 GPU_ELEMENT_BYTES = 4
 
-# Tiles side by side pay from this many multiply-adds per core on, and while the hidden gradients of the other
-# parts of the vocabulary stay small.
+# Several cores are faster from this many multiply-adds per core on, and while the hidden gradients of the
+# other parts of the vocabulary stay small.
 MIN_CORE_PRODUCTS = 1 << 28
 MAX_CORE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """`rows` x `columns` per tile; `order` names the outer loop of the backward.
+    """`rows` x `columns` per tile; `order` names the outer loop of the backward pass.
 
-    "vocab": each weight tile is visited once, gradients of all hidden rows accumulate (T' D).
-    "rows": each row chunk is visited once, the gradient of the whole weight accumulates (V D).
+    "vocab": each weight tile is visited once; gradients of all hidden rows are accumulated (T' D).
+    "rows": each row chunk is visited once; the gradient of the whole weight is accumulated (V D).
     """
 
     rows: int
@@ -64,14 +65,14 @@ class Tiles:
 
 
 def on_gpu(device: torch.device | str) -> bool:
-    """Whether a call takes the tiles and products of a GPU: on everything that is not a CPU."""
+    """Whether a call uses the tiles and products of a GPU: on every device that is not a CPU."""
     return torch.device(device).type not in CPU_TYPES
 
 
 def even_slices(length: int, at_most: int, multiple: int = 1) -> list[slice]:
-    """Cut `length` into the fewest parts of at most `at_most`, all but equal: no thin remainder.
+    """Split `length` into the fewest parts of at most `at_most`, almost equal: no small remainder.
 
-    Where `at_most` is a multiple of `multiple`, so are all parts but the last.
+    If `at_most` is a multiple of `multiple`, all parts but the last are multiples of it too.
     """
     parts = -(-length // at_most)
     size = -(-length // parts) if parts else 1
@@ -81,16 +82,16 @@ def even_slices(length: int, at_most: int, multiple: int = 1) -> list[slice]:
 
 
 def tile_slices(length: int, size: int, device: torch.device | str, multiple: int = 1) -> list[slice]:
-    """Sides of tiles: equal on a CPU; a GPU's sizes are chosen to fill its units, and stay as they are."""
+    """Return the sides of tiles: even on a CPU; on a GPU exactly `size`, which is chosen to fill it."""
     if on_gpu(device):
         return [slice(start, min(start + size, length)) for start in range(0, length, size)]
     return even_slices(length, size, multiple)
 
 
 def column_parts(columns: int, widest: int, cores: int, device: torch.device | str) -> list[list[slice]]:
-    """Column slices of at most `widest`, one list for each core's part of the vocabulary, all but equal.
+    """Return column slices of at most `widest`, almost equal, one list per core's part of the vocabulary.
 
-    Sides are whole vectors: of 508 columns a CPU makes logits a twelfth slower than of 504 or 512.
+    Sides are whole vectors: a CPU computes tiles of 508 columns a twelfth slower than tiles of 504 or 512.
     """
     share = max(-(-columns // (cores * ROW_ELEMENTS)), 1) * ROW_ELEMENTS
     parts = even_slices(columns, share, ROW_ELEMENTS) if cores > 1 else [slice(0, columns)]
@@ -104,20 +105,20 @@ def column_parts(columns: int, widest: int, cores: int, device: torch.device | s
 
 
 def row_stride(columns: int, device: torch.device | str) -> int:
-    """Elements from one row of a tile to the next: on a GPU rows are padded, and 50,257 columns aligned."""
+    """Return the row stride of a tile: on a GPU, rows are padded, so that e.g. 50,257 columns are aligned."""
     return -(-columns // ROW_ELEMENTS) * ROW_ELEMENTS if on_gpu(device) else columns
 
 
 def default_budget(device: torch.device | str) -> int:
-    """Bytes for tiles: cache-sized on a CPU, else 544 MiB.
+    """Return the bytes for tiles: cache-sized on a CPU, otherwise 544 MiB.
 
-    Never a share of what is free: a recomputation, or a second run, must take the same tiles.
+    It does not depend on free memory: a recomputation or a second run must use the same tiles.
     """
     return GPU_TILE_BYTES if on_gpu(device) else CPU_TILE_BYTES
 
 
 def choose_cores(num_rows: int, vocab: int, width: int, device: torch.device | str = "cpu") -> int:
-    """How many parts of the vocabulary run side by side: all of torch's threads on a CPU, or 1."""
+    """Return how many parts of the vocabulary run in parallel: one per torch thread on a CPU, or 1."""
     threads = num_threads()
     if on_gpu(device) or num_rows * vocab * width < threads * MIN_CORE_PRODUCTS:
         return 1
@@ -136,25 +137,25 @@ def choose_tiles(
     element_bytes: int = GPU_ELEMENT_BYTES,
     trained: bool = True,
 ) -> Tiles:
-    """The tile for `num_rows` x `vocab` logits from hidden rows of `width`, within `budget` bytes.
+    """Return the tile for `num_rows` x `vocab` logits from hidden rows of `width`, within `budget` bytes.
 
-    On a CPU tiles are tall (up to `max_rows`) and as wide as the budget allows; with `kernels` for the passes
-    they need no work area. On a GPU they are as large as the budget allows, `element_bytes` a logit and fp32
-    sums for the gradient of a `trained` weight's rows, in the order "vocab".
+    On a CPU, tiles are tall (up to `max_rows`) and as wide as the budget allows; with `kernels` for the
+    passes they need no work area. On a GPU, they are as large as the budget allows, with `element_bytes` per
+    logit and fp32 sums for the gradient rows of a `trained` weight, in the order "vocab".
     """
-    on_cpu, is_given = not on_gpu(device), budget is not None
+    on_cpu, has_budget = not on_gpu(device), budget is not None
     if budget is None:
         budget = KERNEL_TILE_BYTES if on_cpu and kernels else default_budget(device)
     if budget <= 0:
         raise ValueError(f"budget: expected a positive number of bytes, got {budget}")
     num_rows, vocab = max(num_rows, 1), max(vocab, 1)
-    # The smaller accumulator wins: T' D for "vocab", V D for "rows".
+    # Choose the smaller accumulator: T' D for "vocab", V D for "rows".
     order: Literal["rows", "vocab"] = "vocab" if num_rows <= vocab else "rows"
     elements = max(budget // (4 if on_cpu and kernels else TILE_ELEMENT_BYTES), 1)
     if on_cpu:
         narrowest = 128 if kernels else 512
         rows = min(num_rows, max_rows)
-        if kernels and not is_given:
+        if kernels and not has_budget:
             elements = max(elements, min(2 * elements, rows * KERNEL_COLUMNS))
         columns = round_down(elements // rows, narrowest)
         if columns < narrowest:
@@ -167,7 +168,7 @@ def choose_tiles(
 
 
 def checked_tile(tile: tuple[int | None, int | None] | Tiles, num_rows: int, vocab: int) -> Tiles:
-    """A caller's own tile, clipped to the problem; None stands for all rows or all columns."""
+    """Return the caller's tile, clipped to the shapes; None means all rows or all columns."""
     if isinstance(tile, Tiles):
         rows, columns, order = tile.rows, tile.columns, tile.order
     else:
@@ -182,7 +183,7 @@ def checked_tile(tile: tuple[int | None, int | None] | Tiles, num_rows: int, voc
 
 
 class Arrangement(NamedTuple):
-    """How a call runs: its tile, how many parts of the vocabulary run side by side, and the passes."""
+    """How a call runs: its tile, the number of vocabulary parts that run in parallel, and the passes."""
 
     tiles: Tiles
     cores: int
@@ -204,17 +205,18 @@ def arrange(
     element_bytes: int = GPU_ELEMENT_BYTES,
     trained: bool = True,
 ) -> Arrangement:
-    """Choose the tile, the cores and the passes of one call: here, and nowhere else.
+    """Choose the tile, the cores and the passes of one call.
 
     Args:
         kernels: from `kernels_for`.
         budget: bytes for the tiles of all cores; None gives every core the default.
-        tile: the caller's own, on one core.
+        tile: the caller's tile, on one core.
         max_rows: the tallest tile on a CPU.
-        chunk_rows: rows that are in the loop at a time, where that is not all of them.
-        cores: None for as many as pay; 0 where each tile sees more than the two passes (top-k, KL, a
-            vocabulary subset): one core, and tiles with room for torch's own passes.
-        element_bytes: of a logit and its gradient in a GPU's tile; trained: whether the weight gets one.
+        chunk_rows: rows in the loop at a time, if not all of them.
+        cores: None: as many as are useful; 0: one core with tiles that fit the torch passes, for calls with
+            more than the two passes per tile (top-k, KL, a vocabulary subset).
+        element_bytes: bytes of a logit and its gradient in a GPU tile.
+        trained: whether the weight gets a gradient.
     """
     if tile is not None:
         return Arrangement(checked_tile(tile, num_rows, vocab), 1, suited(kernels, 1))
@@ -240,7 +242,7 @@ def arrange(
 
 
 class Scratch:
-    """Tiles for one worker, each allocated when it is first asked for and then used again."""
+    """Tiles for one worker, each allocated on first use and then reused."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, rows: int, columns: int) -> None:
         self._device, self._dtype = like.device, dtype
@@ -248,7 +250,7 @@ class Scratch:
         self._storage: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def tile(self, number: int, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Tile `number` [rows, columns], in the accumulation dtype or one of its own."""
+        """Return tile `number` [rows, columns] in `dtype`, by default the accumulation dtype."""
         dtype = self._dtype if dtype is None else dtype
         storage = self._storage.get((number, dtype))
         if storage is None:
@@ -261,18 +263,18 @@ class Scratch:
 
 
 def placed_tile(storage: Tensor, offset: int, rows: int, columns: int) -> Tensor:
-    """The tile [rows, columns] that begins at element `offset`; its rows are `row_stride` apart."""
+    """Return the tile [rows, columns] that begins at element `offset`; its row stride is `row_stride`."""
     stride = row_stride(columns, storage.device)
     tile = storage[offset : offset + rows * stride].view(rows, stride)
     return tile if stride == columns else tile[:, :columns]
 
 
 def laid_over(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R, W] in a dtype that is no wider, in the memory of a tile [R, W]; rows begin where the tile's do."""
+    """Return [R, W] in a dtype of at most the same size, in the memory of a tile, with its row starts."""
     return tile if tile.dtype == dtype else tile.view(dtype)[:, : tile.shape[1]]
 
 
-# Where a tile lies: its first row and its first column.
+# The position of a tile: its first row and its first column.
 Place = tuple[int, int]
 
 
@@ -285,11 +287,12 @@ class TileMemory(Protocol):
 
 
 class SavedLogits:
-    """Tiles filled by the forward and read by the backward.
+    """Tiles that the forward pass writes and the backward pass reads.
 
-    `reserve` settles which tiles are kept before any is computed: threads finish in any order, and
-    activation checkpointing pairs the tensors of a second forward with the places of the first. `memory` is
-    filled first, then up to `allowed_bytes` of tensors that the autograd graph saves.
+    `reserve` decides which tiles are saved before any is computed: threads finish in any order, and
+        activation
+    checkpointing pairs the tensors of a second forward pass with the places of the first. `memory` is filled
+    first, then up to `allowed_bytes` of tensors that the autograd graph saves.
     """
 
     def __init__(
@@ -307,11 +310,11 @@ class SavedLogits:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The saved tiles; those in `memory` are not among them."""
+        """The saved tiles, without those in `memory`."""
         return tuple(self._tiles.values())
 
     def reserve(self, tiles: Iterable[tuple[slice, slice]]) -> None:
-        """Make room for these tiles, in this order, as long as there is some."""
+        """Reserve memory for these tiles, in this order, as far as it suffices."""
         for rows, columns in tiles:
             if self.memory is not None and self.memory.reserve(rows, columns):
                 continue
@@ -325,23 +328,24 @@ class SavedLogits:
 
     @property
     def is_read_once(self) -> bool:
-        """Whether a tile may be overwritten by the backward that reads it: nobody reads it again."""
+        """Whether the backward pass may overwrite the tile that it reads, because it is not read again."""
         return isinstance(self.memory, ChunkBuffer) and not self._tiles
 
     def tile(self, rows: slice, columns: slice) -> Tensor | None:
-        """The memory of a kept tile; None when there was no room for it."""
-        found = self._tiles.get((rows.start, columns.start))
-        if found is None and self.memory is not None:
+        """Return the memory of a saved tile; None if the tile is not saved."""
+        tile = self._tiles.get((rows.start, columns.start))
+        if tile is None and self.memory is not None:
             return self.memory.tile(rows, columns)
-        return found
+        return tile
 
 
 class LogitsInGradient:
     """The weight's gradient [V, D], whose memory holds logits until the gradient is written.
 
-    The backward walks vocabulary tiles outermost. Its first row chunk reads a tile of logits before it writes
-    that tile's rows of the gradient, so the logits may lie in those very rows; a second backward, which finds
-    them overwritten, recomputes: the same bits. Later chunks add to the gradient and cannot be kept here.
+    The outer loop of the backward pass runs over vocabulary tiles. The first row chunk reads a tile of logits
+    before it writes that tile's rows of the gradient, so the logits can be stored in those rows. A second
+    backward pass recomputes them, with the same bits. Later chunks add to the gradient, so their logits
+    cannot be stored here.
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
@@ -351,7 +355,7 @@ class LogitsInGradient:
 
     @staticmethod
     def rows_that_fit(weight: Tensor, dtype: torch.dtype) -> int:
-        """How many rows of logits every column has room for: D, or half of it under 16-bit weights."""
+        """Return how many rows of logits fit: D, or half of it with 16-bit weights."""
         row_bytes = weight.shape[1] * weight.element_size()
         return row_bytes // dtype.itemsize if row_bytes % dtype.itemsize == 0 else 0
 
@@ -359,8 +363,8 @@ class LogitsInGradient:
         if rows.start or rows.stop > self.rows_that_fit(self.gradient, self.dtype):
             return False
         width = columns.stop - columns.start
-        room = width * self.gradient.shape[1] * self.gradient.element_size()
-        if rows.stop * row_stride(width, self.gradient.device) * self.dtype.itemsize > room:
+        available = width * self.gradient.shape[1] * self.gradient.element_size()
+        if rows.stop * row_stride(width, self.gradient.device) * self.dtype.itemsize > available:
             return False
         self._held.add(columns.start)
         return True
@@ -374,7 +378,7 @@ class LogitsInGradient:
 
 
 class ChunkBuffer:
-    """Room for the logits of one chunk of rows over the whole local vocabulary, used again by the next."""
+    """A buffer for the logits of one chunk of rows over the whole local vocabulary, reused by all chunks."""
 
     def __init__(self, like: Tensor, dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
         self.num_rows = num_rows
@@ -385,7 +389,8 @@ class ChunkBuffer:
         return True
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
-        # Tile after tile, each contiguous: rows of an [R, V] matrix would lie a page or more apart.
+        # Tiles are stored one by one, each contiguous: rows of an [R, V] matrix would be a page or more
+        # apart.
         size, width = rows.stop - rows.start, columns.stop - columns.start
         offset = self.num_rows * columns.start + rows.start * row_stride(width, self.logits.device)
         return placed_tile(self.logits, offset, size, width)

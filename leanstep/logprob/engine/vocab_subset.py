@@ -1,9 +1,10 @@
 """Softmax restricted to allowed ids (top-p or top-k replay), dense and sparse.
 
-A row's log-prob runs over its allowed ids plus its target, always. So does its entropy, unless the record
-asks for the entropy of the whole vocabulary. Dense: a mask for one tile at a time ([N, V] booleans would cost
-N V bytes). Sparse, where every row has a short set: only the allowed rows of the weight are read, both ways,
-O(sum |K_i| D) instead of O(T' V D). With x = z - m over the allowed ids of a row, and y those of a reference:
+A row's log-prob always covers its allowed ids and its target. So does its entropy, unless the record requests
+the entropy of the whole vocabulary. Dense: one mask per tile ([N, V] booleans would take N V bytes). Sparse,
+if
+every row has a short set: forward and backward read only the allowed rows of the weight, O(sum |K_i| D)
+instead of O(T' V D). With x = z - m over the allowed ids of a row, and y those of a reference:
 
     logp = x_target - log s           H = log s - t / s,  t = sum e^x x
     KL(p || q) = sum e^x (x - y) / s - log s + log s_q
@@ -29,7 +30,7 @@ from leanstep.logprob.engine.softmax import EXPONENT_FLOOR, finite_shift, first_
 from leanstep.logprob.engine.tiles import default_budget, even_slices
 from leanstep.logprob.parallel import all_reduce_, reduce_hidden_grad
 
-# Below this share of the vocabulary, gathering weight rows beats projecting onto all of them.
+# Below this fraction of the vocabulary, gathering weight rows is faster than projecting onto all of them.
 SPARSE_FRACTION = 1 / 16
 
 
@@ -42,8 +43,8 @@ class AllowedIds:
         row_of: [M] int64, the row of each id.
         starts: host copy of the offsets, N + 1 numbers.
         has_set: [N] bool; False leaves a row unrestricted.
-        everywhere: whether it is known on the host that every row has a set.
-        whole_entropy: whether the entropy runs over the whole vocabulary.
+        everywhere: whether the host knows that every row has a set.
+        whole_entropy: whether the entropy covers the whole vocabulary.
     """
 
     ids: Tensor
@@ -58,14 +59,14 @@ class AllowedIds:
         return len(self.ids) / max(len(self.starts) - 1, 1)
 
     def restrict(self, z: Tensor, rows: slice, targets: Tensor, first: int) -> Tensor:
-        """A copy of the tile of logits `z` [R, W] with -inf outside the rows' allowed ids and targets [R]."""
+        """Copy the tile of logits `z` [R, W] with -inf outside the rows' allowed ids and targets [R]."""
         mask = self.mask(rows, targets, first, z.shape[1])
         return z.masked_fill(mask.logical_not_(), -torch.inf)
 
     def mask(self, rows: slice, targets: Tensor, first: int, width: int) -> Tensor:
-        """[R, W] bool: True where a column of the tile, from id `first` on, is in the row's log-prob."""
+        """Return [R, W] bool, True where the row's log-prob covers the column; the tile begins at `first`."""
         unrestricted = ~self.has_set[rows]
-        # One spare column receives every id that lies outside the tile: static shapes, no sync.
+        # Ids outside the tile are written to one spare column: static shapes, no sync.
         mask = unrestricted.unsqueeze(-1).expand(-1, width + 1).contiguous()
         pairs = slice(self.starts[rows.start], self.starts[rows.stop])
         local, held = tile_ids(self.ids[pairs], first, width)
@@ -75,14 +76,14 @@ class AllowedIds:
         return mask[:, :width]
 
     def unique_pairs(self, targets: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """(row, id) of every allowed id and every target, each once, in row order."""
+        """Return (row, id) of every allowed id and every target without duplicates, in row order."""
         rows = torch.cat([self.row_of, torch.arange(len(targets), device=targets.device)])
         keys = torch.cat([self.ids, targets]) + rows * vocabulary
         keys = torch.unique(keys)
         return keys // vocabulary, keys % vocabulary
 
     def sorted_pairs(self, targets: Tensor, vocabulary: int) -> Pairs:
-        """Every allowed id and every target in row order, as many as came in: the host reads nothing."""
+        """Return every allowed id and every target in row order, duplicates included: no host sync."""
         rows = torch.cat([self.row_of, torch.arange(len(targets), device=targets.device)])
         keys = (torch.cat([self.ids, targets]) + rows * vocabulary).sort().values
         repeats = torch.zeros_like(keys, dtype=torch.bool)
@@ -92,18 +93,18 @@ class AllowedIds:
 
 
 class RestOfVocabulary:
-    """Softmax over the columns that are no targets of the row: what the targets' log odds compare with.
+    """Softmax over the columns that are not targets of the row: the denominator of the targets' log odds.
 
-    The interface is that of `AllowedIds`; the entropy stays that of the whole vocabulary.
+    It has the interface of `AllowedIds`; the entropy covers the whole vocabulary.
     """
 
     everywhere = False
     whole_entropy = True
 
     def restrict(self, z: Tensor, rows: slice, targets: Tensor, first: int) -> Tensor:
-        """A copy of the tile of logits `z` [R, W] with -inf at the rows' targets [R, K]."""
+        """Copy the tile of logits `z` [R, W] with -inf at the rows' targets [R, K]."""
         local, held = tile_ids(targets, first, z.shape[1])
-        # A target outside the tile lowers nothing: the minimum with +inf.
+        # A target outside the tile changes nothing: the minimum with +inf.
         bound = z.new_full((), torch.inf).where(~held, -torch.inf)
         return z.scatter_reduce(1, local, bound, "amin")
 
@@ -113,12 +114,12 @@ class Pairs:
     """The (row, id) pairs of this shard that a sparse head computes, in row order.
 
     Args:
-        num_rows: R, rows without a pair included.
+        num_rows: R, including rows without a pair.
         row_of, ids: [M]; ids are local columns.
         is_target: [M] bool.
-        repeats: [M] bool, pairs that repeat the one before and count for nothing; None: there are none.
-        unique_ids, slot: the ids that occur, and the number of each pair's among them; None: not known.
-        alone: [R] bool, rows without a pair because their target is all they allow; None: there are none.
+        repeats: [M] bool, pairs that duplicate the previous one and are ignored; None: there are none.
+        unique_ids, slot: the distinct ids, and the index of each pair's id among them; None: not known.
+        alone: [R] bool, rows without a pair because they allow only their target; None: there are none.
     """
 
     num_rows: int
@@ -139,7 +140,7 @@ class SparseCall:
         rows: [R] rows of hidden, or None for all of them.
         entropy: "none", "metric" or "grad".
         reference: the KL's head and its hidden.
-        budget: bytes for gathered rows; None chooses by the device.
+        budget: bytes for gathered rows; None: chosen for the device.
         main_grad: [V, D]; the weight's gradient is added to it and not returned.
     """
 
@@ -154,20 +155,20 @@ class SparseCall:
     main_grad: Tensor | None = None
 
     def gathered(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows of hidden and of the weight for some pairs at a time, [m, D] each."""
+        """Yield rows of hidden and of the weight for some pairs at a time, [m, D] each."""
         pairs, dtype = self.pairs, self.head.dtype
         pair_bytes = 3 * dtype.itemsize * max(hidden.shape[1], 1)
         step = max((self.budget or default_budget(hidden.device)) // pair_bytes, 1)
         for part in even_slices(len(pairs.ids), step):
-            picked = pairs.row_of[part] if self.rows is None else self.rows[pairs.row_of[part]]
+            rows = pairs.row_of[part] if self.rows is None else self.rows[pairs.row_of[part]]
             yield (
                 part,
-                hidden.index_select(0, picked).to(dtype),
+                hidden.index_select(0, rows).to(dtype),
                 weight.index_select(0, pairs.ids[part]).to(dtype),
             )
 
     def logits(self, head: Head, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """z [M] of a head at the pairs, and dz/du."""
+        """Return z [M] of a head at the pairs, and dz/du."""
         pairs = self.pairs
         u = torch.zeros(len(pairs.ids), dtype=head.dtype, device=hidden.device)
         for part, h, w in self.gathered(hidden, head.weight):
@@ -190,11 +191,11 @@ class SparseCall:
 def sparse_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: SparseCall
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """logp, entropy and KL to the reference, [R] each, over the pairs; None where not asked for.
+    """Return logp, entropy and KL to the reference over the pairs, [R] each; None unless requested.
 
-    Differentiable in hidden, weight and bias. Rows without a pair: log-prob, entropy and KL of a row that is
-    `alone` are 0, those of the others are the caller's to replace.
-    Collectives: 2 forward, 1 backward with a group; else none.
+    Differentiable in hidden, weight and bias. Of the rows without a pair, those that are `alone` have
+    log-prob, entropy and KL 0; the caller replaces the values of the others.
+    Collectives: 2 forward, 1 backward with a group; otherwise none.
     """
     return _Sparse.apply(hidden, weight, bias, call)  # type: ignore[return-value]
 
@@ -226,7 +227,7 @@ class _Sparse(torch.autograd.Function):
         packed = torch.stack([z.new_zeros(pairs.num_rows).index_add(0, row_of, c) for c in columns.values()])
         all_reduce_(packed, call.group, dist.ReduceOp.SUM)
         sums = dict(zip(columns, packed, strict=True))
-        # Rows without a pair have an empty sum: as if their only outcome had probability 1.
+        # Rows without a pair have an empty sum: treat it as one outcome with probability 1.
         total = torch.where(sums["sum"] == 0, 1.0, sums["sum"])
         log_sum = total.log()
         dead = (sums["sum"] == 0) & (maxima[0] == -torch.inf)
@@ -255,7 +256,7 @@ class _Sparse(torch.autograd.Function):
         p = log_p.exp()
         dz = torch.zeros_like(p)
         if g is not None:
-            # A row with every logit at -inf has no gradient, not even at its target.
+            # A row whose logits are all -inf has no gradient, not even at its target.
             dz += torch.where(dead, 0.0, g.to(p.dtype))[row_of] * (pairs.is_target.to(p.dtype) - p)
         if g_entropy is not None:
             finite = log_p.clamp(min=EXPONENT_FLOOR[p.dtype])
@@ -264,10 +265,10 @@ class _Sparse(torch.autograd.Function):
             usable = (p > 0) & kl.isfinite()[row_of]
             dz += torch.where(usable, g_kl.to(p.dtype)[row_of] * p * (gap - kl[row_of]), 0.0)
         du = dz * slope
-        wants_hidden, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        d_hidden, d_weight = _push(call, hidden, weight, du, wants_hidden, wants_weight)
+        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        d_hidden, d_weight = _input_gradients(call, hidden, weight, du, needs_hidden, needs_weight)
         d_bias = None
-        if bias is not None and wants_bias:
+        if bias is not None and needs_bias:
             d_bias = torch.zeros_like(bias, dtype=p.dtype).index_add_(0, pairs.ids, du).to(bias.dtype)
         if d_hidden is not None:
             d_hidden = reduce_hidden_grad(d_hidden, call.group, call.reduce_grad).to(hidden.dtype)
@@ -276,15 +277,15 @@ class _Sparse(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None
 
 
-def _push(
-    call: SparseCall, hidden: Tensor, weight: Tensor, du: Tensor, wants_hidden: bool, wants_weight: bool
+def _input_gradients(
+    call: SparseCall, hidden: Tensor, weight: Tensor, du: Tensor, needs_hidden: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the selected rows of hidden, in the dtype of sums, and of the weight."""
+    """Return the gradients of the selected rows of hidden, in the accumulation dtype, and of the weight."""
     pairs, dtype, width = call.pairs, call.head.dtype, hidden.shape[1]
-    d_hidden = hidden.new_zeros((pairs.num_rows, width), dtype=dtype) if wants_hidden else None
+    d_hidden = hidden.new_zeros((pairs.num_rows, width), dtype=dtype) if needs_hidden else None
     slot, num_slots = pairs.slot, len(weight) if pairs.unique_ids is None else len(pairs.unique_ids)
     slot = pairs.ids if slot is None else slot
-    sums = hidden.new_zeros((num_slots, width), dtype=dtype) if wants_weight else None
+    sums = hidden.new_zeros((num_slots, width), dtype=dtype) if needs_weight else None
     for part, h, w in call.gathered(hidden, weight):
         if d_hidden is not None:
             d_hidden.index_add_(0, pairs.row_of[part], w.mul_(du[part].unsqueeze(-1)))
@@ -294,7 +295,7 @@ def _push(
 
 
 def _weight_gradient(call: SparseCall, weight: Tensor, sums: Tensor) -> Tensor | None:
-    """dW from the sums of all ids, or of the unique ones; None where it is added to `main_grad`."""
+    """Return dW from the sums of all ids or of the unique ones; None if it is added to `main_grad`."""
     ids, main_grad = call.pairs.unique_ids, call.main_grad
     if main_grad is not None:
         if ids is None:

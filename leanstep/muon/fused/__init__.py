@@ -1,1 +1,1 @@
-"""A Muon step on a GPU: what stands around the polar factor as Triton kernels, many tensors a launch."""
+"""A Muon step on a GPU: Triton kernels for the passes around the polar factor, many tensors per launch."""

@@ -1,4 +1,4 @@
-"""Triton kernels of a step: every tensor is read and written once, and nothing is decided on the host.
+"""Triton kernels of a step: every tensor is read and written once, without a decision on the host.
 
     momentum    buffer, grad -> buffer, update, and per program the largest |update| and the sum of squares
     normalize   update / (1.02 * its norm), per matrix, from those partial sums
@@ -6,9 +6,9 @@
     write       weight, low bits, factor -> weight, low bits; cautious or decoupled decay
     adam        weight, low bits, grad, both moments -> all but grad
 
-A launch takes up to eight tensors of one layout, one pointer a slot, so that parameters stay where they are.
-`go` is a number on the device: where it is 0 (a gradient was not finite) a kernel returns and leaves all as
-it was. Sums have a fixed order, without atomics: the same bits every time.
+A launch takes up to eight tensors of one layout, one pointer per slot, so parameters need not be copied.
+`go` is a number on the device: if it is 0 (a gradient was not finite), a kernel returns and changes nothing.
+Sums have a fixed order, without atomics: results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import triton.language as tl
 from leanstep.muon.reference import ABSOLUTE_EPS, SAFETY
 
 SLOTS = 8
-# Rows and columns of a program's tile, and its warps: 16 elements of each tensor a thread.
+# Rows and columns of a program's tile, and its warps: 16 elements of each tensor per thread.
 TILE, WARPS = (16, 256), 8
 FLAT_BLOCK = 4096
-# Lines and elements of a line in one step of `variance`.
+# Lines and elements per line in one iteration of `variance`.
 LINE_TILE, COLUMN_TILE = (16, 256), (128, 32)
-# Programs that share a matrix: their partial sums are added up by every reader.
+# Maximum number of programs per matrix: every reader adds up their partial sums.
 MAX_PROGRAMS = 256
-# How the low bits of a bfloat16 weight are kept, see state.py.
+# How the low bits of a bfloat16 weight are stored, see state.py.
 RESIDUAL_MODES = {"none": 0, "nearest": 1, "truncate": 2}
 
 _SAFETY, _EPS = tl.constexpr(SAFETY), tl.constexpr(ABSOLUTE_EPS)
@@ -43,7 +43,7 @@ def _pick(slot, p0, p1, p2, p3, p4, p5, p6, p7):
 
 @triton.jit
 def _to_master(weight, low, MODE: tl.constexpr):
-    """float32 of a bfloat16 weight and its int16 low bits; of any other weight, the weight."""
+    """float32 value of a bfloat16 weight and its int16 low bits; other weights are cast."""
     if MODE == 0:
         master = weight.to(tl.float32)
     else:
@@ -55,17 +55,17 @@ def _to_master(weight, low, MODE: tl.constexpr):
 
 @triton.jit
 def _from_master(master, MODE: tl.constexpr):
-    """(bits of the bfloat16 weight, low bits), both int16; the rules are those of state.from_master."""
+    """(bits of the bfloat16 weight, low bits), both int16; same rules as state.from_master."""
     bits = master.to(tl.int32, bitcast=True)
     high = bits >> 16
     low = bits
     if MODE == 1:
-        kept = high | tl.where((bits & 0x7FFFFFFF) > _EXPONENT, 1 << 6, 0)
+        truncated = high | tl.where((bits & 0x7FFFFFFF) > _EXPONENT, 1 << 6, 0)
         high = (bits + 0x8000) >> 16
         low = bits - (high << 16)
         finite = (bits & _EXPONENT) != _EXPONENT
         special = ((high & (_EXPONENT >> 16)) == (_EXPONENT >> 16)) | (finite == 0)
-        high = tl.where(special, kept, high)
+        high = tl.where(special, truncated, high)
         low = tl.where(special, tl.where(finite, tl.minimum(bits & 0xFFFF, 0x7FFF), 0), low)
     return high.to(tl.int16), low.to(tl.int16)
 
@@ -103,7 +103,7 @@ def momentum_kernel(
             u = g + momentum * (m - g)
         there = out_ptr + row.to(tl.int64) * cols + col + r[:, None] * cols + c[None, :]
         tl.store(there, u.to(out_ptr.dtype.element_ty), mask=inside)
-        # Squares of u / largest: an update of any scale has a norm that is neither 0 nor infinite.
+        # Sum squares of u / largest, so that the norm does not underflow or overflow at any scale.
         top = tl.maximum(largest, tl.max(tl.max(tl.abs(u), 1), 0))
         unit = tl.where(top == 0, 1.0, top)
         total = total * (largest / unit) * (largest / unit) + tl.sum(tl.sum((u / unit) * (u / unit), 1), 0)
@@ -173,7 +173,7 @@ def variance_kernel(
     else:
         scale = 1 / tl.sqrt(tl.maximum(second, 1e-10))
     tl.store(scale_ptr + item.to(tl.int64) * lines + line, scale, mask=line < lines)
-    # Squares of the norm before and after scaling, without the length of a line.
+    # Squared norms before and after scaling, divided by the length of a line.
     tl.store(norm_ptr + pid, tl.sum(mean, 0))
     tl.store(norm_ptr + plane + pid, tl.sum(mean * scale * scale, 0))
 
@@ -198,7 +198,7 @@ def write_kernel(
     if HAS_LR:
         now = tl.load(lr_ptr).to(tl.float32)
         lr *= now
-        # Decoupled decay is given as a share of the rate.
+        # Decoupled decay is relative to the rate.
         if CAUTIOUS:
             decay *= now
     rate = lr
@@ -243,7 +243,7 @@ def write_kernel(
 
 @triton.jit
 def _one_minus_power(step, log_beta):
-    """1 - beta^step without cancellation: a series where the power is near 1."""
+    """1 - beta^step without cancellation: a series if the power is near 1."""
     x = step * log_beta
     series = 1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7)))))
     return tl.where(x > -0.25, -x * series, 1 - tl.exp(x))
@@ -304,7 +304,7 @@ def adam_kernel(
 
 
 def _signature(slots: dict[str, str], pointers: dict[str, str], sizes: str, numbers: str) -> dict[str, str]:
-    """Types of the arguments: a slot letter stands for eight pointers."""
+    """Return the types of the arguments; each slot letter expands to eight pointers."""
     eight = {f"{letter}{slot}": kind for letter, kind in slots.items() for slot in range(SLOTS)}
     plain = dict.fromkeys(sizes.split(), "i32") | dict.fromkeys(numbers.split(), "fp32")
     return {**eight, **pointers, **plain}
@@ -316,15 +316,15 @@ def _entry(name: str, function, signature: dict[str, str], **constants) -> dict:
 
 
 def _entries() -> list[dict]:
-    """float32 weights, and bfloat16 weights with low bits: a step of each, one that may be skipped."""
-    found = []
+    """Return the kernels of a skippable step of float32 weights and of bfloat16 weights with low bits."""
+    entries = []
     tile = {"BLOCK_R": TILE[0], "BLOCK_C": TILE[1]}
     one, many = "*fp32", {"norm_ptr": "*fp32", "go_ptr": "*fp32"}
     strides = "rows cols per_slot"
     for label, kind, mode in (("fp32", "*fp32", 0), ("bf16", "*bf16", 1)):
         sizes = f"{strides} programs plane grad_batch grad_row buffer_batch buffer_row"
         signature = _signature({"g": kind, "m": one}, {"out_ptr": "*bf16", **many}, sizes, "momentum")
-        found.append(
+        entries.append(
             _entry(f"momentum {label}", momentum_kernel, signature, NESTEROV=True, HAS_GO=True, **tile)
         )
         pointers = {"factor_ptr": "*bf16", "scale_ptr": one, **many, "multiplier_ptr": one, "lr_ptr": one}
@@ -334,7 +334,7 @@ def _entries() -> list[dict]:
         flags |= {"CAUTIOUS": True, "MODE": mode, "BLOCK_P": MAX_PROGRAMS, **tile}
         for by_row in (False, True):
             name = f"write {label} by {'row' if by_row else 'column'}"
-            found.append(_entry(name, write_kernel, signature, BY_ROW=by_row, **flags))
+            entries.append(_entry(name, write_kernel, signature, BY_ROW=by_row, **flags))
         kinds = {
             "w": kind,
             "r": "*i16" if mode else kind,
@@ -347,17 +347,17 @@ def _entries() -> list[dict]:
         numbers = "lr beta1 beta2 log_beta1 log_beta2 eps decay"
         signature = _signature(kinds, {"lr_ptr": one, "go_ptr": one}, "blocks", numbers)
         flags = {"HAS_LR": False, "HAS_GO": True, "CAUTIOUS": True, "MODE": mode, "BLOCK": FLAT_BLOCK}
-        found.append(_entry(f"adam {label}", adam_kernel, signature, **flags))
+        entries.append(_entry(f"adam {label}", adam_kernel, signature, **flags))
     signature = _signature({}, {"x_ptr": "*bf16", **many}, "size blocks programs plane", "")
     flags = {"RELATIVE": True, "HAS_GO": True, "BLOCK": FLAT_BLOCK, "BLOCK_P": MAX_PROGRAMS}
-    found.append(_entry("normalize", normalize_kernel, signature, **flags))
+    entries.append(_entry("normalize", normalize_kernel, signature, **flags))
     pointers = {"factor_ptr": "*bf16", "scale_ptr": one, **many}
     signature = _signature({"s": one}, pointers, "lines length per_slot blocks plane", "beta2")
     for by_row, (lines, step) in ((True, LINE_TILE), (False, COLUMN_TILE)):
         flags = {"BY_ROW": by_row, "PER_ROW": False, "HAS_GO": True, "BLOCK_L": lines, "BLOCK_K": step}
         name = f"variance by {'row' if by_row else 'column'}"
-        found.append(_entry(name, variance_kernel, signature, **flags))
-    return found
+        entries.append(_entry(name, variance_kernel, signature, **flags))
+    return entries
 
 
 AOT_KERNELS: list[dict] = _entries()

@@ -1,8 +1,8 @@
-"""The passes of a step as launches: tensors of one layout share one, up to eight pointers each.
+"""Launches of the passes of a step: up to eight tensors of one layout share a launch.
 
-`normalized_updates` and `write_stacks` stand before and after the polar factor in `update.step_matrices`;
-`step_adams` is Adam's whole step. Tensors whose rows are not in order (a transposed parameter) are stepped in
-copies. Nothing here reads a value of the device.
+`update.step_matrices` calls `normalized_updates` before the polar factor and `write_stacks` after it;
+`step_adams` is the whole Adam step. Tensors without contiguous rows (a transposed parameter) are stepped in
+copies. Nothing here reads a device value on the host.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from leanstep.muon.polar import PolarPlan, Workspace
 from leanstep.muon.reference import variance_axis
 from leanstep.muon.state import Stack, State, rate_on_device
 
-# Launches are no calls that a type checker can follow.
+# A type checker cannot follow kernel launches.
 kernel: Any = triton_passes
 
 
 def normalized_updates(
     stacks: Sequence[Stack], plan: PolarPlan, group: Group, workspace: Workspace, go: Tensor | None
 ) -> Tensor:
-    """Advance the momentum of every stack; returns the normalised updates [B, R, C] in the plan's dtype."""
+    """Advance the momentum of every stack; return the normalised updates [B, R, C] in the plan's dtype."""
     items, like = sum(stack.weight.size(0) for stack in stacks), stacks[0].momentum
     out = workspace.take("input", (items, plan.rows, plan.cols), like, plan.dtype)
     norms = fill_updates(stacks, out, group, go, workspace)
@@ -47,7 +47,7 @@ def normalized_updates(
 def fill_updates(
     stacks: Sequence[Stack], out: Tensor, group: Group, go: Tensor | None, workspace: Workspace
 ) -> Tensor:
-    """Momentum into `out` [B, R, C], not normalised; returns partial norms [2, B, programs]."""
+    """Advance the momentum and write updates to `out` [B, R, C]; return partial norms [2, B, programs]."""
     items, rows, cols = out.shape
     tiles = -(-rows // kernel.TILE[0]) * -(-cols // kernel.TILE[1])
     programs = -(-tiles // -(-tiles // kernel.MAX_PROGRAMS))
@@ -69,9 +69,9 @@ def fill_updates(
 def write_stacks(
     stacks: Sequence[Stack], factor: Tensor, group: Group, workspace: Workspace, go: Tensor | None
 ) -> None:
-    """Variance, decay and the write of every stack; `factor` [B, R, C], contiguous, in the order of `stacks`.
+    """Apply variance, decay and the update to every stack; `factor` is [B, R, C], contiguous, in stack order.
 
-    A stack without variance state is written with the factor as it is.
+    A stack without variance state is written with the unscaled factor.
     """
     scaling = None
     if stacks[0].second is not None:
@@ -104,7 +104,7 @@ def write_stacks(
 def scaled_factor(
     seconds: Sequence[Tensor], factor: Tensor, group: Group, workspace: Workspace, go: Tensor | None
 ) -> Tensor:
-    """Advance the variance of matrices [B, R, C]; returns their NorMuon updates, in `factor`."""
+    """Advance the variance of matrices [B, R, C]; return their NorMuon updates, in `factor`."""
     scale, norms = _variance(seconds, factor, group, workspace, go)
     before, after = norms.sum(-1).sqrt_()
     axis = variance_axis(factor.size(1), factor.size(2), group["variance"])
@@ -116,12 +116,12 @@ def scaled_factor(
 def _variance(
     seconds: Sequence[Tensor], factor: Tensor, group: Group, workspace: Workspace, go: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Advance the variance; returns the scale of each line [B, L] and partial norms [2, B, blocks]."""
+    """Advance the variance; return the scale of each line [B, L] and partial norms [2, B, blocks]."""
     items, rows, cols = factor.shape
     by_row = variance_axis(rows, cols, group["variance"]) == -1
     lines, length = (rows, cols) if by_row else (cols, rows)
     block, step = kernel.LINE_TILE if by_row else kernel.COLUMN_TILE
-    # Long matrices: more lines a program, so that the partial norms stay few.
+    # Long matrices have more lines per program, which bounds the number of partial norms.
     block = max(block, _power(-(-lines // kernel.MAX_PROGRAMS)))
     blocks = -(-lines // block)
     scale = workspace.take("scale", (items, lines), factor, torch.float32)
@@ -141,7 +141,7 @@ def _variance(
 
 
 def in_order(stacks: Sequence[Stack]) -> tuple[list[Stack], list[tuple[Tensor, Tensor]]]:
-    """The stacks with rows in order, and (tensor, its copy) to give back."""
+    """Return the stacks with contiguous rows, and pairs (tensor, its copy) for `give_back`."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def ordered(tensor: Tensor | None, written: bool) -> Tensor | None:
@@ -152,7 +152,7 @@ def in_order(stacks: Sequence[Stack]) -> tuple[list[Stack], list[tuple[Tensor, T
             copies.append((tensor, copy))
         return copy
 
-    found = [
+    with_rows = [
         replace(
             stack,
             grad=ordered(stack.grad, False),
@@ -160,34 +160,34 @@ def in_order(stacks: Sequence[Stack]) -> tuple[list[Stack], list[tuple[Tensor, T
         )
         for stack in stacks
     ]
-    return found, copies
+    return with_rows, copies
 
 
 def side_by_side(stacks: Sequence[Stack]) -> list[Stack]:
-    """Equal layouts next to each other: fewer launches."""
+    """Sort stacks so that equal layouts are adjacent, which needs fewer launches."""
     return sorted(stacks, key=lambda stack: str(_layout(stack, ("weight", "grad", "momentum"), True)))
 
 
 def _layout(stack: Stack, roles: Iterable[str], rates: bool) -> tuple:
     tensors = [getattr(stack, role) for role in roles]
-    shown = tuple(None if t is None else (t.stride(0), t.stride(1), t.dtype) for t in tensors)
-    kept = (stack.lr, stack.decay, stack.multipliers is not None and id(stack)) if rates else ()
-    return (stack.weight.size(0), stack.second is None, *shown, *kept)
+    layouts = tuple(None if t is None else (t.stride(0), t.stride(1), t.dtype) for t in tensors)
+    constants = (stack.lr, stack.decay, stack.multipliers is not None and id(stack)) if rates else ()
+    return (stack.weight.size(0), stack.second is None, *layouts, *constants)
 
 
 def _launches(
     stacks: Sequence[Stack], roles: Iterable[str], rates: bool = False
 ) -> list[tuple[int, list[Stack]]]:
-    """(first matrix, stacks) of every launch: neighbours of one layout (and one rate), eight at most."""
-    found: list[tuple[int, list[Stack]]] = []
+    """Return (first matrix, stacks) of every launch: at most eight neighbours of one layout (and rate)."""
+    launches: list[tuple[int, list[Stack]]] = []
     first, last = 0, None
     for stack in stacks:
         layout = _layout(stack, roles, rates)
-        if layout != last or len(found[-1][1]) == kernel.SLOTS:
-            found.append((first, []))
-        found[-1][1].append(stack)
+        if layout != last or len(launches[-1][1]) == kernel.SLOTS:
+            launches.append((first, []))
+        launches[-1][1].append(stack)
         first, last = first + stack.weight.size(0), layout
-    return found
+    return launches
 
 
 def _eights(members: Sequence[Any]) -> list[Sequence[Any]]:
@@ -195,7 +195,7 @@ def _eights(members: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def _slots(tensors: Sequence[Any]) -> list[Any]:
-    # Slots that the grid does not reach hold the first tensor again.
+    # Unused slots repeat the first tensor.
     return [*tensors, *[tensors[0]] * (kernel.SLOTS - len(tensors))]
 
 
@@ -209,7 +209,7 @@ def step_adams(
     rates: tuple[float, float],
     go: Tensor | None,
 ) -> None:
-    """Adam on (weight, grad, state) of one group, any shapes, one dtype of weights and one of gradients."""
+    """Step Adam on (weight, grad, state) of one group: any shapes, one weight and one gradient dtype."""
     copies: list[tuple[Tensor, Tensor]] = []
 
     def flat(tensor: Tensor, written: bool = True) -> Tensor:
@@ -223,7 +223,7 @@ def step_adams(
     lr = group["lr"] if rate_on_device(group["lr"]) else None
     rate, decay = rates
     beta1, beta2 = group["betas"]
-    # Biggest first: the tensors of a launch are then of similar size.
+    # Largest first, so that the tensors of a launch have similar sizes.
     ordered = sorted(members, key=lambda member: -member[0].numel())
     for part in _eights(ordered):
         weights = [flat(weight) for weight, *_ in part]
@@ -249,6 +249,6 @@ def step_adams(
 
 
 def give_back(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """What was stepped in copies, to where it belongs."""
+    """Copy tensors that were stepped in copies back to their originals."""
     for tensor, copy in copies:
         tensor.copy_(copy)

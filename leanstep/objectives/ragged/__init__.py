@@ -1,4 +1,4 @@
-"""Losses from preferences inside ragged groups: no n^2 memory, no host read."""
+"""Losses from preferences within ragged groups, without n^2 memory and without host syncs."""
 
 from leanstep.objectives.ragged.csr_groups import Groups, make_groups
 from leanstep.objectives.ragged.draws import SampledPairs, draw_pairs, top_pairs

@@ -95,7 +95,7 @@ register(
                 "trl-reward",
                 "peer",
                 with_gradients(_trl_formula, wrt=("scores",)),
-                note="TRL's reward loss, its formula",
+                note="the formula of TRL's reward loss",
             ),
             Implementation("limit", "limit", _stream_pairs, note="copies every input once"),
         ),

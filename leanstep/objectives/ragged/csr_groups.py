@@ -1,6 +1,6 @@
-"""Groups of items in CSR form, and how sums per group become one loss.
+"""Groups of items in CSR form, and the reduction of sums per group to one loss.
 
-n items · G groups · item q of group g sits at offsets[g] <= q < offsets[g + 1]
+n items · G groups · item q belongs to group g if offsets[g] <= q < offsets[g + 1]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REDUCTIONS = ("sum", "mean", "group_mean", "none")
 
 @dataclass(frozen=True)
 class Groups:
-    """CSR offsets with what the losses need to know about them.
+    """CSR offsets and derived data that the losses need.
 
     Equivalent to, for group g:
         items = torch.arange(groups.offsets[g], groups.offsets[g + 1])       # groups.group[items] == g
@@ -26,8 +26,8 @@ class Groups:
     Args:
         offsets: [G + 1] int64, ascending from 0 to n.
         group: [n] int64, the group of each item.
-        max_size: an upper bound of the largest group, a host integer.
-        sizes: group sizes as host integers when the offsets were given on the host, else None.
+        max_size: an upper bound of the group size, a host integer.
+        sizes: group sizes as host integers if the offsets are on the host, otherwise None.
     """
 
     offsets: Tensor
@@ -40,14 +40,14 @@ class Groups:
         return self.offsets.shape[0] - 1
 
     def sums(self, values: Tensor) -> Tensor:
-        """[G] sums of an [n] tensor."""
+        """Return the sums per group, [G], of an [n] tensor."""
         return values.new_zeros(self.num_groups).index_add(0, self.group, values)
 
 
 def make_groups(
     scores: Tensor, offsets: Tensor | Sequence[int] | Groups, *, max_group_size: int | None = None
 ) -> Groups:
-    """Offsets as a list stay known to the host and give exact tile sizes; a tensor is never read.
+    """Build `Groups`. Offsets as a host list give exact tile sizes; a tensor of offsets is never read.
 
     >>> make_groups(torch.zeros(5), [0, 2, 5]).group
     tensor([0, 0, 1, 1, 1])
@@ -55,7 +55,7 @@ def make_groups(
     Args:
         scores: [n].
         offsets: [G + 1] tensor on the scores' device, or a host list of integers.
-        max_group_size: bound of the largest group for a tensor of offsets; None = n.
+        max_group_size: bound of the group size for a tensor of offsets; None: n.
     """
     if scores.dim() != 1 or not scores.is_floating_point():
         raise ValueError(
@@ -83,7 +83,7 @@ def make_groups(
 
 
 def check_items(name: str, values: Tensor | None, scores: Tensor) -> None:
-    """`values` goes with `scores` item by item; a trailing dimension of 1 would broadcast to n x n."""
+    """Check that `values` has one entry per score; a trailing dimension of 1 would broadcast to n x n."""
     if scores.dim() != 1 or not scores.is_floating_point():
         raise ValueError(
             f"scores: expected a floating tensor of shape (n,), got {scores.dtype} {tuple(scores.shape)}"
@@ -95,16 +95,16 @@ def check_items(name: str, values: Tensor | None, scores: Tensor) -> None:
 
 
 def sort_in_groups(values: Tensor, group: Tensor, *, descending: bool = False) -> Tensor:
-    """Permutation that sorts by (group, value), stable.
+    """Return the permutation of a stable sort by (group, value).
 
-    Two stable sorts: adding offsets to the values to separate groups would round them.
+    It takes two stable sorts, because adding group offsets to the values would round them.
     """
     by_value = torch.argsort(values, dim=0, descending=descending, stable=True)
     return by_value[torch.argsort(group[by_value], dim=0, stable=True)]
 
 
 def lower_counts(labels: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Items sorted by (group, label), and how many of the group rank strictly lower than each; [n] both."""
+    """Return items sorted by (group, label), and the number of lower labels in their group; [n] both."""
     order = sort_in_groups(labels, groups.group)
     sorted_labels, sorted_group = labels[order], groups.group[order]
     position = torch.arange(labels.shape[0], device=labels.device)
@@ -117,13 +117,13 @@ def lower_counts(labels: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
 
 
 def pair_counts(labels: Tensor, groups: Groups) -> Tensor:
-    """[G] int64: pairs with different labels inside each group."""
+    """Return the number of pairs with different labels within each group, [G] int64."""
     order, lower = lower_counts(labels, groups)
     return lower.new_zeros(groups.num_groups).index_add(0, groups.group[order], lower)
 
 
 def reduce_groups(sums: Tensor, counts: Tensor, reduction: str) -> Tensor:
-    """One loss from sums per group [G] and pairs (or ranks) per group [G]; 0 when there is no pair."""
+    """Reduce sums per group [G] and pairs (or ranks) per group [G] to one loss; 0 if there is no pair."""
     if reduction == "none":
         return sums
     if reduction == "sum":
@@ -136,7 +136,7 @@ def reduce_groups(sums: Tensor, counts: Tensor, reduction: str) -> Tensor:
 
 
 class GroupLoss(torch.autograd.Function):
-    """Sums per group whose gradient per item is already known: an item belongs to one group only."""
+    """Sums per group with a known gradient per item; each item belongs to a single group."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, sums: Tensor, grad: Tensor, group: Tensor) -> Tensor:

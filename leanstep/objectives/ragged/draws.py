@@ -1,4 +1,4 @@
-"""A few pairs per group instead of all of them: unbiased draws, and biased selections that say so.
+"""A few pairs per group instead of all of them: unbiased random draws and biased top-k selections.
 
 n items · G groups · K draws per group
 """
@@ -23,7 +23,7 @@ class SampledPairs:
         estimate = (drawn.weight * softplus(scores[drawn.j] - scores[drawn.i])).sum()
 
     Args:
-        i, j: [G * K] int64; both 0 where the group has no pair (its weight is 0).
+        i, j: [G * K] int64; both 0 if the group has no pair (its weight is 0).
         weight: [G * K] float64; the weighted sum over the draws estimates the loss.
     """
 
@@ -51,7 +51,7 @@ def draw_pairs(
         labels: [n].
         offsets: [G + 1] host list or tensor.
         num_draws: K, per group.
-        by: uniform over the pairs of the group, or `gap`: proportional to label_i - label_j.
+        by: `uniform` over the pairs of the group, or `gap`: proportional to label_i - label_j.
         reduction: sum | mean | group_mean: the loss over all pairs that the weighted sum estimates.
     """
     if num_draws < 1:
@@ -84,7 +84,7 @@ def draw_pairs(
         other = (first + target - cumulative[upper]).clamp(0, n - 1)
         density = counts.clamp(min=1).double().reciprocal()[:, None].expand(-1, num_draws)
     else:
-        # Sum of label gaps to all lower items, in label order; centred, because prefix sums are subtracted.
+        # Sum of label gaps to all lower items, in label order. Centered, because prefix sums are subtracted.
         size = (groups.offsets[1:] - groups.offsets[:-1]).clamp(min=1)
         values = values - (groups.sums(labels.double()) / size)[sorted_group]
         prefix = torch.nn.functional.pad(values.cumsum(0), (1, 0))
@@ -96,7 +96,7 @@ def draw_pairs(
         remaining = uniform * total - _mass_before(mass, first, upper)
         count, top = lower[upper], values[upper]
         low, high = torch.zeros_like(count), (count - 1).clamp(min=0)
-        # Bisect the running sum of gaps of the chosen upper item.
+        # Bisect the running sum of the selected upper item's gaps.
         for _ in range(max(n, 2).bit_length()):
             middle = (low + high) // 2
             inside = (middle + 1) * top - (prefix[(first + middle + 1).clamp(max=n)] - prefix[first])
@@ -122,15 +122,16 @@ def draw_pairs(
 
 
 def _search(mass: Tensor, first: Tensor, last: Tensor, target: Tensor) -> Tensor:
-    """Where inside [first, last) the running sum of `mass` exceeds `target`; never without mass."""
+    """Return the index in [first, last) where the running sum of `mass` exceeds `target`; its mass is > 0."""
     cumulative = mass.cumsum(0)
     base = torch.nn.functional.pad(cumulative, (1, 0))[first]
-    found = torch.searchsorted(cumulative, (base + target).contiguous(), right=True)
-    found = torch.minimum(torch.maximum(found, first), (last - 1).clamp(min=0)).clamp(max=mass.shape[0] - 1)
-    # Rounding may land on an item without lower partners; the nearest one with mass is the right one.
+    position = torch.searchsorted(cumulative, (base + target).contiguous(), right=True)
+    position = torch.minimum(torch.maximum(position, first), (last - 1).clamp(min=0))
+    position = position.clamp(max=mass.shape[0] - 1)
+    # Rounding may select an item without lower partners; take the nearest following item with mass.
     index = torch.arange(mass.shape[0], device=mass.device)
     following = torch.where(mass > 0, index, mass.shape[0] - 1).flip(0).cummin(0).values.flip(0)
-    return following[found]
+    return following[position]
 
 
 def _mass_before(mass: Tensor, first: Tensor, position: Tensor) -> Tensor:
@@ -146,10 +147,11 @@ def top_pairs(
     *,
     by: str = "gap",
 ) -> SampledPairs:
-    """The k pairs of each group with the largest label gap, or the largest violation s_j - s_i.
+    """Select the k pairs of each group with the largest label gap, or the largest violation s_j - s_i.
 
-    Biased on purpose: training on them is not training on the full loss. Weights are 1 / (number of pairs
-    chosen). Needs host offsets; one group's n_g x n_g gaps are held at a time.
+    The selection is biased on purpose: training on it is not training on the full loss. Weights are 1 /
+        (number
+    of selected pairs). Needs host offsets; holds the n_g x n_g gaps of one group at a time.
 
     Equivalent to, for one group:
         gap = labels[:, None] - labels[None, :]
@@ -160,7 +162,7 @@ def top_pairs(
         offsets: [G + 1] host integers.
 
     Returns:
-        SampledPairs with at most G * k pairs; weight 0 where a group has fewer than k.
+        SampledPairs with at most G * k pairs; weight 0 if a group has fewer than k.
     """
     if by not in ("gap", "violation"):
         raise ValueError(f"by: expected gap or violation, got {by!r}")

@@ -1,4 +1,4 @@
-"""Bradley-Terry over ragged groups: all pairs by tiles of shifts, or a given list of pairs.
+"""Bradley-Terry over ragged groups: all pairs in tiles of shifts, or a list of pairs.
 
 n items · R rows (items that can start a pair) · D shifts per tile
 """
@@ -38,9 +38,9 @@ def bradley_terry(
     reduction: str = "mean",
     max_group_size: int | None = None,
 ) -> Tensor:
-    """-log sigmoid(scale * (s_i - s_j - margin)) over pairs in which item i is preferred to item j.
+    """Compute -log sigmoid(scale * (s_i - s_j - margin)) over pairs in which item i is preferred to item j.
 
-    Equivalent to, for given pairs:
+    Equivalent to, with `pairs`:
         z = scale * (scores[i] - scores[j] - margin)
         loss = (weights * softplus(-z)).mean()
 
@@ -49,21 +49,21 @@ def bradley_terry(
         labels, offsets: all pairs of a group with label_i > label_j. `offsets` [G + 1] as a host list or a
             tensor.
         pairs: (i, j) int64 [K] each, instead of labels; with `offsets` only for `reduction="group_mean"`.
-        weights: [K] per pair with `pairs`, [n] per item otherwise (a pair weighs weights_i * weights_j).
+        weights: [K] per pair with `pairs`, [n] per item otherwise (a pair has weight weights_i * weights_j).
         margin: number, or [K] with `pairs`.
-        label_smoothing: share of every pair that is counted the other way round.
+        label_smoothing: fraction of every pair that is counted with reversed preference.
         reduction: sum | mean (over pairs) | group_mean | none ([K] losses, or [G] sums with labels).
-        max_group_size: bound of the largest group when `offsets` is a tensor; None = n.
+        max_group_size: bound of the group size if `offsets` is a tensor; None: n.
 
     Returns:
-        float32 (float64 for float64 scores); 0 when there is no pair.
+        float32 (float64 for float64 scores); 0 if there is no pair.
 
     Cost: O(sum of n_g^2) time with host offsets, O(n * max_group_size) otherwise; O(n) memory plus one tile.
     """
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"label_smoothing: expected 0..1, got {label_smoothing}")
     if pairs is not None:
-        return _given_pairs(scores, offsets, pairs, weights, margin, scale, label_smoothing, reduction)
+        return _listed_pairs(scores, offsets, pairs, weights, margin, scale, label_smoothing, reduction)
     if labels is None or offsets is None:
         raise ValueError("labels, offsets: expected both, or pairs")
     if isinstance(margin, Tensor):
@@ -90,11 +90,11 @@ def _all_pairs(
     scale: float,
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Sums per group, gradient per item. Tile cell (d, r) is the pair of rows r and r + d, once each."""
+    """Return sums per group and the gradient per item. Tile cell (d, r) is the pair of rows r and r + d."""
     order: Tensor | None = None
     ends = sizes = None
     if groups.sizes is not None:
-        # Largest groups first: the rows that still have a partner at distance d are then a prefix.
+        # Largest groups first, so that the rows with a partner at distance d are a prefix.
         by_size = sorted(range(len(groups.sizes)), key=lambda g: -groups.sizes[g])  # type: ignore[index]
         sizes = [groups.sizes[g] for g in by_size]
         starts = groups.offsets[torch.tensor(by_size, dtype=torch.int64, device=x.device)]
@@ -146,7 +146,7 @@ def _all_pairs(
         sums.index_add_(0, mine, (cost * weight).sum(0))
         slope = slope.mul_(weight).mul_(direction).mul_(scale)
         grad_wide[:rows] -= slope.sum(0)
-        # The partner of (d, r) is row r + d: read with one column less per row, anti-diagonals become
+        # The partner of (d, r) is row r + d: viewed with one column less per row, anti-diagonals become
         # columns.
         skewed = slope.new_zeros(depth * (rows + depth))
         skewed.view(depth, rows + depth)[:, :rows] = slope
@@ -159,12 +159,12 @@ def _all_pairs(
 
 
 def _window(values: Tensor, depth: int, rows: int, first: int) -> Tensor:
-    """[depth, rows] view: cell (d, r) is item r + first + d."""
+    """Return a [depth, rows] view in which cell (d, r) is item r + first + d."""
     return values.as_strided((depth, rows), (1, 1), first)
 
 
 class _PairLoss(torch.autograd.Function):
-    """Losses [K] of given pairs whose slopes are computed in the forward pass."""
+    """Losses [K] of listed pairs; the forward pass computes their slopes."""
 
     @staticmethod
     def forward(
@@ -198,7 +198,7 @@ class _PairLoss(torch.autograd.Function):
         return grad.to(dtype), None, None, None, None, None, None
 
 
-def _given_pairs(
+def _listed_pairs(
     scores: Tensor,
     offsets: Tensor | Sequence[int] | Groups | None,
     pairs: tuple[Tensor, Tensor],

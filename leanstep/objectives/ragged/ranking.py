@@ -1,6 +1,6 @@
-"""Losses that need an order inside each group: hinge by sort and bisection, Plackett-Luce by suffix sums.
+"""Losses that need an order within each group: hinge by sort and bisection, Plackett-Luce by suffix sums.
 
-n items · G groups · an upper item i and a lower item j of its group are active when margin - (s_i - s_j) > 0
+n items · G groups · an upper item i and a lower item j of its group are active if margin - (s_i - s_j) > 0
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def hinge(
     reduction: str = "mean",
     max_group_size: int | None = None,
 ) -> Tensor:
-    """relu(margin - (s_i - s_j)), or its square, over all pairs of a group with label_i > label_j; exact.
+    """Compute relu(margin - (s_i - s_j)), or its square, over all pairs in a group with label_i > label_j.
 
     Equivalent to, for one group:
         gap = scores[:, None] - scores[None, :]
@@ -43,17 +43,18 @@ def hinge(
 
     Args:
         scores: [n], any float dtype.
-        labels: [n]; equal labels make no pair.
+        labels: [n]; items with equal labels do not form a pair.
         offsets: [G + 1] host list or tensor.
-        levels: a bound of the distinct labels in a group, a host integer: 2 for chosen/rejected. One prefix
-            pass per level above the lowest. None = the largest group's size.
-        weights: ([n] for the upper item, [n] for the lower item); a pair weighs their product.
+        levels: a bound of the number of distinct labels in a group, a host integer: 2 for chosen/rejected.
+            One prefix pass per level above the lowest. None: the size of the largest group.
+        weights: ([n] for the upper item, [n] for the lower item); the weight of a pair is their product.
         reduction: sum | mean (over pairs) | group_mean | none ([G] sums).
 
     A pair is active exactly where the plain relu (in float32 for 16-bit scores) is above 0: a gap equal to
     the margin has cost 0 and gradient 0.
 
-    Cost: O(n log n + levels * n) time, O(n) memory. Sums run in float64 on scores centred per group.
+    The result is exact. Cost: O(n log n + levels * n) time, O(n) memory. Sums are in float64 on scores
+    centered per group.
     """
     check_items("labels", labels, scores)
     groups = make_groups(scores, offsets, max_group_size=max_group_size)
@@ -82,7 +83,7 @@ def hinge(
 
 
 def _label_ranks(labels: Tensor, groups: Groups) -> Tensor:
-    """[n] dense rank of the label inside its group, 0 = lowest."""
+    """Return the dense rank of each label within its group, [n], 0 = lowest."""
     order, lower = lower_counts(labels, groups)
     if labels.shape[0] == 0:
         return order
@@ -104,7 +105,7 @@ def _sorted_hinge(
     upper_weight: Tensor | None,
     lower_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Sums [G] and gradient [n] in float64."""
+    """Return sums [G] and gradient [n] in float64."""
     n = scores.shape[0]
     order = sort_in_groups(scores, groups.group)
     group = groups.group[order]
@@ -112,10 +113,10 @@ def _sorted_hinge(
     plain = scores[order].to(working_dtype(scores))
 
     def bisect(active_is_behind: bool) -> Tensor:
-        """[n] position in the group where `active` changes, for each item as upper or as lower one.
+        """Return the position in the group where `active` changes, [n], for each item as upper or lower item.
 
-        The decision is the plain relu's, with its operations in its dtype: rounding is monotonic, so the
-        active partners of an upper item are the last ones of the group, those of a lower item the first.
+        The test uses the same operations and dtype as the plain relu. Rounding is monotonic, so the active
+        partners of an upper item are the last of the group, those of a lower item the first.
         """
         low, high = start, end
         for _ in range(groups.max_size.bit_length()):
@@ -135,7 +136,7 @@ def _sorted_hinge(
     first_active, last_active = bisect(True), bisect(False)
     s = scores.double()
     size = (groups.offsets[1:] - groups.offsets[:-1]).clamp(min=1)
-    # Centred scores keep the second moments from cancelling.
+    # Center the scores to avoid cancellation in the second moments.
     s = (s - (groups.sums(s) / size)[groups.group])[order]
     a = torch.ones_like(s) if upper_weight is None else upper_weight.detach().double()[order]
     c = torch.ones_like(s) if lower_weight is None else lower_weight.detach().double()[order]
@@ -143,7 +144,7 @@ def _sorted_hinge(
     u = margin - s
 
     def before(values: Tensor) -> Tensor:
-        """Exclusive prefix sums, [n + 1]."""
+        """Return exclusive prefix sums, [n + 1]."""
         return torch.nn.functional.pad(values.cumsum(0), (1, 0))
 
     cost, slope = torch.zeros_like(s), torch.zeros_like(s)
@@ -162,7 +163,7 @@ def _sorted_hinge(
         else:
             cost += up * (k * u + s1)
             slope += low * d0 - up * k
-    # Rounding of the differences of prefix sums must not make a sum of squares negative.
+    # Differences of prefix sums are rounded; clamp, so that a sum of squares is not negative.
     sums = s.new_zeros(groups.num_groups).index_add_(0, group, cost).clamp_(min=0)
     return sums, torch.empty_like(slope).index_copy_(0, order, slope)
 
@@ -177,7 +178,7 @@ def plackett_luce(
     reduction: str = "mean",
     max_group_size: int | None = None,
 ) -> Tensor:
-    """Negative log-probability of the ranking by label (descending, ties in item order).
+    """Compute the negative log-probability of the ranking by label (descending, ties in item order).
 
     Equivalent to, for one group:
         z = scale * scores[labels.argsort(descending=True, stable=True)]
@@ -187,7 +188,7 @@ def plackett_luce(
         scores: [n], any float dtype.
         labels: [n].
         offsets: [G + 1] host list or tensor.
-        top_k: only the first ranks count; None = all.
+        top_k: number of ranks that are counted; None: all.
         reduction: sum | mean (over groups) | group_mean (mean over the ranks of a group, then over groups)
             | none ([G] sums).
 
@@ -207,7 +208,7 @@ def plackett_luce(
         tail = _suffix_logsumexp(z, group, groups.max_size)
         cost = torch.where(counted, tail - z, 0)
         sums = z.new_zeros(groups.num_groups).index_add_(0, group, cost)
-        # An item is a candidate in every counted rank up to its own.
+        # An item is a candidate at every counted rank up to its own.
         chances = _suffix_logsumexp(
             torch.where(counted, -tail, -torch.inf).flip(0), group.flip(0), groups.max_size
         ).flip(0)
@@ -223,7 +224,7 @@ def plackett_luce(
 
 
 def _suffix_logsumexp(z: Tensor, group: Tensor, max_size: int) -> Tensor:
-    """log of the sum of exp(z) from each item to the end of its group: windows of 1, 2, 4, ... items."""
+    """Return log-sum-exp of z from each item to the end of its group, by windows of 1, 2, 4, ... items."""
     n, width = z.shape[0], 1
     total = z
     while width < min(max_size, n):

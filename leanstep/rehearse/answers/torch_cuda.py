@@ -582,8 +582,15 @@ def _attention(tape: Tape, device: Any) -> None:
                 attn_mask = attn_mask.to(dtype)
         four = query.dim() == 4
         fits_flash = has_flash and four and query.dtype in HALF and query.shape[-1] <= FLASH_HEAD_SIZE
-        if fits_flash and attn_mask is None and switches.flash_sdp_enabled():
-            tape.notes["attention: flash kernel"] += 1
+        # cuDNN's kernel is tried last: torch takes it where all others are switched off.
+        others = (
+            switches.flash_sdp_enabled,
+            switches.mem_efficient_sdp_enabled,
+            switches.math_sdp_enabled,
+        )
+        only_cudnn = switches.cudnn_sdp_enabled() and not any(enabled() for enabled in others)
+        if fits_flash and attn_mask is None and (switches.flash_sdp_enabled() or only_cudnn):
+            tape.notes[f"attention: {'cuDNN' if only_cudnn else 'flash'} kernel"] += 1
             return aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]

@@ -1,4 +1,4 @@
-"""Gradients formed in the forward: when the incoming gradient needs no multiplication."""
+"""Gradients computed in the forward pass: when the incoming gradient needs no multiplication."""
 
 from __future__ import annotations
 

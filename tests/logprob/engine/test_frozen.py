@@ -1,4 +1,4 @@
-"""The frozen-head path: the same numbers as the recomputing one, without a GEMM in backward."""
+"""The frozen-head path: the same numbers as the recomputing path, without a GEMM in the backward pass."""
 
 from __future__ import annotations
 

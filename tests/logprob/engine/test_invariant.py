@@ -1,4 +1,4 @@
-"""`Tuning(invariant=True)`: a row's bits do not depend on its company, on any BLAS, a hostile one too."""
+"""`Tuning(invariant=True)`: a row's bits do not depend on the other rows, even with a hostile BLAS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INVARIANT = Tuning(invariant=True)
 
 @pytest.fixture
 def fresh():
-    """What was found out about products is found out again."""
+    """Clear the cached results of the product trials."""
     tried = invariant.row_bits
     tried.cache_clear()
     yield
@@ -48,7 +48,7 @@ def inputs(vocab: int, dtype: torch.dtype = torch.float32):
 
 
 def outputs(hidden, weight, targets, temperature, tuning=INVARIANT, **options):
-    """logp, entropy, lse and, where it is asked for, the gradient of the hidden rows."""
+    """Return logp, entropy, lse and the gradient of the hidden rows."""
     hidden, weight = (t.detach().requires_grad_() for t in (hidden, weight))
     out = linear_logprobs(
         hidden,
@@ -61,13 +61,13 @@ def outputs(hidden, weight, targets, temperature, tuning=INVARIANT, **options):
         **options,
     )
     assert out.entropy is not None and out.lse is not None
-    found = [out.logp, out.entropy, out.lse]
+    values = [out.logp, out.entropy, out.lse]
     loss = (out.logp * temperature).sum() + (0.1 * out.entropy).sum() + (out.lse * temperature).sum()
-    return [*(t.detach() for t in found), torch.autograd.grad(loss, (hidden, weight))[0]]
+    return [*(t.detach() for t in values), torch.autograd.grad(loss, (hidden, weight))[0]]
 
 
-def same(found, expected) -> bool:
-    return all(a.shape == b.shape and a.equal(b) for a, b in zip(found, expected, strict=True))
+def same(actual, expected) -> bool:
+    return all(a.shape == b.shape and a.equal(b) for a, b in zip(actual, expected, strict=True))
 
 
 @settings(max_examples=15, deadline=None)
@@ -86,40 +86,40 @@ def test_a_row_keeps_its_bits_in_any_company(data):
         save_logits=data.draw(st.sampled_from(["grad", "none", 1 << 20]), "save"),
     )
     with threads(data.draw(st.sampled_from([1, 2, 4]), "threads")):
-        given_rows = (hidden[rows], weight, targets[rows], temperature[rows])
-        found = outputs(*given_rows, tuning, transform=transform)
-        assert same(found, [t[rows] for t in expected])
+        selected = (hidden[rows], weight, targets[rows], temperature[rows])
+        actual = outputs(*selected, tuning, transform=transform)
+        assert same(actual, [t[rows] for t in expected])
         # The same rows selected by their numbers.
         whole = (hidden, weight, targets[rows], temperature[rows])
-        *found, gradient = outputs(*whole, tuning, transform=transform, rows=rows)
-        assert same([*found, gradient[rows]], [t[rows] for t in expected])
+        *actual, gradient = outputs(*whole, tuning, transform=transform, rows=rows)
+        assert same([*actual, gradient[rows]], [t[rows] for t in expected])
 
 
 def test_threads_share_the_parts_and_change_no_bit(monkeypatch):
-    """Large enough, by decree, for one job per core."""
+    """The threshold is lowered, so that the call is large enough for one job per core."""
     monkeypatch.setattr("leanstep.logprob.engine.tiles.MIN_CORE_PRODUCTS", 1)
-    given_rows = inputs(5000)
-    found = []
+    arguments = inputs(5000)
+    results = []
     for count in (1, 2, 4):
         with threads(count):
-            found.append(outputs(*given_rows))
-    assert same(found[0], found[1]) and same(found[0], found[2])
+            results.append(outputs(*arguments))
+    assert same(results[0], results[1]) and same(results[0], results[2])
 
 
 def test_log_probs_and_gradients_are_right():
     hidden, weight, targets, temperature = (t.double() if t.is_floating_point() else t for t in inputs(1500))
-    found = outputs(hidden, weight, targets, temperature)
+    actual = outputs(hidden, weight, targets, temperature)
     hidden.requires_grad_()
     logp, entropy = reference_logprobs(hidden @ weight.t(), targets, temperature)
     lse = torch.logsumexp(hidden @ weight.t() / temperature[:, None], -1)
     loss = (logp * temperature).sum() + 0.1 * entropy.sum() + (lse * temperature).sum()
     (gradient,) = torch.autograd.grad(loss, hidden)
-    for a, b in zip(found, (logp, entropy, lse, gradient), strict=True):
+    for a, b in zip(actual, (logp, entropy, lse, gradient), strict=True):
         torch.testing.assert_close(a, b.detach())
 
 
 def hostile(by_place: bool):
-    """A library whose sums depend on the number of rows, or on the place of a row."""
+    """Simulate a library whose sums depend on the number of rows or on the position of a row."""
 
     def addmm(sums, a, b, *, beta, alpha, out):
         def row(place: int) -> torch.Tensor:
@@ -145,17 +145,17 @@ def test_a_library_whose_sums_depend_on_the_shape(monkeypatch, fresh, by_place: 
 
 
 def test_every_way_gives_the_same_bits(monkeypatch, fresh):
-    """Products as high as a tile, of one block, of copies of one row: always place 0 of a block."""
-    given_rows = inputs(700)
-    expected = outputs(*given_rows)
+    """Products of a whole tile, one block or copies of one row: always the bits of position 0 of a block."""
+    arguments = inputs(700)
+    expected = outputs(*arguments)
     ways = []
     true_blocks = invariant.RowBlocks
     monkeypatch.setattr(invariant, "RowBlocks", lambda *a: ways.append(a[1:3]) or true_blocks(*a))
     monkeypatch.setattr(invariant, "_agrees", lambda *_: False)
-    assert same(outputs(*given_rows), expected)
+    assert same(outputs(*arguments), expected)
     if ways[-1] == (1, invariant.BLOCK):
-        monkeypatch.setattr(invariant, "row_bits", lambda *given: None)
-        assert same(outputs(*given_rows), expected)
+        monkeypatch.setattr(invariant, "row_bits", lambda *_unused: None)
+        assert same(outputs(*arguments), expected)
     assert ways[-1] == (invariant.BLOCK, invariant.BLOCK)
 
 
@@ -171,9 +171,9 @@ def test_ranks_that_hold_whole_parts_change_no_bit():
     hidden, weight, targets, temperature = inputs(vocab)
     shards = VocabShards(total=vocab - 30)
     expected = outputs(hidden, weight, targets % (vocab - 30), temperature, shards=shards)
-    for found in run_ranks(2, shard_ranks, vocab):
-        assert same(found[:3], [t[:70] for t in expected[:3]])
-        torch.testing.assert_close(found[3], expected[3][:70])
+    for actual in run_ranks(2, shard_ranks, vocab):
+        assert same(actual[:3], [t[:70] for t in expected[:3]])
+        torch.testing.assert_close(actual[3], expected[3][:70])
 
 
 def broken_shards(rank: int, world: int) -> str:
@@ -217,7 +217,7 @@ def test_no_rows_and_one_row():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_further_from_float64_than_the_rule_allows(dtype):
-    """Outputs and both gradients, beside plain code in the same dtype."""
+    """Outputs and both gradients, compared with plain code in the same dtype."""
     hidden, weight, targets, _ = inputs(1000, dtype)
 
     def plain(kind):
@@ -241,7 +241,7 @@ def test_no_further_from_float64_than_the_rule_allows(dtype):
 @pytest.mark.parametrize("vocab", [2, 3, 514])
 @pytest.mark.parametrize("width", [14, 23, 30, 62, 126])
 def test_rows_keep_their_bits_in_narrow_tiles(vocab, width, fresh):
-    """Two columns round alike in two orders of addition more often than not: one row is no proof."""
+    """With two columns, two summation orders usually round alike, so one row proves nothing."""
     random = torch.Generator().manual_seed(1000 * vocab + width)
     hidden = torch.randn(40, width, generator=random)
     weight = torch.randn(vocab, width, generator=random) / width**0.5

@@ -1,4 +1,4 @@
-"""Further outputs of the sweep: best tokens, log-sum-exp, exact divergences, several targets."""
+"""Further outputs of the tile loop: top-k tokens, log-sum-exp, exact divergences, several targets."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def test_kl_to_itself_is_zero():
 
 @pytest.mark.parametrize("reference", ["ref_hidden", "ref_weight"])
 def test_kl_of_a_head_with_a_bias_to_itself_is_zero(reference):
-    """The reference head is the head where nothing else is given: its bias included."""
+    """By default the reference head is the head itself, including its bias."""
     hidden, weight, _, _, tokens = setup(torch.float32)
     head = torch.nn.Linear(D, V)
     with torch.no_grad():
         head.weight.copy_(weight)
         head.bias.copy_(torch.linspace(-3, 3, V))
-    given = (
+    options = (
         {"ref_hidden": hidden} if reference == "ref_hidden" else {"ref_weight": weight, "ref_bias": head.bias}
     )
-    out = linear_logprobs(hidden, head, tokens, outputs=("kl", "reverse_kl"), **given)
+    out = linear_logprobs(hidden, head, tokens, outputs=("kl", "reverse_kl"), **options)
     torch.testing.assert_close(out.kl, torch.zeros(T), atol=1e-6, rtol=0)
     torch.testing.assert_close(out.reverse_kl, torch.zeros(T), atol=1e-6, rtol=0)
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""The kernels, C++ and Triton in its interpreter, against the plain passes they replace, alone and in use."""
+"""The kernels (C++, and Triton in its interpreter) against the plain passes, in isolation and in use."""
 
 from __future__ import annotations
 
@@ -69,28 +69,28 @@ def tile(rows, columns, spread=4.0):
 def test_statistics(rows, columns, moment, kernels):
     first, second = tile(rows, columns), tile(rows, columns)
     expected = RowStatistics.empty(rows, moment=moment)
-    found = RowStatistics.empty(rows, moment=moment)
+    actual = RowStatistics.empty(rows, moment=moment)
     for z in (first, second):
         tokens = torch.randint(0, 3 * columns, (rows,))
         expected.update_(z.clone(), [torch.zeros_like(z), torch.zeros_like(z)], tokens, columns)
-        kernels.update_statistics(z, found.max, found.sum, found.moment, tokens, columns, found.target)
-    assert torch.equal(found.target, expected.target)
-    torch.testing.assert_close(found.max, expected.max)
-    torch.testing.assert_close(found.sum, expected.sum, rtol=1e-5, atol=1e-6)
+        kernels.update_statistics(z, actual.max, actual.sum, actual.moment, tokens, columns, actual.target)
+    assert torch.equal(actual.target, expected.target)
+    torch.testing.assert_close(actual.max, expected.max)
+    torch.testing.assert_close(actual.sum, expected.sum, rtol=1e-5, atol=1e-6)
     if moment:
-        torch.testing.assert_close(found.moment, expected.moment, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual.moment, expected.moment, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 41), (2, 4100), (1, 1), (0, 7)])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_finished_logits_take_the_place_of_products(rows, columns, scaled):
-    """The same statistics; what lies behind a row stays."""
+    """The statistics are the same; memory past the end of a row is unchanged."""
     product, bias = torch.randn(rows, columns + 3), torch.randn(columns).bfloat16()
     tokens = torch.randint(0, columns, (rows,))
     finish = Finish(bias, 0.5, scaled, torch.rand(rows) + 1.0 if scaled else None)
-    seen, kept = (RowStatistics.empty(rows, moment=True) for _ in range(2))
+    read_only, overwritten = (RowStatistics.empty(rows, moment=True) for _ in range(2))
     tiles = product.clone(), product.clone()
-    for stats, z, keep in zip((seen, kept), tiles, (False, True), strict=True):
+    for stats, z, keep in zip((read_only, overwritten), tiles, (False, True), strict=True):
         vectors = (stats.max, stats.sum, stats.moment)
         kernel.update_statistics(z[:, :columns], *vectors, tokens, 0, stats.target, finish=finish, keep=keep)
     logits = product[:, :columns] + 0.5 * bias.float()
@@ -98,7 +98,7 @@ def test_finished_logits_take_the_place_of_products(rows, columns, scaled):
     assert torch.equal(tiles[0], product) and torch.equal(tiles[1][:, columns:], product[:, columns:])
     torch.testing.assert_close(tiles[1][:, :columns], logits, rtol=1e-5, atol=1e-6)
     for name in ("max", "sum", "moment", "target"):
-        assert torch.equal(getattr(seen, name), getattr(kept, name))
+        assert torch.equal(getattr(read_only, name), getattr(overwritten, name))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 41), (4, 401), (2, 2100), (1, 1), (0, 7)])
@@ -129,10 +129,10 @@ def test_gradient(rows, columns, has_slope, has_target, kernels):
     )
     apart = torch.full_like(wide, 7.0)[:, :columns]
     assert kernels.scale_exponentials(view, apart, *arguments) is apart
-    found = kernels.scale_exponentials(view, view, *arguments)
-    assert torch.equal(found, apart)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
-    assert found.isfinite().all() and torch.equal(wide[:, columns:], torch.full((rows, 3), 7.0))
+    actual = kernels.scale_exponentials(view, view, *arguments)
+    assert torch.equal(actual, apart)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
+    assert actual.isfinite().all() and torch.equal(wide[:, columns:], torch.full((rows, 3), 7.0))
 
 
 KINDS = [
@@ -182,32 +182,32 @@ def test_divergence(kind, rows, columns, more, kernels):
         expected *= 1 - torch.where(z.isfinite(), z.double() / cap, 0.0) ** 2
         labels = LabelGradient(tokens, hard_factor, log_sum, 0.7)
         z[:, 3:5] = z[:, 3:5].clamp(min=-1e4)
-    found = torch.full((rows, columns), 7.0)
+    actual = torch.full((rows, columns), 7.0)
     for part in parts:
-        given = (sums[1], factor, cap, labels, part.start)
-        kernels.divergence_gradient(z[:, part], y[:, part], found[:, part], compared, *given)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-6)
-    assert not found[0].any()
+        row_terms = (sums[1], factor, cap, labels, part.start)
+        kernels.divergence_gradient(z[:, part], y[:, part], actual[:, part], compared, *row_terms)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=2e-6)
+    assert not actual[0].any()
     for part in parts:
         kernels.divergence_gradient(z[:, part], y[:, part], y[:, part], compared, sums[1], factor)
     if not more:
-        assert torch.equal(y, found)
+        assert torch.equal(y, actual)
 
 
 @pytest.mark.parametrize("columns", [41, 2100, 4500])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_gradients_lie_over_their_logits(columns, dtype):
-    """As if written apart, although what they overwrite is read by the same launch; padding stays."""
+    """The same values as in separate memory, although the launch overwrites what it reads; padding stays."""
     rows, padded = 5, columns + 3
     wide = torch.full((rows, padded), 7.0)
     wide[:, :columns] = tile(rows, columns)
     view = wide[:, :columns]
     maximum = torch.where(view.amax(-1) == -torch.inf, 0.0, view.amax(-1))
     tokens = torch.randint(0, 3 * columns, (rows,))
-    given = (maximum, *torch.randn(2, rows), tokens, columns, torch.randn(rows))
-    apart = kernel.scale_exponentials(view, torch.zeros(rows, columns, dtype=dtype), *given)
+    arguments = (maximum, *torch.randn(2, rows), tokens, columns, torch.randn(rows))
+    apart = kernel.scale_exponentials(view, torch.zeros(rows, columns, dtype=dtype), *arguments)
     out = laid_over(view, dtype)
-    assert kernel.scale_exponentials(view, out, *given, overlaps=True) is out
+    assert kernel.scale_exponentials(view, out, *arguments, overlaps=True) is out
     assert torch.equal(out, apart) and out.data_ptr() == wide.data_ptr()
     assert torch.equal(wide[:, columns:], torch.full((rows, 3), 7.0))
 
@@ -217,10 +217,10 @@ def test_16_bit_gradients_lie_over_their_logits(columns, dtype):
 def test_rows_are_gathered(columns, dtype, into):
     wide = torch.randn(9, columns + 3, dtype=dtype)
     x, rows = wide[:, :columns], torch.tensor([3, 0, 3, 8, -1, 9])
-    found = rowwise.gather_rows(x, rows, torch.zeros(6, columns, dtype=into))
-    assert torch.equal(found[:4], x[rows[:4]].to(into))
-    assert found[4:].isnan().all()  # no such rows
-    assert rowwise.gather_rows(x, rows[:0], found[:0]).shape == (0, columns)
+    actual = rowwise.gather_rows(x, rows, torch.zeros(6, columns, dtype=into))
+    assert torch.equal(actual[:4], x[rows[:4]].to(into))
+    assert actual[4:].isnan().all()  # no such rows
+    assert rowwise.gather_rows(x, rows[:0], actual[:0]).shape == (0, columns)
 
 
 OBJECTIVES = {
@@ -255,16 +255,16 @@ def test_the_rows_of_a_policy_objective(name, slopes, masked):
         weights[4] = 0.0
     written = [*torch.zeros(4, rows), torch.zeros(rows, dtype=torch.bool)]
     per_row = torch.rand(rows) if slopes else None
-    found = rowwise.policy_rows(
+    factors = rowwise.policy_rows(
         (stats.max, stats.sum, stats.moment, stats.target),
         (old, advantages, mask, ref), weights, objective, written, (0.5, per_row),
     )  # fmt: skip
     wide = RowStatistics(*(t.double() for t in (stats.max, stats.sum, stats.moment, stats.target)))
     final = wide.final()
     logp, entropy = final.log_prob(wide.target).requires_grad_(), final.entropy.requires_grad_()
-    given = (old.double(), advantages.double())
+    doubles = (old.double(), advantages.double())
     truth = policy_losses(
-        objective, logp, *given, entropy=entropy, ref_logp=ref.double(),
+        objective, logp, *doubles, entropy=entropy, ref_logp=ref.double(),
         mask=None if mask is None else mask.double(),
     )  # fmt: skip
     alive = torch.arange(rows) != 4
@@ -278,7 +278,7 @@ def test_the_rows_of_a_policy_objective(name, slopes, masked):
     gradients = RowGradients(torch.where(alive, g_logp, 0.0) * common)
     if objective.entropy_coef:
         gradients.entropy = torch.where(alive, g_entropy, 0.0) * common
-    for value, other in zip(found, RowFactors.of(final, gradients), strict=True):
+    for value, other in zip(factors, RowFactors.of(final, gradients), strict=True):
         assert (value is None) == (other is None)
         if value is not None:
             torch.testing.assert_close(value.double(), other.detach(), rtol=2e-5, atol=2e-6)
@@ -288,19 +288,19 @@ def test_a_divergence_reads_16_bit_tiles_as_they_are():
     z, y = (torch.randn(2, 3, 41) * 3).bfloat16()
     statistics = (*(x.float().amax(-1) for x in (z, y)), *(torch.full((3,), 4.0) for _ in range(2)))
     compared = Compared((statistics[0], statistics[2], statistics[1], statistics[3]), 2, 0.4, 0.6, 0.4)
-    found = []
+    results = []
     for tiles in ((z, y), (z.float(), y.float())):
         sums, out = torch.zeros(3, 3), torch.empty(3, 41)
         kernel.divergence_sums(*tiles, compared, sums)
         kernel.divergence_gradient(*tiles, out, compared, sums[1], torch.ones(3))
-        found.append((sums, out))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append((sums, out))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def choose(monkeypatch, kernels):
-    """Send every fp32 tile through these kernels, or through none."""
+    """Use these kernels, or none, for every fp32 tile."""
     for module in ("linear", "logits", "policy"):
-        chosen = lambda given, dtype, count: kernels if dtype == torch.float32 else None  # noqa: E731
+        chosen = lambda tensor, dtype, count: kernels if dtype == torch.float32 else None  # noqa: E731
         monkeypatch.setattr(importlib.import_module(f"leanstep.logprob.{module}"), "kernels_for", chosen)
 
 

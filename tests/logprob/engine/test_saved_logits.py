@@ -1,4 +1,4 @@
-"""Logits kept for the backward: the same bits as recomputing, fewer GEMMs, no more bytes than allowed."""
+"""Logits saved for the backward pass: the same bits as recomputing, fewer GEMMs, within the byte limit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPTIONS = {
     "padded": {"entropy": "grad", "rows": ROWS, "total": V - 3},
     "empty": {"entropy": "grad", "rows": ROWS[:0]},
 }
-KEPT = {
+SAVE_OPTIONS = {
     "one tile": {"save_logits": 4 * 7 * 8},
     "all": {"save_logits": EVERYTHING},
     "in grad": {},
@@ -58,7 +58,7 @@ def normal(*shape, seed, dtype=torch.float64):
 
 
 def call(name, dtype, tile, **more):
-    """Inputs that want a gradient, and a function of them."""
+    """Return inputs that require a gradient, and a function of them."""
     options = dict(OPTIONS[name])
     selected = len(options.get("rows", range(T)))
     real = options.get("total", V)
@@ -78,8 +78,8 @@ def call(name, dtype, tile, **more):
     if low_rank:
         inputs |= {"down": normal(2, D, seed=8, dtype=dtype), "up": normal(V, 2, seed=9, dtype=dtype)}
 
-    def outputs(*given):
-        named = dict(zip(inputs, given, strict=True))
+    def outputs(*values):
+        named = dict(zip(inputs, values, strict=True))
         if low_rank:
             named["lora"] = LoRA(named.pop("down"), named.pop("up"), 0.5)
         out = linear_logprobs(
@@ -92,9 +92,9 @@ def call(name, dtype, tile, **more):
 
 def values_and_gradients(name, dtype, tile, **more):
     inputs, outputs = call(name, dtype, tile, **more)
-    found = outputs(*inputs)
-    upstream = [normal(*x.shape, seed=20 + i, dtype=x.dtype) for i, x in enumerate(found)]
-    return [x.detach() for x in found] + list(torch.autograd.grad(found, inputs, upstream))
+    values = outputs(*inputs)
+    upstream = [normal(*x.shape, seed=20 + i, dtype=x.dtype) for i, x in enumerate(values)]
+    return [x.detach() for x in values] + list(torch.autograd.grad(values, inputs, upstream))
 
 
 @pytest.mark.parametrize("tile", [Tiles(4, 7, "vocab"), Tiles(4, 7, "rows"), Tiles(11, 9, "vocab")], ids=str)
@@ -102,41 +102,41 @@ def values_and_gradients(name, dtype, tile, **more):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_same_bits_as_recomputing(name, dtype, tile):
     expected = values_and_gradients(name, dtype, tile, save_logits="none")
-    for how, kept in KEPT.items():
-        for a, b in zip(values_and_gradients(name, dtype, tile, **kept), expected, strict=True):
+    for how, options in SAVE_OPTIONS.items():
+        for a, b in zip(values_and_gradients(name, dtype, tile, **options), expected, strict=True):
             assert torch.equal(a, b), how
 
 
-@pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
+@pytest.mark.parametrize("options", SAVE_OPTIONS.values(), ids=list(SAVE_OPTIONS))
 @pytest.mark.parametrize("name", ["rows", "softcap", "smoothing", "allowed", "allowed-narrow", "lora"])
-def test_gradcheck(name, kept):
-    inputs, outputs = call(name, torch.float64, Tiles(4, 9, "vocab"), **kept)
+def test_gradcheck(name, options):
+    inputs, outputs = call(name, torch.float64, Tiles(4, 9, "vocab"), **options)
     # Along random directions: the bits are those of recomputing, which test_tile_loop checks entry by entry.
     assert torch.autograd.gradcheck(outputs, tuple(inputs), fast_mode=True)
 
 
-@pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
-def test_a_second_backward_finds_the_same(kept):
-    inputs, outputs = call("rows", torch.float32, Tiles(4, 9, "vocab"), **kept)
-    found = outputs(*inputs)
-    upstream = [normal(*x.shape, seed=30, dtype=x.dtype) for x in found]
-    (alone,) = torch.autograd.grad(found, inputs[:1], upstream, retain_graph=True)
-    first = torch.autograd.grad(found, inputs, upstream, retain_graph=True)
+@pytest.mark.parametrize("options", SAVE_OPTIONS.values(), ids=list(SAVE_OPTIONS))
+def test_a_second_backward_finds_the_same(options):
+    inputs, outputs = call("rows", torch.float32, Tiles(4, 9, "vocab"), **options)
+    values = outputs(*inputs)
+    upstream = [normal(*x.shape, seed=30, dtype=x.dtype) for x in values]
+    (alone,) = torch.autograd.grad(values, inputs[:1], upstream, retain_graph=True)
+    first = torch.autograd.grad(values, inputs, upstream, retain_graph=True)
     copies = [x.clone() for x in first]
-    second = torch.autograd.grad(found, inputs, upstream)
+    second = torch.autograd.grad(values, inputs, upstream)
     assert torch.equal(alone, first[0])
     for a, b, c in zip(first, copies, second, strict=True):
         assert torch.equal(a, b) and torch.equal(b, c) and a.data_ptr() != c.data_ptr()
     with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(found, inputs, upstream)
+        torch.autograd.grad(values, inputs, upstream)
 
 
-@pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
-def test_activation_checkpointing_finds_the_same(kept):
-    inputs, outputs = call("rows", torch.float32, Tiles(7, 9, "vocab"), **kept)
+@pytest.mark.parametrize("options", SAVE_OPTIONS.values(), ids=list(SAVE_OPTIONS))
+def test_activation_checkpointing_finds_the_same(options):
+    inputs, outputs = call("rows", torch.float32, Tiles(7, 9, "vocab"), **options)
 
-    def total(*given):
-        return torch.stack([x.sum() for x in outputs(*given)]).sum()
+    def total(*values):
+        return torch.stack([x.sum() for x in outputs(*values)]).sum()
 
     expected = torch.autograd.grad(total(*inputs), inputs)
     for x in inputs:
@@ -146,39 +146,39 @@ def test_activation_checkpointing_finds_the_same(kept):
 
 
 def test_activation_checkpointing_on_several_threads_finds_the_same(monkeypatch):
-    """Which tile finishes first differs from run to run; where a saved tile belongs must not."""
+    """The tile that finishes first differs from run to run; the place of a saved tile must not."""
     t, d, v = 64, 16, 2048
     monkeypatch.setattr("leanstep.logprob.engine.tiles.MIN_CORE_PRODUCTS", 1)
     hidden, weight = normal(t, d, seed=1, dtype=torch.float32), normal(v, d, seed=2, dtype=torch.float32)
     inputs, tokens = [hidden.requires_grad_(), weight.requires_grad_()], torch.arange(t)
-    kept = {"save_logits": 4 * t * v, "budget": 10 * 16 * 512 * 3}
+    options = {"save_logits": 4 * t * v, "budget": 10 * 16 * 512 * 3}
 
     def total(h, w):
-        return (linear_logprobs(h, w, tokens, entropy="grad", **kept).logp * torch.arange(t)).sum()
+        return (linear_logprobs(h, w, tokens, entropy="grad", **options).logp * torch.arange(t)).sum()
 
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         expected = torch.autograd.grad(total(*inputs), inputs)
         for _ in range(10):
-            found = torch.autograd.grad(checkpoint(total, *inputs, use_reentrant=False), inputs)
-            assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+            actual = torch.autograd.grad(checkpoint(total, *inputs, use_reentrant=False), inputs)
+            assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
     finally:
         torch.set_num_threads(threads)
 
 
 def test_saved_tiles_have_an_order_that_no_timing_changes():
-    """The places of saved tiles are settled before the first of them is computed."""
+    """The places of saved tiles are decided before the first tile is computed."""
     from leanstep.logprob.engine.tiles import SavedLogits
 
-    kept = SavedLogits(torch.empty(0), torch.float32, None, 4 * 5 * 3)
+    saved = SavedLogits(torch.empty(0), torch.float32, None, 4 * 5 * 3)
     walk = [(slice(r, r + 1), slice(c, c + 3)) for r in range(2) for c in (0, 3, 6)]
-    kept.reserve(walk)
-    assert kept.places == ((0, 0), (0, 3), (0, 6), (1, 0), (1, 3))
+    saved.reserve(walk)
+    assert saved.places == ((0, 0), (0, 3), (0, 6), (1, 0), (1, 3))
     for rows, columns in reversed(walk[:-1]):
-        kept.tile(rows, columns).fill_(rows.start * 10 + columns.start)
-    assert kept.tile(*walk[-1]) is None
-    assert [x[0, 0].item() for x in kept.tensors] == [0, 3, 6, 10, 13]
+        saved.tile(rows, columns).fill_(rows.start * 10 + columns.start)
+    assert saved.tile(*walk[-1]) is None
+    assert [x[0, 0].item() for x in saved.tensors] == [0, 3, 6, 10, 13]
 
 
 class Products(TorchDispatchMode):
@@ -192,20 +192,20 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("kept", "tile", "products"),
+    ("options", "tile", "products"),
     [
         # 3 row chunks, 4 vocabulary tiles; each tile is one product forward and two for the gradients.
         ({"save_logits": "none"}, (4, 10), 4 * 12),
         ({"save_logits": EVERYTHING}, (4, 10), 3 * 12),
         ({"save_logits": 5 * 4 * 4 * 10}, (4, 10), 4 * 12 - 5),
-        # The gradient has room for the first chunk of every vocabulary tile, unless it is taller than D = 8.
+        # The gradient fits the first chunk of every vocabulary tile, unless it is taller than D = 8.
         ({}, (4, 10), 4 * 12 - 4),
         ({"save_logits": ("grad", EVERYTHING)}, (4, 10), 3 * 12),
         ({}, (11, 10), 4 * 4),
     ],
 )
-def test_kept_tiles_are_not_recomputed(kept, tile, products):
-    inputs, outputs = call("plain", torch.float32, tile, **kept)
+def test_kept_tiles_are_not_recomputed(options, tile, products):
+    inputs, outputs = call("plain", torch.float32, tile, **options)
     with Products() as counted:
         torch.autograd.grad([x.sum() for x in outputs(*inputs)], inputs)
     assert counted.count == products
@@ -222,22 +222,22 @@ def saved_tiles(allowed, **more):
     inputs, outputs = call("plain", torch.float32, (4, 10), save_logits=allowed, **more)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        found = outputs(*inputs)
+        values = outputs(*inputs)
     # Everything else that is saved is an input or a vector.
-    return [x for x in saved if x.dim() == 2 and x.shape[1] != D], found, inputs
+    return [x for x in saved if x.dim() == 2 and x.shape[1] != D], values, inputs
 
 
 @pytest.mark.parametrize(("allowed", "tiles"), [(0, 0), (83, 0), (160, 1), (1000, 7), (EVERYTHING, 12)])
 def test_no_more_is_saved_than_allowed(allowed, tiles):
-    found, _, _ = saved_tiles(allowed)
-    assert len(found) == tiles and sum(x.numel() * 4 for x in found) <= allowed
+    saved, _, _ = saved_tiles(allowed)
+    assert len(saved) == tiles and sum(x.numel() * 4 for x in saved) <= allowed
 
 
 def test_tiles_are_freed_with_the_graph():
-    tiles, found, inputs = saved_tiles(EVERYTHING)
+    tiles, values, inputs = saved_tiles(EVERYTHING)
     alive = [weakref.ref(x) for x in tiles]
     del tiles
-    torch.autograd.grad([x.sum() for x in found], inputs)
+    torch.autograd.grad([x.sum() for x in values], inputs)
     gc.collect()
     assert not any(x() is not None for x in alive)
 
@@ -267,20 +267,20 @@ def test_an_early_gradient_costs_no_memory_at_the_peak():
     from leanstep.measure.peaks import measure_peak
 
     t, d, v = 128, 256, 4096
-    given = {
+    inputs = {
         "hidden": normal(t, d, seed=1, dtype=torch.float32),
         "weight": normal(v, d, seed=2, dtype=torch.float32),
     }
     tokens = torch.randint(0, v, (t,))
 
-    def extra(**kept):
+    def extra(**options):
         def step():
-            h, w = (x.detach().requires_grad_() for x in given.values())
-            out = linear_logprobs(h, w, tokens, entropy="grad", tile=(64, 512), **kept)
+            h, w = (x.detach().requires_grad_() for x in inputs.values())
+            out = linear_logprobs(h, w, tokens, entropy="grad", tile=(64, 512), **options)
             grads = torch.autograd.grad([out.logp.sum(), out.entropy.sum()], [h, w])
             return {"hidden": grads[0], "weight": grads[1]}
 
-        return measure_peak(step, given).extra_bytes
+        return measure_peak(step, inputs).extra_bytes
 
     recomputed = extra(save_logits="none")
     assert extra() <= 1.02 * recomputed
@@ -291,9 +291,9 @@ def test_an_early_gradient_costs_no_memory_at_the_peak():
 def test_main_grad_is_never_lent():
     inputs, _ = call("plain", torch.float32, (4, 10))
     tokens, mains = torch.arange(T), []
-    for kept in ({}, {"save_logits": "none"}):
+    for options in ({}, {"save_logits": "none"}):
         main = torch.ones(V, D)
-        linear_logprobs(*inputs, tokens, main_grad=main, tile=(4, 10), **kept).logp.sum().backward()
+        linear_logprobs(*inputs, tokens, main_grad=main, tile=(4, 10), **options).logp.sum().backward()
         mains.append(main)
     assert torch.equal(*mains)
 

@@ -1,4 +1,4 @@
-"""Running statistics: any partition of the columns, merged in any order, gives those of the whole."""
+"""Running statistics: any partition of the columns, merged in any order, gives the same statistics."""
 
 from __future__ import annotations
 

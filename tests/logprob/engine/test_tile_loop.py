@@ -1,10 +1,10 @@
-"""The vocabulary in parts, one per core: the same numbers, the same bits every time, gradients as hard."""
+"""The vocabulary in parts, one per core: the same numbers and gradients, and the same bits in every run."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from logprob.engine.test_saved_logits import KEPT, OPTIONS, call, normal, values_and_gradients
+from logprob.engine.test_saved_logits import OPTIONS, SAVE_OPTIONS, call, normal, values_and_gradients
 
 from leanstep.logprob import Tiles, linear
 from leanstep.logprob.engine import tiles
@@ -13,14 +13,14 @@ from leanstep.logprob.engine.tiles import MAX_CORE_BYTES, choose_cores
 
 @pytest.fixture(params=[Tiles(4, 7, "vocab"), Tiles(11, 5, "vocab"), Tiles(11, 40, "vocab")], ids=str)
 def split(monkeypatch, request):
-    """Three cores for every call, with small tiles; returns how many were used."""
+    """Use three cores and small tiles for every call; return the numbers of cores used."""
     calls = []
 
     def arranged(*shape, tile=None, **options):
-        found = tiles.arrange(*shape, tile=tile, **options)
+        arrangement = tiles.arrange(*shape, tile=tile, **options)
         if tile is None:
-            calls.append(found.cores)
-        return found
+            calls.append(arrangement.cores)
+        return arrangement
 
     monkeypatch.setattr(tiles, "choose_cores", lambda *shape: 3)
     monkeypatch.setattr(tiles, "choose_tiles", lambda *shape, **options: request.param)
@@ -41,13 +41,13 @@ def test_parts_give_the_numbers_of_the_whole(name, dtype, split):
     assert split == [1 if name.startswith(("k", "allowed")) else 3] * 2
 
 
-@pytest.mark.parametrize("kept", KEPT.values(), ids=list(KEPT))
+@pytest.mark.parametrize("options", SAVE_OPTIONS.values(), ids=list(SAVE_OPTIONS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["rows", "softcap", "lora", "smoothing"])
-def test_kept_logits_give_the_same_bits(name, dtype, kept, split):
+def test_kept_logits_give_the_same_bits(name, dtype, options, split):
     expected = values_and_gradients(name, dtype, None, save_logits="none")
-    found = values_and_gradients(name, dtype, None, **kept)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = values_and_gradients(name, dtype, None, **options)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert split == [3, 3]
 
 
@@ -59,9 +59,9 @@ def test_gradcheck(name, split):
 
 def test_main_grad_is_added_to(split):
     inputs, outputs = call("plain", torch.float32, None)
-    found = outputs(*inputs)
-    upstream = [normal(*x.shape, seed=30, dtype=x.dtype) for x in found]
-    _, expected = torch.autograd.grad(found, inputs, upstream)
+    values = outputs(*inputs)
+    upstream = [normal(*x.shape, seed=30, dtype=x.dtype) for x in values]
+    _, expected = torch.autograd.grad(values, inputs, upstream)
     main_grad = torch.ones_like(inputs[1])
     inputs, outputs = call("plain", torch.float32, None, main_grad=main_grad)
     torch.autograd.grad(outputs(*inputs), inputs, upstream, allow_unused=True)

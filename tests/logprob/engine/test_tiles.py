@@ -1,4 +1,4 @@
-"""Tile choice: within the budget, never past the problem, as the specification's formula says."""
+"""Tile choice: within the budget, never larger than the problem, and equal to the specified formula."""
 
 from __future__ import annotations
 
@@ -69,16 +69,16 @@ def test_a_small_gpu_tile_is_nearly_square_and_no_slower():
     side = (64 * MIB // 10) ** 0.5
     assert all(0.5 * side < n < 2 * side and n % 128 == 0 for n in (tiles.rows, tiles.columns))
     square = int(side) // 128 * 128
-    found, equal = (
+    chosen, equal = (
         product_time((rows, c), (vocab, w), width, units, 10, True)
         for c, w in ((tiles.rows, tiles.columns), (square, square))
     )
-    assert found <= equal
+    assert chosen <= equal
 
 
 @pytest.mark.parametrize(("width", "columns"), [(2560, 4992), (4096, 4224)])
 def test_the_weights_gradient_of_a_gpu_tile_fills_its_waves(width, columns):
-    """All but the last tile are as wide as chosen: cut evenly, the last wave of every product is not full."""
+    """All but the last tile have the chosen width; with even tiles, no product would fill its last wave."""
     tiles = choose_tiles(51_320, 76_032, width, device="meta", kernels=True)
     assert tiles.columns == columns
     blocks = columns // 128 * (width // 256)

@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of models that end in a head function: no break, the numbers of eager."""
+"""torch.compile(fullgraph=True) of models that end in a head function: no graph break, eager's results."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ CASES = {
 
 
 def results(function, leaves, options):
-    """Values and gradients."""
-    given = [t.clone().requires_grad_() for t in leaves]
-    out = function(*given, **options)
+    """Return values and gradients."""
+    inputs = [t.clone().requires_grad_() for t in leaves]
+    out = function(*inputs, **options)
     flowing = [v for v in out if v.requires_grad]
     upstream = [normal(*v.shape, seed=20 + i).to(v.dtype) for i, v in enumerate(flowing)]
-    return [*(v.detach() for v in out), *torch.autograd.grad(flowing, given, upstream)]
+    return [*(v.detach() for v in out), *torch.autograd.grad(flowing, inputs, upstream)]
 
 
 def check(name, backend):
@@ -106,18 +106,18 @@ def check(name, backend):
         assert len(TARGETS) != len(options["rows"])
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     truth = results(function, [t.double() for t in leaves], _double(options))
-    eager, found = results(function, leaves, options), results(compiled, leaves, options)
-    assert len(found) == len(eager)
-    for f, e, x in zip(found, eager, truth, strict=True):
+    eager, actual = results(function, leaves, options), results(compiled, leaves, options)
+    assert len(actual) == len(eager)
+    for f, e, x in zip(actual, eager, truth, strict=True):
         error, other = (float((v.double() - x).abs().max()) for v in (f, e))
         assert error <= 2 * other + 2e-6 * float(x.abs().max()), (name, error, other)
 
 
 def _double(options):
-    found = dict(options)
-    if isinstance(found.get("temperature"), torch.Tensor):
-        found["temperature"] = found["temperature"].double()
-    return found
+    converted = dict(options)
+    if isinstance(converted.get("temperature"), torch.Tensor):
+        converted["temperature"] = converted["temperature"].double()
+    return converted
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -172,9 +172,9 @@ def test_the_backward_starts_from_the_forwards_statistics(monkeypatch):
 def test_no_gradient_where_none_is_needed():
     hidden = HEAD[0].clone().requires_grad_()
     compiled = torch.compile(lambda h, w: scores(h, w)[0], fullgraph=True, backend="aot_eager")
-    (found,) = torch.autograd.grad(compiled(hidden, HEAD[1]).sum(), hidden)
+    (actual,) = torch.autograd.grad(compiled(hidden, HEAD[1]).sum(), hidden)
     (expected,) = torch.autograd.grad(scores(hidden, HEAD[1])[0].sum(), hidden)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("tile", [(4, 16), (None, 16), (4, None), Tiles(4, 16)], ids=str)

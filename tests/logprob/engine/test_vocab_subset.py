@@ -28,30 +28,30 @@ def setup(dtype=torch.float64):
 def test_values_and_gradients(path, transform, whole_entropy, monkeypatch):
     if path == "dense":
         monkeypatch.setattr("leanstep.logprob.linear.SPARSE_FRACTION", 0.0)
-    given = [x.requires_grad_() for x in setup()[:3]]
+    inputs = [x.requires_grad_() for x in setup()[:3]]
     tokens, upstream = setup()[3], torch.randn(2, len(ROWS), dtype=torch.float64)
-    transform = {"bias": given[2], "rows": ROWS, **transform}
+    transform = {"bias": inputs[2], "rows": ROWS, **transform}
     expected = reference_linear_logprobs(
-        given[0], given[1], tokens, allowed=LISTS, whole_entropy=whole_entropy, **transform
+        inputs[0], inputs[1], tokens, allowed=LISTS, whole_entropy=whole_entropy, **transform
     )
     sets = Allowed(*ragged(LISTS), whole_entropy=whole_entropy)
     # The entropy of the whole vocabulary needs all columns.
     for entropy, is_sparse in (("none", path == "sparse"), ("grad", path == "sparse" and not whole_entropy)):
-        found = linear_logprobs(
-            given[0], given[1], tokens, entropy=entropy, allowed=sets, tile=(2, 50), **transform
+        actual = linear_logprobs(
+            inputs[0], inputs[1], tokens, entropy=entropy, allowed=sets, tile=(2, 50), **transform
         )
-        assert (type(found.logp.grad_fn).__name__ == "_SparseBackward") == is_sparse
+        assert (type(actual.logp.grad_fn).__name__ == "_SparseBackward") == is_sparse
         outputs = 1 if entropy == "none" else 2
         for roots in {(0,), (outputs - 1,), tuple(range(outputs))}:
             grads = [
                 torch.autograd.grad(
-                    [x[i] for i in roots], given, list(upstream[list(roots)]), retain_graph=True
+                    [x[i] for i in roots], inputs, list(upstream[list(roots)]), retain_graph=True
                 )
-                for x in (found, expected)
+                for x in (actual, expected)
             ]
             for a, b in zip(*grads, strict=True):
                 torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
-        torch.testing.assert_close(found[:outputs], expected[:outputs])
+        torch.testing.assert_close(actual[:outputs], expected[:outputs])
 
 
 def test_whole_entropy_is_the_unrestricted_one():

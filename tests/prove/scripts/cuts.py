@@ -1,15 +1,15 @@
-"""One update of a tiny language model on four samples, cut in different ways; `--bug`: a known mistake.
+"""One update of a tiny language model on four samples, split in different ways; `--bug`: a known mistake.
 
 The mistakes, each from a public thread, in words of our own:
   verl-7200          every micro-batch divides by its own tokens, and the results are added
   transformers-2024  a mean over micro-batches of means over tokens
   verl-3332          the loss of a micro-batch is not divided by the number of micro-batches
-  unsloth-zoo-1023   divided by the tokens of the batch, and by the micro-batches as well
+  unsloth-zoo-1023   divided by the tokens of the batch, and by the number of micro-batches as well
   prime-rl-2562      every rank divides by its own tokens, and ranks are averaged
   verl-5366          divided by the tokens of all ranks, then averaged over ranks
-  DiffCSE-25         padding is a class like any other in the loss
-  axolotl-3735       tokens look at padding
-  nanoVLM-204        packed samples look at each other
+  DiffCSE-25         padding counts as an ordinary class in the loss
+  axolotl-3735       tokens attend to padding
+  nanoVLM-204        packed samples attend to each other
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A script that is in double precision already, in all the ways that scripts are."""
+"""A script that already uses double precision, in all the ways that scripts set it."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A model of elementwise ops, which keep a row's bits on every machine; `--fault` plants another."""
+"""A model of elementwise ops, whose rows have the same bits in every batch; `--fault` plants a fault."""
 
 import argparse
 

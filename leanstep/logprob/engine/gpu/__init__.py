@@ -1,1 +1,1 @@
-"""Only on a GPU: sides of tiles that fill it, kernels for whole rows."""
+"""GPU only: tile sizes that fill the device, and kernels for whole rows."""

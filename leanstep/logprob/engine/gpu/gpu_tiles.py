@@ -1,8 +1,8 @@
-"""Sides of a tile on a GPU: those whose matrix products keep all units of the device busy.
+"""Tile sizes on a GPU whose matrix products keep all multiprocessors (units) of the device busy.
 
-A product is cut into blocks, and the units take one block after the other: 260 blocks on 132 units take as
-long as 264, and 270 half as long again. Which sides are best follows from the shapes and the number of units
-alone, so that a recomputation, a second run and another rank of the same kind take the same tiles.
+A product is split into blocks that the units process in waves: 260 blocks on 132 units take as long as 264,
+and 270 take half as long again. The best size depends only on the shapes and the number of units, so that a
+recomputation, a second run and another rank with the same device use the same tiles.
 """
 
 # c rows of a chunk · w columns of a tile · T' selected rows · D model · V local vocabulary
@@ -15,33 +15,34 @@ import math
 import torch
 from torch import Tensor
 
-# Sides of tiles are multiples of this, as the blocks of matrix products are; a row of logits begins at a
+# Sides of tiles are multiples of this, like the blocks of matrix products. A row of logits begins at a
 # multiple of `ROW_ELEMENTS`, so that every operand is aligned to 16 bytes.
 GPU_ALIGNMENT = 128
 ROW_ELEMENTS = 8
-# Logits of whole rows that wait for their gradient.
+# Bytes for the logits of whole rows that are stored until their gradient is computed.
 GPU_CHUNK_BYTES = 1 << 30
-# No last tile narrower than this: start-up cost would dominate its products.
+# Minimum width of the last tile: in narrower ones, the launch cost would dominate the products.
 LEAST_REST = 1024
-# Blocks of a product, and the units of a device that cannot be asked (an H100's).
+# Blocks of a product, and the number of units if there is no device to query (an H100's).
 BLOCK_ROWS, BLOCK_COLUMNS, UNITS = 128, 256, 132
 # Times are counted in steps along a product's inner dimension k: one step multiplies one column of A with one
-# row of B, in the blocks of all units at once. Bytes that an H100 moves per step, and the steps that a
-# product's start takes: published rates, fitted starts (leanstep/rehearse).
+# row of B, in the blocks of all units at once. Bytes that an H100 moves per step (published rates), and the
+# steps that launching a product takes (fitted, leanstep/rehearse).
 BYTES_PER_K_STEP, START_K_STEPS = 35_000, 460
-# What one MiB of memory more must save: a third of a microsecond.
+# Time that each additional MiB of memory must save: a third of a microsecond.
 K_STEPS_PER_MIB = 30
-# Into how many equal parts rows and vocabulary may be cut to find sides that qualify.
+# Rows and vocabulary are split into at most this many equal parts to find candidate sizes.
 MOST_PARTS = 32
 
 
 def gpu_chunk_rows(
     head_shape: tuple[int, int], like: Tensor, itemsize: int, budget: int | None = None
 ) -> int:
-    """Rows whose logits [c, V] wait for their gradient together on a GPU; `head_shape` is (V, D).
+    """Return the number of rows whose logits [c, V] are stored together on a GPU; `head_shape` is (V, D).
 
-    At most as many as the budget has room for and at least half of them: as many as fill the waves of the
-    hidden gradient's product [c, D] best.
+    Between half of the rows that fit the budget and all of them: the number that fills the waves of the
+        hidden
+    gradient's product [c, D] best.
     """
     columns, width = head_shape
     most = (GPU_CHUNK_BYTES if budget is None else budget) // max(columns * itemsize, 1)
@@ -56,14 +57,15 @@ def gpu_chunk_rows(
 def gpu_tiles(
     num_rows: int, vocab: int, width: int, budget: int, entry_bytes: tuple[int, int], units: int
 ) -> tuple[int, int]:
-    """Rows and columns of tiles in vocabulary order, multiples of 128; the last tiles take what is left.
+    """Return rows and columns of tiles in vocabulary order, multiples of 128; the last tiles may be smaller.
 
     dW of a tile's columns is summed over its row chunks and written once; the hidden gradient is summed over
-    tiles of columns. The products read and write both sums themselves, and over thousands of steps hide it.
-    Of the sides that fit, those whose products take the least time, as far as it is worth the memory.
+    tiles of columns. The products read and write both sums themselves, and thousands of k-steps hide that
+    traffic. Of the sizes that fit, choose the one whose products take the least time, weighed against memory.
 
     Args:
-        entry_bytes: of a logit, and of the fp32 sums for a column of dW, which only several chunks need.
+        entry_bytes: bytes of a logit, and of the fp32 sums for a column of dW, which only several chunks
+            need.
     """
     logit_bytes, sums_bytes = entry_bytes
     elements, step = max(budget // logit_bytes, 1), GPU_ALIGNMENT
@@ -83,10 +85,10 @@ def gpu_tiles(
         rest = (vocab - 1) % columns + 1
         return tallest(columns) >= min(step, num_rows) and rest >= min(LEAST_REST, vocab)
 
-    # Widths whose dW fills its waves to the last block, those that use up the budget, equal ones.
-    a_row, parts = -(-width // BLOCK_COLUMNS), range(1, MOST_PARTS + 1)
+    # Widths whose dW fills its waves completely, widths that use up the budget, equal widths.
+    row_blocks, parts = -(-width // BLOCK_COLUMNS), range(1, MOST_PARTS + 1)
     widths = {
-        *(count * units // a_row * step for count in parts),
+        *(count * units // row_blocks * step for count in parts),
         *(elements // -(-num_rows // count) // step * step for count in parts),
         *(even_size(vocab, -(-vocab // count)) for count in parts),
     }
@@ -101,7 +103,7 @@ def gpu_tiles(
 
 
 def even_size(length: int, at_most: int) -> int:
-    """Of the first of the equal parts that `length` is cut into: a multiple of 128 where there is room."""
+    """Return the size of the first of the equal parts of `length`, a multiple of 128 if `at_most` allows."""
     if at_most >= length:
         return length
     at_most = round_down(at_most, GPU_ALIGNMENT)
@@ -114,11 +116,11 @@ def round_down(value: int, multiple: int) -> int:
 
 
 def waves(m: int, n: int, units: int) -> float:
-    """How often the units are filled by the blocks of a product [m, n]."""
-    # Blocks lie either way.
-    ways = ((BLOCK_ROWS, BLOCK_COLUMNS), (BLOCK_COLUMNS, BLOCK_ROWS))
-    blocks = min(-(-m // high) * -(-n // wide) for high, wide in ways)
-    # A long queue of blocks evens out; in a short one units wait for the last block.
+    """Return how many waves of units the blocks of a product [m, n] take."""
+    # Blocks may have either orientation.
+    orientations = ((BLOCK_ROWS, BLOCK_COLUMNS), (BLOCK_COLUMNS, BLOCK_ROWS))
+    blocks = min(-(-m // high) * -(-n // wide) for high, wide in orientations)
+    # Many blocks average out; with few, units idle until the last block is done.
     return blocks / units + 0.5 if blocks > 4 * units else float(-(-blocks // units))
 
 
@@ -130,10 +132,10 @@ def product_time(
     logit_bytes: int,
     trained: bool,
 ) -> float:
-    """Time of all products, two of them for logits, in steps along k of a product that fills all units.
+    """Return the time of all products, two of them for logits, in k-steps of a product that fills all units.
 
     Args:
-        rows, columns: how many there are, and how many a tile has at most.
+        rows, columns: the total number, and the largest number per tile.
         trained: whether there is a gradient of the weight.
     """
 
@@ -143,10 +145,10 @@ def product_time(
         return (steps**3 + transfer_steps**3) ** (1 / 3) + START_K_STEPS
 
     whole = rows[0] <= rows[1]
-    cuts = [[(size, length // size), (length % size, 1)] for length, size in (rows, columns)]
+    splits = [[(size, length // size), (length % size, 1)] for length, size in (rows, columns)]
     total = 0.0
-    for c, count in cuts[0]:
-        for w, times in cuts[1]:
+    for c, count in splits[0]:
+        for w, times in splits[1]:
             if c and w and count and times:
                 time = 2 * product(c, w, width, logit_bytes * c * w) + product(c, width, w, 8 * c * width)
                 if trained:
@@ -156,7 +158,7 @@ def product_time(
 
 
 def units_of(device: torch.device | str) -> int:
-    """Multiprocessors of the device; those of an H100 where no device is there to ask."""
+    """Return the number of multiprocessors of the device; an H100's if no device can be queried."""
     device = torch.device(device)
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,10 +1,10 @@
-"""Triton kernels for rows: what a tile loop reads before its first tile and decides after its last one.
+"""Triton kernels for rows: the work before the first and after the last tile of a tile loop.
 
-    gather_rows   selected rows of hidden states, 16 bytes a thread; torch computes an address per element
+    gather_rows   selected rows of hidden states, 16 bytes per thread; torch computes an address per element
     policy_rows   softmax statistics -> a policy objective's losses and the factors of its logit gradients
 
-One launch of `policy_rows` stands for a hundred small ones a chunk of rows: the objective differentiated by
-autograd (objective.py), which stays its oracle.
+One launch of `policy_rows` replaces about a hundred small launches per chunk of rows: those of the objective
+differentiated by autograd (objective.py), which is its reference in tests.
 """
 
 # R rows · D model
@@ -32,11 +32,11 @@ def gather_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(rows_ptr + row).to(tl.int64)
-    # A row that is not there becomes NaN, which nobody overlooks; other memory is never read.
-    # Compared with every column: a mask of one number is none in the interpreter of Triton 3.9.
-    there = columns * 0 + source
+    # A row index out of range gives a row of NaN; memory outside of x is never read.
+    # Broadcast over the columns: the interpreter of Triton 3.9 ignores a mask of a single number.
+    sources = columns * 0 + source
     inside = columns < num_columns
-    real = inside & (there >= 0) & (there < num_rows)
+    real = inside & (sources >= 0) & (sources < num_rows)
     x = tl.load(x_ptr + source * row_stride + columns, mask=real, other=float("nan"))
     tl.store(out_ptr + row * out_stride + columns, x.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -66,7 +66,7 @@ def policy_rows_kernel(
     w = tl.load(weight_ptr + rows, mask=real, other=0.0)
     entropy, unmasked = log_s - mean, real
     if HAS_MASK:
-        # A masked row may hold anything: no function sees it.
+        # A masked row may hold any values: they enter no computation.
         unmasked = tl.load(mask_ptr + rows, mask=real, other=0.0) != 0.0
         logp, entropy = tl.where(unmasked, logp, 0.0), tl.where(unmasked, entropy, 0.0)
     advantage = tl.load(advantage_ptr + rows, mask=unmasked, other=0.0)
@@ -117,7 +117,7 @@ def policy_rows_kernel(
 
 
 def gather_rows(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
-    """out [R, D] <- x[rows], in the dtype of `out`; NaN where `rows` [R] names no row of `x` [T, D]."""
+    """Write x[rows] to `out` [R, D] in the dtype of `out`; NaN if an index is not a row of `x` [T, D]."""
     count, columns = out.shape
     if count and columns:
         assert x.stride(1) == 1 and out.stride(1) == 1
@@ -138,23 +138,23 @@ def policy_rows(
     results: Sequence[Tensor | None],
     slope: tuple[float, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """A policy objective and its derivatives on the rows of a chunk, one launch.
+    """Compute a policy objective and its derivatives on the rows of a chunk in one launch.
 
     Args:
-        statistics: m, s, t (None: not kept), the targets' logits, [R] each.
+        statistics: m, s, t (None: not computed), the targets' logits, [R] each.
         batch: old_logp, advantages, mask, ref_logp, [R] each; the last two may be None.
-        weights: mask / normaliser, [R].
-        objective: a `PolicyObjective` of the kind "clip" or "cispo".
-        results: logp, entropy (None without t), losses, ratio, clipped: written.
-        slope: what gradients are multiplied by: a number, and one per row or None.
+        weights: mask / normalizer, [R].
+        objective: a `PolicyObjective` of kind "clip" or "cispo".
+        results: output tensors: logp, entropy (None without t), losses, ratio, clipped.
+        slope: factors of the gradients: a number, and one value per row or None.
 
-    Returns: the fields of `RowFactors`; no slope without an entropy bonus.
+    Returns: the fields of `RowFactors`; slope is None without an entropy bonus.
     """
-    rows, given = len(weights), [None if t is None else t.contiguous() for t in (*statistics, *batch)]
+    rows, inputs = len(weights), [None if t is None else t.contiguous() for t in (*statistics, *batch)]
     factors = torch.empty((4, rows), dtype=torch.float32, device=weights.device)
     bonus, kl = bool(objective.entropy_coef), int(objective.kl[1]) if objective.kl_coef else 0
     clipped = results[4].view(torch.uint8) if results[4] is not None else None
-    tensors = (*given, weights.contiguous(), slope[1], *results[:4], clipped, factors)
+    tensors = (*inputs, weights.contiguous(), slope[1], *results[:4], clipped, factors)
     if rows:
         with on_device_of(weights):
             policy_rows_kernel[(triton.cdiv(rows, POLICY_BLOCK),)](
@@ -162,7 +162,7 @@ def policy_rows(
                 rows, 1.0 - objective.clip_low, 1.0 + objective.clip_high, objective.dual_clip or 0.0,
                 objective.kl_coef, objective.entropy_coef, slope[0],
                 IS_CISPO=objective.kind == "cispo", HAS_DUAL=objective.dual_clip is not None, KL=kl,
-                HAS_BONUS=bonus, HAS_MOMENT=given[2] is not None, HAS_MASK=given[6] is not None,
+                HAS_BONUS=bonus, HAS_MOMENT=inputs[2] is not None, HAS_MASK=inputs[6] is not None,
                 HAS_SLOPES=slope[1] is not None, BLOCK=POLICY_BLOCK, num_warps=4,
             )  # fmt: skip
     maximum, constant, target, entropy_slope = factors.unsqueeze(-1).unbind()
@@ -170,7 +170,7 @@ def policy_rows(
 
 
 def _entries() -> list[dict]:
-    """What a policy loss launches by default."""
+    """Return the configurations that a policy loss launches by default."""
     types = {"x_ptr": "*bf16", "rows_ptr": "*i64", "out_ptr": "*bf16", "num_rows": "i32"}
     entries = [entry("gather_rows", gather_rows_kernel, 4, {"BLOCK": GATHER_BLOCK}, **types)]
     flags = dict.fromkeys(("HAS_DUAL", "HAS_BONUS", "HAS_MOMENT", "HAS_MASK", "HAS_SLOPES"), True)
