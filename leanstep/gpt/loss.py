@@ -65,7 +65,7 @@ class Operands:
 
     def logits(self, rows: slice, dtype: torch.dtype) -> Tensor:
         h = self.hidden[rows]
-        if self.hidden_scale is None:
+        if self.hidden_scale is None or self.weight_scale is None:
             return torch.mm(h, self.weight_VE.T)
         # Second operands lie column by column: 8-bit products take no others.
         return torch._scaled_mm(

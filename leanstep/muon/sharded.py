@@ -207,13 +207,13 @@ class Owners:
 
     def update(self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None) -> None:
         """Reduce gradients to their owners, step there, and gather the weights on all ranks."""
+        # The order in which a link takes them: small gradients, Adam's tables, matrices.
+        owned = self._launch_owned([pair for pair in work if not self.is_cut(pair[0])])
         cut = [pair for pair in work if self.is_cut(pair[0])]
+        cut.sort(key=lambda pair: not pair[0].is_adam)
         pending = [(self.pieces[entry.name], self._reduce_piece(entry, grad)) for entry, grad in cut]
-        gathers = []
-        self._update_owned([p for p in work if not self.is_cut(p[0])], states, workspace, go)
-        # Adam's first: its weights travel while matrices are multiplied.
-        for piece, reduced in sorted(pending, key=lambda pair: not pair[0].whole.is_adam):
-            gathers.append(self._update_piece(piece, reduced, states, workspace, go))
+        gathers = [self._update_piece(piece, part, states, workspace, go) for piece, part in pending]
+        self._step_owned(owned, states, workspace, go)
         for gather in gathers:
             gather.wait()
 
@@ -228,7 +228,7 @@ class Owners:
     def _update_piece(
         self, piece: Piece, reduced: _Pending, states: States, workspace: Workspace, go: Tensor | None
     ) -> Any:
-        """Step this rank's piece; returns the collective that brings all pieces to all ranks."""
+        """Step this rank's piece; return the collective that gathers all pieces on all ranks."""
         piece.refresh()
         whole, entry = piece.whole.param, piece.entry
         update_parameters([(entry, reduced.wait())], {entry.param: states[whole]}, workspace, go)
@@ -237,9 +237,8 @@ class Owners:
         mine = mine.clone() if mine.device.type == "cpu" else mine
         return _all_gather(whole.detach().view(-1), mine, group=self.group, async_op=True)
 
-    def _update_owned(
-        self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None
-    ) -> None:
+    def _launch_owned(self, work: Work) -> list[tuple[list[list[tuple[Entry, Tensor]]], _Pending]]:
+        """Send gradients to the owners of whole parameters: (work by rank, the reduction) per exchange."""
         # Weights are sent in the parameter's dtype, gradients in their own: one exchange per pair of dtypes.
         kinds = _by_kind(work, lambda pair: (pair[0].param.dtype, pair[1].dtype, pair[1].device))
         launched = []
@@ -248,6 +247,16 @@ class Owners:
             for pair in members:
                 buckets[self.owner(pair[0])].append(pair)
             launched.append((buckets, self._reduce(buckets)))
+        return launched
+
+    def _step_owned(
+        self,
+        launched: list[tuple[list[list[tuple[Entry, Tensor]]], _Pending]],
+        states: States,
+        workspace: Workspace,
+        go: Tensor | None,
+    ) -> None:
+        """Step the parameters that this rank owns, and gather the weights on all ranks."""
         for buckets, pending in launched:
             mine = [entry for entry, _ in buckets[self.rank]]
             sizes = [entry.param.numel() for entry in mine]

@@ -1,10 +1,10 @@
-"""`record-74` on the device: every stage, untying, the evaluation; on tokens that mean nothing.
+"""Steps of `record-74` on the device, on tokens that mean nothing: record_74.py STEP [STEP ...] [evaluation].
 
-Cut at the optimizer's steps: two of each stage, one of them with Adam's turn, then a step with an evaluation
-of two batches before it.
+The engine cuts at the optimizer's steps. `evaluation` makes two batches of it before one more step.
 """
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,9 +15,7 @@ from token_files import write_tokens
 from leanstep.recipes.distributed import World
 from leanstep.recipes.gpt import build
 
-# 967 unties head and embedding.
-STEPS = (0, 1, 2, 484, 485, 967, 968, 969, 1450, 1451)
-
+steps = [int(word) for word in sys.argv[1:] if word != "evaluation"]
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
 if ranks > 1:
     dist.init_process_group("nccl")
@@ -26,9 +24,12 @@ world = World(size=ranks, device=torch.device("cuda", 0))
 with tempfile.TemporaryDirectory() as folder:
     write_tokens(Path(folder))
     training = build("record-74", data=folder, world=world)
-    training.validation_tokens = 2 * training.validation_batch
-    for step in STEPS:
+    if steps[0] > training.schedule.untie_step:
+        training.model.untie()
+    for step in steps:
         training.step(step)
-    training.completed = training.num_steps
-    training.evaluate()
-    training.step(STEPS[-1] + 2)
+    if "evaluation" in sys.argv:
+        training.validation_tokens = 2 * training.validation_batch
+        training.completed = training.num_steps
+        training.evaluate()
+        training.step(steps[-1] + 2)
