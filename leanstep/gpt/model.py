@@ -94,6 +94,9 @@ class GPT(BankedGPT):
     Args:
         config: shape, features, switches.
         generator: makes the initial values.
+        run: "functions", "plain" code, or "compiled" plain code. "auto": functions on a CPU; on a GPU the
+            loss is compiled, one graph for each number of tokens, and `hidden` and `generate`, whose lengths
+            vary, are plain.
     """
 
     def __init__(
@@ -130,6 +133,19 @@ class GPT(BankedGPT):
         self, inputs: Tensor, cu_seqlens: Tensor | None = None, *, bigram_ids: Tensor | None = None
     ) -> Tensor:
         """Final normalised states [T, E] of tokens [T] in documents bounded by `cu_seqlens`."""
+        return self._hidden(inputs, cu_seqlens, bigram_ids, self._way(inputs.device, compiles=False))
+
+    def _way(self, device: torch.device, *, compiles: bool) -> str:
+        """One of the ways to run: what `run` says, or what suits the device."""
+        if self.run != "auto":
+            return self.run
+        if device.type == "cpu":
+            return "functions"
+        return "compiled" if compiles and device.type == "cuda" else "plain"
+
+    def _hidden(
+        self, inputs: Tensor, cu_seqlens: Tensor | None, bigram_ids: Tensor | None, run: str
+    ) -> Tensor:
         if inputs.dim() != 1 or inputs.is_floating_point() or inputs.numel() == 0:
             raise ValueError(
                 f"inputs: expected [T] integers, T >= 1, got {inputs.dtype} {tuple(inputs.shape)}"
@@ -138,9 +154,6 @@ class GPT(BankedGPT):
         if cu_seqlens is None:
             cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
         bounds = check_cu_seqlens(cu_seqlens, length)
-        run = self.run
-        if run == "auto":
-            run = {"cpu": "functions", "cuda": "compiled"}.get(inputs.device.type, "plain")
         documents = self._documents(bounds, inputs, plain=run != "functions")
         if run == "functions":
             return self._states(inputs, bigram_ids, documents, FUNCTIONS, self._shapes)
@@ -380,7 +393,7 @@ class GPT(BankedGPT):
         mtp: tuple[float, ...] | None = None,
     ) -> Tensor:
         """Training loss: multi-token cross-entropy summed over rows."""
-        hidden = self.hidden(inputs, cu_seqlens, bigram_ids=bigram_ids)
+        hidden = self._hidden(inputs, cu_seqlens, bigram_ids, self._way(inputs.device, compiles=True))
         return head_loss(
             hidden,
             self.lm_head,

@@ -197,6 +197,19 @@ def test_plain_code_pads_its_projections_for_tensor_cores():
     assert all(shape.rows < 200 + 64 for shape in model._shapes.values())
 
 
+def test_a_gpu_compiles_the_loss_and_not_what_has_many_lengths():
+    model = GPT(GPTConfig.preset("tiny"))
+    ways = {
+        ("cpu", True): "functions",
+        ("cuda", True): "compiled",
+        ("cuda", False): "plain",
+        ("xpu", True): "plain",
+    }
+    for (device, compiles), way in ways.items():
+        assert model._way(torch.device(device), compiles=compiles) == way
+    assert GPT(GPTConfig.preset("tiny"), run="plain")._way(torch.device("cuda"), compiles=True) == "plain"
+
+
 def test_an_unknown_way_to_run_is_named():
     with pytest.raises(ValueError, match="run: expected auto, functions, plain or compiled, got 'fast'"):
         GPT(GPTConfig.preset("tiny"), run="fast")  # type: ignore[arg-type]
