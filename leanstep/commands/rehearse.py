@@ -37,11 +37,18 @@ _DEVICE = Annotated[
     str | None,
     typer.Option("--device", help="h100 (or pyproject.toml's); up to four to compare: h100,a100,4090."),
 ]
+_MACHINE = Annotated[
+    str | None,
+    typer.Option("--machine", help="dgx-h100, p4d, gb200-nvl72, ...: a device and the links of its node."),
+]
+_NODES = Annotated[
+    int | None, typer.Option("--nodes", min=1, help="World size: this many nodes of the machine.")
+]
 _STEPS = Annotated[
     int | None,
     typer.Option("--steps", min=1, help="Steps to run (3; 2 with --sweep); the last one is reported."),
 ]
-_RANKS = Annotated[int, typer.Option("--ranks", min=1, help="World size.")]
+_RANKS = Annotated[int | None, typer.Option("--ranks", min=1, help="World size (1, or as --nodes says).")]
 _RANK = Annotated[int, typer.Option("--rank", min=0, help="Which rank to rehearse: pipeline stages differ.")]
 _CLOCK = Annotated[bool, typer.Option("--clock", help="The script's own clock shows the predicted time.")]
 _MODULE = Annotated[bool, typer.Option("-m", help="TARGET is a module, as in python -m.")]
@@ -98,8 +105,10 @@ def rehearse(
     target: _TARGET,
     args: _ARGS = None,
     device: _DEVICE = None,
+    machine: _MACHINE = None,
     steps: _STEPS = None,
-    ranks: _RANKS = 1,
+    ranks: _RANKS = None,
+    nodes: _NODES = None,
     rank: _RANK = 0,
     clock: _CLOCK = False,
     module: _MODULE = False,
@@ -124,9 +133,10 @@ def rehearse(
     Exit code: 0 when the steps were seen, 3 when the script ended or was refused before; 2 for bad input.
 
     Example: leanstep rehearse --device h100,a100 train.py -- --batch_size=12
+    Example: leanstep rehearse --machine dgx-h100 --nodes 4 train.py
     Example: leanstep rehearse logprob-linear --set tokens=205280,dtype=bf16 --sweep response_frac=1,0.25
     """
-    devices = _devices(device or read_config().device or "h100")
+    devices = _devices(device, machine)
     for option, path in (("--json", json), ("--html", html)):
         check_writable(path, option)
     changes = _changes(what_if)
@@ -143,8 +153,9 @@ def rehearse(
         module=module,
         case=is_case,
         device=devices[0].key,
+        machine=machine.strip().lower() if machine else None,
         steps=steps or (2 if sweep else 3),
-        ranks=ranks,
+        ranks=_ranks(ranks, nodes, devices[0]),
         rank=rank,
         clock=clock,
         compiled=not eager,
@@ -174,13 +185,24 @@ def rehearse(
     raise typer.Exit(0 if recording.ended == "steps" else 3)
 
 
-def _devices(names: str) -> list[Device]:
+def _devices(names: str | None, machine: str | None) -> list[Device]:
     from leanstep.rehearse.devices import devices_named
+    from leanstep.rehearse.links import machine_named
 
+    if machine is not None and names is not None:
+        raise BadInput("--device: expected none beside --machine, which has its own")
     try:
-        return devices_named(names)
+        if machine is not None:
+            return [machine_named(machine).as_device()]
+        return devices_named(names or read_config().device or "h100")
     except ValueError as error:
-        raise BadInput(f"--device: {str(error).removeprefix('device: ')}") from None
+        raise BadInput(f"--{error}") from None
+
+
+def _ranks(ranks: int | None, nodes: int | None, device: Device) -> int:
+    if ranks is not None and nodes is not None:
+        raise BadInput(f"--nodes: expected no --ranks beside it, got --ranks {ranks}")
+    return ranks or (nodes or 0) * device.node or 1
 
 
 def _is_case(target: str) -> bool:

@@ -158,7 +158,7 @@ class PaddedRows:
 
 
 def _start_row_search(counts: Tensor, device: torch.device, max_rows: int | None) -> Callable[[], Tensor]:
-    """Start searching the rows where `counts` [N] is True; the returned function waits for the result."""
+    """Start to search for rows where `counts` [N] is True; the returned function waits for the result."""
     if max_rows is not None:
         assert_all(counts.sum() <= max_rows, f"mask: expected at most max_rows = {max_rows} tokens", counts)
         static = to_device(torch.nonzero_static(counts, size=max_rows).flatten(), device)

@@ -2,9 +2,8 @@
 
 The logits of both heads are computed once per chunk of rows, in a buffer of fixed size (distill_tiles.py).
 The divergence is summed with weights that are known beforehand, so the forward pass computes the gradients
-and the
-backward pass multiplies them by a scalar: no logits are computed twice. GEMMs per row: 3 for the student's
-head and 1 per teacher.
+and the backward pass multiplies them by a scalar: no logits are computed twice. GEMMs per row: 3 for the
+student's head and 1 per teacher.
 """
 
 # T rows · T' selected rows · R rows of a chunk · D model · V local vocabulary · W columns of a tile

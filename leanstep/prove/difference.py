@@ -76,4 +76,4 @@ def _of_the_targets(mine: list[int], theirs: list[int]) -> str:
     for name, same in (("later", a[1:] == b[:-1]), ("earlier", a[:-1] == b[1:])):
         if same.double().mean() >= SHIFTED:
             return f"shifted targets: a row scores the token one position {name} than before"
-    return f"different targets: {int((a != b).sum()):,} of {len(a):,}"
+    return f"{int((a != b).sum()):,} of {len(a):,} targets differ"

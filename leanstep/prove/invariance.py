@@ -64,7 +64,7 @@ class InvarianceProof:
         first = self.rows[0]
         return (
             f"{Path(first.file).name}:{first.line} changes the bits of row {first.row} "
-            f"when run {first.variant}: "
+            f"when the row is run {first.variant}: "
             f"{first.op} of {first.shape} and {first.variant_shape}, {first.kind} ({first.difference:.2g})"
         )
 

@@ -27,8 +27,9 @@ class Device:
     hbm: bytes/s of device memory; l2_bytes: last-level cache.
     peak: dtype -> FLOP/s; "tf32" and "float8" beside the torch names.
     sustained: share of the half-precision peak that long products reach.
-    workspace_bytes: cuBLAS workspace, taken from the allocator at the first product.
-    pcie: bytes/s to the host; link: bytes/s to the other devices, one direction.
+    workspace_bytes: cuBLAS workspace, taken from the allocator at the first product of a thread.
+    pcie: bytes/s to the host. link: bytes/s to the other devices of a node, one direction; node: how many
+        there are. nic: bytes/s to other nodes, one direction, for each device (`links.MACHINES` has others).
     """
 
     key: str
@@ -46,6 +47,8 @@ class Device:
     source: str
     workspace_bytes: int = 8_519_680
     pcie: float = 24e9
+    node: int = 8
+    nic: float = 25e9
     context_bytes: int = 500 * MIB
 
     def flops(self, dtype: str) -> float:
@@ -221,6 +224,7 @@ _ALL = (
         link=450e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
+        nic=50e9,
         source="H20 data sheet (148 TFLOP/s half, 4.0 TB/s, 96 GB); sustained: that of the A100",
     ),
     Device(
@@ -238,6 +242,7 @@ _ALL = (
         link=450e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
+        nic=50e9,
         source="H100 data sheet (SXM: 3.35 TB/s; 989/495/67 TFLOP/s); sustained: 794.5 of 989",
     ),
     Device(
@@ -255,6 +260,7 @@ _ALL = (
         link=50e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
+        nic=50e9,
         source="H100 data sheet (PCIe: 2.0 TB/s; 756/378/51 TFLOP/s); sustained: that of the H100",
     ),
     Device(
@@ -272,6 +278,7 @@ _ALL = (
         link=450e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
+        nic=50e9,
         # Power grows with the cube of the clock.
         source="torchtitan's benchmarks (2.4 TB/s, 500 W); sustained: the H100's * (500 / 700)^(1/3)",
     ),
@@ -290,6 +297,7 @@ _ALL = (
         link=450e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
+        nic=50e9,
         source="H200 data sheet (4.8 TB/s, 141 GB, products as on the H100); sustained: that of the H100",
     ),
     Device(
@@ -307,6 +315,7 @@ _ALL = (
         link=900e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
+        nic=50e9,
         source="DGX B200 data sheet / 8 (8 TB/s, 2,250 TFLOP/s half); sustained: 1,745 of 2,250",
     ),
     Device(
@@ -324,6 +333,7 @@ _ALL = (
         link=900e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
+        nic=50e9,
         source="DGX B300 data sheet / 8 (288 GB, 8 TB/s, 4,500 TFLOP/s fp8); sustained: that of the B200",
     ),
     Device(
@@ -341,6 +351,7 @@ _ALL = (
         link=900e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
+        nic=50e9,
         source="GB200 NVL72 data sheet / 72 (186 GB, 8 TB/s, 2,500 TFLOP/s half); sustained: the B200's",
     ),
     Device(
@@ -358,6 +369,7 @@ _ALL = (
         link=900e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
+        nic=50e9,
         source="GB300 NVL72 data sheet / 72 (279 GB, 8 TB/s, 2,500 TFLOP/s half); sustained: the B200's",
     ),
     Device(
@@ -375,6 +387,7 @@ _ALL = (
         link=448e9,
         workspace_bytes=32 * MIB,
         pcie=50e9,
+        nic=50e9,
         source="MI300X data sheet (5.3 TB/s, 1,307 TFLOP/s half, 163 fp32); sustained: 668.4 of 1,300",
     ),
 )

@@ -61,12 +61,12 @@ class Kernel(NamedTuple):
     dtype: "bfloat16", "float32", ...; "tf32" for fp32 products that may use TF32; "float8" for any fp8.
     sizes: gemm, conv: (batch, m, n, k); attention: (batch * heads, T, S, D); softmax: (rows, row length);
         norm, batch_norm: (blocks, elements that a block walks one after the other); one_warp: (rows,), a sum
-        that a single warp forms; collective: (ranks,);
+        that a single warp forms; collective: (ranks, distance between neighbours in global ranks);
         else ().
     alignment: bytes (16, 8, 4 or 2) that divide every leading dimension of a product, every row of a softmax,
         norm or gather; pointwise kinds: every row of the operands.
     name: of a Triton kernel or a collective ("all_reduce", "all_gather", "reduce_scatter", "broadcast",
-        "all_to_all"), else "".
+        "all_to_all", "send", "receive"), else "".
     elements: of a kernel that computes an address for each of them (broadcast, strided, cast, gather, ...):
         it may be bound by instructions, not by bytes. 0: vectorised.
     repeated: those of `flops` that a forward has done before: the scores of an attention backward.
@@ -100,6 +100,8 @@ class Launch:
     traffic: bytes of each read, then of each write; as long as reads + writes.
     region: number of the compiled region it belongs to (`Recording.regions`), 0 when eager.
     products: what it multiplies, counted by `leanstep.flops`.
+    stream: 0 is the default stream. mark: of a collective, which ends on a stream of its own: what waits for
+        it names this number; else 0.
     """
 
     name: str
@@ -112,6 +114,32 @@ class Launch:
     traffic: tuple[int, ...] = ()
     region: int = 0
     products: tuple[Product, ...] = ()
+    stream: int = 0
+    mark: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMark:
+    """`Event.record`: a number for the end of what was launched on a stream so far."""
+
+    mark: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWait:
+    """What is launched on a stream from here on starts after a mark."""
+
+    mark: int
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The default stream waits for other ranks: `share` of the time since a mark, again."""
+
+    mark: int
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +165,12 @@ class Extrapolated:
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """The host waits until the device has done all that was launched.
+    """The host waits until the device has done all that was launched, or what was launched before a mark.
 
     kind: "item", "equal", "to host", "to device", "to device, pageable", "boolean index", "nonzero", ...,
         "synchronize".
     counts: False for the backward of a boolean index: it takes time, but the sync is that of the index.
+    mark: 0 waits for all streams.
     """
 
     kind: str
@@ -149,6 +178,7 @@ class HostWait:
     phase: str
     step: int
     counts: bool = True
+    mark: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +200,7 @@ class Free:
     step: int
 
 
-Event = Launch | Extrapolated | HostWait | Alloc | Free
+Event = Launch | StreamMark | StreamWait | Stall | Extrapolated | HostWait | Alloc | Free
 
 
 @dataclass(slots=True)
@@ -245,7 +275,7 @@ class Request:
     """What to rehearse.
 
     target: path of a script, a module's name (module=True), or the name of a registered case (case=True).
-    device: key of `devices.DEVICES`.
+    device: key of `devices.DEVICES`. machine: key of `links.MACHINES` that the device is in, or None.
     ranks, rank: world size; which rank of it this process is.
     received: objects, pickled, that other ranks send to this one: shapes of a pipeline stage's inputs.
     clock: time.time and time.perf_counter show the predicted host clock.
@@ -264,6 +294,7 @@ class Request:
     module: bool = False
     case: bool = False
     device: str = "h100"
+    machine: str | None = None
     steps: int = 3
     ranks: int = 1
     rank: int = 0
@@ -321,7 +352,15 @@ class LiveClock(Protocol):
     """The two clocks while the script runs, in seconds: `--clock` and torch.cuda.Event read them."""
 
     host: float
-    device: float
+
+    @property
+    def device(self) -> float:
+        """When all streams are through with what was launched."""
+        ...
+
+    def stream_end(self, stream: int) -> float:
+        """When one stream is."""
+        ...
 
     def play(self, event: Event) -> None:
         """Take one event, in program order."""

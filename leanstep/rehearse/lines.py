@@ -22,7 +22,7 @@ class Place(NamedTuple):
     region: int
 
 
-# Where cuBLAS gets its workspace: with the first product.
+# Where cuBLAS gets its workspace: with the first product of each thread. Backward has a thread of its own.
 WORKSPACE = Place(Line("cuBLAS workspace", 0, ""), "forward", 0)
 
 

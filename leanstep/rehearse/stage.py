@@ -210,9 +210,12 @@ def _server() -> _Server:
 
 def _validate(request: Request) -> None:
     from leanstep.rehearse.devices import DEVICES
+    from leanstep.rehearse.links import MACHINES
 
     if request.device not in DEVICES:
         raise RehearsalError(f"device: unknown {request.device!r}; known: {', '.join(DEVICES)}")
+    if request.machine is not None and request.machine not in MACHINES:
+        raise RehearsalError(f"machine: unknown {request.machine!r}; known: {', '.join(MACHINES)}")
     if request.steps < 1:
         raise RehearsalError(f"steps: expected at least 1, got {request.steps}")
     if request.oom not in OOM_MODES:
@@ -242,7 +245,9 @@ def _tools(folder: Path, device: str) -> str:
 
 
 def _rank_environment(request: Request) -> dict[str, str]:
-    """torchrun's variables. Ranks share a machine; one that is not rank 0 counts as alone on its own."""
+    """torchrun's variables. Rank 0 shares its node; another rank counts as alone on its own."""
+    from leanstep.rehearse.links import device_of
+
     ranks, rank = request.ranks, request.rank
     if ranks == 1:
         return {}
@@ -250,7 +255,7 @@ def _rank_environment(request: Request) -> dict[str, str]:
         "RANK": str(rank),
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": "1" if rank else str(ranks),
+        "LOCAL_WORLD_SIZE": "1" if rank else str(min(ranks, device_of(request.device, request.machine).node)),
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "29500",
     }
@@ -326,13 +331,13 @@ def _run(request: Request, progress: Path) -> Recording:
         torch_cuda,
         triton_launches,
     )
-    from leanstep.rehearse.devices import DEVICES
+    from leanstep.rehearse.links import device_of
     from leanstep.rehearse.out_of_memory import DeviceMemory
     from leanstep.rehearse.steps import Steps, StepsDone
     from leanstep.rehearse.tape import Tape
     from leanstep.rehearse.time_model import Clock
 
-    device = DEVICES[request.device]
+    device = device_of(request.device, request.machine)
     recording = Recording(request, torch.__version__)
     memory = DeviceMemory(device.memory_bytes - device.context_bytes, request.oom, threading.get_ident())
     tape = Tape(recording, Clock(device, request.host_us), memory, device.workspace_bytes)

@@ -189,7 +189,7 @@ class Steps(StepListener, PhaseListener):
         """
         if self.by_hand or self._num_trials >= MOST_TRIALS:
             return False
-        if not self.tape.num_captures and (self.tape.side_streams or _names_graphs()):
+        if not self.tape.num_captures and (self.tape.stream or _names_graphs()):
             return True
         return self._allocates_otherwise() and self.tape.memory.error_is_caught()
 

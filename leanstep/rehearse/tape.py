@@ -130,7 +130,7 @@ class Tape(TorchDispatchMode):
         self.notes: Counter[str] = Counter()
         self.step = 0
         self.live_bytes = self.peak_bytes = self.window_peak_bytes = 0
-        self.has_workspace = False
+        self._with_workspace: set[int] = set()  # threads whose products have one
         self.pinned: set[int] = set()  # storages of the host
         self._numbers: dict[int, int] = {}  # storage -> number in the recording
         self._watched: dict[int, Any] = {}
@@ -143,7 +143,8 @@ class Tape(TorchDispatchMode):
         self.num_captures = 0
         self.captured: set[int] = set()  # storages that captures took
         self.pools: dict[int, Any] = {}  # storage of a capture's pool -> called when it is released
-        self.side_streams = 0  # entered and not left
+        self.stream = 0  # the one that launches go to
+        self.num_marks = self._transfer_mark = 0
         self.update_replayed: Callable[[Any], None] = lambda groups: None  # a graph with an update ran
         self._held: list[events.Event] | None = None
         self.num_events = 0  # of the whole run, in whatever list they are
@@ -201,10 +202,33 @@ class Tape(TorchDispatchMode):
             else:
                 outer.extend(played)
 
-    def wait(self, kind: str, place: Place | None = None, *, counts: bool = True) -> None:
-        """The host waits for the device."""
+    def wait(
+        self, kind: str, place: Place | None = None, *, counts: bool = True, mark: int | None = None
+    ) -> None:
+        """The host waits for what its stream was given, or for a mark; 0: for all streams."""
         place = place or self.lines.place()
-        self.add(events.HostWait(kind, place.line, place.phase, self.step, counts))
+        if mark is None:
+            mark = self.mark(self.stream) if self.num_marks else 0  # with one stream there are no marks
+        self.add(events.HostWait(kind, place.line, place.phase, self.step, counts, mark))
+
+    def mark(self, stream: int) -> int:
+        """A number for the end of what a stream was given."""
+        self.num_marks += 1
+        self.add(events.StreamMark(self.num_marks, stream))
+        return self.num_marks
+
+    def hold_stream(self, mark: int, stream: int) -> None:
+        """What a stream is given from here on starts after a mark; 0: of an event that was never recorded."""
+        if mark:
+            self.add(events.StreamWait(mark, stream))
+
+    def transfer(self, kernel: Kernel, tensors: Any, forget: bool = True) -> int:
+        """Tape a collective: the mark of its end."""
+        self.num_marks += 1
+        self._transfer_mark = self.num_marks
+        self.custom(kernel.name, [kernel], tensors, tensors, forget)
+        self._transfer_mark = 0
+        return self.num_marks
 
     def custom(
         self, name: str, made: Sequence[Kernel], reads: Any = (), writes: Any = (), forget: bool = True
@@ -239,8 +263,9 @@ class Tape(TorchDispatchMode):
         place: Place,
         counted: tuple[Counted, ...],
     ) -> None:
-        if not self.has_workspace and any(k.kind == "gemm" for k in made):
-            self.has_workspace = True
+        thread = threading.get_ident()
+        if thread not in self._with_workspace and any(k.kind == "gemm" for k in made):
+            self._with_workspace.add(thread)
             self.allocate(self.workspace_bytes, (self.workspace_bytes,), "uint8", WORKSPACE, "library")
         launch = events.Launch(
             name=name,
@@ -253,6 +278,8 @@ class Tape(TorchDispatchMode):
             traffic=traffic,
             region=place.region,
             products=self._products(counted, place) if counted else (),
+            stream=self.stream,
+            mark=self._transfer_mark,
         )
         self.add(launch)
 

@@ -1,4 +1,4 @@
-"""Seconds of a kernel on a device, and the two clocks that replay host and device.
+"""Seconds of a kernel on a device, and the clock that replays host and device.
 
 A kernel takes the longest of what it asks for: bytes at a share of the memory's rate, elements at the rate at
 which a unit computes addresses, a chain of dependent loads, tiles of a product on the matrix units. The
@@ -16,8 +16,20 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from leanstep.flops import StepFlops
+from leanstep.rehearse import links
 from leanstep.rehearse.devices import DEVICES, Device
-from leanstep.rehearse.events import GRAPH_REPLAY, Event, Extrapolated, HostWait, Kernel, Launch
+from leanstep.rehearse.events import (
+    GRAPH_REPLAY,
+    Event,
+    Extrapolated,
+    HostWait,
+    Kernel,
+    Launch,
+    Stall,
+    StreamMark,
+    StreamWait,
+)
+from leanstep.rehearse.streams import Streams
 
 
 @dataclass(frozen=True)
@@ -156,7 +168,7 @@ def seconds(kernel: Kernel, device: Device, rates: Rates | None = None) -> float
     if kind in ("h2d", "d2h"):
         return 2e-6 + kernel.nbytes / device.pcie
     if kind == "collective":
-        return _collective(kernel, device)
+        return links.seconds(kernel, device)
     if kind == "one_warp":
         waits = _WARP_LOADS * math.ceil(kernel.sizes[0] / _WARP)
         return (_start_us(device, rates) + waits * rates.wait_us) * 1e-6
@@ -287,16 +299,6 @@ def _attention(kernel: Kernel, device: Device, rates: Rates) -> float:
     return (_start_us(device, rates) + 3 * rates.wait_us) * 1e-6 + _joined((compute, memory))
 
 
-def _collective(kernel: Kernel, device: Device) -> float:
-    """Ring algorithms over the devices' links: bytes that one rank sends, plus a latency a step."""
-    ranks = max(1, kernel.sizes[0] if kernel.sizes else 1)
-    if ranks == 1:
-        return 0.0
-    factor = 2.0 * (ranks - 1) / ranks if kernel.name == "all_reduce" else (ranks - 1) / ranks
-    steps = (2 if kernel.name == "all_reduce" else 1) * (ranks - 1)
-    return 10e-6 + 1e-6 * steps + factor * kernel.nbytes / (0.8 * device.link)
-
-
 @dataclass(frozen=True)
 class HostCosts:
     """Microseconds of the host's thread: an assumption, not a measurement of the user's machine.
@@ -322,11 +324,11 @@ class HostCosts:
 
 
 class Clock:
-    """Host and device as two clocks, in seconds: the host runs ahead, a sync joins them.
+    """Host and device, in seconds: the host runs ahead, a sync joins them.
 
-    A kernel starts when the host has launched it and the device has finished what came before. The launch
-    queue holds 1,022 entries; a full one holds the host. Collectives run beside the kernels on a clock of
-    their own, which the device joins when the program turns from forward to backward to optimizer or waits.
+    A kernel starts when the host has launched it and its stream has finished what came before (`Streams`).
+    The launch queue holds 1,022 entries; a full one holds the host. exposed: seconds in which the default
+    stream had nothing to do but wait for another stream or a collective.
     """
 
     QUEUE = 1022
@@ -334,13 +336,19 @@ class Clock:
     def __init__(self, device: Device, host_us: float | None = None, costs: HostCosts | None = None):
         self.target, self.costs = device, costs or HostCosts.of(host_us)
         self.rates = RATES[device.vendor]
-        self.host = self.device = self.link = 0.0
-        self.busy = self.waited = self.idle = 0.0
+        self.streams = Streams(_start_us(device, self.rates) * 1e-6)
+        self.host = self.busy = self.waited = self.idle = self.exposed = 0.0
         self.kernels = self.calls = self.waits = 0
         self.classes: dict[str, float] = {}
         self._queue: deque[float] = deque()
         self._known: dict[Kernel, float] = {}
-        self._phase = ""
+
+    @property
+    def device(self) -> float:
+        return self.streams.end_of_all()
+
+    def stream_end(self, stream: int) -> float:
+        return self.streams.end(stream)
 
     def price(self, kernel: Kernel) -> float:
         known = self._known.get(kernel)
@@ -350,26 +358,31 @@ class Clock:
 
     def play(self, event: Event) -> None:
         if isinstance(event, Launch):
-            if event.phase != self._phase:
-                self._phase = event.phase
-                self.device = max(self.device, self.link)
             self._launch(event)
         elif isinstance(event, Extrapolated):
             self._model_call(event)
         elif isinstance(event, HostWait):
-            self._join()
+            self._join(self.streams.end_of(event.mark) if event.mark else self.device)
             self.waits += event.counts
+        elif isinstance(event, StreamMark):
+            self.streams.mark(event.mark, event.stream)
+        elif isinstance(event, StreamWait):
+            idle = self.streams.wait(event.mark, event.stream, self.host)
+            self.exposed += idle if event.stream == 0 else 0.0
+        elif isinstance(event, Stall):
+            idle = event.share * max(0.0, self.streams.end() - self.streams.end_of(event.mark))
+            self.streams.stall(idle)
+            self.exposed += idle
 
-    def _join(self) -> None:
-        """The host waits for all that was launched."""
-        end = max(self.device, self.link)
+    def _join(self, end: float) -> None:
+        """The host waits for what ends then."""
         self.waited += max(0.0, end - self.host)
-        self.device = end
         self.host = max(self.host, end) + self.costs.wait_us * 1e-6
-        self._queue.clear()
+        while self._queue and self._queue[0] <= end:
+            self._queue.popleft()
 
     def _launch(self, event: Launch) -> None:
-        costs = self.costs
+        costs, stream = self.costs, event.stream
         first = costs.backward_us if event.phase == "backward" else costs.call_us
         self.host += 1e-6 * (first if event.kernels else costs.view_us)
         self.calls += 1
@@ -378,20 +391,27 @@ class Clock:
             time = self.price(kernel)
             self.classes[kernel.kind] = self.classes.get(kernel.kind, 0.0) + time
             if kernel.kind == "collective":
-                self.link = max(self.link, self.device, self.host) + time
+                self._transfer(event, kernel, time)
                 continue
             self.busy += time
             self.kernels += kernel.launches
-            each = time / kernel.launches
+            each, on_units = time / kernel.launches, kernel.kind not in ("h2d", "d2h")
             for _ in range(kernel.launches):
                 if further:
                     self.host += costs.launch_us * 1e-6
                 further = event.name != GRAPH_REPLAY
-                self.idle += max(0.0, self.host - self.device)
-                self.device = max(self.device, self.host) + each
-                self._queue.append(self.device)
+                if stream == 0:
+                    self.idle += max(0.0, self.host - self.streams.end())
+                self._queue.append(self.streams.run(stream, each, self.host, on_units=on_units))
                 if len(self._queue) > self.QUEUE:
                     self.host = max(self.host, self._queue.popleft())
+
+    def _transfer(self, event: Launch, kernel: Kernel, time: float) -> None:
+        """Both directions of a link at once: what is sent and what is received do not wait for each other."""
+        link = (kernel.name if kernel.name in ("send", "receive") else "", kernel.sizes)
+        self.streams.transfer(link, time, event.stream, self.host, event.mark)
+        if not event.mark:  # inside a CUDA graph: what follows in it reads the result
+            self.exposed += self.streams.wait(0, event.stream, self.host)
 
     def _model_call(self, event: Extrapolated) -> None:
         """Many launches in a row: the later of the host's calls and the device's work."""
@@ -402,12 +422,12 @@ class Clock:
             busy += time
         further = event.launches - event.calls
         spent = event.calls * costs.call_us + event.views * costs.view_us + further * costs.launch_us
-        began = max(self.device, self.host)
+        began = max(self.streams.end(), self.host)
         self.host += spent * 1e-6
-        self.device = max(began + busy, self.host)
+        end = self.streams.run(0, max(busy, self.host - began), began)
         # The queue is full of this call's launches if the device is far behind.
         ahead = busy * min(1.0, self.QUEUE / max(1, event.launches))
-        self.host = max(self.host, self.device - ahead)
+        self.host = max(self.host, end - ahead)
         self._queue.clear()
         self.busy += busy
         self.kernels += event.launches
@@ -416,14 +436,15 @@ class Clock:
     @property
     def now(self) -> float:
         """The later of the clocks."""
-        return max(self.host, self.device, self.link)
+        return max(self.host, self.device)
 
 
 @dataclass
 class Timing:
     """One step. step_s: from the end of the step before to its own end, on the later clock.
 
-    device_s: kernels alone, host_s: calls alone (an infinitely fast device), link_s: collectives alone.
+    device_s: kernels alone, host_s: calls alone (an infinitely fast device), link_s: collectives alone,
+    exposed_s: what the default stream waits for them and for other streams.
     classes: device seconds by kind of kernel; interval_s: 80% of steps are expected inside it.
     flops: what the step multiplies, by part; the model's are the numerator of MFU (`leanstep.flops`).
     """
@@ -432,6 +453,7 @@ class Timing:
     device_s: float
     host_s: float
     link_s: float
+    exposed_s: float
     kernels: int
     calls: int
     waits: int
@@ -456,7 +478,7 @@ def time_steps(
     alone._known = _Nothing()
     found: list[Timing] = []
     stops = deque(ends)
-    before, host_before = (0.0, 0.0, 0.0, 0, 0, 0), 0.0
+    before, host_before = (0.0, 0.0, 0.0, 0.0, 0, 0, 0), 0.0
     classes_before: dict[str, float] = {}
     products: Counter[tuple[str, str]] = Counter()
     for index, event in enumerate(events):
@@ -468,7 +490,7 @@ def time_steps(
         while stops and index + 1 >= stops[0]:  # two ends at one event: a step in which nothing happened
             stops.popleft()
             link = clock.classes.get("collective", 0.0)
-            after = (clock.now, clock.busy, link, clock.kernels, clock.calls, clock.waits)
+            after = (clock.now, clock.busy, link, clock.exposed, clock.kernels, clock.calls, clock.waits)
             step = [b - a for a, b in zip(before, after, strict=True)]
             classes = {k: v - classes_before.get(k, 0.0) for k, v in clock.classes.items()}
             timing = Timing(
@@ -476,9 +498,10 @@ def time_steps(
                 device_s=step[1],
                 host_s=alone.host - host_before,
                 link_s=step[2],
-                kernels=int(step[3]),
-                calls=int(step[4]),
-                waits=int(step[5]),
+                exposed_s=step[3],
+                kernels=int(step[4]),
+                calls=int(step[5]),
+                waits=int(step[6]),
                 flops=StepFlops.of(products),
                 classes={k: v for k, v in classes.items() if v > 0},
             )
@@ -500,7 +523,8 @@ def _judged(timing: Timing, device: Device) -> Timing:
     limits = {"device": timing.device_s, "host": timing.host_s, "link": timing.link_s}
     timing.bound_by = max(limits, key=lambda name: limits[name])
     if timing.step_s > 1.15 * max(limits.values()):
-        timing.bound_by = "syncs" if timing.waits else timing.bound_by
+        waits_for_link = timing.exposed_s > 0.5 * (timing.step_s - max(limits.values()))
+        timing.bound_by = "link" if waits_for_link else "syncs" if timing.waits else timing.bound_by
     errors = ERRORS[device.vendor]
     total = sum(timing.classes.values()) or 1.0
     spread = 0.0

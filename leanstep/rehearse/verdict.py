@@ -114,6 +114,7 @@ def _time(
         "device_ms": timing.device_s * 1e3,
         "host_ms": timing.host_s * 1e3,
         "link_ms": timing.link_s * 1e3,
+        "exposed_ms": timing.exposed_s * 1e3,
         "bound_by": timing.bound_by,
         "kernels": timing.kernels,
         "calls": timing.calls,
@@ -467,7 +468,9 @@ def _time_lines(report: Data) -> list[str]:
     time = report["time"]
     if time is None:
         return []
-    link = f", links {ms(time['link_ms'])}" if time["link_ms"] else ""
+    link = ""
+    if time["link_ms"]:
+        link = f", links {ms(time['link_ms'])} ({ms(time['exposed_ms'])} not hidden)"
     lines = [
         f"time (predicted)  device {ms(time['device_ms'])}, host {ms(time['host_ms'])}{link}; "
         f"{time['kernels']:,} kernels, {time['calls']:,} calls, {time['syncs']} syncs; "

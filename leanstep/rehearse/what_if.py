@@ -24,8 +24,11 @@ from leanstep.rehearse.events import (
     Recording,
     Region,
     Request,
+    Stall,
     Step,
     Storage,
+    StreamMark,
+    StreamWait,
 )
 from leanstep.rehearse.time_model import Clock, HostCosts, Timing, element_bytes, time_steps
 
@@ -133,7 +136,7 @@ def fused(
 
     for index, event in enumerate(events):
         if not isinstance(event, Launch):
-            if isinstance(event, HostWait | Extrapolated):
+            if isinstance(event, HostWait | Extrapolated | Stall | StreamMark | StreamWait):
                 flush()
             out.append(event)
             continue

@@ -40,9 +40,9 @@ def test_a_group_has_the_backend_that_was_asked_for(said):
 def test_ddp_reduces_every_gradient_once_in_buckets(answers):
     reduced = [k for k in kernels_at(answers, "reduced") if k.kind == "collective"]
     assert [(k.name, k.nbytes, k.sizes) for k in reduced] == [
-        ("all_reduce", 4 * MIB, (8,)),  # the first bucket closes at 1 MiB: one matrix
-        ("all_reduce", 28 * MIB, (8,)),  # the others at 25 MiB: seven
-        ("all_reduce", 8 * MIB, (8,)),
+        ("all_reduce", 4 * MIB, (8, 1)),  # the first bucket closes at 1 MiB: one matrix
+        ("all_reduce", 28 * MIB, (8, 1)),  # the others at 25 MiB: seven
+        ("all_reduce", 8 * MIB, (8, 1)),
     ]
 
 

@@ -59,9 +59,9 @@ def test_a_collective_has_the_size_of_its_group(ranks):
         if kernel.kind == "collective"
     }
     assert sent == {
-        "over two": ("all_reduce", 4 * 1_024, (2,)),
-        "over four": ("all_gather", 4 * 4 * 1_024, (4,)),
-        "paired": ("all_reduce", 4 * (64 * 64 + 64), (2,)),
+        "over two": ("all_reduce", 4 * 1_024, (2, 4)),  # ranks 0 and 4
+        "over four": ("all_gather", 4 * 4 * 1_024, (4, 1)),
+        "paired": ("all_reduce", 4 * (64 * 64 + 64), (2, 4)),
     }
 
 

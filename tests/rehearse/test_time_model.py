@@ -79,20 +79,6 @@ def test_removing_syncs_never_takes_longer():
     assert played(*without).now <= played(*events).now
 
 
-def test_collectives_run_beside_the_kernels_until_the_phase_turns():
-    reduce = Kernel("collective", 450e6, sizes=(8,), name="all_reduce")
-    alone = seconds(reduce, H100)
-    assert alone > 1e-3
-    events = (launch(of_length(500)), launch(reduce), launch(of_length(500)))
-    assert played(*events).device < alone
-    turned = played(*events, launch(of_length(5), phase="optimizer"))
-    assert turned.device > alone
-
-
-def test_a_collective_of_one_rank_is_free():
-    assert seconds(Kernel("collective", 1e9, sizes=(1,), name="all_reduce"), H100) == 0
-
-
 def test_steps_are_timed_between_their_ends_with_host_and_device_apart():
     one = [launch(of_length(100)), launch(of_length(100)), wait()]
     timings = time_steps(one * 3, [3, 6, 9], H100, COSTS)

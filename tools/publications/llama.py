@@ -55,20 +55,19 @@ class Attention(nn.Module):
         self.wo = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, turn: Any) -> Tensor:
-        b, t, width = x.shape
-        q = self.wq(x).view(b, t, self.heads, self.head_width)
-        k = self.wk(x).view(b, t, self.kv_heads, self.head_width)
-        v = self.wv(x).view(b, t, self.kv_heads, self.head_width)
+        b, t, _ = x.shape
+        # As many heads as the weights have: tensor parallel cuts them.
+        q, k, v = (linear(x).view(b, t, -1, self.head_width) for linear in (self.wq, self.wk, self.wv))
         rotate = rotate_pairs if isinstance(turn, tuple) else rotate_complex
         q, k = rotate(q, turn), rotate(k, turn)
         k, v = (self.repeated(a).transpose(1, 2) for a in (k, v))
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True)
-        return self.wo(y.transpose(1, 2).contiguous().view(b, t, width))
+        return self.wo(y.transpose(1, 2).contiguous().view(b, t, -1))
 
     def repeated(self, x: Tensor) -> Tensor:
         b, t, n, d = x.shape
-        times = self.heads // n
-        return x[:, :, :, None, :].expand(b, t, n, times, d).reshape(b, t, self.heads, d)
+        times = self.heads // self.kv_heads
+        return x[:, :, :, None, :].expand(b, t, n, times, d).reshape(b, t, n * times, d)
 
 
 class SwiGLU(nn.Module):

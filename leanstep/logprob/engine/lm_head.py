@@ -61,9 +61,8 @@ class Head:
 
     `vocabulary` is the real size over all shards, if known; `dtype` is the dtype of sums, `operand_dtype`
     that of GEMM inputs; `columns` is the number of real local columns. `narrow` is the 16-bit dtype of
-    autocast or
-    of hidden: a GPU multiplies fp32 weights in it. `block_rows` is the number of rows per product, 0 for all
-    rows of a tile; None: the bits of a row may depend on the other rows.
+    autocast or of hidden: a GPU multiplies fp32 weights in it. `block_rows` is the number of rows per
+    product, 0 for all rows of a tile; None: the bits of a row may depend on the other rows.
     """
 
     weight: Tensor

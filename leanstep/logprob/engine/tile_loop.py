@@ -7,9 +7,8 @@ would rewrite all of dW for every chunk (2 to 3 times slower at small chunks). T
 there are no atomics, so two runs give the same bits.
 
 On a CPU with several threads, the vocabulary is split into one part per core. Each part has its own
-statistics
-and hidden gradient, which are joined in a fixed order at the end: cores synchronize once per loop, not after
-every operation on a tile.
+statistics and hidden gradient, which are joined in a fixed order at the end: cores synchronize once per loop,
+not after every operation on a tile.
 """
 
 # R rows of a chunk · W columns of a tile · T' selected rows · D model · V local vocabulary

@@ -3,8 +3,7 @@
 A tile is c rows by w vocabulary columns. Memory is bounded by the budget. For speed, tiles should be tall, so
 that each weight tile and its gradient are read and written once, and should fit the cache of a CPU or fill
 the matrix units of a GPU. Only `arrange` chooses a call's tiles, and its result does not depend on timing or
-free
-memory: a recomputation uses the same tiles.
+free memory: a recomputation uses the same tiles.
 
 A saved tile saves one GEMM in the backward pass. There are three places for it. Saved tensors, up to a number
 of bytes: they are freed with the graph, visible to `saved_tensors_hooks` (offloading) and never written to.
@@ -290,9 +289,8 @@ class SavedLogits:
     """Tiles that the forward pass writes and the backward pass reads.
 
     `reserve` decides which tiles are saved before any is computed: threads finish in any order, and
-        activation
-    checkpointing pairs the tensors of a second forward pass with the places of the first. `memory` is filled
-    first, then up to `allowed_bytes` of tensors that the autograd graph saves.
+    activation checkpointing pairs the tensors of a second forward pass with the places of the first. `memory`
+    is filled first, then up to `allowed_bytes` of tensors that the autograd graph saves.
     """
 
     def __init__(
@@ -389,8 +387,7 @@ class ChunkBuffer:
         return True
 
     def tile(self, rows: slice, columns: slice) -> Tensor:
-        # Tiles are stored one by one, each contiguous: rows of an [R, V] matrix would be a page or more
-        # apart.
+        # Each tile is contiguous: rows of an [R, V] matrix would be a page or more apart.
         size, width = rows.stop - rows.start, columns.stop - columns.start
         offset = self.num_rows * columns.start + rows.start * row_stride(width, self.logits.device)
         return placed_tile(self.logits, offset, size, width)

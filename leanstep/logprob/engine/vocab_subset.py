@@ -2,8 +2,7 @@
 
 A row's log-prob always covers its allowed ids and its target. So does its entropy, unless the record requests
 the entropy of the whole vocabulary. Dense: one mask per tile ([N, V] booleans would take N V bytes). Sparse,
-if
-every row has a short set: forward and backward read only the allowed rows of the weight, O(sum |K_i| D)
+if every row has a short set: forward and backward read only the allowed rows of the weight, O(sum |K_i| D)
 instead of O(T' V D). With x = z - m over the allowed ids of a row, and y those of a reference:
 
     logp = x_target - log s           H = log s - t / s,  t = sum e^x x

@@ -14,8 +14,9 @@ import gc
 import logging
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch._guards import TracingContext
@@ -44,10 +45,15 @@ POINTWISE = frozenset(
 )
 # Read their source at computed places: a pointwise source is computed there, not stored.
 GATHERS = frozenset("gather index _unsafe_index index_select embedding".split())
+# Write into their first argument, or into what a pointwise one of it is computed into.
+SCATTERS = frozenset("scatter scatter_add scatter_reduce index_put _unsafe_index_put index_add".split())
 VIEWS = frozenset(
     "view permute transpose t expand squeeze unsqueeze slice select split split_with_sizes unbind as_strided "
     "alias _unsafe_view reshape detach".split()
 )
+# Buffers that a pointwise result may need and still be computed where it is read: by several kernels, by one.
+# Defaults of Inductor (realize_reads_threshold, realize_acc_reads_threshold).
+MOST_READ_AGAIN, MOST_READ = 4, 8
 # Custom ops that write into arguments: Inductor lets them write in place instead of cloning first.
 _IN_PLACE: dict[str, Any] = {
     "auto_functionalized": lambda op, **given: auto_functionalize.auto_functionalized_dense(op, (), **given),
@@ -109,7 +115,6 @@ class _Regions:
         import torch._dynamo as dynamo
         import torch._inductor.lowering  # decompositions (of pooling) name it without importing it
         from torch._dynamo.backends.common import aot_autograd
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
         if not self.prepared:
@@ -127,7 +132,8 @@ class _Regions:
         capture = aot_autograd(
             fw_compiler=functools.partial(self._graph, name),
             bw_compiler=functools.partial(self._graph, name),
-            partition_fn=min_cut_rematerialization_partition,
+            inference_compiler=lambda graph, inputs: self._graph(name, _simplified(graph), inputs),
+            partition_fn=_forward_and_backward,
             decompositions=select_decomp_table,
         )
 
@@ -162,6 +168,50 @@ class _Regions:
 
         run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
         return run
+
+
+def _forward_and_backward(joint: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
+    """Cut a graph of forward and backward as Inductor does: simplified first, then along the smallest cut."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(_simplified(joint), inputs, **given)
+
+
+def _simplified(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Inductor's own changes to a graph before it is cut: uniform constants, conversions back and forth.
+
+    A scatter into a constant becomes a comparison, which is fused
+    (TORCHINDUCTOR_OPTIMIZE_SCATTER_UPON_CONST_TENSOR=0 turns it off, here as there). Left out: padding and
+    patterns of attention, which would be measured on the device, and Inductor's random numbers.
+    """
+    from torch._inductor import config
+    from torch._inductor.fx_passes import joint_graph
+
+    class WithoutTensors(joint_graph.UniformValueConstantFolder):
+        """Tensors that a graph holds have no values."""
+
+        def run_node(self, node: torch.fx.Node) -> Any:
+            return self.unknown_value if node.op == "get_attr" else super().run_node(node)
+
+    fold = joint_graph.constant_fold_uniform_value
+    changed = {
+        "lazy_init": lambda *_: None,
+        "UniformValueConstantFolder": WithoutTensors,
+        "constant_fold_uniform_value": lambda graph: _on_host(fold, graph),
+    }
+    with mock.patch.multiple(joint_graph, **changed), config.patch(fallback_random=True):
+        return joint_graph.joint_graph_passes(graph)
+
+
+def _on_host(fold: Callable[[torch.fx.GraphModule], None], graph: torch.fx.GraphModule) -> None:
+    """Fold constants, which runs their constructors, with tensors of the host: the device has no memory."""
+    placed = {node: node.kwargs for node in graph.graph.nodes if node.kwargs.get("device") is not None}
+    for node, kwargs in placed.items():
+        node.kwargs = {**kwargs, "device": torch.device("cpu")}
+    fold(graph)
+    for node in graph.graph.nodes:
+        if node in placed:
+            node.kwargs = placed[node]
 
 
 def _of_the_capture(inputs: list[Any]) -> list[Any]:
@@ -207,7 +257,8 @@ class _OnTape:
     def __init__(self, tape: Tape, graph: torch.fx.GraphModule, number: int):
         self.tape, self.graph, self.number = tape, graph, number
         nodes = list(graph.graph.nodes)
-        inside, ends = _kept_in_registers(graph), _last_uses(nodes)
+        inside = _kept_in_registers(graph)
+        ends = _last_uses(nodes, inside)
         self.inputs = [node for node in nodes if node.op == "placeholder"]
         self.constants = [node for node in nodes if node.op == "get_attr"]
         self.output = nodes[-1]
@@ -247,15 +298,23 @@ class _OnTape:
         return _with_values(self.output.args[0], values)
 
 
-def _last_uses(nodes: list[torch.fx.Node]) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """For each node, the nodes whose values it reads last; its own where nobody reads it."""
-    ends: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-    seen: set[torch.fx.Node] = set()
+def _last_uses(
+    nodes: list[torch.fx.Node], in_registers: set[torch.fx.Node]
+) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+    """For each node, the nodes whose values it reads last; its own where nobody reads it.
+
+    What is kept in registers is computed where it is read: until then its arguments stay.
+    """
+    order = {node: index for index, node in enumerate(nodes)}
+    last: dict[torch.fx.Node, torch.fx.Node] = {}
     for user in reversed(nodes):
-        for node in (*user.all_input_nodes, user):
-            if node not in seen:
-                seen.add(node)
-                ends.setdefault(user, []).append(node)
+        reads_at = last.setdefault(user, user) if user in in_registers else user
+        last.setdefault(user, user)
+        for node in user.all_input_nodes:
+            last[node] = max(reads_at, last.get(node, reads_at), key=order.__getitem__)
+    ends: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    for node, end in last.items():
+        ends.setdefault(end, []).append(node)
     return ends
 
 
@@ -297,27 +356,57 @@ def _is_pointwise(node: torch.fx.Node) -> bool:
     return torch.Tag.pointwise in target.tags or _call_name(node) in POINTWISE
 
 
+def _is_view(node: torch.fx.Node) -> bool:
+    return _call_name(node) in VIEWS or node.target is getattr
+
+
+def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Calls that read a value, by way of views too."""
+    return [reader for user in node.users for reader in (_readers(user) if _is_view(user) else [user])]
+
+
+def _can_fuse(node: torch.fx.Node, reader: torch.fx.Node) -> bool:
+    """Whether a compiler can compute the pointwise `node` inside the kernel of this reader."""
+    if reader.op != "call_function":
+        return False
+    name = _call_name(reader)
+    if name in SCATTERS:  # the kernel that fills what is written into
+        return reader.args[0] is node and node not in reader.args[1:]
+    return _is_pointwise(reader) or name in REDUCTIONS or name in GATHERS
+
+
+def _stages(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, int]:
+    """How many calls that nothing is fused with come before a call: those of one stage can be one kernel."""
+    stages: dict[torch.fx.Node, int] = {}
+    for node in nodes:
+        name = _call_name(node)
+        fused = _is_pointwise(node) or _is_view(node) or name in REDUCTIONS or name in GATHERS
+        alone = node.op == "call_function" and not fused
+        stages[node] = max((stages[source] for source in node.all_input_nodes), default=0) + alone
+    return stages
+
+
 def _kept_in_registers(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Pointwise results that nothing but fusible calls of this graph reads."""
+    """Pointwise results that get no memory: computed in the kernels that read them.
 
-    def readers(node: torch.fx.Node) -> list[torch.fx.Node]:
-        found = []
-        for user in node.users:
-            through = _call_name(user) in VIEWS or user.target is getattr
-            found += readers(user) if through else [user]
-        return found
-
-    return {
-        node
-        for node in graph.graph.nodes
-        if node.op == "call_function"
-        and _is_pointwise(node)
-        and all(
-            user.op == "call_function"
-            and (_is_pointwise(user) or _call_name(user) in REDUCTIONS or _call_name(user) in GATHERS)
-            for user in readers(node)
-        )
-    }
+    In one kernel with all its readers, or again in each of them where it reads few buffers, as Inductor does.
+    """
+    kept: set[torch.fx.Node] = set()
+    buffers: dict[torch.fx.Node, frozenset[torch.fx.Node]] = {}  # that a kernel loads to have this value
+    stages = _stages(graph.graph.nodes)
+    for node in graph.graph.nodes:
+        loaded = frozenset().union(*(buffers[source] for source in node.all_input_nodes))
+        buffers[node] = loaded if _is_view(node) else frozenset((node,))
+        if node.op != "call_function" or not _is_pointwise(node):
+            continue
+        readers = _readers(node)
+        if not all(_can_fuse(node, reader) for reader in readers):
+            continue
+        most = MOST_READ_AGAIN if len(readers) > 1 else MOST_READ
+        if len(loaded) <= most or all(stages[reader] == stages[node] for reader in readers):
+            kept.add(node)
+            buffers[node] = loaded
+    return kept
 
 
 class CompiledModule(torch.nn.Module):

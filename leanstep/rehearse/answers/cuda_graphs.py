@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from leanstep.rehearse.events import GRAPH_REPLAY, Alloc, Event, HostWait, Launch
+from leanstep.rehearse.events import GRAPH_REPLAY, Alloc, Event, HostWait, Launch, StreamMark, StreamWait
 from leanstep.rehearse.tape import Tape
 from leanstep.rehearse.what_if import fused
 
@@ -142,6 +142,7 @@ class _Graph:
                 )
             if isinstance(event, Launch):
                 launches.append(event)
+            if isinstance(event, Launch | StreamMark | StreamWait):  # a replay runs them one by one
                 return
             add(event)
             held.note(event)

@@ -2,14 +2,15 @@
 
 A stage learns the shapes of its inputs and gradients from its neighbours. Gradients have the shapes of the
 stage's own outputs. Inputs come from the rehearsal of the rank before (`Request.received`), or, where a rank
-holds several stages, have the shapes of what this rank sent last. The wait for other stages is not seen: the
-note says how much it adds.
+holds several stages, have the shapes of what this rank sent last. The wait for other stages follows from the
+schedule's order, as if all stages were like this rank's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from leanstep.rehearse.answers.stand_ins import after_import
+from leanstep.rehearse.events import Stall
+from leanstep.rehearse.pipelines import Work, waiting_share
 from leanstep.rehearse.refusals import Refused
 from leanstep.rehearse.tape import Tape
 
@@ -28,8 +31,9 @@ def install(tape: Tape) -> None:
     objects = _Objects(tape)
     dist.send_object_list = objects.send
     dist.recv_object_list = objects.receive
-    after_import("torch.distributed.pipelining.stage", lambda module: _answer_stage(module, objects))
-    after_import("torch.distributed.pipelining.schedules", lambda module: _note_schedule(tape, module))
+    pieces = _Pieces(tape)
+    after_import("torch.distributed.pipelining.stage", lambda module: _answer_stage(module, objects, pieces))
+    after_import("torch.distributed.pipelining.schedules", lambda module: _watch(tape, module, pieces))
 
 
 class _Objects:
@@ -66,8 +70,9 @@ def _shape_alone(tensor: FakeTensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _answer_stage(module: Any, objects: _Objects) -> None:
+def _answer_stage(module: Any, objects: _Objects, pieces: _Pieces) -> None:
     """Since torch 2.11 stages vote on how shapes are found, and send those of gradients back as well."""
+    pieces.watch(module)
     stage = module.PipelineStage
     if not hasattr(stage, "_recv_meta"):
         return
@@ -87,11 +92,52 @@ def _answer_stage(module: Any, objects: _Objects) -> None:
     stage._warmup_backward_result = vote
 
 
-def _note_schedule(tape: Tape, module: Any) -> None:
+# Methods of a stage -> kinds of work.
+_METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
+
+
+class _Pieces:
+    """Seconds of the device for each kind of a schedule's work, since the schedule's step began."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.times: dict[str, list[float]] = {}
+
+    def watch(self, module: Any) -> None:
+        base = module._PipelineStageBase
+        for name, kind in _METHODS.items():
+            if hasattr(base, name):
+                setattr(base, name, self._timed(getattr(base, name), kind))
+
+    def _timed(self, run: Any, kind: str) -> Any:
+        def timed(*args: Any, **given: Any) -> Any:
+            began = self.tape.clock.stream_end(0)
+            try:
+                return run(*args, **given)
+            finally:
+                self.times.setdefault(kind, []).append(self.tape.clock.stream_end(0) - began)
+
+        return timed
+
+    def costs(self) -> dict[str, float]:
+        """Mean seconds by kind; a backward in two parts is two halves of a whole one."""
+        means = {kind: sum(times) / len(times) for kind, times in self.times.items()}
+        backward = means.get("B", 0.0) + means.get("W", 0.0)
+        split = "W" in means
+        return {
+            "F": means.get("F", 0.0),
+            "B": backward,
+            "I": means["B"] if split and "B" in means else backward / 2,
+            "W": means["W"] if split else backward / 2,
+        }
+
+
+def _watch(tape: Tape, module: Any, pieces: _Pieces) -> None:
+    """Add the wait for other ranks to each step of a schedule, and say how much it is."""
     if hasattr(module, "_build_p2p_edge_groups"):  # since torch 2.15
         module._build_p2p_edge_groups = _with_fake_group(module._build_p2p_edge_groups)
     for schedule in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
-        schedule.__init__ = _noted(tape, schedule.__init__)
+        schedule.__init__ = _stepped(tape, schedule.__init__, pieces)
 
 
 def _with_fake_group(build: Any) -> Any:
@@ -107,16 +153,45 @@ def _with_fake_group(build: Any) -> Any:
     return edges
 
 
-def _noted(tape: Tape, build: Any) -> Any:
+def _stepped(tape: Tape, build: Any, pieces: _Pieces) -> Any:
     def init(self: Any, *args: Any, **given: Any) -> None:
         build(self, *args, **given)
         stages = args[0] if args else given.get("stage", given.get("stages"))
         first: Any = stages[0] if isinstance(stages, (list, tuple)) else stages
-        name, wait = type(self).__name__, "the wait for other stages is left out"
-        if name in ("ScheduleGPipe", "Schedule1F1B"):
-            share = (first.group_size - 1) / self._n_microbatches
-            wait += f": with equal stages it adds {share:.0%} to the step"
-        stage = f"stage {first.stage_index} of {first.num_stages} alone (others: --rank)"
-        tape.notes[f"pipeline, {name}: {stage}; {wait}"] += 1
+        run = self._step_microbatches
+
+        def step(*args: Any, **given: Any) -> Any:
+            pieces.times.clear()
+            mark = tape.mark(0)
+            result = run(*args, **given)
+            share = _share(self, first, pieces.costs())
+            tape.add(Stall(mark, share))
+            where = f"stage {first.stage_index} of {first.num_stages} alone (others: --rank)"
+            wait = f"the wait for other stages, as if they were equal, adds {share:.0%} to the step"
+            tape.notes[f"pipeline, {type(self).__name__}: {where}; {wait}"] += 1
+            return result
+
+        self._step_microbatches = step
 
     return init
+
+
+def _share(schedule: Any, stage: Any, costs: dict[str, float]) -> float:
+    if type(schedule).__name__ in ("ScheduleGPipe", "Schedule1F1B"):
+        return (stage.group_size - 1) / schedule._n_microbatches
+    order = getattr(schedule, "pipeline_order", None)
+    if not order:
+        return 0.0
+    work = {rank: list(_work(actions)) for rank, actions in order.items()}
+    return waiting_share(work, stage.group_rank, costs)
+
+
+def _work(actions: Iterable[Any]) -> Iterator[Work]:
+    """The pieces that take time, one after the other."""
+    for action in actions:
+        if action is None:
+            continue
+        if getattr(action, "sub_actions", None):
+            yield from _work(action.sub_actions)
+        elif action.computation_type.value in ("F", "B", "I", "W"):
+            yield Work(action.stage_index, action.computation_type.value, action.microbatch_index)

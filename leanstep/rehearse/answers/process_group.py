@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from leanstep.rehearse.events import Alloc, Free, Kernel
-from leanstep.rehearse.shadows import device_tensors, shape_of
+from leanstep.rehearse.kernel_costs import register_cost
+from leanstep.rehearse.shadows import device_tensors, shape_of, storage_key
 from leanstep.rehearse.tape import Tape
 
 # DistributedDataParallel's defaults: a small first bucket, so that the first reduction starts early.
@@ -49,8 +51,8 @@ COLLECTIVES = {
     "broadcast": "broadcast",
     "broadcast_": "broadcast",
     "scatter_": "broadcast",
-    "send": "broadcast",
-    "recv_": "broadcast",
+    "send": "send",
+    "recv_": "receive",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
     "all_to_all_single": "all_to_all",
@@ -98,7 +100,44 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
     _answer_objects()
     _remember_reductions()
     _leave_out_shapes(tape)
-    tape.collective = lambda name, args, out: _collective(tape, name, args, out)
+    _price_copies()
+    _wait_at_first_use()
+    pending = _Pending(tape)
+    tape.collective = lambda name, args, out: _collective(tape, pending, name, args, out)
+
+
+def _price_copies() -> None:
+    """FSDP2's copies into and out of what it sends: whole 16 bytes at a time, each byte once."""
+
+    def size(tensors: list[Tensor]) -> int:
+        return sum(shape_of(t).nbytes for t in tensors)
+
+    costs: dict[str, Callable[[Any], int]] = {
+        "fsdp::all_gather_copy_in": lambda given: 2 * size(given["all_gather_inputs"]),
+        "fsdp::split_with_sizes_copy": lambda given: 2 * given["all_gather_output"].nbytes,
+        "fsdp::chunk_cat": lambda given: size(given["tensors"]) + given["out"].nbytes,
+    }
+    for name, nbytes in costs.items():
+        register_cost(name, lambda given, nbytes=nbytes: Kernel("pointwise", nbytes(given)))
+
+
+def _wait_at_first_use() -> None:
+    """Results of functional collectives are waited for when they are read.
+
+    The fake implementation of torch's own wrapper (since 2.13) returns a tensor that nothing waits for.
+    """
+    import torch.distributed._functional_collectives as functional
+
+    plain = functional._maybe_wrap_tensor
+
+    def wrapped(self: Tensor) -> Tensor:
+        if functional._are_we_tracing():
+            return plain(self)
+        if self.requires_grad:  # the wrapper is not part of the graph
+            return functional.wait_tensor(self)
+        return functional.AsyncCollectiveTensor(self)
+
+    functional._maybe_wrap_tensor = wrapped  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _leave_out_shapes(tape: Tape) -> None:
@@ -169,32 +208,92 @@ def _remember_reductions() -> None:
         dist.all_reduce = dist.distributed_c10d.all_reduce = all_reduce
 
 
-def _collective(tape: Tape, name: str, args: Any, out: Any) -> None:
+class _Pending:
+    """Collectives that the program may wait for: marks of their ends, by handle and by result."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self._works: dict[int, tuple[Any, int]] = {}  # the handle is held: its address is not used again
+        self._results: dict[int, int] = {}  # storage -> mark
+        self._last = 0
+        native: Any = torch._C
+        fake: Any = getattr(native._distributed_c10d, "FakeWork", None)
+        if fake is not None:
+            self._watch(fake)
+
+    def _watch(self, fake: Any) -> None:
+        plain = fake.wait
+
+        def wait(work: Any, *args: Any, **given: Any) -> Any:
+            # A handle of several calls at once stands for the last of them.
+            _, mark = self._works.pop(id(work), (None, self._last))
+            self.tape.hold_stream(mark, self.tape.stream)
+            return plain(work, *args, **given)
+
+        fake.wait = wait
+
+    def issued(self, mark: int, args: Any, out: Any) -> None:
+        """mark: 0 for tensors of the host. Calls that block ask their handle to wait, like the program."""
+        self._last = mark or self._last
+        if isinstance(args[-1], str):  # a functional one: `wait_tensor` waits for its result
+            for tensor in device_tensors(out):
+                self._results[storage_key(tensor)] = mark
+            return
+        handle = next((a for a in _flat(out) if isinstance(a, torch.ScriptObject)), None)
+        if handle is not None:
+            work = dist.Work.unbox(handle)  # pyright: ignore[reportAttributeAccessIssue]
+            self._works[id(work)] = (work, mark)
+
+    def waited(self, tensor: Any) -> None:
+        self.tape.hold_stream(self._results.pop(storage_key(tensor), 0), self.tape.stream)
+
+
+def _flat(out: Any) -> Sequence[Any]:
+    return out if isinstance(out, list | tuple) else (out,)
+
+
+def _collective(tape: Tape, pending: _Pending, name: str, args: Any, out: Any) -> None:
     """Tape one c10d call."""
     kind = COLLECTIVES.get(name)
     if name == "wait_tensor":
         tape.shadows.put(out, tape.shadows.get(args[0]))
+        pending.waited(args[0])
     if kind is None:  # barrier, wait_tensor
         return
     tensors = device_tensors((args, out))
     if not tensors:
+        pending.issued(0, args, out)
         return
     sides = [device_tensors(a) for a in (*args, out)]
     payload = max((sum(shape_of(t).nbytes for t in side) for side in sides), default=0)
     known = _as_on_this_rank(tape, name, args, out)
-    _reduce(tape, kind, payload, tensors, _group_size(args), forget=not known)
+    sizes = _peer(name, args) if kind in ("send", "receive") else sizes_of(_group(args))
+    mark = _reduce(tape, kind, payload, tensors, sizes, forget=not known)
+    pending.issued(mark, args, out)
     for tensor, value, factor in known:
         tape.shadows.received(tensor, value, factor)
         tape.shadows.assume(tape.lines.here(), kind, "the same on every rank")
 
 
-def _group_size(args: Any) -> int:
-    """How many ranks take part: a dimension of a mesh has fewer than the world."""
+def _group(args: Any) -> Any:
+    """Who takes part: a dimension of a mesh has fewer ranks than the world."""
     boxed = next((a for a in args if isinstance(a, torch.ScriptObject)), None)  # before the kind of sum
     if boxed is not None:
-        return dist.ProcessGroup.unbox(boxed).size()  # pyright: ignore[reportArgumentType]
+        return dist.ProcessGroup.unbox(boxed)  # pyright: ignore[reportArgumentType]
     group = args[-1]  # the functional ones name theirs last
-    return (_resolve_process_group(group) if isinstance(group, str) else group).size()  # pyright: ignore
+    return _resolve_process_group(group) if isinstance(group, str) else group  # pyright: ignore
+
+
+def sizes_of(group: Any) -> tuple[int, int]:
+    """How many ranks a group has, and how far they are apart: neighbours share a machine."""
+    ranks = sorted(dist.get_process_group_ranks(group))
+    return len(ranks), min((b - a for a, b in itertools.pairwise(ranks)), default=1)
+
+
+def _peer(name: str, args: Any) -> tuple[int, int]:
+    """Two ranks, and how far they are apart."""
+    group, peer = _group(args), args[2]  # both have (tensors, group, peer, tag)
+    return 2, abs(dist.get_global_rank(group, peer) - dist.get_rank()) or 1
 
 
 def _as_on_this_rank(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[Tensor, Tensor, int]]:
@@ -226,7 +325,7 @@ def _exchanged(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[Tensor,
     target, sent, splits = (
         (args[0], args[1], args[3:5]) if name == "alltoall_base_" else (out, args[0], args[1:3])
     )
-    ranks = _group_size(args)
+    ranks = _group(args).size()
     value = tape.shadows.in_part(sent)
     uneven = any(len(set(sizes)) > 1 for sizes in splits if sizes)
     if value is None or uneven or not value.numel() or value.shape[0] % ranks:
@@ -235,9 +334,12 @@ def _exchanged(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[Tensor,
     return [(target, value.chunk(ranks)[group.rank()].clone(), 1)]
 
 
-def _reduce(tape: Tape, kind: str, payload: int, tensors: list[Any], ranks: int, forget: bool = True) -> None:
-    made = Kernel("collective", payload, 0.0, str(tensors[0].dtype)[6:], (ranks,), name=kind)
-    tape.custom(kind, [made], tensors, tensors, forget=forget)
+def _reduce(
+    tape: Tape, kind: str, payload: int, tensors: list[Any], sizes: tuple[int, int], forget: bool = True
+) -> int:
+    """Tape a collective: the mark of its end."""
+    kernel = Kernel("collective", payload, 0.0, str(tensors[0].dtype)[6:], sizes, name=kind)
+    return tape.transfer(kernel, tensors, forget)
 
 
 def _ddp_class(tape: Tape) -> type[torch.nn.Module]:
@@ -255,11 +357,11 @@ def _ddp_class(tape: Tape) -> type[torch.nn.Module]:
         ):
             super().__init__()
             self.module, self.require_backward_grad_sync = module, True
-            ranks = tape.ranks if process_group is None else process_group.size()
+            sizes = (tape.ranks, 1) if process_group is None else sizes_of(process_group)
             params = [p for p in module.parameters() if p.requires_grad]
             cap = int((bucket_cap_mb or 25) * (1 << 20))
             self._buckets = [
-                _Bucket(tape, bucket, ranks, copies=not gradient_as_bucket_view)
+                _Bucket(tape, bucket, sizes, copies=not gradient_as_bucket_view)
                 for bucket in _split_into_buckets(params, cap)
             ]
             for bucket in self._buckets:
@@ -297,8 +399,8 @@ def _split_into_buckets(params: Sequence[Tensor], cap: int) -> list[list[Tensor]
 class _Bucket:
     """Gradients that are reduced together; `copies`: in a buffer of their own, beside the gradients."""
 
-    def __init__(self, tape: Tape, params: list[Tensor], ranks: int, *, copies: bool) -> None:
-        self.tape, self.params, self.ranks = tape, params, ranks
+    def __init__(self, tape: Tape, params: list[Tensor], sizes: tuple[int, int], *, copies: bool) -> None:
+        self.tape, self.params, self.sizes = tape, params, sizes
         self.missing: set[int] = set()  # gradients of this backward that have not arrived
         self.flat: Tensor | None = None
         if copies:
@@ -327,9 +429,17 @@ class _Bucket:
             self._reduce()
 
     def _reduce(self) -> None:
+        """Start the sum; the end of the backward waits for it."""
         grads = [q.grad for q in self.params if q.grad is not None]
         into = grads if self.flat is None else [self.flat]
-        _reduce(self.tape, "all_reduce", sum(shape_of(t).nbytes for t in into), into, self.ranks)
-        if self.flat is not None:  # and back into the gradients
-            copied = Kernel("multi", 2 * shape_of(self.flat).nbytes)
-            self.tape.custom("bucket copy", [copied], [self.flat], grads)
+        nbytes = sum(shape_of(t).nbytes for t in into)
+        mark = _reduce(self.tape, "all_reduce", nbytes, into, self.sizes)
+
+        def finish() -> None:
+            self.tape.hold_stream(mark, self.tape.stream)
+            if self.flat is not None:  # and back into the gradients
+                copied = Kernel("multi", 2 * shape_of(self.flat).nbytes)
+                self.tape.custom("bucket copy", [copied], [self.flat], grads)
+
+        engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+        engine.queue_callback(finish)

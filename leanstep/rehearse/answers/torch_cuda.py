@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import types
 import warnings
@@ -368,50 +369,70 @@ def _set_properties(device: Any) -> None:
 
 def _set_synchronize(tape: Tape) -> None:
     def synchronize(*_: Any) -> None:
-        tape.wait("synchronize")
+        tape.wait("synchronize", mark=0)
 
     _set(torch.cuda, synchronize=synchronize)
     _set(torch.accelerator, synchronize=synchronize)
 
 
+# torch hands out this many streams in turn.
+_NUM_STREAMS = 32
+
+
 def _streams(tape: Tape) -> None:
+    numbers = itertools.cycle(range(1, _NUM_STREAMS + 1))
+
+    def number_of(stream: Any) -> int:
+        return stream.stream_id if isinstance(stream, Stream) else tape.stream
+
     class Event:
-        """A mark on the device's clock."""
+        """A mark on the clock of a stream."""
 
         def __init__(self, *_: Any, **__: Any):
-            self.seconds = 0.0
+            self.seconds, self.mark = 0.0, 0
 
         def record(self, stream: Any = None) -> None:
-            self.seconds = max(tape.clock.device, tape.clock.host)
+            number = number_of(stream)
+            self.mark = tape.mark(number)
+            self.seconds = max(tape.clock.stream_end(number), tape.clock.host)
 
         def synchronize(self) -> None:
-            tape.wait("synchronize")
+            if self.mark:
+                tape.wait("synchronize", mark=self.mark)
 
         def elapsed_time(self, other: Event) -> float:
             return 1e3 * (other.seconds - self.seconds)
 
-        def wait(self, stream: Any = None) -> None: ...
+        def wait(self, stream: Any = None) -> None:
+            tape.hold_stream(self.mark, number_of(stream))
+
         def query(self) -> bool:
             return True
 
     class Stream:
-        """The one stream: work on others is taped in program order."""
+        """A queue of the device; stream 0 is the default one."""
 
-        cuda_stream = device_index = stream_id = priority = 0
+        device_index = priority = 0
         device_type = 1
 
-        def __init__(self, *_: Any, **__: Any):
+        def __init__(self, *_: Any, stream_id: int | None = None, **__: Any):
             self.device = torch.device("cuda", 0)
+            self.stream_id = self.cuda_stream = next(numbers) if stream_id is None else stream_id
+            self._before: list[int] = []
 
-        def wait_stream(self, stream: Any) -> None: ...
-        def wait_event(self, event: Any) -> None: ...
+        def wait_stream(self, stream: Any) -> None:
+            tape.hold_stream(tape.mark(number_of(stream)), self.stream_id)
+
+        def wait_event(self, event: Any) -> None:
+            event.wait(self)
+
         def record_event(self, event: Any = None) -> Any:
             event = event or Event()
-            event.record()
+            event.record(self)
             return event
 
         def synchronize(self) -> None:
-            tape.wait("synchronize")
+            tape.wait("synchronize", mark=tape.mark(self.stream_id))
 
         def query(self) -> bool:
             return True
@@ -420,24 +441,29 @@ def _streams(tape: Tape) -> None:
             return False
 
         def __enter__(self) -> Stream:
-            tape.side_streams += self is not only
+            self._before.append(tape.stream)
+            tape.stream = self.stream_id
             return self
 
         def __exit__(self, *_: Any) -> None:
-            tape.side_streams -= self is not only
+            tape.stream = self._before.pop()
 
         def __hash__(self) -> int:
-            return 0
+            return self.stream_id
 
         def __eq__(self, other: object) -> bool:
-            return isinstance(other, Stream)
-
-    only = Stream()
+            return isinstance(other, Stream) and other.stream_id == self.stream_id
 
     @contextlib.contextmanager
     def on_stream(stream: Any):
         with stream if isinstance(stream, Stream) else contextlib.nullcontext(stream):
             yield stream
+
+    def current_stream(*_: Any) -> Stream:
+        return Stream(stream_id=tape.stream)
+
+    def set_stream(stream: Any) -> None:
+        tape.stream = number_of(stream)
 
     _set(
         torch.cuda,
@@ -445,12 +471,12 @@ def _streams(tape: Tape) -> None:
         Event=Event,
         ExternalStream=Stream,
         stream=on_stream,
-        current_stream=lambda *_: only,
-        default_stream=lambda *_: only,
-        set_stream=lambda stream: None,
+        current_stream=current_stream,
+        default_stream=lambda *_: Stream(stream_id=0),
+        set_stream=set_stream,
     )
     _set(torch.cuda.streams, Stream=Stream, Event=Event)
-    torch.accelerator.current_stream = lambda *_: only  # pyright: ignore[reportAttributeAccessIssue]
+    torch.accelerator.current_stream = current_stream  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.record_stream = lambda self, stream: None  # pyright: ignore[reportAttributeAccessIssue]
 
 

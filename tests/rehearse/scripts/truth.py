@@ -163,8 +163,10 @@ def fake_peak(run):
 
 
 if __name__ == "__main__":
-    if DEVICE == "cuda":  # the workspace of the first product, which the host does not have
-        torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
+    if DEVICE == "cuda":  # the workspaces of the first products, which the host does not have
+        one = torch.ones(2, 2, device="cuda", requires_grad=True)
+        (one @ one).sum().backward()
+        del one
     if "trainers" in sys.argv:
         import truth_trainers
 

@@ -41,8 +41,7 @@ def gpu_chunk_rows(
     """Return the number of rows whose logits [c, V] are stored together on a GPU; `head_shape` is (V, D).
 
     Between half of the rows that fit the budget and all of them: the number that fills the waves of the
-        hidden
-    gradient's product [c, D] best.
+    hidden gradient's product [c, D] best.
     """
     columns, width = head_shape
     most = (GPU_CHUNK_BYTES if budget is None else budget) // max(columns * itemsize, 1)

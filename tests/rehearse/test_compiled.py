@@ -1,0 +1,115 @@
+"""Memory of captured graphs: what Inductor never materialises gets none, and what a kernel reads stays."""
+
+import json
+
+import pytest
+import torch
+
+from leanstep.rehearse.answers.compiled import _kept_in_registers, _last_uses
+from tests.rehearse.rehearsed import run_script
+
+ROWS, WIDTH, VOCAB = 512, 64, 8192
+HEAD = f"""
+import json, sys, torch, torch._inductor.config
+import torch.nn.functional as F
+torch._inductor.config.optimize_scatter_upon_const_tensor = sys.argv[1] == "fused"
+hidden = torch.randn({ROWS}, {WIDTH}, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+weight = torch.randn({VOCAB}, {WIDTH}, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+targets = torch.zeros({ROWS}, dtype=torch.int64, device="cuda")
+(weight[:8] @ weight[:8].T).sum().backward()
+weight.grad = None
+
+
+@torch.compile
+def loss_of(hidden, weight):
+    logits = torch.tanh(hidden @ weight.T / 30) * 30
+    return F.cross_entropy(logits.float(), targets)
+
+
+torch.cuda.reset_peak_memory_stats()
+before = torch.cuda.memory_allocated()
+loss = loss_of(hidden, weight)
+forward = torch.cuda.max_memory_allocated() - before
+loss.backward()
+print(json.dumps([forward, torch.cuda.max_memory_allocated() - before]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("scatter", "buffers"),
+    [
+        # The product's logits and their gradient.
+        ("fused", 2),
+        # As torch before 2.5: a scatter in fp32 besides, but not the zeros that it is written into.
+        # Published for cut-cross-entropy's torch.compile head on torch 2.4.1: 4,000 and 16,000 MB.
+        ("written", 4),
+    ],
+)
+def test_the_backward_of_a_compiled_cross_entropy(tmp_path, scatter, buffers):
+    script = tmp_path / "head.py"
+    script.write_text(HEAD)
+    forward, both = json.loads(run_script(script, scatter, capture=tmp_path).printed)
+    logits = ROWS * VOCAB * 2
+    assert logits <= forward < 1.02 * logits
+    assert buffers * logits <= both < (buffers + 0.05) * logits
+
+
+def test_backward_has_a_workspace_of_its_own(tmp_path):
+    script = tmp_path / "products.py"
+    script.write_text(
+        "import torch\n"
+        "x = torch.ones(64, 64, device='cuda', requires_grad=True)\n"
+        "for _ in range(2):\n    (x @ x).sum().backward()\n"
+    )
+    recording = run_script(script, device="h100").recording
+    assert [s.nbytes for s in recording.storages.values() if s.category == "library"] == 2 * [32 * 2**20]
+
+
+def _graph(function, count):
+    """The graph of a function of matrices, in ATen's calls."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function)(*(torch.ones(4, 4) for _ in range(count)))
+
+
+def _named(graph, target):
+    return [node for node in graph.graph.nodes if node.target is target]
+
+
+def test_what_a_later_kernel_can_compute_again_gets_no_memory_up_to_four_buffers():
+    def chain(*inputs):
+        total = inputs[0]
+        for x in inputs[1:]:
+            total = total + x
+        return (total.cos() @ total.sin()) * total
+
+    for count, kept in ((4, True), (5, False)):
+        graph = _graph(chain, count)
+        total = _named(graph, torch.ops.aten.add.Tensor)[-1]
+        assert (total in _kept_in_registers(graph)) is kept, count
+
+
+def test_a_result_in_one_kernel_with_its_readers_gets_no_memory_whatever_it_reads():
+    def chain(*inputs):
+        total = inputs[0]
+        for x in inputs[1:]:
+            total = total + x
+        return total * total.sum()
+
+    graph = _graph(chain, 12)
+    assert _named(graph, torch.ops.aten.add.Tensor)[-1] in _kept_in_registers(graph)
+
+
+def test_what_a_fused_result_is_computed_from_stays_until_it_is_read():
+    graph = _graph(lambda x, y: ((x @ y).sin() + (y @ x)).exp(), 2)
+    nodes = list(graph.graph.nodes)
+    inside = _kept_in_registers(graph)
+    first, second = _named(graph, torch.ops.aten.mm.default)
+    aten = torch.ops.aten
+    sine, total, last = (
+        _named(graph, call)[0] for call in (aten.sin.default, aten.add.Tensor, aten.exp.default)
+    )
+    assert {sine, total} <= inside and last not in inside
+    ends = _last_uses(nodes, inside)
+    assert {first, second, sine, total} <= set(ends[last])
+    assert first in _last_uses(nodes, set())[sine]
