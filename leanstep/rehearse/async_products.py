@@ -53,11 +53,14 @@ def _is_after_a_product(out: Sequence[Event]) -> bool:
 
 
 def _before_the_last_product(out: Sequence[Event], regions: Mapping[int, Region]) -> int:
-    """Where the product begins whose result is sent: the last one, if no collective came after it."""
+    """Where the product begins whose result is sent.
+
+    A sum of several products (the gradient of an input that several weights read) is not cut into chunks.
+    """
     for index in range(len(out) - 1, -1, -1):
         kind = _kind(out[index], regions)
         if kind == "product":
-            return index
+            return len(out) if _is_after_a_product(out[:index]) else index
         if kind in ("all_gather", "reduce_scatter"):
             break
     return len(out)
