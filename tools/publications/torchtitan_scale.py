@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-# The A100s are taken for AWS p4de: torchtitan's launcher of that time is "optimized for AWS with EFA" and names
-# the A100. These rows count as development: the machine was looked up after a first prediction.
-# args: model, checkpointing (none, op, full, or every n-th layer), then options name=value:
-# batch, length, tensor (degree), norm (torch's fused one), compile=1, float8=1, late=1 (torchtitan of 2025: AdamW
-# is fused, the loss is compiled)
+# The A100s are taken for AWS p4de: torchtitan's launcher of that time is "optimized for AWS with EFA" and
+# names the A100. These rows count as development: the machine was looked up after a first prediction.
+# args: model, checkpointing (none, op, full, or every n-th layer), then options name=value: batch, length,
+# tensor (degree), norm (torch's fused one), compile=1, float8=1, late=1 (torchtitan of 2025: AdamW is fused,
+# the loss is compiled)
 PUBLISHED = {
     "source": "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
     "date": "2024-12",
