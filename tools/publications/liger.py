@@ -174,7 +174,9 @@ def swiglu(length: int) -> Work:
 
 def normalised(x: Tensor, *norms: nn.Module) -> Work:
     first = norms[0]
-    return Work(lambda: first(x), (x,), torch.randn_like(x), norms)
+    with torch.no_grad():
+        gradient = torch.randn_like(first(x))
+    return Work(lambda: first(x), (x,), gradient, norms)
 
 
 def layer_norm(width: int) -> Work:
