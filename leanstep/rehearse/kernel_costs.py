@@ -133,7 +133,8 @@ def kernels(
         ins, outs: tensors of the device that it reads and writes, in the order of the schema.
         info: what shapes cannot tell: causal, lists (tensor lists among the arguments), layout ("bthd"),
             beta (of addmm), tf32 (fp32 products may use it), accumulate (of index_put), out_size (of conv),
-            dim (of softmax; the last one without it), windows (of a pool, that hold an element), traced (the call ran on a device under this name).
+            dim (of softmax; the last one without it), windows (of a pool, that hold an element), traced (the
+            call ran on a device under this name).
     """
     if name in FREE or not (ins or outs):
         return []
