@@ -9,7 +9,7 @@ PIP    := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install 
 WORKERS := -n 2 --dist worksteal
 INPUTS := pyproject.toml constraints.txt requirements-nodeps.txt
 
-.PHONY: demo test test-avx2 test-gpu test-pretend launched-kernels mutate-kernels fuzz-gpu-route bench lint clean
+.PHONY: demo test test-avx2 test-gpu test-pretend launched-kernels mutate-kernels fuzz-gpu-route bench lint docs dist clean
 
 demo: $(VENV)/.core
 	$(BIN)/leanstep demo
@@ -61,8 +61,17 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+# The site in site/, from docs/, docstrings, rules and results; a broken link fails.
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "site/index.html"
+
+# Wheel and sdist in dist/, each installed into an empty environment and tried there.
+dist: $(VENV)/.test
+	PYTHON=$(BIN)/python tools/try_dist
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis leanstep-report build dist *.egg-info
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis leanstep-report build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -219,7 +219,7 @@ class Budget:
         for step in self._watch.steps:
             for (site, _), record in step.saved.items():
                 line = site.caller if site.line.library and site.caller is not None else site.line
-                held[line] = held.get(line, 0) + record.kept_bytes
+                held[line] = held.get(line, 0) + record.held_bytes
         lines = []
         for line, num_bytes in sorted(held.items(), key=lambda item: -item[1])[:most]:
             lines += [

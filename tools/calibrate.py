@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import collections
 import csv
-import gzip
 import json
 import math
 import statistics
@@ -24,10 +23,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from trace_kernels import COLUMNS, extract  # noqa: E402
 
 from leanstep.rehearse.devices import DEVICES, Device  # noqa: E402
 from leanstep.rehearse.events import Kernel  # noqa: E402
@@ -44,6 +45,8 @@ DTYPES = {
     "int": (4, "int32"),
     "bool": (1, "bool"),
     "unsigned char": (1, "uint8"),
+    "c10::Float8_e4m3fn": (1, "float8_e4m3fn"),
+    "c10::Float8_e5m2": (1, "float8_e5m2"),
 }
 # Where a fold starts, and what it keeps when its traces say nothing. Latencies and starts are of the order
 # that any discrete GPU has; shares are round numbers.
@@ -66,14 +69,6 @@ ASSUMED = {"nvidia": {"conv": 0.6}}
 GRID = [0.5, 0.6, 0.7, 0.8, 0.87, 0.93, 0.97, 1.03, 1.07, 1.15, 1.25, 1.4, 1.7, 2.0]
 
 
-COLUMNS = (
-    *("trace", "device", "op", "dims", "dtypes", "strides", "kernels"),
-    *("count", "median_us", "min_us", "max_us", "queued_us"),
-)
-# A kernel that starts later than this after the one before it found an idle device.
-QUEUED_US = 5.0
-
-
 class Row(NamedTuple):
     trace: str
     device: Device
@@ -85,11 +80,29 @@ class Row(NamedTuple):
     measured_us: float
 
 
+# What a trace calls a device, the longer marks first.
+MARKS = {
+    "MI300": "mi300x",
+    "H100 PCIe": "h100-pcie",
+    "H100": "h100",
+    "H200": "h200",
+    "GB200": "gb200",
+    "B200": "b200",
+    "A100-SXM4-40GB": "a100-40",
+    "A100-PCIE-40GB": "a100-40",
+    "A100-PG509": "a100-40",
+    "A100": "a100",
+    "V100": "v100",
+    "RTX 4090": "4090",
+    "RTX 3090": "3090",
+    "A10G": "a10g",
+    "Tesla T4": "t4",
+}
+
+
 def device_of(name: str) -> Device | None:
-    for key, mark in (("mi300x", "MI300"), ("h100", "H100"), ("b200", "B200"), ("a100", "A100")):
-        if mark in name:
-            return DEVICES[key]
-    return None
+    key = next((key for mark, key in MARKS.items() if mark in name), None)
+    return DEVICES[key] if key is not None else None
 
 
 def contiguous(size: Iterable[int], width: int, dtype: str) -> Shape:
@@ -165,8 +178,8 @@ def kernels_of(row: dict[str, str], ins: list[Shape]) -> list[Kernel]:
     tf32 = "tf32" in row["kernels"] or "1688" in row["kernels"]
     info = {"tf32": tf32, "conv_tf32": tf32, "traced": True}
     if name == "copy_":
-        if "HtoD" in row["kernels"] or "DtoH" in row["kernels"]:
-            return []
+        if "HtoD" in row["kernels"] or "DtoH" in row["kernels"] or len(ins) < 2:
+            return []  # over the bus, or from a tensor whose type the table does not know
         return kernels("copy_", [ins[1]], [ins[0]], info)
     if "attention" in name:
         # The decoder's trace checks that its mask is all ones and then asks for a causal kernel.
@@ -189,43 +202,6 @@ def kernels_of(row: dict[str, str], ins: list[Shape]) -> list[Kernel]:
         size = (*ins[0].size[:2], *(n // 2 for n in ins[0].size[2:]))
         outs = [contiguous(size, ins[0].width, ins[0].dtype), contiguous(size, 8, "int64")]
     return kernels(name, ins, outs, info)
-
-
-def extract(path: Path) -> list[dict[str, Any]]:
-    """The table of a trace: one row for each operator with its shapes, dtypes, strides and kernels.
-
-    median_us, min_us, max_us: of the kernels' durations. queued_us: median of the durations with the gap
-    before each kernel, where it is shorter than QUEUED_US: from the end of the kernel before it.
-    """
-    with gzip.open(path, "rt") as file:
-        trace = json.load(file)
-    events = trace["traceEvents"]
-    calls = {e["args"]["External id"]: e for e in events if e.get("cat") == "cpu_op" and "args" in e}
-    kernels_by_call = collections.defaultdict(list)
-    ends: dict[object, float] = {}
-    device_events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    for e in sorted(device_events, key=lambda e: e["ts"]):
-        stream, end = e["args"].get("stream"), e["ts"] + e["dur"]
-        gap = e["ts"] - ends.get(stream, -math.inf)
-        ends[stream] = max(end, ends.get(stream, end))
-        kernels_by_call[e["args"].get("External id")].append((e, gap if 0 < gap < QUEUED_US else 0.0))
-    found = collections.defaultdict(list)
-    for number, launched in kernels_by_call.items():
-        if number in calls:
-            args = calls[number]["args"]
-            shapes = [json.dumps(args.get(name)) for name in ("Input Dims", "Input type", "Input Strides")]
-            names = "+".join(e["name"][:70] for e, _ in launched)
-            key = (calls[number]["name"], *shapes, names)
-            found[key].append((sum(e["dur"] for e, _ in launched), sum(gap for _, gap in launched)))
-    name = trace["deviceProperties"][0]["name"]
-    rows = []
-    for key, times in found.items():
-        durations = [round(d, 3) for d, _ in times]
-        stem = path.name.removesuffix(".json.gz")
-        numbers = (len(times), round(statistics.median(durations), 4), min(durations), max(durations))
-        queued = round(statistics.median(d + g for d, g in times), 4)
-        rows.append(dict(zip(COLUMNS, (stem, name, *key, *numbers, queued), strict=True)))
-    return sorted(rows, key=lambda row: -row["count"] * row["median_us"])
 
 
 def read(paths: Sequence[Path]) -> list[Row]:

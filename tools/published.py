@@ -36,11 +36,13 @@ import speedrun_logs
 import leanstep
 from leanstep.files import BadInput, write_text
 from leanstep.rehearse.cuda_allocator import memory_of
-from leanstep.rehearse.devices import device_named
-from leanstep.rehearse.events import Alloc, Event, Free, Recording, Request
-from leanstep.rehearse.stage import rehearse
+from leanstep.rehearse.devices import Device, device_named
+from leanstep.rehearse.events import Alloc, Event, Free, Recording, Refusal, Request, Step
+from leanstep.rehearse.links import device_of, machine_named
+from leanstep.rehearse.stage import RehearsalError, rehearse
 from leanstep.rehearse.time_model import HostCosts, Timing, time_steps
 from leanstep.rehearse.what_if import step_events
+from leanstep.script.marks import spans
 
 ROOT = Path(__file__).parents[1]
 PUBLICATIONS, RESULTS = ROOT / "tools" / "publications", ROOT / "results" / "published"
@@ -62,7 +64,7 @@ METRICS = {
     "kernels_mib": "MiB",
     "kernels_extra_mib": "MiB",
 }
-OPTIONS = ("args", "note", "per_step", "mean_of", "log", "url")
+OPTIONS = ("args", "note", "per_step", "mean_of", "without", "log", "url")
 _REQUEST = tuple(f.name for f in fields(Request) if f.name not in ("target", "args"))
 
 
@@ -132,6 +134,8 @@ def _check(where: str, entries: Data) -> None:
     if "per_s" in entries and "per_step" not in entries:
         raise BadInput(f"{where}: per_s: expected per_step beside it: tokens or images of one step and rank")
     device_named(entries["device"])
+    if entries.get("machine") and machine_named(entries["machine"]).device != entries["device"]:
+        raise BadInput(f"{where}: machine: {entries['machine']} has another device than {entries['device']}")
 
 
 def _digest(texts: Iterable[str]) -> str:
@@ -155,7 +159,7 @@ def rehearse_row(row: Row, recordings: Path | None, replay: bool, checkout: Path
     else:
         with speedrun_logs.prepared(row.entries.get("log"), checkout) as script:
             request = replace(row.request, target=str(script)) if script else row.request
-            recording = rehearse(request, quiet=True)
+            recording = _rehearsed(request)
         recorded_by, seconds = engine(), time.monotonic() - started
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -177,6 +181,14 @@ def rehearse_row(row: Row, recordings: Path | None, replay: bool, checkout: Path
     }
 
 
+def _rehearsed(request: Request) -> Recording:
+    """What was recorded; a rehearsal that fails itself stops its row, not the table."""
+    try:
+        return rehearse(request, quiet=True)
+    except RehearsalError as error:
+        return Recording(request, "", refused=Refusal(None, str(error)), ended="refused")
+
+
 def _stopped(recording: Recording) -> str | None:
     if recording.refused is not None:
         return " ".join(recording.refused.reason.split())[:200]
@@ -185,7 +197,8 @@ def _stopped(recording: Recording) -> str | None:
 
 def compare(row: Row, recording: Recording) -> list[Data]:
     """One entry per published figure: predicted, interval, ratio."""
-    device, entries = device_named(row.entries["device"]), row.entries
+    entries = row.entries
+    device = device_of(device_named(entries["device"]).key, entries.get("machine"))
     figures: list[Data] = []
 
     def add(label: str, unit: str, published: float, predicted: float, span: Sequence[float] = ()) -> None:
@@ -196,7 +209,7 @@ def compare(row: Row, recording: Recording) -> list[Data]:
         figures.append({k: _short(v) for k, v in figure.items()})
 
     count = len(recording.steps) if "kernels_ms" in row.published else entries.get("mean_of", 1)
-    last = timings = time_steps_of(recording, entries["device"], count)
+    last = timings = time_steps_of(recording, device, count, entries.get("without"))
     step = [statistics.fmean(t.step_s * 1e3 for t in last)]
     step += [statistics.fmean(t.interval_s[end] * 1e3 for t in last) for end in (0, 1)]
     for metric, published in row.published.items():
@@ -221,14 +234,19 @@ def compare(row: Row, recording: Recording) -> list[Data]:
     return figures
 
 
-def time_steps_of(recording: Recording, device: str, count: int) -> list[Timing]:
+def time_steps_of(
+    recording: Recording, device: Device, count: int, without: str | None = None
+) -> list[Timing]:
     """The times of the last `count` steps, played after the step before them, which fills the queue."""
     played: list[Event] = []
     ends: list[int] = []
     for step in recording.steps[-count - 1 :]:
-        played += step_events(recording, step)
+        pieces = spans(recording.phases, step.first, step.last) if without else [("", step.first, step.last)]
+        for phase, first, last in pieces:
+            if not without or phase != without:
+                played += step_events(recording, Step(step.number, first, last))
         ends.append(len(played))
-    return time_steps(played, ends, device_named(device), HostCosts.of(recording.request.host_us))[-count:]
+    return time_steps(played, ends, device, HostCosts.of(recording.request.host_us))[-count:]
 
 
 def step_peaks(events: Sequence[Event], ends: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -19,6 +19,7 @@ def compare_variants(
     seeds: Sequence[int],
     world: Any,
     json_path: str | None,
+    html: str | None = None,
 ) -> int:
     """Train the plan as it is and with the fields of each variant, all with the same seeds.
 
@@ -37,9 +38,12 @@ def compare_variants(
             own.append(outcome.last_evaluation["val_loss"])
     if world.is_main:
         rows = _rows(losses)
-        write_json(
-            {"recipe": plan.recipe, "preset": plan.preset, "seeds": list(seeds), "rows": rows}, json_path
-        )
+        result = {"recipe": plan.recipe, "preset": plan.preset, "seeds": list(seeds), "rows": rows}
+        write_json(result, json_path)
+        if html is not None:
+            from leanstep.report.page import add_section
+
+            add_section(html, "ablations", result)
         if json_path != "-":
             _print(rows)
     return 0

@@ -60,6 +60,9 @@ def train(
     ] = None,
     keep: Annotated[int, typer.Option(help="Checkpoints that stay.")] = 3,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    html: Annotated[
+        str | None, typer.Option("--html", metavar="FILE", help="With --ablate: write into this report page.")
+    ] = None,
     json_path: Annotated[
         str | None, typer.Option("--json", help="Result as JSON; - for standard output.")
     ] = None,
@@ -93,12 +96,15 @@ def train(
     if target is not None and not math.isfinite(target):
         raise BadInput(f"--target: expected a finite loss, got {target}")
     check_writable(json_path, "--json")
+    check_writable(html, "--html")
     try:
         check_device(device)
     except ValueError as error:
         raise BadInput(f"--{error}") from error
     options = _options(module, recipe, {"optimizer": optimizer, "lr": lr}, set_options or [])
     variants = _variants(module, recipe, ablate)
+    if html is not None and not variants:
+        raise BadInput("--html: expected --ablate beside it")
     if variants and (runs is not None or target is not None):
         raise BadInput(
             "--ablate: expected no --runs and no --target beside it; --seeds is its number of runs"
@@ -118,7 +124,7 @@ def train(
     try:
         with process_group(device) as world:
             if variants:
-                return compare_variants(plan, variants, range(seed, seed + seeds), world, json_path)
+                return compare_variants(plan, variants, range(seed, seed + seeds), world, json_path, html)
             if runs is None:
                 return _train_once(plan, seed, target, world, json_path)
             assert target is not None

@@ -199,7 +199,7 @@ ADVICE = (
     Advice(
         ("host-sync",),
         "The trainer reads it, mostly to log: a larger logging_steps reads less often where its code asks "
-        "for that, and a callback can drop metrics that nobody looks at.",
+        "for that, and a callback can drop unused metrics.",
         "the trainer's read: log less often",
         package=f"{TRANSFORMERS}trainer",
     ),
@@ -226,7 +226,7 @@ ADVICE = (
     ),
     Advice(
         ("host-sync",),
-        "Every parameter and buffer is copied to the host, one after the other. Where memory allows keep the "
+        "Every parameter and buffer is copied to the host one at a time. Where memory allows keep the "
         "model on the device, or copy into pinned memory: tensor.to(device, non_blocking=True).",
         "keep it on the device, or pinned memory",
         code=(".cpu()", '.to("cpu")', ".to('cpu')"),

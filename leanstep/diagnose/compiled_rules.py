@@ -109,15 +109,15 @@ def after_compiler(
 ) -> tuple[list[Finding], CompiledReport]:
     """The findings that are still there in the compiled step, and what became of the others."""
     report = CompiledReport(code.graphs, code.interruptions())
-    kept = []
+    remaining = []
     for finding in findings:
         taken = {place_of_line(other.line) for other in findings if other.rule == finding.rule}
         why = _removed(finding, code, limits[finding.rule], taken) if finding.compiled else None
         if why is None:
-            kept.append(finding)
+            remaining.append(finding)
         else:
             report.removed.append((finding, why))
-    return kept, report
+    return remaining, report
 
 
 def note_unread(recorder: Any, steps: Sequence[StepRecord], code: CompiledCode) -> None:

@@ -44,7 +44,7 @@ class Calibration:
     flops_per_s: float
 
 
-# A core that nobody else uses. An op of a step has Python and autograd around it.
+# An otherwise idle core. An op of a step includes its Python and autograd overhead.
 PLAIN_CORE, PLAIN_STEP_OP_S = Calibration(2e-6, 3e-6, 10e9, 2e9, 50e9), 30e-6
 
 

@@ -50,18 +50,18 @@ def growing_memory(steps: Sequence[StepRecord], limits: Mapping[str, float]) -> 
     settled = steps[:-LAST_STEPS]
     enough = limits["share"] * len(settled)
     hits = []
-    for line, kept in _steps_by_line(settled, "outlived").items():
-        total = sum(entry.bytes for entry, _ in kept)
-        if len(kept) < enough or total < limits["bytes"] * len(kept):
+    for line, left in _steps_by_line(settled, "outlived").items():
+        total = sum(entry.bytes for entry, _ in left)
+        if len(left) < enough or total < limits["bytes"] * len(left):
             continue
-        callers: Counter[Line] = sum((callers for _, callers in kept), Counter())
-        evidence = {"bytes_per_step": total // len(kept), "bytes": total, "steps": len(kept), "graphs": 0}
-        hits.append(Hit(line, len(kept), callers, FORWARD, evidence, Work(held_bytes=total)))
-    for line, kept in _steps_by_line(settled, "graphs_alive").items():
-        if len(kept) >= enough and not any(hit.line == line for hit in hits):
-            callers = sum((callers for _, callers in kept), Counter())
-            evidence = {"bytes_per_step": 0, "bytes": 0, "steps": len(kept), "graphs": len(kept)}
-            hits.append(Hit(line, len(kept), callers, "backward", evidence))
+        callers: Counter[Line] = sum((callers for _, callers in left), Counter())
+        evidence = {"bytes_per_step": total // len(left), "bytes": total, "steps": len(left), "graphs": 0}
+        hits.append(Hit(line, len(left), callers, FORWARD, evidence, Work(held_bytes=total)))
+    for line, left in _steps_by_line(settled, "graphs_alive").items():
+        if len(left) >= enough and not any(hit.line == line for hit in hits):
+            callers = sum((callers for _, callers in left), Counter())
+            evidence = {"bytes_per_step": 0, "bytes": 0, "steps": len(left), "graphs": len(left)}
+            hits.append(Hit(line, len(left), callers, "backward", evidence))
     return hits
 
 

@@ -139,12 +139,12 @@ def unbatched_optimizer(step: StepRecord, limits: Mapping[str, float]) -> list[H
 
 def slow_dtype(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     """Half-precision matmuls on a CPU that has no fast instructions for them."""
-    found: dict[tuple[Line, torch.dtype], list[tuple[MatmulKey, int]]] = defaultdict(list)
+    by_dtype: dict[tuple[Line, torch.dtype], list[tuple[MatmulKey, int]]] = defaultdict(list)
     for key, count in step.matmuls.items():
         if key.dtype in HALF and key.site.line is not UNKNOWN_LINE:
-            found[key.site.line, key.dtype].append((key, count))
+            by_dtype[key.site.line, key.dtype].append((key, count))
     hits = []
-    for (line, dtype), entries in found.items():
+    for (line, dtype), entries in by_dtype.items():
         rate, full_rate = step.half_rates.get(dtype, (1.0, 1.0))
         if rate >= limits["rate"] * full_rate:
             continue
@@ -245,16 +245,16 @@ def zero_fill(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
 
 def transposed_copy(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     """Copies or adds across memory layouts."""
-    found = dict(by_line(step.state_copies, Tally))
+    copies = dict(by_line(step.state_copies, Tally))
     for line, (total, callers) in by_line(step.other_copies, Tally).items():
         if total.bytes >= limits["bytes"] and total.bytes >= limits["share"] * step.written_bytes:
-            if line in found:
-                found[line][0].add(total)
-                found[line][1].update(callers)
+            if line in copies:
+                copies[line][0].add(total)
+                copies[line][1].update(callers)
             else:
-                found[line] = (total, callers)
+                copies[line] = (total, callers)
     hits = []
-    for line, (total, callers) in found.items():
+    for line, (total, callers) in copies.items():
         phases = {key.phase for key in step.ops if key.site.line == line and key.direct}
         phase = "optimizer" if "optimizer" in phases else "forward"
         evidence = {
@@ -301,39 +301,39 @@ def retained_chunks(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     hits = []
     for line, (total, callers) in _wide(step).items():
         if (
-            total.kept >= limits["chunks"]
-            and total.kept_bytes >= limits["bytes"]
-            and total.kept_rows >= limits["rows"]
+            total.held >= limits["chunks"]
+            and total.held_bytes >= limits["bytes"]
+            and total.held_rows >= limits["rows"]
         ):
             evidence = {
-                "chunks": total.kept,
-                "bytes": total.kept_bytes,
+                "chunks": total.held,
+                "bytes": total.held_bytes,
                 "shapes": dict(total.shapes.most_common(3)),
             }
-            work = Work(held_bytes=total.kept_bytes)
-            hits.append(Hit(line, total.kept, callers, "forward", evidence, work))
+            work = Work(held_bytes=total.held_bytes)
+            hits.append(Hit(line, total.held, callers, "forward", evidence, work))
     return hits
 
 
 def full_vocab(step: StepRecord, limits: Mapping[str, float]) -> list[Hit]:
     """Vocabulary-wide tensors are saved for the backward."""
     rows = limits["rows"]
-    wide = {line: found for line, found in _wide(step).items() if found[0].kept_rows >= rows * found[0].kept}
-    kept = sum(total.kept_bytes for total, _ in wide.values())
-    if kept < limits["bytes"]:
+    wide = {line: entry for line, entry in _wide(step).items() if entry[0].held_rows >= rows * entry[0].held}
+    saved_bytes = sum(total.held_bytes for total, _ in wide.values())
+    if saved_bytes < limits["bytes"]:
         return []
     # Logits and gradients that live beside the saved tensors go away with them.
-    peak = max(step.peak_wide_bytes, kept)
+    peak = max(step.peak_wide_bytes, saved_bytes)
     # A line that `retained-chunks` names is not named twice: see `rules.judge`.
     hits = []
     for line, (total, callers) in wide.items():
         evidence = {
             "shapes": dict(total.shapes.most_common(3)),
-            "bytes": total.kept_bytes,
+            "bytes": total.held_bytes,
             "all_saved_bytes": step.peak_saved_bytes,
             "peak_bytes": peak,
         }
-        work = Work(held_bytes=peak * total.kept_bytes / kept)
+        work = Work(held_bytes=peak * total.held_bytes / saved_bytes)
         hits.append(Hit(line, total.count, callers, "forward", evidence, work))
     return hits
 

@@ -325,7 +325,7 @@ RULES: dict[str, Rule] = {
                 f"{_plural(f.count, 'leaf', 'leaves')} first used here get a gradient "
                 f"({size(f.evidence['gradient_bytes'])}) that no optimizer holds."
             ),
-            "The backward computes and keeps a gradient that nobody reads.",
+            "The backward computes and stores a gradient that is never read.",
             "requires_grad_(False) or torch.no_grad() around it, or add the parameters to an optimizer.",
             "requires_grad_(False), or optimise it",
         ),
@@ -488,8 +488,8 @@ def judge(step: StepRecord, limits: Limits, rules: Sequence[str] | None = None) 
     }
     for line in hits.get("retained-chunks", ()):
         hits.get("full-vocab", {}).pop(line, None)
-    for found in hits.values():
-        for hit in found.values():
+    for by_line in hits.values():
+        for hit in by_line.values():
             hit.compiled = hit.line in step.compiled
     return hits
 

@@ -55,7 +55,7 @@ class StepClock:
         self._first_op: float | None = None
         self._spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._optimizer_began = 0.0
-        # End of the last backward, or the first op: forward is what lies before the next backward.
+        # End of the last backward, or the first op: forward is the time from here to the next backward.
         self._forward_began: float | None = None
         engine = self._engine = torch.autograd._engine_run_backward
 
@@ -88,7 +88,7 @@ class StepClock:
 
     def optimizer_begins(self) -> None:
         self._optimizer_began = self._now()
-        # What lies between the backward and the optimizer (clipping, logging) is no forward.
+        # The time between backward and optimizer (clipping, logging) is not forward time.
         self._forward_began = None
 
     def optimizer_ends(self) -> None:

@@ -85,22 +85,22 @@ class HeadRecord:
 class SavedRecord:
     """Tensors of one width that a line saved for the backward: new storages only.
 
-    `kept`, `kept_bytes`, `kept_rows`: the largest number held at once, between two runs of the backward.
+    `held`, `held_bytes`, `held_rows`: the largest number held at once, between two runs of the backward.
     """
 
     count: int = 0
     bytes: int = 0
-    kept: int = 0
-    kept_bytes: int = 0
-    kept_rows: int = 0
+    held: int = 0
+    held_bytes: int = 0
+    held_rows: int = 0
     shapes: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: SavedRecord) -> None:
         self.count += other.count
         self.bytes += other.bytes
-        self.kept = max(self.kept, other.kept)
-        self.kept_bytes = max(self.kept_bytes, other.kept_bytes)
-        self.kept_rows = max(self.kept_rows, other.kept_rows)
+        self.held = max(self.held, other.held)
+        self.held_bytes = max(self.held_bytes, other.held_bytes)
+        self.held_rows = max(self.held_rows, other.held_rows)
         self.shapes.update(other.shapes)
 
 

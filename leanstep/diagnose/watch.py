@@ -290,7 +290,7 @@ class Watch(StepListener, PhaseListener):
         self._leave_modes()
         self._last_end = own_seconds()
         if self._stackless:
-            return  # The script is over: nothing to time, nobody to stop.
+            return  # The script is over: there is nothing to time or stop.
         longest = MAX_ITERATION_S if self._makes_rollouts else MAX_TIMED_S
         if self._times_afterwards and (self.step_seconds or 0.0) <= longest:
             # Only a whole step is worth timing.
@@ -414,7 +414,7 @@ class Watch(StepListener, PhaseListener):
             self._measured_seconds = min(self._measured_seconds or elapsed, elapsed)
             self._last_end = now
 
-    # Gradients nobody uses
+    # Unused gradients
 
     def _hold(self, optimizer: torch.optim.Optimizer) -> None:
         self.recorder.optimizers[id(optimizer)] = weakref.ref(optimizer)
@@ -489,8 +489,8 @@ class Watch(StepListener, PhaseListener):
         """The findings so far, the most expensive first; printed, one line each."""
         if self._findings is not None and self._stackless:
             return self._findings
-        found = rules.find(self.steps, self.limits)
-        findings, self.compiled = compiled_rules.after_compiler(found, self._compiler, self.limits)
+        eager_findings = rules.find(self.steps, self.limits)
+        findings, self.compiled = compiled_rules.after_compiler(eager_findings, self._compiler, self.limits)
         calibration = self._calibration or cost.calibrate()
         rollout = next((p.seconds for p in self.phases if p.phase == ROLLOUT), None)
         for finding in findings:

@@ -26,16 +26,11 @@ def spread_evenly(name: str, args: Sequence[Any], kwargs: dict[str, Any], indice
 
     None where the call is no such choice: fewer rows than choices, or too many choices.
     """
-    scores = args[0]
-    default = -1 if name == "topk" else None
-    position = 2 if name == "topk" else 1
-    dim = args[position] if len(args) > position else kwargs.get("dim", default)
-    if not isinstance(dim, int) or not isinstance(scores, Tensor) or not scores.dim():
+    dim = _dimension(name, args, kwargs)
+    if dim is None or indices.numel() > MOST_ELEMENTS:
         return None
-    choices = scores.shape[dim]
-    rows = scores.numel() // max(1, choices)
-    if not 1 < choices <= MOST_CHOICES or rows < choices or indices.numel() > MOST_ELEMENTS:
-        return None
+    scores, choices = args[0], args[0].shape[dim]
+    rows = scores.numel() // choices
     per_row = indices.numel() // rows
     chosen = torch.arange(rows * per_row, device="cpu").remainder_(choices).to(indices.dtype)
     if indices.dim() < scores.dim():  # the dimension is gone
@@ -43,6 +38,23 @@ def spread_evenly(name: str, args: Sequence[Any], kwargs: dict[str, Any], indice
     size = [*indices.shape]
     size.append(size.pop(dim))
     return mark_spread(chosen.reshape(size).movedim(-1, dim))
+
+
+def is_choice(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call chooses experts or classes: what follows from it may be large."""
+    return name in SPREAD and _dimension(name, args, kwargs) is not None
+
+
+def _dimension(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
+    """The dimension of the choices; None where there are too many of them, or fewer rows than choices."""
+    scores = args[0]
+    default = -1 if name == "topk" else None
+    position = 2 if name == "topk" else 1
+    dim = args[position] if len(args) > position else kwargs.get("dim", default)
+    if not isinstance(dim, int) or not isinstance(scores, Tensor) or not scores.dim():
+        return None
+    choices = scores.shape[dim]
+    return dim if 1 < choices <= MOST_CHOICES and scores.numel() // choices >= choices else None
 
 
 def mark_spread(value: Tensor) -> Tensor:

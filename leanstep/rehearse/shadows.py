@@ -30,6 +30,7 @@ from leanstep.rehearse.routing import (
     MOST_ELEMENTS,
     SPREAD,
     histogram_of_integers,
+    is_choice,
     is_spread,
     mark_spread,
     spread_evenly,
@@ -358,6 +359,8 @@ class Shadows:
             if len(real) == len(outs):
                 if overwrites and self.partial:
                     self._unknown(operands[0]).fill_(False)
+                if is_choice(name, args, kwargs):
+                    mark_spread(real[-1])
                 for out, value in zip(outs, real, strict=True):
                     if out.shape == value.shape:
                         self.put(out, _marked_as(values, value))

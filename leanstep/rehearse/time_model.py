@@ -3,8 +3,7 @@
 A kernel takes the longest of what it asks for: bytes at a share of the memory's rate, elements at the rate at
 which a unit computes addresses, a chain of dependent loads, tiles of a product on the matrix units. The
 constants of each vendor (`RATES`) are fitted by `tools/calibrate.py` on public traces of H100 and MI300X; the
-errors (`ERRORS`) are those on traces that were held out of the fit. Other devices differ by their published
-figures alone.
+intervals (`WIDTHS`) come from published steps and kernels. Other devices differ by their data sheets alone.
 """
 
 from __future__ import annotations
@@ -88,42 +87,22 @@ RATES: Mapping[str, Rates] = MappingProxyType(
         ),
     }
 )
-# Factor within which half of a class's rows lie on traces that the fit did not see (leave one trace out,
-# `tools/calibrate.py`). Classes with fewer than three rows take "all", or 1.4 if they are worse.
-ERRORS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+# Factor around a prediction that holds 80% of the published figures of its class (docs/rehearse_errors.md has
+# the rows by source, and what share of a source's rows lies inside when the factor comes from the others).
+# amd: whole traces of MI300X. host: what a step bound by the host or its waits is uncertain by, besides.
+WIDTHS: Mapping[str, float] = MappingProxyType(
     {
-        "nvidia": {
-            "all": 1.2,
-            "gemm": 1.2,
-            "conv": 1.6,
-            "attention": 1.4,
-            "pointwise": 1.1,
-            "broadcast": 1.15,
-            "strided": 1.2,
-            "gather": 1.42,
-            "reduce": 1.31,
-            "norm": 1.1,
-        },
-        "amd": {
-            "all": 1.2,
-            "gemm": 1.2,
-            "conv": 1.2,
-            "attention": 1.2,
-            "pointwise": 1.15,
-            "gather": 1.34,
-            "batch_norm": 1.32,
-            "reduce": 1.37,
-            "norm": 1.23,
-            "softmax": 1.25,
-            "fill": 1.15,
-        },
+        "eager": 1.14,
+        "compiled": 1.15,
+        "convolutions": 1.25,
+        "kernels": 1.11,
+        "short kernels": 1.41,
+        "amd": 1.26,
+        "host": 1.9,
     }
 )
-# The traces are of these; another device adds the uncertainty of its published figures.
-CALIBRATED = frozenset({"h100", "mi300x"})
-_TRANSFER, _HOST = 1.1, 1.4
-# A median factor f of a normal error in the logarithm: 80% lie within f ** 1.9.
-_TO_80_PERCENT = 1.28 / 0.674
+# A step is one of convolutions when they take this share of it; a single kernel below this time is short.
+_MOSTLY, _SHORT_S = 0.2, 1e-3
 
 # Tiles (rows, columns) of a product that libraries choose from.
 TILES = (
@@ -461,6 +440,7 @@ class Timing:
     classes: dict[str, float] = field(default_factory=dict)
     interval_s: tuple[float, float] = (0.0, 0.0)
     bound_by: str = "device"
+    is_compiled: bool = False
 
     def mfu(self, device: Device) -> float:
         """The model's products as a share of the device's peak, each against that of its operand type."""
@@ -481,9 +461,11 @@ def time_steps(
     before, host_before = (0.0, 0.0, 0.0, 0.0, 0, 0, 0), 0.0
     classes_before: dict[str, float] = {}
     products: Counter[tuple[str, str]] = Counter()
+    is_compiled = False
     for index, event in enumerate(events):
         clock.play(event)
         alone.play(event)
+        is_compiled |= isinstance(event, Launch) and event.region > 0
         if isinstance(event, Launch | Extrapolated):
             for product in event.products:
                 products[product.part, product.dtype] += product.flops
@@ -504,7 +486,9 @@ def time_steps(
                 waits=int(step[6]),
                 flops=StepFlops.of(products),
                 classes={k: v for k, v in classes.items() if v > 0},
+                is_compiled=is_compiled,
             )
+            is_compiled = False
             found.append(_judged(timing, device))
             before, host_before, classes_before = after, alone.host, dict(clock.classes)
             products.clear()
@@ -525,17 +509,23 @@ def _judged(timing: Timing, device: Device) -> Timing:
     if timing.step_s > 1.15 * max(limits.values()):
         waits_for_link = timing.exposed_s > 0.5 * (timing.step_s - max(limits.values()))
         timing.bound_by = "link" if waits_for_link else "syncs" if timing.waits else timing.bound_by
-    errors = ERRORS[device.vendor]
-    total = sum(timing.classes.values()) or 1.0
-    spread = 0.0
-    for kind, time in timing.classes.items():
-        base = "attention" if kind.startswith("attention") else kind
-        spread += (time / total * math.log(errors.get(base, errors["all"]))) ** 2
-    spread = math.sqrt(spread)
-    if device.key not in CALIBRATED:
-        spread = math.hypot(spread, math.log(_TRANSFER))
+    spread = math.log(WIDTHS[_class_of(timing, device)])
     if timing.bound_by in ("host", "syncs"):
-        spread = math.hypot(spread, math.log(_HOST))
-    factor = math.exp(_TO_80_PERCENT * spread)
+        spread = math.hypot(spread, math.log(WIDTHS["host"]))
+    factor = math.exp(spread)
     timing.interval_s = (timing.step_s / factor, timing.step_s * factor)
     return timing
+
+
+def _class_of(timing: Timing, device: Device) -> str:
+    """Which published figures a step is like: a key of `WIDTHS`."""
+    busy = max(timing.device_s, 1e-12)
+    if device.vendor == "amd":
+        return "amd"
+    if timing.step_s < _SHORT_S:
+        return "short kernels"
+    if timing.classes.get("conv", 0.0) > _MOSTLY * busy:
+        return "convolutions"
+    if timing.is_compiled:
+        return "compiled"
+    return "eager" if timing.classes.get("gemm", 0.0) > _MOSTLY * busy else "kernels"

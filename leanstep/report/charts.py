@@ -113,6 +113,11 @@ def _roles(count: int) -> list[str]:
     return [_PART_ROLES[index % len(_PART_ROLES)] for index in range(count)]
 
 
+def ratio_place(ratio: float) -> float:
+    """Where a ratio is on a logarithmic scale from one half (0 %) over one (50 %) to two (100 %)."""
+    return round(min(max(50 + 50 * math.log2(ratio), 0.0), 100.0), 2)
+
+
 def thin(timeline: Timeline, points: int = MAX_POINTS) -> list[list[float]]:
     """At most about `points` (time, level) pairs: lowest and highest of each slice, so the peak survives."""
     events = [[float(t), float(level)] for t, level in timeline]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from leanstep.report import charts, excerpts
 
 Data = dict[str, Any]
 
-ORDER = ("demo", "diagnose", "rehearse", "sweep", "bench", "prove")
+ORDER = ("demo", "diagnose", "rehearse", "published", "sweep", "bench", "ablations", "prove")
 ENVIRONMENT = ("leanstep", "torch", "python", "device", "threads")
 
 
@@ -28,7 +29,7 @@ def prepare(kind: str, payload: Data) -> Data:
         return {**payload, "examples": examples}
     if kind == "sweep":
         return {"sweeps": payload["sweeps"] if "sweeps" in payload else [payload]}
-    if kind == "rehearse":
+    if kind in ("rehearse", "ablations"):
         return {"runs": payload["runs"] if "runs" in payload else [payload]}
     return payload
 
@@ -66,6 +67,10 @@ def merge(kind: str, held: Data | None, new: Data) -> Data:
         return {"scripts": _by_key(held["scripts"], new["scripts"], lambda s: s["script"])}
     if kind == "sweep":
         return {"sweeps": _by_key(held["sweeps"], new["sweeps"], _sweep_title)}
+    if kind == "published":
+        return {"rows": _by_key(held["rows"], new["rows"], lambda r: r["row"])}
+    if kind == "ablations":
+        return {"runs": _by_key(held["runs"], new["runs"], lambda r: (r["recipe"], r["preset"]))}
     if kind == "rehearse":
         return {"runs": _by_key(held["runs"], new["runs"], lambda r: (r["script"], r["device"]))}
     return new
@@ -94,6 +99,10 @@ def view(sections: dict[str, Data]) -> Data:
         shown["predicted_sweeps"] = [_sweep(sweep) for sweep in sections["sweep"]["sweeps"]]
     if "bench" in sections:
         shown["bench"], shown["sweeps"] = _bench(sections["bench"]["results"])
+    if "published" in sections:
+        shown["published"] = _published(sections["published"]["rows"])
+    if "ablations" in sections:
+        shown["ablations"] = [_ablation(run) for run in sections["ablations"]["runs"]]
     if "prove" in sections:
         shown["prove"] = _prove(sections["prove"])
     others = {kind: payload for kind, payload in sections.items() if kind not in ORDER}
@@ -256,6 +265,38 @@ def _prove(payload: Data) -> Data:
             }
         )
     return {"groups": shown, "drift": payload.get("drift", []), "failed": sum(not g["ok"] for g in shown)}
+
+
+def _published(results: list[Data]) -> list[Data]:
+    """Published figures beside the predicted ones, the largest error first; `place` is that of the ratio."""
+    rows = [
+        {
+            "name": f"{result['row']}: {figure['label']}" if figure.get("label") else result["row"],
+            "device": result["device"],
+            "published": f"{figure['published']:,.4g} {figure['unit']}",
+            "predicted": f"{figure['predicted']:,.4g} {figure['unit']}",
+            "ratio": figure["ratio"],
+            "place": charts.ratio_place(figure["ratio"]),
+            "inside": figure.get("inside"),
+            "role": result["role"],
+        }
+        for result in results
+        for figure in result["figures"]
+    ]
+    return sorted(rows, key=lambda row: -abs(math.log(row["ratio"])))
+
+
+def _ablation(run: Data) -> Data:
+    """Paired runs with and without a change: each difference with its interval on one common scale."""
+    rows = [row for row in run["rows"] if "shift" in row]
+    ends = [abs(row[end]) for row in rows for end in ("shift_low", "shift_high")]
+    scale = max(ends, default=0.0) or 1.0
+    shown = [
+        {**row, "left": 50 + 50 * row["shift_low"] / scale, "right": 50 + 50 * row["shift_high"] / scale}
+        for row in rows
+    ]
+    unchanged = [row["loss"] for row in run["rows"] if "shift" not in row]
+    return {**run, "rows": shown, "unchanged": unchanged[0] if unchanged else None}
 
 
 def _closeness(row: Data) -> float:

@@ -49,9 +49,12 @@ def replace_function(place: Any, name: str, handler: Callable[..., Any]) -> Call
 def wrap_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
 ) -> tuple[Any, Any] | None:
-    """Return the arguments of `optimizer.step(closure)` with the closure wrapped; None without a closure."""
+    """Return the arguments of `optimizer.step(closure)` with the closure wrapped; None without a closure.
+
+    An optimizer of a script's own may take something else there, another optimizer for instance.
+    """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
+    if not callable(closure):
         return None
     if len(args) > 1:
         return (args[0], wrap(closure), *args[2:]), kwargs

@@ -20,7 +20,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     # No name resolves and no proxy helps: whatever the page asks for fails and shows in the log.
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
 
 

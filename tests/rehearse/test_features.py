@@ -211,3 +211,27 @@ def test_attention_is_cudnns_where_every_other_kernel_is_switched_off(tmp_path, 
     kinds = {k.kind for e in recording.events if isinstance(e, Launch) for k in e.kernels}
     assert ("attention" in kinds) == ("attention_bwd" in kinds) == fused
     assert f"attention: {'cuDNN kernel' if fused else 'unfused'}" in recording.notes
+
+
+FLEX = """
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+weight = torch.zeros(1, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256)
+for _ in range(2):
+    q, k, v = (torch.zeros(1, 4, 256, 64, device="cuda") * weight for _ in range(3))
+    with torch.autocast("cuda", torch.bfloat16):
+        out = torch.compile(flex_attention)(q, k, v.bfloat16(), block_mask=mask)
+    out.float().sum().backward()
+    optimizer.step()
+"""
+
+
+def test_flex_attention_runs_in_autocasts_type(tmp_path):
+    (tmp_path / "script.py").write_text(FLEX)
+    recording = run_script(tmp_path / "script.py", steps=2).recording
+    assert recording.refused is None, recording.refused
+    kernels = [k for e in recording.events if isinstance(e, Launch) for k in e.kernels]
+    assert {k.dtype for k in kernels if k.kind.startswith("attention")} == {"bfloat16"}

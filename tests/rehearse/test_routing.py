@@ -61,3 +61,15 @@ def test_choices_by_shape(name, shape, args, chosen):
         indices = torch.argmax(scores, *args)
     spread = spread_evenly(name, (scores, *args), {}, indices)
     assert (None if spread is None else spread.tolist()) == chosen
+
+
+def test_choices_among_known_scores_are_followed_into_large_masks(tmp_path):
+    """Scores that the device drew are known; a mask for each token and expert is larger than they."""
+    script = tmp_path / "known.py"
+    script.write_text(
+        "import torch\n"
+        "chosen = torch.randn(2048, 128, device='cuda').topk(8, dim=-1).indices\n"
+        "mask = torch.nn.functional.one_hot(chosen, num_classes=128).permute(2, 1, 0)\n"
+        "print(sum(torch.where(mask[expert])[1].numel() for expert in range(128)))\n"
+    )
+    assert run_script(script, capture=tmp_path).printed.split() == [str(2048 * 8)]

@@ -231,3 +231,33 @@ def demo_payload(folder: Path) -> dict[str, Any]:
             example("speedrun", "A small GPT on parameter banks with Muon", 1 / 1.9),
         ],
     }
+
+
+def published_rows() -> dict[str, Any]:
+    def row(name: str, published: float, predicted: float, unit: str, **more: Any) -> dict[str, Any]:
+        figure = {"label": "", "unit": unit, "published": published, "predicted": predicted}
+        return {
+            "row": name,
+            "device": "a100",
+            "role": "blind",
+            "figures": [{**figure, "ratio": predicted / published, **more}],
+        }
+
+    return {"rows": [row("resnet50", 100, 110, "ms", inside=True), row("lora-7b", 20, 10, "GiB")]}
+
+
+def ablation_run() -> dict[str, Any]:
+    def change(name: str, shift: float, half_width: float) -> dict[str, Any]:
+        ends = {"shift": shift, "shift_low": shift - half_width, "shift_high": shift + half_width}
+        return {
+            "variant": name,
+            "losses": [],
+            "loss": 3.0 + shift,
+            **ends,
+            "p_value": 0.01,
+            "detectable_shift": 0.02,
+        }
+
+    unchanged = {"variant": "unchanged", "losses": [3.0, 3.0], "loss": 3.0}
+    rows = [unchanged, change("smear=False", 0.03, 0.01), change("tied=True", -0.01, 0.02)]
+    return {"recipe": "gpt", "preset": "tiny", "seeds": [0, 1], "rows": rows}

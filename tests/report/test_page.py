@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -194,3 +195,41 @@ def test_a_page_is_small(full_page: Path, tmp_path: Path):
     page.add_section(path, "prove", samples.prove_result(ok=False))
     assert path.stat().st_size < 60_000
     assert full_page.stat().st_size < 300_000
+
+
+def test_published_rows_come_worst_first_and_ratios_have_a_place(tmp_path: Path):
+    path = tmp_path / "page.html"
+    page.add_section(path, "published", samples.published_rows())
+    page.add_section(path, "published", {"rows": samples.published_rows()["rows"][:1]})
+    shown = sections.view(data_of(path))["published"]
+    assert [(row["name"], row["ratio"]) for row in shown] == [("lora-7b", 0.5), ("resnet50", 1.1)]
+    assert [row["place"] for row in shown] == [0.0, pytest.approx(50 + 50 * math.log2(1.1), abs=0.01)]
+    text = path.read_text(encoding="utf-8")
+    assert 'id="published"' in text and 'style="left: 0.0%"' in text and "110 ms" in text
+
+
+def test_ablations_share_one_scale(tmp_path: Path):
+    path = tmp_path / "page.html"
+    page.add_section(path, "ablations", samples.ablation_run())
+    (run,) = sections.view(data_of(path))["ablations"]
+    assert run["unchanged"] == 3.0
+    # The widest interval ends at +0.04: the scale is from -0.04 to 0.04.
+    places = [(row["variant"], row["left"], row["right"]) for row in run["rows"]]
+    assert places == [
+        ("smear=False", pytest.approx(75.0), pytest.approx(100.0)),
+        ("tied=True", pytest.approx(12.5), pytest.approx(62.5)),
+    ]
+    assert "smear=False" in path.read_text(encoding="utf-8")
+
+
+def test_phases_of_an_iteration_are_parts_of_one_bar(tmp_path: Path):
+    report = samples.diagnose_report(tmp_path)
+    report["steps"]["phases"] = [
+        {"phase": name, "seconds": seconds, "ops": 10, "flops": 0, "written_bytes": 0}
+        for name, seconds in (("rollout", 3.0), ("scoring", 0.5), ("update", 0.5))
+    ]
+    path = tmp_path / "page.html"
+    page.add_section(path, "diagnose", report)
+    (shown,) = sections.view(data_of(path))["diagnose"]
+    assert [part["percent"] for part in shown["phase_shares"]["parts"]] == [75.0, 12.5, 12.5]
+    assert "rollout 3 s (75 %)" in path.read_text(encoding="utf-8")

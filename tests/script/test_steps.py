@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from leanstep.script.hooks import wrap_closure
 from leanstep.script.steps import StepListener, StepMarker
 
 
@@ -211,3 +212,18 @@ def test_a_function_that_steps_keeps_none_of_its_tensors_alive():
             assert step_with(torch.ones(3))() is None
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("where", ["args", "kwargs"])
+def test_a_closure_is_wrapped_and_another_argument_of_step_is_left_alone(where):
+    def arguments(value):
+        return (("self", value), {}) if where == "args" else (("self",), {"closure": value})
+
+    def wrap(closure):
+        return lambda: ["wrapped", closure()]
+
+    args, kwargs = wrap_closure(*arguments(lambda: 1), wrap)
+    assert (args[1] if where == "args" else kwargs["closure"])() == ["wrapped", 1]
+    weight = torch.zeros(1, requires_grad=True)
+    for value in (None, torch.optim.SGD([weight], lr=0.1), True):
+        assert wrap_closure(*arguments(value), wrap) is None

@@ -70,6 +70,13 @@ def test_supervised_training(world):
     torch.testing.assert_close(space["loss"], plain)
 
 
+def test_the_page_on_fine_tuning(world):
+    space = run("docs/sft.md", "import linear_cross_entropy", world)
+    logits = linear(world["hidden"], world["lm_head"].weight)
+    plain = cross_entropy(logits[:, :-1].flatten(0, 1), world["labels"][:, 1:].flatten())
+    torch.testing.assert_close(space["loss"], plain)
+
+
 def test_distillation(world):
     space = run("docs/objectives.md", "linear_distill_loss", world)
     rows = world["completion_mask"].flatten().bool()

@@ -192,3 +192,26 @@ def test_a_script_of_a_log_runs_where_its_tokens_are(tmp_path, monkeypatch):
         pass
     with pytest.raises(BadInput, match="--speedrun: expected a clone"), logs.prepared("other.txt", tmp_path):
         pass
+
+
+def test_a_rehearsal_that_cannot_start_stops_its_row_only(folder):
+    row = published.read_rows(folder)[0]
+    broken = published.Row(row.name, folder / "gone.py", row.entries, row.digest)
+    result = published.rehearse_row(broken, None, False, None)
+    assert "gone.py" in result["stopped"] and result["figures"] == []
+
+
+def test_a_phase_is_left_out_of_the_step(folder):
+    stub_or_skip()
+    (folder / "tiny.py").write_text(
+        SCRIPT.replace(
+            "    weight @ weight\n", "    with torch.no_grad():\n        model(weight)\n    weight + 1\n"
+        )
+        .replace("pace = ", "model = torch.nn.Linear(1024, 1024, device='cuda')\npace = ")
+        .replace('"note": "made up"', '"note": "made up", "steps": 6')
+    )
+    row = published.read_rows(folder)[0]
+    recording = published.rehearse(row.request, quiet=True)
+    device = published.device_named("a100")
+    (whole,), (rest,) = (published.time_steps_of(recording, device, 1, w) for w in (None, "scoring"))
+    assert "gemm" in whole.classes and set(rest.classes) == {"pointwise"}

@@ -30,10 +30,10 @@ def parse_rules(text: str) -> tuple[str, ...]:
 
 def selected(findings: Sequence[Finding], select: Sequence[str], ignore: Sequence[str]) -> list[Finding]:
     """The findings of the rules in `select` (empty: of all) that are not in `ignore`, ranked anew."""
-    kept = [f for f in findings if (not select or f.rule in select) and f.rule not in ignore]
-    for number, finding in enumerate(kept, 1):
+    selection = [f for f in findings if (not select or f.rule in select) and f.rule not in ignore]
+    for number, finding in enumerate(selection, 1):
         finding.rank = number
-    return kept
+    return selection
 
 
 def without_ignored(findings: Sequence[Finding]) -> tuple[list[Finding], int]:

@@ -78,11 +78,11 @@ def compare(before: dict[str, Any], after: dict[str, Any], threshold: float = TH
 
 def _by_key(findings: Iterable[dict[str, Any]]) -> dict[tuple[str, str, str], tuple[int, int]]:
     """Counts of equal lines are added up, as two loops may hold the same code."""
-    found: dict[tuple[str, str, str], tuple[int, int]] = {}
+    counts: dict[tuple[str, str, str], tuple[int, int]] = {}
     for finding in findings:
-        count, line = found.get(_key(finding), (0, finding["line"]))
-        found[_key(finding)] = (count + finding["count"], line)
-    return found
+        count, line = counts.get(_key(finding), (0, finding["line"]))
+        counts[_key(finding)] = (count + finding["count"], line)
+    return counts
 
 
 def _kind(before: int, after: int, threshold: float) -> str | None:

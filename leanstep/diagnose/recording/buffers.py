@@ -38,7 +38,7 @@ class Churn:
     def new_step(self) -> None:
         self.fresh: list[tuple[Site, StorageWeakRef, int, int]] = []
 
-    def made(self, outs: Any, site: Site, least: int, weight_matmuls: int) -> None:
+    def add(self, outs: Any, site: Site, least: int, weight_matmuls: int) -> None:
         """`weight_matmuls`: products with a weight so far, which tell a model's layers from a loop."""
         for out in outs:
             if out.nbytes >= least:
@@ -47,15 +47,15 @@ class Churn:
     def close(self) -> dict[Site, Tally]:
         """Buffers of this step. Those that outlive the next step as well are taken off when it ends."""
         self.settle()
-        made: dict[Site, Tally] = {}
+        tallies: dict[Site, Tally] = {}
         spans: dict[Site, tuple[int, int]] = {}
         for site, _, num_bytes, weight_matmuls in self.fresh:
             spans[site] = (spans.get(site, (weight_matmuls, 0))[0], weight_matmuls)
-            tally(made, site, num_bytes)
+            tally(tallies, site, num_bytes)
         # The activations of a frozen model are no churn: layers stand between one buffer and the next.
-        made = {s: t for s, t in made.items() if spans[s][1] - spans[s][0] < t.count / 2}
-        self._earlier = (made, self.fresh)
-        return made
+        tallies = {s: t for s, t in tallies.items() if spans[s][1] - spans[s][0] < t.count / 2}
+        self._earlier = (tallies, self.fresh)
+        return tallies
 
     def settle(self, last: bool = False) -> None:
         """Take off the buffers of the step before that are still alive: they are kept, not dropped.
@@ -64,16 +64,16 @@ class Churn:
         alive at the end of its own step (`last`: no later step will tell) counts as kept only if earlier
         steps showed it, or if it is more than one value of the line.
         """
-        made, fresh = self._earlier
+        tallies, fresh = self._earlier
         alive: dict[Site, int] = {}
         for site, storage, _, _ in fresh:
             if not storage.expired():
                 alive[site] = alive.get(site, 0) + 1
-        for site, entry in made.items():
-            kept = self._outlived.get(site, max(alive.get(site, 0) - 1, 0)) if last else alive.get(site, 0)
+        for site, entry in tallies.items():
+            held = self._outlived.get(site, max(alive.get(site, 0) - 1, 0)) if last else alive.get(site, 0)
             if not last:
-                self._outlived[site] = kept
-            if kept:
-                entry.bytes -= entry.bytes * kept // entry.count
-                entry.count -= kept
+                self._outlived[site] = held
+            if held:
+                entry.bytes -= entry.bytes * held // entry.count
+                entry.count -= held
         self._earlier = ({}, [])

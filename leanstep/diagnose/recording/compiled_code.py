@@ -1,10 +1,10 @@
-"""What torch.compile makes of the step: graphs, what is left of each line in them, breaks, recompilations.
+"""What torch.compile does to the step: graphs, the rest of each line in them, breaks, recompilations.
 
-Compiled functions run eagerly while ops are recorded, because the compiler refuses to work under a dispatch
-mode. Before and after that they run compiled, and every graph that Dynamo hands to the user's backend is read
-on its way: its nodes carry the lines they came from. Of Inductor's graphs the kernels are read after fusion,
-of other AOTAutograd backends the ATen calls; a backend that sees neither runs the calls of the graph as they
-stand. Disk caches of Inductor are passed by meanwhile: a cached graph has no lines.
+Compiled functions run eagerly while ops are recorded, because the compiler does not work under a dispatch
+mode. Before and after that they run compiled, and every graph that Dynamo passes to the user's backend is
+read; its nodes record their source lines. For Inductor the kernels after fusion are read, for other AOTAutograd
+backends the ATen calls; any other backend is assumed to run the calls of the graph as they are. Inductor's
+disk caches are bypassed, because a cached graph has no source lines.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class CompiledCode:
         return fusing
 
     def _on_kernels(self, nodes: Any, backward: bool, gm: Any) -> None:
-        found = []
+        launched = []
         for node in nodes:
             if type(node).__name__ == "NopKernelSchedulerNode":
                 continue
@@ -218,11 +218,11 @@ class CompiledCode:
                 for buffer in part.get_outputs():
                     with contextlib.suppress(Exception):
                         written += int(buffer.node.get_numel()) * buffer.node.get_dtype().itemsize
-            found.append(Kernel(frozenset(ops), backward, written))
-        graph = self._current[-1] if self._current else self._graph_with(found)
+            launched.append(Kernel(frozenset(ops), backward, written))
+        graph = self._current[-1] if self._current else self._graph_with(launched)
         if graph is not None:
             graph.level = "kernels"
-            graph.kernels += found
+            graph.kernels += launched
             graph.saved += [] if backward else _outputs(gm)
 
     def _graph_with(self, kernels: list[Kernel]) -> Graph | None:
@@ -364,8 +364,8 @@ def _is_shown(file: str, function: str) -> bool:
 
 def place_of(node: Any) -> Place | None:
     """The innermost line of a node that is not torch's own."""
-    found = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [(file, int(number)) for file, number, function in found if _is_shown(file, function)]
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [(file, int(number)) for file, number, function in frames if _is_shown(file, function)]
     return own[-1] if own else None
 
 
@@ -389,13 +389,13 @@ def _bytes_of(value: Any) -> int:
 def _outputs(gm: Any) -> list[Saved]:
     """What a forward graph returns and computes itself: results, and what its backward needs."""
     (output,) = (node for node in gm.graph.nodes if node.op == "output")
-    found = []
+    saved = []
     for node in output.all_input_nodes:
         place, value = place_of(node), node.meta.get("val")
         if place is not None and isinstance(value, torch.Tensor):
             with contextlib.suppress(Exception):
-                found.append(Saved(place, tuple(int(n) for n in value.shape), _bytes_of(value)))
-    return found
+                saved.append(Saved(place, tuple(int(n) for n in value.shape), _bytes_of(value)))
+    return saved
 
 
 def place_of_line(line: Line) -> Place:

@@ -90,10 +90,10 @@ class Family:
         self.met = self.on_host = False
 
     def root(self) -> Family:
-        found = self
-        while found.parent is not None:
-            found = found.parent
-        return found
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
 
     @property
     def is_hosts_own(self) -> bool:
@@ -115,7 +115,7 @@ class Families:
             family.met = not self.model_seen
         return family
 
-    def made(self, storage: int) -> None:
+    def create(self, storage: int) -> None:
         """The storage has been made out of nothing: whatever was there before is gone."""
         self._known[storage] = Family()
 
@@ -129,7 +129,7 @@ class Families:
         """An op took these, and no value of the model, and wrote `outs`."""
         if not tensors:
             for storage in outs:
-                self.made(storage)
+                self.create(storage)
             return
         joined = [s for s, tensor in tensors if tensor.ndim] or [s for s, _ in tensors]
         first = self.of(joined[0]).root()
@@ -160,7 +160,7 @@ def count_distinct(values: Sequence[int], spans: Iterable[tuple[int, int]]) -> d
     would be quadratic.
     """
     result: dict[tuple[int, int], int] = {}
-    # 1 where a value occurs for the last time so far; how many of them lie in each block.
+    # 1 where a value occurs for the last time so far; the number of ones in each block.
     is_last = bytearray(len(values))
     block = max(1, math.isqrt(len(values)))
     in_block = [0] * (len(values) // block + 1)

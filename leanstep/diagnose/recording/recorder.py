@@ -136,7 +136,7 @@ class Recorder(RunRecord):
         if info.counted:
             self.state.count(op)
             if self.survivors.on and info.returns_new:
-                self.survivors.made(op.outs, op.site)
+                self.survivors.add(op.outs, op.site)
 
     def _note_gradients(self, outs: Sequence[Tensor]) -> None:
         """What an autograd node computes is a gradient, even if it met no weight yet. Hooks may read it."""
@@ -152,7 +152,7 @@ class Recorder(RunRecord):
             # torch.tensor(...) allocated it a moment ago, perhaps where a value of the model was.
             storage = out.untyped_storage()._cdata
             self.state.tainted.discard(storage)
-            self.state.families.made(storage)
+            self.state.families.create(storage)
 
     # Where an op runs
 

@@ -50,7 +50,7 @@ class AutogradLines:
         self._older_graphs: deque[deque[Any]] = deque()
 
     def add(self, number: int, site: Site) -> bool:
-        """False when the step has more nodes than are remembered."""
+        """Return False if the step has more nodes than the map may hold."""
         if len(self._sites) >= MAX_MAP_ENTRIES:
             return False
         self._sites.setdefault(number, site)

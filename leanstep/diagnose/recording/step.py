@@ -133,7 +133,7 @@ class StepState:
         self.used: set[int] = set()
         self.written: set[int] = set()
         self.unused: dict[int, Site] = {}
-        # Parameters in the order they are read; slices of a bank are told apart by their offset.
+        # Parameters in the order they are read; slices of a bank differ by their offset.
         self.read_log: list[int] = []
         self.head_nodes: dict[int, HeadProduct] = {}
         self.products, self.families = Products(), Families()
@@ -187,7 +187,7 @@ class StepState:
         limits = self.run
         largest = op.max_bytes
         if info.makes_buffer and not op.in_engine and not op.grad and largest >= limits.churn_bytes:
-            self.churn.made(op.outs, op.site, limits.churn_bytes, self.weight_matmuls)
+            self.churn.add(op.outs, op.site, limits.churn_bytes, self.weight_matmuls)
         key = (op.site, info, op.phase, op.direct, op.chain)
         counts = self.ops.get(key)
         if counts is None:
@@ -298,9 +298,9 @@ class StepState:
             record.bytes += num_bytes
         for key, (count, num_bytes, rows) in totals.items():
             record = self.saved[key]
-            record.kept = max(record.kept, count)
-            record.kept_bytes = max(record.kept_bytes, num_bytes)
-            record.kept_rows = max(record.kept_rows, rows)
+            record.held = max(record.held, count)
+            record.held_bytes = max(record.held_bytes, num_bytes)
+            record.held_rows = max(record.held_rows, rows)
         self.saved_bytes += self.window_bytes
         self.peak_saved_bytes = max(self.peak_saved_bytes, self.window_bytes)
         self.window, self.window_storages, self.window_bytes = [], set(), 0

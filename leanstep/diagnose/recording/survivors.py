@@ -25,7 +25,7 @@ _KEY = "leanstep"
 
 
 class _Mark:
-    """Lives in the metadata of a graph's last node, and dies with the node."""
+    """Stored in the metadata of a graph's last node and freed with the node."""
 
     __slots__ = ("__weakref__",)
 
@@ -43,7 +43,7 @@ class Survivors:
         # The steps before, each with what is still alive of it.
         self._steps: list[tuple[StepRecord, list[Any], list[Any]]] = []
 
-    def made(self, outs: Sequence[Tensor], site: Site) -> None:
+    def add(self, outs: Sequence[Tensor], site: Site) -> None:
         """An op wrote into new buffers."""
         for out in outs:
             # A sparse tensor has no storage, nor has every subclass.

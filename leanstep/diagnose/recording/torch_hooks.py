@@ -1,8 +1,8 @@
 """Where a recording takes hold of torch, and how it lets go again.
 
-Two modes pass every op and call on and report it. Modes and saved-tensor hooks lie on stacks that are shared
-with the user's code: they can be left though others lie above them. On a GPU torch's own sync warnings are
-counted beside the recorder's reads, and replays of CUDA graphs are noticed; without one that does nothing.
+Two modes forward and report every op and call. Modes and saved-tensor hooks are on stacks shared with the
+user's code, and can be removed while others are above them. On a GPU, torch's own sync warnings are counted
+in addition to the recorder's reads, and replays of CUDA graphs are detected; otherwise this does nothing.
 What the process holds (optimizers, loaders, compiled kernels) is asked of the garbage collector.
 """
 

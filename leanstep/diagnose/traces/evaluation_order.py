@@ -235,12 +235,12 @@ class Slots(ast.NodeVisitor):
         costs: dict[int, int] = {sum(line <= running for line in self.lines) - 1: 0}
         back: list[dict[int, int]] = []
         for _, slots in steps:
-            found: dict[int, int] = {}
+            reached: dict[int, int] = {}
             came: dict[int, int] = {}
             for slot in slots:
                 best, source = min((cost + self._way(at, slot), at) for at, cost in costs.items())
-                found[slot], came[slot] = best, source
-            costs = found
+                reached[slot], came[slot] = best, source
+            costs = reached
             back.append(came)
         lines: list[int | None] = [None] * len(names)
         slot = min(costs, key=lambda s: costs[s]) if steps else -1

@@ -199,12 +199,12 @@ class Timeline:
 
     def ancestors(self, index: int) -> list[int]:
         """The event's own chain, innermost first, itself left out."""
-        found = []
+        outer = []
         above = int(self.parent[index])
         while above >= 0:
-            found.append(above)
+            outer.append(above)
             above = int(self.parent[above])
-        return found
+        return outer
 
     # Steps
 
@@ -356,12 +356,12 @@ class Timeline:
         if not mine:
             return {}, 1.0
         low, high = float(self.start[mine].min()), float(self.end[mine].max())
-        found: dict[str, float] = defaultdict(float)
+        idle_by_cause: dict[str, float] = defaultdict(float)
         for gap in self.gaps:
             if low <= gap.start and gap.end <= high:
-                found["between steps"] += gap.data_us
-                found[WORDS.get(gap.cause, gap.cause)] += gap.length - gap.data_us
-        largest = sorted(found.items(), key=lambda item: -item[1])
+                idle_by_cause["between steps"] += gap.data_us
+                idle_by_cause[WORDS.get(gap.cause, gap.cause)] += gap.length - gap.data_us
+        largest = sorted(idle_by_cause.items(), key=lambda item: -item[1])
         return {cause: us for cause, us in largest if us > 0}, max(high - low, 1e-9)
 
     def _explain(self, gap: Gap, wait_ends: list[float], data: list[tuple[float, float]]) -> None:
@@ -393,7 +393,7 @@ class Timeline:
             gap.cause = "launch"
 
     def _between_steps(self, gap: Gap, until: float) -> bool:
-        """Whether most of the gap lies outside of all steps, or the host ran no op across a step's end."""
+        """Return whether most of the gap is outside all steps, or the host ran no op across the end of a step."""
         if self.boundary != "explicit":
             return False
         before, behind = self.step_at(gap.start), self.step_at(until)

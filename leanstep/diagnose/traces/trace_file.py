@@ -92,11 +92,11 @@ class Names:
         self._numbers: dict[Any, int] = {}
 
     def number(self, text: Any) -> int:
-        found = self._numbers.get(text)
-        if found is None:
-            found = self._numbers[text] = len(self.texts)
+        known = self._numbers.get(text)
+        if known is None:
+            known = self._numbers[text] = len(self.texts)
             self.texts.append(text)
-        return found
+        return known
 
 
 class Trace:
@@ -154,10 +154,10 @@ class Trace:
                 self.stack_of[index] = self.stacks.number(printable(str(stack)))
         elif kind == FRAME:
             # An address in a name would make every object's method a name of its own.
-            found = _ADDRESS.search(name)
-            if found:
-                detail = int(found[1], 16) & 0x7FFFFFFFFFFFFFFF
-                name = name[: found.start()] + name[found.end() :]
+            match = _ADDRESS.search(name)
+            if match:
+                detail = int(match[1], 16) & 0x7FFFFFFFFFFFFFFF
+                name = name[: match.start()] + name[match.end() :]
         elif kind != NOTE:
             link = _integer(args.get("correlation", args.get("External id")))
             if kind == COPY:
@@ -266,8 +266,8 @@ class _Text:
     def peek(self) -> str:
         """The next character that is no space and no comma; empty at the end."""
         while True:
-            found = _SPACE.match(self.buffer, self.at)
-            self.at = found.end() if found else self.at
+            space = _SPACE.match(self.buffer, self.at)
+            self.at = space.end() if space else self.at
             if self.at < len(self.buffer):
                 return self.buffer[self.at]
             if not self.more():
@@ -294,11 +294,11 @@ class _Text:
             self.more()
 
     def take(self, expected: str) -> None:
-        found = self.peek()
-        if not found:
+        character = self.peek()
+        if not character:
             raise Truncated("the text ends early")
-        if found != expected:
-            raise ValueError(f"not JSON: expected {expected!r}, got {found!r}")
+        if character != expected:
+            raise ValueError(f"not JSON: expected {expected!r}, got {character!r}")
         self.at += 1
 
 
@@ -310,16 +310,16 @@ def _events(text: _Text, facts: dict[str, Any]) -> Iterator[Any]:
         yield from _items(text)
         return
     text.take("{")
-    found = False
+    has_events = False
     while text.peek() != "}":
         key = text.value()
         text.take(":")
         if key == "traceEvents" and text.peek() == "[":
-            found = True
+            has_events = True
             yield from _items(text)
         else:
             facts[str(key)] = text.value()
-    if not found:
+    if not has_events:
         raise ValueError("it has no traceEvents")
 
 
@@ -335,11 +335,11 @@ def _marks(text: _Text) -> Iterator[Mark]:
     while _read_on(text) or text.buffer:
         # A mark's event may go on in the next chunk, and it began before its name.
         whole = len(text.buffer) if text.ended else max(len(text.buffer) - MAX_MARK, 0)
-        for found in _MARK.finditer(text.buffer, 0, whole):
+        for match in _MARK.finditer(text.buffer, 0, whole):
             try:
-                event, _ = _DECODER.raw_decode(text.buffer, text.buffer.rindex("{", 0, found.start()))
+                event, _ = _DECODER.raw_decode(text.buffer, text.buffer.rindex("{", 0, match.start()))
                 if _CATEGORIES.get(str(event["cat"]).lower()) == NOTE:
-                    yield found[1], float(event["ts"]), float(event["ts"]) + float(event["dur"])
+                    yield match[1], float(event["ts"]), float(event["ts"]) + float(event["dur"])
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue
         if text.ended:
@@ -362,8 +362,8 @@ def profiler_steps(marks: Iterable[Mark]) -> list[Window]:
 
 def optimizer_steps(marks: Iterable[Mark]) -> list[Window]:
     """From one optimizer step's end to the next, of the optimizer that comes last."""
-    found = sorted((m for m in marks if m[0].startswith("Optimizer.step#")), key=lambda mark: mark[2])
-    return list(itertools.pairwise(end for name, _, end in found if name == found[-1][0]))
+    steps = sorted((m for m in marks if m[0].startswith("Optimizer.step#")), key=lambda mark: mark[2])
+    return list(itertools.pairwise(end for name, _, end in steps if name == steps[-1][0]))
 
 
 def _part(text: _Text, share_of: Callable[[int], float]) -> Part | None:

@@ -85,9 +85,9 @@ class Places:
             if self.has_lines:
                 return UNKNOWN, False
         if index in line.trace.stack_of:
-            found = self._site_of_stack(line.trace.stacks.texts[line.trace.stack_of[index]])
-            if found is not None:
-                return found, True
+            stack_site = self._site_of_stack(line.trace.stacks.texts[line.trace.stack_of[index]])
+            if stack_site is not None:
+                return stack_site, True
         return self._intern(self._path(index), None), node < 0
 
     @property
@@ -99,20 +99,20 @@ class Places:
 
         A library's frame goes with the user's that led to it.
         """
-        found: list[tuple[int, int]] = []
+        candidates: list[tuple[int, int]] = []
         below, above = index, int(self.timeline.parent[index])
         while above >= 0 and above != stop:
             kind = self.timeline.kind[above]
             if kind == FRAME:
                 verdict = self._judge(above)
-                if verdict is not None and (not found or verdict[0] & USER):
-                    found.append((above, below))
+                if verdict is not None and (not candidates or verdict[0] & USER):
+                    candidates.append((above, below))
                     if verdict[0] & USER:
                         break
             if kind != NOTE:
                 below = above
             above = int(self.timeline.parent[above])
-        return found
+        return candidates
 
     def _site_of_frames(self, frames: list[tuple[int, int]]) -> Site:
         lines = [self._line(frame, child) for frame, child in frames]
@@ -139,10 +139,10 @@ class Places:
         return self._readable[file]
 
     def _align(self, frame: int, file: str, number: int, function: str) -> None:
-        found = slots_of(file, number, function)
-        if found is None:
+        aligned = slots_of(file, number, function)
+        if aligned is None:
             return
-        slots, running = found
+        slots, running = aligned
         children = self._inside(frame)
         names = [self._called(child) for child in children]
         for child, line in zip(children, slots.align(names, running), strict=True):
@@ -150,10 +150,10 @@ class Places:
 
     def _inside(self, frame: int) -> list[int]:
         """What a frame called, in order; a user's marks are looked through."""
-        found: list[int] = []
+        children: list[int] = []
         for child in self._children_of(frame):
-            found += self._inside(child) if self.timeline.kind[child] == NOTE else [child]
-        return found
+            children += self._inside(child) if self.timeline.kind[child] == NOTE else [child]
+        return children
 
     def below(self, index: int) -> Iterator[int]:
         """All events inside an event."""
@@ -173,17 +173,17 @@ class Places:
     def path_of(self, index: int) -> list[Line]:
         """The user's lines that lead to an event, outermost first, or its marks and ops."""
         line = self.timeline
-        found: list[Line] = []
+        callers: list[Line] = []
         below, above = index, int(line.parent[index])
         while above >= 0:
             verdict = self._judge(above) if line.kind[above] == FRAME else None
             if verdict is not None and verdict[0] & USER:
-                found.append(self._line(above, below))
+                callers.append(self._line(above, below))
             if line.kind[above] != NOTE:
                 below = above
             above = int(line.parent[above])
-        if found or self.has_lines:
-            return found[::-1]
+        if callers or self.has_lines:
+            return callers[::-1]
         return [Line(line.text(i), 0) for i in reversed(line.ancestors(index)) if line.kind[i] == NOTE]
 
     def _called(self, index: int) -> str:
@@ -226,9 +226,9 @@ class Places:
         package = parts[0].removesuffix(".py")
         if package in sys.stdlib_module_names:
             return None
-        found = _installed(package) if len(parts) > 1 else None
-        if found is not None:
-            here = str(Path(found) / "/".join(parts[1:]))
+        installed = _installed(package) if len(parts) > 1 else None
+        if installed is not None:
+            here = str(Path(installed) / "/".join(parts[1:]))
             # Another version's file must not show this one's code: linecache finds relative paths by itself.
             elsewhere = f"/site-packages/{file}"
             return LIBRARY, _same_source(here, elsewhere, number, function), number, function
@@ -282,10 +282,10 @@ def _same_source(here: str, file: str, number: int, function: str) -> str:
 @cache
 def _installed(package: str) -> str | None:
     try:
-        found = importlib.util.find_spec(package)
+        spec = importlib.util.find_spec(package)
     except (ImportError, ValueError, AttributeError):
         return None
-    origin = found.origin if found else None
+    origin = spec.origin if spec else None
     return (
         str(Path(origin).parent)
         if origin and ("site-packages" in origin or "dist-packages" in origin)

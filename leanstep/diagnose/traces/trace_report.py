@@ -1,6 +1,6 @@
 """From a trace to findings: the rules' verdicts, priced by the device and idle time that the trace shows.
 
-`TraceRun` stands where a `Watch` stands in a live diagnosis: the same screen, JSON, SARIF and gates read it.
+`TraceRun` replaces the `Watch` of a live diagnosis: the same screen, JSON, SARIF and gates read it.
 """
 
 from __future__ import annotations
@@ -168,14 +168,14 @@ class TraceRun:
 
     def _launches(self) -> list[Counter[str]]:
         line = self.timeline
-        found: list[Counter[str]] = [Counter() for _ in self.steps]
+        launches: list[Counter[str]] = [Counter() for _ in self.steps]
         for activity in each(line.active[line.kind[line.active] == KERNEL]):
             call = line.call_of(activity)
             number = line.step_at(float(line.start[call])) if call >= 0 else -1
             if number >= 0 and is_launch(line.text(call)):
                 phase = self.builder.phase_of(call)
-                found[number][phase if phase in (FORWARD, OPTIMIZER) else BACKWARD] += 1
-        return found
+                launches[number][phase if phase in (FORWARD, OPTIMIZER) else BACKWARD] += 1
+        return launches
 
     def _pause(self, number: int, gap: Gap) -> None:
         line = self.timeline
@@ -197,9 +197,9 @@ class TraceRun:
             path = tuple(self.places.path_of(gap.launch))
             for depth in range(1, len(path) + 1):
                 idle[path[:depth]] += gap.length
-        found = [path for path, us in idle.items() if us >= MOSTLY * total]
-        if found:
-            return max(found, key=len)[-1]
+        paths = [path for path, us in idle.items() if us >= MOSTLY * total]
+        if paths:
+            return max(paths, key=len)[-1]
         return self._backward_line(gaps) or Line(phase, 0, phase)
 
     def _backward_line(self, gaps: list[Gap]) -> Line | None:
@@ -217,11 +217,11 @@ class TraceRun:
     def _launched_by(self, gaps: list[Gap]) -> Counter[str]:
         """How many of the gaps end with a launch of each op."""
         line = self.timeline
-        found: Counter[str] = Counter()
+        ops: Counter[str] = Counter()
         for gap in gaps:
             owner = int(line.shown[gap.launch])
-            found[line.text(owner if owner >= 0 else gap.launch).removeprefix("aten::")] += 1
-        return Counter(dict(found.most_common(3)))
+            ops[line.text(owner if owner >= 0 else gap.launch).removeprefix("aten::")] += 1
+        return Counter(dict(ops.most_common(3)))
 
     # Verdict
 
@@ -229,14 +229,14 @@ class TraceRun:
         """Findings that hold on every step, by what they cost, the most expensive first."""
         # The steps of a trace are few, and what outlives them is not in it.
         names = [name for name in RULE_IDS if name not in GROWTH_RULES]
-        found = [f for f in rules.find(self.steps, self.limits, names) if f.line is not UNKNOWN_LINE]
+        ranked = [f for f in rules.find(self.steps, self.limits, names) if f.line is not UNKNOWN_LINE]
         on_gpu = gpu_step_seconds(self.steps)
-        for finding in found:
+        for finding in ranked:
             self._price(finding, on_gpu)
-        found.sort(key=lambda f: (-(f.share or 0.0), -(f.seconds or 0.0), -f.count))
-        for number, finding in enumerate(found, 1):
+        ranked.sort(key=lambda f: (-(f.share or 0.0), -(f.seconds or 0.0), -f.count))
+        for number, finding in enumerate(ranked, 1):
             finding.rank = number
-        return found
+        return ranked
 
     def _price(self, finding: Finding, on_gpu: float) -> None:
         kinds = {

@@ -88,12 +88,12 @@ class StepBuilder:
     def _device_times(self) -> dict[int, float]:
         """Microseconds on the device by the op that launched."""
         line = self.timeline
-        found: dict[int, float] = defaultdict(float)
+        device_us: dict[int, float] = defaultdict(float)
         for activity in each(line.active):
             call = line.call_of(activity)
             if call >= 0:
-                found[int(line.shown[call])] += float(line.end[activity] - line.start[activity])
-        return found
+                device_us[int(line.shown[call])] += float(line.end[activity] - line.start[activity])
+        return device_us
 
     def phase_of(self, index: int, direct: bool = True) -> str:
         flags = int(self.timeline.flags[index])
@@ -202,21 +202,21 @@ class StepBuilder:
         """On a CPU `tolist`, `cpu`, `numpy` and a print dispatch no op; their frames are there."""
         line = self.timeline
         text = line.text(index)
-        found = _READ_CALL.match(text) or _PRINTED.match(text)
-        if found is None:
+        read = _READ_CALL.match(text) or _PRINTED.match(text)
+        if read is None:
             return
         number = line.step_at(float(line.start[index]))
         address = line.trace.detail[index]
         above = line.ancestors(index)
         outer = any(_READ_CALL.match(line.text(i)) or _PRINTED.match(line.text(i)) for i in above)
-        known = found[1] != "cpu" and address and address == self._copied
-        if found[1] == "cpu":
+        known = read[1] != "cpu" and address and address == self._copied
+        if read[1] == "cpu":
             self._copied = address
         if number < 0 or outer or known or self._has_read_inside(index):
             return
         site, _ = self.places.site(index)
         if site is not UNKNOWN and not line.flags[index] & OPTIMIZER_FLAG:
-            kind = {"__array__": "numpy", "__repr__": "print", "__format__": "print"}.get(found[1], found[1])
+            kind = {"__array__": "numpy", "__repr__": "print", "__format__": "print"}.get(read[1], read[1])
             self._count_read(number, site, kind, FORWARD, "of the data")
 
     def _is_counted_call(self, index: int) -> bool:
@@ -382,8 +382,8 @@ class StepBuilder:
             together = alive[site, run]
             rows = int(np.prod(dims[:-1], dtype=np.int64))
             together[:] = [together[0] + 1, together[1] + tensors.bytes[0], together[2] + rows]
-            if together[0] > record.kept:
-                record.kept, record.kept_bytes, record.kept_rows = together
+            if together[0] > record.held:
+                record.held, record.held_bytes, record.held_rows = together
         step.peak_saved_bytes = step.peak_wide_bytes = sum(record.bytes for record in step.saved.values())
 
     # Waits

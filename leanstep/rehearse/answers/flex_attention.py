@@ -107,6 +107,9 @@ def install(tape: Tape) -> None:
         **options: Any,
     ) -> Any:
         """A fused kernel over the blocks that the mask lets through."""
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if block_mask is None:
             out, lse = fused_attention(KERNEL, query, key, value, 1.0, LAYOUT)
         else:
