@@ -16,6 +16,8 @@ def overlapped(events: Sequence[Event], regions: Mapping[int, Region]) -> list[E
 
     Only in regions that were compiled for it. The cost of chunks (starts, smaller products) is left out.
     """
+    if not any(region.pipelined for region in regions.values()):
+        return list(events)
     out: list[Event] = []
     gathers: dict[int, StreamWait] = {}  # mark -> its wait, which the next product takes along
     held: list[StreamWait] = []

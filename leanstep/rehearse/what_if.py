@@ -157,9 +157,7 @@ def fused(
             event = replace(event, kernels=tuple(part for k in event.kernels for part in _padded(k)))
         out.append(event)
     flush()
-    if regions is not None and any(region.pipelined for region in regions.values()):
-        return overlapped(out, regions)
-    return out
+    return overlapped(out, regions or {})
 
 
 def _padded(kernel: Kernel) -> tuple[Kernel, ...]:
