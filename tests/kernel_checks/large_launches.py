@@ -83,7 +83,7 @@ def capped_rows() -> None:
 
 
 def squares() -> None:
-    """Operands and results whose rows lie far apart: 64-bit corners, 32-bit steps inside a tile."""
+    """Operands and results with a large row stride: 64-bit corners, 32-bit offsets within a tile."""
     stride = 2**26 + 16
     sizes = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP": 2}
     for backward in (False, True):
