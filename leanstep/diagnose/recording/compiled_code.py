@@ -2,9 +2,9 @@
 
 Compiled functions run eagerly while ops are recorded, because the compiler does not work under a dispatch
 mode. Before and after that they run compiled, and every graph that Dynamo passes to the user's backend is
-read; its nodes record their source lines. For Inductor the kernels after fusion are read, for other AOTAutograd
-backends the ATen calls; any other backend is assumed to run the calls of the graph as they are. Inductor's
-disk caches are bypassed, because a cached graph has no source lines.
+read; its nodes record their source lines. For Inductor the kernels after fusion are read, for other
+AOTAutograd backends the ATen calls; any other backend is assumed to run the calls of the graph as they are.
+Inductor's disk caches are bypassed, because a cached graph has no source lines.
 """
 
 from __future__ import annotations
