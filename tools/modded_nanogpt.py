@@ -4,17 +4,23 @@
     python tools/modded_nanogpt.py optimizer modded-nanogpt     # ten steps beside upstream's own code
     python tools/modded_nanogpt.py swap modded-nanogpt DIR      # train_gpt.py with leanstep, to rehearse
     python tools/modded_nanogpt.py banks                        # drift of three ways to read a bank
+    python tools/modded_nanogpt.py record modded-nanogpt        # both records, rehearsed
 
 `optimizer` executes the part of train_gpt.py that holds polar_express and NorMuonAndAdam. Every
 `torch.compile(fullgraph=True)` in it traces with Dynamo; a graph break is an error. Two things differ from a
 GPU: the compiler's back end, and shifts of uint32, which a CPU lacks (they are done in int64).
+`record` predicts record 74 on eight H100s, upstream's script and leanstep's recipe, without evaluations, and
+reads the logs of upstream's runs; it writes results/record-74.json and takes a quarter of an hour.
 The checkout is only read and run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,12 @@ from leanstep.gpt.cases import BANK_FORMS, train_from_banks
 from leanstep.integrations import modded_nanogpt
 from leanstep.measure.drift import paired_shift
 from leanstep.muon import NorMuon
+from leanstep.rehearse.cuda_allocator import memory_of
+from leanstep.rehearse.devices import device_named
+from leanstep.rehearse.events import HostWait, Recording, Request
+from leanstep.rehearse.stage import rehearse
+from leanstep.rehearse.time_model import HostCosts, time_steps
+from leanstep.rehearse.what_if import step_events
 
 FIRST, LAST = "# Polar Express\n", "# PyTorch nn.Module definitions for the model\n"
 SHIFTS = (
@@ -271,9 +283,135 @@ def bank_drift(runs: int, steps: int, *, compiled: bool) -> None:
         )
 
 
+# Stage -> the number after its last step; recorded steps of upstream without and with Adam's turn (places in
+# `STEPS` of rehearsals/upstream_74.py); leanstep's steps, of which the first is not counted.
+STAGES: dict[str, tuple[int, tuple[int, int], tuple[int, int, int]]] = {
+    "stage 1": (483, (2, 1), (1, 2, 3)),
+    "stage 2": (967, (4, 5), (483, 484, 485)),
+    "stage 3": (1450, (8, 9), (967, 968, 969)),
+    "extension": (1490, (11, 12), (1449, 1450, 1451)),
+}
+FOLDER = Path(__file__).parent / "rehearsals"
+DEVICE, HOST_US = "h100", 4.0
+
+
+def times_of(recording: Recording) -> list[dict[str, float]]:
+    """Predicted figures of every step, captured regions fused."""
+    played, ends = [], []
+    for step in recording.steps:
+        played += step_events(recording, step)
+        ends.append(len(played))
+    rows = []
+    timings = time_steps(played, ends, device_named(DEVICE), HostCosts.of(HOST_US))
+    for step, time in zip(recording.steps, timings, strict=True):
+        waits = [e for e in recording.events[step.first : step.last] if isinstance(e, HostWait)]
+        classes = {name: round(1e3 * value, 2) for name, value in time.classes.items() if value > 5e-5}
+        rows.append({"ms": round(1e3 * time.step_s, 2), "host_waits": len(waits), **classes})
+    return rows
+
+
+def logged_seconds(checkout: Path) -> dict[str, float]:
+    """Seconds of each stage in the logs of upstream's four runs, on average."""
+    runs = []
+    for log in sorted(checkout.glob("records/track_1_short/*FlattenForward/pr233/*.txt")):
+        found = re.findall(r"^step:(\d+)/1490 train_time:(\d+)ms", log.read_text(encoding="utf-8"), re.M)
+        runs.append({int(step): int(ms) / 1e3 for step, ms in found})
+    seconds, last = {}, 0
+    for stage, (end, *_) in STAGES.items():
+        seconds[stage] = statistics.mean(run[end] - run.get(last, 0.0) for run in runs)
+        last = end
+    return seconds
+
+
+def summed(stages: dict[str, tuple[dict[str, float], dict[str, float]]]) -> dict[str, Any]:
+    """Of each stage the two kinds of steps and their mean, and the seconds of the whole run."""
+    rows, total, last = {}, 0.0, 0
+    for stage, (plain, adam) in stages.items():
+        mean = (plain["ms"] + adam["ms"]) / 2
+        rows[stage] = {"ms": round(mean, 2), "without Adam": plain, "with Adam": adam}
+        total += mean * (STAGES[stage][0] - last) / 1e3
+        last = STAGES[stage][0]
+    return {"stages": rows, "seconds": round(total, 1)}
+
+
+def of_upstream(recording: Recording) -> dict[str, Any]:
+    times = times_of(recording)
+    return summed({stage: (times[a], times[b]) for stage, (_, (a, b), _) in STAGES.items()})
+
+
+def of_leanstep(recordings: dict[str, Recording]) -> dict[str, Any]:
+    """From one recording for each stage, of three steps; a fourth has an evaluation of two batches in it."""
+    stages, peak, graphs, evaluation = {}, 0, set(), {}
+    device = device_named(DEVICE)
+    for stage, recording in recordings.items():
+        _, second, third, *others = times_of(recording)
+        for row in others:
+            evaluation = {"evaluation": row}
+        plain, adam = (second, third) if STAGES[stage][2][2] % 2 else (third, second)
+        stages[stage] = (plain, adam)
+        memory = memory_of(recording, device.memory_bytes, device.context_bytes, points=1)
+        peak, graphs = max(peak, memory.reserved), graphs | {(stage, region) for region in recording.regions}
+    # Forward and backward of a graph are a region each.
+    return {**summed(stages), **evaluation, "peak_gib": round(peak / 2**30, 1), "graphs": len(graphs) // 2}
+
+
+def rehearse_ours(stage: str, ranks: int) -> Recording:
+    words = [str(step) for step in STAGES[stage][2]] + ["evaluation"] * (stage == "extension")
+    request = Request(
+        str(FOLDER / "record_74.py"), tuple(words), device=DEVICE, steps=len(words), ranks=ranks
+    )
+    return checked(rehearse(request, quiet=True), len(words))
+
+
+def checked(recording: Recording, steps: int) -> Recording:
+    if len(recording.steps) < steps:
+        raise SystemExit(f"{recording.request.target}: {recording.refused or 'ended early'}")
+    return recording
+
+
+def compare_records(checkout: Path) -> dict[str, Any]:
+    request = Request(str(FOLDER / "upstream_74.py"), (str(checkout),), device=DEVICE, steps=14, ranks=8)
+    upstream = of_upstream(checked(rehearse(request, quiet=True), 14))
+    ours = of_leanstep({stage: rehearse_ours(stage, 8) for stage in STAGES})
+    alone = of_leanstep({"stage 3": rehearse_ours("stage 3", 1)})
+    return record_table(logged_seconds(checkout), upstream, ours, alone)
+
+
+def record_table(
+    logged: dict[str, float], upstream: dict[str, Any], ours: dict[str, Any], alone: dict[str, Any]
+) -> dict[str, Any]:
+    counts, last = {}, 0
+    for stage, (end, *_) in STAGES.items():
+        counts[stage], last = end - last, end
+    measured = {stage: round(1e3 * seconds / counts[stage], 2) for stage, seconds in logged.items()}
+    return {
+        "note": "Predicted for 8 x H100 except `logged`: evaluations are left out. Upstream: modded-nanogpt "
+        "20dd158, its own train_gpt.py; its kernels that multiply are priced as products.",
+        "command": "python tools/modded_nanogpt.py record CHECKOUT",
+        "device": DEVICE,
+        "host_us": HOST_US,
+        "logged": {"ms": measured, "seconds": round(sum(logged.values()), 1)},
+        "upstream": upstream,
+        "leanstep": ours,
+        "leanstep, one rank": alone,
+    }
+
+
+def print_record(table: dict[str, Any]) -> None:
+    print("ms per step    logged  upstream  leanstep")
+    for stage in STAGES:
+        cells = (table["logged"]["ms"][stage], *(table[who]["stages"][stage]["ms"] for who in WHO))
+        print(f"{stage:12}" + "".join(f"{cell:10.1f}" for cell in cells))
+    totals = (table["logged"]["seconds"], *(table[who]["seconds"] for who in WHO))
+    print(f"{'seconds':12}" + "".join(f"{cell:10.1f}" for cell in totals))
+
+
+WHO = ("upstream", "leanstep")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="modded-nanogpt's own text with leanstep's pieces")
-    parser.add_argument("command", choices=["optimizer", "swap", "banks"])
+    parser.add_argument("command", choices=["optimizer", "swap", "banks", "record"])
     parser.add_argument("checkout", type=Path, nargs="?")
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--steps", type=int, help="10 steps of the optimizer, 60 of a run from banks")
@@ -282,7 +420,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.command != "banks" and options.checkout is None:
         parser.error("checkout: expected the folder of a modded-nanogpt checkout")
-    if options.command == "optimizer":
+    if options.command == "record":
+        table = compare_records(options.checkout)
+        results = Path(__file__).parents[1] / "results" / "record-74.json"
+        results.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        print_record(table)
+    elif options.command == "optimizer":
         compare_optimizers(options.checkout, options.steps or 10)
     elif options.command == "swap":
         print(swap_pieces(options.checkout, options.folder or Path("swapped")))

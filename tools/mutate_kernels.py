@@ -52,7 +52,8 @@ CHECKS: dict[tuple[str, ...], tuple[str, str, str]] = {
     ),
     ("gather_rows_kernel",): ("gather", PASSES, "rows_are_gathered"),
     ("policy_rows_kernel",): ("policy_rows", PASSES, "rows_of_a_policy"),
-    ("squared_relu_kernel",): ("squared_relu or squares", "tests/gpt/test_layers.py", "relu_squared"),
+    ("softcap_rows_kernel",): ("softcap_rows or capped_rows", "tests/gpt/test_loss.py", "rows_kernel"),
+    ("relu_product_kernel",): ("relu_product or squares", "tests/gpt/test_layers.py", "relu_squared"),
     ("xxt_kernel", "xtx_kernel", "_tile_of", "_store_both"): (
         "xxt_kernel or xtx_kernel or symmetric_products",
         PRODUCTS,

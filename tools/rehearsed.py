@@ -1,7 +1,7 @@
 """Predicted figures that must not grow: rehearsed here, kept in `results/rehearsed/`, compared by a test.
 
     python tools/rehearsed.py                    # rehearse every script, write results/rehearsed/*.json
-    python tools/rehearsed.py normuon            # only this script (record_74 takes minutes)
+    python tools/rehearsed.py normuon            # only this script
 
 Every figure is predicted for the device in the file, with 4 us of host time a launch; nothing was measured.
 A row of a script is one step: the script cuts its steps, `ROWS` names those that count.
@@ -47,26 +47,17 @@ ROWS = {
             strict=False,
         )
     ),
-    "record_74": {1: "stage-1", 3: "stage-2", 5: "stage-3", 7: "extension", 8: "evaluation"},
 }
-# script -> numbers of ranks, part of the names of its rows.
-RANKS = {"record_74": (8, 1)}
-# Too long for a test.
-SLOW = frozenset({"record_74"})
 
 
 def figures(script: str) -> dict[str, dict[str, Any]]:
     """Name of a row -> its predicted figures."""
-    rows, results = ROWS[script], {}
+    rows = ROWS[script]
     path = ROOT / "tools" / "rehearsals" / f"{script}.py"
-    for ranks in RANKS.get(script, (1,)):
-        request = Request(str(path), device=DEVICE, steps=max(rows) + 1, ranks=ranks)
-        recording = rehearse(request, quiet=True)
-        if recording.refused is not None or len(recording.steps) <= max(rows):
-            raise SystemExit(f"{script}: {recording.refused or 'ended early'}")
-        prefix = f"{script.replace('_', '-')}-{ranks}-ranks-" if script in RANKS else ""
-        results |= {prefix + name: row for name, row in rows_of(recording, rows).items()}
-    return results
+    recording = rehearse(Request(str(path), device=DEVICE, steps=max(rows) + 1), quiet=True)
+    if recording.refused is not None or len(recording.steps) <= max(rows):
+        raise SystemExit(f"{script}: {recording.refused or 'ended early'}")
+    return rows_of(recording, rows)
 
 
 def rows_of(recording: Recording, rows: dict[int, str]) -> dict[str, dict[str, Any]]:

@@ -15,8 +15,10 @@ product. The half that does not rotate is multiplied by one, so the whole head i
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -180,6 +182,56 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
     return BandPlan(length, length, 1, 0, None, mask, first_keys)
 
 
+@dataclass(frozen=True)
+class PackedPlan:
+    """What FlashAttention needs of packed documents.
+
+    Args:
+        cu_seqlens: [documents + 1, padded] int32 on the device; documents past the last have no tokens.
+        window: earlier keys that a query sees.
+        longest: no document has more time slots.
+        function: `flash_attn_varlen_func` of the installed version.
+    """
+
+    cu_seqlens: Tensor
+    window: int
+    longest: int
+    function: Callable[..., Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cu_seqlens.numel() * self.cu_seqlens.element_size()
+
+
+def make_packed_plan(
+    bounds: list[int], window: int, longest: int | None, device: torch.device, function: Callable[..., Any]
+) -> PackedPlan:
+    """The plan for FlashAttention. Its shape depends on the number of tokens, not on the documents.
+
+    Args:
+        longest: what the schedule allows for a document; None: the whole batch. A new number is a new graph.
+    """
+    length = bounds[-1]
+    # Documents have about 400 tokens: room for more, and a multiple of 128 where that is not enough.
+    size = -(-max(len(bounds), length // 300 + 1) // 128) * 128
+    cu = torch.full((size,), length, dtype=torch.int32)
+    cu[: len(bounds)] = torch.tensor(bounds, dtype=torch.int32)
+    longest = length if longest is None else min(longest, length)
+    return PackedPlan(to_device(cu, device), window, longest, function)
+
+
+@functools.cache
+def flash_attention(device: torch.device) -> Callable[..., Any] | None:
+    """FlashAttention for packed documents, version 3 on Hopper, else 2; None where it is not installed."""
+    major = torch.cuda.get_device_capability(device)[0]
+    for module in ("flash_attn_interface",) * (major == 9) + ("flash_attn",) * (major >= 8):
+        try:
+            return importlib.import_module(module).flash_attn_varlen_func
+        except ImportError:
+            continue
+    return None
+
+
 @functools.cache
 def _flex_attention():
     from torch.nn.attention.flex_attention import flex_attention
@@ -189,17 +241,22 @@ def _flex_attention():
     return torch.compile(flex_attention, fullgraph=True) if torch.cuda.is_available() else flex_attention
 
 
+Plan = BandPlan | PackedPlan
+
+
 class PlanCache:
     """Plans by documents and window, the least recently used dropped once they hold more than `max_bytes`.
 
     Args:
         max_bytes: of all plans together; the newest one stays whatever its size.
-        flex: make flex attention's plans; None = on CUDA devices.
+        kind: "band" or "flex"; "auto": band on a CPU; on a GPU FlashAttention if it is installed and the
+            dtype has 16 bits, else flex.
     """
 
-    def __init__(self, max_bytes: int = 64 * 2**20, *, flex: bool | None = None) -> None:
-        self.max_bytes, self.flex = max_bytes, flex
-        self._plans: OrderedDict[tuple, BandPlan] = OrderedDict()
+    def __init__(self, max_bytes: int = 64 * 2**20, *, kind: str = "auto") -> None:
+        self.max_bytes, self.kind = max_bytes, kind
+        self.longest_document: int | None = None
+        self._plans: OrderedDict[tuple, Plan] = OrderedDict()
 
     def get(
         self,
@@ -209,14 +266,19 @@ class PlanCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> BandPlan:
-        key = (tuple(bounds), window, paired, head_dim, dtype, device)
+    ) -> Plan:
+        key = (tuple(bounds), window, paired, head_dim, dtype, device, self.longest_document)
         plan = self._plans.get(key)
         if plan is None:
-            slots = [2 * b for b in bounds] if paired else bounds
+            slots, longest = bounds, self.longest_document
+            if paired:
+                slots, longest = [2 * b for b in bounds], None if longest is None else 2 * longest
             # An evaluation's plan serves a training step as well.
             with torch.inference_mode(False):
-                if device.type == "cuda" if self.flex is None else self.flex:
+                flash = self._flash(dtype, device)
+                if flash is not None:
+                    plan = make_packed_plan(slots, window, longest, device, flash)
+                elif self.kind == "flex" or (self.kind == "auto" and device.type == "cuda"):
                     plan = make_flex_plan(slots, window, device)
                 else:
                     plan = make_plan(slots, window, head_dim, dtype, device)
@@ -225,6 +287,11 @@ class PlanCache:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(key)
         return plan
+
+    def _flash(self, dtype: torch.dtype, device: torch.device) -> Callable[..., Any] | None:
+        if self.kind != "auto" or device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+            return None
+        return flash_attention(device)
 
     @property
     def num_bytes(self) -> int:
@@ -277,21 +344,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: BandPlan, scale: float) -> Ten
     if plan.block_mask is not None:
         # A scale inside would be a constant of the graph: YaRN changes it in every stage.
         q = q if scale == 1.0 else q * scale
-        return _flex_attention()(q, k, v, block_mask=plan.block_mask, scale=1.0)
+        if torch.compiler.is_compiling():
+            from torch.nn.attention.flex_attention import flex_attention as flex
+        else:
+            flex = _flex_attention()
+        return flex(q, k, v, block_mask=plan.block_mask, scale=1.0)  # type: ignore[return-value]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=plan.mask, scale=scale)
 
 
-def windowed_attention(q: Tensor, k: Tensor, v: Tensor, plan: BandPlan, scale: float) -> Tensor:
+def windowed_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
     """Softmax attention of [T, H, D] heads under a plan; returns [T, H, D].
 
     Equivalent to:
         mask = causal & same_document & (query - key <= window)
         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
-    Peak extra memory: keys and values once more, and the plan's mask.
+    Peak extra memory: keys and values once more, and the plan's mask; none of it under FlashAttention.
     """
+    if isinstance(plan, PackedPlan):
+        return _packed_attention(q, k, v, plan, scale)
     if q.shape[0] != plan.length:
         raise ValueError(f"q: expected {plan.length} time slots as in the plan, got {q.shape[0]}")
+    if plan.block_mask is not None:
+        heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        return attend(*heads_first, plan, scale)[0].transpose(0, 1)
     padding = plan.padded - plan.length
     if padding:
         q = F.pad(q, (0, 0, 0, 0, 0, padding))
@@ -299,6 +375,15 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, plan: BandPlan, scale: f
     k_band, v_band = _Band.apply(k, plan), _Band.apply(v, plan)
     out = attend(blocks, k_band, v_band, plan, scale)
     return out.transpose(1, 2).reshape(plan.padded, *q.shape[1:])[: plan.length]
+
+
+def _packed_attention(q: Tensor, k: Tensor, v: Tensor, plan: PackedPlan, scale: float) -> Tensor:
+    cu, longest, window = plan.cu_seqlens, plan.longest, (plan.window, 0)
+    out = plan.function(
+        q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=window
+    )
+    # Some versions return the log-sum-exp as well.
+    return out[0] if isinstance(out, tuple) else out
 
 
 class Rotary:
@@ -315,6 +400,8 @@ class Rotary:
         self.attention_scale = attention_scale
         self._tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._full: dict[tuple[int, bool, torch.dtype, torch.device], Tensor] = {}
+        self._real: dict[tuple[int, bool, torch.dtype, torch.device], Tensor] = {}
+        self._scales: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def rescale(self, old_window: int, new_window: int) -> None:
         """One YaRN step for a long window that went from `old_window` to `new_window` tokens."""
@@ -326,8 +413,11 @@ class Rotary:
         ratio = old_window / new_window
         self.frequencies = self.frequencies * (ratio + keep * (1 - ratio))
         self.attention_scale *= 0.2 * math.log(new_window / old_window) + 1
-        self._tables.clear()
-        self._full.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        for cache in (self._tables, self._full, self._real, self._scales):
+            cache.clear()
 
     def table(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[length, P] complex, exp(-i * position * frequency), ones in the half that does not rotate."""
@@ -368,6 +458,27 @@ class Rotary:
             self._full[key] = cached
         return cached[:length]
 
+    def real_table(self, length: int, paired: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """cos and sin [2, T, 1 | 2, D/4] of the features that rotate: `head_table` for compiled code.
+
+        Made for one length: a part of a longer table has other strides, which would be another graph.
+        """
+        key = (length, paired, dtype, device)
+        if key not in self._real:
+            with torch.inference_mode(False):
+                turning = self.head_table(length, paired, dtype, device)[..., : self.head_dim // 4]
+                self._real[key] = torch.stack([turning.real, -turning.imag])
+        return self._real[key]
+
+    def scale_on(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The softmax scale as a number on the device: a new value is no new graph."""
+        key = (self.attention_scale, dtype, device)
+        if key not in self._scales:
+            with torch.inference_mode(False):
+                wide = torch.float64 if dtype == torch.float64 else torch.float32
+                self._scales[key] = to_device(torch.tensor(self.attention_scale, dtype=wide), device)
+        return self._scales[key]
+
     def state_dict(self) -> dict:
         return {"frequencies": self.frequencies.tolist(), "attention_scale": self.attention_scale}
 
@@ -379,8 +490,7 @@ class Rotary:
             )
         self.frequencies = frequencies
         self.attention_scale = float(state["attention_scale"])
-        self._tables.clear()
-        self._full.clear()
+        self._forget()
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

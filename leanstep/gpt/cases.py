@@ -256,7 +256,7 @@ def _bare_products(workload: Workload) -> Step:
         for rows, cols in set(products)
     ]
     counts = [products.count((w.shape[0], w.shape[1])) for _, w, _ in operands]
-    model, plans = GPT(config), PlanCache(flex=False)
+    model, plans = GPT(config), PlanCache(kind="band")
     bounds = t["cu_seqlens"].tolist()
     attention = []
     for layer in config.attention_layers:

@@ -55,9 +55,8 @@ class GPTConfig:
         scalar_multiple: the packed scalars are padded to a multiple of this (the world size).
         respect_docs: keep smear, key offset and bigram within documents (the record lets them cross).
         flat_forward: `build_model` makes the flattened model; False makes the one of modules.
-        fused_mlp: relu² as one Triton pass each way, where there is a GPU; elsewhere nothing changes.
-        float8_head: the flattened model's training logits from operands rounded to 8 bits (e4m3), each tensor
-            with a scale of its own; needs a GPU of capability 8.9 or newer, a CPU emulates it.
+        float8_head: the head's three products of a training step have operands of 8 bits, on a GPU that has
+            such products (capability 8.9 or newer); elsewhere nothing changes.
         dtype: activations, tables and gates. bank_dtype: the two banks (None: like `dtype`).
     """
 
@@ -101,7 +100,6 @@ class GPTConfig:
     scalar_multiple: int = 1
     respect_docs: bool = False
     flat_forward: bool = True
-    fused_mlp: bool = False
     float8_head: bool = False
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     bank_dtype: Literal["float32", "bfloat16", "float64"] | None = None
@@ -272,7 +270,7 @@ _TINY_SHAPE: dict[str, Any] = {
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "record-74": {"mtp": (1.0, 0.5, 0.25), "dtype": "bfloat16"},
+    "record-74": {"mtp": (1.0, 0.5, 0.25), "dtype": "bfloat16", "float8_head": True},
     "tiny": {
         **_TINY_SHAPE,
         "attention_free_layers": (1,),

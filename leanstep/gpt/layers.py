@@ -9,14 +9,9 @@ owns.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from leanstep.triton_driver import can_launch
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -133,42 +128,21 @@ class NormLinear(torch.autograd.Function):
         return grad_x, torch.mm(grad.T, normed)
 
 
-def relu_kernel(x: Tensor, fused: bool) -> Any:
-    """The Triton pass for relu², where it is asked for and can run; else None."""
-    return _triton() if fused and x.is_cuda and x.dtype != torch.float64 else None
-
-
-@functools.cache
-def _triton() -> Any:
-    if not can_launch():
-        return None
-    from leanstep.gpt import kernel
-
-    return kernel
-
-
-def _mlp_forward(x: Tensor, first: Tensor, fused: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """norm(x), its 1 / rms, the hidden layer (rectified, except for the kernel) and its squares."""
+def _mlp_forward(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """norm(x), its 1 / rms, the rectified hidden layer and its squares."""
     inverse = inverse_rms(x)
     normed = x * inverse.to(x.dtype)
-    hidden, kernel = torch.mm(normed, first.T), relu_kernel(x, fused)
-    if kernel is not None:
-        return normed, inverse, hidden, kernel.squared_relu(hidden)
-    return normed, inverse, hidden.relu_(), hidden.square()
+    hidden = torch.mm(normed, first.T).relu_()
+    return normed, inverse, hidden, hidden.square()
 
 
-def _mlp_backward(grad, scale: Number, normed, inverse, hidden, first, second, grad_x, fused: bool):
+def _mlp_backward(grad, scale: Number, normed, inverse, hidden, first, second, grad_x):
     """Gradients of the matrices and of the scale before the MLP; adds the input's gradient to `grad_x`."""
-    kernel = relu_kernel(grad, fused)
     # relu(p)^2 has slope 2 relu(p), which is zero where p is negative: no mask needed. The constant and the
     # scale go into the small matrices.
-    if kernel is None:
-        squared = hidden.square()
-        grad_second = torch.mm(squared.T, grad)
-        grad_hidden = torch.mm(grad, second.T, out=squared).mul_(hidden)
-    else:
-        grad_hidden = torch.mm(grad, second.T)
-        grad_second = torch.mm(kernel.squared_relu(hidden, grad_hidden).T, grad)
+    squared = hidden.square()
+    grad_second = torch.mm(squared.T, grad)
+    grad_hidden = torch.mm(grad, second.T, out=squared).mul_(hidden)
     # <grad, squared @ second> without making that product again.
     grad_scale = dot(grad_second, second)
     grad_first = torch.mm(grad_hidden.T, normed).mul_(2 * scale)
@@ -181,9 +155,8 @@ class MLP(torch.autograd.Function):
     """relu(norm(x) @ first.T)^2 @ second; the squares are recomputed in the backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, first: Tensor, second: Tensor, fused: bool = False) -> Tensor:
-        normed, inverse, hidden, squared = _mlp_forward(x, first, fused)
-        ctx.fused = fused
+    def forward(ctx, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        normed, inverse, hidden, squared = _mlp_forward(x, first)
         ctx.save_for_backward(normed, inverse, hidden, first, second)
         return torch.mm(squared, second)
 
@@ -193,20 +166,17 @@ class MLP(torch.autograd.Function):
         normed, inverse, hidden, first, second = ctx.saved_tensors
         grad_x = torch.zeros_like(normed)
         grad_first, grad_second, _ = _mlp_backward(
-            grad.contiguous(), 1.0, normed, inverse, hidden, first, second, grad_x, ctx.fused
+            grad.contiguous(), 1.0, normed, inverse, hidden, first, second, grad_x
         )
-        return grad_x, grad_first, grad_second, None
+        return grad_x, grad_first, grad_second
 
 
 class ResidualMLP(torch.autograd.Function):
     """resid * x + post * mlp(norm(x)): the second product accumulates onto the residual."""
 
     @staticmethod
-    def forward(
-        ctx, x: Tensor, resid: Tensor, post: Number, first: Tensor, second: Tensor, fused: bool = False
-    ) -> Tensor:
-        normed, inverse, hidden, squared = _mlp_forward(x, first, fused)
-        ctx.fused = fused
+    def forward(ctx, x: Tensor, resid: Tensor, post: Number, first: Tensor, second: Tensor) -> Tensor:
+        normed, inverse, hidden, squared = _mlp_forward(x, first)
         ctx.resid, ctx.post = number(resid), number(post)
         ctx.dtypes = resid.dtype, None if isinstance(post, int | float) else post.dtype
         ctx.save_for_backward(x, normed, inverse, hidden, first, second)
@@ -222,11 +192,11 @@ class ResidualMLP(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = grad * ctx.resid
         grad_first, grad_second, grad_post = _mlp_backward(
-            grad, ctx.post, normed, inverse, hidden, first, second, grad_x, ctx.fused
+            grad, ctx.post, normed, inverse, hidden, first, second, grad_x
         )
         resid_dtype, post_dtype = ctx.dtypes
         grad_post = None if post_dtype is None else grad_post.to(post_dtype)
-        return grad_x, dot(grad, x).to(resid_dtype), grad_post, grad_first, grad_second, None
+        return grad_x, dot(grad, x).to(resid_dtype), grad_post, grad_first, grad_second
 
 
 class SmearNorm(torch.autograd.Function):
@@ -296,3 +266,24 @@ class Injections(torch.autograd.Function):
                     grad_factors[layer] = dot(grad, x)
             results += [grad_x, grad_factors]
         return *results, None
+
+
+def injections(
+    x0: Tensor,
+    x0_factors: Tensor | None,
+    xb: Tensor | None,
+    xb_factors: Tensor | None,
+    layers: list[int],
+    count: int,
+) -> tuple[list[Tensor | None], list[list[tuple[Number, Tensor]]]]:
+    """Of `count` layers: an edge and the terms (number, tensor) to add for each of `layers`."""
+    edges: list[Tensor | None] = [None] * count
+    terms: list[list[tuple[Number, Tensor]]] = [[] for _ in range(count)]
+    for layer, edge in zip(layers, Injections.apply(x0, x0_factors, xb, xb_factors, layers), strict=True):
+        edges[layer] = edge
+        if x0_factors is not None:
+            terms[layer].append((number(x0_factors.detach()[layer]), x0.detach()))
+        # Layer 0 has its bigram already.
+        if xb_factors is not None and xb is not None and layer > 0:
+            terms[layer].append((number(xb_factors.detach()[layer]), xb.detach()))
+    return edges, terms

@@ -1,15 +1,18 @@
 """Multi-token cross-entropy of softcapped logits, on the tile loop of `leanstep.logprob`.
 
 Specific to the model are the cap a * sigmoid((u + b) / c) in place of the engine's tanh, the targets ahead
-and their weights. Loss and gradients are formed together, a chunk of rows at a time: the [T, V] logits never
-exist as a whole and no product is computed twice.
+and their weights. Loss and gradients are formed together, a chunk of rows at a time; no product is computed
+twice. On a GPU one kernel makes losses and gradients of a chunk's products (`kernel.py`), and a chunk is as
+tall as an eighth of the device's memory allows; its three products may have operands of 8 bits.
 """
 
 # T rows · E model · V vocabulary · K tokens predicted ahead
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from leanstep.logprob.engine.forward_gradients import Chunk, arrange_chunks, form_by_chunks
 from leanstep.logprob.engine.lm_head import Head, RowSource, narrow_dtype, product, widened
-from leanstep.logprob.engine.passes import kernels_for
+from leanstep.logprob.engine.passes import kernels_for, launches_triton
 from leanstep.logprob.engine.softmax import RowGradients, RowStatistics
 from leanstep.logprob.engine.tile_loop import Call
 from leanstep.logprob.engine.tiles import GPU_ELEMENT_BYTES, default_budget, even_slices
@@ -40,37 +43,78 @@ def ahead_targets(targets: Tensor, mtp: tuple[float, ...], dtype: torch.dtype) -
 
 
 @dataclass
-class Float8:
-    """A head's operands rounded to e4m3: 4 bits of exponent, 3 of mantissa, one scale a tensor.
+class Operands:
+    """Hidden states and weight as a GPU multiplies them: as they are, or in 8 bits, each with a scale.
 
-    u = scale_h scale_w (h / scale_h rounded) . (w / scale_w rounded): a GPU multiplies the 8-bit numbers, a
-    CPU widens them again, which is exact. Gradients are those of the operands as they were.
+    In 8 bits h and w are e4m3, logit gradients e5m2. h and w are divided by the largest of their tensor, the
+    gradients by their largest possible value.
     """
 
+    hidden: Tensor
     weight_VE: Tensor
-    weight_scale: Tensor
-    hidden_scale: Tensor
+    hidden_scale: Tensor | None = None
+    weight_scale: Tensor | None = None
+    grad_scale: float = 1.0
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor) -> Float8:
-        weight_scale = _scale(weight)
-        # Rows in order: 8-bit products take the second operand column by column only.
-        return cls(_rounded(weight, weight_scale).contiguous(), weight_scale, _scale(hidden))
+    def in_8_bits(cls, hidden: Tensor, weight: Tensor, steepest: float) -> Operands:
+        """steepest: no logit gradient is larger."""
+        h_scale, w_scale = _scale(hidden), _scale(weight)
+        grad_scale = steepest / torch.finfo(torch.float8_e5m2).max
+        return cls(_rounded(hidden, h_scale), _rounded(weight, w_scale), h_scale, w_scale, grad_scale)
 
-    def product(self, h: Tensor, columns: slice, out: Tensor) -> Tensor:
-        """u of some rows and columns into `out`, fp32 or wider."""
-        rounded, weight = _rounded(h, self.hidden_scale), self.weight_VE[columns]
-        if h.is_cuda:
-            u = torch._scaled_mm(
-                rounded,
-                weight.t(),
-                scale_a=self.hidden_scale,
-                scale_b=self.weight_scale,
-                out_dtype=torch.float32,
-            )
-            return out.copy_(u)
-        torch.mm(rounded.to(out.dtype), weight.t().to(out.dtype), out=out)
-        return out.mul_((self.hidden_scale * self.weight_scale).to(out.dtype))
+    def logits(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        h = self.hidden[rows]
+        if self.hidden_scale is None or self.weight_scale is None:
+            return torch.mm(h, self.weight_VE.T)
+        # Second operands lie column by column: 8-bit products take no others.
+        return torch._scaled_mm(
+            h, self._weight_rows.T, scale_a=self.hidden_scale, scale_b=self.weight_scale, out_dtype=dtype
+        )
+
+    @functools.cached_property
+    def _weight_rows(self) -> Tensor:
+        """[V, E], rows in order."""
+        return self.weight_VE if self.weight_VE.is_contiguous() else turned(self.weight_VE.T)
+
+    @functools.cached_property
+    def _weight_columns(self) -> Tensor:
+        """[E, V], rows in order."""
+        weight = self.weight_VE.T
+        return weight if weight.is_contiguous() else turned(self.weight_VE)
+
+    def new_grad(self, logits: Tensor) -> Tensor:
+        """Where the gradients of a chunk's logits go: over them, or beside them in 8 bits."""
+        if self.hidden_scale is None:
+            return logits
+        return torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
+
+    def hidden_grad(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.weight_scale is None:
+            return torch.mm(grad, self.weight_VE)
+        scale = grad.new_full((), self.grad_scale, dtype=torch.float32)
+        return torch._scaled_mm(
+            grad, self._weight_columns.T, scale_a=scale, scale_b=self.weight_scale, out_dtype=dtype
+        )
+
+    def weight_grad(self, grad: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+        """[E, V]: the transposed head's own layout."""
+        h = self.hidden[rows]
+        if self.hidden_scale is None:
+            return torch.mm(h.T, grad)
+        scale = grad.new_full((), self.grad_scale, dtype=torch.float32)
+        return torch._scaled_mm(
+            h.T.contiguous(), turned(grad).T, scale_a=self.hidden_scale, scale_b=scale, out_dtype=dtype
+        )
+
+
+def turned(grad: Tensor) -> Tensor:
+    """A contiguous copy of grad.T [V, R]."""
+    from leanstep.muon.transpose import transpose_copy
+
+    # Bytes: the copy needs no arithmetic.
+    out = torch.empty((grad.shape[1], grad.shape[0]), dtype=torch.uint8, device=grad.device)
+    return transpose_copy(grad.view(torch.uint8), out).view(grad.dtype)
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -84,17 +128,12 @@ def _rounded(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).clamp_(-largest, largest).to(torch.float8_e4m3fn)
 
 
-def check_float8(hidden: Tensor, head: Tensor) -> None:
-    """Refuse what has no 8-bit products."""
-    if any(side % 16 for side in head.shape):
-        raise ValueError(f"float8: expected a head whose sides are multiples of 16, got {tuple(head.shape)}")
-    if not hidden.is_cuda:
-        return
-    capability = torch.cuda.get_device_capability(hidden.device)
-    if capability < (8, 9):
-        raise ValueError(
-            f"float8: expected a GPU of capability 8.9 or newer, got {'.'.join(map(str, capability))}"
-        )
+def multiplies_8_bits(hidden: Tensor, head: Tensor) -> bool:
+    """Whether the device has products of 8-bit operands for a head of this shape."""
+    if not hidden.is_cuda or hidden.dtype != torch.bfloat16:
+        return False
+    fits = not any(side % 16 for side in (*head.shape, hidden.shape[0]))
+    return fits and torch.cuda.get_device_capability(hidden.device) >= (8, 9)
 
 
 @dataclass
@@ -102,20 +141,13 @@ class _OwnHead(Head):
     """z = a sigmoid((u + b) / c); `softcap` holds a, `shift` b and `scale` 1 / c. z = u without a softcap."""
 
     shift: float = 0.0
-    float8: Float8 | None = None
 
     def bounded(
         self, h: Tensor, low_h: Tensor | None, weight: Tensor, rows: slice, columns: slice, out: Tensor
     ) -> Tensor:
         """The logits themselves: their slope follows from them."""
-        if self.float8 is not None:
-            self.float8.product(h, columns, out)
-            if self.softcap is None:
-                return out
-            out.add_(self.shift).mul_(self.scale)
-        else:
-            wide = widened(out, len(weight)).fill_(self.shift * self.scale)
-            product(h, weight.t(), wide, factor=self.scale, accumulate=True)
+        wide = widened(out, len(weight)).fill_(self.shift * self.scale)
+        product(h, weight.t(), wide, factor=self.scale, accumulate=True)
         assert self.softcap is not None
         return out.sigmoid_().mul_(self.softcap)
 
@@ -136,7 +168,6 @@ def _make_call(
     softcap: tuple[float, float, float] | None,
     transposed: bool,
     chunk_rows: int | None,
-    float8: bool,
     narrow: torch.dtype | None,
 ) -> tuple[Call, list[Chunk]]:
     """The engine's description of this head, and its chunks of rows."""
@@ -144,12 +175,11 @@ def _make_call(
     vocab = weight_VE.shape[0]
     dtype = torch.float64 if torch.float64 in (hidden.dtype, head.dtype) else torch.float32
     fixed = (VocabShard(0, vocab, vocab), vocab, dtype, narrow)
-    rounded = Float8.of(hidden.detach(), weight_VE) if float8 else None
-    if softcap is None and rounded is None:
+    if softcap is None:
         lm_head = Head(weight_VE, None, None, 1.0, None, 1.0, *fixed)
     else:
-        a, b, c = softcap or (None, 0.0, 1.0)
-        lm_head = _OwnHead(weight_VE, None, None, 1 / c, a, 1.0, *fixed, shift=b, float8=rounded)
+        a, b, c = softcap
+        lm_head = _OwnHead(weight_VE, None, None, 1 / c, a, 1.0, *fixed, shift=b)
     num_rows = hidden.shape[0]
     if chunk_rows is None:
         on_cpu = hidden.device.type == "cpu"
@@ -205,6 +235,68 @@ class _HeadLoss(torch.autograd.Function):
         return grad_hidden, grad_head, *(None,) * 5
 
 
+def rows_kernel(hidden: Tensor, head: Tensor, softcap: tuple[float, float, float] | None) -> Any:
+    """The kernel for whole rows of logits, where it can run on what came; else None."""
+    same = hidden.dtype == head.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+    if softcap is None or not same or not launches_triton(hidden):
+        return None
+    from leanstep.gpt import kernel
+
+    return kernel
+
+
+class _RowsLoss(torch.autograd.Function):
+    """The same as `_HeadLoss` by one kernel over whole rows: what a GPU runs."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, index, weights, kernel, softcap, transposed, steepest, tile_rows):
+        weight_VE = head.detach().T if transposed else head.detach()
+        wants_grad = any(ctx.needs_input_grad[:2])
+        operands = Operands(hidden.detach(), weight_VE)
+        if steepest is not None and wants_grad:
+            operands = Operands.in_8_bits(hidden.detach(), weight_VE, steepest)
+        num_rows, vocab = hidden.shape[0], weight_VE.shape[0]
+        losses = torch.empty(num_rows, dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if wants_grad else None
+        slices = even_slices(num_rows, min(tile_rows or rows_that_fit(hidden, vocab), max(num_rows, 1)))
+        grad_head = None
+        for rows in slices:
+            logits = operands.logits(rows, hidden.dtype)
+            grad = operands.new_grad(logits) if wants_grad else None
+            kernel.softcap_rows(
+                logits, grad, index[rows], weights[rows], losses[rows], softcap, operands.grad_scale
+            )
+            del logits
+            if grad is None or grad_hidden is None:
+                continue
+            grad_hidden[rows] = operands.hidden_grad(grad, hidden.dtype)
+            # Sums over several chunks are wide; a single product is rounded once.
+            wide = hidden.dtype if len(slices) == 1 else torch.float32
+            part = operands.weight_grad(grad, rows, wide)
+            grad_head = part if grad_head is None else grad_head.to(torch.float32).add_(part)
+        if grad_head is not None and not transposed:
+            grad_head = grad_head.T
+        ctx.save_for_backward(grad_hidden, grad_head)
+        ctx.head_dtype = head.dtype
+        return losses.sum(dtype=torch.float64).to(torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor):  # type: ignore[override]
+        grad_hidden, grad_head = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * upstream.to(grad_hidden.dtype)
+        if grad_head is not None:
+            grad_head = torch.mul(grad_head, upstream.to(grad_head.dtype)).to(ctx.head_dtype).contiguous()
+        return grad_hidden, grad_head, *(None,) * 7
+
+
+def rows_that_fit(hidden: Tensor, vocab: int) -> int:
+    """Rows of one chunk: their logits take an eighth of the device's memory at most."""
+    memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 1 << 30
+    return max(memory // 8 // (vocab * hidden.element_size()), 64)
+
+
 def head_loss(
     hidden: Tensor,
     head: Tensor,
@@ -230,7 +322,8 @@ def head_loss(
         mtp: weight of the k-th token ahead; row t has no target past the last row.
         softcap: (a, b, c) or None.
         tile_rows: rows per chunk; None chooses by the device.
-        float8: the logits' product from operands rounded to 8 bits (`Float8`); the gradients' products stay.
+        float8: on a GPU that has them (capability 8.9 or newer) the three products of a training step have
+            operands of 8 bits (`Operands`); elsewhere, and without gradients, nothing changes.
 
     Returns:
         0-dimensional, float32 or float64.
@@ -255,13 +348,22 @@ def head_loss(
         )
     if tile_rows is not None and tile_rows < 1:
         raise ValueError(f"tile_rows: expected at least 1, got {tile_rows}")
-    if float8:
-        check_float8(hidden, head)
     narrow = narrow_dtype(hidden)
+    kernel = rows_kernel(hidden, head, softcap)
     with torch.autocast(hidden.device.type, enabled=False):
         wide = torch.float64 if torch.float64 in (hidden.dtype, head.dtype) else torch.float32
         index, weights = ahead_targets(targets.long(), tuple(mtp), wide)
-        call, chunks = _make_call(hidden, head, index, softcap, transposed, tile_rows, float8, narrow)
+        if kernel is not None:
+            steepest = None
+            if float8 and softcap is not None and multiplies_8_bits(hidden, head):
+                # The cap's slope is a / 4c at most; softmax less one-hot lies within +-1.
+                steepest = 0.25 * softcap[0] / softcap[2] * sum(abs(w) for w in mtp)
+            if not torch.is_grad_enabled():
+                hidden, head = hidden.detach(), head.detach()
+            return _RowsLoss.apply(
+                hidden, head, index.contiguous(), weights, kernel, softcap, transposed, steepest, tile_rows
+            )
+        call, chunks = _make_call(hidden, head, index, softcap, transposed, tile_rows, narrow)
         weights = weights[:, 0] if weights.shape[1] == 1 else weights
         wants_grad = torch.is_grad_enabled()
         return _HeadLoss.apply(hidden, head, weights, call, chunks, wants_grad, transposed)

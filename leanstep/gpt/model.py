@@ -1,30 +1,73 @@
-"""The flattened model: one forward over the banks, taken apart once; no Block, Attention or MLP modules."""
+"""The flattened model: one forward over the banks, taken apart once; no Block, Attention or MLP modules.
+
+`GPT._states` is the model; it runs on one of two sets of operations. `FUNCTIONS` have hand-written backwards
+and are the faster ones on a CPU. `PLAIN` is tensor code that torch.compile takes whole: what a GPU runs.
+"""
 
 # T tokens · E model · A layers with attention
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leanstep.gpt.attention import attend, check_cu_seqlens
+from leanstep.gpt.attention import check_cu_seqlens
 from leanstep.gpt.banks import BankedGPT, bigram_hash, unbind_bank
 from leanstep.gpt.config import GPTConfig
-from leanstep.gpt.layers import MLP, Injections, Mix, Norm, NormLinear, Number, ResidualMLP, SmearNorm, number
+from leanstep.gpt.layers import MLP, Mix, Norm, ResidualMLP, SmearNorm, injections
 from leanstep.gpt.loss import head_loss
-from leanstep.gpt.projections import AttentionOut, AttentionWeights, Heads, HeadShape
+from leanstep.gpt.mlp import has_kernel
+from leanstep.gpt.plain import FUSED, PLAIN, Operations, Terms
+from leanstep.gpt.projections import AttentionOut, AttentionWeights, HeadShape, attention
 from leanstep.gpt.reference import ReferenceGPT
 from leanstep.logprob.layout import to_device
+
+FUNCTIONS = Operations(
+    norm=Norm.apply,
+    mix=Mix.apply,
+    mlp=MLP.apply,
+    residual_mlp=ResidualMLP.apply,
+    smear_norm=SmearNorm.apply,
+    injections=injections,
+    attention=attention,
+    attention_out=AttentionOut.apply,
+    attention_weights=AttentionWeights.apply,
+)
+
+
+@dataclass
+class _Documents:
+    """What a batch's documents and the schedule decide: made on the host, before the graph.
+
+    Args:
+        starts: [T] bool, True at the first token of each document; None where they are ignored.
+        plans: of attention, by layer; None without attention.
+        tables: of rotary angles, by layer.
+        scale: of the softmax; a tensor where the forward is compiled.
+    """
+
+    starts: Tensor | None
+    plans: list[Any]
+    tables: list[Tensor | None]
+    scale: Tensor | float
 
 
 @dataclass
 class _Layers:
-    """Per-layer tensors of one step, each list indexed by layer (None where a layer has no such thing)."""
+    """Per-layer tensors of one step, each list indexed by layer (None where a layer has no such thing).
 
+    ops, shapes, documents: how this step runs, the same for all layers.
+    """
+
+    ops: Operations
+    shapes: dict[int, HeadShape]
+    documents: _Documents
     projections: list[Tensor | None]
     outputs: list[Tensor | None]
     first: list[Tensor]
@@ -32,7 +75,7 @@ class _Layers:
     values: list[Tensor | None]
     ve_weights: list[Tensor | None]
     edges: list[Tensor | None]
-    injected: list[list[tuple[Number, Tensor]]]
+    injected: list[Terms]
 
 
 @dataclass
@@ -51,13 +94,25 @@ class GPT(BankedGPT):
     Args:
         config: shape, features, switches.
         generator: makes the initial values.
+        run: "functions", "plain" code, or "compiled" plain code. "auto": functions on a CPU; on a GPU the
+            loss is compiled, one graph for each number of tokens, and `hidden` and `generate`, whose lengths
+            vary, are plain.
     """
 
-    def __init__(self, config: GPTConfig, *, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        generator: torch.Generator | None = None,
+        run: Literal["auto", "functions", "plain", "compiled"] = "auto",
+    ) -> None:
         super().__init__(config, generator=generator)
+        if run not in ("auto", "functions", "plain", "compiled"):
+            raise ValueError(f"run: expected auto, functions, plain or compiled, got {run!r}")
+        self.run = run
         # Tensor cores want 64 columns at a time; on a CPU padding only costs.
-        self._shapes_by_device = {"cpu": self._head_shapes(2), "gpu": self._head_shapes(64)}
-        self._constants: dict[tuple[str, torch.device], Tensor] = {}
+        self._shapes = self._head_shapes(2)
+        self._wide_shapes = self._head_shapes(64)
 
     def _head_shapes(self, row_multiple: int) -> dict[int, HeadShape]:
         c = self.config
@@ -74,26 +129,23 @@ class GPT(BankedGPT):
             for layer in c.attention_layers
         }
 
-    @property
-    def _shapes(self) -> dict[int, HeadShape]:
-        return self._shapes_by_device["cpu" if self.embed.device.type == "cpu" else "gpu"]
-
-    def _constant(self, name: str, values: tuple[int, ...], device: torch.device) -> Tensor:
-        """A small tensor that no step changes, copied to the device once."""
-        constant = self._constants.get((name, device))
-        if constant is None:
-            with torch.inference_mode(False):
-                constant = to_device(torch.tensor(values), device)
-            # A tensor of a tracing mode is of no use to the next call.
-            if type(constant) is Tensor:
-                self._constants[name, device] = constant
-        return constant
-
     def hidden(
         self, inputs: Tensor, cu_seqlens: Tensor | None = None, *, bigram_ids: Tensor | None = None
     ) -> Tensor:
         """Final normalised states [T, E] of tokens [T] in documents bounded by `cu_seqlens`."""
-        c = self.config
+        return self._hidden(inputs, cu_seqlens, bigram_ids, self._way(inputs.device, compiles=False))
+
+    def _way(self, device: torch.device, *, compiles: bool) -> str:
+        """One of the ways to run: what `run` says, or what suits the device."""
+        if self.run != "auto":
+            return self.run
+        if device.type == "cpu":
+            return "functions"
+        return "compiled" if compiles and device.type == "cuda" else "plain"
+
+    def _hidden(
+        self, inputs: Tensor, cu_seqlens: Tensor | None, bigram_ids: Tensor | None, run: str
+    ) -> Tensor:
         if inputs.dim() != 1 or inputs.is_floating_point() or inputs.numel() == 0:
             raise ValueError(
                 f"inputs: expected [T] integers, T >= 1, got {inputs.dtype} {tuple(inputs.shape)}"
@@ -102,14 +154,44 @@ class GPT(BankedGPT):
         if cu_seqlens is None:
             cu_seqlens = torch.tensor([0, length], dtype=torch.int32)
         bounds = check_cu_seqlens(cu_seqlens, length)
-        starts = self._document_starts(bounds, inputs) if c.respect_docs else None
+        documents = self._documents(bounds, inputs, plain=run != "functions")
+        if run == "functions":
+            return self._states(inputs, bigram_ids, documents, FUNCTIONS, self._shapes)
+        states = _compiled() if run == "compiled" else _plain_states
+        return states(self, inputs, bigram_ids, documents, has_kernel(self.mlp_bank))
 
-        x0 = self._embed(inputs, starts)
-        xb = self._embed_bigrams(inputs, bigram_ids, starts) if c.bigram_vocab_size else None
-        layers = self._take_apart(inputs, x0, xb)
+    def _documents(self, bounds: list[int], inputs: Tensor, *, plain: bool) -> _Documents:
+        c, dtype, device, length = self.config, self.embed.dtype, inputs.device, inputs.shape[0]
+        plans: list[Any] = [None] * c.num_layers
+        tables: list[Tensor | None] = [None] * c.num_layers
+        for layer, shape in self._shapes.items():
+            plans[layer] = self.plans.get(
+                bounds, self.window_tokens(layer), shape.paired, shape.dim, dtype, device
+            )
+            if plain:
+                tables[layer] = self.rotary.real_table(length, shape.paired, dtype, device)
+            else:
+                tables[layer] = self.rotary.full_table(shape.heads, length, shape.paired, dtype, device)
+        starts = self._document_starts(bounds, inputs) if c.respect_docs else None
+        scale = self.rotary.scale_on(dtype, device) if plain else self.rotary.attention_scale
+        return _Documents(starts, plans, tables, scale)
+
+    def _states(
+        self,
+        inputs: Tensor,
+        bigram_ids: Tensor | None,
+        documents: _Documents,
+        ops: Operations,
+        shapes: dict[int, HeadShape],
+    ) -> Tensor:
+        """The model, from tokens to final states."""
+        c = self.config
+        x0 = self._embed(inputs, documents.starts, ops)
+        xb = self._embed_bigrams(inputs, bigram_ids, documents.starts) if c.bigram_vocab_size else None
+        layers = self._take_apart(inputs, x0, xb, ops, shapes, documents)
         lane0 = x0
         if xb is not None:
-            lane0 = Mix.apply(None, [], 1.0, self.bigram_lambdas[:1].to(x0.dtype).squeeze(0), x0, xb)
+            lane0 = ops.mix(None, [], 1.0, self.bigram_lambdas[:1].to(x0.dtype).squeeze(0), x0, xb)
 
         scales = self._lane_scales(x0.dtype)
         sources = {source for source, _ in c.skip_pairs}
@@ -120,23 +202,23 @@ class GPT(BankedGPT):
                 lane1 = lane0
             for gate, source in self._skips_into(i, x0, skipped):
                 lane0 = torch.addcmul(lane0, gate, source)
-            if i in self._shapes:
-                lane0, lane1 = self._attention_layer(i, lane0, lane1, layers, scales, bounds, starts)
+            if i in shapes:
+                lane0, lane1 = self._attention_layer(i, lane0, lane1, layers, scales)
             elif c.inject_attention_free and c.injects:
-                lane0 = Mix.apply(layers.edges[i], layers.injected[i], 1.0, lane0)
+                lane0 = ops.mix(layers.edges[i], layers.injected[i], 1.0, lane0)
             if i in sources:
                 skipped[i] = lane0
             lane0, lane1 = self._mlp_layer(i, lane0, lane1, layers, scales)
             if i == c.backout_layer:
                 backout = lane0
-        return self._merge_lanes(lane0, lane1, backout)
+        return self._merge_lanes(lane0, lane1, backout, ops)
 
-    def _embed(self, inputs: Tensor, starts: Tensor | None) -> Tensor:
+    def _embed(self, inputs: Tensor, starts: Tensor | None, ops: Operations) -> Tensor:
         """Normalised token embeddings [T, E], smeared over the previous token if the model does that."""
         x = F.embedding(inputs, self.embed)
         if self.config.smear:
-            return SmearNorm.apply(x, self.scalar("smear").to(x.dtype), self.smear_gate, starts)
-        return Norm.apply(x)
+            return ops.smear_norm(x, self.scalar("smear").to(x.dtype), self.smear_gate, starts)
+        return ops.norm(x)
 
     def _embed_bigrams(self, inputs: Tensor, bigram_ids: Tensor | None, starts: Tensor | None) -> Tensor:
         if bigram_ids is None:
@@ -152,56 +234,69 @@ class GPT(BankedGPT):
         return _LaneScales([resid[0]] * 2, [resid[1]] * 2, post[:2], post[2:])
 
     def _attention_layer(
-        self,
-        i: int,
-        lane0: Tensor,
-        lane1: Tensor | None,
-        layers: _Layers,
-        scales: _LaneScales,
-        bounds: list[int],
-        starts: Tensor | None,
+        self, i: int, lane0: Tensor, lane1: Tensor | None, layers: _Layers, scales: _LaneScales
     ) -> tuple[Tensor, Tensor | None]:
         """Both lanes after the attention of layer i, which reads lane 0."""
-        c = self.config
+        c, ops, shape, documents = self.config, layers.ops, layers.shapes[i], layers.documents
         edge, injected, resid = layers.edges[i], layers.injected[i], scales.attn_resid[0][i]
         if c.inject == "before":
-            lane0 = Mix.apply(edge, injected, resid, lane0)
+            lane0 = ops.mix(edge, injected, resid, lane0)
             edge, injected, resid = None, [], 1.0
-        y, gate, plan = self._attend(i, lane0, layers, bounds, starts)
-        output, shape = layers.outputs[i], self._shapes[i]
+        plan, output = documents.plans[i], layers.outputs[i]
+        y, gate = ops.attention(
+            lane0,
+            layers.projections[i],
+            layers.values[i],
+            layers.ve_weights[i],
+            documents.tables[i],
+            documents.starts,
+            plan,
+            shape,
+            documents.scale,
+        )
         if lane1 is None and (c.fold_post_attn or not c.has_post_attn(i)):
-            return AttentionOut.apply(y, gate, output, lane0, resid, edge, injected, plan, shape), None
-        a = AttentionOut.apply(y, gate, output, None, 1.0, None, [], plan, shape)
-        lane0 = Mix.apply(edge, injected, resid, scales.attn_post[0][i], lane0, a)
+            return ops.attention_out(y, gate, output, lane0, resid, edge, injected, plan, shape), None
+        a = ops.attention_out(y, gate, output, None, 1.0, None, [], plan, shape)
+        lane0 = ops.mix(edge, injected, resid, scales.attn_post[0][i], lane0, a)
         if lane1 is not None:
-            lane1 = Mix.apply(None, [], scales.attn_resid[1][i], scales.attn_post[1][i], lane1, a)
+            lane1 = ops.mix(None, [], scales.attn_resid[1][i], scales.attn_post[1][i], lane1, a)
         return lane0, lane1
 
     def _mlp_layer(
         self, i: int, lane0: Tensor, lane1: Tensor | None, layers: _Layers, scales: _LaneScales
     ) -> tuple[Tensor, Tensor | None]:
         """Both lanes after the MLP of layer i, which reads lane 1 where there is one."""
-        c, first, second = self.config, layers.first[i], layers.second[i]
+        c, ops, first, second = self.config, layers.ops, layers.first[i], layers.second[i]
         resid0, resid1 = scales.mlp_resid[0][i], scales.mlp_resid[1][i]
         post0, post1 = (scales.mlp_post[0][i], scales.mlp_post[1][i]) if c.has_post_mlp(i) else (1.0, 1.0)
         if lane1 is None:
             if c.has_post_mlp(i) and c.fold_post_mlp:
                 second, post0 = post0 * second, 1.0
-            return ResidualMLP.apply(lane0, resid0, post0, first, second, c.fused_mlp), None
-        m = MLP.apply(lane1, first, second, c.fused_mlp)
-        lane0 = Mix.apply(None, [], resid0, post0, lane0, m)
-        return lane0, Mix.apply(None, [], resid1, post1, lane1, m)
+            return ops.residual_mlp(lane0, resid0, post0, first, second), None
+        m = ops.mlp(lane1, first, second)
+        lane0 = ops.mix(None, [], resid0, post0, lane0, m)
+        return lane0, ops.mix(None, [], resid1, post1, lane1, m)
 
-    def _merge_lanes(self, lane0: Tensor, lane1: Tensor | None, backout: Tensor | None) -> Tensor:
+    def _merge_lanes(
+        self, lane0: Tensor, lane1: Tensor | None, backout: Tensor | None, ops: Operations
+    ) -> Tensor:
         """The normalised mean of the lanes, less the share of the backout layer."""
         if lane1 is None and backout is None:
-            return Norm.apply(lane0)
+            return ops.norm(lane0)
         factors, lanes = ([1.0], [lane0]) if lane1 is None else ([0.5, 0.5], [lane0, lane1])
         if backout is not None:
             factors, lanes = [*factors, -self.scalar("backout").to(lane0.dtype)], [*lanes, backout]
-        return Norm.apply(Mix.apply(None, [], *factors, *lanes))
+        return ops.norm(ops.mix(None, [], *factors, *lanes))
 
-    def _take_apart(self, inputs: Tensor, x0: Tensor, xb: Tensor | None) -> _Layers:
+    def _take_apart(
+        self,
+        inputs: Tensor,
+        x0: Tensor,
+        xb: Tensor | None,
+        ops: Operations,
+        shapes: dict[int, HeadShape],
+        documents: _Documents,
+    ) -> _Layers:
         """Everything the layers need of the banks and tables, fetched once."""
         c, dtype = self.config, x0.dtype
         count = c.num_layers
@@ -218,31 +313,30 @@ class GPT(BankedGPT):
             for layer, table, weight in zip(c.value_embed_layers, looked_up, outer.unbind(0), strict=True):
                 values[layer] = table
                 ve_weights[layer] = None if layer in c.paired_layers else weight
-        if self._shapes:
-            index = self._constant("attention_layers", c.attention_layers, inputs.device)
-            scales = self.scalars[: 2 * count].view(count, 2).index_select(0, index).to(dtype)
+        if shapes:
+            pairs = self.scalars[: 2 * count].view(count, 2).unbind(0)
+            scales = torch.stack([pairs[layer] for layer in shapes]).to(dtype)
             if c.post_attn_lambda_single and c.fold_post_attn:
-                single = (index < c.lanes_from)[:, None]
-                folded = self.post_lambdas[:, 0].index_select(0, index).to(dtype)[:, :1]
-                scales = torch.cat([scales[:, :1], scales[:, 1:] * torch.where(single, folded, 1.0)], dim=1)
-            ve_gates = None
-            if c.value_embed_layers:
-                reads = torch.ones(
-                    len(c.value_embed_layers), 1, c.gate_width, dtype=dtype, device=inputs.device
-                )
-                for table, layer in enumerate(c.value_embed_layers):
-                    if layer not in c.paired_layers:
-                        reads[table, :, c.gate_width // 2 :] = 0
-                ve_gates = self.ve_gate_bank * reads
-            shapes = list(self._shapes.values())
-            taken = AttentionWeights.apply(
-                self.attn_bank, scales, self.optional("attn_gate_bank"), ve_gates, dtype, shapes
+                posts = self.post_lambdas[:, 0, 0].to(dtype).unbind(0)
+                one = torch.ones_like(posts[0])
+                folded = torch.stack([posts[i] if i < c.lanes_from else one for i in shapes])
+                scales = torch.stack([scales[:, 0], scales[:, 1] * folded], dim=1)
+            taken = ops.attention_weights(
+                self.attn_bank,
+                scales,
+                self.optional("attn_gate_bank"),
+                self._own_gates(dtype) if c.value_embed_layers else None,
+                dtype,
+                list(shapes.values()),
             )
-            for place, layer in enumerate(c.attention_layers):
+            for place, layer in enumerate(shapes):
                 projections[layer], outputs[layer] = taken[place], taken[len(shapes) + place]
         matrices = unbind_bank(self.mlp_bank.to(dtype))
-        edges, injected = self._injections(x0, xb)
+        edges, injected = self._injections(x0, xb, ops)
         return _Layers(
+            ops,
+            shapes,
+            documents,
             projections,
             outputs,
             list(matrices[: 2 * count : 2]),
@@ -253,44 +347,28 @@ class GPT(BankedGPT):
             injected,
         )
 
-    def _injections(self, x0: Tensor, xb: Tensor | None):
+    def _own_gates(self, dtype: torch.dtype) -> Tensor:
+        """What the gates of value embeddings read of the stream: all of it in paired layers, else half."""
+        c = self.config
+        half = c.gate_width // 2
+        inner, outer = self.ve_gate_bank.split(half, dim=2)
+        kept = [
+            weight if layer in c.paired_layers else torch.zeros_like(weight)
+            for layer, weight in zip(c.value_embed_layers, outer.unbind(0), strict=True)
+        ]
+        return torch.cat([inner, torch.stack(kept)], dim=2).to(dtype)
+
+    def _injections(
+        self, x0: Tensor, xb: Tensor | None, ops: Operations
+    ) -> tuple[list[Tensor | None], list[Terms]]:
         """Per layer an autograd edge, and the terms (number, tensor) to add."""
         c = self.config
         receiving = [i for i in range(c.num_layers) if i in self._shapes or c.inject_attention_free]
-        edges: list[Tensor | None] = [None] * c.num_layers
-        injected: list[list[tuple[Number, Tensor]]] = [[] for _ in range(c.num_layers)]
         if not c.injects or not receiving:
-            return edges, injected
+            return [None] * c.num_layers, [[] for _ in range(c.num_layers)]
         x0_factors = self.x0_lambdas.to(x0.dtype) if c.x0_inject else None
         xb_factors = self.bigram_lambdas.to(x0.dtype) if xb is not None else None
-        made = Injections.apply(x0, x0_factors, xb, xb_factors, receiving)
-        for layer, edge in zip(receiving, made, strict=True):
-            edges[layer] = edge
-            if x0_factors is not None:
-                injected[layer].append((number(x0_factors.detach()[layer]), x0.detach()))
-            if xb_factors is not None and xb is not None and layer > 0:
-                injected[layer].append((number(xb_factors.detach()[layer]), xb.detach()))
-        return edges, injected
-
-    def _attend(self, layer: int, lane0: Tensor, layers: _Layers, bounds: list[int], starts: Tensor | None):
-        """Attention of one layer up to its output matrix: (blocks of y, gate, plan)."""
-        shape = self._shapes[layer]
-        plan = self.plans.get(
-            bounds, self.window_tokens(layer), shape.paired, shape.dim, lane0.dtype, lane0.device
-        )
-        size = (lane0.shape[0], shape.paired, lane0.dtype, lane0.device)
-        # Broadcasting costs a CPU four times the product's time, a GPU nothing.
-        on_cpu = lane0.device.type == "cpu"
-        table = self.rotary.full_table(shape.heads, *size) if on_cpu else self.rotary.head_table(*size)
-        projected = NormLinear.apply(lane0, layers.projections[layer])
-        scale, q_scale = self.rotary.attention_scale, 1.0
-        if plan.block_mask is not None:
-            # Flex attention takes scaled queries; here they are scaled before they are rounded.
-            scale, q_scale = 1.0, scale
-        q, k, v, gate = Heads.apply(
-            projected, layers.values[layer], layers.ve_weights[layer], table, starts, plan, shape, q_scale
-        )
-        return attend(q, k, v, plan, scale), gate, plan
+        return ops.injections(x0, x0_factors, xb, xb_factors, receiving, c.num_layers)
 
     def _skips_into(self, layer: int, x0: Tensor, skipped: dict[int, Tensor]):
         c = self.config
@@ -315,7 +393,7 @@ class GPT(BankedGPT):
         mtp: tuple[float, ...] | None = None,
     ) -> Tensor:
         """Training loss: multi-token cross-entropy summed over rows."""
-        hidden = self.hidden(inputs, cu_seqlens, bigram_ids=bigram_ids)
+        hidden = self._hidden(inputs, cu_seqlens, bigram_ids, self._way(inputs.device, compiles=True))
         return head_loss(
             hidden,
             self.lm_head,
@@ -325,6 +403,19 @@ class GPT(BankedGPT):
             transposed=self.config.transposed_head,
             float8=self.config.float8_head,
         )
+
+
+def _plain_states(
+    model: GPT, inputs: Tensor, bigram_ids: Tensor | None, documents: _Documents, kernels: bool
+) -> Tensor:
+    return model._states(inputs, bigram_ids, documents, FUSED if kernels else PLAIN, model._wide_shapes)
+
+
+@functools.cache
+def _compiled() -> Callable[..., Tensor]:
+    # One graph for each shape of a batch and each pair of windows; without fullgraph Dynamo would run eager
+    # code at its limit of graphs.
+    return torch.compile(_plain_states, fullgraph=True, dynamic=False)
 
 
 def build_model(config: GPTConfig, *, generator: torch.Generator | None = None) -> GPT | ReferenceGPT:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from leanstep.gpt.attention import BandPlan, band_view, sum_band
-from leanstep.gpt.layers import EPS, add_scaled, dot, number, wide_dtype
+from leanstep.gpt.attention import BandPlan, attend, band_view, sum_band
+from leanstep.gpt.layers import EPS, NormLinear, add_scaled, dot, number, wide_dtype
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,12 @@ class Heads(torch.autograd.Function):
         projected: [T, shape.rows]: queries, keys, values, output-gate logits, value-gate logits.
         ve: [T, E] value embedding or None.
         ve_weight: [H, width] what its gate reads of `ve` itself, or None.
-        table: of `Rotary`, [T, H, P], or [T, 1 | 2, P] where broadcasting is free.
+        table: of `Rotary`, [T, H, P], or [T, 1 | 2, P].
         starts: [T] bool document starts that the key offset respects, or None.
-        q_scale: factor of the queries.
     """
 
     @staticmethod
-    def forward(
-        ctx, projected, ve, ve_weight, table, starts, plan: BandPlan, shape: HeadShape, q_scale: float
-    ):
+    def forward(ctx, projected, ve, ve_weight, table, starts, plan: BandPlan, shape: HeadShape):
         length, heads, dim, model = projected.shape[0], shape.heads, shape.dim, shape.model
         wide = wide_dtype(projected.dtype)
         qk = projected[:, : 2 * model].to(wide).unflatten(1, (2 * heads, dim))
@@ -115,14 +112,14 @@ class Heads(torch.autograd.Function):
             for x, first in ((q_pad, 0), (k_pad, plan.front), (v_pad, plan.front))
         )
         direct = wide == projected.dtype
-        q_wide = q if direct and q_scale == 1.0 else torch.empty(q.shape, dtype=wide, device=q.device)
+        q_wide = q if direct else torch.empty(q.shape, dtype=wide, device=q.device)
         k_wide = k if direct and not shape.key_offset else torch.empty(k.shape, dtype=wide, device=k.device)
         _turn(qk[:, :heads], table, q_wide)
         _turn(qk[:, heads:], table, k_wide)
         q_wide.mul_(inverse[:, :heads, None])
         k_wide.mul_(inverse[:, heads:, None])
         if q_wide is not q:
-            torch.mul(q_wide, q_scale, out=q)
+            q.copy_(q_wide)
         if shape.key_offset:
             k.copy_(_shift_back(k_wide, starts))
         elif k_wide is not k:
@@ -139,7 +136,7 @@ class Heads(torch.autograd.Function):
             ve_gate.sigmoid_()
             torch.addcmul(values, ve_gate[..., None], ve.unflatten(1, (heads, dim)), value=2, out=v)
         gate = projected[:, shape.gate_at : shape.gate_at + heads].sigmoid() if shape.gated else None
-        ctx.plan, ctx.shape, ctx.q_scale = plan, shape, q_scale
+        ctx.plan, ctx.shape = plan, shape
         ctx.save_for_backward(q_wide, k_wide, inverse, table, starts, ve, ve_weight, ve_gate, gate)
         blocks = q_pad.unflatten(0, (plan.num_blocks, plan.block)).transpose(1, 2)
         return blocks, band_view(k_pad, plan), band_view(v_pad, plan), gate
@@ -162,7 +159,6 @@ class Heads(torch.autograd.Function):
             # Turning keeps lengths and dot products, so the norm's backward is done on the turned heads.
             g = g.to(y.dtype)
             inv = inverse[:, i * heads : (i + 1) * heads, None]
-            inv = inv * ctx.q_scale if i == 0 and ctx.q_scale != 1.0 else inv
             mean = (g * y).sum(-1, keepdim=True).div_(-dim)
             local = torch.addcmul(g, y, mean).mul_(inv)
             part = grad[:, i * model : (i + 1) * model].unflatten(1, (heads, dim))
@@ -186,7 +182,14 @@ class Heads(torch.autograd.Function):
                 width = ve_weight.shape[1]
                 grad_weight = torch.mm(grad_logits.T, ve[:, :width])
                 grad_ve[:, :width].addmm_(grad_logits, ve_weight)
-        return grad, grad_ve, grad_weight, *(None,) * 5
+        return grad, grad_ve, grad_weight, *(None,) * 4
+
+
+def attention(x, projection, ve, ve_weight, table, starts, plan: BandPlan, shape: HeadShape, scale: float):
+    """Attention of norm(x) up to the output matrix: (blocks of y, output gate)."""
+    projected = NormLinear.apply(x, projection)
+    q, k, v, gate = Heads.apply(projected, ve, ve_weight, table, starts, plan, shape)
+    return attend(q, k, v, plan, scale), gate
 
 
 class AttentionOut(torch.autograd.Function):

@@ -85,6 +85,7 @@ class NorMuon(torch.optim.Optimizer):
             weight_decay, decay, lr_mul, wd_mul, residual, every, phase.
         mesh: a 1-D DeviceMesh or process group whose ranks share the work on plain tensors: gradients are
             reduced to the rank that owns a parameter, which steps it and sends the weight to the others.
+            Banks and large tables are cut into a piece for each rank where they can be.
             None: this rank steps everything (one rank, or DDP). DTensors (FSDP2) bring their own mesh.
         averaged: with `mesh`, gradients are already the same on every rank (DDP): nothing is reduced.
         max_elements: FSDP2 matrices are exchanged in batches of at most this many elements.
@@ -335,7 +336,22 @@ class NorMuon(torch.optim.Optimizer):
             if entry.param not in self.state:
                 self.state[entry.param] = self._new_state(entry)
         if entries and self._ranks is not None:
-            self._ranks.average([entry.param.grad for entry in entries])
+            self._ranks.average([entry.param.grad for entry in entries if not self._is_cut(entry)])
+
+    def _is_cut(self, entry: Entry) -> bool:
+        """Whether every rank steps a piece of the parameter."""
+        ranks = self._scheme()
+        return isinstance(ranks, Owners) and ranks.is_cut(entry)
+
+    @torch.no_grad()
+    def average_waiting(self) -> None:
+        """Gradients that wait for their turn become means over the ranks, for a checkpoint; a collective.
+
+        Those of parameters that are cut are each rank's own until their step.
+        """
+        grads = [e.param.grad for e in self._all_entries() if e.param.grad is not None and self._is_cut(e)]
+        if grads:
+            self._ranks.average(grads)
 
     def zero_stepped_grads(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the groups that the last `step` updated; the others keep accumulating."""
@@ -361,11 +377,19 @@ class NorMuon(torch.optim.Optimizer):
         ranks = self._scheme()
         return "\n".join(lines if ranks is None else [*lines, ranks.explain()])
 
+    def _refuse_cut(self, param: Tensor) -> None:
+        if param.dtype == torch.bfloat16 and self._mesh is not None and self._is_cut(self._entry_of(param)):
+            raise ValueError(
+                f"{self._names[param]}: expected a parameter with one owner, got one that the ranks share; "
+                f"state_dict() has all of its low bits"
+            )
+
     def master(self, param: Tensor) -> Tensor:
         """Return the float32 weight of a bfloat16 parameter (a copy of any other parameter).
 
         With a mesh only the rank that owns the parameter has the low bits; other ranks raise.
         """
+        self._refuse_cut(param)
         low = self.state.get(param, {}).get("residual")
         if low is not None:
             return to_master(param.detach(), low, self._entry_of(param).group["residual"])
@@ -381,6 +405,7 @@ class NorMuon(torch.optim.Optimizer):
         """Set a parameter to the float32 value `master`, including the low bits of a bfloat16 parameter."""
         if master.shape != param.shape:
             raise ValueError(f"master: expected shape {tuple(param.shape)}, got {tuple(master.shape)}")
+        self._refuse_cut(param)
         entry = self._entry_of(param)
         if not self.state[param]:
             self.state[param] = self._new_state(entry)

@@ -5,7 +5,9 @@
     one all-gather sends the new weights to all ranks
 
 This takes two collectives per dtype for any number of matrices. Parameters are assigned by FLOPs, the same
-way on every rank, without communication. `leanstep.muon.fsdp` handles FSDP2's DTensors.
+way on every rank, without communication. A bank whose matrices the ranks can share evenly is cut, and so is a
+large table of Adam's by rows: each rank owns a piece, and its two collectives run beside the steps of other
+parameters. `leanstep.muon.fsdp` handles FSDP2's DTensors.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from leanstep.muon.param_groups import Entry
+from leanstep.muon.param_groups import Entry, make_entry
 from leanstep.muon.polar import Workspace
 from leanstep.muon.state import State, finite_on_device, grads_are_finite, new_state
 from leanstep.muon.update import States, advance, update_parameters
@@ -27,6 +29,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Work = Sequence[tuple[Entry, Tensor]]
+# Adam's tables from this size on are cut; two collectives for less are slower than an owner.
+MIN_CUT_ELEMENTS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,76 @@ def assign(costs: Mapping[str, tuple[int, float]], world_size: int) -> Assignmen
     return Assignment(ordered, {name: cost for name, (_, cost) in costs.items()}, tuple(loads))
 
 
+class Piece:
+    """This rank's share of a parameter that is cut: consecutive matrices of a bank, or rows of a table.
+
+    Args:
+        entry: of the whole parameter.
+        shape: of the parameter as a list of pieces' items: [matrices, R, C], or its own for a table.
+    """
+
+    def __init__(self, entry: Entry, shape: tuple[int, ...], rank: int, world: int) -> None:
+        self.whole, self.shape, self.world = entry, shape, world
+        self.count = shape[0] // world
+        self.items = slice(rank * self.count, (rank + 1) * self.count)
+        self._group: dict[str, Any] = {}
+        self.refresh()
+        self.entry = make_entry(entry.name, self._group, self.weight())
+
+    @staticmethod
+    def shape_of(entry: Entry, world: int) -> tuple[int, ...] | None:
+        """How a parameter is cut; None: one rank owns all of it."""
+        param, group = entry.param, entry.group
+        if not param.is_contiguous():
+            return None
+        if entry.is_adam:
+            fits = param.numel() >= MIN_CUT_ELEMENTS and param.ndim > 1 and param.shape[0] % world == 0
+            return tuple(param.shape) if fits else None
+        assert entry.cut is not None and entry.forms is not None
+        cut, several = entry.cut, not isinstance(group["lr_mul"], int | float)
+        if len(entry.forms) > 1 or cut.flatten or cut.heads or (cut.split and (cut.split_dim or several)):
+            return None
+        ((rows, cols), form), *_ = entry.forms.items()
+        return (form.count, rows, cols) if form.count > 1 and form.count % world == 0 else None
+
+    def refresh(self) -> None:
+        """Take over what a schedule has changed in the parameter's group."""
+        self._group.update(self.whole.group)
+        if self.whole.is_adam:
+            return
+        self._group["split"] = None
+        multipliers = self._group["lr_mul"]
+        if not isinstance(multipliers, int | float):
+            self._group["lr_mul"] = list(multipliers)[self.items]
+
+    def weight(self) -> Tensor:
+        return self.whole.param.detach().view(self.shape)[self.items]
+
+    def of(self, full: State) -> State:
+        """This rank's share of a whole parameter's state."""
+        return {
+            key: value.clone() if key == "step" else self._items(key, value)[self.items].clone()
+            for key, value in full.items()
+        }
+
+    def _items(self, key: str, value: Tensor) -> Tensor:
+        """State of the whole parameter, one item per matrix or row, in the order of its memory."""
+        if key != "second_momentum":
+            return value.view(self.shape)
+        parts = len(self.whole.cut.split) if self.whole.cut is not None and self.whole.cut.split else 1
+        # The lines of a split parameter lie part by part, each over all entries of the bank.
+        lines = value.reshape(parts, self.shape[0] // parts, -1).transpose(0, 1).flatten(0, 1)
+        return lines.unflatten(1, tuple(self.entry.second_shape or ())[1:])
+
+    def join(self, key: str, parts: Tensor, like: Tensor) -> Tensor:
+        """State of the whole parameter from the pieces of all ranks, in rank order."""
+        if key != "second_momentum":
+            return parts.view(like.shape)
+        count = len(self.whole.cut.split) if self.whole.cut is not None and self.whole.cut.split else 1
+        lines = parts.reshape(self.shape[0] // count, count, -1).transpose(0, 1)
+        return lines.reshape(like.shape)
+
+
 class Owners:
     """Shares the work on plain tensors among ranks; each rank has the gradients of its own batch.
 
@@ -91,19 +165,31 @@ class Owners:
         self.averaged = averaged
         self.assignment: Assignment | None = None
         self.agreement = Agreement()
+        self.pieces: dict[str, Piece] = {}
 
     def assign_owners(self, entries: Sequence[Entry]) -> None:
-        """Decide which rank owns which parameter."""
+        """Decide which rank owns which parameter, or which piece of it."""
         self.device = entries[0].param.device
-        self.assignment = assign({e.name: (e.param.numel(), e.flops()) for e in entries}, self.world)
+        shapes = {e.name: Piece.shape_of(e, self.world) for e in entries}
+        self.pieces = {
+            e.name: Piece(e, shape, self.rank, self.world)
+            for e, shape in zip(entries, shapes.values(), strict=True)
+            if shape is not None
+        }
+        whole = {e.name: (e.param.numel(), e.flops()) for e in entries if e.name not in self.pieces}
+        self.assignment = assign(whole, self.world)
+
+    def is_cut(self, entry: Entry) -> bool:
+        """Whether every rank owns a piece of the parameter."""
+        return entry.name in self.pieces
 
     def owner(self, entry: Entry) -> int:
         assert self.assignment is not None
         return self.assignment.owner[entry.name]
 
     def owns(self, entry: Entry) -> bool:
-        """Return whether this rank has the state of the parameter."""
-        return self.owner(entry) == self.rank
+        """Return whether this rank has the whole state of the parameter."""
+        return not self.is_cut(entry) and self.owner(entry) == self.rank
 
     def grads_are_finite(self, grads: Sequence[Tensor], on_device: bool) -> bool | Tensor:
         return self.agreement.on(grads, on_device, self.device, self.group)
@@ -121,6 +207,38 @@ class Owners:
 
     def update(self, work: Work, states: States, workspace: Workspace, go: Tensor | None = None) -> None:
         """Reduce gradients to their owners, step there, and gather the weights on all ranks."""
+        # The order in which a link takes them: small gradients, Adam's tables, matrices.
+        owned = self._launch_owned([pair for pair in work if not self.is_cut(pair[0])])
+        cut = [pair for pair in work if self.is_cut(pair[0])]
+        cut.sort(key=lambda pair: not pair[0].is_adam)
+        pending = [(self.pieces[entry.name], self._reduce_piece(entry, grad)) for entry, grad in cut]
+        gathers = [self._update_piece(piece, part, states, workspace, go) for piece, part in pending]
+        self._step_owned(owned, states, workspace, go)
+        for gather in gathers:
+            gather.wait()
+
+    def _reduce_piece(self, entry: Entry, grad: Tensor) -> _Pending:
+        piece = self.pieces[entry.name]
+        if self.averaged:
+            return _Pending(None, grad.reshape(piece.shape)[piece.items].contiguous(), 1)
+        out = grad.new_empty((piece.count, *piece.shape[1:]))
+        work = _reduce_scatter(out.view(-1), grad.reshape(-1), group=self.group, async_op=True)
+        return _Pending(work, out, self.world)
+
+    def _update_piece(
+        self, piece: Piece, reduced: _Pending, states: States, workspace: Workspace, go: Tensor | None
+    ) -> Any:
+        """Step this rank's piece; return the collective that gathers all pieces on all ranks."""
+        piece.refresh()
+        whole, entry = piece.whole.param, piece.entry
+        update_parameters([(entry, reduced.wait())], {entry.param: states[whole]}, workspace, go)
+        # gloo reads its input while it writes the output; NCCL takes the piece where it lies.
+        mine = entry.param.detach().reshape(-1)
+        mine = mine.clone() if mine.device.type == "cpu" else mine
+        return _all_gather(whole.detach().view(-1), mine, group=self.group, async_op=True)
+
+    def _launch_owned(self, work: Work) -> list[tuple[list[list[tuple[Entry, Tensor]]], _Pending]]:
+        """Send gradients to the owners of whole parameters: (work by rank, the reduction) per exchange."""
         # Weights are sent in the parameter's dtype, gradients in their own: one exchange per pair of dtypes.
         kinds = _by_kind(work, lambda pair: (pair[0].param.dtype, pair[1].dtype, pair[1].device))
         launched = []
@@ -129,6 +247,16 @@ class Owners:
             for pair in members:
                 buckets[self.owner(pair[0])].append(pair)
             launched.append((buckets, self._reduce(buckets)))
+        return launched
+
+    def _step_owned(
+        self,
+        launched: list[tuple[list[list[tuple[Entry, Tensor]]], _Pending]],
+        states: States,
+        workspace: Workspace,
+        go: Tensor | None,
+    ) -> None:
+        """Step the parameters that this rank owns, and gather the weights on all ranks."""
         for buckets, pending in launched:
             mine = [entry for entry, _ in buckets[self.rank]]
             sizes = [entry.param.numel() for entry in mine]
@@ -181,10 +309,14 @@ class Owners:
     # devices only (NCCL) cannot send the count, which is on the host.
 
     def new_state(self, entry: Entry) -> State:
+        if self.is_cut(entry):
+            return new_state(self.pieces[entry.name].entry)
         return self.own_state(entry, new_state(entry))
 
     def own_state(self, entry: Entry, state: State) -> State:
         """Return the part of a full state that this rank stores."""
+        if self.is_cut(entry):
+            return self.pieces[entry.name].of(state)
         if self.owns(entry):
             return state
         return {"step": state["step"]} if "step" in state else {}
@@ -192,6 +324,8 @@ class Owners:
     def full_state(self, entry: Entry, state: State) -> State:
         """Return the owner's state on every rank; a collective."""
         full = new_state(entry)
+        if self.is_cut(entry):
+            return {key: self._joined(entry, key, state[key], like) for key, like in full.items()}
         for key, value in full.items():
             if key == "step" or self.owns(entry):
                 value.copy_(state[key])
@@ -201,12 +335,21 @@ class Owners:
                 dist.broadcast(sent, group=self.group, group_src=self.owner(entry))
         return full
 
+    def _joined(self, entry: Entry, key: str, part: Tensor, like: Tensor) -> Tensor:
+        if key == "step":
+            return part.clone()
+        sent = part.contiguous().view(torch.uint8) if part.dtype == torch.int16 else part.contiguous()
+        parts = sent.new_empty(self.world * sent.numel())
+        _all_gather(parts, sent.view(-1), group=self.group)
+        return self.pieces[entry.name].join(key, parts.view(part.dtype), like)
+
     def full_states(self, entries: Sequence[Entry], states: States) -> dict[Tensor, State]:
         """Return the full state of every parameter that has state, the same on every rank."""
         return {e.param: self.full_state(e, states[e.param]) for e in entries if e.param in states}
 
     def explain(self) -> str:
-        return f"owner over {self.world} ranks\n{self.assignment}"
+        cut = f"\ncut, a piece for each rank: {', '.join(self.pieces)}" if self.pieces else ""
+        return f"owner over {self.world} ranks\n{self.assignment}{cut}"
 
 
 class _Pending:

@@ -342,6 +342,7 @@ class GPTTraining:
         """Make model and loader follow the schedule."""
         if tuple(self.model.windows) != here.windows:
             self.model.set_windows(*here.windows)
+        self.model.plans.longest_document = here.max_seq_len
         micro = here.tokens // self.accumulation
         if (self.loader.num_tokens, self.loader.max_seq_len) != (micro, here.max_seq_len):
             self.loader.resize(micro, here.max_seq_len)
@@ -352,6 +353,8 @@ class GPTTraining:
         windows = self.model.windows
         if self.completed == self.num_steps:
             self.model.set_windows(windows[0], max(self.schedule.final_window, windows[1]), yarn=False)
+        # Validation batches are not cut at documents' limits; the next step sets its own again.
+        self.model.plans.longest_document = None
         try:
             total, count = torch.zeros((), dtype=torch.float64, device=self.world.device), 0
             for batch in validation_batches(
@@ -370,12 +373,14 @@ class GPTTraining:
         return {"val_loss": float(self.world.mean(total.cpu() / count))}
 
     def state_dict(self) -> dict[str, Any]:
+        # First: it makes the gradients that wait the same on all ranks.
+        optimizer = self.optimizer.state_dict()
         return {
             "parameters": dict(self.model.named_parameters()),
             # The gradients of parameters that step every other time wait for their turn.
             "pending": {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None},
             "schedule": self.model.schedule_state(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer,
             "loader": self.loader.state_dict(),
             "completed": self.completed,
         }

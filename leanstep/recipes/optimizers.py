@@ -243,6 +243,8 @@ class NorMuonAndAdam:
         )
 
     def state_dict(self) -> dict[str, Any]:
+        # Gradients that wait are saved with the parameters, once for all ranks.
+        self.muon.average_waiting()
         return self.muon.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -150,10 +150,10 @@ def test_the_records_schedule_stays_below_the_limit_of_graphs(flex_graphs):
 @pytest.mark.filterwarnings("ignore:.*flex_attention.*")
 def test_the_model_scales_its_queries_for_flex_attention():
     config = GPTConfig.preset("tiny", dtype="float32", attention_scale=0.37)
-    model = GPT(config, generator=torch.Generator().manual_seed(0))
+    model = GPT(config, generator=torch.Generator().manual_seed(0), run="plain")
     ids, bounds = torch.randint(config.vocab_size, (40,)), torch.tensor([0, 9, 40], dtype=torch.int32)
     band = model.hidden(ids, bounds)
-    model.plans = PlanCache(flex=True)
+    model.plans = PlanCache(kind="flex")
     with torch.no_grad():
         assert (model.hidden(ids, bounds) - band).abs().max() < 1e-5
     model.rotary.attention_scale *= 1.5
@@ -260,7 +260,7 @@ def test_flex_plans_are_counted_and_dropped_too():
     tensors = [x for x in vars(one.block_mask).values() if isinstance(x, torch.Tensor)]
     # The block mask's own tensors and the document starts that its function reads.
     assert len(tensors) == 8 and one.num_bytes == sum(x.nbytes for x in tensors) + 300 * 4
-    cache, device = PlanCache(max_bytes=3 * one.num_bytes, flex=True), torch.device("cpu")
+    cache, device = PlanCache(max_bytes=3 * one.num_bytes, kind="flex"), torch.device("cpu")
     first = cache.get([0, 300], 20, False, 16, torch.float32, device)
     for split in range(1, 30):
         cache.get([0, split, 300], 20, False, 16, torch.float32, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,9 @@ def results(model, inputs, targets, cu):
     return out
 
 
-def assert_no_further(config: GPTConfig, factor: float = 2.0, seeds: int = 3, **kwargs) -> None:
+def assert_no_further(
+    config: GPTConfig, factor: float = 2.0, seeds: int = 3, run: Any = "functions", **kwargs
+) -> None:
     """Distance from float64, root mean square over elements and seeds: single small tensors are luck.
 
     Divided by the gradient's size over all seeds, not by each seed's: where a sum over the batch happens to
@@ -98,7 +101,7 @@ def assert_no_further(config: GPTConfig, factor: float = 2.0, seeds: int = 3, **
     sums: dict[str, list[float]] = {}
     for seed in range(seeds):
         plain = scramble(ReferenceGPT(config), seed)
-        flat = GPT(config)
+        flat = GPT(config, run=run)
         flat.load_state_dict(plain.state_dict())
         truth = copy.deepcopy(plain).double()
         data = batch(config, **kwargs)
@@ -170,22 +173,46 @@ def test_folding_is_an_equivalence(model_class, folded: dict, open_: dict):
     assert abs(made[0](*data) - made[1](*data)) < 1e-10
 
 
-def test_projections_padded_for_tensor_cores_change_nothing():
-    config = GPTConfig.preset("tiny", dtype="float64")
-    model = scramble(GPT(config))
-    for shape in model._shapes_by_device["gpu"].values():
-        assert shape.rows % 64 == 0 and 0 <= shape.rows - model._shapes_by_device["cpu"][0].rows < 64
-    inputs, targets = torch.randint(512, (2, 90)).unbind(0)
-    bounds = torch.tensor([0, 30, 90])
-    results = []
-    for kind in ("cpu", "gpu"):
-        model._shapes_by_device["cpu"] = model._shapes_by_device[kind]
-        model.zero_grad()
-        loss = model(inputs, targets, bounds)
-        loss.backward()
-        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    for narrow, padded in zip(*results, strict=True):
-        assert (narrow - padded).abs().max() <= 1e-12 * narrow.abs().max().clamp(min=1)
+@pytest.mark.parametrize("switch", [name for name in SWITCHES if name != "odd heads"])
+def test_plain_code_equals_modules(switch: str):
+    """What a GPU compiles, run as it is; in float64 both are the truth."""
+    config = GPTConfig.preset("tiny", **{**TINY, **SWITCHES[switch], "dtype": "float64"})
+    plain = scramble(GPT(config, run="plain"))
+    modules = ReferenceGPT(config)
+    modules.load_state_dict(plain.state_dict())
+    data = batch(config)
+    ours, theirs = results(plain, *data), results(modules, *data)
+    for name, want in theirs.items():
+        assert (ours[name] - want).abs().max() <= 1e-11 * want.abs().max() + 1e-13, name
+
+
+def test_plain_bfloat16_is_no_further_from_the_truth_than_modules():
+    config = GPTConfig.preset("tiny", **TINY, dtype="bfloat16")
+    assert_no_further(config, factor=3, seeds=12, run="plain")
+
+
+def test_plain_code_pads_its_projections_for_tensor_cores():
+    model = GPT(GPTConfig.preset("tiny"))
+    assert all(shape.rows % 64 == 0 for shape in model._wide_shapes.values())
+    assert all(shape.rows < 200 + 64 for shape in model._shapes.values())
+
+
+def test_a_gpu_compiles_the_loss_and_not_what_has_many_lengths():
+    model = GPT(GPTConfig.preset("tiny"))
+    ways = {
+        ("cpu", True): "functions",
+        ("cuda", True): "compiled",
+        ("cuda", False): "plain",
+        ("xpu", True): "plain",
+    }
+    for (device, compiles), way in ways.items():
+        assert model._way(torch.device(device), compiles=compiles) == way
+    assert GPT(GPTConfig.preset("tiny"), run="plain")._way(torch.device("cuda"), compiles=True) == "plain"
+
+
+def test_an_unknown_way_to_run_is_named():
+    with pytest.raises(ValueError, match="run: expected auto, functions, plain or compiled, got 'fast'"):
+        GPT(GPTConfig.preset("tiny"), run="fast")  # type: ignore[arg-type]
 
 
 def test_build_follows_flat_forward():

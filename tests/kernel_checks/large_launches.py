@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from leanstep.gpt.kernel import squared_relu_kernel
+from leanstep.gpt import kernel as gpt
 from leanstep.lens.kernel import lens_pairs_kernel, lens_rows_kernel, lens_targets_kernel
 from leanstep.logprob.engine import kernel as passes
 from leanstep.logprob.engine.gpu.kernel import gather_rows_kernel
@@ -73,12 +73,24 @@ def gathered_rows() -> None:
     gather_rows_kernel[(3, 1)](x, rows, out, 3, 5, STRIDE, STRIDE, BLOCK=8)
 
 
+def capped_rows() -> None:
+    """The last row begins beyond 2^31 elements, in the products and in their gradients."""
+    u, grad = rows_of(3, 5, BF16), rows_of(3, 5, BF16)
+    gpt.softcap_rows_kernel[(3,)](
+        u, grad, torch.zeros(3, 1, dtype=INT64), torch.ones(3, 1), torch.zeros(3), 5, STRIDE, STRIDE,
+        0.1, 0.3, 11.5, 1.0, AHEAD=1, HAS_GRAD=True, BLOCK=8,
+    )  # fmt: skip
+
+
 def squares() -> None:
-    size = 2**31 + 21
-    x = sparse(size, BF16)
-    squared_relu_kernel[(triton.cdiv(size, 16),)](
-        x, sparse(size, BF16), sparse(size, BF16), size, HAS_GRAD=True, BLOCK=16
-    )
+    """Operands and results with a large row stride: 64-bit corners, 32-bit offsets within a tile."""
+    stride = 2**26 + 16
+    sizes = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "GROUP": 2}
+    for backward in (False, True):
+        a, b, pre, out = (rows_of(n, 5, BF16, stride) for n in (37, 5, 37, 37))
+        gpt.relu_product_kernel[(3,)](
+            a, b, pre, out, 37, 5, 5, stride, stride, stride, BACKWARD=backward, **sizes
+        )
 
 
 def symmetric_products() -> None:
@@ -276,6 +288,7 @@ LARGE: list[Callable[[], None]] = [
     tiles_of_logits,
     column_sums,
     gathered_rows,
+    capped_rows,
     squares,
     symmetric_products,
     transposes,

@@ -139,11 +139,25 @@ def policy_rows() -> None:
             )  # fmt: skip
 
 
-def squared_relu() -> None:
+def softcap_rows() -> None:
+    cap = (23.0, 5.0, 7.5)
     with replaced(gpt, BLOCK=16):
-        for size in (41, 16, 1):
-            gpt.squared_relu(torch.randn(size))
-            gpt.squared_relu(torch.randn(size).to(BF16), torch.randn(size).to(BF16))
+        for rows, columns, ahead in ((3, 41, 3), (2, 16, 1), (1, 1, 2)):
+            u, targets = torch.randn(rows, columns).to(BF16), torch.randint(columns, (rows, ahead))
+            weights, loss = torch.rand(rows, ahead), torch.empty(rows)
+            gpt.softcap_rows(u, None, targets, weights, loss, cap)
+            gpt.softcap_rows(u, torch.empty(rows, columns), targets, weights, loss, cap)
+            gpt.softcap_rows(u, u, targets, weights, loss, cap)
+
+
+def relu_product() -> None:
+    with replaced(gpt, TILE=(16, 32, 16), GROUP=2):
+        # The last ones have more rows of tiles than a group.
+        for rows, cols, inner in ((41, 37, 20), (16, 32, 16), (1, 5, 3), (70, 40, 5)):
+            a, b = torch.randn(rows, inner).to(BF16), torch.randn(cols, inner).to(BF16)
+            pre, out = torch.empty(rows, cols).to(BF16), torch.empty(rows, cols).to(BF16)
+            gpt.relu_product(a, b, pre, out, False)
+            gpt.relu_product(a, b, pre, out, True)
 
 
 def symmetric(function: Callable[..., Tensor]) -> Callable[[], None]:
@@ -268,7 +282,8 @@ LAUNCHES: dict[str, tuple[Callable[[], None], ...]] = {
     "divergence_gradient_kernel": (divergences,),
     "gather_rows_kernel": (gather_rows,),
     "policy_rows_kernel": (policy_rows,),
-    "squared_relu_kernel": (squared_relu,),
+    "softcap_rows_kernel": (softcap_rows,),
+    "relu_product_kernel": (relu_product,),
     "xxt_kernel": (symmetric(products.xxt), quadratic),
     "xtx_kernel": (symmetric(products.xtx),),
     "transpose_kernel": (transposes,),

@@ -66,9 +66,9 @@ def test_every_target_has_a_limit_of_shared_memory():
 
 
 def test_a_recorded_launch_survives_json():
-    from leanstep.gpt.kernel import squared_relu_kernel
+    from leanstep.gpt.kernel import softcap_rows_kernel
 
     pointer = Pointer(torch.bfloat16, 520, 1 << 40)
-    launch = RecordedLaunch(squared_relu_kernel, (pointer, 7, 0.5, None), {"BLOCK": 16, "HAS_GRAD": True})
+    launch = RecordedLaunch(softcap_rows_kernel, (pointer, 7, 0.5, None), {"BLOCK": 16, "HAS_GRAD": True})
     again = RecordedLaunch.from_json(json.loads(json.dumps(launch.to_json())))
     assert again == launch

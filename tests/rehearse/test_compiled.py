@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from leanstep.rehearse.answers.compiled import _kept_in_registers, _last_uses
+from leanstep.rehearse.events import Launch
 from tests.rehearse.rehearsed import run_script
 
 ROWS, WIDTH, VOCAB = 512, 64, 8192
@@ -113,3 +114,46 @@ def test_what_a_fused_result_is_computed_from_stays_until_it_is_read():
     ends = _last_uses(nodes, inside)
     assert {first, second, sine, total} <= set(ends[last])
     assert first in _last_uses(nodes, set())[sine]
+
+
+CHECKPOINTED = """
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda", dtype=torch.bfloat16))
+rows = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+
+
+def attend(x):
+    y = x @ weight
+    return F.scaled_dot_product_attention(y, y, y, is_causal=True)
+
+
+@torch.compile(fullgraph=True)
+def block(x):
+    return checkpoint(attend, x, use_reentrant=False, preserve_rng_state=False)
+
+
+for _ in range(2):
+    block(rows).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_checkpointed_attention_is_computed_again(tmp_path):
+    """torch would save the state of the device's random numbers around it; there is none here."""
+    script = tmp_path / "checkpointed.py"
+    script.write_text(CHECKPOINTED)
+    recording = run_script(script, steps=2).recording
+    assert recording.refused is None, recording.refused
+    step = recording.steps[-1]
+    kinds = [
+        (event.phase, kernel.kind)
+        for event in recording.events[step.first : step.last]
+        if isinstance(event, Launch)
+        for kernel in event.kernels
+        if kernel.kind.startswith("attention")
+    ]
+    assert kinds == [("forward", "attention"), ("backward", "attention"), ("backward", "attention_bwd")]

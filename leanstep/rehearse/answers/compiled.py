@@ -172,9 +172,11 @@ class _Regions:
 
 def _forward_and_backward(joint: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
     """Cut a graph of forward and backward as Inductor does: simplified first, then along the smallest cut."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch import partitioners
 
-    return min_cut_rematerialization_partition(_simplified(joint), inputs, **given)
+    # A checkpointed attention or dropout draws the same numbers again on a device; here they have no values.
+    partitioners.functionalize_rng_ops = lambda joint, forward, backward, *_: (forward, backward)
+    return partitioners.min_cut_rematerialization_partition(_simplified(joint), inputs, **given)
 
 
 def _simplified(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -213,7 +213,8 @@ def _register_own_costs() -> None:
         register_cost(name, functools.partial(_optimizer_pass, name))
     for name in ("lens_pairs_kernel", "lens_targets_kernel", "lens_rows_kernel"):
         register_cost(name, functools.partial(_lens, name))
-    register_cost("squared_relu_kernel", _squared_relu)
+    register_cost("softcap_rows_kernel", _softcap_rows)
+    register_cost("relu_product_kernel", _relu_product)
     # Of other packages: products inside a kernel, or more than one pass.
     register_cost("_cce_lse_forward_kernel", functools.partial(_fused_head, 1))
     register_cost("_cce_backward_kernel", functools.partial(_fused_head, 3))
@@ -334,10 +335,20 @@ def _optimizer_pass(name: str, given: Mapping[str, Any]) -> Kernel:
     return Kernel("pointwise", moved, 0.0, "float32", name=name)
 
 
-def _squared_relu(given: Mapping[str, Any]) -> Kernel:
-    """gpt: read and squared; a gradient is read and written beside it."""
-    x = given["x_ptr"]
-    return Kernel("pointwise", (4 if given["HAS_GRAD"] else 2) * x.nbytes, 0.0, x.dtype, name="squared_relu")
+def _softcap_rows(given: Mapping[str, Any]) -> Kernel:
+    """gpt: a row of products is read, read again mostly from the cache (as softmax rows are), and written."""
+    u, grad, elements = given["u_ptr"], given["grad_ptr"], _programs(given) * given["num_columns"]
+    moved = elements * (1.4 * u.width + grad.width if given["HAS_GRAD"] else u.width)
+    return Kernel("pointwise", moved, 0.0, u.dtype, name="softcap_rows_kernel")
+
+
+def _relu_product(given: Mapping[str, Any]) -> Kernel:
+    """gpt: a product whose tile is also squared, or multiplied by the slope."""
+    a, b, pre, out = (given[f"{name}_ptr"] for name in ("a", "b", "pre", "out"))
+    sizes = (1, given["rows"], given["cols"], given["inner"])
+    moved = a.nbytes + b.nbytes + pre.nbytes + out.nbytes
+    flops = 2.0 * sizes[1] * sizes[2] * sizes[3]
+    return Kernel("gemm", moved, flops, a.dtype, sizes, name="relu_product_kernel")
 
 
 def _lens(name: str, given: Mapping[str, Any]) -> Kernel:

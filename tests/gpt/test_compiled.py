@@ -1,0 +1,94 @@
+"""The compiled forward: one graph, none more when a schedule's number changes, and the same results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpt.golden import scramble
+from gpt.test_model import TINY, batch, results
+
+from leanstep.gpt import GPT, GPTConfig, model
+from leanstep.gpt.attention import PackedPlan, PlanCache, make_packed_plan
+from leanstep.gpt.reference import dense_mask
+
+
+def flash_on_cpu(q, k, v, cu_q, cu_k, longest_q, longest_k, *, softmax_scale, causal, window_size):
+    """What FlashAttention computes of packed documents, with a T x T mask; padding documents are empty."""
+    assert cu_q is cu_k and causal and window_size[1] == 0 and longest_q == longest_k
+    time = torch.arange(q.shape[0])
+    document = torch.searchsorted(cu_q[1:], time, right=True)
+    distance = time[:, None] - time
+    mask = (distance >= 0) & (distance <= window_size[0]) & (document[:, None] == document)
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=softmax_scale)
+    return out.transpose(0, 1), None
+
+
+class PackedPlans(PlanCache):
+    """FlashAttention's plans on a CPU."""
+
+    def _flash(self, dtype, device):
+        return flash_on_cpu
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that were captured; they run as they are."""
+    captured = []
+
+    def backend(graph, inputs):
+        captured.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model._plain_states, backend=backend, fullgraph=True, dynamic=False)
+    monkeypatch.setattr(model, "_compiled", lambda: compiled)
+    yield captured
+    torch._dynamo.reset()
+
+
+@pytest.mark.timeout(300)
+def test_a_schedule_makes_no_new_graphs(graphs):
+    config = GPTConfig.preset("tiny", **TINY)
+    compiled, plain = scramble(GPT(config, run="compiled")), GPT(config, run="plain")
+    plain.load_state_dict(compiled.state_dict())
+    compiled.plans = PackedPlans()
+    for documents in ((0, 20, 21, 21, 60), (0, 70)):
+        data = batch(config, documents=documents)
+        ours, theirs = results(compiled, *data), results(plain, *data)
+        for name, want in theirs.items():
+            assert (ours[name] - want).abs().max() <= 1e-4 * want.abs().max() + 1e-6, name
+        for each in (compiled, plain):
+            # YaRN's numbers and the weights change in every stage and step.
+            each.rotary.rescale(14, 21)
+            with torch.no_grad():
+                each.scalars.mul_(1.1)
+    assert len(graphs) == 1
+    compiled.set_windows(1, 3)
+    compiled.hidden(data[0], data[2])
+    assert len(graphs) == 2
+
+
+def test_a_packed_plan_has_the_shape_of_its_tokens():
+    def flash(*_, **__):
+        raise NotImplementedError
+
+    cpu = torch.device("cpu")
+    plans = [make_packed_plan([0, *cuts, 4096], 64, 512, cpu, flash) for cuts in ([], [5], [7, 9, 4000])]
+    assert {plan.cu_seqlens.shape for plan in plans} == {(128,)} and {p.longest for p in plans} == {512}
+    assert all(plan.cu_seqlens[-1] == 4096 and plan.cu_seqlens.dtype == torch.int32 for plan in plans)
+    crowded = make_packed_plan(list(range(201)), 64, None, cpu, flash)
+    assert crowded.cu_seqlens.shape == (256,) and crowded.longest == 200
+    assert isinstance(crowded, PackedPlan) and crowded.num_bytes == 1024
+
+
+def test_packed_documents_are_those_of_the_mask():
+    bounds, window = [0, 5, 5, 17, 40], 6
+    q, k, v = torch.randn(3, 40, 2, 8).unbind(0)
+    plan = make_packed_plan(bounds, window, None, torch.device("cpu"), flash_on_cpu)
+    from leanstep.gpt.attention import windowed_attention
+
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
+    mask = dense_mask(bounds, window)
+    want = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(windowed_attention(q, k, v, plan, 0.3), want.transpose(0, 1))
