@@ -73,6 +73,8 @@ def figure_line(result: Data, figure: Data) -> str:
 
 def _source(result: Data) -> str:
     link = result.get("url", result["source"])
+    if "/" in result.get("log", ""):
+        link = f"{link}/blob/master/records/track_1_short/{result['log']}"
     note = f"; {result['note']}" if "note" in result else ""
     parts = urlsplit(link)
     folders = parts.path.strip("/").split("/")

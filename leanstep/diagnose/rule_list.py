@@ -6,10 +6,13 @@ The texts of a rule are in `rules.py`; here is the condition under which each on
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from leanstep.diagnose.rules import RULES
 from leanstep.diagnose.step_records import DEFAULTS, GROWTH_RULES, TRACE_RULES
+
+_CODE = re.compile(r"[\w.]+\([^()]*\)|[\w.]*_[\w.]*\*?|\w+=\w+")
 
 FIRES_WHEN = {
     "host-sync": (
@@ -85,21 +88,17 @@ def page_of(name: str) -> str:
 def as_markdown(name: str) -> str:
     """The page of one rule."""
     rule, limits = RULES[name], DEFAULTS[name]
-    options = "\n".join(
-        f"| `--threshold {name}.{key}={_number(value)}` | {_words(key)} |" for key, value in limits.items()
-    )
+    options = "\n".join(f"- `--threshold {name}.{key}={_number(value)}`" for key, value in limits.items())
     parts = [
         f"# {name}",
         f"**Fires when** {FIRES_WHEN[name]}.",
-        f"**Why it is waste.** {rule.why}",
-        f"**What to do.** {rule.fix}",
-        f"**In short:** {rule.short_fix}.",
+        f"**Why it is waste.** {_with_code(rule.why)}",
+        f"**What to do.** {_with_code(rule.fix)}",
+        f"**In short:** {_with_code(rule.short_fix)}.",
         f"**Call:** `{rule.leanstep}`." if rule.leanstep else "",
         f"The rule needs {_needs(name)}.",
         "## Thresholds",
-        f"| option and default | meaning |\n|---|---|\n{options}"
-        if options
-        else "This rule has no threshold.",
+        f"The defaults, as options of `leanstep diagnose`:\n\n{options}",
         "## Switch it off",
         "On one line, with a comment at its end:",
         f"```python\nloss = step(batch)  # leanstep: ignore[{name}]\n```",
@@ -110,8 +109,9 @@ def as_markdown(name: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _words(key: str) -> str:
-    return key.replace("_", " ")
+def _with_code(text: str) -> str:
+    """Calls, options and names with underscores between backticks: `_foreach_*` would become italics."""
+    return _CODE.sub(lambda code: f"`{code[0]}`", text)
 
 
 def _number(value: float) -> str:

@@ -133,7 +133,8 @@ def kernels(
         ins, outs: tensors of the device that it reads and writes, in the order of the schema.
         info: what shapes cannot tell: causal, lists (tensor lists among the arguments), layout ("bthd"),
             beta (of addmm), tf32 (fp32 products may use it), accumulate (of index_put), out_size (of conv),
-            dim (of softmax; the last one without it), traced (the call ran on a device under this name).
+            dim (of softmax; the last one without it), windows (of a pool, that hold an element), traced (the
+            call ran on a device under this name).
     """
     if name in FREE or not (ins or outs):
         return []
@@ -463,11 +464,12 @@ def _copied_first(call: Call) -> list[Kernel]:
 
 
 def _pool(call: Call) -> list[Kernel]:
-    """Every window visits its inputs, every input its windows."""
+    """Every window visits its inputs, every input its windows: 2.25 of them for 3 x 3 with stride 2."""
     tensors = _arrays(call)
     if not tensors:
         return _pointwise(call)
-    elements = (4.0 if call.backward else 2.25) * max(t.numel for t in tensors)
+    visits = call.info.get("windows") or 2.25
+    elements = visits * (1.78 if call.backward else 1.0) * max(t.numel for t in tensors)
     return [Kernel("strided", float(call.read + call.written), 0.0, call.dtype, elements=elements)]
 
 

@@ -745,7 +745,15 @@ def _info(given: dict[str, Any]) -> dict[str, Any]:
         "accumulate": bool(given.get("accumulate")),
         "tf32": _uses_tf32("matmul"),
         "conv_tf32": _uses_tf32("convolution"),
+        "windows": _windows(given.get("kernel_size"), given.get("stride")),
     }
+
+
+def _windows(kernel_size: Any, stride: Any) -> float | None:
+    """Windows of a pool that hold one element; None for other calls."""
+    if not isinstance(kernel_size, (list, tuple)) or not kernel_size:
+        return None
+    return math.prod(kernel_size) / math.prod(stride or kernel_size)
 
 
 def _uses_tf32(name: str) -> bool:

@@ -57,8 +57,8 @@ class Rates:
 
 # From `tools/calibrate.py --fit`: AMD's on all tables; NVIDIA's on the first six, frozen since published
 # steps were predicted with them. Except for NVIDIA's `stream`: passes of Liger's public table (A100, H100,
-# B200) reach 0.80 to 0.85 of the memory's rate. `single` (fp32 without matrix units) and NVIDIA's `conv` are
-# assumptions.
+# B200) reach 0.80 to 0.85 of the memory's rate. NVIDIA's `conv` is from published steps of ResNet-50 and
+# airbench94 on A100 and V100; `single` (fp32 without matrix units) is an assumption.
 RATES: Mapping[str, Rates] = MappingProxyType(
     {
         "nvidia": Rates(
@@ -70,7 +70,7 @@ RATES: Mapping[str, Rates] = MappingProxyType(
             ramp=12.1,
             product_start_us=5.35,
             single=0.8,
-            conv=0.6,
+            conv=0.7,
             attention=0.634,
         ),
         "amd": Rates(
@@ -92,11 +92,11 @@ RATES: Mapping[str, Rates] = MappingProxyType(
 # amd: whole traces of MI300X. host: what a step bound by the host or its waits is uncertain by, besides.
 WIDTHS: Mapping[str, float] = MappingProxyType(
     {
-        "eager": 1.14,
-        "compiled": 1.15,
+        "eager": 1.18,
+        "compiled": 1.09,
         "convolutions": 1.25,
         "kernels": 1.11,
-        "short kernels": 1.41,
+        "short kernels": 1.45,
         "amd": 1.26,
         "host": 1.9,
     }

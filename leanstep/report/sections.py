@@ -273,8 +273,8 @@ def _published(results: list[Data]) -> list[Data]:
         {
             "name": f"{result['row']}: {figure['label']}" if figure.get("label") else result["row"],
             "device": result["device"],
-            "published": f"{figure['published']:,.4g} {figure['unit']}",
-            "predicted": f"{figure['predicted']:,.4g} {figure['unit']}",
+            "published": _with_unit(figure["published"], figure["unit"]),
+            "predicted": _with_unit(figure["predicted"], figure["unit"]),
             "ratio": figure["ratio"],
             "place": charts.ratio_place(figure["ratio"]),
             "inside": figure.get("inside"),
@@ -284,6 +284,14 @@ def _published(results: list[Data]) -> list[Data]:
         for figure in result["figures"]
     ]
     return sorted(rows, key=lambda row: -abs(math.log(row["ratio"])))
+
+
+def _with_unit(value: float, unit: str) -> str:
+    """`1.6e4 MiB` -> `15.6 GiB`; a unit that is neither bytes nor milliseconds stays."""
+    scale = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+    if unit in scale:
+        return units.size(value * scale[unit])
+    return units.seconds(value * 1e-3) if unit == "ms" else f"{value:,.4g} {unit}"
 
 
 def _ablation(run: Data) -> Data:

@@ -171,7 +171,7 @@ class Launches(TorchDispatchMode):
             argument.alias_info is not None and not argument.alias_info.is_write
             for argument in func._schema.arguments
         )
-        # The interpreter copies a kernel's outputs, and the suite fills new memory with NaN.
+        # The interpreter copies the outputs of a kernel, and the suite fills new memory with NaN.
         if not view and not name.startswith(("empty", "new_empty", "set_", "copy_", "fill_", "is_pinned")):
             self.names.append(name)
         return func(*args, **(kwargs or {}))

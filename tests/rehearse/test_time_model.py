@@ -367,6 +367,15 @@ def test_embedding_takes_what_is_published(rows, width, table, forward_ms, backw
     assert sum(seconds(k, A100) for k in backward) == pytest.approx(backward_ms * 1e-3, rel=0.4)
 
 
+def test_a_pool_visits_an_element_once_for_each_window_that_holds_it():
+    x, y = (Shape((64, 64, n, n), (64 * n * n, n * n, n, 1), 2, "float16") for n in (32, 16))
+    ((apart,), (overlapping,)) = (
+        kernels("max_pool2d_with_indices", [x], [y, y._replace(width=8, dtype="int64")], {"windows": windows})
+        for windows in (1.0, 2.25)
+    )
+    assert overlapping.elements == pytest.approx(2.25 * apart.elements)
+
+
 def steps_of(*events: Launch, device=H100):
     return time_steps(list(events) * 2, [len(events), 2 * len(events)], device, COSTS)[-1]
 
