@@ -64,6 +64,7 @@ METRICS = {
     "kernels_mib": "MiB",
     "kernels_extra_mib": "MiB",
 }
+ABOUT = ("source", "date", "role", "class", "note", "url")
 OPTIONS = ("args", "note", "per_step", "mean_of", "without", "log", "url")
 _REQUEST = tuple(f.name for f in fields(Request) if f.name not in ("target", "args"))
 
@@ -327,7 +328,14 @@ def main() -> int:
 
 
 def load_results(folder: Path = RESULTS) -> list[Data]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    """The results of rows that exist, with the role, class and note that their tables have now."""
+    rows = {row.name: row.entries for row in read_rows(PUBLICATIONS)}
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return [
+        {**result, **{name: rows[result["row"]][name] for name in ABOUT if name in rows[result["row"]]}}
+        for result in results
+        if result["row"] in rows
+    ]
 
 
 def write_page() -> None:

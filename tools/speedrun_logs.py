@@ -95,6 +95,7 @@ def prepared(log: str | None, checkout: Path | None) -> Iterator[Path | None]:
         folder = Path(name)
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
+        (folder / "logs").mkdir()  # some records expect it
         write_tokens(folder / "data" / "fineweb10B")
         os.chdir(folder)
         try:

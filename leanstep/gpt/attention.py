@@ -366,8 +366,8 @@ def windowed_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float
     if q.shape[0] != plan.length:
         raise ValueError(f"q: expected {plan.length} time slots as in the plan, got {q.shape[0]}")
     if plan.block_mask is not None:
-        heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
-        return attend(*heads_first, plan, scale)[0].transpose(0, 1)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return attend(q, k, v, plan, scale)[0].transpose(0, 1)
     padding = plan.padded - plan.length
     if padding:
         q = F.pad(q, (0, 0, 0, 0, 0, padding))

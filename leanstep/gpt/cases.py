@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leanstep.case import Case, Implementation, Outputs, Params, Step, Workload, register
-from leanstep.gpt.attention import PlanCache
+from leanstep.gpt.attention import BandPlan, PlanCache
 from leanstep.gpt.banks import BankedGPT, unbind_bank
 from leanstep.gpt.config import GPTConfig
 from leanstep.gpt.model import GPT
@@ -262,6 +262,7 @@ def _bare_products(workload: Workload) -> Step:
     for layer in config.attention_layers:
         paired = layer in config.paired_layers
         plan = plans.get(bounds, model.window_tokens(layer), paired, config.head_dim, dtype, device)
+        assert isinstance(plan, BandPlan)
         streams = heads // 2 if paired else heads
         shape = (plan.num_blocks, streams, plan.block, config.head_dim)
         band = (plan.num_blocks, streams, plan.front + plan.block, config.head_dim)

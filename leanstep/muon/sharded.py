@@ -131,7 +131,7 @@ class Piece:
         if key != "second_momentum":
             return value.view(self.shape)
         parts = len(self.whole.cut.split) if self.whole.cut is not None and self.whole.cut.split else 1
-        # The lines of a split parameter lie part by part, each over all entries of the bank.
+        # The lines of a split parameter are stored part by part, each over all entries of the bank.
         lines = value.reshape(parts, self.shape[0] // parts, -1).transpose(0, 1).flatten(0, 1)
         return lines.unflatten(1, tuple(self.entry.second_shape or ())[1:])
 

@@ -231,13 +231,18 @@ class Step(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A region that torch.compile captured. padded: whether Inductor may pad its products (shape_padding)."""
+    """A region that torch.compile captured.
+
+    padded: whether Inductor may pad its products (shape_padding). pipelined: whether it overlaps them with
+    collectives (_micro_pipeline_tp).
+    """
 
     number: int
     name: str
     line: Line | None
     calls: int
     padded: bool = True
+    pipelined: bool = False
 
 
 class Assumed(NamedTuple):

@@ -86,9 +86,9 @@ REDUCE = frozenset(
     "nansum bincount histc searchsorted bucketize median kthvalue _unique2 unique_dim "
     "unique_consecutive isin".split()
 )
-# Slots for the address of an element whose row is selected by an index: divisions by the length of a row, in
-# 64 bits. Liger's embedding on A100 and index_select in traces of H100 take 2.4 to 3.5.
-_ROW_GATHER = 3.0
+# Slots for the address of an embedded element: divisions by the length of a row, in 64 bits. Liger's rows on
+# A100 (torch 2.4) take 3.5, rows of H100 traces 2.4 to 3.1. torch since 2.8 may load aligned rows as vectors.
+_EMBEDDED = 3.0
 # Rows that a thread of embedding's backward sums into one part, and slots of an element of its loop.
 _ROWS_PER_PART, _PART_ELEMENT = 10, 2.5
 # Multiplications of a 3 x 3 filter that tiles of 4 x 4 results save, transforms included.
@@ -267,7 +267,7 @@ def _fill(call: Call) -> list[Kernel]:
 
 def _gather(call: Call) -> list[Kernel]:
     """Only the selected elements are read, as many as are written, and the indices."""
-    divided = _ROW_GATHER if call.name in ("embedding", "index_select") else 1.8
+    divided = _EMBEDDED if call.name == "embedding" else 1.8
     ins, outs = call.ins, call.outs
     indices = sum(t.nbytes for t in ins if t.dtype.startswith(("int", "bool")))
     selected = outs[0].nbytes if outs else 0

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from leanstep.rehearse.async_products import overlapped
 from leanstep.rehearse.cuda_allocator import Replay, place, replay
 from leanstep.rehearse.devices import Device
 from leanstep.rehearse.events import (
@@ -156,7 +157,7 @@ def fused(
             event = replace(event, kernels=tuple(part for k in event.kernels for part in _padded(k)))
         out.append(event)
     flush()
-    return out
+    return overlapped(out, regions or {})
 
 
 def _padded(kernel: Kernel) -> tuple[Kernel, ...]:

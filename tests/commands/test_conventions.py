@@ -132,3 +132,8 @@ def test_diagnose_exits_as_documented(tmp_path: Path, script: str, options: list
     path = tmp_path / "train.py"
     path.write_text(script, encoding="utf-8")
     assert run(["diagnose", str(path), *options]) == code
+
+
+def test_the_citation_has_the_version_of_the_package():
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", text, re.MULTILINE) == [leanstep.__version__]

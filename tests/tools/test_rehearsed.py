@@ -88,6 +88,28 @@ def test_peers_are_slower():
     assert kept("head-152k")["device_ms"] < kept("verl-152k")["device_ms"]
 
 
+def record() -> dict:
+    return json.loads((KEPT.parent / "record-74.json").read_text())
+
+
+def test_upstreams_record_is_predicted_within_15_percent():
+    assert abs(record()["upstream"]["seconds"] / 88.1 - 1) < 0.15
+
+
+def test_the_record_is_not_slower_than_upstreams_in_any_stage():
+    table = record()
+    for stage, row in table["leanstep"]["stages"].items():
+        assert row["ms"] <= table["upstream"]["stages"][stage]["ms"]
+
+
+@pytest.mark.parametrize("who", ["leanstep", "leanstep, one rank"])
+def test_the_record_fits_and_waits_for_nothing_inside_a_step(who):
+    figures = record()[who]
+    assert figures["peak_gib"] * 2**30 <= 80e9 - 500 * 2**20
+    for row in figures["stages"].values():
+        assert row["without Adam"]["host_waits"] == row["with Adam"]["host_waits"] == 0
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("script", sorted(load_tool("rehearsed").ROWS))
 def test_predicted_figures_do_not_grow(script):

@@ -64,7 +64,8 @@ PUBLISHED = {
             "log": "2025-01-26_BatchSize/0bdd5ee9-ac28-4202-bdf1-c906b102b0ec.txt",
             "step_ms": 94.2,
             "allocated_gib": 29.20,
-            "note": "steps 12 to 40",
+            "role": "development",
+            "note": "steps 12 to 40; compiled memory was changed with this row in view",
         },
         "speedrun-2025-05-30-noallreduce": {
             "date": "2025-05-30",

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from llama import Llama, complex_rotary, random_init
@@ -17,6 +18,7 @@ from torch.distributed._functional_collectives import (
     all_gather_tensor_autograd,
     reduce_scatter_tensor_autograd,
 )
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -24,8 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 # The A100s are taken for AWS p4de: torchtitan's launcher of that time is "optimized for AWS with EFA" and
 # names the A100. These rows count as development: the machine was looked up after a first prediction.
 # args: model, checkpointing (none, op, full, or every n-th layer), then options name=value: batch, length,
-# tensor (degree), norm (torch's fused one), compile=1, float8=1, late=1 (torchtitan of 2025: AdamW is fused,
-# the loss is compiled)
+# tensor (degree), norm (torch's fused one), compile=1, async=1, float8=1, late=1 (torchtitan of 2025: AdamW
+# is fused, the loss is compiled)
 PUBLISHED = {
     "source": "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
     "date": "2024-12",
@@ -94,6 +96,25 @@ PUBLISHED = {
             "ranks": 256,
             "per_step": 16384,
             "per_s": 597.3,
+        },
+        "torchtitan-8b-64-async": {
+            "source": "https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md",
+            "date": "2025-06",
+            "role": "development",
+            "args": "8b op batch=12 tensor=8 compile=1 late=1 async=1",
+            "class": "transformer, compiled",
+            "ranks": 64,
+            "per_step": 12288,
+            "per_s": 4809.4,
+        },
+        "torchtitan-70b-256-async": {
+            "source": "https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md",
+            "date": "2025-06",
+            "args": "70b full batch=16 tensor=8 compile=1 late=1 async=1",
+            "class": "transformer, compiled",
+            "ranks": 256,
+            "per_step": 16384,
+            "per_s": 652.4,
         },
         "torchtitan-405b-128-tp8": {
             "source": "https://github.com/pytorch/torchtitan/blob/v0.1.0/docs/performance.md",
@@ -342,6 +363,9 @@ def parallel_loss(logits: Tensor, targets: Tensor) -> Tensor:
 dist.init_process_group("nccl")
 mesh = init_device_mesh("cuda", (dist.get_world_size() // TENSOR, TENSOR), mesh_dim_names=("data", "tensor"))
 tensor_mesh = mesh["tensor"]
+if "async" in OPTIONS:
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(tensor_mesh.get_group().group_name)
 model, checkpointing = build(), sys.argv[2]
 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 for index, block in enumerate(model.blocks):

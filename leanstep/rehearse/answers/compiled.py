@@ -158,7 +158,8 @@ class _Regions:
         regions = self.tape.recording.regions
         number = len(regions) + 1
         first = next((line for n in graph.graph.nodes if (line := _line_of(n)) is not None), None)
-        regions[number] = Region(number, name, first, 0, config.shape_padding)
+        pipelined = bool(getattr(config, "_micro_pipeline_tp", False))
+        regions[number] = Region(number, name, first, 0, config.shape_padding, pipelined)
         program = _OnTape(self.tape, graph, number)
 
         def run(args: list[Any]) -> Any:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from leanstep.rehearse.answers.stand_ins import after_import
 from leanstep.rehearse.events import Alloc, Free, Kernel
 from leanstep.rehearse.kernel_costs import register_cost
 from leanstep.rehearse.shadows import device_tensors, shape_of, storage_key
@@ -102,6 +103,7 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
     _leave_out_shapes(tape)
     _price_copies()
     _wait_at_first_use()
+    after_import("torch.distributed._symmetric_memory", _share_nothing)
     pending = _Pending(tape)
     tape.collective = lambda name, args, out: _collective(tape, pending, name, args, out)
 
@@ -119,6 +121,11 @@ def _price_copies() -> None:
     }
     for name, nbytes in costs.items():
         register_cost(name, lambda given, nbytes=nbytes: Kernel("pointwise", nbytes(given)))
+
+
+def _share_nothing(module: Any) -> None:
+    """Symmetric memory needs the other ranks; what a compiler makes of it is `async_products`."""
+    module.enable_symm_mem_for_group = lambda group_name: None
 
 
 def _wait_at_first_use() -> None:
