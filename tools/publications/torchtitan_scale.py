@@ -100,6 +100,7 @@ PUBLISHED = {
         "torchtitan-8b-64-async": {
             "source": "https://github.com/pytorch/torchtitan/blob/main/benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md",
             "date": "2025-06",
+            "role": "development",
             "args": "8b op batch=12 tensor=8 compile=1 late=1 async=1",
             "class": "transformer, compiled",
             "ranks": 64,
