@@ -99,14 +99,14 @@ class CachingAllocator:
     def give_back(self) -> None:
         """Return segments without a tensor to the driver."""
         for pool in self._free.values():
-            kept = []
+            still_used = []
             for size, segment, start in pool:
                 if len(self._segments[segment]) == 1:
                     self.reserved -= size
                     del self._segments[segment]
                 else:
-                    kept.append((size, segment, start))
-            pool[:] = kept
+                    still_used.append((size, segment, start))
+            pool[:] = still_used
 
 
 def _up(size: int, unit: int) -> int:
@@ -242,12 +242,12 @@ def _owners(live: Sequence[Storage]) -> list[Owner]:
     for storage in live:
         when = "library" if storage.category == "library" else storage.phase
         groups.setdefault((place(storage.line), when, storage.category), []).append(storage)
-    found = []
+    owners = []
     for (line, when, category), members in groups.items():
         biggest = max(members, key=lambda s: s.nbytes)
         shape = f"{list(biggest.shape)} {biggest.dtype}"
-        found.append(Owner(line, when, category, sum(s.nbytes for s in members), len(members), shape))
-    return sorted(found, key=lambda owner: -owner.nbytes)
+        owners.append(Owner(line, when, category, sum(s.nbytes for s in members), len(members), shape))
+    return sorted(owners, key=lambda owner: -owner.nbytes)
 
 
 def _timeline(recording: Recording, points: int) -> list[tuple[int, dict[str, int]]]:
@@ -259,7 +259,7 @@ def _timeline(recording: Recording, points: int) -> list[tuple[int, dict[str, in
     first, last = (step.first, step.last) if step else (0, len(events))
     every = max(1, (last - first) // points)
     live: Counter[str] = Counter()
-    now, best, found = 0, (-1, -1, {}), []
+    now, best, samples = 0, (-1, -1, {}), []
     for index, event in enumerate(events[:last]):
         if isinstance(event, Alloc):
             live[storages[event.storage].category] += event.nbytes
@@ -272,9 +272,9 @@ def _timeline(recording: Recording, points: int) -> list[tuple[int, dict[str, in
         if now > best[0]:
             best = (now, index - first, {k: v for k, v in live.items() if v > 0})
         if (index - first) % every == 0:
-            found.append((index - first, {k: v for k, v in live.items() if v > 0}))
-    found.append(best[1:])
-    return sorted(found, key=lambda sample: sample[0])
+            samples.append((index - first, {k: v for k, v in live.items() if v > 0}))
+    samples.append(best[1:])
+    return sorted(samples, key=lambda sample: sample[0])
 
 
 def _without_widest(recording: Recording, live: Sequence[int], peak: int) -> dict[int, int]:
@@ -284,15 +284,15 @@ def _without_widest(recording: Recording, live: Sequence[int], peak: int) -> dic
         storage = recording.storages[number]
         if _is_wide(storage) and storage.nbytes > 0.02 * peak:
             widths[storage.shape[-1]] += storage.nbytes
-    found = {}
+    peaks = {}
     for width, _ in widths.most_common(1):
 
         def resize(storage: Storage, width: int = width) -> int:
             drop = _is_wide(storage) and storage.shape[-1] == width and storage.nbytes > 0.01 * peak
             return 0 if drop else storage.nbytes
 
-        found[width] = replay(recording.events, recording.storages, resize=resize).allocated
-    return found
+        peaks[width] = replay(recording.events, recording.storages, resize=resize).allocated
+    return peaks
 
 
 def _is_wide(storage: Storage) -> bool:

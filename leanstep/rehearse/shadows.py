@@ -1,10 +1,10 @@
-"""Values that the host knows of fake device tensors, and answers for those that nobody knows.
+"""Known values of fake device tensors, and assumed values for the unknown ones.
 
-A device tensor made from host values carries them along as its *shadow*: a real CPU tensor, kept up to date
-while every operand of every later call has one. `.item()`, boolean indices and lengths then read the truth.
-Values that come from activations are not known: the host reads a plausible one and the place is noted.
-Of a few statistics in one tensor (a loss, a count) some elements may be known and others not.
-What is not known is taken to be finite: `isfinite` is True of it, `isnan` and `isinf` are False.
+A device tensor created from host values has a *shadow*: a real CPU tensor, kept up to date as long as every
+operand of every later call has one. `.item()`, boolean indices and lengths then read the true values.
+Values computed from activations are unknown: the host reads a plausible value, and the line is recorded.
+In a small tensor of statistics (a loss, a count) some elements may be known and others unknown.
+Unknown values are assumed to be finite: `isfinite` returns True for them, `isnan` and `isinf` return False.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from leanstep.rehearse.routing import (
 from leanstep.script.lines import Line
 
 SHADOW_ELEMENTS = 1 << 20
-# The index that a choice among unknown values takes, once, so that all the host derives from it agrees.
+# The index of every choice among unknown values, so that all values the host derives from it agree.
 CHOSEN_INDEX = 7
-# A host copy of more than this stays fake: a checkpoint on its way to a file that is not written.
+# A larger host copy stays fake: a checkpoint, whose file is not written.
 REAL_COPY_BYTES = 64 << 20
 # Up to this many elements a storage may be known in part.
 PARTLY_ELEMENTS = 4096
@@ -218,11 +218,11 @@ class Shadows:
 
     def copied_in(self, target: Tensor, value: Tensor | None) -> None:
         """Known values were copied into a device tensor."""
-        kept = self.in_part(target)
-        if value is None or value.numel() > SHADOW_ELEMENTS or (kept is not None and _is_expanded(kept)):
+        shadow = self.in_part(target)
+        if value is None or value.numel() > SHADOW_ELEMENTS or (shadow is not None and _is_expanded(shadow)):
             self.forget(target)
-        elif kept is not None:
-            kept.copy_(value)
+        elif shadow is not None:
+            shadow.copy_(value)
             self._unknown(target).fill_(False)
         elif value.shape == target.shape and self._covers_storage(target):
             self.stale.discard(storage_key(target))
@@ -574,32 +574,32 @@ Arguments = Mapping[str, Any]
 Sizes = list[tuple[Sequence[int], torch.dtype]]
 
 
-def _nonzero(given: Arguments) -> Sizes:
-    x = given["self"]
+def _nonzero(arguments: Arguments) -> Sizes:
+    x = arguments["self"]
     return [((x.numel(), x.dim()), torch.int64)]
 
 
-def _masked_select(given: Arguments) -> Sizes:
-    x, mask = given["self"], given["mask"]
+def _masked_select(arguments: Arguments) -> Sizes:
+    x, mask = arguments["self"], arguments["mask"]
     return [((max(x.numel(), mask.numel()),), x.dtype)]
 
 
-def _repeat_interleave(given: Arguments) -> Sizes:
-    return [((given["output_size"] or given["repeats"].numel(),), torch.int64)]
+def _repeat_interleave(arguments: Arguments) -> Sizes:
+    return [((arguments["output_size"] or arguments["repeats"].numel(),), torch.int64)]
 
 
-def _bincount(given: Arguments) -> Sizes:
-    x, weights = given["self"], given["weights"]
+def _bincount(arguments: Arguments) -> Sizes:
+    x, weights = arguments["self"], arguments["weights"]
     dtype = torch.int64
     if weights is not None:
         dtype = torch.float32 if weights.dtype == torch.float32 else torch.float64
     # A program that passes minlength has as many bins.
-    return [((given["minlength"] or x.numel(),), dtype)]
+    return [((arguments["minlength"] or x.numel(),), dtype)]
 
 
-def _unique(given: Arguments) -> Sizes:
+def _unique(arguments: Arguments) -> Sizes:
     """Values, inverse and counts, of all elements or of slices along `dim`."""
-    x, dim = given["self"], given.get("dim")
+    x, dim = arguments["self"], arguments.get("dim")
     if dim is None:
         return [((x.numel(),), x.dtype), (x.shape, torch.int64), ((x.numel(),), torch.int64)]
     length = x.shape[dim]
@@ -612,7 +612,7 @@ DYNAMIC: dict[str, Callable[[Arguments], Sizes]] = {
     "masked_select": _masked_select,
     "repeat_interleave": _repeat_interleave,
     "bincount": _bincount,
-    "_unique": lambda given: _unique(given)[:2],
+    "_unique": lambda arguments: _unique(arguments)[:2],
     "_unique2": _unique,
     "unique_dim": _unique,
     "unique_consecutive": _unique,
