@@ -96,7 +96,7 @@ def shape_of(tensor: Tensor) -> Shape:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, all that a call's arguments hold; pytree is slow."""
+    """Return the tensors in nested lists, tuples and dicts, which is all that arguments hold; pytree is slow."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -229,7 +229,7 @@ class Shadows:
             self.put(target, value.to(target.dtype).clone())
 
     def received(self, tensor: Tensor, value: Tensor, factor: int) -> None:
-        """Update the shadow after a collective with every rank's values or their sum; unknown ones stay so."""
+        """Update the shadow after a collective: every rank's values or their sum; unknown ones stay so."""
         if value is self.in_part(tensor):
             value.mul_(factor)
         else:
