@@ -381,7 +381,7 @@ def _can_fuse(node: torch.fx.Node, reader: torch.fx.Node) -> bool:
 
 
 def _stages(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, int]:
-    """Count the unfusable calls before each call: calls with equal counts can share one kernel."""
+    """Count the unfusable calls on the longest path to each node: nodes of one stage can share a kernel."""
     stages: dict[torch.fx.Node, int] = {}
     for node in nodes:
         name = _call_name(node)

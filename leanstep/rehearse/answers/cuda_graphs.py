@@ -75,7 +75,7 @@ class _Pool:
         self._rest: int | None = None
 
     def note(self, event: Event) -> None:
-        """Record an allocation or a release during a capture."""
+        """Track an allocation during a capture."""
         if isinstance(event, Alloc):
             self._sizes[event.storage] = event.nbytes
             self._tape.pools[event.storage] = weakref.WeakMethod(self._released)

@@ -109,7 +109,7 @@ class State:
             self._structure.append((path, type(value)))
 
     def _walk_module(self, module: torch.nn.Module) -> None:
-        """Yield tensors and counters of the module, and the sizes of its own containers."""
+        """Add tensors and counters of the module, and the lengths of its own containers."""
         for number, part in enumerate(module.modules()):
             for owner in (part.__dict__, part._buffers):
                 for name, value in owner.items():
@@ -183,7 +183,7 @@ class Family:
         return same and all(index < self.arguments for index in self.changed)
 
     def position(self, sizes: tuple[int, ...]) -> int | None:
-        """Return the distance of a call with these sizes from the last recorded one; None if not in the series.
+        """Return the number of calls from the last recorded one to one of these sizes; None if outside.
 
         Sizes of the module's own tensors may be omitted if they never change.
         """

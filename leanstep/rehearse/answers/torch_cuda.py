@@ -722,7 +722,7 @@ def _refusals() -> None:
     no_address = refuse("data_ptr() of a device tensor")
 
     def data_ptr(self: FakeTensor) -> int:
-        """Allow torch to compare addresses (FSDP1, graphed callables); programs pass them to device code."""
+        """Return addresses to torch, which compares them. Refuse programs: they pass them to device code."""
         caller = sys._getframe(1).f_code
         if judge_code(caller.co_filename, caller.co_name) & (USER | LIBRARY):
             no_address()
