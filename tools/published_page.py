@@ -140,7 +140,7 @@ def quoted(results: Sequence[Data]) -> str:
     factors = [factor_of(figure["ratio"]) for figure in figures]
     half, most = (100 * (percentile(factors, share) - 1) for share in (0.5, 0.9))
     return (
-        f"- **Predictions you can check.** Of {len(figures)} published training steps, half are predicted "
-        f"within {half:.0f} % and 90 % within {most:.0f} % of the measurement "
-        "([table](docs/published.md)): `python tools/published.py`."
+        f"- **Predictions you can check.** Of {len(figures)} published step times, half are predicted within "
+        f"{half:.0f} % and 90 % within {most:.0f} %; [the table](docs/published.md) marks the blind rows: "
+        "`python tools/published.py`."
     )

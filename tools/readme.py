@@ -55,16 +55,16 @@ class Line(NamedTuple):
 # The README's table: at most five lines.
 README_LINES = (
     Line("logprob-linear", "cpu", "log-probs and entropy of 25 % of the rows, LM head included"),
-    Line("sft-step", "cpu", "supervised step in transformers"),
+    Line("sft-step", "cpu", "SFT step in transformers"),
     Line("grpo-step", "cpu", "GRPO step in TRL, 25 % completion tokens"),
     Line("muon-step", "seed", "NorMuon step, 60 matrices, bfloat16", "leanstep-bf16"),
-    Line("lens-loss", "seed", "controller loss, loops of an older MegaContext", also=("eager", "eager ops")),
 )
 # The table of docs/measuring.md: the README's lines and these.
 MORE_LINES = (
     Line("logprob-linear", "cpu", "the first line, logits recomputed", "leanstep-recompute"),
     Line("logprob-logits", "cpu", "log-probs and entropy from existing logits"),
     Line("policy-loss", "cpu", "the whole policy objective on those rows"),
+    Line("lens-loss", "seed", "controller loss, loops of an older MegaContext", also=("eager", "eager ops")),
     Line("lens-step", "cpu", "training step with a controller"),
     Line("pair-loss", "cpu", "Bradley-Terry over 39 ragged groups"),
     Line("polar", "cpu", "Polar Express in float32, 768 × 3072"),
@@ -226,7 +226,7 @@ def figures_table(results: dict[str, Data], lines: Sequence[Line], folder: str, 
     machines = "; ".join(
         f"{device}, {threads} threads, torch {torch}" for device, threads, torch in sorted(environments)
     )
-    how = "Forward and backward, median of one interleaved run per row."
+    how = "Forward and backward, median of alternating repetitions in one process."
     if not brief:
         how += (
             " Written by `python tools/readme.py`. The fastest other library is listed if it is faster than "

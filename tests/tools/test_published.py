@@ -144,8 +144,8 @@ def test_the_page_sorts_by_error_and_summarises_each_class_and_role():
     assert "| transformer, eager | development | 1 | 1.00 | 1.00 | 1.00 | 100% |" in text
     assert "- f stops: no such thing" in text and "[b, 2026](https://github.com/a/b)" in text
     assert "6 rows, 1 of them recorded by an earlier one and priced again" in text
-    assert "Of 5 published training steps, half are predicted within 11 %" in page.quoted(results)
-    assert "90 % within 100 % of" in page.quoted(results)
+    assert "Of 5 published step times, half are predicted within 11 %" in page.quoted(results)
+    assert "90 % within 100 %;" in page.quoted(results)
 
 
 LOG = """import torch

@@ -112,7 +112,7 @@ def test_a_peer_slower_than_the_plain_code_is_no_best_peer():
 def test_the_controllers_factor_is_also_given_against_eager_autograd():
     result = samples.bench_result(case="lens-loss", size="seed")
     result["rows"][2] |= {"impl": "eager", "kind": "fast"}
-    table = readme.figures_table({"bench-lens-loss-seed": {"result": result}}, readme.README_LINES, "results")
+    table = readme.figures_table({"bench-lens-loss-seed": {"result": result}}, readme.MORE_LINES, "results")
     assert "| **5.33×**; 4.22× against eager ops |" in table
 
 
