@@ -1,8 +1,8 @@
-"""Residual stream, norms and MLP with hand-written backwards: fewer passes over [T, E], fewer tensors kept.
+"""Residual stream, norms and MLP with hand-written backwards: fewer passes over [T, E], fewer saved tensors.
 
-Autograd on the plain code saves most intermediates and reads every tensor several times; a norm alone costs
-it a dozen passes. Each function here keeps the few tensors its backward needs and works in place on what it
-owns.
+Autograd on the plain code saves most intermediates and reads every tensor several times; a norm alone takes
+a dozen passes. Each function here saves only the tensors its backward needs and works in place on tensors
+that it owns.
 """
 
 # T tokens · E model · F hidden
@@ -17,12 +17,12 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What statistics are computed in."""
+    """Return the dtype in which statistics are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def inverse_rms(x: Tensor) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last dimension, which stays as 1."""
+    """Return 1 / sqrt(mean(x^2) + eps) over the last dimension, which becomes 1."""
     square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_dtype(x.dtype)).square_()
     return square.div_(x.shape[-1]).add_(EPS).rsqrt_()
 
@@ -38,7 +38,7 @@ Number = float | Tensor
 
 
 def number(x: Number) -> Number:
-    """A 0-dimensional CPU tensor as a float (a faster operand); elsewhere the tensor, to avoid a sync."""
+    """Return a 0-dimensional CPU tensor as a float (a faster operand); on a GPU unchanged: no sync."""
     if isinstance(x, int | float):
         return x
     return x.item() if x.device.type == "cpu" else x
@@ -50,7 +50,7 @@ def add_scaled(out: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of products, 0-dimensional. Not torch.dot: BLAS adds in order and is ten times less exact."""
+    """Return the sum of products, 0-dimensional. Not torch.dot: BLAS adds in order, ten times less exact."""
     return (a * b).sum()
 
 
@@ -129,7 +129,7 @@ class NormLinear(torch.autograd.Function):
 
 
 def _mlp_forward(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """norm(x), its 1 / rms, the rectified hidden layer and its squares."""
+    """Return norm(x), its 1 / rms, the rectified hidden layer and its squares."""
     inverse = inverse_rms(x)
     normed = x * inverse.to(x.dtype)
     hidden = torch.mm(normed, first.T).relu_()
@@ -137,13 +137,13 @@ def _mlp_forward(x: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _mlp_backward(grad, scale: Number, normed, inverse, hidden, first, second, grad_x):
-    """Gradients of the matrices and of the scale before the MLP; adds the input's gradient to `grad_x`."""
+    """Return gradients of the matrices and of the scale before the MLP; add the input's to `grad_x`."""
     # relu(p)^2 has slope 2 relu(p), which is zero where p is negative: no mask needed. The constant and the
-    # scale go into the small matrices.
+    # scale are folded into the small matrices.
     squared = hidden.square()
     grad_second = torch.mm(squared.T, grad)
     grad_hidden = torch.mm(grad, second.T, out=squared).mul_(hidden)
-    # <grad, squared @ second> without making that product again.
+    # <grad, squared @ second> without recomputing that product.
     grad_scale = dot(grad_second, second)
     grad_first = torch.mm(grad_hidden.T, normed).mul_(2 * scale)
     grad_normed = torch.mm(grad_hidden, first * (2 * scale))
@@ -234,8 +234,8 @@ class SmearNorm(torch.autograd.Function):
 class Injections(torch.autograd.Function):
     """Autograd edges for x0_lambda_i * x0 + bigram_lambda_i * xb for every layer.
 
-    Its outputs are [T, E] views of a single zero: they carry the graph, not values. Whoever takes one adds
-    the real terms itself and sends its gradient here, so the layers' gradients are summed here: no
+    Its outputs are [T, E] views of a single zero: they carry the graph, not values. A function that takes
+    one adds the real terms itself and returns its gradient here, where the layers' gradients are summed. No
     injection is ever stored, and x0 and xb get their gradients in one accumulating pass per layer.
     """
 
@@ -276,14 +276,14 @@ def injections(
     layers: list[int],
     count: int,
 ) -> tuple[list[Tensor | None], list[list[tuple[Number, Tensor]]]]:
-    """Of `count` layers: an edge and the terms (number, tensor) to add for each of `layers`."""
+    """Return, for `count` layers, an edge and the terms (number, tensor) to add in each of `layers`."""
     edges: list[Tensor | None] = [None] * count
     terms: list[list[tuple[Number, Tensor]]] = [[] for _ in range(count)]
     for layer, edge in zip(layers, Injections.apply(x0, x0_factors, xb, xb_factors, layers), strict=True):
         edges[layer] = edge
         if x0_factors is not None:
             terms[layer].append((number(x0_factors.detach()[layer]), x0.detach()))
-        # Layer 0 has its bigram already.
+        # Layer 0 already includes its bigram.
         if xb_factors is not None and xb is not None and layer > 0:
             terms[layer].append((number(xb_factors.detach()[layer]), xb.detach()))
     return edges, terms

@@ -1,9 +1,9 @@
 """Multi-token cross-entropy of softcapped logits, on the tile loop of `leanstep.logprob`.
 
-Specific to the model are the cap a * sigmoid((u + b) / c) in place of the engine's tanh, the targets ahead
-and their weights. Loss and gradients are formed together, a chunk of rows at a time; no product is computed
-twice. On a GPU one kernel makes losses and gradients of a chunk's products (`kernel.py`), and a chunk is as
-tall as an eighth of the device's memory allows; its three products may have operands of 8 bits.
+This module adds the cap a * sigmoid((u + b) / c) in place of the engine's tanh, the targets ahead and their
+weights. Loss and gradients are computed together, one chunk of rows at a time; no product is computed twice.
+On a GPU, one kernel computes losses and gradients from a chunk's products (`kernel.py`). A chunk takes at
+most an eighth of the device's memory, and its three products may use 8-bit operands.
 """
 
 # T rows · E model · V vocabulary · K tokens predicted ahead
@@ -26,16 +26,16 @@ from leanstep.logprob.engine.tile_loop import Call
 from leanstep.logprob.engine.tiles import GPU_ELEMENT_BYTES, default_budget, even_slices
 from leanstep.logprob.parallel import VocabShard
 
-# Logits of one chunk of rows on a CPU; elsewhere the engine's budget.
+# Logits per chunk of rows on a CPU; elsewhere the engine's budget applies.
 CPU_CHUNK_BYTES = 8 << 20
 
 
 def ahead_targets(targets: Tensor, mtp: tuple[float, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Targets [T, K] of the next K tokens and their weights [T, K]; weight 0 where there is no such token."""
+    """Return targets [T, K] of the next K tokens and weights [T, K]; weight 0 if there is no such token."""
     rows, ahead = targets.shape[0], len(mtp)
     padded = torch.cat([targets, targets.new_full((ahead - 1,), -1)])
     windows = padded.unfold(0, ahead, 1) if rows else targets.new_zeros(0, ahead)
-    # Filled by the device, number by number: a copy from the host would wait.
+    # Filled on the device, one number at a time: a copy from the host would sync.
     weights = torch.empty(rows, ahead, dtype=dtype, device=targets.device)
     for column, weight in zip(weights.unbind(1), mtp, strict=True):
         column.fill_(weight)
@@ -44,9 +44,9 @@ def ahead_targets(targets: Tensor, mtp: tuple[float, ...], dtype: torch.dtype) -
 
 @dataclass
 class Operands:
-    """Hidden states and weight as a GPU multiplies them: as they are, or in 8 bits, each with a scale.
+    """Hidden states and weight as operands on a GPU: unchanged, or in 8 bits with a scale each.
 
-    In 8 bits h and w are e4m3, logit gradients e5m2. h and w are divided by the largest of their tensor, the
+    In 8 bits h and w are e4m3, logit gradients e5m2. h and w are scaled by the maximum of their tensor, the
     gradients by their largest possible value.
     """
 
@@ -84,7 +84,7 @@ class Operands:
         return weight if weight.is_contiguous() else turned(self.weight_VE)
 
     def new_grad(self, logits: Tensor) -> Tensor:
-        """Where the gradients of a chunk's logits go: over them, or beside them in 8 bits."""
+        """Return the buffer for a chunk's logit gradients: the logits themselves, or a new 8-bit one."""
         if self.hidden_scale is None:
             return logits
         return torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
@@ -109,7 +109,7 @@ class Operands:
 
 
 def turned(grad: Tensor) -> Tensor:
-    """A contiguous copy of grad.T [V, R]."""
+    """Return a contiguous copy of grad.T [V, R]."""
     from leanstep.muon.transpose import transpose_copy
 
     # Bytes: the copy needs no arithmetic.
@@ -118,7 +118,7 @@ def turned(grad: Tensor) -> Tensor:
 
 
 def _scale(x: Tensor) -> Tensor:
-    """What makes the largest number of `x` the largest of e4m3; on the device, fp32."""
+    """Return the scale that maps the maximum of `x` to that of e4m3; fp32, on the device."""
     largest = torch.finfo(torch.float8_e4m3fn).max
     return (x.detach().abs().amax().float() / largest).clamp_(min=torch.finfo(torch.float32).tiny)
 
@@ -129,7 +129,7 @@ def _rounded(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def multiplies_8_bits(hidden: Tensor, head: Tensor) -> bool:
-    """Whether the device has products of 8-bit operands for a head of this shape."""
+    """Return whether the device supports 8-bit products for a head of this shape."""
     if not hidden.is_cuda or hidden.dtype != torch.bfloat16:
         return False
     fits = not any(side % 16 for side in (*head.shape, hidden.shape[0]))
@@ -201,7 +201,7 @@ def _make_call(
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Forward forms the loss and its gradients; backward multiplies them by a scalar, as often as asked."""
+    """Forward computes the loss and its gradients; backward, any number of times, scales them."""
 
     @staticmethod
     def forward(
@@ -212,7 +212,7 @@ class _HeadLoss(torch.autograd.Function):
 
         def row_gradients(_call: Call, chunk: Chunk, stats: RowStatistics):
             final = stats.final()
-            # Row by row, then in float64: the sum over rows is far larger than a row.
+            # Sum rows in float64: the total is far larger than one row.
             loss.sub_((weights[chunk.rows] * final.log_prob(stats.target)).sum(dtype=torch.float64))
             return final, RowGradients(-weights[chunk.rows])
 
@@ -236,7 +236,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def rows_kernel(hidden: Tensor, head: Tensor, softcap: tuple[float, float, float] | None) -> Any:
-    """The kernel for whole rows of logits, where it can run on what came; else None."""
+    """Return the kernel for whole rows of logits if it supports these inputs; else None."""
     same = hidden.dtype == head.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
     if softcap is None or not same or not launches_triton(hidden):
         return None
@@ -246,7 +246,7 @@ def rows_kernel(hidden: Tensor, head: Tensor, softcap: tuple[float, float, float
 
 
 class _RowsLoss(torch.autograd.Function):
-    """The same as `_HeadLoss` by one kernel over whole rows: what a GPU runs."""
+    """The GPU version of `_HeadLoss`: one kernel over whole rows."""
 
     @staticmethod
     def forward(ctx, hidden, head, index, weights, kernel, softcap, transposed, steepest, tile_rows):
@@ -270,7 +270,7 @@ class _RowsLoss(torch.autograd.Function):
             if grad is None or grad_hidden is None:
                 continue
             grad_hidden[rows] = operands.hidden_grad(grad, hidden.dtype)
-            # Sums over several chunks are wide; a single product is rounded once.
+            # Sums over several chunks accumulate in a wide dtype; a single product is rounded once.
             wide = hidden.dtype if len(slices) == 1 else torch.float32
             part = operands.weight_grad(grad, rows, wide)
             grad_head = part if grad_head is None else grad_head.to(torch.float32).add_(part)
@@ -292,7 +292,7 @@ class _RowsLoss(torch.autograd.Function):
 
 
 def rows_that_fit(hidden: Tensor, vocab: int) -> int:
-    """Rows of one chunk: their logits take an eighth of the device's memory at most."""
+    """Return the rows of one chunk: their logits take at most an eighth of the device's memory."""
     memory = torch.cuda.get_device_properties(hidden.device).total_memory if hidden.is_cuda else 1 << 30
     return max(memory // 8 // (vocab * hidden.element_size()), 64)
 
@@ -308,7 +308,7 @@ def head_loss(
     tile_rows: int | None = None,
     float8: bool = False,
 ) -> Tensor:
-    """Multi-token cross-entropy of softcapped logits, summed over rows.
+    """Return the multi-token cross-entropy of softcapped logits, summed over rows.
 
     Equivalent to (mtp = (1.0,)):
         logits = hidden @ (head if transposed else head.T)
@@ -322,13 +322,13 @@ def head_loss(
         mtp: weight of the k-th token ahead; row t has no target past the last row.
         softcap: (a, b, c) or None.
         tile_rows: rows per chunk; None chooses by the device.
-        float8: on a GPU that has them (capability 8.9 or newer) the three products of a training step have
-            operands of 8 bits (`Operands`); elsewhere, and without gradients, nothing changes.
+        float8: on a GPU that supports it (capability 8.9 or newer), the three products of a training step
+            use 8-bit operands (`Operands`); elsewhere, and without gradients, nothing changes.
 
     Returns:
         0-dimensional, float32 or float64.
 
-    Peak extra memory: the logits of one chunk, and the gradients of hidden and head (they are made in the
+    Peak extra memory: the logits of one chunk, and the gradients of hidden and head (computed in the
         forward pass).
     GEMMs (2 T E V FLOPs each): 3 with gradients, 1 without.
     """

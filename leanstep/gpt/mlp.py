@@ -1,6 +1,6 @@
-"""relu(x @ first.T)^2 @ second: as plain code, and with relu² inside the products' kernels on a GPU.
+"""relu(x @ first.T)^2 @ second: as plain code, and with relu² fused into the product kernels on a GPU.
 
-The kernels are behind one torch.library op each way, which a compiled graph holds as one node.
+Forward and backward are one torch.library op each, which is one node in a compiled graph.
 """
 
 # T tokens · E model · F hidden
@@ -21,10 +21,10 @@ def squared_relu_mlp(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether `fused_mlp` can run on tensors like this."""
+    """Return whether `fused_mlp` can run on tensors like this one."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16) or not launches_triton(x):
         return False
-    # Its tiles are sized for the shared memory of NVIDIA's cards.
+    # The tiles are sized for the shared memory of NVIDIA GPUs.
     return torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
@@ -60,7 +60,7 @@ def _(grad: Tensor, b: Tensor, pre: Tensor) -> Tensor:
 
 
 class FusedMLP(torch.autograd.Function):
-    """`squared_relu_mlp`; keeps the hidden layer and its squares."""
+    """`squared_relu_mlp`; saves the hidden layer and its squares."""
 
     @staticmethod
     def forward(ctx, x: Tensor, first: Tensor, second: Tensor) -> Tensor:

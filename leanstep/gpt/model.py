@@ -1,7 +1,7 @@
-"""The flattened model: one forward over the banks, taken apart once; no Block, Attention or MLP modules.
+"""The flattened model: one forward over the banks, unbound once; no Block, Attention or MLP modules.
 
-`GPT._states` is the model; it runs on one of two sets of operations. `FUNCTIONS` have hand-written backwards
-and are the faster ones on a CPU. `PLAIN` is tensor code that torch.compile takes whole: what a GPU runs.
+`GPT._states` is the model. It runs on one of two sets of operations. `FUNCTIONS` have hand-written backwards
+and are faster on a CPU. `PLAIN` is tensor code that torch.compile captures whole; GPUs use it.
 """
 
 # T tokens · E model · A layers with attention
@@ -43,13 +43,13 @@ FUNCTIONS = Operations(
 
 @dataclass
 class _Documents:
-    """What a batch's documents and the schedule decide: made on the host, before the graph.
+    """Inputs that depend on a batch's documents and on the schedule; built on the host, before the graph.
 
     Args:
-        starts: [T] bool, True at the first token of each document; None where they are ignored.
+        starts: [T] bool, True at the first token of each document; None if documents are ignored.
         plans: of attention, by layer; None without attention.
         tables: of rotary angles, by layer.
-        scale: of the softmax; a tensor where the forward is compiled.
+        scale: of the softmax; a tensor if the forward is compiled.
     """
 
     starts: Tensor | None
@@ -60,7 +60,7 @@ class _Documents:
 
 @dataclass
 class _Layers:
-    """Per-layer tensors of one step, each list indexed by layer (None where a layer has no such thing).
+    """Per-layer tensors of one step, each list indexed by layer (None if a layer has no such tensor).
 
     ops, shapes, documents: how this step runs, the same for all layers.
     """
@@ -80,7 +80,7 @@ class _Layers:
 
 @dataclass
 class _LaneScales:
-    """Scales of the residual stream (`resid`) and of what a layer adds (`post`), by lane and layer."""
+    """Scales of the residual stream (`resid`) and of layer outputs (`post`), by lane and layer."""
 
     attn_resid: Sequence[Sequence[Tensor]]
     mlp_resid: Sequence[Sequence[Tensor]]
@@ -93,7 +93,7 @@ class GPT(BankedGPT):
 
     Args:
         config: shape, features, switches.
-        generator: makes the initial values.
+        generator: draws the initial values.
         run: "functions", "plain" code, or "compiled" plain code. "auto": functions on a CPU; on a GPU the
             loss is compiled, one graph for each number of tokens, and `hidden` and `generate`, whose lengths
             vary, are plain.
@@ -110,7 +110,7 @@ class GPT(BankedGPT):
         if run not in ("auto", "functions", "plain", "compiled"):
             raise ValueError(f"run: expected auto, functions, plain or compiled, got {run!r}")
         self.run = run
-        # Tensor cores want 64 columns at a time; on a CPU padding only costs.
+        # Tensor cores work best with multiples of 64 columns; on a CPU, padding only costs time.
         self._shapes = self._head_shapes(2)
         self._wide_shapes = self._head_shapes(64)
 
@@ -132,11 +132,11 @@ class GPT(BankedGPT):
     def hidden(
         self, inputs: Tensor, cu_seqlens: Tensor | None = None, *, bigram_ids: Tensor | None = None
     ) -> Tensor:
-        """Final normalised states [T, E] of tokens [T] in documents bounded by `cu_seqlens`."""
+        """Return final normalised states [T, E] of tokens [T] in documents bounded by `cu_seqlens`."""
         return self._hidden(inputs, cu_seqlens, bigram_ids, self._way(inputs.device, compiles=False))
 
     def _way(self, device: torch.device, *, compiles: bool) -> str:
-        """One of the ways to run: what `run` says, or what suits the device."""
+        """Return the set of operations: from `run`, or the best for the device."""
         if self.run != "auto":
             return self.run
         if device.type == "cpu":
@@ -184,7 +184,7 @@ class GPT(BankedGPT):
         ops: Operations,
         shapes: dict[int, HeadShape],
     ) -> Tensor:
-        """The model, from tokens to final states."""
+        """Run the model, from tokens to final states."""
         c = self.config
         x0 = self._embed(inputs, documents.starts, ops)
         xb = self._embed_bigrams(inputs, bigram_ids, documents.starts) if c.bigram_vocab_size else None
@@ -214,7 +214,7 @@ class GPT(BankedGPT):
         return self._merge_lanes(lane0, lane1, backout, ops)
 
     def _embed(self, inputs: Tensor, starts: Tensor | None, ops: Operations) -> Tensor:
-        """Normalised token embeddings [T, E], smeared over the previous token if the model does that."""
+        """Return normalised token embeddings [T, E], mixed with the previous token's if `smear` is on."""
         x = F.embedding(inputs, self.embed)
         if self.config.smear:
             return ops.smear_norm(x, self.scalar("smear").to(x.dtype), self.smear_gate, starts)
@@ -236,7 +236,7 @@ class GPT(BankedGPT):
     def _attention_layer(
         self, i: int, lane0: Tensor, lane1: Tensor | None, layers: _Layers, scales: _LaneScales
     ) -> tuple[Tensor, Tensor | None]:
-        """Both lanes after the attention of layer i, which reads lane 0."""
+        """Return both lanes after the attention of layer i, which reads lane 0."""
         c, ops, shape, documents = self.config, layers.ops, layers.shapes[i], layers.documents
         edge, injected, resid = layers.edges[i], layers.injected[i], scales.attn_resid[0][i]
         if c.inject == "before":
@@ -265,7 +265,7 @@ class GPT(BankedGPT):
     def _mlp_layer(
         self, i: int, lane0: Tensor, lane1: Tensor | None, layers: _Layers, scales: _LaneScales
     ) -> tuple[Tensor, Tensor | None]:
-        """Both lanes after the MLP of layer i, which reads lane 1 where there is one."""
+        """Return both lanes after the MLP of layer i, which reads lane 1 if there is one."""
         c, ops, first, second = self.config, layers.ops, layers.first[i], layers.second[i]
         resid0, resid1 = scales.mlp_resid[0][i], scales.mlp_resid[1][i]
         post0, post1 = (scales.mlp_post[0][i], scales.mlp_post[1][i]) if c.has_post_mlp(i) else (1.0, 1.0)
@@ -280,7 +280,7 @@ class GPT(BankedGPT):
     def _merge_lanes(
         self, lane0: Tensor, lane1: Tensor | None, backout: Tensor | None, ops: Operations
     ) -> Tensor:
-        """The normalised mean of the lanes, less the share of the backout layer."""
+        """Return the normalised mean of the lanes, minus the share of the backout layer."""
         if lane1 is None and backout is None:
             return ops.norm(lane0)
         factors, lanes = ([1.0], [lane0]) if lane1 is None else ([0.5, 0.5], [lane0, lane1])
@@ -297,7 +297,7 @@ class GPT(BankedGPT):
         shapes: dict[int, HeadShape],
         documents: _Documents,
     ) -> _Layers:
-        """Everything the layers need of the banks and tables, fetched once."""
+        """Return everything the layers need from banks and tables, fetched once."""
         c, dtype = self.config, x0.dtype
         count = c.num_layers
         projections: list[Tensor | None] = [None] * count
@@ -348,7 +348,7 @@ class GPT(BankedGPT):
         )
 
     def _own_gates(self, dtype: torch.dtype) -> Tensor:
-        """What the gates of value embeddings read of the stream: all of it in paired layers, else half."""
+        """Return the value-embedding gate weights for the stream; outside paired layers, half are zero."""
         c = self.config
         half = c.gate_width // 2
         inner, outer = self.ve_gate_bank.split(half, dim=2)
@@ -361,7 +361,7 @@ class GPT(BankedGPT):
     def _injections(
         self, x0: Tensor, xb: Tensor | None, ops: Operations
     ) -> tuple[list[Tensor | None], list[Terms]]:
-        """Per layer an autograd edge, and the terms (number, tensor) to add."""
+        """Return, per layer, an autograd edge and the terms (number, tensor) to add."""
         c = self.config
         receiving = [i for i in range(c.num_layers) if i in self._shapes or c.inject_attention_free]
         if not c.injects or not receiving:
@@ -392,7 +392,7 @@ class GPT(BankedGPT):
         bigram_ids: Tensor | None = None,
         mtp: tuple[float, ...] | None = None,
     ) -> Tensor:
-        """Training loss: multi-token cross-entropy summed over rows."""
+        """Return the training loss: multi-token cross-entropy summed over rows."""
         hidden = self._hidden(inputs, cu_seqlens, bigram_ids, self._way(inputs.device, compiles=True))
         return head_loss(
             hidden,
@@ -413,11 +413,11 @@ def _plain_states(
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    # One graph for each shape of a batch and each pair of windows; without fullgraph Dynamo would run eager
-    # code at its limit of graphs.
+    # One graph per batch shape and pair of windows. Without fullgraph, Dynamo would run eager code at its
+    # graph limit.
     return torch.compile(_plain_states, fullgraph=True, dynamic=False)
 
 
 def build_model(config: GPTConfig, *, generator: torch.Generator | None = None) -> GPT | ReferenceGPT:
-    """The flattened model, or the one of modules when `config.flat_forward` is False."""
+    """Return the flattened model, or the model of modules if `config.flat_forward` is False."""
     return (GPT if config.flat_forward else ReferenceGPT)(config, generator=generator)

@@ -1,8 +1,8 @@
-"""The operations of the model as plain tensor code, for a compiler: what a GPU runs.
+"""The operations of the model as plain tensor code for torch.compile, used on GPUs.
 
-Each function has the arguments and the result of a hand-written one in `layers.py` or `projections.py`, which
-a CPU runs; `Operations` names both sets. Autograd differentiates these, and Inductor merges their passes.
-What a schedule changes comes in as a tensor: a new value is no new graph.
+Each function has the signature of a hand-written one in `layers.py` or `projections.py`, used on CPUs;
+`Operations` names both sets. Autograd differentiates these functions, and Inductor fuses their passes. Values
+that a schedule changes are passed as tensors: a new value needs no new graph.
 """
 
 # T tokens · H heads · D head size · E = H * D model
@@ -27,7 +27,7 @@ Terms = list[tuple[Number, Tensor]]
 
 @dataclass(frozen=True)
 class Operations:
-    """One way to run the model; `model.py` says in which order."""
+    """A set of operations; `model.py` calls them in order."""
 
     norm: Callable[..., Tensor]
     mix: Callable[..., Tensor]
@@ -92,12 +92,12 @@ def injections(
     layers: list[int],
     count: int,
 ) -> tuple[list[Tensor | None], list[Terms]]:
-    """The terms that each layer adds, as they are: a compiler needs no edges for them."""
+    """Return the terms that each layer adds, unchanged: a compiler needs no autograd edges for them."""
     terms: list[Terms] = [[] for _ in range(count)]
     for source, factors in ((x0, x0_factors), (xb, xb_factors)):
         if source is None or factors is None:
             continue
-        # Layer 0 has its bigram already.
+        # Layer 0 already includes its bigram.
         numbers = factors.unbind(0)
         for layer in layers:
             if source is x0 or layer > 0:
@@ -106,7 +106,7 @@ def injections(
 
 
 def turned(x: Tensor, table: Tensor) -> Tensor:
-    """Heads [T, H, D] turned by a table [2, T, h, D/4] of `Rotary.real_table`, each h of them alike."""
+    """Rotate heads [T, H, D] by a table [2, T, h, D/4] of `Rotary.real_table`; groups of h share it."""
     cos, sin = table[:, :, None].unbind(0)
     turning, still = x.unflatten(1, (-1, table.shape[2])).chunk(2, dim=-1)
     even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
@@ -115,7 +115,7 @@ def turned(x: Tensor, table: Tensor) -> Tensor:
 
 
 def shifted(k: Tensor, starts: Tensor | None) -> Tensor:
-    """The second half of every key [T, H, D] comes from the token before, except at `starts`."""
+    """Return keys [T, H, D] with the second half of each from the previous token, except at `starts`."""
     turning, still = k.chunk(2, dim=-1)
     before = torch.cat([still[:1], still[:-1]])
     if starts is not None:
@@ -134,7 +134,7 @@ def attention(
     shape: HeadShape,
     scale: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of norm(x) up to the output matrix: (y [T, H, D], output gate [T, H])."""
+    """Return attention of norm(x) before the output matrix: (y [T, H, D], output gate [T, H])."""
     length, heads, dim, model = x.shape[0], shape.heads, shape.dim, shape.model
     widths = [model, model, model, heads * shape.gated, heads * shape.has_ve]
     widths.append(shape.rows - sum(widths))
@@ -211,5 +211,5 @@ PLAIN = Operations(
     attention_out=attention_out,
     attention_weights=attention_weights,
 )
-# The same where a GPU has the kernels of `mlp.py`.
+# The same, for GPUs with the kernels of `mlp.py`.
 FUSED = replace(PLAIN, mlp=mlp_by_kernels, residual_mlp=residual_mlp_by_kernels)

@@ -1,8 +1,8 @@
 """From the fused projection to attention and back: norm, rotary, key offset, value embedding and gates.
 
-One matrix product makes queries, keys, values and gate logits of a layer. `Heads` turns it into the blocks
-that attention reads, written straight into their padded places; its backward fills one gradient of the whole
-projection.
+One matrix product computes queries, keys, values and gate logits of a layer. `Heads` splits it into the
+blocks that attention reads, written directly to their padded positions; its backward fills one gradient of
+the whole projection.
 """
 
 # T tokens · H heads · D head size · E = H * D model · P = D/2 feature pairs
@@ -21,7 +21,7 @@ from leanstep.gpt.layers import EPS, NormLinear, add_scaled, dot, number, wide_d
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What `Heads` needs to know about a layer."""
+    """Parameters of `Heads` for one layer."""
 
     heads: int
     dim: int
@@ -48,14 +48,14 @@ class HeadShape:
     def rows(self) -> int:
         """Rows of the projection, padded with zeros to a multiple of `row_multiple`.
 
-        Even at least, because complex views of its output need that; 64 where tensor cores multiply.
+        At least even, because complex views of its output need that; 64 for tensor cores.
         """
         used = self.ve_gate_at + self.heads * self.has_ve
         return -(-used // self.row_multiple) * self.row_multiple
 
 
 def _turn(x: Tensor, table: Tensor, out: Tensor) -> None:
-    """out = x [T, H, D] turned by the table [T, H | 2 | 1, P]; heads contiguous, fp32 or fp64."""
+    """Write x [T, H, D], rotated by the table [T, H | 2 | 1, P], to `out`; heads contiguous, fp32 or fp64."""
     # [T, H / h, h, P]: a table of h heads (by parity, or one for all) serves every group of h.
     source, target = (
         torch.view_as_complex(y.unflatten(-1, (-1, 2))).unflatten(1, (-1, table.shape[1])) for y in (x, out)
@@ -64,11 +64,11 @@ def _turn(x: Tensor, table: Tensor, out: Tensor) -> None:
 
 
 def _shift_back(k: Tensor, starts: Tensor | None) -> Tensor:
-    """A copy whose second half is the previous token's; first token and document starts keep their own."""
+    """Return a copy with the second half of the previous token, except at the first token and at `starts`."""
     still = k.shape[-1] // 2
     shifted = k.clone()
     shifted[1:, :, still:] = k[:-1, :, still:]
-    # Not `shifted[starts] = k[starts]`: a boolean index waits for the device.
+    # Not `shifted[starts] = k[starts]`: a boolean index is a host sync.
     return shifted if starts is None else torch.where(starts[:, None, None], k, shifted)
 
 
@@ -91,7 +91,7 @@ class Heads(torch.autograd.Function):
     Args:
         projected: [T, shape.rows]: queries, keys, values, output-gate logits, value-gate logits.
         ve: [T, E] value embedding or None.
-        ve_weight: [H, width] what its gate reads of `ve` itself, or None.
+        ve_weight: [H, width] gate weights for `ve` itself, or None.
         table: of `Rotary`, [T, H, P], or [T, 1 | 2, P].
         starts: [T] bool document starts that the key offset respects, or None.
     """
@@ -156,7 +156,7 @@ class Heads(torch.autograd.Function):
             gk = _shift_back_backward(gk, starts)
         back = table.conj().resolve_conj()
         for i, (g, y) in enumerate(((gq, q), (gk, k))):
-            # Turning keeps lengths and dot products, so the norm's backward is done on the turned heads.
+            # Rotation preserves lengths and dot products, so the norm's backward runs on the rotated heads.
             g = g.to(y.dtype)
             inv = inverse[:, i * heads : (i + 1) * heads, None]
             mean = (g * y).sum(-1, keepdim=True).div_(-dim)
@@ -170,7 +170,7 @@ class Heads(torch.autograd.Function):
                 part.copy_(turned)
         grad[:, 2 * model : 3 * model].unflatten(1, (heads, dim)).copy_(gv)
         grad_ve = grad_weight = None
-        # Columns of gates and padding; few, so clearing them first costs nothing.
+        # Columns of gates and padding: few, so clearing them first is cheap.
         grad[:, shape.gate_at :] = 0
         if gate is not None and grad_gate is not None:
             grad[:, shape.gate_at : shape.gate_at + heads] = grad_gate * gate * (1 - gate)
@@ -186,17 +186,17 @@ class Heads(torch.autograd.Function):
 
 
 def attention(x, projection, ve, ve_weight, table, starts, plan: BandPlan, shape: HeadShape, scale: float):
-    """Attention of norm(x) up to the output matrix: (blocks of y, output gate)."""
+    """Return attention of norm(x) before the output matrix: (blocks of y, output gate)."""
     projected = NormLinear.apply(x, projection)
     q, k, v, gate = Heads.apply(projected, ve, ve_weight, table, starts, plan, shape)
     return attend(q, k, v, plan, scale), gate
 
 
 class AttentionOut(torch.autograd.Function):
-    """Gate, output product, and the residual it lands on.
+    """Gate, output product, and residual addition.
 
     resid * x + (gate * y) @ weight.T + x0_factor * x0 + xb_factor * xb; without `x`, the product alone. x0
-    and xb come with plain numbers: their gradients go to `edge`, an output of `Injections`.
+    and xb have plain numbers as factors; their gradients go to `edge`, an output of `Injections`.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""The model as ordinary modules: Attention, MLP and Block, each handed its slice of a bank by indexing.
+"""The model as ordinary modules: Attention, MLP and Block, each indexing its slice of a bank.
 
-This is the truth that the flattened model is compared with, and the "before" of the benchmark.
+This is the reference for the flattened model and the baseline of the benchmark.
 It runs in float64 after `model.double()`.
 """
 
@@ -18,7 +18,7 @@ from leanstep.gpt.attention import check_cu_seqlens, rotate, windowed_attention
 from leanstep.gpt.banks import BankedGPT, bigram_hash
 from leanstep.gpt.config import GPTConfig
 
-# fp32 machine epsilon whatever the activations are: what torch.rms_norm uses for bf16 input as well.
+# fp32 machine epsilon for every activation dtype; torch.rms_norm also uses it for bf16 input.
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -38,7 +38,7 @@ def dense_mask(bounds: list[int], window: int) -> Tensor:
 def softcap_loss(
     logits: Tensor, targets: Tensor, mtp: tuple[float, ...], softcap: tuple[float, float, float] | None
 ) -> Tensor:
-    """Multi-token cross-entropy per row [T] of raw logits [T, V]; negative targets are ignored."""
+    """Return the multi-token cross-entropy per row [T] of raw logits [T, V]; negative targets are ignored."""
     z = logits
     if softcap is not None:
         a, b, c = softcap
@@ -58,7 +58,7 @@ def softcap_loss(
 
 
 def shift_keys(k: Tensor, starts: Tensor | None) -> Tensor:
-    """The second half of every key [T, H, D] comes from the token before."""
+    """Return keys [T, H, D] with the second half of each from the previous token."""
     still = k.shape[-1] // 2
     shifted = torch.cat([k[:1, :, still:], k[:-1, :, still:]])
     if starts is not None:
@@ -170,7 +170,7 @@ class Block(nn.Module):
 
 
 class ReferenceGPT(BankedGPT):
-    """The model of modules. `core` picks attention: "dense" T x T masks (the truth), or the banded one."""
+    """The model of modules. `core` selects attention: "dense" T x T masks (the reference), or banded."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class ReferenceGPT(BankedGPT):
     def hidden(
         self, inputs: Tensor, cu_seqlens: Tensor | None = None, *, bigram_ids: Tensor | None = None
     ) -> Tensor:
-        """Final normalised states [T, E]."""
+        """Return final normalised states [T, E]."""
         c = self.config
         bounds = [0, inputs.shape[0]] if cu_seqlens is None else check_cu_seqlens(cu_seqlens, inputs.shape[0])
         starts = None
@@ -214,7 +214,7 @@ class ReferenceGPT(BankedGPT):
             xb = F.embedding(bigram_ids, self.bigram_embed)
             lambdas = self.bigram_lambdas.to(dtype)
             lane0 = x0 + lambdas[0] * xb
-            # Layer 0 has its bigram already.
+            # Layer 0 already includes its bigram.
             injections = [
                 injected + lambdas[i] * xb if i else injected for i, injected in enumerate(injections)
             ]
@@ -247,7 +247,7 @@ class ReferenceGPT(BankedGPT):
         return norm(out)
 
     def _attention_inputs(self, layer: int, inputs: Tensor, dtype: torch.dtype) -> tuple:
-        """(qkvo, lambdas, gate, ve, ve_gate) of a layer, each by indexing its bank."""
+        """Return (qkvo, lambdas, gate, ve, ve_gate) of a layer, each by indexing its bank."""
         c = self.config
         if layer in c.attention_free_layers:
             return ()
@@ -270,7 +270,7 @@ class ReferenceGPT(BankedGPT):
         bigram_ids: Tensor | None = None,
         mtp: tuple[float, ...] | None = None,
     ) -> Tensor:
-        """Training loss: the multi-token cross-entropy summed over rows."""
+        """Return the training loss: multi-token cross-entropy summed over rows."""
         logits = self.hidden(inputs, cu_seqlens, bigram_ids=bigram_ids) @ self.head_weight().T
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return softcap_loss(wide, targets, mtp or self.config.mtp, self.config.softcap).sum()
