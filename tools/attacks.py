@@ -119,7 +119,7 @@ def forked(folder: Path, *arguments: str) -> Ran:
 
 
 def judged(ran: Ran, allowed: tuple[int, ...] = (0, 1, 2, 3)) -> str:
-    """Survived or refused; raises Failed for a traceback, another exit code or raw text of a stranger."""
+    """Survived or refused; raises Failed for a traceback, another exit code or raw text of an input."""
     text = ran.out + ran.err
     if "Traceback (most recent call last)" in text:
         raise Failed("traceback: " + text.strip().splitlines()[-1])
@@ -308,7 +308,7 @@ def trace_files() -> Iterator[Attack]:
 
 
 def trace_names() -> Iterator[Attack]:
-    """Names and files of a stranger's trace: nothing is read, nothing reaches a terminal or a runner."""
+    """Names and files of a third-party trace: nothing is read, nothing reaches a terminal or a runner."""
     texts = {
         "escape": "x\x1b]0;owned\x07\x1b[2J",
         "newline": "x\n::error file=a::owned",
@@ -411,7 +411,7 @@ def trace_reads() -> Iterator[Attack]:
         yield Attack("trace reads", name, attack)
 
 
-# Reports, baselines and pages of strangers.
+# Third-party reports, baselines and pages.
 
 
 def reports() -> Iterator[Attack]:
@@ -503,7 +503,7 @@ def outputs() -> Iterator[Attack]:
 
     def fifo(path: Path) -> None:
         os.mkfifo(path)
-        # Opened for both, so that nobody waits for a reader.
+        # Opened for both, so that no process waits for a reader.
         reader = os.open(path, os.O_RDWR)
         import fcntl
 
@@ -642,7 +642,7 @@ def checkpoints() -> Iterator[Attack]:
         "no counts": lambda t: t["interval"][0].update(counts={}),
         "tokens as text": lambda t: t["interval"][0].update(tokens="x"),
         "time not finite": lambda t: t.update(train_time_s=float("nan")),
-        "random state of another kind": lambda t: t["random"][0].update(python=[3, [1, 2], None]),
+        "random state of a wrong kind": lambda t: t["random"][0].update(python=[3, [1, 2], None]),
         "numpy state": lambda t: t["random"][0].update(numpy=["MT19937", [1], 5, 0, 0.0]),
         "numpy state as text": lambda t: t["random"][0].update(numpy="x"),
         "no random state": lambda t: t.update(random=[]),

@@ -112,14 +112,14 @@ def contiguous(size: Iterable[int], width: int, dtype: str) -> Shape:
 
 def shapes_of(dims: list, dtypes: list, strides: list) -> list[Shape]:
     """Tensors of a row's arguments; what the tables write as a scalar or nothing is none."""
-    found = []
+    tensors = []
     for i, dim in enumerate(dims):
         dtype = dtypes[i] if i < len(dtypes) else ""
         if dtype == "TensorList":
             # The tables do not give the dtype of a list's tensors; in these traces it is the model's.
             for j, size in enumerate(dim):
                 stride = tuple(strides[i][j]) if strides[i] else ()
-                found.append(
+                tensors.append(
                     Shape(tuple(size), stride, 2, "bfloat16")
                     if len(stride) == len(size)
                     else contiguous(size, 2, "bfloat16")
@@ -128,10 +128,10 @@ def shapes_of(dims: list, dtypes: list, strides: list) -> list[Shape]:
             width, name = DTYPES[dtype]
             stride = tuple(strides[i]) if i < len(strides) else ()
             if len(stride) == len(dim):
-                found.append(Shape(tuple(dim), stride, width, name))
+                tensors.append(Shape(tuple(dim), stride, width, name))
             else:
-                found.append(contiguous(dim, width, name))
-    return found
+                tensors.append(contiguous(dim, width, name))
+    return tensors
 
 
 def outputs_of(name: str, ins: list[Shape]) -> list[Shape]:
@@ -151,8 +151,8 @@ def outputs_of(name: str, ins: list[Shape]) -> list[Shape]:
     if name in ("native_layer_norm", "_fused_rms_norm"):
         # One statistic a row. Where no weight tells the row, the test that was traced normalises all but
         # the batch (layer norm) or all but batch and channels (rms norm): its backward rows show it.
-        kept = len(first.size) - 1 if len(first.size) != 4 else 1 if name == "native_layer_norm" else 2
-        return [first, contiguous(first.size[:kept], 4, "float32")]
+        num_kept = len(first.size) - 1 if len(first.size) != 4 else 1 if name == "native_layer_norm" else 2
+        return [first, contiguous(first.size[:num_kept], 4, "float32")]
     if "_norm" in name or "softmax" in name:
         return [first]
     size = first.size
@@ -210,7 +210,7 @@ def read(paths: Sequence[Path]) -> list[Row]:
     A queued kernel of ROCm begins in its trace where the one before it ends, so that its duration holds the 3
     us of its own dispatch; or it begins after those 3 us. CUDA's never holds them. On AMD the gap is counted.
     """
-    found = []
+    rows = []
     for path in paths:
         with path.open(encoding="utf-8") as file:
             for row in csv.DictReader(file):
@@ -222,7 +222,7 @@ def read(paths: Sequence[Path]) -> list[Row]:
                 ins = shapes_of(dims, dtypes, strides)
                 asked = kernels_of(row, ins) if ins else []
                 if asked:
-                    found.append(
+                    rows.append(
                         Row(
                             path.stem,
                             device,
@@ -234,7 +234,7 @@ def read(paths: Sequence[Path]) -> list[Row]:
                             float(row["queued_us" if device.vendor == "amd" else "median_us"]),
                         )
                     )
-    return found
+    return rows
 
 
 def predicted_us(row: Row, rates: Rates) -> float:
@@ -255,7 +255,7 @@ def loss(rows: Sequence[Row], rates: Rates) -> float:
 def fit(rows: Sequence[Row], start: Rates = START, rounds: int = 6) -> Rates:
     """Coordinate search: each constant over a grid of factors, until nothing gets better.
 
-    A small pull towards the starting point keeps constants at home that the rows say little about.
+    A small pull towards the starting point keeps constants there if the rows say little about them.
     """
     home = asdict(start)
     # A constant that is assumed for a vendor takes nothing from its rows, not for the other vendor either.
@@ -301,7 +301,7 @@ def error_of(ratios: Sequence[float]) -> Error:
 
 def held_out(rows: Sequence[Row]) -> list[tuple[Row, float]]:
     """(row, predicted / measured) with constants that were fitted without the row's trace."""
-    found = []
+    judged = []
     for trace in dict.fromkeys(row.trace for row in rows):
         mine = [row for row in rows if row.trace == trace]
         others = [r for r in rows if r.trace != trace and r.device.vendor == mine[0].device.vendor]
@@ -309,8 +309,8 @@ def held_out(rows: Sequence[Row]) -> list[tuple[Row, float]]:
         home = fit([r for r in rows if r.trace != trace])
         rates = fit(others, home) if others else home
         rates = replace(rates, **ASSUMED.get(mine[0].device.vendor, {}))
-        found += [(row, predicted_us(row, rates) / row.measured_us) for row in mine]
-    return found
+        judged += [(row, predicted_us(row, rates) / row.measured_us) for row in mine]
+    return judged
 
 
 def by_class(judged: Sequence[tuple[Row, float]]) -> dict[tuple[str, str], Error]:

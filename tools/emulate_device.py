@@ -154,11 +154,11 @@ class Emulator:
 
     def _device(self) -> None:
         punctual(True)
-        while (given := self.work.get()) is not None:
-            if isinstance(given, End):
-                given.device = time.perf_counter()
+        while (task := self.work.get()) is not None:
+            if isinstance(task, End):
+                task.device = time.perf_counter()
             else:
-                launched, duration = given
+                launched, duration = task
                 self.done = max(self.done, launched) + duration
                 until(self.done)
             self.work.task_done()

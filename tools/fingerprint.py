@@ -37,7 +37,7 @@ def one_round(threads: int, most: float, names: list[str]) -> dict[str, str]:
     from leanstep.case import all_cases
 
     torch.set_num_threads(threads)
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for name, case in sorted(all_cases().items()):
         if names and name not in names:
             continue
@@ -59,8 +59,8 @@ def one_round(threads: int, most: float, names: list[str]) -> dict[str, str]:
                     torch.manual_seed(0)
                     outputs = implementation.build(workload)()
                     key = f"{name}/{size}/{str(dtype)[6:]}/{implementation.name}"
-                    found.update({f"{key}/{k}": digest(v) for k, v in outputs.items()})
-    return found
+                    digests.update({f"{key}/{k}": digest(v) for k, v in outputs.items()})
+    return digests
 
 
 def compare(before: dict[str, str], after: dict[str, str]) -> int:
@@ -98,9 +98,9 @@ def main() -> int:
             command = [sys.executable, __file__, str(part), "--round", str(threads)]
             command += ["--most", str(options.most), "--cases", options.cases]
             subprocess.run(command, check=True, env={**os.environ, "LEANSTEP_NATIVE": native})
-            found = json.loads(part.read_text())
+            digests = json.loads(part.read_text())
             part.unlink()
-            result.update({f"threads={threads},native={native} {k}": v for k, v in found.items()})
+            result.update({f"threads={threads},native={native} {k}": v for k, v in digests.items()})
     options.files[0].write_text(json.dumps(result, indent=0, sort_keys=True))
     print(f"{len(result)} digests in {options.files[0]}")
     return 0

@@ -383,14 +383,14 @@ def draw_distill(draw: Draw) -> Trial:
         dtype = logits.dtype
         # The teacher's numbers are constants: rounded once to the case's dtype, exact from there on.
         if who == "top k":
-            given = top.to(trial.dtype).to(dtype)
-            rows = reference_top_k(torch.log_softmax(logits, -1), ids, given, kind)
+            log_q_given = top.to(trial.dtype).to(dtype)
+            rows = reference_top_k(torch.log_softmax(logits, -1), ids, log_q_given, kind)
         elif who == "head":
             far_logits = far.to(trial.dtype).to(dtype) @ wide.to(trial.dtype).to(dtype).T
             rows = reference_distill(logits, far_logits, kind)
         else:
-            given = log_q.to(trial.dtype).to(dtype)
-            rows = _given_divergence(logits, given, kind)
+            log_q_given = log_q.to(trial.dtype).to(dtype)
+            rows = _given_divergence(logits, log_q_given, kind)
         return {"loss": rows.mean()}
 
     dtype, text = draw.pick(torch.float32, torch.float64), f"{who}, {kind}, {transform}"
@@ -406,9 +406,9 @@ def draw_masked(draw: Draw) -> Trial:
     leaves, transform = draw.head()
     columns, num_rows = len(leaves["weight"]), len(leaves["hidden"])
     targets = draw.ids(columns, num_rows)
-    kept = [sorted(set(draw.ids(columns, draw.size(12)).tolist())) for _ in range(num_rows)]
-    offsets = torch.tensor([0, *(len(ids) for ids in kept)]).cumsum(0)
-    sets = Allowed(torch.tensor([i for ids in kept for i in ids]), offsets)
+    allowed_ids = [sorted(set(draw.ids(columns, draw.size(12)).tolist())) for _ in range(num_rows)]
+    offsets = torch.tensor([0, *(len(ids) for ids in allowed_ids)]).cumsum(0)
+    sets = Allowed(torch.tensor([i for ids in allowed_ids for i in ids]), offsets)
     far, wide = draw.normal(num_rows, 5), draw.normal(columns, 5)
     factor, second, with_kl = draw.normal(num_rows), draw.normal(num_rows), draw.pick(True, False)
 
@@ -427,7 +427,7 @@ def draw_masked(draw: Draw) -> Trial:
         if with_kl:
             far_logits = far.to(trial.dtype).to(logits.dtype) @ wide.to(trial.dtype).to(logits.dtype).T
             far_logits = reference_logits_like(far_logits, transform)
-        return _masked_sum(*reference_masked(logits, targets, kept, far_logits), factor, second)
+        return _masked_sum(*reference_masked(logits, targets, allowed_ids, far_logits), factor, second)
 
     dtype, text = draw.pick(torch.float32, torch.float64), f"kl {with_kl}, {transform}"
     trial = Trial(leaves, fast, plain, dtype, text, draw.native())
@@ -636,13 +636,13 @@ def draw_invariant(draw: Draw) -> Check:
 
     def outputs(index: Tensor) -> list[Tensor]:
         leaf = hidden[index].requires_grad_()
-        given = {"temperature": temperature[index], "entropy": entropy, "tuning": Tuning(invariant=True)}
+        options = {"temperature": temperature[index], "entropy": entropy, "tuning": Tuning(invariant=True)}
         if kind == "logits":
             leaf = (hidden[index] @ weight.T).detach() if columns == 1 else _logits(hidden, weight)[index]
             leaf = leaf.requires_grad_()
-            out = token_logprobs(leaf, targets[index], **given)
+            out = token_logprobs(leaf, targets[index], **options)
         else:
-            out = linear_logprobs(leaf, weight, targets[index], transform=transform, **given)
+            out = linear_logprobs(leaf, weight, targets[index], transform=transform, **options)
         loss = (out.logp * temperature[index]).sum()
         loss = loss if out.entropy is None else loss + out.entropy.sum()
         loss.backward()
@@ -670,7 +670,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def draw_abuse(draw: Draw) -> Check:
-    """NorMuon with what nobody should pass: it refuses in one line and moves nothing, or stays finite."""
+    """NorMuon with invalid arguments: it refuses in one line and moves nothing, or stays finite."""
     nan, inf = math.nan, math.inf
     shape = draw.pick(
         (4, 6), (1, 1), (1, 9), (9, 1), (3, 4, 5), (2, 1, 3), (4, 0), (0, 4), (2, 0, 3), (5,), ()

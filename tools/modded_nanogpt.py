@@ -220,7 +220,7 @@ def distance(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, fl
 
 
 def compare_optimizers(checkout: Path, steps: int) -> dict[str, dict[str, float]]:
-    text, found = read_script(checkout), {}
+    text, results = read_script(checkout), {}
     torch._dynamo.config.recompile_limit = 64
     for exact in (True, False):
         truth = train("upstream", text, steps, exact=exact, traced=False)
@@ -231,13 +231,13 @@ def compare_optimizers(checkout: Path, steps: int) -> dict[str, dict[str, float]
             rows.insert(3, ("polar_express", True))
         for kind, traced in rows:
             row = distance(train(kind, text, steps, exact=exact, traced=traced), truth)
-            found[f"{words}, {kind}{', traced' if traced else ''}"] = row
-    for name, row in found.items():
+            results[f"{words}, {kind}{', traced' if traced else ''}"] = row
+    for name, row in results.items():
         print(f"{name}: " + ", ".join(f"{n} {v:.1e}" for n, v in row.items()), flush=True)
     names = load_optimizer(text, LEANSTEP)
     full = sorted({name for name, options in names["compiled"] if options.get("fullgraph")})
     print(f"traced with fullgraph=True: {', '.join(full)}")
-    return found
+    return results
 
 
 def swap_pieces(checkout: Path, folder: Path) -> Path:

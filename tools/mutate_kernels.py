@@ -172,8 +172,10 @@ class Finder(ast.NodeVisitor):
         called = self.text(node.func)
         masks = [k for k in node.keywords if k.arg in ("mask", "other")]
         if called in ("tl.load", "tl.store") and masks:
-            kept = [self.text(a) for a in node.args] + [self.text(k) for k in node.keywords if k not in masks]
-            self.add(node, "mask", f"{called}({', '.join(kept)})")
+            arguments = [self.text(a) for a in node.args] + [
+                self.text(k) for k in node.keywords if k not in masks
+            ]
+            self.add(node, "mask", f"{called}({', '.join(arguments)})")
         for keyword in masks:
             if keyword.arg == "mask":
                 self.bounds(keyword.value)
@@ -238,15 +240,15 @@ def _mask_names(function: ast.FunctionDef) -> set[str]:
 def mutants_of(path: Path) -> list[Mutant]:
     source = path.read_text()
     name = str(path.relative_to(ROOT / "leanstep"))
-    found: list[Mutant] = []
+    all_mutants: list[Mutant] = []
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and any(
             ast.unparse(d) == "triton.jit" for d in node.decorator_list
         ):
             finder = Finder(name, source, node)
             finder.visit(node)
-            found += finder.mutants
-    return sorted(set(found), key=lambda m: (m.start, m.stop, m.new))
+            all_mutants += finder.mutants
+    return sorted(set(all_mutants), key=lambda m: (m.start, m.stop, m.new))
 
 
 def _pytest(copy: Path, arguments: list[str]) -> int:

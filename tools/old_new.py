@@ -43,13 +43,13 @@ def list_cases() -> None:
     """The cases of this checkout and the name of the fast path of each."""
     from leanstep.case import all_cases
 
-    found = {}
+    rows = {}
     for name, case in sorted(all_cases().items()):
         fast = [
             i.name for i in case.implementations if i.kind == "fast" and not i.missing(case.params("tiny"))
         ]
-        found[name] = "leanstep" if "leanstep" in fast else fast[0]
-    print(json.dumps(found))
+        rows[name] = "leanstep" if "leanstep" in fast else fast[0]
+    print(json.dumps(rows))
 
 
 def start(checkout: Path, *arguments: str) -> subprocess.Popen[str]:

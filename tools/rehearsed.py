@@ -66,11 +66,11 @@ def rows_of(recording: Recording, rows: dict[int, str]) -> dict[str, dict[str, A
     memory = memory_of(recording, device.memory_bytes, device.context_bytes, points=1)
     ends = [step.last for step in recording.steps]
     timings = time_steps(recording.events, ends, device, HostCosts.of(HOST_US))
-    found = {}
+    results = {}
     for index, name in rows.items():
         step, time = recording.steps[index], timings[index]
         waits = [e for e in recording.events[step.first : step.last] if isinstance(e, HostWait)]
-        found[name] = {
+        results[name] = {
             "launches": time.kernels,
             "host_waits": len(waits),
             "device_ms": round(time.device_s * 1e3, 3),
@@ -80,7 +80,7 @@ def rows_of(recording: Recording, rows: dict[int, str]) -> dict[str, dict[str, A
             "peak_gib": round(memory.reserved / 2**30, 2),
             **_shape_of(recording.events, step.first, step.last),
         }
-    return found
+    return results
 
 
 def _shape_of(events: Sequence[Event], first: int, last: int) -> dict[str, int]:
@@ -111,9 +111,9 @@ def main() -> int:
     for script in parser.parse_args().scripts or ROWS:
         for name, row in figures(script).items():
             command = f"python tools/rehearsed.py {script}"
-            kept = {"command": command, "device": DEVICE, "host_us": HOST_US, "predicted": row}
+            held = {"command": command, "device": DEVICE, "host_us": HOST_US, "predicted": row}
             (ROOT / "results" / "rehearsed").mkdir(exist_ok=True)
-            text = json.dumps(kept, indent=1) + "\n"
+            text = json.dumps(held, indent=1) + "\n"
             write_text(ROOT / "results" / "rehearsed" / f"{name}.json", text, "results")
             print(name, row)
     return 0

@@ -309,15 +309,15 @@ def observer_calls() -> dict[str, Call]:
 
 def soak(call: Call, calls: int, seconds: float) -> tuple[int, Level, Level]:
     """How many calls were made, and the levels after a tenth of them and at the end."""
-    warm, deadline, made = max(calls // 10, 1), time.monotonic() + seconds, 0
-    while made < warm and time.monotonic() < deadline - 0.9 * seconds:
+    warm, deadline, num_calls = max(calls // 10, 1), time.monotonic() + seconds, 0
+    while num_calls < warm and time.monotonic() < deadline - 0.9 * seconds:
         call()
-        made += 1
+        num_calls += 1
     before = level()
-    while made < calls and time.monotonic() < deadline:
+    while num_calls < calls and time.monotonic() < deadline:
         call()
-        made += 1
-    return made, before, level()
+        num_calls += 1
+    return num_calls, before, level()
 
 
 def missing(calls: dict[str, Call]) -> list[str]:
@@ -344,13 +344,13 @@ def main() -> int:
         for name, call in calls.items():
             if options.functions and name not in options.functions:
                 continue
-            made, before, after = soak(call, options.calls, options.seconds)
+            num_calls, before, after = soak(call, options.calls, options.seconds)
             change = [b - a for a, b in zip(before, after, strict=True)]
             grows = change[0] > MOST_GROWTH_BYTES or any(count > 0 for count in change[1:])
             failures += grows
             memory = f"{change[0] / 2**20:+.1f} MiB"
             counts = " | ".join(f"{count:+d}" for count in change[1:])
-            print(f"| {name} | {made} | {memory} | {counts} |{' GROWS' if grows else ''}", flush=True)
+            print(f"| {name} | {num_calls} | {memory} | {counts} |{' GROWS' if grows else ''}", flush=True)
     return int(failures > 0)
 
 

@@ -74,8 +74,8 @@ def make_batch(step: int, dtype: torch.dtype = torch.float32) -> Rollouts:
     mask[:, PROMPT + RESPONSE // 4 : PROMPT + RESPONSE // 2] = 0
     reward = torch.rand(GROUPS, GROUP_SIZE, generator=generator, dtype=torch.float64)
     advantage = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-6)
-    kept = RESPONSE - RESPONSE // 4
-    per_token = advantage.view(batch, 1).expand(batch, kept).flatten()
+    length = RESPONSE - RESPONSE // 4
+    per_token = advantage.view(batch, 1).expand(batch, length).flatten()
     # The sampler's log-probs: those of a fresh policy plus the noise of another kernel.
     old = -torch.log(torch.tensor(float(VOCAB))) + 0.05 * torch.randn(len(per_token), generator=generator)
     return Rollouts(tokens, mask, old.to(dtype), per_token.to(dtype))

@@ -33,9 +33,9 @@ def main(rounds: int = 7) -> None:
             update(select)
             seconds.append(time.perf_counter() - start)
     peaks = {select: measure_peak(lambda s=select: update(s), {}).peak_bytes for select in times}
-    every, kept = update("all"), update("response")
+    every, selected = update("all"), update("response")
     apart = max(
-        float((every[k] - kept[k]).abs().max() / every[k].abs().max().clamp(min=1e-12)) for k in every
+        float((every[k] - selected[k]).abs().max() / every[k].abs().max().clamp(min=1e-12)) for k in every
     )
 
     plan = rollout.plan

@@ -47,7 +47,7 @@ def demo(
         str | None, typer.Option(metavar="FILE", help="Write the result as JSON; - = standard output.")
     ] = None,
 ) -> None:
-    """Walk through the loop on three bundled training steps and write one page. Takes two to three minutes.
+    """Diagnose, fix, prove and measure three bundled training steps. Takes two to three minutes.
 
     Example: leanstep demo --out report
     """
@@ -73,7 +73,7 @@ def demo(
     writes_page = _runs(check_installed, screen)
     started = time.perf_counter()
     board = Board(chosen, screen)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     sections: dict[str, Any] = {}
     with board, _interrupt_in_one_line():
         for example in board.examples:
@@ -84,7 +84,7 @@ def demo(
                 budget_s=budget,
                 report=lambda what, name=example.name: board.show(name, what),
             )
-            found.append(result)
+            results.append(result)
             board.finish(result)
         foreseen: list[str] = []
         if peers:
@@ -92,8 +92,8 @@ def demo(
             predicted, foreseen = _rehearse(board, examples)
             sections |= predicted
     seconds = time.perf_counter() - started
-    payload = _payload(found, seconds)
-    screen.print(closing_table(found))
+    payload = _payload(results, seconds)
+    screen.print(closing_table(results))
     for line in foreseen:
         screen.print(line, markup=False, highlight=False, soft_wrap=True)
     if writes_page:
@@ -101,7 +101,7 @@ def demo(
     write_json({"demo": payload, **sections}, json)
     place = f" · the page: {page.resolve().as_uri()}" if writes_page else ""
     screen.print(f"{units.duration(seconds)}{place}", soft_wrap=True, markup=False)
-    failed = [f"{e['name']} {row['tensor']}" for e in found for row in e["proof"] if not row["ok"]]
+    failed = [f"{e['name']} {row['tensor']}" for e in results for row in e["proof"] if not row["ok"]]
     if failed:
         raise FellShort(f"demo: the proof failed for {len(failed)} tensors, first {failed[0]}")
 
@@ -145,10 +145,10 @@ def _page_path(out: str) -> Path:
     return page
 
 
-def _payload(found: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+def _payload(results: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     from leanstep.measure.timing import environment
 
-    return {**environment(), "seconds": seconds, "examples": found}
+    return {**environment(), "seconds": seconds, "examples": results}
 
 
 def _write_page(page: Path, payload: dict[str, Any], sections: dict[str, Any]) -> None:
@@ -185,7 +185,7 @@ def _rehearse(board: Board, examples: Path) -> tuple[dict[str, Any], list[str]]:
     """The RL example on an H100 and what fits at the seed's size, predicted; why not, where it cannot run."""
     from leanstep.commands.rehearse import rehearse_example
 
-    board.show("peers", "rehearsal on an H100 that is not there")
+    board.show("peers", "rehearsal on a simulated H100")
     try:
         section, lines = rehearse_example(examples)
         return {"rehearse": section, "sweep": sweep_at_published_size()}, lines

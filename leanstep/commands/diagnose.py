@@ -266,14 +266,14 @@ def _check_trace_options(running: dict[str, Any], judging: dict[str, Any], trace
     """A trace is a run that is over, and a comparison has no findings: refuse what would do nothing."""
     if len(traces) > 2:
         raise BadInput(f"--trace: expected one trace, or two to compare, got {len(traces)}")
-    for option, given in running.items():
-        if given:
+    for option, value in running.items():
+        if value:
             raise BadInput(f"{option}: does not fit --trace, which runs no script")
     for path in traces:
         if path.endswith(".py"):
             raise BadInput(f"--trace: expected trace.json or trace.json.gz of torch.profiler, got {path}")
-    for option, given in judging.items():
-        if given and len(traces) == 2:
+    for option, value in judging.items():
+        if value and len(traces) == 2:
             raise BadInput(f"{option}: does not fit two traces; --json, --threshold and --all do")
 
 

@@ -130,11 +130,11 @@ def compare(
 
     folder = examples / example.name
     before, after = (folder / f"{side}.py" for side in SIDES)
-    found: dict[str, Any] = {side: {} for side in SIDES}
+    comparison: dict[str, Any] = {side: {} for side in SIDES}
     for side, path in zip(SIDES, (before, after), strict=True):
         report(f"diagnose {side}.py")
         # In a process of its own, as the others are: this one must not have run anything when it forks.
-        found[side]["diagnose"] = call_in_child(diagnose_script, path, fork=True)
+        comparison[side]["diagnose"] = call_in_child(diagnose_script, path, fork=True)
     jobs = [Job(str(path), steps=steps) for path in (before, after)]
     report("prove the update")
     proof = prove_scripts(*jobs, fork=True, report=lambda what: report(f"prove: {what}"))
@@ -142,7 +142,7 @@ def compare(
         raise FellShort(f"demo: {proof.problem}")
     figures = bench_scripts(*jobs, budget_s=budget_s, fork=True, report=lambda what, share: report(what))
     for side, row in zip(SIDES, (figures.before, figures.after), strict=True):
-        found[side] |= {
+        comparison[side] |= {
             "losses": proof.losses[side],
             "median_s": row.median_s,
             "p20_s": row.p20_s,
@@ -155,9 +155,9 @@ def compare(
         "title": example.title,
         "summary": example.summary,
         "diff": difference(before.read_text(encoding="utf-8"), after.read_text(encoding="utf-8")),
-        **found,
-        "time_ratio": found["before"]["median_s"] / found["after"]["median_s"],
-        "memory_ratio": found["before"]["peak_bytes"] / max(found["after"]["peak_bytes"], 1),
+        **comparison,
+        "time_ratio": comparison["before"]["median_s"] / comparison["after"]["median_s"],
+        "memory_ratio": comparison["before"]["peak_bytes"] / max(comparison["after"]["peak_bytes"], 1),
         "proof": [
             {
                 "case": example.name,

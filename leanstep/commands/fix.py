@@ -62,7 +62,7 @@ def fix(
         say_above(out if out.is_terminal else Console(stderr=True), line)
 
     with progress_bar(out, "fix", plain_lines=True) as report:
-        found = find_fixes(
+        fixes = find_fixes(
             path,
             args or [],
             Settings(rules, timing_s=min(5.0, budget / 20), budget_s=budget, fork=True),
@@ -70,38 +70,38 @@ def fix(
             show,
         )
     if write:
-        found.write()
-    for line in _fix_lines(found, write):
+        fixes.write()
+    for line in _fix_lines(fixes, write):
         # A diff that is folded is none.
         if line.startswith("--- "):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print_text(out, line)
-    write_json({**found.as_dict(), "written": write and bool(found.changed)}, json)
+    write_json({**fixes.as_dict(), "written": write and bool(fixes.changed)}, json)
 
 
-def _fix_lines(found: Any, write: bool) -> list[str]:
+def _fix_lines(fixes: Any, write: bool) -> list[str]:
     from leanstep.script.lines import short_path
 
     lines = []
-    for offer in found.offers:
+    for offer in fixes.offers:
         first, *others = offer.findings
         more = f" and {len(others)} more" if others else ""
         lines.append(f"{first.rule}  {_where(first)}{more}: {offer.title}")
         lines.append(f"    proven: {offer.proof.sentence()}")
         lines.append(f"    measured: {_measured_words(offer.bench)}")
-    if found.together is not None:
+    if fixes.together is not None:
         lines.append(
-            f"all together: {_measured_words(found.together.bench)}; {found.together.proof.sentence()}"
+            f"all together: {_measured_words(fixes.together.bench)}; {fixes.together.proof.sentence()}"
         )
-    if found.changed:
-        lines += ["", found.diff().rstrip("\n"), ""]
-    for finding, why in found.refused:
+    if fixes.changed:
+        lines += ["", fixes.diff().rstrip("\n"), ""]
+    for finding, why in fixes.refused:
         lines.append(f"left alone: {finding.rule}  {_where(finding)}: {why}")
-    if not found.offers:
+    if not fixes.offers:
         lines.append("Nothing to repair mechanically.")
     else:
-        files = ", ".join(short_path(str(path)) for path in found.changed)
+        files = ", ".join(short_path(str(path)) for path in fixes.changed)
         lines.append(f"Applied to {files}." if write else f"--write applies this to {files}.")
     return lines
 

@@ -118,8 +118,8 @@ def _check_own_file(
     out.print(_table(result["rows"], targets))
     if not skip_memory:
         total = sum(report.launches.values())
-        found = f"{len(report.problems)} problems" if report.problems else "no problem"
-        out.print(f"bounds and races, {total} launches in the interpreter: {found}")
+        summary = f"{len(report.problems)} problems" if report.problems else "no problem"
+        out.print(f"bounds and races, {total} launches in the interpreter: {summary}")
         for problem in report.problems:
             out.print(f"  {problem}", markup=False, soft_wrap=True)
     if report.not_launched:
@@ -210,10 +210,10 @@ def gpu_report(
     except OSError as error:
         raise BadInput(f"--out: cannot make {out}: {error.strerror}") from None
     check_writable(str(folder / "report.json"), "--out")
-    found = report.run_report(chosen, where, size=size, budget_s=budget, say=say)
-    report.write_report(found, folder)
+    results = report.run_report(chosen, where, size=size, budget_s=budget, say=say)
+    report.write_report(results, folder)
     say(f"wrote {folder / 'report.json'} and {folder / 'index.html'}")
-    wrong = report.shortfalls(found)
+    wrong = report.shortfalls(results)
     if wrong:
         raise FellShort(
             f"gpu-report: {wrong[0]}" + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else "")

@@ -61,9 +61,9 @@ def one_pass(here: Place) -> what_if.Transform:
                 first[phase] = len(out)
                 out.append(event)
         for phase, index in first.items():
-            kept = out[index]
-            assert isinstance(kept, Launch)
-            out[index] = replace(kept, kernels=(Kernel("pointwise", moved[phase]),))
+            launch = out[index]
+            assert isinstance(launch, Launch)
+            out[index] = replace(launch, kernels=(Kernel("pointwise", moved[phase]),))
         return out
 
     return transform
@@ -134,7 +134,7 @@ def gains(findings: Sequence[Data], files: Sequence[str], recording: Recording, 
             recording.refused.reason if recording.refused is not None else "fewer than two steps were seen"
         )
         raise BadInput(f"--on: no step could be predicted: {reason}")
-    found = []
+    entries = []
     for finding, file in zip(findings, files, strict=True):
         entry: Data = {"gain_ms": None, "gain_share": None, "why": ""}
         transform = transform_for(finding, recording, file)
@@ -157,13 +157,13 @@ def gains(findings: Sequence[Data], files: Sequence[str], recording: Recording, 
                     "host": "other host work is the bottleneck",
                 }
                 entry["why"] = bound.get(now.bound_by, "hidden behind other work")
-        found.append(entry)
+        entries.append(entry)
     return {
         "device": device.key,
         "predicted": True,
         "step_ms": now.step_s * 1e3,
         "bound_by": now.bound_by,
-        "findings": found,
+        "findings": entries,
     }
 
 

@@ -1,4 +1,4 @@
-"""`leanstep rehearse SCRIPT --device h100`: a training script on a GPU that is not there, predicted."""
+"""`leanstep rehearse SCRIPT --device h100`: predicts a training script on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def rehearse(
     oom: _OOM = "auto",
     every_call: _EVERY = False,
 ) -> None:
-    """Predict peak memory, step time and what bounds it on a GPU that is not there, from the script as it is.
+    """Predict peak memory, step time and what bounds it on a GPU that you do not have.
 
     The script runs for real: the files that it writes are written, unless --sandbox is given.
 

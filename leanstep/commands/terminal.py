@@ -195,7 +195,7 @@ def drop_standard_output() -> None:
 
 
 def add_markdown(text: str, path: str | None) -> None:
-    """Append to a Markdown file, as GitHub wants its step summary; nothing for None."""
+    """Append to a Markdown file, such as GitHub's step summary; do nothing for None."""
     if path is None:
         return
     try:

@@ -314,7 +314,7 @@ def _options(module: Any, recipe: str, named: dict[str, Any], pairs: list[str]) 
 
     known = [entry.name for entry in fields(module.SETTINGS)]
     options = {key: value for key, value in named.items() if value is not None}
-    given, model = {}, {}
+    recipe_options, model = {}, {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
         if not separator or not key.removeprefix("model.").isidentifier():
@@ -322,12 +322,12 @@ def _options(module: Any, recipe: str, named: dict[str, Any], pairs: list[str]) 
         if key.startswith("model."):
             model |= _model_field(module, recipe, key.removeprefix("model."), text)
         else:
-            given[key] = text
-    for key in (*options, *given):
+            recipe_options[key] = text
+    for key in (*options, *recipe_options):
         if key not in known:
             raise BadInput(f"{recipe}: no option {key!r}; it has {', '.join(known) or 'none'}")
     try:
-        options |= {key: parse_setting(module.SETTINGS, key, text) for key, text in given.items()}
+        options |= {key: parse_setting(module.SETTINGS, key, text) for key, text in recipe_options.items()}
     except ValueError as error:
         raise BadInput(f"{recipe}: {error}") from error
     return {**options, "model": model} if model else options

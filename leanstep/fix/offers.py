@@ -199,7 +199,7 @@ def find_fixes(
     of_rules = gate.selected(bench.diagnosis.findings, settings.rules, ())
     project = repairs.Project(bench.diagnosis.files)
     tried: dict[frozenset[Edit], Offer | str] = {}
-    for finding in gate.without_allowed(of_rules)[0]:
+    for finding in gate.without_ignored(of_rules)[0]:
         try:
             variants = repairs.variants(project, finding)
         except NotUnderstood as error:

@@ -129,7 +129,7 @@ class StepReport:
         if not self.watch.steps:
             self._tell(f"leanstep: no step was recorded: the training ended within {self._seen} steps")
             return
-        self.findings, _ = gate.without_allowed(self.watch.findings())
+        self.findings, _ = gate.without_ignored(self.watch.findings())
         self.scalars = self._figures()
         entries = screen.entries_of(self.findings)
         large = [entry for entry in entries if not all(is_small(f) for f in entry.findings)]

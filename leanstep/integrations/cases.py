@@ -233,19 +233,21 @@ def _limit(workload: Workload) -> Step:
     def step() -> Outputs:
         hidden = model.base_model(**batch).last_hidden_state
         weight = model.get_output_embeddings().weight.detach()
-        kept = hidden.detach()[rows[:, 0], rows[:, 1]]
-        d_kept, d_weight = torch.zeros_like(kept), torch.empty_like(weight)
-        buffer = kept.new_empty(kept.shape[0], tile)
+        selected = hidden.detach()[rows[:, 0], rows[:, 1]]
+        d_selected, d_weight = torch.zeros_like(selected), torch.empty_like(weight)
+        buffer = selected.new_empty(selected.shape[0], tile)
         for start in range(0, weight.shape[0], tile):
             part = weight[start : start + tile]
             logits = (
-                buffer[:, : part.shape[0]] if part.shape[0] == tile else kept.new_empty(len(kept), len(part))
+                buffer[:, : part.shape[0]]
+                if part.shape[0] == tile
+                else selected.new_empty(len(selected), len(part))
             )
-            torch.mm(kept, part.T, out=logits)
-            d_kept.addmm_(logits, part)
-            torch.mm(logits.T, kept, out=d_weight[start : start + tile])
+            torch.mm(selected, part.T, out=logits)
+            d_selected.addmm_(logits, part)
+            torch.mm(logits.T, selected, out=d_weight[start : start + tile])
         d_hidden = torch.zeros_like(hidden)
-        d_hidden[rows[:, 0], rows[:, 1]] = d_kept
+        d_hidden[rows[:, 0], rows[:, 1]] = d_selected
         hidden.backward(d_hidden)
         model.zero_grad()
         return {}

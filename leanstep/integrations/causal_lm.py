@@ -4,7 +4,7 @@
 
 The trainers' adapters differ only in what they do with the per-token results. A head that leanstep cannot
 express (an unknown module, an adapter with dropout, a sharded ZeRO-3 weight) is refused; and `check_head`
-compares our logits with the model's own on three tokens, so that a scaling nobody knew about is an error
+compares our logits with the model's own on three tokens, so that an unknown scaling is an error
 and not a slightly different loss.
 """
 
@@ -240,11 +240,11 @@ def score_labels(
 
     logp = spread(scored.logp)
     assert logp is not None
-    found = {name: spread(values) for name, values in more.items()}
-    return LabelScores(logp, spread(scored.entropy), mask if shifted else mask[:, :-1], **found)
+    columns = {name: spread(values) for name, values in more.items()}
+    return LabelScores(logp, spread(scored.entropy), mask if shifted else mask[:, :-1], **columns)
 
 
-# What `linear_logprobs` must return besides, for an output that somebody asked for.
+# What `linear_logprobs` must also return for each requested output.
 _NEEDED = (("is_top1", "argmax"), ("log_sum_sq_probs", "lse"))
 
 
@@ -259,24 +259,24 @@ def _more_outputs(
     shared: dict[str, Any],
 ) -> dict[str, Tensor]:
     """[R] each: statistics of the rows that trainers log."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     if "is_top1" in outputs:
         assert scored.argmax is not None
-        found["is_top1"] = scored.argmax == targets
+        results["is_top1"] = scored.argmax == targets
     if "log_sum_sq_probs" in outputs:
         # log sum p^2 = lse(2 z) - 2 lse(z), and half the temperature doubles z.
         doubled = linear_logprobs(
             flat, head.layer, targets, temperature=temperature / 2, outputs=["lse"], **shared
         )
         assert scored.lse is not None and doubled.lse is not None
-        found["log_sum_sq_probs"] = doubled.lse - 2.0 * scored.lse
+        results["log_sum_sq_probs"] = doubled.lse - 2.0 * scored.lse
     if "mean_logits" in outputs and head.softcap is not None:
         # Smoothed by one half, a log-prob is that of the target and the mean one, half each.
         even = Transform(head.scale, head.softcap, label_smoothing=0.5)
         options = {**shared, "transform": even, "temperature": temperature, "outputs": ["lse"]}
         smooth = linear_logprobs(flat, head.layer, targets, **options)
         assert smooth.lse is not None
-        found["mean_logits"] = 2.0 * smooth.logp - scored.logp + smooth.lse
+        results["mean_logits"] = 2.0 * smooth.logp - scored.logp + smooth.lse
     elif "mean_logits" in outputs:
         weight, bias, lora = unpack_head(head.layer)
         # Logits are linear in hidden, so their mean is one column: the mean of the weight's rows.
@@ -286,8 +286,8 @@ def _more_outputs(
             column = column + lora.scaling * (lora.up.mean(0, dtype=torch.float32) @ lora.down.float())
         means = flat.index_select(0, shared["rows"]).float() @ column
         means = means if bias is None else means + bias.float().mean()
-        found["mean_logits"] = means * (head.scale / temperature)
-    return found
+        results["mean_logits"] = means * (head.scale / temperature)
+    return results
 
 
 def router_loss(model: nn.Module, outputs: Any, attention_mask: Tensor | None) -> Tensor:
@@ -311,7 +311,7 @@ def check_router(model: nn.Module, asked: bool = False) -> None:
     """Compare our auxiliary loss and its weight with the model's own on three tokens.
 
     Args:
-        asked: whether somebody will ask for it although the model's config does not.
+        asked: whether it will be requested although the model's config does not.
 
     Raises:
         ValueError: for a family that computes or weights it in another way.
@@ -325,9 +325,9 @@ def check_router(model: nn.Module, asked: bool = False) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            given: dict[str, Any] = {"input_ids": ids, "output_router_logits": True, "use_cache": False}
-            theirs = model(**given, labels=ids)
-            backbone = model.base_model(**given)  # type: ignore[operator]
+            inputs: dict[str, Any] = {"input_ids": ids, "output_router_logits": True, "use_cache": False}
+            theirs = model(**inputs, labels=ids)
+            backbone = model.base_model(**inputs)  # type: ignore[operator]
             # A single sequence whose labels all count: its cross-entropy is the mean of two.
             plain = -score_labels(model, backbone.last_hidden_state, ids).logp.mean()
             ours = plain + getattr(model, "router_aux_loss_coef", 0.0) * router_loss(model, backbone, None)

@@ -81,10 +81,10 @@ def parse_args(add_custom_arguments: Callable[[Any], Any] | None = None) -> Name
     args = arguments.parse_args(add_custom)
     check_arguments(args)
     if _is_on(args):
-        given = getattr(args, "custom_megatron_init_path", None)
-        if given not in (None, HOOK):
+        init_path = getattr(args, "custom_megatron_init_path", None)
+        if init_path not in (None, HOOK):
             raise ValueError(
-                f"--custom-megatron-init-path: leanstep needs it; call {HOOK}(args) from {given}"
+                f"--custom-megatron-init-path: leanstep needs it; call {HOOK}(args) from {init_path}"
             )
         args.custom_megatron_init_path = HOOK
     return args

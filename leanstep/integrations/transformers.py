@@ -65,8 +65,12 @@ def apply_leanstep(model: nn.Module, *, allow_untested: bool = False, check: boo
         **kwargs: Any,
     ) -> Any:
         if not self.training or (labels is None and shift_labels is None):
-            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            return stock(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+            label_arguments = {
+                "labels": labels,
+                "shift_labels": shift_labels,
+                "num_items_in_batch": num_items_in_batch,
+            }
+            return stock(*args, **{k: v for k, v in label_arguments.items() if v is not None}, **kwargs)
         kwargs.pop("logits_to_keep", None)
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)

@@ -126,8 +126,12 @@ def _answer_fused_calls(model: nn.Module, entropy_mode: Callable[[], Entropy], *
         **kwargs: Any,
     ) -> Any:
         if not fused_lm_head:
-            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            return stock(*args, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+            label_arguments = {
+                "labels": labels,
+                "shift_labels": shift_labels,
+                "num_items_in_batch": num_items_in_batch,
+            }
+            return stock(*args, **{k: v for k, v in label_arguments.items() if v is not None}, **kwargs)
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
         kwargs["use_cache"] = False

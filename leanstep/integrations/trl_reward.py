@@ -35,9 +35,9 @@ class LeanRewardTrainer(RewardTrainer):
 
     def __init__(self, *args: Any, allow_untested: bool = False, **kwargs: Any) -> None:
         require_version("trl", TESTED, allow_untested=allow_untested)
-        given = kwargs.get("data_collator") or (args[2] if len(args) > 2 else None)
+        collator = kwargs.get("data_collator") or (args[2] if len(args) > 2 else None)
         super().__init__(*args, **kwargs)
-        if given is None and _has_groups(self.train_dataset):
+        if collator is None and _has_groups(self.train_dataset):
             processor: Any = self.processing_class
             # TRL has replaced its "auto" by a number or None.
             multiple: Any = self.args.pad_to_multiple_of

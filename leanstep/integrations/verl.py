@@ -57,7 +57,7 @@ class FusedLinearForPPO(nn.Module):
             got = f"{tuple(hidden_states.shape)} and {tuple(input_ids.shape)}"
             raise ValueError(f"hidden_states, input_ids: expected {expected}, got {got}")
         targets = input_ids.reshape(-1).long()
-        found = linear_logprobs(
+        scored = linear_logprobs(
             hidden_states.reshape(-1, hidden_states.shape[-1]),
             vocab_weights,
             targets if rows is None else targets.index_select(0, rows),
@@ -65,7 +65,7 @@ class FusedLinearForPPO(nn.Module):
             entropy="grad",
             temperature=temperature,
         )
-        logp, entropy = found.logp, found.entropy
+        logp, entropy = scored.logp, scored.entropy
         assert entropy is not None
         if rows is not None:
             logp, entropy = (v.new_zeros(len(targets)).index_copy(0, rows, v) for v in (logp, entropy))
@@ -82,8 +82,8 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool 
     owner = flat if flat._base is None else flat._base
     fits = flat.dtype in (torch.float32, torch.float64) and flat.is_contiguous()
     reuses = inplace_backward and fits and flat.requires_grad and not (flat.is_leaf or owner.is_leaf)
-    found = token_logprobs(flat, labels.reshape(-1).long(), reuse_buffer=reuses)
-    return found.logp.view(labels.shape)
+    scored = token_logprobs(flat, labels.reshape(-1).long(), reuse_buffer=reuses)
+    return scored.logp.view(labels.shape)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

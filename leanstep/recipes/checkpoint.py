@@ -2,13 +2,13 @@
 
 A checkpoint is a nested state (dicts, lists, tuples, tensors, numbers, strings, None). Tensors go into
 the safetensors body; the rest goes as JSON into its header, with a checksum over the body. Nothing is
-pickled, so loading a file somebody else made runs no code.
+pickled, so loading a third-party file runs no code.
 
     save(directory, step, state, settings=..., keep=3)
     found = load_latest(directory, settings=...)      # the newest that is whole and belongs to this run
     check_like(template, found.state)                 # has what a fresh state has: names, types, shapes
 
-Writing: temporary file in the same directory, fsync, rename, fsync of the directory. A process that dies
+Writing: temporary file in the same directory, fsync, rename, fsync of the directory. A process that is killed
 at any moment leaves either the old set of files or the new one, plus at most a temporary file that the
 next run removes. A file that is torn anyway (a dying disk, a copy cut short) fails its checksum, is
 reported in one line and passed over for the one before it.
@@ -178,7 +178,7 @@ def load_latest(
     *,
     settings: Mapping[str, Any],
     say: Callable[[str], None] = lambda line: None,
-    use: Callable[[Loaded], None] = lambda found: None,
+    use: Callable[[Loaded], None] = lambda loaded: None,
 ) -> Loaded | None:
     """The newest usable checkpoint of this run, or None when the directory has no checkpoint at all.
 
@@ -189,11 +189,11 @@ def load_latest(
     reasons = []
     for path in reversed(list_checkpoints(directory)):
         try:
-            found = load(path, settings=settings)
-            if path != checkpoint_path(directory, found.step):
-                raise CheckpointError(f"holds step {found.step}, not the step of its name")
-            use(found)
-            return found
+            usable = load(path, settings=settings)
+            if path != checkpoint_path(directory, usable.step):
+                raise CheckpointError(f"holds step {usable.step}, not the step of its name")
+            use(usable)
+            return usable
         except (CheckpointError, OSError) as error:
             reasons.append(f"{path.name}: {error}")
             say(f"checkpoint {path.name} skipped: {error}")

@@ -25,7 +25,7 @@ from torch import Tensor
 class World:
     """Who this process is.
 
-    `control` is a gloo group beside the training group: flags and small objects travel on it, so that
+    `control` is a gloo group beside the training group: it carries flags and small objects, so that
     asking "did anyone get SIGTERM?" never waits for a GPU stream. None = torch's default group.
     """
 
@@ -69,7 +69,7 @@ class World:
 
 
 def current_world(device: torch.device | str | None = None) -> World:
-    """The world of a process group that somebody else initialised, or the world of one."""
+    """Return the world of an initialised process group, or a world of one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return World(device=torch.device(device or "cpu"))
     control = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")

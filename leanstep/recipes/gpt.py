@@ -35,7 +35,7 @@ from leanstep.recipes.checkpoint import seed_python_generators
 from leanstep.recipes.distributed import World
 from leanstep.recipes.optimizers import make_optimizer
 from leanstep.recipes.schedules import Position, Schedule, Stage
-from leanstep.recipes.settings import LARGE, check_settings, setting, with_given
+from leanstep.recipes.settings import LARGE, check_settings, setting, with_overrides
 from leanstep.recipes.training_loop import Cadence
 
 
@@ -158,7 +158,7 @@ class GPTSettings:
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """What is given of the optimizer's own options."""
+        """Return the options that were set for the optimizer."""
         names = ("lr", "adam_lr", "weight_decay", "warmup", "decay", "beta2", "adam_decay", "table_lr_mul")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -175,7 +175,7 @@ def build(
     steps: int | None = None,
     world: World | None = None,
     model: Mapping[str, Any] | None = None,
-    **given: Any,
+    **overrides: Any,
 ) -> GPTTraining:
     """A training at step 0.
 
@@ -185,11 +185,11 @@ def build(
         steps: length; the preset's schedule is stretched to it.
         world: the ranks that share the work.
         model: fields of `GPTConfig` in place of the preset's.
-        given: fields of `GPTSettings`.
+        overrides: fields of `GPTSettings`.
     """
     if preset not in _PRESETS:
         raise ValueError(f"preset: no {preset!r}; there are {', '.join(_PRESETS)}")
-    settings = with_given(GPTSettings(), given)
+    settings = with_overrides(GPTSettings(), overrides)
     chosen, world = _PRESETS[preset], world or World()
     schedule = chosen.schedule if steps is None else chosen.schedule.of_length(steps)
     if settings.tokens is not None:

@@ -87,10 +87,10 @@ _SIZES: dict[str, tuple[GrpoSettings, TopicTask, int]] = {
 
 
 def build(
-    preset: str, *, seed: int = 0, steps: int | None = None, world: World | None = None, **given: Any
+    preset: str, *, seed: int = 0, steps: int | None = None, world: World | None = None, **overrides: Any
 ) -> Grpo:
-    """The recipe of a preset; `given` replaces fields of its `GrpoSettings`."""
-    settings, task, steps = from_preset(_SIZES, preset, steps, given)
+    """The recipe of a preset; `overrides` replaces fields of its `GrpoSettings`."""
+    settings, task, steps = from_preset(_SIZES, preset, steps, overrides)
     return Grpo(settings, task, seed=seed, steps=steps, preset=preset, world=world or World())
 
 

@@ -135,8 +135,8 @@ class MetricsLog:
         foreign = [i for i, line in enumerate(raw, 1) if line.strip() and _parse(line) is None]
         if foreign and foreign != [len(raw)]:
             say(f"{self.path.name}: line {foreign[0]} is no metric line; {len(foreign)} such lines left out")
-        kept = [line for line in self.read() if line["step"] <= step]
-        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        earlier = [line for line in self.read() if line["step"] <= step]
+        write_atomically(self.path, "".join(json.dumps(line) + "\n" for line in earlier).encode())
 
 
 def _parse(raw: bytes) -> dict[str, Any] | None:

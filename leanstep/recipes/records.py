@@ -41,7 +41,7 @@ class Test:
 
 
 def loss_test(losses: Sequence[float], target: float) -> Test:
-    """How surely the mean loss lies below the target.
+    """Test whether the mean loss is below the target.
 
     Equivalent to:
         scipy.stats.ttest_1samp(losses, target, alternative="less")

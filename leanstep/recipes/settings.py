@@ -73,7 +73,7 @@ def setting(
 
 
 def check_settings(settings: Any) -> None:
-    """ValueError for the first field whose value has another type or lies outside its range.
+    """Raise ValueError for the first field whose value has the wrong type or is out of range.
 
     Numbers must be finite. A field annotated `float` takes whole numbers, one annotated `int` no fractions.
     """
@@ -142,26 +142,26 @@ def _is_a(value: Any, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def with_given(settings: Settings, given: Mapping[str, Any]) -> Settings:
-    """`settings` with what is given and not None in place of its values; unknown names are refused."""
+def with_overrides(settings: Settings, overrides: Mapping[str, Any]) -> Settings:
+    """Return `settings` with the overrides that are not None; unknown names are refused."""
     known = [entry.name for entry in fields(settings)]  # type: ignore[arg-type]
-    for name in given:
+    for name in overrides:
         if name not in known:
             raise ValueError(f"{name}: no such setting; there are {', '.join(known)}")
-    return replace(settings, **{k: v for k, v in given.items() if v is not None})  # type: ignore[type-var]
+    return replace(settings, **{k: v for k, v in overrides.items() if v is not None})  # type: ignore[type-var]
 
 
 def from_preset(
     sizes: Mapping[str, tuple[Settings, Task, int]],
     preset: str,
     steps: int | None,
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> tuple[Settings, Task, int]:
-    """Settings, task and number of steps of a preset; what is `given` and not None replaces its values."""
+    """Return settings, task and number of steps of a preset, with the overrides that are not None."""
     if preset not in sizes:
         raise ValueError(f"preset: expected one of {', '.join(sizes)}, got {preset!r}")
     settings, task, default_steps = sizes[preset]
-    return with_given(settings, given), task, steps or default_steps
+    return with_overrides(settings, overrides), task, steps or default_steps
 
 
 def _kinds(table: type) -> dict[str, tuple[Any, ...]]:

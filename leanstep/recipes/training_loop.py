@@ -81,7 +81,7 @@ from leanstep.recipes.metrics import Board, Interval, Metrics, MetricsLog
 
 @dataclass(frozen=True)
 class Cadence:
-    """How many steps lie between log lines, evaluations and checkpoints; 0 = only at the end."""
+    """Steps between log lines, evaluations and checkpoints; 0 = only at the end."""
 
     log: int = 10
     evaluate: int = 100
@@ -386,7 +386,7 @@ class _Progress:
     def _use(self, loaded: checkpoint.Loaded, template: dict[str, Any]) -> None:
         """Load one checkpoint; raises `CheckpointError` when it does not fit this run."""
         if loaded.step > self.recipe.num_steps:
-            raise CheckpointError(f"step {loaded.step} lies beyond the run's {self.recipe.num_steps} steps")
+            raise CheckpointError(f"step {loaded.step} is beyond the run's {self.recipe.num_steps} steps")
         checkpoint.check_like(template, loaded.state)
         bad = checkpoint.find_nonfinite(loaded.state["recipe"], "weights")
         if bad is not None:

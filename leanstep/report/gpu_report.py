@@ -62,10 +62,10 @@ def predict(cases: Sequence[Case], size: str | None = None, say: Say = lambda li
                 settings={"size": chosen, "dtype": dtype},
                 implementation=implementation.name,
             )
-            found = _predicted(rehearse(request, quiet=True))
-            if found is not None:
+            figures = _predicted(rehearse(request, quiet=True))
+            if figures is not None:
                 head = {"case": case.name, "size": chosen, "dtype": dtype, "impl": implementation.name}
-                rows.append({**head, **found})
+                rows.append({**head, **figures})
     versions = {"leanstep": leanstep.__version__, "torch": torch.__version__}
     return {**versions, "predicted": True, "rows": rows}
 
@@ -80,7 +80,7 @@ def _predicted(recording: Any) -> Data | None:
         return None
     last = recording.steps[-1]
     launches = waits = peak = 0
-    # What the call before left behind may die in this one: only storages that are born here count.
+    # Storages of the previous call may be freed in this one: only those allocated here count.
     live: dict[int, int] = {}
     for event in recording.events[last.first : last.last]:
         if isinstance(event, Launch):
@@ -150,9 +150,9 @@ def count_syncs(step: Step, device: torch.device) -> tuple[int, str]:
     with sync_debug_mode("warn"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step()
-    found = [warning for warning in caught if SYNC_WARNING in str(warning.message)]
-    first = f"{Path(found[0].filename).name}:{found[0].lineno}" if found else ""
-    return len(found), first
+    sync_warnings = [warning for warning in caught if SYNC_WARNING in str(warning.message)]
+    first = f"{Path(sync_warnings[0].filename).name}:{sync_warnings[0].lineno}" if sync_warnings else ""
+    return len(sync_warnings), first
 
 
 def run_report(
@@ -177,8 +177,15 @@ def run_report(
     predictions = load_predictions() if predictions is None else predictions
     near = nearest_device(torch.cuda.get_device_properties(device))
     report: Data = {**environment(device), "nearest": near}
-    made = {key: predictions[key] for key in ("leanstep", "torch")}
-    report |= {"predicted_with": made, "figures": [], "syncs": [], "prove": [], "bench": [], "problems": []}
+    versions = {key: predictions[key] for key in ("leanstep", "torch")}
+    report |= {
+        "predicted_with": versions,
+        "figures": [],
+        "syncs": [],
+        "prove": [],
+        "bench": [],
+        "problems": [],
+    }
     parts: dict[str, Callable[[Case], None]] = {
         "prove": lambda case: report["prove"].extend(r.to_json() for r in prove_case(case, device=device)),
         "bench": lambda case: _bench(case, report, device, size, budget_s, predictions),
@@ -191,7 +198,7 @@ def run_report(
                 try:
                     run(case)
                 except Exception as problem:
-                    # Somebody's first run on a device that nobody tried: the rest is worth having.
+                    # On a device that was never tested, the other results are still worth having.
                     said = next(iter(str(problem).strip().splitlines()), "")
                     trouble = f"{type(problem).__name__}: {said[:200]}"
                     report["problems"].append({"case": case.name, "part": part, "trouble": trouble})
@@ -233,7 +240,7 @@ def _by_call(predictions: Data) -> dict[tuple[Any, ...], Any]:
 
 
 def _syncs(case: Case, device: torch.device, size: str | None, predictions: Data) -> list[Data]:
-    """Counted syncs of every fast path beside the predicted ones, None where nobody predicted them."""
+    """Return counted and predicted syncs of every fast path; None if there is no prediction."""
     size, dtype = size or case.size_on(device), case.dtype_on(device)
     params, known = case.params(size), _by_call(predictions)
     workload = case.workload(params, dtype, device)

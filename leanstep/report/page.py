@@ -71,9 +71,9 @@ def read_page(path: str | Path) -> Data:
         raise BadInput(f"--html: cannot read {path}: {reason}; {_EXPECTED}") from None
     if not text.strip():
         return fresh
-    found = _DATA.search(text)
+    match = _DATA.search(text)
     try:
-        data = json.loads(found.group(1)) if found else None
+        data = json.loads(match.group(1)) if match else None
     except (json.JSONDecodeError, RecursionError):
         data = None
     if not isinstance(data, dict) or not _are_objects(data.get("sections")):
@@ -115,7 +115,7 @@ def render(data: Data) -> str:
 
 
 def json_block(value: Any) -> Any:
-    """JSON that cannot end the script element it stands in, whatever strings it holds. NaN becomes null."""
+    """Return JSON that cannot end its script element, whatever strings it contains. NaN becomes null."""
     from markupsafe import Markup
 
     text = json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))

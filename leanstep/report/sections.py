@@ -59,9 +59,9 @@ def merge(kind: str, held: Data | None, new: Data) -> Data:
         merged = {**held, **new}
         for field in ("rows", "drift"):
             fresh = {(row["case"], row["impl"]) for row in new.get(field, [])}
-            kept = [row for row in held.get(field, []) if (row["case"], row["impl"]) not in fresh]
-            if kept or field in new:
-                merged[field] = kept + list(new.get(field, []))
+            older = [row for row in held.get(field, []) if (row["case"], row["impl"]) not in fresh]
+            if older or field in new:
+                merged[field] = older + list(new.get(field, []))
         return merged
     if kind == "diagnose":
         return {"scripts": _by_key(held["scripts"], new["scripts"], lambda s: s["script"])}
@@ -425,7 +425,7 @@ def cell(name: str, value: Any) -> str:
 
 def _environments(sections: dict[str, Data]) -> list[Data]:
     """What each part was measured on, equal ones once."""
-    found: dict[tuple[Any, ...], list[str]] = {}
+    places: dict[tuple[Any, ...], list[str]] = {}
     for kind, payload in sections.items():
         heads = [
             payload,
@@ -436,10 +436,10 @@ def _environments(sections: dict[str, Data]) -> list[Data]:
         for head in heads:
             if "torch" in head:
                 values = tuple(head.get(key) for key in ENVIRONMENT)
-                known = found.setdefault(values, [])
+                known = places.setdefault(values, [])
                 if kind not in known:
                     known.append(kind)
     return [
         {"parts": ", ".join(kinds), "values": [(k, v) for k, v in zip(ENVIRONMENT, values, strict=True) if v]}
-        for values, kinds in found.items()
+        for values, kinds in places.items()
     ]

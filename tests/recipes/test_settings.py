@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import pytest
 
 from leanstep.recipes import gpt, grpo, lens
-from leanstep.recipes.settings import check_settings, parse_setting, setting, with_given
+from leanstep.recipes.settings import check_settings, parse_setting, setting, with_overrides
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Table:
 )
 def test_what_does_not_fit_is_named(given, message):
     with pytest.raises(ValueError, match=message):
-        with_given(Table(), given)
+        with_overrides(Table(), given)
 
 
 def test_none_keeps_the_presets_value():
-    assert with_given(Table(rows=7), {"rows": None, "lr": 2}) == Table(lr=2, rows=7)
+    assert with_overrides(Table(rows=7), {"rows": None, "lr": 2}) == Table(lr=2, rows=7)
 
 
 def test_text_is_read_by_the_fields_type():

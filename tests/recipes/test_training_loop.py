@@ -191,7 +191,7 @@ def test_a_step_beyond_the_run_and_a_recipe_that_raises_are_refused(tmp_path):
     save(tmp_path / "checkpoints", 21, only.state, settings=settings, keep=9)
     said = []
     assert run(Walk(), tmp_path, resume=True, stop_after=4, say=said.append).resumed_from == 3
-    assert "step 21 lies beyond the run's 20 steps" in said[0]
+    assert "step 21 is beyond the run's 20 steps" in said[0]
 
     checkpoint_path(tmp_path / "checkpoints", 21).unlink()
 

@@ -33,9 +33,9 @@ def bare(tokens: int, vocab: int, width: int, projections: int = 2) -> None:
         hidden, weight = empty(tokens // 4, width), empty(vocab, width)
         for _ in range(projections):
             logits = hidden @ weight.t()
-        kept = logits @ weight, logits.t() @ hidden
+        gradients = logits @ weight, logits.t() @ hidden
     pace.step()
-    del kept
+    del gradients
 
 
 def head(tokens: int, vocab: int, width: int, *, entropy: Any = "grad", **how: Any) -> None:
@@ -66,15 +66,15 @@ def policy(tokens: int, vocab: int, width: int, rounded: bool = False) -> None:
     batch = lp.PolicyBatch(*vectors, mask=vectors[0], ref_logp=vectors[1])
     objective = lp.PolicyObjective(clip_high=0.28, kl_coef=0.04, entropy_coef=0.01)
     tuning = lp.Tuning(round_logits=rounded)
-    given = (hidden, weight, targets, batch)
-    lp.linear_policy_loss(*given, rows=rows, objective=objective, tuning=tuning).loss.backward()
+    tensors = (hidden, weight, targets, batch)
+    lp.linear_policy_loss(*tensors, rows=rows, objective=objective, tuning=tuning).loss.backward()
     pace.step()
 
 
 def logits(num_rows: int, vocab: int) -> None:
-    given = empty(num_rows, vocab)
+    logits_ = empty(num_rows, vocab)
     targets, vectors = torch.randint(0, vocab, (num_rows,), device="cuda"), selected(4 * num_rows, vocab)[2]
-    out = lp.token_logprobs(given, targets, entropy="grad")
+    out = lp.token_logprobs(logits_, targets, entropy="grad")
     torch.autograd.backward([out.logp, out.entropy], vectors)  # type: ignore[list-item]
     pace.step()
 
@@ -87,8 +87,8 @@ def peer(name: str, tokens: int, vocab: int, width: int) -> None:
     tensors = {"hidden": empty(tokens, width), "weight": empty(vocab, width), "rows": rows}
     tensors["targets"] = torch.randint(0, vocab, (tokens,), device="cuda")
     try:
-        found = getattr(peers, name)(tensors, {})
-        torch.autograd.backward(list(found.values()), vectors[: len(found)])
+        outputs = getattr(peers, name)(tensors, {})
+        torch.autograd.backward(list(outputs.values()), vectors[: len(outputs)])
     except ImportError:
         pass
     pace.step()
@@ -107,11 +107,11 @@ def torch_head(tokens: int, vocab: int, width: int) -> None:
         )
         how = (chosen.batch_chunk_size, chosen.acc_policy, chosen.acc_dtype, True, True, False)
         chunked = own._linear_cross_entropy_batch_chunked_accumulator
-        found = chunked(hidden[rows], weight, targets, None, None, "sum", -100, 0.0, *how)
-        kept = [gradient * vectors[0][0] for gradient in found[1:3]]
-        kept[0] = torch.zeros_like(hidden).index_add_(0, rows, kept[0])
+        outputs = chunked(hidden[rows], weight, targets, None, None, "sum", -100, 0.0, *how)
+        gradients = [gradient * vectors[0][0] for gradient in outputs[1:3]]
+        gradients[0] = torch.zeros_like(hidden).index_add_(0, rows, gradients[0])
     pace.step()
-    del found, kept
+    del outputs, gradients
 
 
 Case = Callable[[], None]
@@ -138,7 +138,7 @@ CASES: list[Case] = [
     lambda: peer("liger_logprob", *SMALL),
     lambda: peer("verl_same_rows", *LARGE),
     lambda: torch_head(*SMALL),
-    # Room for all rows at once, two thirds of what TRL's head takes.
+    # All rows at once fit: two thirds of what TRL's head takes.
     lambda: head(*SMALL, budget=655 << 20),
 ]
 

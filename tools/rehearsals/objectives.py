@@ -38,9 +38,9 @@ def bare(projections: tuple[int, ...], vocab: int = VOCAB) -> None:
         for width in projections:
             hidden, weight = empty(NUM_ROWS, width), empty(vocab, width)
             logits = hidden @ weight.t()
-        kept = logits @ weight, logits.t() @ hidden
+        gradients = logits @ weight, logits.t() @ hidden
     pace.step()
-    del kept
+    del gradients
 
 
 def distill(
@@ -81,8 +81,8 @@ def masked(device: str = "cpu") -> None:
     """`device`: where the sampler left its ids."""
     hidden, weight = empty(NUM_ROWS, WIDTH), empty(VOCAB, WIDTH)
     ids, offsets = torch.randint(VOCAB, (8 * NUM_ROWS,)), torch.arange(0, 8 * NUM_ROWS + 1, 8)
-    kept, targets = Allowed(ids.to(device), offsets), torch.randint(VOCAB, (NUM_ROWS,))
-    out = ob.linear_masked_logprobs(hidden, weight, targets, kept, entropy="grad")
+    allowed, targets = Allowed(ids.to(device), offsets), torch.randint(VOCAB, (NUM_ROWS,))
+    out = ob.linear_masked_logprobs(hidden, weight, targets, allowed, entropy="grad")
     torch.autograd.backward([out.logp, out.entropy], [torch.ones_like(out.logp)] * 2)  # type: ignore[list-item]
     pace.step()
 

@@ -393,7 +393,7 @@ class Timeline:
             gap.cause = "launch"
 
     def _between_steps(self, gap: Gap, until: float) -> bool:
-        """Return whether most of the gap is outside all steps, or no host op crosses the end of a step."""
+        """Return whether most of the gap is outside all steps, or the host ran no op across a step's end."""
         if self.boundary != "explicit":
             return False
         before, behind = self.step_at(gap.start), self.step_at(until)
