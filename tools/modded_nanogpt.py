@@ -314,8 +314,8 @@ def logged_seconds(checkout: Path) -> dict[str, float]:
     """Seconds of each stage in the logs of upstream's four runs, on average."""
     runs = []
     for log in sorted(checkout.glob("records/track_1_short/*FlattenForward/pr233/*.txt")):
-        found = re.findall(r"^step:(\d+)/1490 train_time:(\d+)ms", log.read_text(encoding="utf-8"), re.M)
-        runs.append({int(step): int(ms) / 1e3 for step, ms in found})
+        times = re.findall(r"^step:(\d+)/1490 train_time:(\d+)ms", log.read_text(encoding="utf-8"), re.M)
+        runs.append({int(step): int(ms) / 1e3 for step, ms in times})
     seconds, last = {}, 0
     for stage, (end, *_) in STAGES.items():
         seconds[stage] = statistics.mean(run[end] - run.get(last, 0.0) for run in runs)

@@ -111,7 +111,7 @@ def make_plan(
     """The plan for documents with cumulative lengths `bounds`; `window` + 1 keys are visible at most."""
     length = bounds[-1]
     longest = max((b - a for a, b in pairwise(bounds)), default=0)
-    # Nobody sees further than the longest document: short documents make the band narrow.
+    # No query sees further than the longest document: short documents make the band narrow.
     window = min(window, max(longest - 1, 0))
     block = _choose_block(window, head_dim)
     back = -(-window // block)
@@ -162,7 +162,7 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
     first_keys = torch.maximum(cu[torch.searchsorted(cu, tokens, right=True) - 1], tokens - window)
     block = torch.arange(count, device=device, dtype=torch.int32)
     num_partial, num_full = full_from - lowest + 1, block - full_from
-    # Entry c of a row; what lies past a row's count is never read.
+    # Entry c of a row; entries past a row's count are never read.
     partial = lowest[:, None] + block
     partial = torch.where(partial < full_from[:, None], partial, block[:, None])
     full = (full_from[:, None] + block).clamp(max=count - 1)
@@ -212,7 +212,7 @@ def make_packed_plan(
         longest: what the schedule allows for a document; None: the whole batch. A new number is a new graph.
     """
     length = bounds[-1]
-    # Documents have about 400 tokens: room for more, and a multiple of 128 where that is not enough.
+    # Documents average about 400 tokens: allow for more, in multiples of 128 where that is not enough.
     size = -(-max(len(bounds), length // 300 + 1) // 128) * 128
     cu = torch.full((size,), length, dtype=torch.int32)
     cu[: len(bounds)] = torch.tensor(bounds, dtype=torch.int32)

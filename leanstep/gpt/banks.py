@@ -292,7 +292,7 @@ class BankedGPT(nn.Module):
             max_new_tokens: how many tokens to add.
             generator: for sampling, on the model's device.
             temperature: softmax temperature; 0 takes the most likely token.
-            stop: once a row has produced this token, it only repeats it.
+            stop: after a row produces this token, it only repeats it.
 
         Returns:
             [T + new] or [B, T + new] int64, prompts included. Padding ids of the vocabulary never come.

@@ -227,7 +227,7 @@ def _build(target: Path, texts: list[str], vocab_size: int, max_chars: int) -> N
         try:
             building.rename(target)
         except OSError:
-            # Somebody else finished first; theirs is the same.
+            # Another process finished first; its corpus is the same.
             if _intact(target) is None:
                 raise
     finally:

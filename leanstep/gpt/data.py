@@ -308,12 +308,12 @@ def validation_batches(
         raise ValueError(
             f"total_tokens: expected a multiple of num_tokens = {num_tokens}, got {total_tokens}"
         )
-    local, given = num_tokens // world_size, 0
+    local, yielded = num_tokens // world_size, 0
     for path in paths:
         tokens = read_shard(path)
         position = 0
         while position + num_tokens < tokens.numel():
-            if total_tokens is not None and given == total_tokens:
+            if total_tokens is not None and yielded == total_tokens:
                 return
             start = position + rank * local
             buffer = tokens[start : start + local + 1]
@@ -322,8 +322,8 @@ def validation_batches(
             wide = buffer.to(torch.int64)
             yield Batch(wide[:-1], wide[1:], torch.cat([edges[:1], starts, edges[1:]]))
             position += num_tokens
-            given += num_tokens
-    if total_tokens is not None and given < total_tokens:
+            yielded += num_tokens
+    if total_tokens is not None and yielded < total_tokens:
         raise ValueError(
-            f"total_tokens: expected {total_tokens}, the shards fill {given} in batches of {num_tokens}"
+            f"total_tokens: expected {total_tokens}, the shards fill {yielded} in batches of {num_tokens}"
         )

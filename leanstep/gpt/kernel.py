@@ -3,7 +3,7 @@
 softcap_rows: loss and gradient of all tokens ahead in one launch
     loss <- sum_k w_k (lse - z_k)
     du   <- factor (1 - tanh^2) (sum_k w_k softmax(z) - sum_k w_k onehot(t_k))
-z = half tanh(factor u + shift): a sigmoid cap less a constant, which a softmax does not see. z lies within
+z = half tanh(factor u + shift): a sigmoid cap less a constant, which a softmax does not see. z is within
 +-half, so its exponentials need no maximum. One program per row reads the row twice, the second time from the
 cache, and writes its gradient once: over the products, or beside them in 8 bits.
 

@@ -67,7 +67,7 @@ class Operands:
         h = self.hidden[rows]
         if self.hidden_scale is None or self.weight_scale is None:
             return torch.mm(h, self.weight_VE.T)
-        # Second operands lie column by column: 8-bit products take no others.
+        # Second operands are column-major: 8-bit products accept no other layout.
         return torch._scaled_mm(
             h, self._weight_rows.T, scale_a=self.hidden_scale, scale_b=self.weight_scale, out_dtype=dtype
         )
@@ -356,7 +356,7 @@ def head_loss(
         if kernel is not None:
             steepest = None
             if float8 and softcap is not None and multiplies_8_bits(hidden, head):
-                # The cap's slope is a / 4c at most; softmax less one-hot lies within +-1.
+                # The cap's slope is a / 4c at most; softmax minus one-hot is within +-1.
                 steepest = 0.25 * softcap[0] / softcap[2] * sum(abs(w) for w in mtp)
             if not torch.is_grad_enabled():
                 hidden, head = hidden.detach(), head.detach()

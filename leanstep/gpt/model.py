@@ -352,11 +352,11 @@ class GPT(BankedGPT):
         c = self.config
         half = c.gate_width // 2
         inner, outer = self.ve_gate_bank.split(half, dim=2)
-        kept = [
+        outer_weights = [
             weight if layer in c.paired_layers else torch.zeros_like(weight)
             for layer, weight in zip(c.value_embed_layers, outer.unbind(0), strict=True)
         ]
-        return torch.cat([inner, torch.stack(kept)], dim=2).to(dtype)
+        return torch.cat([inner, torch.stack(outer_weights)], dim=2).to(dtype)
 
     def _injections(
         self, x0: Tensor, xb: Tensor | None, ops: Operations

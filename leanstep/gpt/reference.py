@@ -219,7 +219,7 @@ class ReferenceGPT(BankedGPT):
                 injected + lambdas[i] * xb if i else injected for i, injected in enumerate(injections)
             ]
 
-        kept: dict[int, Tensor] = {}
+        skip_sources: dict[int, Tensor] = {}
         backout = None
         for layer, block in enumerate(self.blocks):
             if layer == c.lanes_from:
@@ -227,8 +227,10 @@ class ReferenceGPT(BankedGPT):
             for i, (source, target) in enumerate(c.skip_pairs):
                 if target == layer:
                     gate = 2 * torch.sigmoid(F.linear(x0[:, : c.gate_width], self.skip_gate[i : i + 1]))
-                    lane0 = lane0 + torch.sigmoid(self.scalar(f"skip{i}")).to(dtype) * gate * kept[source]
-            lane0, lane1, kept[layer] = block(
+                    lane0 = (
+                        lane0 + torch.sigmoid(self.scalar(f"skip{i}")).to(dtype) * gate * skip_sources[source]
+                    )
+            lane0, lane1, skip_sources[layer] = block(
                 lane0,
                 lane1,
                 injections[layer],

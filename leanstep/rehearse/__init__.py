@@ -1,10 +1,10 @@
-"""A training script on a GPU that is not there: peak memory, step time, launches and host waits, predicted.
+"""Run a training script on a simulated GPU: predicted peak memory, step time, launches and host syncs.
 
     leanstep rehearse --device h100 train.py
 
-A rehearsal patches torch for good, so it runs in a process of its own: `rehearse(Request(...))` starts one
-and returns its `Recording`. Nothing here imports torch at the top: the stub of the CUDA device must be
-loaded before torch is.
+A rehearsal patches torch permanently, so it runs in its own process: `rehearse(Request(...))` starts one and
+returns its `Recording`. This module does not import torch at the top level: the stub of the CUDA device must
+be loaded before torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Branches that rest on a value that nobody knows: where they are, and whether they decide an update.
+"""Branches that depend on an unknown value: where they are, and whether they decide an update.
 
 A host read of an unknown value is looked up in the program's source: an `if`, `while`, `assert` or `for` that
-contains it, or one further down that tests the variable it is assigned to. A number from `.item()` reports
-the comparisons that it takes part in, wherever the program passes it.
+contains it, or a later one that tests the variable it is assigned to. A number returned by `.item()` reports
+every comparison it is used in, wherever the program passes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from leanstep.rehearse.events import Branch
 from leanstep.script.lines import Line
 
-# Decisions of one branch without a backward, and without an update, after which the program is left.
+# The rehearsal stops after this many decisions of one branch without a backward, or without an update.
 MOST_SKIPPED, MOST_DECIDED = 100, 1000
 _UPDATES = re.compile(r"(^|_)(steps?|backward|update|train\w*|optimi[sz]e)(_|$)")
 _READS = frozenset("bool float int item tolist any all isfinite isnan isinf".split())
@@ -37,7 +37,7 @@ class NoUpdate(BaseException):
 
 
 class Condition(NamedTuple):
-    """A branch of the source. decides_update: one of its ways leaves out an update."""
+    """A branch in the source. decides_update: one of its paths skips an update."""
 
     line: Line
     code: str
@@ -45,7 +45,7 @@ class Condition(NamedTuple):
 
 
 class Branches:
-    """What the program decided by values that are assumed."""
+    """Decisions that the program made from assumed values."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[Condition, str]] = Counter()
@@ -53,13 +53,13 @@ class Branches:
         self._since_backward: Counter[Condition] = Counter()
 
     def read(self, line: Line | None, value: object) -> None:
-        """The host read an assumed value at this line; noted if a branch follows from it."""
-        found = condition_at(line) if line is not None else None
-        if found is not None:
-            self._note(found, value)
+        """Record that the host read an assumed value at this line, if a branch depends on it."""
+        condition = condition_at(line) if line is not None else None
+        if condition is not None:
+            self._note(condition, value)
 
     def compared(self, line: Line | None, outcome: object) -> None:
-        """A comparison at this line has an assumed number on one side."""
+        """Record a comparison at this line that has an assumed number on one side."""
         if line is not None:
             self._note(condition_at(line) or Condition(line, line.statement, False), outcome)
 
@@ -71,16 +71,16 @@ class Branches:
         self._since_backward[condition] += 1
         decided, skipped = self._since_update[condition], self._since_backward[condition]
         if decided >= MOST_DECIDED or skipped >= MOST_SKIPPED:
-            times = f"after {max(decided, skipped)} passes of this branch"
+            times = f"after {max(decided, skipped)} evaluations of this branch"
             raise NoUpdate(condition.line, f"no update {times}: {self.responsible()}")
 
     def responsible(self) -> str:
-        """The branch that was decided most often since the last update, in words; empty if there is none."""
+        """Describe the branch that was evaluated most often since the last update; empty if there is none."""
         if not self._since_update:
             return ""
         condition = self._since_update.most_common(1)[0][0]
         value = max((n, value) for (other, value), n in self._counts.items() if other == condition)[1]
-        return f"{condition.line} `{condition.code}` decides it, by an assumed value ({value})"
+        return f"{condition.line} `{condition.code}` decides it, from an assumed value ({value})"
 
     def backward_began(self) -> None:
         self._since_backward.clear()
@@ -90,19 +90,19 @@ class Branches:
         self._since_backward.clear()
 
     def listed(self) -> list[Branch]:
-        """Those that decide an update first, then by how often."""
-        found = [
+        """Return the branches: those that decide an update first, then by count."""
+        branches = [
             Branch(c.line, c.code, value, count, c.decides_update)
             for (c, value), count in self._counts.items()
         ]
-        return sorted(found, key=lambda branch: (not branch.decides_update, -branch.count))
+        return sorted(branches, key=lambda branch: (not branch.decides_update, -branch.count))
 
 
 # Numbers that report their comparisons ------------------------------------------------------------------
 
 
 def assumed_numbers(branches: Branches, here: Callable[[], Line | None]) -> Callable[[Any], Any]:
-    """Turns a float or int into one that reports its comparisons; results of arithmetic with it do too."""
+    """Turn a float or int into one that reports its comparisons; results of arithmetic with it do too."""
     kinds: dict[type, type] = {}
     for number in (float, int):
         kinds[number] = _reporting(number, kinds, branches, here)
@@ -149,7 +149,7 @@ def _reporting(
 
 
 def _follow_math(kinds: tuple[type, ...], branches: Branches, here: Callable[[], Line | None]) -> None:
-    """`math.isfinite(loss)` and the like are comparisons too."""
+    """Treat `math.isfinite(loss)` and similar calls as comparisons."""
     for name in ("isfinite", "isnan", "isinf"):
         setattr(math, name, _followed(getattr(math, name), kinds, branches, here))
 
@@ -175,7 +175,7 @@ def _followed(
 
 @functools.cache
 def condition_at(line: Line) -> Condition | None:
-    """The branch that a read at this line decides; None where the source shows none."""
+    """Return the branch that a read at this line decides; None if the source shows none."""
     tree = _tree(line.file)
     if tree is None:
         return None
@@ -184,7 +184,7 @@ def condition_at(line: Line) -> Condition | None:
     node = min(tests, key=lambda node: _length(_test(node)), default=None) or _later_test(tree, parents, line)
     if node is None:
         return None
-    # A multi-line test begins where the statement does.
+    # A multi-line test begins on the first line of its statement.
     at = line._replace(number=getattr(node, "lineno", line.number))
     return Condition(at, at.statement, _decides_update(node, parents))
 
@@ -198,7 +198,7 @@ def _tree(file: str) -> ast.Module | None:
 
 
 def _test(node: ast.AST) -> ast.expr | None:
-    """What a branch looks at."""
+    """Return the expression that a branch tests."""
     if isinstance(node, _TESTS):
         return node.test
     return node.iter if isinstance(node, ast.For | ast.AsyncFor) else None
@@ -213,7 +213,7 @@ def _length(node: Any) -> int:
 
 
 def _later_test(tree: ast.Module, parents: dict[ast.AST, ast.AST], line: Line) -> ast.AST | None:
-    """`ok = bool(loss.isfinite())`: the first branch of this function that tests the variable afterwards."""
+    """For `ok = bool(loss.isfinite())`, return the first later branch of this function that tests `ok`."""
     assigned = [
         node
         for node in ast.walk(tree)
@@ -238,7 +238,7 @@ def _later_test(tree: ast.Module, parents: dict[ast.AST, ast.AST], line: Line) -
 
 
 def _is_read(value: ast.expr | None) -> bool:
-    """Whether an expression itself reads or compares; a call may read something that it does not return."""
+    """Whether an expression itself reads or compares; a call may read a value that it does not return."""
     nodes = list(ast.walk(value)) if value is not None else []
     called = {ast.unparse(node.func).rpartition(".")[2] for node in nodes if isinstance(node, ast.Call)}
     return bool(called & _READS) or any(isinstance(node, ast.Compare) for node in nodes)
@@ -251,7 +251,7 @@ def _outwards(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AS
 
 
 def _decides_update(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
-    """Whether one of its ways has an update, or skips one by `continue`, `break`, `return` or `raise`."""
+    """Whether one of its paths makes an update, or skips one by `continue`, `break`, `return` or `raise`."""
     if not isinstance(node, ast.If | ast.While):
         return False
     ways = [inner for part in (*node.body, *node.orelse) for inner in ast.walk(part)]
@@ -267,7 +267,7 @@ def _decides_update(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 
 
 def _is_update(node: ast.AST) -> bool:
-    """`optimizer.step()`, `loss.backward()`, `train_step(...)`; not a schedule's step."""
+    """Whether this is `optimizer.step()`, `loss.backward()` or `train_step(...)`; not a scheduler's step."""
     if not isinstance(node, ast.Call):
         return False
     called = ast.unparse(node.func)

@@ -1,10 +1,10 @@
-"""Memory of a recording: live bytes, what the caching allocator reserves for them, and who owns the peak.
+"""Memory of a recording: live bytes, bytes that the caching allocator reserves, and the owners of the peak.
 
 The replay follows the rules of PyTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp): sizes
-round up to 512 bytes; up to 1 MiB come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, larger
-ones from a segment of their own, rounded up to 2 MiB; the best fit is taken and split when 512 bytes (small
-pool) or more than 1 MiB (large pool) are left; freed neighbours merge; when the device is full, segments that
-hold nothing are given back before the allocation fails.
+round up to 512 bytes; blocks up to 1 MiB come from segments of 2 MiB, up to 10 MiB from segments of 20 MiB,
+larger ones from their own segment, rounded up to 2 MiB; the best fit is taken and split when 512 bytes (small
+pool) or more than 1 MiB (large pool) remain; freed neighbours merge; when the device is full, empty segments
+are returned to the driver before the allocation fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from leanstep.script.lines import Line
 MIB = 2**20
 SMALL_BYTES, LARGE_BYTES = MIB, 10 * MIB
 SMALL_SEGMENT, LARGE_SEGMENT, ROUND_LARGE = 2 * MIB, 20 * MIB, 2 * MIB
-# Other size for a storage, 0: it does not exist.
+# Returns another size for a storage; 0: it is not allocated.
 Resize = Callable[[Storage], int]
 
 
@@ -38,7 +38,7 @@ class CachingAllocator:
         self._number = 0
 
     def allocate(self, key: int, size: int) -> bool:
-        """False when it does not fit into the capacity."""
+        """Allocate a block; return False if it does not fit into the capacity."""
         small = size <= SMALL_BYTES
         pool = self._free[small]
         at = bisect.bisect_left(pool, (size, -1, -1))
@@ -99,14 +99,14 @@ class CachingAllocator:
     def give_back(self) -> None:
         """Return segments without a tensor to the driver."""
         for pool in self._free.values():
-            kept = []
+            still_used = []
             for size, segment, start in pool:
                 if len(self._segments[segment]) == 1:
                     self.reserved -= size
                     del self._segments[segment]
                 else:
-                    kept.append((size, segment, start))
-            pool[:] = kept
+                    still_used.append((size, segment, start))
+            pool[:] = still_used
 
 
 def _up(size: int, unit: int) -> int:
@@ -120,7 +120,7 @@ def _remove(pool: list[tuple[int, int, int]], entry: tuple[int, int, int]) -> No
 
 
 class Replay(NamedTuple):
-    """allocated, reserved: peaks in bytes; index: event of the peak; failed: event that found no room."""
+    """allocated, reserved: peaks in bytes; index: event of the peak; failed: event that ran out of memory."""
 
     allocated: int
     reserved: int
@@ -134,7 +134,7 @@ def replay(
     capacity: int | None = None,
     resize: Resize | None = None,
 ) -> Replay:
-    """Allocations and frees through the allocator, with other sizes where `resize` says so."""
+    """Replay allocations and frees through the allocator, with the sizes that `resize` returns."""
     allocator = CachingAllocator(capacity)
     sizes: dict[int, int] = {}
     peak, at = 0, 0
@@ -156,7 +156,7 @@ def replay(
 
 
 class Owner(NamedTuple):
-    """Bytes of the peak that one line brought."""
+    """Bytes of the peak that one line allocated."""
 
     line: str
     when: str
@@ -170,8 +170,8 @@ class Owner(NamedTuple):
 class Memory:
     """Memory of a recording on one device, in bytes.
 
-    allocated: peak of live tensors. reserved: of the caching allocator. context: beside it, outside torch.
-    owners: of the peak, largest first. categories: bytes of the peak by what they are for.
+    allocated: peak of live tensors. reserved: by the caching allocator. context: in addition, outside torch.
+    owners: of the peak, largest first. categories: bytes of the peak by category.
     timeline: of the last step, (event, bytes by category); wide: last dimension -> bytes of activations that
         have it (from 8,192 on: full-vocabulary logits), and the peak without them.
     """
@@ -195,7 +195,7 @@ class Memory:
 
 
 def memory_of(recording: Recording, capacity: int, context: int, points: int = 240) -> Memory:
-    """Peaks, owners and timeline on a device with `capacity` bytes, `context` of them taken."""
+    """Return peaks, owners and timeline on a device with `capacity` bytes, `context` of them in use."""
     events, storages = recording.events, recording.storages
     free = replay(events, storages)
     held = replay(events, storages, capacity - context)
@@ -242,16 +242,16 @@ def _owners(live: Sequence[Storage]) -> list[Owner]:
     for storage in live:
         when = "library" if storage.category == "library" else storage.phase
         groups.setdefault((place(storage.line), when, storage.category), []).append(storage)
-    found = []
+    owners = []
     for (line, when, category), members in groups.items():
         biggest = max(members, key=lambda s: s.nbytes)
         shape = f"{list(biggest.shape)} {biggest.dtype}"
-        found.append(Owner(line, when, category, sum(s.nbytes for s in members), len(members), shape))
-    return sorted(found, key=lambda owner: -owner.nbytes)
+        owners.append(Owner(line, when, category, sum(s.nbytes for s in members), len(members), shape))
+    return sorted(owners, key=lambda owner: -owner.nbytes)
 
 
 def _timeline(recording: Recording, points: int) -> list[tuple[int, dict[str, int]]]:
-    """Live bytes by category through the last step: at most about `points` samples, its peak among them."""
+    """Return live bytes by category in the last step: about `points` samples at most, including its peak."""
     events, storages = recording.events, recording.storages
     if not events:
         return []
@@ -259,7 +259,7 @@ def _timeline(recording: Recording, points: int) -> list[tuple[int, dict[str, in
     first, last = (step.first, step.last) if step else (0, len(events))
     every = max(1, (last - first) // points)
     live: Counter[str] = Counter()
-    now, best, found = 0, (-1, -1, {}), []
+    now, best, samples = 0, (-1, -1, {}), []
     for index, event in enumerate(events[:last]):
         if isinstance(event, Alloc):
             live[storages[event.storage].category] += event.nbytes
@@ -272,27 +272,27 @@ def _timeline(recording: Recording, points: int) -> list[tuple[int, dict[str, in
         if now > best[0]:
             best = (now, index - first, {k: v for k, v in live.items() if v > 0})
         if (index - first) % every == 0:
-            found.append((index - first, {k: v for k, v in live.items() if v > 0}))
-    found.append(best[1:])
-    return sorted(found, key=lambda sample: sample[0])
+            samples.append((index - first, {k: v for k, v in live.items() if v > 0}))
+    samples.append(best[1:])
+    return sorted(samples, key=lambda sample: sample[0])
 
 
 def _without_widest(recording: Recording, live: Sequence[int], peak: int) -> dict[int, int]:
-    """The peak if no activation had the widest last dimension: what full-vocabulary logits cost."""
+    """Return the peak without activations of the widest last dimension (full-vocabulary logits)."""
     widths: Counter[int] = Counter()
     for number in live:
         storage = recording.storages[number]
         if _is_wide(storage) and storage.nbytes > 0.02 * peak:
             widths[storage.shape[-1]] += storage.nbytes
-    found = {}
+    peaks = {}
     for width, _ in widths.most_common(1):
 
         def resize(storage: Storage, width: int = width) -> int:
             drop = _is_wide(storage) and storage.shape[-1] == width and storage.nbytes > 0.01 * peak
             return 0 if drop else storage.nbytes
 
-        found[width] = replay(recording.events, recording.storages, resize=resize).allocated
-    return found
+        peaks[width] = replay(recording.events, recording.storages, resize=resize).allocated
+    return peaks
 
 
 def _is_wide(storage: Storage) -> bool:

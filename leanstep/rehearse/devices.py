@@ -1,9 +1,9 @@
-"""Published figures of the devices a script can be rehearsed on, each with its source.
+"""Published figures of the devices that a script can be rehearsed on, each with its source.
 
 All rates are dense (no sparsity). `sustained` is the share of the matrix units' peak that the best shape of a
 long-running product reaches: power limits hold it below 1. It comes from the public table of "maximum
-achievable matmul FLOPS" in stas00/ml-engineering (compute/accelerator/README.md, bf16); where a device is not
-in that table the entry names another publication, or the neighbour whose figure stands in.
+achievable matmul FLOPS" in stas00/ml-engineering (compute/accelerator/README.md, bf16). For a device that is
+not in that table, the entry names another publication, or the similar device whose figure it uses.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Device:
     """One accelerator.
 
     units: streaming multiprocessors or compute units; clock_hz: boost clock of the peak figures.
-    memory_bytes: what the driver reports, less than the name on the box; context_bytes is taken from it
-        outside the allocator (0.3 to 1.4 GB, by driver and libraries: shown apart, never added silently).
+    memory_bytes: what the driver reports, less than the nominal size; the CUDA context takes context_bytes of
+        it outside the allocator (0.3 to 1.4 GB, depending on driver and libraries; reported separately).
     hbm: bytes/s of device memory; l2_bytes: last-level cache.
-    peak: dtype -> FLOP/s; "tf32" and "float8" beside the torch names.
+    peak: dtype -> FLOP/s; "tf32" and "float8" in addition to the torch names.
     sustained: share of the half-precision peak that long products reach.
-    workspace_bytes: cuBLAS workspace, taken from the allocator at the first product of a thread.
-    pcie: bytes/s to the host. link: bytes/s to the other devices of a node, one direction; node: how many
-        there are. nic: bytes/s to other nodes, one direction, for each device (`links.MACHINES` has others).
+    workspace_bytes: cuBLAS workspace, allocated at the first product of a thread.
+    pcie: bytes/s to the host. link: bytes/s to the other devices of a node, one direction; node: devices per
+        node. nic: bytes/s to other nodes, one direction, per device (`links.MACHINES` has other values).
     """
 
     key: str
@@ -402,7 +402,7 @@ ALIASES = {
 
 
 def device_named(name: str) -> Device:
-    """The device with this key or alias; a ValueError that lists the keys otherwise."""
+    """Return the device with this key or alias; raise a ValueError that lists the keys otherwise."""
     key = name.strip().lower()
     key = ALIASES.get(key, key)
     if key not in DEVICES:
@@ -411,7 +411,7 @@ def device_named(name: str) -> Device:
 
 
 def devices_named(names: str, at_most: int = 4) -> list[Device]:
-    """`"h100,a100"` -> devices, in that order, each once."""
+    """Parse `"h100,a100"` into devices, in that order, without duplicates."""
     chosen = list(dict.fromkeys(device_named(name) for name in names.split(",") if name.strip()))
     if not 1 <= len(chosen) <= at_most:
         raise ValueError(f"device: expected 1 to {at_most} devices, got {names!r}")

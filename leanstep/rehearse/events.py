@@ -1,9 +1,10 @@
-"""What a rehearsal writes down: the records that the tape fills and the time model, replays and reports read.
+"""The records of a rehearsal: the tape writes them; the time model, the replays and the reports read them.
 
-No torch here: a recording is plain data, pickled from the process of the rehearsal to the one that reports.
+This module does not import torch. A recording is plain data: the process of the rehearsal pickles it and the
+reporting process reads it.
 
-`Recording.events` is one list in program order. A replay of memory looks at `Alloc` and `Free`, a replay of
-time at `Launch` and `HostWait`; both cut it into steps at `Recording.steps`.
+`Recording.events` is one list in program order. A memory replay reads `Alloc` and `Free`, a time replay reads
+`Launch` and `HostWait`; both split the list into steps at `Recording.steps`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any, NamedTuple, Protocol
 from leanstep.script.lines import Line
 from leanstep.script.marks import Mark
 
-# The caching allocator hands out multiples of this.
+# The caching allocator rounds sizes up to a multiple of this.
 ROUNDING_BYTES = 512
 
-# The name of a launch that is a whole CUDA graph: one call of the host for all of its kernels.
+# The name of a launch that is a whole CUDA graph: one host call for all of its kernels.
 GRAPH_REPLAY = "cudaGraphLaunch"
 OOM_MODES = ("auto", "raise", "report")
 KINDS = (
@@ -49,27 +50,26 @@ KINDS = (
 
 
 def round_up(nbytes: int) -> int:
-    """What the allocator hands out for so many bytes."""
+    """Return the bytes that the allocator reserves for a request of `nbytes`."""
     return -(-nbytes // ROUNDING_BYTES) * ROUNDING_BYTES
 
 
 class Kernel(NamedTuple):
-    """One kernel (or `launches` equal ones) as the device sees it; knows no device. Hashable: a cache key.
+    """One kernel (or `launches` equal ones), independent of the device. Hashable: used as a cache key.
 
     kind: one of KINDS.
-    nbytes: read and written in all.
+    nbytes: total bytes read and written.
     dtype: "bfloat16", "float32", ...; "tf32" for fp32 products that may use TF32; "float8" for any fp8.
     sizes: gemm, conv: (batch, m, n, k); attention: (batch * heads, T, S, D); softmax: (rows, row length);
-        norm, batch_norm: (blocks, elements that a block walks one after the other); one_warp: (rows,), a sum
-        that a single warp forms; collective: (ranks, distance between neighbours in global ranks);
-        else ().
+        norm, batch_norm: (blocks, elements that a block reads in turn); one_warp: (rows,), a sum computed by
+        a single warp; collective: (ranks, distance between neighbours in global ranks); else ().
     alignment: bytes (16, 8, 4 or 2) that divide every leading dimension of a product, every row of a softmax,
         norm or gather; pointwise kinds: every row of the operands.
     name: of a Triton kernel or a collective ("all_reduce", "all_gather", "reduce_scatter", "broadcast",
         "all_to_all", "send", "receive"), else "".
-    elements: of a kernel that computes an address for each of them (broadcast, strided, cast, gather, ...):
+    elements: of a kernel that computes an address per element (broadcast, strided, cast, gather, ...):
         it may be bound by instructions, not by bytes. 0: vectorised.
-    repeated: those of `flops` that a forward has done before: the scores of an attention backward.
+    repeated: the part of `flops` that the forward already computed: the scores in an attention backward.
     """
 
     kind: str
@@ -94,14 +94,14 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One call below autograd. `kernels` may be empty: a view, an empty, metadata; they cost host time only.
+    """One call below autograd. `kernels` is empty for views, `empty` and metadata: they cost host time only.
 
-    reads, writes: storage ids (keys of `Recording.storages`), one for each tensor.
+    reads, writes: storage ids (keys of `Recording.storages`), one per tensor.
     traffic: bytes of each read, then of each write; as long as reads + writes.
     region: number of the compiled region it belongs to (`Recording.regions`), 0 when eager.
-    products: what it multiplies, counted by `leanstep.flops`.
-    stream: 0 is the default stream. mark: of a collective, which ends on a stream of its own: what waits for
-        it names this number; else 0.
+    products: its matrix products, counted by `leanstep.flops`.
+    stream: 0 is the default stream. mark: the number by which waits refer to a collective, which ends on its
+        own stream; 0 for other launches.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class StreamMark:
-    """`Event.record`: a number for the end of what was launched on a stream so far."""
+    """`Event.record`: a mark at the end of everything launched on a stream so far."""
 
     mark: int
     stream: int
@@ -128,7 +128,7 @@ class StreamMark:
 
 @dataclass(frozen=True, slots=True)
 class StreamWait:
-    """What is launched on a stream from here on starts after a mark."""
+    """Later launches on a stream start after a mark."""
 
     mark: int
     stream: int
@@ -136,7 +136,7 @@ class StreamWait:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """The default stream waits for other ranks: `share` of the time since a mark, again."""
+    """The default stream waits for other ranks, for `share` times the time since a mark."""
 
     mark: int
     share: float
@@ -144,9 +144,10 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class Extrapolated:
-    """A model call that was not run: its kernels follow from recorded calls (`answers/repeated_calls.py`).
+    """A model call that was not run; its kernels follow from recorded calls (`answers/repeated_calls.py`).
 
-    parts: (line, kernel, how often). calls: those that launch; views: those that do not; launches: kernels.
+    parts: (line, kernel, count). calls: number of calls that launch; views: of those that do not; launches:
+        number of kernels.
     """
 
     parts: tuple[tuple[Line | None, Kernel, int], ...]
@@ -159,17 +160,17 @@ class Extrapolated:
     step: int = 0
 
     def at(self, line: Line | None, phase: str, step: int) -> Extrapolated:
-        """The same call from another place."""
+        """Return the same call at another place."""
         return replace(self, line=line, phase=phase, step=step)
 
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """The host waits until the device has done all that was launched, or what was launched before a mark.
+    """The host waits until the device has finished all launches, or those before a mark.
 
     kind: "item", "equal", "to host", "to device", "to device, pageable", "boolean index", "nonzero", ...,
         "synchronize".
-    counts: False for the backward of a boolean index: it takes time, but the sync is that of the index.
+    counts: False for the backward of a boolean index: it takes time, but the index already counts the sync.
     mark: 0 waits for all streams.
     """
 
@@ -183,7 +184,7 @@ class HostWait:
 
 @dataclass(frozen=True, slots=True)
 class Alloc:
-    """A device allocation. All else about it: `Recording.storages[storage]`."""
+    """A device allocation; `Recording.storages[storage]` describes it."""
 
     storage: int
     nbytes: int  # rounded up to ROUNDING_BYTES
@@ -205,11 +206,11 @@ Event = Launch | StreamMark | StreamWait | Stall | Extrapolated | HostWait | All
 
 @dataclass(slots=True)
 class Storage:
-    """A storage of the device; shape and dtype are those of the tensor that brought it.
+    """A device storage; shape and dtype are those of the tensor that allocated it.
 
     category: parameter, gradient, optimizer state, input, registers, library (cuBLAS workspace),
         communication (buckets, gathered shards), activation (allocated in forward, alive when backward
-        begins), buffer (none of these, alive for more than a step), or temporary.
+        begins), buffer (none of these, alive for more than one step), or temporary.
     """
 
     number: int
@@ -223,7 +224,7 @@ class Storage:
 
 
 class Step(NamedTuple):
-    """events[first:last] belong to it. Steps count from 0; what lies before step 0's start is the set-up."""
+    """A step: events[first:last]. Steps count from 0; events before the start of step 0 are the set-up."""
 
     number: int
     first: int
@@ -246,7 +247,7 @@ class Region(NamedTuple):
 
 
 class Assumed(NamedTuple):
-    """A value of the device that the host asked for and nobody knows."""
+    """A device value that the host read and that the rehearsal does not know."""
 
     line: Line | None
     kind: str
@@ -255,10 +256,10 @@ class Assumed(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """A branch or comparison of the program that rests on an assumed value.
+    """A branch or comparison of the program that depends on an assumed value.
 
     value: what was assumed of a condition, or the outcome of a comparison.
-    decides_update: an update happens on one of its ways and not on the other.
+    decides_update: an update happens on one of its paths and not on the other.
     """
 
     line: Line
@@ -280,18 +281,18 @@ class Request:
     """What to rehearse.
 
     target: path of a script, a module's name (module=True), or the name of a registered case (case=True).
-    device: key of `devices.DEVICES`. machine: key of `links.MACHINES` that the device is in, or None.
-    ranks, rank: world size; which rank of it this process is.
-    received: objects, pickled, that other ranks send to this one: shapes of a pipeline stage's inputs.
-    clock: time.time and time.perf_counter show the predicted host clock.
+    device: key of `devices.DEVICES`. machine: key of `links.MACHINES` that contains the device, or None.
+    ranks, rank: world size, and the rank of this process.
+    received: pickled objects that other ranks send to this one: shapes of a pipeline stage's inputs.
+    clock: time.time and time.perf_counter return the predicted host clock.
     compiled: capture torch.compile regions; False runs them eagerly.
     settings, implementation: of a case.
     changes: names of `what_if.CHANGES` to apply to the program before it starts.
-    host_us: host microseconds for a call that launches; None: the time model's default.
-    oom: what a full device does: "raise" torch.OutOfMemoryError, "report" it only, "auto": raise where the
-        program catches it.
-    patience_s: seconds without an update after which the program is left.
-    every_call: run each model call; False: calls without gradients that repeat are extrapolated from a few.
+    host_us: host microseconds per call that launches; None: the time model's default.
+    oom: what happens when the device is full: "raise" torch.OutOfMemoryError, "report" it only, or "auto":
+        raise where the program catches it.
+    patience_s: stop the program after this many seconds without an update.
+    every_call: run each model call; False: repeated calls without gradients are extrapolated from a few.
     """
 
     target: str
@@ -324,13 +325,13 @@ class Request:
 class Recording:
     """One rehearsal. `steps` holds the steps that ended; with fewer than two there is no step time to report.
 
-    iterations: rollouts that the steps followed, 0 where none was seen.
-    phases: where rollouts, scoring and updates begin, as numbers of events.
-    model_calls: calls of models without gradients that were recorded, and those that were extrapolated.
-    peak_bytes: most live bytes (rounded), over all events: what a replay of Alloc and Free finds, too.
-    notes: sentence -> how often.
-    ended: "steps" (all that were asked for), "early" (the script ended before), "refused".
-    host_s: seconds of this process spent in the script, all in.
+    iterations: rollouts that precede the steps; 0 if there are none.
+    phases: where rollouts, scoring and updates begin, as event indices.
+    model_calls: number of model calls without gradients that were recorded, and that were extrapolated.
+    peak_bytes: maximum of live bytes (rounded) over all events; a replay of Alloc and Free gives the same.
+    notes: sentence -> count.
+    ended: "steps" (all requested steps), "early" (the script ended before), "refused".
+    host_s: total seconds that this process spent in the script.
     sent: objects for other ranks: (rank, pickled).
     """
 
@@ -360,13 +361,13 @@ class LiveClock(Protocol):
 
     @property
     def device(self) -> float:
-        """When all streams are through with what was launched."""
+        """Return the time at which all streams have finished their launches."""
         ...
 
     def stream_end(self, stream: int) -> float:
-        """When one stream is."""
+        """Return the time at which one stream has finished its launches."""
         ...
 
     def play(self, event: Event) -> None:
-        """Take one event, in program order."""
+        """Play one event, in program order."""
         ...

@@ -235,18 +235,20 @@ def _convolution(call: Call) -> list[Kernel]:
     on_matrix_units = dtype not in ("float32", "float64")
     winograd = not on_matrix_units and w.size[2:] == (3, 3) and size[2:] == x.size[2:]
     multiplied = round(rows / _WINOGRAD) if winograd else rows
-    made = [Kernel("conv", moved, flops, dtype, (groups, multiplied, channels, taps))]
+    convolutions = [Kernel("conv", moved, flops, dtype, (groups, multiplied, channels, taps))]
     if backward:
         of_weight = Kernel("conv", moved, flops, dtype, (groups, channels, taps, rows))
         of_data = Kernel("conv", moved, flops, dtype, (groups, multiplied, taps, channels))
-        made = [of_weight] if x.size[1] <= 4 else [of_data, of_weight]
+        convolutions = [of_weight] if x.size[1] <= 4 else [of_data, of_weight]
     channels_last = len(x.stride) > 2 and x.stride[1] == 1 and x.size[1] > 1
     if on_matrix_units and not channels_last:
         # Per product: input, filter, result, and a result to clear.
-        transposed, launches = len(made) * moved, 4 * len(made)
+        transposed, launches = len(convolutions) * moved, 4 * len(convolutions)
         elements = transposed / x.width
-        made.append(Kernel("strided", 2 * transposed, 0.0, x.dtype, launches=launches, elements=elements))
-    return made
+        convolutions.append(
+            Kernel("strided", 2 * transposed, 0.0, x.dtype, launches=launches, elements=elements)
+        )
+    return convolutions
 
 
 # Several tensors, indices
@@ -401,11 +403,11 @@ def _row_norm(call: Call) -> list[Kernel]:
         rows = call.outs[-1].numel
     else:
         rows = x.numel // max(1, x.size[-1] if x.size else 1)
-    made = [_norm_kernel(call, x, max(1, rows))]
+    norms = [_norm_kernel(call, x, max(1, rows))]
     if call.backward and inner:  # the weight's gradient sums over rows in a kernel of its own
         launches = 2 if "rms" in call.name else 1
-        made.append(Kernel("norm", 2 * x.nbytes, 0.0, x.dtype, launches=launches))
-    return made
+        norms.append(Kernel("norm", 2 * x.nbytes, 0.0, x.dtype, launches=launches))
+    return norms
 
 
 def _row_weights(call: Call, x: Shape) -> list[Shape]:
@@ -592,7 +594,7 @@ def registered_cost(name: str, arguments: Mapping[str, Any]) -> tuple[Kernel, ..
 
 
 def one_pass(name: str, tensors: Sequence[Shape]) -> Kernel:
-    """A kernel that nobody knows: every tensor argument moves once."""
+    """Price an unknown kernel: every tensor argument is read or written once."""
     widest = max(tensors, key=lambda t: t.nbytes, default=None)
     return Kernel(
         "triton", sum(t.nbytes for t in tensors), 0.0, widest.dtype if widest else "float32", name=name

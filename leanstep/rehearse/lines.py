@@ -42,7 +42,7 @@ class Lines:
         self.nested: Counter[int] = Counter()  # backward passes under way inside a backward thread
         self._stack = Stack(own_program)
         # Sequence numbers of autograd nodes are counted by each thread on its own.
-        self._made: dict[int, dict[int, tuple[Line | None, int]]] = {}
+        self._node_lines: dict[int, dict[int, tuple[Line | None, int]]] = {}
         self._last: dict[int, int] = {}
 
     def here(self, in_engine: bool = False) -> Line | None:
@@ -54,16 +54,16 @@ class Lines:
             return Place(self.fixed[0], self.phase if thread == self.main else "backward", self.fixed[1])
         node = torch._C._current_autograd_node()
         line = self.here(in_engine=node is not None)
-        made = self._made.setdefault(thread, {})
+        node_lines = self._node_lines.setdefault(thread, {})
         if torch.is_grad_enabled():
             number = _sequence_number()
             if number != self._last.get(thread):  # a node was made for this call
-                made[number - 1] = (line, self.region)
+                node_lines[number - 1] = (line, self.region)
                 self._last[thread] = number
         if node is None and (thread == self.main or thread in self.started):
             return Place(line, self.phase, self.region)
         if node is not None:
-            table = made if self.nested[thread] else self._made.get(self.main, made)
+            table = node_lines if self.nested[thread] else self._node_lines.get(self.main, node_lines)
             forward = table.get(node._sequence_nr())
             if forward is not None:
                 # A frame of the user's in the engine is a recomputation or a backward function of his own.

@@ -151,16 +151,16 @@ class Plan(NamedTuple):
         else:
             element = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
         attributes = spec.attributes
-        made = _make(
+        tensor = _make(
             FakeTensor,
             element,
             False,
             dispatch_device=True,
             device_for_backend_keys=spec.device,
         )
-        _guard(made)
-        made.__dict__.update(attributes)
-        return made
+        _guard(tensor)
+        tensor.__dict__.update(attributes)
+        return tensor
 
     def result(self, outputs: Sequence[Any]) -> Any:
         return outputs[0] if self.container is None else self.container(outputs)

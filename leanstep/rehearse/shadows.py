@@ -1,10 +1,10 @@
-"""Values that the host knows of fake device tensors, and answers for those that nobody knows.
+"""Known values of fake device tensors, and assumed values for the unknown ones.
 
-A device tensor made from host values carries them along as its *shadow*: a real CPU tensor, kept up to date
-while every operand of every later call has one. `.item()`, boolean indices and lengths then read the truth.
-Values that come from activations are not known: the host reads a plausible one and the place is noted.
-Of a few statistics in one tensor (a loss, a count) some elements may be known and others not.
-What is not known is taken to be finite: `isfinite` is True of it, `isnan` and `isinf` are False.
+A device tensor created from host values has a *shadow*: a real CPU tensor, kept up to date as long as every
+operand of every later call has one. `.item()`, boolean indices and lengths then read the true values.
+Values computed from activations are unknown: the host reads a plausible value, and the line is recorded.
+In a small tensor of statistics (a loss, a count) some elements may be known and others unknown.
+Unknown values are assumed to be finite: `isfinite` returns True for them, `isnan` and `isinf` return False.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from leanstep.rehearse.routing import (
 from leanstep.script.lines import Line
 
 SHADOW_ELEMENTS = 1 << 20
-# The index that a choice among unknown values takes, once, so that all the host derives from it agrees.
+# The index assumed for a choice among unknown values. The result is then known: derived values agree with it.
 CHOSEN_INDEX = 7
-# A host copy of more than this stays fake: a checkpoint on its way to a file that is not written.
+# A larger host copy stays fake: a checkpoint, whose file is not written.
 REAL_COPY_BYTES = 64 << 20
-# Up to this many elements a storage may be known in part.
+# A storage of up to this many elements may be partly known.
 PARTLY_ELEMENTS = 4096
 OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
 WITHOUT_VALUES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 CHOICES = frozenset({"multinomial", "argmax"})
-# Of unknown values all false; composites like `isfinite` are made of comparisons with infinity or themselves.
+# False for unknown values. Composites like `isfinite` compare a value with infinity or with itself.
 NOT_FINITE = frozenset({"isnan", "isinf", "isposinf", "isneginf"})
 COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
-# An output of a call whose shape depends on values: shape, dtype, and its value if it is known.
+# An output of a call whose output shape depends on values: shape, dtype, and its value if known.
 Record = tuple[Sequence[int], torch.dtype, "Tensor | None"]
 
 
@@ -59,7 +59,7 @@ def is_mask(index: Any) -> bool:
 
 
 def is_composite(func: Any) -> bool:
-    """Whether torch composes a call of others; inference mode and DTensor pass it on whole."""
+    """Whether torch implements a call by other calls; inference mode and DTensor dispatch it undecomposed."""
     keys = torch._C.DispatchKey
     if not hasattr(func, "_schema") or func.has_kernel_for_dispatch_key(keys.CUDA):
         return False
@@ -71,14 +71,14 @@ def _is_view(func: Any) -> bool:
 
 
 def decides_alone(name: str) -> bool:
-    """Whether a call's result may be known although an operand is not."""
+    """Whether a call's result may be known even if an operand is unknown."""
     short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
     known = (CHOICES, SPREAD, NOT_FINITE, COMPARISONS, ("or", "and"))
     return any(name in names for names in known[:-1]) or short in known[-1]
 
 
 def is_assumed(value: Any) -> bool:
-    """Whether a known value follows from one that was assumed."""
+    """Whether a value was computed from an assumed one."""
     return getattr(value, "_assumed", False)
 
 
@@ -96,7 +96,7 @@ def shape_of(tensor: Tensor) -> Shape:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Tensors of nested lists, tuples and dicts: a call's arguments hold nothing else, and pytree is slow."""
+    """Return the tensors in nested lists, tuples and dicts, which is all that arguments hold; pytree is slow."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -105,7 +105,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def devices_here() -> int:
-    """Devices that the process sees: one for each rank of its machine."""
+    """Return the number of visible devices: one per rank of this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
@@ -120,7 +120,7 @@ def check_ordinal(device: Any) -> None:
 
 
 def device_asked_for(args: Any, kwargs: dict[str, Any]) -> torch.device | None:
-    """The device that a call names, if it names one."""
+    """Return the device that a call names, or None."""
     where = kwargs.get("device") or next((a for a in args if isinstance(a, torch.device)), None)
     where = torch.device(where) if where is not None else None
     if where is not None and where.type == "cuda":
@@ -129,52 +129,52 @@ def device_asked_for(args: Any, kwargs: dict[str, Any]) -> torch.device | None:
 
 
 def device_tensors(tree: Any) -> list[FakeTensor]:
-    # `fake_device` is a plain attribute; `device` would come back as a call.
+    # `fake_device` is a plain attribute; `device` would dispatch a call.
     return [t for t in tensors_in(tree) if isinstance(t, FakeTensor) and t.fake_device.type == "cuda"]
 
 
 def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A call's arguments by their names in the schema."""
+    """Return a call's arguments by their names in the schema."""
     schema = func._schema.arguments
     return {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(schema)}
 
 
 def with_shapes(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Tensors as shapes: what a registered cost sees of a call."""
+    """Replace tensors by their shapes, for a registered cost function."""
     return {k: shape_of(v) if isinstance(v, Tensor) else v for k, v in arguments.items()}
 
 
 class Shadows:
-    """The known values, by tensor; a write of unknown values into a storage ends all shadows on it.
+    """The known values by tensor. A write of unknown values into a storage invalidates all shadows on it.
 
-    Where such a write covers a part of a small storage, the other elements stay known.
+    If such a write covers only part of a small storage, the other elements stay known.
     """
 
     def __init__(self, fake_mode: FakeTensorMode):
         self.fake_mode = fake_mode
         self.stale: set[int] = set()
-        self.partial: dict[int, Tensor] = {}  # storage -> which of its elements are not known
+        self.partial: dict[int, Tensor] = {}  # storage -> mask of its unknown elements
         self._drawn = torch.get_rng_state()
         self.assumed: Counter[tuple[Line | None, str, str]] = Counter()
         self.branches = Branches()
-        self.wraps_reads = False  # a number that is read now reports its comparisons itself
+        self.wraps_reads = False  # numbers read by the host report their own comparisons
         self.read_assumed = False  # the last read was of an assumed value
         self.assumed_on_host = False  # a host tensor holds assumed values
 
     def get(self, tensor: Tensor) -> Tensor | None:
-        """The real value of a tensor, or None when it is not known."""
+        """Return the real value of a tensor, or None if it is unknown."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         value = self.in_part(tensor)
         return None if value is None or (self.partial and bool(self._unknown(tensor).any())) else value
 
     def in_part(self, tensor: Tensor) -> Tensor | None:
-        """The value of a tensor of which some elements may be unknown, or None when all are."""
+        """Return the value of a tensor, some elements of which may be unknown; None if all are."""
         value = getattr(tensor, "_shadow", None)
         return None if value is None or storage_key(tensor) in self.stale else value
 
     def _unknown(self, tensor: Tensor) -> Tensor:
-        """Which elements of a tensor are not known, as part of its storage."""
+        """Return the mask of a tensor's unknown elements, a view of its storage's mask."""
         mask = self.partial.get(storage_key(tensor))
         if mask is None:
             return torch.zeros((), dtype=torch.bool, device="cpu")
@@ -183,7 +183,7 @@ class Shadows:
         return mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def follows(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether a call on these may give something known."""
+        """Whether the result of a call on these tensors may be known."""
         if self.partial and any(storage_key(t) in self.partial for t in tensors):
             return True
         return all(self.get(t) is not None for t in tensors)
@@ -193,7 +193,7 @@ class Shadows:
             tensor._shadow = value  # pyright: ignore[reportAttributeAccessIssue]
 
     def forget(self, tensor: Tensor) -> None:
-        """Unknown values were written into this tensor's storage."""
+        """Invalidate the shadow: unknown values were written into this tensor's storage."""
         if not isinstance(tensor, FakeTensor):
             return
         key, nbytes = storage_key(tensor), tensor.untyped_storage().nbytes()
@@ -212,24 +212,24 @@ class Shadows:
             self._forget_when_freed(tensor)
 
     def _forget_when_freed(self, tensor: Tensor) -> None:
-        """Not all storages are on the tape: a host tensor's key would make the next one there unknown."""
+        """Clear the key when the storage is freed: host storages are not on the tape, and keys are reused."""
         storage = tensor.untyped_storage()
         weakref.finalize(storage, self.freed, storage._cdata).atexit = False
 
     def copied_in(self, target: Tensor, value: Tensor | None) -> None:
-        """Known values were copied into a device tensor."""
-        kept = self.in_part(target)
-        if value is None or value.numel() > SHADOW_ELEMENTS or (kept is not None and _is_expanded(kept)):
+        """Update the shadow of a device tensor into which known values were copied."""
+        shadow = self.in_part(target)
+        if value is None or value.numel() > SHADOW_ELEMENTS or (shadow is not None and _is_expanded(shadow)):
             self.forget(target)
-        elif kept is not None:
-            kept.copy_(value)
+        elif shadow is not None:
+            shadow.copy_(value)
             self._unknown(target).fill_(False)
         elif value.shape == target.shape and self._covers_storage(target):
             self.stale.discard(storage_key(target))
             self.put(target, value.to(target.dtype).clone())
 
     def received(self, tensor: Tensor, value: Tensor, factor: int) -> None:
-        """A collective brought what every rank sent, or their sum; what was not known of it is not now."""
+        """Update the shadow after a collective: every rank's values or their sum; unknown ones stay so."""
         if value is self.in_part(tensor):
             value.mul_(factor)
         else:
@@ -237,7 +237,7 @@ class Shadows:
             self.copied_in(tensor, value.reshape(1, -1).expand(copies, -1).reshape(tensor.shape))
 
     def freed(self, key: int) -> None:
-        """A storage was freed; its key may come again."""
+        """Clear the entries of a freed storage; its key may be reused."""
         self.stale.discard(key)
         self.partial.pop(key, None)
 
@@ -253,13 +253,13 @@ class Shadows:
 
     @staticmethod
     def plausible(tensor: Tensor) -> bool | int | float:
-        """What an unknown element reads as: 1.0, 1, False."""
+        """Return the value assumed for an unknown element: 1.0, 1 or False."""
         if tensor.dtype == torch.bool:
             return False
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def item(self, tensor: Tensor, line: Line | None) -> Any:
-        """What the host reads of one element."""
+        """Return what the host reads from a one-element tensor."""
         value = self.get(tensor)
         if value is None or value.numel() != 1:
             read, self.read_assumed = self.plausible(tensor), True
@@ -271,7 +271,7 @@ class Shadows:
         return read
 
     def noticed(self, line: Line | None, read: Any) -> None:
-        """An assumed value was read; a branch may follow from it."""
+        """Record that an assumed value was read; a branch may depend on it."""
         if not self.wraps_reads or isinstance(read, bool):
             self.branches.read(line, read)
 
@@ -283,7 +283,7 @@ class Shadows:
         kwargs: dict[str, Any],
         line: Line | None,
     ) -> bool:
-        """What the host reads of `equal` or `allclose`: the truth if both tensors are known, else True."""
+        """Return the result of `equal` or `allclose`: the true one if both tensors are known, else True."""
         values = [self.get(a) if isinstance(a, Tensor) else a for a in args]
         if all(value is not None for value in values):
             return func(*values, **kwargs)
@@ -292,12 +292,12 @@ class Shadows:
         return True
 
     def no_overflow(self, found_inf: Tensor, line: Line | None) -> None:
-        """GradScaler looked for an overflow in unknown gradients."""
+        """Report no overflow to GradScaler, which checks unknown gradients."""
         self.assume(line, "found_inf", 0.0)
         self.copied_in(found_inf, torch.zeros(found_inf.shape, device="cpu"))
 
     def on_host(self, source: Tensor, dtype: torch.dtype, line: Line | None) -> Tensor:
-        """A host copy of a device tensor: real, unless it is large and unknown."""
+        """Return a host copy of a device tensor: real, unless it is large and unknown."""
         value = self.get(source)
         if value is not None:
             out = value.to(dtype, copy=True)
@@ -317,7 +317,7 @@ class Shadows:
         return mark_assumed(value)
 
     def follow_on_host(self, name: str, out: Any, operands: Sequence[Tensor], line: Line | None) -> None:
-        """A call of the host on tensors of its own, some of which may hold assumed values."""
+        """Mark the results of a call on host tensors, some of which may hold assumed values."""
         if not any(is_assumed(t) for t in operands):
             return
         for tensor in tensors_in(out):
@@ -326,7 +326,7 @@ class Shadows:
             self.noticed(line, out)
 
     def into_host(self, target: Tensor, source: Tensor, line: Line | None) -> Tensor:
-        """A device tensor copied into a host tensor: a real one stays real."""
+        """Copy a device tensor into a host tensor; a real host tensor stays real."""
         if not isinstance(target, FakeTensor):
             value = self.on_host(source, target.dtype, line)
             if not isinstance(value, FakeTensor):
@@ -345,11 +345,11 @@ class Shadows:
         mutated: list[Tensor],
         line: Line | None,
     ) -> None:
-        """Run a call on the shadows too, when every operand has one; else its results are unknown."""
+        """Run a call on the shadows if every operand has one; otherwise its results are unknown."""
         flat, spec = tree_flatten((args, kwargs))
         operands = [x for x in flat if isinstance(x, Tensor)]
         values = [self.get(x) for x in operands]
-        # Of what is known in part a view may be known, and what is written over it is.
+        # A view of a partly known tensor may be known; overwritten elements are known.
         overwrites = name in OVERWRITES and mutated
         if overwrites or (len(operands) == 1 and not mutated and _is_view(func)):
             values[0] = self.in_part(operands[0])
@@ -368,7 +368,7 @@ class Shadows:
         alike = self._of_uniform(func, name, args, values) if len(outs) == 1 and not mutated else None
         if alike is not None:
             alike = alike.expand(outs[0].shape)
-            if alike.numel() <= SHADOW_ELEMENTS:  # a large one takes no memory, and nothing is written to it
+            if alike.numel() <= SHADOW_ELEMENTS:  # a large one stays expanded: no memory, never written
                 alike = alike.clone(memory_format=torch.contiguous_format)
             outs[0]._shadow = mark_assumed(alike)  # pyright: ignore[reportAttributeAccessIssue]
             return
@@ -383,12 +383,12 @@ class Shadows:
     def _of_uniform(
         self, func: Any, name: str, args: Sequence[Any], values: Sequence[Tensor | None]
     ) -> Tensor | None:
-        """The value of all elements of a result, if it follows from what is assumed of unknown ones."""
+        """Return the common value of a result's elements, if it follows from the assumptions; else None."""
         if name in NOT_FINITE and values[0] is None:
             return torch.zeros((), dtype=torch.bool, device="cpu")
         if name in COMPARISONS and len(args) == 2:
             return self._compare_unknown(COMPARISONS[name], args[0], args[1])
-        # Of large tensors that are the same everywhere: `torch.isfinite(gradient).all()`.
+        # Large tensors whose elements are all equal: `torch.isfinite(gradient).all()`.
         known = [value for value in values if value is not None]
         if not known or len(known) < len(values) or not all(map(_is_uniform, known)):
             return None
@@ -399,7 +399,7 @@ class Shadows:
         return func(*map(_first, known))
 
     def _compare_unknown(self, compare: Callable[..., Any], left: Any, right: Any) -> Tensor | None:
-        """A comparison of unknown values with themselves, with infinity, or of single numbers."""
+        """Compare unknown values with themselves or with infinity, or compare single numbers."""
         sides = [self._number(side) for side in (left, right)]
         if any(isinstance(side, Tensor) for side in sides):
             return None  # known elements that differ
@@ -409,7 +409,7 @@ class Shadows:
         return torch.tensor(compare(*sides), device="cpu") if itself or infinite or single else None
 
     def _number(self, side: Any) -> Any:
-        """One side of a comparison as a number, plausible where it is unknown; else the known tensor."""
+        """Return one side of a comparison: a number (assumed if unknown), or the known tensor."""
         if not isinstance(side, Tensor):
             return side
         value = self.get(side)
@@ -420,7 +420,7 @@ class Shadows:
     def _run_on_host(
         self, func: Callable[..., Any], flat: list[Any], spec: Any, values: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """A call's results on known values; empty when there is no CPU kernel for it."""
+        """Return a call's results on known values; empty if it has no CPU kernel."""
         real_of = iter(values)
         cpu = torch.device("cpu")
         host = [
@@ -438,7 +438,7 @@ class Shadows:
 
     @contextlib.contextmanager
     def _own_randomness(self, func: Any):
-        """What the device draws must not move the host's random numbers."""
+        """Keep the device's random draws from advancing the host's generator."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             yield
             return
@@ -468,7 +468,7 @@ class Shadows:
                 outs[0], mark_assumed(torch.full(outs[0].shape, chosen, dtype=outs[0].dtype, device="cpu"))
             )
             return
-        # An absorbing operand decides alone: loops that end at a length do so whatever was drawn.
+        # An absorbing operand (True for `or`, False for `and`) decides alone: a length limit ends a loop.
         short = name.strip("_").removeprefix("bitwise_").removeprefix("logical_")
         if short in ("or", "and") and single and not mutated:
             for value in values:
@@ -483,7 +483,7 @@ class Shadows:
             self.forget(tensor)
 
     def masks_to_rows(self, indices: Sequence[Any], line: Line | None) -> list[Any]:
-        """Boolean indices as integer ones (without a shadow: every element)."""
+        """Convert boolean indices to integer ones (without a shadow: every element)."""
         rows = []
         for index in indices:
             if not is_mask(index):
@@ -493,7 +493,7 @@ class Shadows:
             if value is None:
                 self.assume(line, "boolean index", "all elements")
                 count, columns = index.numel(), [None] * index.dim()
-            elif value.numel() > SHADOW_ELEMENTS:  # the same everywhere
+            elif value.numel() > SHADOW_ELEMENTS:  # all elements are equal
                 count, columns = index.numel() * bool(_first(value)), [None] * index.dim()
             else:
                 columns = list(value.nonzero(as_tuple=True))
@@ -516,9 +516,9 @@ class Shadows:
         kwargs: dict[str, Any],
         line: Line | None,
     ) -> list[Record]:
-        """Outputs of a call of `DYNAMIC`.
+        """Return the outputs of a call in `DYNAMIC`.
 
-        Without shadows every element counts as selected, every value as different.
+        Without shadows, every element counts as selected and every value as different.
         """
         host_args = [self.get(a) if isinstance(a, Tensor) else a for a in args]
         host_kwargs = {k: self.get(v) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
@@ -556,12 +556,12 @@ def _is_cheap(name: str, values: Sequence[Tensor | None], outs: Sequence[Tensor]
 
 
 def _limit(values: Sequence[Tensor | None]) -> int:
-    """Elements of a result that is kept."""
+    """Return the most elements that a shadow may have."""
     return MOST_ELEMENTS if any(is_spread(value) for value in values) else SHADOW_ELEMENTS
 
 
 def _marked_as(values: Sequence[Tensor | None], value: Tensor) -> Tensor:
-    """A result that rests on assumed values, or on spread choices, does so itself."""
+    """Mark a result that depends on assumed values or on spread choices."""
     if any(is_assumed(operand) for operand in values):
         mark_assumed(value)
     return mark_spread(value) if any(is_spread(operand) for operand in values) else value
@@ -574,32 +574,32 @@ Arguments = Mapping[str, Any]
 Sizes = list[tuple[Sequence[int], torch.dtype]]
 
 
-def _nonzero(given: Arguments) -> Sizes:
-    x = given["self"]
+def _nonzero(arguments: Arguments) -> Sizes:
+    x = arguments["self"]
     return [((x.numel(), x.dim()), torch.int64)]
 
 
-def _masked_select(given: Arguments) -> Sizes:
-    x, mask = given["self"], given["mask"]
+def _masked_select(arguments: Arguments) -> Sizes:
+    x, mask = arguments["self"], arguments["mask"]
     return [((max(x.numel(), mask.numel()),), x.dtype)]
 
 
-def _repeat_interleave(given: Arguments) -> Sizes:
-    return [((given["output_size"] or given["repeats"].numel(),), torch.int64)]
+def _repeat_interleave(arguments: Arguments) -> Sizes:
+    return [((arguments["output_size"] or arguments["repeats"].numel(),), torch.int64)]
 
 
-def _bincount(given: Arguments) -> Sizes:
-    x, weights = given["self"], given["weights"]
+def _bincount(arguments: Arguments) -> Sizes:
+    x, weights = arguments["self"], arguments["weights"]
     dtype = torch.int64
     if weights is not None:
         dtype = torch.float32 if weights.dtype == torch.float32 else torch.float64
-    # A program that passes minlength has as many bins.
-    return [((given["minlength"] or x.numel(),), dtype)]
+    # With minlength, assume that many bins.
+    return [((arguments["minlength"] or x.numel(),), dtype)]
 
 
-def _unique(given: Arguments) -> Sizes:
-    """Values, inverse and counts, of all elements or of slices along `dim`."""
-    x, dim = given["self"], given.get("dim")
+def _unique(arguments: Arguments) -> Sizes:
+    """Return the sizes of values, inverse and counts, for all elements or slices along `dim`."""
+    x, dim = arguments["self"], arguments.get("dim")
     if dim is None:
         return [((x.numel(),), x.dtype), (x.shape, torch.int64), ((x.numel(),), torch.int64)]
     length = x.shape[dim]
@@ -612,7 +612,7 @@ DYNAMIC: dict[str, Callable[[Arguments], Sizes]] = {
     "masked_select": _masked_select,
     "repeat_interleave": _repeat_interleave,
     "bincount": _bincount,
-    "_unique": lambda given: _unique(given)[:2],
+    "_unique": lambda arguments: _unique(arguments)[:2],
     "_unique2": _unique,
     "unique_dim": _unique,
     "unique_consecutive": _unique,

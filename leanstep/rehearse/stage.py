@@ -120,8 +120,8 @@ def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalErr
     if code == _OWN_FAILURE:
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
     fault = folder / _FAULTS
-    found = re.findall(r'File "(.+)", line (\d+) in (.+)', fault.read_text() if fault.exists() else "")
-    line = nearest_line(((file, int(number), name) for file, number, name in reversed(found)), USER)
+    frames = re.findall(r'File "(.+)", line (\d+) in (.+)', fault.read_text() if fault.exists() else "")
+    line = nearest_line(((file, int(number), name) for file, number, name in reversed(frames)), USER)
     how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
     refused = Refusal(line, f"the program ended its own process with {how}")
     return Recording(request, fake_device.torch_version()[0], refused=refused, ended="refused")
@@ -164,12 +164,12 @@ class _Server:
         return same and self.process.poll() is None
 
     def run(self, asked: Path, answered: Path, quiet: bool, watcher: _Watcher) -> int:
-        """Fork a rehearsal and wait for it: its exit code. Its output is this process's, or nobody's."""
-        with self.lock, Path(os.devnull).open("r+b") as nobody:
-            sinks = [nobody.fileno()] * 2 if quiet else [1, 2]
+        """Fork a rehearsal, wait for it and return its exit code. quiet: discard its output."""
+        with self.lock, Path(os.devnull).open("r+b") as null:
+            sinks = [null.fileno()] * 2 if quiet else [1, 2]
             try:
                 # One rehearsal at a time: a message each way.
-                socket.send_fds(self.line, [f"{asked}\n{answered}".encode()], [nobody.fileno(), *sinks])
+                socket.send_fds(self.line, [f"{asked}\n{answered}".encode()], [null.fileno(), *sinks])
                 while not select.select([self.line], [], [], 1.0)[0]:
                     watcher.look()
                 return int(self.line.recv(64) or b"-1")
@@ -262,7 +262,7 @@ def _rank_environment(request: Request) -> dict[str, str]:
 
 
 def _serve(stub: str, descriptor: str) -> None:
-    """Load what every rehearsal needs, then fork one for each message until nobody is left to ask."""
+    """Load what every rehearsal needs, then fork one rehearsal per message until the socket closes."""
     unusable: RehearsalError | None = None
     fake_device.hide_devices()
     try:
@@ -280,12 +280,12 @@ def _serve(stub: str, descriptor: str) -> None:
         if not child:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             line.close()
-            for number, given in enumerate(descriptors):
-                os.dup2(given, number)
+            for number, passed in enumerate(descriptors):
+                os.dup2(passed, number)
             asked, answered = message.decode().split("\n")
             _child(asked, answered, unusable)
-        for given in descriptors:
-            os.close(given)
+        for passed in descriptors:
+            os.close(passed)
         _, status = os.waitpid(child, 0)
         guard.end(os.getpid(), os.environ[guard.MARK])
         line.send(str(os.waitstatus_to_exitcode(status)).encode())

@@ -174,7 +174,7 @@ def _fit_cells(sweep: Sweep, cell: Callable[[int], Data]) -> list[Data]:
             known[value] = cell(value)
         return known[value]
 
-    found = []
+    cells = []
     for device in sweep.devices:
 
         def probe(value: int, device: Device = device) -> tuple[bool, int]:
@@ -188,10 +188,10 @@ def _fit_cells(sweep: Sweep, cell: Callable[[int], Data]) -> list[Data]:
         try:
             largest = largest_fitting(probe, sweep.room(device), sweep.start())
             nothing = {"value": 0, "why": f"not even {sweep.key} = 1 fits"}
-            found.append({"device": device.key, **(cell_of(largest) if largest else nothing)})
+            cells.append({"device": device.key, **(cell_of(largest) if largest else nothing)})
         except _Stopped as stopped:
-            found.append({"device": device.key, **stopped.cell})
-    return found
+            cells.append({"device": device.key, **stopped.cell})
+    return cells
 
 
 class _Stopped(Exception):

@@ -138,7 +138,9 @@ class Tape(TorchDispatchMode):
         self._parameters: list[Any] = []
         self.ranks = 1
         self.in_registers = False  # what the next call makes gets no memory: a compiler would fuse it away
-        self.most_on_host = 1 << 30  # floats of a host tensor; more are on their way to the device
+        self.most_on_host = (
+            1 << 30
+        )  # floats in a host tensor; a larger one is about to be copied to the device
         self.capture: Any = None  # the CUDA graph that is being captured
         self.num_captures = 0
         self.captured: set[int] = set()  # storages that captures took
@@ -231,19 +233,19 @@ class Tape(TorchDispatchMode):
         return self.num_marks
 
     def custom(
-        self, name: str, made: Sequence[Kernel], reads: Any = (), writes: Any = (), forget: bool = True
+        self, name: str, launched: Sequence[Kernel], reads: Any = (), writes: Any = (), forget: bool = True
     ) -> None:
         """Tape a kernel that is not torch's; what it writes is no longer known."""
         place = self.lines.place()
         into = device_tensors(writes)
         for tensor in into if forget else ():
             self.shadows.forget(tensor)
-        self._launch(name, tuple(made), device_tensors(reads), into, place, _counted_in(made))
+        self._launch(name, tuple(launched), device_tensors(reads), into, place, _counted_in(launched))
 
     def _launch(
         self,
         name: str,
-        made: tuple[Kernel, ...],
+        launched: tuple[Kernel, ...],
         reads: Tensors,
         writes: Tensors,
         place: Place,
@@ -251,12 +253,12 @@ class Tape(TorchDispatchMode):
     ) -> None:
         read_ids = tuple(self.hold(t, place) for t in reads)
         written_ids = tuple(self.hold(t, place) for t in writes)
-        self._taped(name, made, read_ids, written_ids, _traffic(reads, writes), place, counted)
+        self._taped(name, launched, read_ids, written_ids, _traffic(reads, writes), place, counted)
 
     def _taped(
         self,
         name: str,
-        made: tuple[Kernel, ...],
+        launched: tuple[Kernel, ...],
         reads: tuple[int, ...],
         writes: tuple[int, ...],
         traffic: tuple[int, ...],
@@ -264,12 +266,12 @@ class Tape(TorchDispatchMode):
         counted: tuple[Counted, ...],
     ) -> None:
         thread = threading.get_ident()
-        if thread not in self._with_workspace and any(k.kind == "gemm" for k in made):
+        if thread not in self._with_workspace and any(k.kind == "gemm" for k in launched):
             self._with_workspace.add(thread)
             self.allocate(self.workspace_bytes, (self.workspace_bytes,), "uint8", WORKSPACE, "library")
         launch = events.Launch(
             name=name,
-            kernels=made,
+            kernels=launched,
             line=place.line,
             phase=place.phase,
             step=self.step,
@@ -296,7 +298,7 @@ class Tape(TorchDispatchMode):
     # Memory
 
     def hold(self, tensor: Tensor, place: Place) -> int:
-        """The number of a device tensor's storage; one that was not seen before is an allocation."""
+        """Return the number of a device tensor's storage; record an allocation if the storage is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         nbytes = events.round_up(storage.nbytes())
@@ -319,8 +321,8 @@ class Tape(TorchDispatchMode):
         """Tape an allocation: its number."""
         number = len(self.recording.storages)
         self.memory.allocate(number, nbytes)
-        made = events.Storage(number, nbytes, shape, dtype, place.line, place.phase, self.step, category)
-        self.recording.storages[number] = made
+        record = events.Storage(number, nbytes, shape, dtype, place.line, place.phase, self.step, category)
+        self.recording.storages[number] = record
         if nbytes:
             self.live_bytes += nbytes
             self.add(events.Alloc(number, nbytes, place.line, place.phase, self.step))
@@ -358,8 +360,10 @@ class Tape(TorchDispatchMode):
         old = self.recording.storages[number]
         self._free(storage._cdata)
         place = self.lines.place()
-        made = self.allocate(events.round_up(storage.nbytes()), old.shape, old.dtype, place, old.category)
-        self._numbers[storage._cdata] = made
+        replacement = self.allocate(
+            events.round_up(storage.nbytes()), old.shape, old.dtype, place, old.category
+        )
+        self._numbers[storage._cdata] = replacement
 
     def classify(self, tensors: Iterable[Any], category: str) -> None:
         """Say what storages are for."""
@@ -413,21 +417,21 @@ class Tape(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if name in STRIDED:
             _check_bounds(func, name, args, kwargs)
-        given = Arguments(func, name, args, kwargs, self.fake_mode)
-        plan = self._plans.get(given.key)
+        arguments = Arguments(func, name, args, kwargs, self.fake_mode)
+        plan = self._plans.get(arguments.key)
         if plan is not None:
-            return self._repeat(plan, func, name, args, kwargs, given.tensors)
+            return self._repeat(plan, func, name, args, kwargs, arguments.tensors)
         # A DTensor unwraps itself; its shards come back here.
-        if any(type(t) not in PLAIN for t in given.tensors):
+        if any(type(t) not in PLAIN for t in arguments.tensors):
             return NotImplemented
         where = device_asked_for(args, kwargs)
         pinned = kwargs.pop("pin_memory", None)
-        if not given.fakes and (where is None or where.type != "cuda"):
+        if not arguments.fakes and (where is None or where.type != "cuda"):
             out = self._on_host(func, name, args, kwargs, where)
             if self.shadows.assumed_on_host:
-                self.shadows.follow_on_host(name, out, given.tensors, self.lines.here())
+                self.shadows.follow_on_host(name, out, arguments.tensors, self.lines.here())
             return self.pin(out) if pinned and not isinstance(out, FakeTensor) else out
-        if "sparse" in name or any(t.layout is not torch.strided for t in given.tensors):
+        if "sparse" in name or any(t.layout is not torch.strided for t in arguments.tensors):
             raise Refused(SPARSE)
         if not hasattr(func, "_schema"):  # a higher-order operator: its body comes back here
             with self.fake_mode:
@@ -438,7 +442,7 @@ class Tape(TorchDispatchMode):
         call = DeviceCall(func, name, args, kwargs, where, self.lines.place(), read)
         body = body_of(func)
         answer = self._answer(call) if body is None else self._run_body(call, body)
-        return self._on_device(call, given) if answer is NotImplemented else answer
+        return self._on_device(call, arguments) if answer is NotImplemented else answer
 
     def _name(self, func: Any) -> str:
         name = self._names.get(func)
@@ -569,8 +573,8 @@ class Tape(TorchDispatchMode):
         records = self.shadows.dynamic(call.func, call.name, call.args, call.kwargs, call.place.line)
         device = call.args[0].device
         outs = [self.shadows.fresh(shape, dtype, device, value) for shape, dtype, value in records]
-        made = kernels(call.name, [shape_of(t) for t in reads], [shape_of(t) for t in outs], {})
-        self._launch(call.name, tuple(made), reads, outs, call.place)
+        launched = kernels(call.name, [shape_of(t) for t in reads], [shape_of(t) for t in outs], {})
+        self._launch(call.name, tuple(launched), reads, outs, call.place)
         return outs[0] if len(call.func._schema.returns) == 1 else tuple(outs)
 
     def _copy(self, call: DeviceCall) -> Any:
@@ -616,10 +620,10 @@ class Tape(TorchDispatchMode):
         with self.fake_mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
-    def _on_device(self, call: DeviceCall, given: Arguments) -> Any:
+    def _on_device(self, call: DeviceCall, arguments: Arguments) -> Any:
         """Run a call on fake tensors and tape it."""
         func, name, args, kwargs = call.func, call.name, call.args, call.kwargs
-        if any(t.device.type == "meta" for t in given.tensors if not isinstance(t, FakeTensor)):
+        if any(t.device.type == "meta" for t in arguments.tensors if not isinstance(t, FakeTensor)):
             args, kwargs = tree_map_only(Tensor, self._without_meta, (args, kwargs))
             call = call._replace(args=args, kwargs=kwargs)
         with self.fake_mode:
@@ -629,9 +633,9 @@ class Tape(TorchDispatchMode):
         if self.collective is not None and func.namespace in ("c10d", "_c10d_functional"):
             self.collective(name, args, out)
             return out
-        return self._tape(call, out, given)
+        return self._tape(call, out, arguments)
 
-    def _tape(self, call: DeviceCall, out: Any, given: Arguments) -> Any:
+    def _tape(self, call: DeviceCall, out: Any, arguments: Arguments) -> Any:
         func, name, args, kwargs = call.func, call.name, call.args, call.kwargs
         mutated = call.mutated()
         if mutated and not isinstance(mutated[0], FakeTensor):
@@ -643,20 +647,20 @@ class Tape(TorchDispatchMode):
         reads = device_tensors((args, kwargs))
         writes = device_tensors(outs) or device_tensors(mutated)
         if not reads and not writes:
-            return out  # parameters on their way: host memory that is not there
-        made: tuple[Kernel, ...] = ()
+            return out  # parameters in simulated host memory, before the copy to the device
+        launched: tuple[Kernel, ...] = ()
         counted: tuple[Counted, ...] = ()
         if name not in FREE and (mutated or not call.is_view()):
             reads = _reads(call, reads)
-            made, counted = self._price(call, reads, writes, outs)
-        self._launch(name, made, reads, writes, call.place, counted)
+            launched, counted = self._price(call, reads, writes, outs)
+        self._launch(name, launched, reads, writes, call.place, counted)
         # A plan builds outputs; it does not change the shape of an argument, as `resize_` does.
         changes_shape = torch.Tag.inplace_view in func.tags
-        repeats = given.key is not None and call.read is None and not name.startswith("_amp_")
+        repeats = arguments.key is not None and call.read is None and not name.startswith("_amp_")
         repeats = repeats and not changes_shape
         if repeats and len(self._plans) < MOST_PLANS:
-            taped = Taped(made, reads, writes, _traffic(reads, writes), counted)
-            self._plans[given.key] = plan_of(name, given.tensors, out, mutated, taped)
+            taped = Taped(launched, reads, writes, _traffic(reads, writes), counted)
+            self._plans[arguments.key] = plan_of(name, arguments.tensors, out, mutated, taped)
         return out
 
     def _price(
@@ -665,14 +669,14 @@ class Tape(TorchDispatchMode):
         """A call's kernels, and what it multiplies."""
         func, name = call.func, call.name
         named = named_arguments(func, call.args, call.kwargs)
-        made = registered_cost(f"{func.namespace}::{name}", with_shapes(named))
-        if made is None:
+        priced = registered_cost(f"{func.namespace}::{name}", with_shapes(named))
+        if priced is None:
             before, after = [shape_of(t) for t in reads], [shape_of(t) for t in writes]
-            made = tuple(kernels(name, before, after, _info(named)))
+            priced = tuple(kernels(name, before, after, _info(named)))
             if needs_a_price(func):
-                made = (one_pass(name, [*before, *after]),)
+                priced = (one_pass(name, [*before, *after]),)
                 self.notes[f"custom op {func._schema.name}: {ONE_PASS}"] += 1
-        return made, self._count(call, outs) if func.namespace == "aten" else _counted_in(made)
+        return priced, self._count(call, outs) if func.namespace == "aten" else _counted_in(priced)
 
     def _count(self, call: DeviceCall, outs: Tensors) -> tuple[Counted, ...]:
         """What a call of torch's multiplies."""
@@ -735,17 +739,17 @@ def _reads(call: DeviceCall, reads: Tensors) -> Tensors:
     return reads
 
 
-def _info(given: dict[str, Any]) -> dict[str, Any]:
+def _info(arguments: dict[str, Any]) -> dict[str, Any]:
     """What shapes do not tell of a call."""
-    lists = [v for v in given.values() if isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor)]
+    lists = [v for v in arguments.values() if isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor)]
     return {
-        "causal": bool(given.get("is_causal")),
+        "causal": bool(arguments.get("is_causal")),
         "lists": len(lists),
-        "beta": given.get("beta", 1),
-        "accumulate": bool(given.get("accumulate")),
+        "beta": arguments.get("beta", 1),
+        "accumulate": bool(arguments.get("accumulate")),
         "tf32": _uses_tf32("matmul"),
         "conv_tf32": _uses_tf32("convolution"),
-        "windows": _windows(given.get("kernel_size"), given.get("stride")),
+        "windows": _windows(arguments.get("kernel_size"), arguments.get("stride")),
     }
 
 

@@ -1,9 +1,10 @@
-"""Seconds of a kernel on a device, and the clock that replays host and device.
+"""Predicted seconds of a kernel on a device, and the clock that replays host and device.
 
-A kernel takes the longest of what it asks for: bytes at a share of the memory's rate, elements at the rate at
-which a unit computes addresses, a chain of dependent loads, tiles of a product on the matrix units. The
-constants of each vendor (`RATES`) are fitted by `tools/calibrate.py` on public traces of H100 and MI300X; the
-intervals (`WIDTHS`) come from published steps and kernels. Other devices differ by their data sheets alone.
+The slowest of several limits determines a kernel's time: bytes at a share of the memory bandwidth, elements
+at the rate at which a unit computes addresses, a chain of dependent loads, tiles of a product on the matrix
+units. `tools/calibrate.py` fits the constants of each vendor (`RATES`) on public traces of H100 and MI300X;
+the intervals (`WIDTHS`) come from published steps and kernels. For other devices only the data sheet figures
+differ.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from leanstep.rehearse.streams import Streams
 class Rates:
     """The fitted constants of a vendor's devices and libraries.
 
-    start_us: shortest kernel (longer before Ada: `_start_us`). stream: share of the memory rate of a long
-    vectorised pass. issue: elements a clock and unit whose address is computed. wait_us: one step of a loop
-    that waits for its load. product: share of the sustained matrix rate that a large tile's inner loop
-    reaches; ramp: half-size (elements) of a tile; product_start_us: start of a product; single: share of the
-    fp32 peak.
+    start_us: shortest kernel (longer before Ada: `_start_us`). stream: share of the memory bandwidth that a
+    long vectorised pass reaches. issue: addresses of elements computed per clock and unit. wait_us: one
+    iteration of a loop that waits for its load. product: share of the sustained matrix rate that a large
+    tile's inner loop reaches; ramp: half-size (elements) of a tile; product_start_us: start of a product;
+    single: share of the fp32 peak.
     conv, attention: shares of the sustained rate.
     """
 
@@ -55,10 +56,10 @@ class Rates:
     attention: float
 
 
-# From `tools/calibrate.py --fit`: AMD's on all tables; NVIDIA's on the first six, frozen since published
-# steps were predicted with them. Except for NVIDIA's `stream`: passes of Liger's public table (A100, H100,
-# B200) reach 0.80 to 0.85 of the memory's rate. NVIDIA's `conv` is from published steps of ResNet-50 and
-# airbench94 on A100 and V100; `single` (fp32 without matrix units) is an assumption.
+# From `tools/calibrate.py --fit`: AMD's on all tables; NVIDIA's on the first six, frozen because published
+# steps were predicted with them. Exceptions: NVIDIA's `stream` (passes in Liger's public table for A100, H100
+# and B200 reach 0.80 to 0.85 of the memory bandwidth); NVIDIA's `conv`, from published steps of ResNet-50 and
+# airbench94 on A100 and V100; `single` (fp32 without matrix units), an assumption.
 RATES: Mapping[str, Rates] = MappingProxyType(
     {
         "nvidia": Rates(
@@ -87,9 +88,9 @@ RATES: Mapping[str, Rates] = MappingProxyType(
         ),
     }
 )
-# Factor around a prediction that holds 80% of the published figures of its class (docs/rehearse_errors.md has
-# the rows by source, and what share of a source's rows lies inside when the factor comes from the others).
-# amd: whole traces of MI300X. host: what a step bound by the host or its waits is uncertain by, besides.
+# Factor around a prediction that contains 80% of the published figures of its class. docs/rehearse_errors.md
+# has the rows by source, and the share of a source's rows inside the interval when the other sources give the
+# factor. amd: whole traces of MI300X. host: additional uncertainty of a step bound by host or syncs.
 WIDTHS: Mapping[str, float] = MappingProxyType(
     {
         "eager": 1.18,
@@ -101,10 +102,10 @@ WIDTHS: Mapping[str, float] = MappingProxyType(
         "host": 1.9,
     }
 )
-# A step is one of convolutions when they take this share of it; a single kernel below this time is short.
+# A step counts as convolutions if they take more than this share of it; a kernel below this time is short.
 _MOSTLY, _SHORT_S = 0.2, 1e-3
 
-# Tiles (rows, columns) of a product that libraries choose from.
+# Tile sizes (rows, columns) that libraries choose from for a product.
 TILES = (
     (256, 128),
     (128, 256),
@@ -118,26 +119,26 @@ TILES = (
     (64, 16),
 )
 SPLITS = (1, 2, 4, 8, 16, 32)
-# Rows of a softmax up to this many bytes stay in the registers or the shared memory of their block.
+# Softmax rows of up to this many bytes stay in the registers or the shared memory of their block.
 _KEPT_ROW_BYTES = 96 * 1024
-# Longer rows have a block each, of which two fit on a unit; shorter ones share a warp's registers.
+# Longer rows have one block each, two blocks per unit; shorter ones share a warp's registers.
 _WARP_ROW = 1024
-# Elements of one step of a block's loop.
+# Elements per iteration of a block's loop.
 _STEP = {"norm": 2048, "batch_norm": 512}
-# A loss that one warp sums: rows of a step, and its loads that wait for one another (the target, then its
-# logit; both partly hidden).
+# A loss that one warp sums: rows per iteration, and its dependent loads (the target, then its logit; both
+# partly hidden).
 _WARP, _WARP_LOADS = 32, 1.33
-# Kernels before this generation start later: 3 to 4 us in public traces of A100 and V100.
+# Kernels on earlier generations take longer to start: 3 to 4 us in public traces of A100 and V100.
 _LATE_START_BEFORE, _LATE_START = (8, 9), 2.0
-# torch's attention kernels use the matrix instructions of the generation before on these and later.
+# From this generation on, torch's attention kernels use the matrix instructions of the previous one.
 _OLD_INSTRUCTIONS_FROM, _OLD_INSTRUCTIONS = (9, 0), 0.62
-# Rate of attention's backward relative to its forward, as its authors report it for long sequences.
+# Rate of attention backward relative to forward, as its authors report it for long sequences.
 _BACKWARD_SHARE = 0.76
 _BLENDING = 3.0  # two limits of one kernel overlap imperfectly: the norm that joins them
 
 
 def seconds(kernel: Kernel, device: Device, rates: Rates | None = None) -> float:
-    """Predicted seconds of all launches of `kernel` on `device`."""
+    """Return the predicted seconds of all launches of `kernel` on `device`."""
     rates = rates or RATES[device.vendor]
     kind = kernel.kind
     if kind in ("gemm", "conv") and len(kernel.sizes) == 4:
@@ -155,7 +156,7 @@ def seconds(kernel: Kernel, device: Device, rates: Rates | None = None) -> float
     if kind == "softmax" and len(kernel.sizes) == 2 and kernel.sizes[1] > _WARP_ROW:
         moved, rows_s = _long_softmax(kernel, device, rates)
     limits = [moved / (device.hbm * rates.stream), rows_s]
-    # Loads that wait for one another: an index before its value, parts of a sum before the sum.
+    # Dependent loads: an index before its value, parts of a sum before the sum.
     chained = {"reduce": 3, "norm": 2, "softmax": 2, "batch_norm": 1}.get(kind, 0)
     if kernel.elements:
         limits.append(kernel.elements / (rates.issue * device.units * device.clock_hz))
@@ -178,30 +179,30 @@ def _joined(limits: Iterable[float]) -> float:
 
 
 def _long_softmax(kernel: Kernel, device: Device, rates: Rates) -> tuple[float, float]:
-    """Bytes of a softmax with a block for each row, and seconds that its units spend on rows."""
+    """Return the bytes of a softmax with one block per row, and the seconds that its units spend on rows."""
     rows, length = kernel.sizes
     row_bytes = kernel.nbytes / (2 * max(1, rows))
-    # Largest, sum and result follow each other.
+    # Maximum, sum and result are computed in turn.
     seconds = max(0, rows / (2 * device.units) - 1) * 3 * rates.wait_us * 1e-6
     if kernel.alignment < 16:  # element by element, half of a row's passes from registers
         seconds += 1.5 * rows * length / (rates.issue * device.units * device.clock_hz)
     elif row_bytes <= _KEPT_ROW_BYTES:
         return kernel.nbytes, seconds
-    # A row that its block cannot keep is read again for sum and result; the cache has part of it.
+    # A row too long for its block is read again for sum and result; part of it is in the cache.
     resident = 2 * min(rows, device.units) * row_bytes
     hit = min(1.0, 0.8 * device.l2_bytes / max(1.0, resident))
     return kernel.nbytes * (1 + 0.5 * 2 * ((1 - hit) + 0.4 * hit)), seconds
 
 
 def _product(kernel: Kernel, device: Device, rates: Rates) -> float:
-    """The best tile and split of the sum over k: waves of tiles, each at its tile's share of the rate."""
+    """Return the time of the best tile and split of k: waves of tiles at the tile's share of the rate."""
     batch, m, n, k = kernel.sizes
     on_matrix_units = kernel.dtype not in ("float32", "float64")
     share = rates.product * device.sustained if on_matrix_units else rates.single
     if kernel.kind == "conv" and on_matrix_units:
         share *= rates.conv
     unit = device.flops(kernel.dtype) / device.units * share
-    # Feeding a unit costs (rows + columns) loads a step: the slower it multiplies, the smaller a tile does.
+    # A unit needs (rows + columns) loads per iteration: a slower unit needs smaller tiles.
     ramp = rates.ramp * min(1.0, _appetite(device, kernel.dtype) / _APPETITE[device.vendor]) ** 0.5
     best = math.inf
     for rows, columns in TILES:
@@ -212,7 +213,7 @@ def _product(kernel: Kernel, device: Device, rates: Rates) -> float:
             if split > 1 and (tiles * split > 2 * device.units or k / split < 256):
                 break
             waves = tiles * split / device.units
-            # Long queues of tiles even out; short ones wait for the last tile.
+            # Long queues of tiles balance out; short ones wait for the last tile.
             waves = max(1.0, math.ceil(waves) if waves <= 4 else waves + 0.5)
             inner = math.ceil(max(k, 1) / split / 32) * 32
             time = waves * 2.0 * rows * columns * inner / speed
@@ -226,10 +227,10 @@ def _product(kernel: Kernel, device: Device, rates: Rates) -> float:
 
 
 def _pieces(kernel: Kernel) -> float:
-    """Loads and stores of a product whose rows start anywhere: no wider than the alignment.
+    """Return the time of loads and stores of a product with unaligned rows: no wider than the alignment.
 
-    A tile's operands come piece by piece through the units that compute addresses, two a slot: within a row
-    an address is advanced, not computed.
+    The units that compute addresses load a tile's operands in pieces, two per slot: within a row an address
+    is advanced, not computed.
     """
     batch, m, n, k = kernel.sizes
     tile = 128  # what libraries have for them
@@ -243,11 +244,11 @@ def element_bytes(dtype: str) -> int:
 
 
 def _appetite(device: Device, dtype: str) -> float:
-    """Operand bytes that a unit's multipliers want each clock."""
+    """Return the operand bytes that a unit's multipliers need per clock."""
     return device.flops(dtype) * element_bytes(dtype) / (device.units * device.clock_hz)
 
 
-# Of the devices that `ramp` was fitted on.
+# Of the devices on which `ramp` was fitted.
 _APPETITE = {
     "nvidia": _appetite(DEVICES["h100"], "bfloat16"),
     "amd": _appetite(DEVICES["mi300x"], "bfloat16"),
@@ -263,7 +264,7 @@ def _attention(kernel: Kernel, device: Device, rates: Rates) -> float:
     if device.vendor == "nvidia" and device.capability >= _OLD_INSTRUCTIONS_FROM:
         share *= _OLD_INSTRUCTIONS
     share *= min(1.0, d / 128) ** 0.35
-    # Work comes in blocks of 128 x 128 scores; a causal mask halves it down to the blocks on the diagonal.
+    # Work is split into blocks of 128 x 128 scores; a causal mask halves it, down to blocks on the diagonal.
     products = 5 if backward else 2
     full = products * 2.0 * rows * t * s * d
     density = kernel.flops / full if full else 1.0
@@ -280,10 +281,10 @@ def _attention(kernel: Kernel, device: Device, rates: Rates) -> float:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Microseconds of the host's thread: an assumption, not a measurement of the user's machine.
+    """Microseconds of the host thread: an assumption, not a measurement of the user's machine.
 
-    call: one that launches a kernel, from Python; backward: the same from autograd's C++ loop; view: a call
-    that launches nothing; launch: each further kernel of a call; wait: a sync beyond the waiting itself.
+    call: a call from Python that launches a kernel; backward: the same from autograd's C++ loop; view: a call
+    that launches nothing; launch: each further kernel of a call; wait: the cost of a sync besides the wait.
     """
 
     call_us: float = 10.0
@@ -294,7 +295,7 @@ class HostCosts:
 
     @classmethod
     def of(cls, call_us: float | None) -> HostCosts:
-        """The default, scaled to another cost of a launching call."""
+        """Return the default, scaled to another cost per launching call."""
         default = cls()
         if call_us is None:
             return default
@@ -303,11 +304,11 @@ class HostCosts:
 
 
 class Clock:
-    """Host and device, in seconds: the host runs ahead, a sync joins them.
+    """Host and device clocks, in seconds: the host runs ahead until a sync.
 
     A kernel starts when the host has launched it and its stream has finished what came before (`Streams`).
-    The launch queue holds 1,022 entries; a full one holds the host. exposed: seconds in which the default
-    stream had nothing to do but wait for another stream or a collective.
+    The launch queue holds 1,022 entries; a full queue blocks the host. exposed: seconds in which the default
+    stream is idle and waits for another stream or a collective.
     """
 
     QUEUE = 1022
@@ -354,7 +355,7 @@ class Clock:
             self.exposed += idle
 
     def _join(self, end: float) -> None:
-        """The host waits for what ends then."""
+        """Block the host until this time."""
         self.waited += max(0.0, end - self.host)
         self.host = max(self.host, end) + self.costs.wait_us * 1e-6
         while self._queue and self._queue[0] <= end:
@@ -386,14 +387,14 @@ class Clock:
                     self.host = max(self.host, self._queue.popleft())
 
     def _transfer(self, event: Launch, kernel: Kernel, time: float) -> None:
-        """Both directions of a link at once: what is sent and what is received do not wait for each other."""
+        """Use both directions of a link at once: sends and receives do not wait for each other."""
         link = (kernel.name if kernel.name in ("send", "receive") else "", kernel.sizes)
         self.streams.transfer(link, time, event.stream, self.host, event.mark)
-        if not event.mark:  # inside a CUDA graph: what follows in it reads the result
+        if not event.mark:  # inside a CUDA graph: the kernels that follow read the result
             self.exposed += self.streams.wait(0, event.stream, self.host)
 
     def _model_call(self, event: Extrapolated) -> None:
-        """Many launches in a row: the later of the host's calls and the device's work."""
+        """Play many launches in a row: they end with the later of the host's calls and the device's work."""
         costs, busy = self.costs, 0.0
         for _, kernel, times in event.parts:
             time = times * self.price(kernel)
@@ -404,7 +405,7 @@ class Clock:
         began = max(self.streams.end(), self.host)
         self.host += spent * 1e-6
         end = self.streams.run(0, max(busy, self.host - began), began)
-        # The queue is full of this call's launches if the device is far behind.
+        # If the device is far behind, this call's launches fill the queue.
         ahead = busy * min(1.0, self.QUEUE / max(1, event.launches))
         self.host = max(self.host, end - ahead)
         self._queue.clear()
@@ -414,18 +415,18 @@ class Clock:
 
     @property
     def now(self) -> float:
-        """The later of the clocks."""
+        """Return the later of the two clocks."""
         return max(self.host, self.device)
 
 
 @dataclass
 class Timing:
-    """One step. step_s: from the end of the step before to its own end, on the later clock.
+    """One step. step_s: from the end of the previous step to the end of this one, on the later clock.
 
     device_s: kernels alone, host_s: calls alone (an infinitely fast device), link_s: collectives alone,
-    exposed_s: what the default stream waits for them and for other streams.
-    classes: device seconds by kind of kernel; interval_s: 80% of steps are expected inside it.
-    flops: what the step multiplies, by part; the model's are the numerator of MFU (`leanstep.flops`).
+    exposed_s: time that the default stream waits for collectives and for other streams.
+    classes: device seconds by kind of kernel; interval_s: expected to contain 80% of steps.
+    flops: FLOPs of the step by part; the model's are the numerator of MFU (`leanstep.flops`).
     """
 
     step_s: float
@@ -443,20 +444,20 @@ class Timing:
     is_compiled: bool = False
 
     def mfu(self, device: Device) -> float:
-        """The model's products as a share of the device's peak, each against that of its operand type."""
+        """Return the model's FLOPs as a share of the device's peak, each at the peak of its operand type."""
         return self.flops.seconds_at(device.flops) / self.step_s if self.step_s > 0 else 0.0
 
 
 def time_steps(
     events: Iterable[Event], ends: Iterable[int], device: Device, costs: HostCosts | None = None
 ) -> list[Timing]:
-    """Replay `events` and cut them at the indices `ends` (ascending): one Timing each.
+    """Replay `events`, split them at the indices `ends` (ascending) and return one Timing per step.
 
-    The first one includes what lies before it: a caller that wants steady steps looks at the last.
+    The first Timing includes all events before its end; a caller that needs a steady step uses the last.
     """
     clock, alone = Clock(device, costs=costs), Clock(device, costs=costs)
     alone._known = _Nothing()
-    found: list[Timing] = []
+    timings: list[Timing] = []
     stops = deque(ends)
     before, host_before = (0.0, 0.0, 0.0, 0.0, 0, 0, 0), 0.0
     classes_before: dict[str, float] = {}
@@ -469,7 +470,7 @@ def time_steps(
         if isinstance(event, Launch | Extrapolated):
             for product in event.products:
                 products[product.part, product.dtype] += product.flops
-        while stops and index + 1 >= stops[0]:  # two ends at one event: a step in which nothing happened
+        while stops and index + 1 >= stops[0]:  # two ends at one event: an empty step
             stops.popleft()
             link = clock.classes.get("collective", 0.0)
             after = (clock.now, clock.busy, link, clock.exposed, clock.kernels, clock.calls, clock.waits)
@@ -489,21 +490,21 @@ def time_steps(
                 is_compiled=is_compiled,
             )
             is_compiled = False
-            found.append(_judged(timing, device))
+            timings.append(_judged(timing, device))
             before, host_before, classes_before = after, alone.host, dict(clock.classes)
             products.clear()
-    return found
+    return timings
 
 
 class _Nothing(dict[Kernel, float]):
-    """Prices of a device that needs no time."""
+    """Kernel times of a device that takes no time."""
 
     def get(self, key: Kernel, default: object = None) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
         return 0.0
 
 
 def _judged(timing: Timing, device: Device) -> Timing:
-    """Which clock bounds the step, and how wide its interval is."""
+    """Set which clock bounds the step, and its interval."""
     limits = {"device": timing.device_s, "host": timing.host_s, "link": timing.link_s}
     timing.bound_by = max(limits, key=lambda name: limits[name])
     if timing.step_s > 1.15 * max(limits.values()):
@@ -518,7 +519,7 @@ def _judged(timing: Timing, device: Device) -> Timing:
 
 
 def _class_of(timing: Timing, device: Device) -> str:
-    """Which published figures a step is like: a key of `WIDTHS`."""
+    """Return the class of published figures that a step belongs to: a key of `WIDTHS`."""
     busy = max(timing.device_s, 1e-12)
     if device.vendor == "amd":
         return "amd"

@@ -108,7 +108,7 @@ def _time(
 ) -> Data | None:
     if timing is None:
         return None
-    found = {
+    entry = {
         "step_ms": timing.step_s * 1e3,
         "interval_ms": [t * 1e3 for t in timing.interval_s],
         "device_ms": timing.device_s * 1e3,
@@ -127,8 +127,8 @@ def _time(
     }
     if recording.regions:
         plain = what_if.last_step(eager, device, compiled=False) if eager is not None else None
-        found["eager_ms"] = plain.step_s * 1e3 if plain is not None else None
-    return found
+        entry["eager_ms"] = plain.step_s * 1e3 if plain is not None else None
+    return entry
 
 
 def _rollout_of(recording: Recording, iteration: iterations.Iteration) -> str:
@@ -198,22 +198,22 @@ def _kernels(event: Event) -> Iterable[tuple[Line | None, Kernel, int]]:
 
 
 def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timing | None) -> Data:
-    found: Data = {"without": {str(width): size for width, size in memory.without.items()}}
+    entry: Data = {"without": {str(width): size for width, size in memory.without.items()}}
     if timing is None:
-        return found
+        return entry
 
     def milliseconds(transform: what_if.Transform) -> float | None:
         then = what_if.last_step_seconds(recording, device, transform)
         return then * 1e3 if then is not None else None
 
-    found["no_syncs_ms"] = milliseconds(what_if.without_waits())
+    entry["no_syncs_ms"] = milliseconds(what_if.without_waits())
     # A call that was not run has no neighbours to fuse.
     last = recording.steps[-1]
     if not any(isinstance(e, Extrapolated) for e in recording.events[last.first : last.last]):
-        found["fused_ms"] = milliseconds(what_if.fused)
-    found["fused_optimizer_ms"] = milliseconds(what_if.fused_optimizer(recording.storages))
-    found["free_host_ms"] = timing.device_s * 1e3
-    return found
+        entry["fused_ms"] = milliseconds(what_if.fused)
+    entry["fused_optimizer_ms"] = milliseconds(what_if.fused_optimizer(recording.storages))
+    entry["free_host_ms"] = timing.device_s * 1e3
+    return entry
 
 
 def _on(recording: Recording, device: Device) -> tuple[Memory, Timing | None]:
@@ -302,13 +302,15 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
     A change that the program cannot take says why.
     """
     room = device.memory_bytes - device.context_bytes
-    found: list[Data] = []
+    simulated: list[Data] = []
 
     def simulate(change: str, text: str, how: str, needed: int | None, fits: bool, why: str = "") -> None:
         total = None if needed is None else needed + device.context_bytes
-        found.append({"change": change, "text": text, "how": how, "needed": total, "fits": fits, "why": why})
+        simulated.append(
+            {"change": change, "text": text, "how": how, "needed": total, "fits": fits, "why": why}
+        )
 
-    # No other activations make room for parameters and state that do not fit: that takes shards.
+    # If parameters and state alone do not fit, smaller activations do not help: only sharding does.
     if rerun is not None and _lasting_bytes(recording) <= room:
         for change in ("lean_head", "checkpoint", "micro_batch:2", "micro_batch:4"):
             name, _, value = change.partition(":")
@@ -347,7 +349,7 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
         simulate(change, text, how, needed if fits else None, fits)
         if fits and change.startswith(("fsdp", "zero1")):
             break
-    return found
+    return simulated
 
 
 def _lasting_bytes(recording: Recording) -> int:
@@ -373,7 +375,7 @@ def _no_result(before: Recording, after: Recording, change: str) -> str:
 
 def compared(recording: Recording, device: Device, changes: Sequence[str], rerun: Rerun) -> list[Data]:
     """Step and memory with changes of the program, each rehearsed again."""
-    found = []
+    entries = []
     for change in changes:
         request = what_if.changed_request(recording.request, change)
         if request is None:
@@ -385,8 +387,8 @@ def compared(recording: Recording, device: Device, changes: Sequence[str], rerun
         entry["why"] = _no_result(recording, got, change)
         if timing is not None and not entry["why"]:
             entry["step_ms"], entry["allocated"] = timing.step_s * 1e3, got.peak_bytes
-        found.append(entry)
-    return found
+        entries.append(entry)
+    return entries
 
 
 # Text ------------------------------------------------------------------------------------------------

@@ -117,14 +117,14 @@ def fused(
     """
     last_read = dict.fromkeys(outlives, len(events))
     older: dict[int, int] = {}  # storage -> where it was first read, if that was before it was written
-    made: set[int] = set()
+    written: set[int] = set()
     for index, event in enumerate(events):
         if isinstance(event, Launch):
             for storage in event.reads:
                 last_read[storage] = max(index, last_read.get(storage, 0))
-                if storage not in made:
+                if storage not in written:
                     older.setdefault(storage, index)
-            made.update(event.writes)
+            written.update(event.writes)
     out: list[Event] = []
     run: list[tuple[int, Launch]] = []
 
@@ -176,15 +176,15 @@ def _one_kernel(
     run: Sequence[tuple[int, Launch]], last_read: dict[int, int], older: dict[int, int]
 ) -> Launch:
     end = run[-1][0]
-    made: set[int] = set()
+    inside: set[int] = set()
     moved = 0.0
     for _, event in run:
         traffic = list(event.traffic)
         if event.kernels[0].kind == "gather" and event.writes:  # not the whole table: what is taken from it
             traffic[0] = min(traffic[0], traffic[len(event.reads)])
         reads = zip(event.reads, traffic, strict=False)
-        moved += sum(nbytes for storage, nbytes in reads if storage not in made)
-        made.update(event.writes)
+        moved += sum(nbytes for storage, nbytes in reads if storage not in inside)
+        inside.update(event.writes)
     written: dict[int, int] = {}
     for _, event in run:
         for storage, nbytes in zip(event.writes, event.traffic[len(event.reads) :], strict=False):
@@ -256,12 +256,12 @@ def sync_gains(recording: Recording, device: Device, now: Timing | None, at_most
     for event in recording.events[step.first : step.last]:
         if isinstance(event, HostWait) and event.counts:
             counts[place(event.line), event.kind] += 1
-    found = []
+    gains = []
     for (line, kind), count in counts.most_common(at_most):
         then = last_step_seconds(recording, device, without_waits(line))
         saved = (now.step_s - then) * 1e3 if then is not None else 0.0
-        found.append(SyncGain(line, kind, count, max(0.0, saved)))
-    return sorted(found, key=lambda gain: -gain.saved_ms)
+        gains.append(SyncGain(line, kind, count, max(0.0, saved)))
+    return sorted(gains, key=lambda gain: -gain.saved_ms)
 
 
 # Memory replays --------------------------------------------------------------------------------------

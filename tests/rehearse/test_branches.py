@@ -119,8 +119,8 @@ def test_a_program_that_never_updates_stops_at_the_branch_responsible(tmp_path):
     refused = got.recording.refused
     assert refused.line.number == 6 and got.recording.ended == "refused"
     assert refused.reason == (
-        "no update after 100 passes of this branch: program.py:6 <module> "
-        "`if (loss > 5.0) or loss.isnan():` decides it, by an assumed value (False)"
+        "no update after 100 evaluations of this branch: program.py:6 <module> "
+        "`if (loss > 5.0) or loss.isnan():` decides it, from an assumed value (False)"
     )
 
 

@@ -32,18 +32,18 @@ CHANGES = (
 )
 
 
-def half_product(given: Mapping[str, Any]) -> Kernel:
+def half_product(arguments: Mapping[str, Any]) -> Kernel:
     """XXT, XTX and A A^T: half of the tiles, as leanstep's own are priced."""
-    x, out = given["A_ptr"], given["C_ptr"]
+    x, out = arguments["A_ptr"], arguments["C_ptr"]
     batch, size = out.numel // out.size[-1] ** 2, out.size[-1]
     inner = x.numel // (batch * size)
     flops = float(batch * size * size * inner)
     return Kernel("gemm", x.nbytes + out.nbytes, flops, x.dtype, (batch, size, size // 2, inner))
 
 
-def product_with_relu(given: Mapping[str, Any]) -> Kernel:
+def product_with_relu(arguments: Mapping[str, Any]) -> Kernel:
     """A product whose tile is also squared (forward), or multiplied by the slope (backward)."""
-    a, b, c, aux = (given[name] for name in ("a_desc", "b_desc", "c_desc", "aux_desc"))
+    a, b, c, aux = (arguments[name] for name in ("a_desc", "b_desc", "c_desc", "aux_desc"))
     (m, k), n = a.size, b.size[0]
     moved = a.nbytes + b.nbytes + c.nbytes + aux.nbytes
     return Kernel("gemm", moved, 2.0 * m * n * k, a.dtype, (1, m, n, k))

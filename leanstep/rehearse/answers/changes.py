@@ -95,8 +95,8 @@ def _install_normuon(_: str) -> None:
         hidden = [p for p in every if p.ndim == 2 and max(p.shape) < 8 * min(p.shape)]
         chosen = {id(p) for p in hidden}
         rest = [p for p in every if id(p) not in chosen]
-        made = [{"params": hidden, "algorithm": "normuon"}, {"params": rest, "algorithm": "adam"}]
-        return NorMuon([group for group in made if group["params"]], lr=0.02)
+        candidates = [{"params": hidden, "algorithm": "normuon"}, {"params": rest, "algorithm": "adam"}]
+        return NorMuon([group for group in candidates if group["params"]], lr=0.02)
 
     for name in OPTIMIZERS:
         setattr(torch.optim, name, build)
@@ -157,8 +157,8 @@ def _install_zero1(value: str) -> None:
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
             _join(int(value or RANKS))
-            given = dict(zip(("lr",), args, strict=False)) | kwargs
-            return ZeroRedundancyOptimizer(list(params), optimizer_class=plain, **given)
+            options = dict(zip(("lr",), args, strict=False)) | kwargs
+            return ZeroRedundancyOptimizer(list(params), optimizer_class=plain, **options)
 
         return build
 
@@ -181,8 +181,8 @@ def _install_fsdp(tape: Tape, ranks: int) -> None:
         if groups and not isinstance(groups[0], dict):
             groups = [{"params": groups}]
         for group in groups:
-            given = group["params"]
-            group["params"] = [given] if isinstance(given, torch.Tensor) else list(given)
+            members = group["params"]
+            group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
         if not sharded:
             _join(ranks)
             sharded.update(_shard_modules({id(p) for group in groups for p in group["params"]}))

@@ -56,9 +56,11 @@ VIEWS = frozenset(
 MOST_READ_AGAIN, MOST_READ = 4, 8
 # Custom ops that write into arguments: Inductor lets them write in place instead of cloning first.
 _IN_PLACE: dict[str, Any] = {
-    "auto_functionalized": lambda op, **given: auto_functionalize.auto_functionalized_dense(op, (), **given),
-    "auto_functionalized_v2": lambda op, **given: auto_functionalize.auto_functionalized_v2_dense(
-        op, (), **given
+    "auto_functionalized": lambda op, **kwargs: auto_functionalize.auto_functionalized_dense(
+        op, (), **kwargs
+    ),
+    "auto_functionalized_v2": lambda op, **kwargs: auto_functionalize.auto_functionalized_v2_dense(
+        op, (), **kwargs
     ),
 }
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
@@ -91,8 +93,8 @@ class _Regions:
         if not self.capture:
             return CompiledModule(model) if isinstance(model, torch.nn.Module) else model
         name = type(model).__name__ if isinstance(model, torch.nn.Module) else getattr(model, "__name__", "?")
-        kept = {key: options[key] for key in ("fullgraph",) if key in options}
-        return self.real_compile(model, backend=self._backend(name), dynamic=False, **kept)
+        passed_on = {key: options[key] for key in ("fullgraph",) if key in options}
+        return self.real_compile(model, backend=self._backend(name), dynamic=False, **passed_on)
 
     def compile_module(self, module: torch.nn.Module) -> None:
         self.tape.notes[NOTE if self.capture else EAGER] += 1
@@ -137,9 +139,9 @@ class _Regions:
             decompositions=select_decomp_table,
         )
 
-        def backend(graph: torch.fx.GraphModule, inputs: list[Any], **given: Any) -> Any:
+        def backend(graph: torch.fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
             with _collector_paused():
-                return capture(graph, _of_the_capture(inputs), **given)
+                return capture(graph, _of_the_capture(inputs), **kwargs)
 
         return backend
 
@@ -171,13 +173,13 @@ class _Regions:
         return run
 
 
-def _forward_and_backward(joint: torch.fx.GraphModule, inputs: Any, **given: Any) -> Any:
+def _forward_and_backward(joint: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
     """Cut a graph of forward and backward as Inductor does: simplified first, then along the smallest cut."""
     from torch._functorch import partitioners
 
     # A checkpointed attention or dropout draws the same numbers again on a device; here they have no values.
     partitioners.functionalize_rng_ops = lambda joint, forward, backward, *_: (forward, backward)
-    return partitioners.min_cut_rematerialization_partition(_simplified(joint), inputs, **given)
+    return partitioners.min_cut_rematerialization_partition(_simplified(joint), inputs, **kwargs)
 
 
 def _simplified(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -245,7 +247,7 @@ def _fused_now(tape: Tape, events: list[Event]) -> list[Event]:
 
 
 class _Call(NamedTuple):
-    """One node of a captured graph. ends: nodes whose values nobody reads later."""
+    """One node of a captured graph. ends: nodes whose values are not read after it."""
 
     node: torch.fx.Node
     run: Callable[..., Any]
@@ -304,9 +306,9 @@ class _OnTape:
 def _last_uses(
     nodes: list[torch.fx.Node], in_registers: set[torch.fx.Node]
 ) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """For each node, the nodes whose values it reads last; its own where nobody reads it.
+    """Return, for each node, the nodes whose last reader it is. A node that is never read ends itself.
 
-    What is kept in registers is computed where it is read: until then its arguments stay.
+    A value held in registers is computed where it is read, so its arguments stay alive until then.
     """
     order = {node: index for index, node in enumerate(nodes)}
     last: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -394,7 +396,7 @@ def _kept_in_registers(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
 
     In one kernel with all its readers, or again in each of them where it reads few buffers, as Inductor does.
     """
-    kept: set[torch.fx.Node] = set()
+    unmaterialized: set[torch.fx.Node] = set()
     buffers: dict[torch.fx.Node, frozenset[torch.fx.Node]] = {}  # that a kernel loads to have this value
     stages = _stages(graph.graph.nodes)
     for node in graph.graph.nodes:
@@ -407,9 +409,9 @@ def _kept_in_registers(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
             continue
         most = MOST_READ_AGAIN if len(readers) > 1 else MOST_READ
         if len(loaded) <= most or all(stages[reader] == stages[node] for reader in readers):
-            kept.add(node)
+            unmaterialized.add(node)
             buffers[node] = loaded
-    return kept
+    return unmaterialized
 
 
 class CompiledModule(torch.nn.Module):

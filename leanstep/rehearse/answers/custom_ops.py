@@ -1,4 +1,4 @@
-"""Custom ops in Python (`torch.library.custom_op`): their bodies tell what they launch on a device."""
+"""Custom ops in Python (`torch.library.custom_op`): their bodies show what they launch on a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE_PASS = "priced as one pass over its tensors; register_cost gives it another 
 
 
 def body_of(func: Any) -> Callable[..., Any] | None:
-    """What an op runs on the device, where that is Python and nobody registered a cost."""
+    """Return what an op runs on the device, if that is Python code and the op has no registered cost."""
     if not needs_a_price(func):
         return None
     definition = OPDEFS.get(func._schema.name)
@@ -30,5 +30,5 @@ def body_of(func: Any) -> Callable[..., Any] | None:
 
 
 def needs_a_price(func: Any) -> bool:
-    """Whether an op is not torch's own and has no registered cost."""
+    """Return whether an op is not torch's own and has no registered cost."""
     return func.namespace not in TORCHS and not has_cost(func._schema.name)

@@ -37,7 +37,7 @@ from leanstep.script.hooks import replace_function
 TOKENS = RECORDED + 2
 # So many tokens share a price: that of the one in the middle.
 CHUNK = 16
-# Series that are remembered, and how closely a token must agree with one.
+# Number of stored series, and how closely a token must agree with one.
 MAX_SERIES, FITS = 16, 1e-3
 # Arguments of other ways to generate: these run as they are.
 _OTHER_WAYS = ("streamer", "assistant_model", "custom_generate", "prompt_lookup_num_tokens")

@@ -1,8 +1,8 @@
-"""What autograd does in place on a device, but not while a dispatch mode looks on.
+"""What autograd does in place on a device, but not under a dispatch mode.
 
-The engine adds two gradients of one tensor into the one that nobody else holds, and the backward of a gather
-or an index_select writes into the zeros it has just made. Under a mode torch takes the out-of-place variants
-instead: one buffer too many wherever a large tensor is read twice.
+The engine adds two gradients of one tensor into the one that has no other reference, and the backward of a
+gather or an index_select writes into the zeros it has just allocated. Under a mode, torch uses the
+out-of-place variants instead: one extra buffer wherever a large tensor is read twice.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 _ops: Any = torch.ops.aten
-# References to a tensor inside a dispatch mode when nobody but the engine's buffer holds it (torch 2.13).
+# References to a tensor inside a dispatch mode when only the engine's buffer holds it (torch 2.13).
 _UNSHARED = 4
-# Call -> (in place, node whose backward makes it; None: the engine itself).
+# Call -> (in-place call, node whose backward issues it; None: the engine itself).
 REPLACED: dict[Any, tuple[Any, str | None]] = {
     _ops.add.Tensor: (_ops.add_.Tensor, None),
     _ops.index_add.default: (_ops.index_add_.default, "IndexSelectBackward0"),
@@ -24,7 +24,7 @@ REPLACED: dict[Any, tuple[Any, str | None]] = {
 
 
 def as_on_a_device(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The call that a device would get in place of one of `REPLACED`, and its arguments."""
+    """Return the call that a device would run instead of one of `REPLACED`, and its arguments."""
     node = torch._C._current_autograd_node()
     if node is None:
         return func, args
@@ -42,6 +42,6 @@ def as_on_a_device(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _unshared(tensor: Any) -> bool:
-    """Whether the engine alone holds this gradient and may write to it."""
-    count = getattr(tensor, "_use_count", None)  # private: without it a tensor passes for shared
+    """Return whether only the engine holds this gradient, so that it may write to it."""
+    count = getattr(tensor, "_use_count", None)  # private API: without it, every tensor counts as shared
     return count is not None and count() <= _UNSHARED and tensor.is_contiguous() and not tensor._is_view()

@@ -1,7 +1,7 @@
 """Lazy modules (`nn.LazyLinear` and others): their parameters get shapes at the first call.
 
-torch turns an uninitialised parameter into a normal one in place. A fake tensor cannot take its place in the
-same object, so the module that is being initialised gets a new parameter instead.
+torch turns an uninitialised parameter into a normal one in place. The same object cannot become a fake
+tensor, so the module that is being initialised gets a new parameter instead.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _uninitialised(cls: Any, requires_grad: bool | None = None, device: Any = No
 
 
 def move(tensor: Any, fn: Any) -> None:
-    """`Module.to` and the like: an uninitialised tensor remembers where it will be."""
+    """Store the device and dtype that an uninitialised tensor will have (`Module.to` and similar)."""
     device, dtype = tensor.options
     moved = fn(torch.empty(0, device=device, dtype=dtype))
     tensor.options = (moved.device, moved.dtype)
@@ -66,10 +66,10 @@ def move(tensor: Any, fn: Any) -> None:
 
 def _materialize(self: Any, shape: Any, device: Any = None, dtype: Any = None) -> None:
     holder = self.holder
-    made: Any = torch.empty(shape, device=device or self.options[0], dtype=dtype or self.options[1])
+    materialized: Any = torch.empty(shape, device=device or self.options[0], dtype=dtype or self.options[1])
     if isinstance(self, Parameter):
-        made = Parameter(made, self.requires_grad)
+        materialized = Parameter(materialized, self.requires_grad)
     for tensors in (holder._parameters, holder._buffers):
         for name, tensor in tensors.items():
             if tensor is self:
-                tensors[name] = made
+                tensors[name] = materialized

@@ -1,4 +1,4 @@
-"""Parameters are fake from birth: a model of any size takes no memory and its initialisation is free."""
+"""Parameters are created as fake tensors: a model of any size takes no memory to build or initialise."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ KNOWN_PARAMETER_ELEMENTS = 64
 
 
 def install(tape: Tape) -> None:
-    """New parameters are fake, `.to("cuda")` keeps their identity, copies of modules keep them parameters."""
+    """Make new parameters fake. `.to("cuda")` and copies of modules leave them parameters."""
     lazy_modules.install()
     make = torch.nn.Parameter.__new__
 
-    def fake_twin(data: Any) -> Any:
+    def fake_copy(data: Any) -> Any:
         if type(data) not in (torch.Tensor, torch.nn.Parameter) or data.is_meta:
             return data
         with tape.lock, tape.fake_mode:
-            twin = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="cpu")
+            fake = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="cpu")
         if data.numel() <= KNOWN_PARAMETER_ELEMENTS and data.device.type == "cpu":
-            tape.shadows.put(twin, data.detach().clone())
-        return twin
+            tape.shadows.put(fake, data.detach().clone())
+        return fake
 
     def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
-        made = make(cls, fake_twin(data), requires_grad)
-        tape.track_parameter(made)
-        return made
+        tracked = make(cls, fake_copy(data), requires_grad)
+        tape.track_parameter(tracked)
+        return tracked
 
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         if recurse:
@@ -50,12 +50,13 @@ def install(tape: Tape) -> None:
                 new = fn(p)
             if new is not p:
                 if isinstance(p, FakeTensor) and (isinstance(new, FakeTensor) or type(new) is Tensor):
-                    p.data = new.detach()  # a small one that comes to the host is real: its twin
+                    # A small tensor moved to the host is real: `set_data` stores a fake copy of it.
+                    p.data = new.detach()
                 else:
                     self._parameters[name] = torch.nn.Parameter(new, p.requires_grad)
             if p.grad is not None:
                 with torch.no_grad():
-                    p.grad = fake_twin(fn(p.grad))
+                    p.grad = fake_copy(fn(p.grad))
         for name, buffer in self._buffers.items():
             if buffer is None:
                 continue
@@ -68,7 +69,7 @@ def install(tape: Tape) -> None:
     whole = torch.Tensor.data
 
     def set_data(self: FakeTensor, value: Tensor) -> None:
-        value = fake_twin(value)
+        value = fake_copy(value)
         whole.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(value, FakeTensor):
             self.fake_device = value.fake_device
@@ -84,15 +85,15 @@ def install(tape: Tape) -> None:
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
             )
         with torch.no_grad():
-            made = self.clone()
+            duplicate = self.clone()
         if getattr(self, "_is_param", False):
-            made = torch.nn.Parameter(made, self.requires_grad)
+            duplicate = torch.nn.Parameter(duplicate, self.requires_grad)
         else:
-            made.requires_grad_(self.requires_grad)
-        memo[id(self)] = made
+            duplicate.requires_grad_(self.requires_grad)
+        memo[id(self)] = duplicate
         if self.grad is not None:
-            made.grad = copy.deepcopy(self.grad, memo)
-        return made
+            duplicate.grad = copy.deepcopy(self.grad, memo)
+        return duplicate
 
     FakeTensor.__deepcopy__ = deepcopy  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.Parameter.__new__ = staticmethod(parameter)

@@ -44,9 +44,9 @@ class _Objects:
         self.waiting = list(tape.recording.request.received)
         self.last: Any = None
 
-    def send(self, object_list: list[Any], dst: int | None = None, *_: Any, **given: Any) -> None:
+    def send(self, object_list: list[Any], dst: int | None = None, *_: Any, **kwargs: Any) -> None:
         self.last = list(object_list)
-        group, rank = given.get("group"), given.get("group_dst")
+        group, rank = kwargs.get("group"), kwargs.get("group_dst")
         if dst is None and rank is not None:
             dst = dist.get_global_rank(group, rank) if group is not None else rank
         if dst is not None:
@@ -110,10 +110,10 @@ class _Pieces:
                 setattr(base, name, self._timed(getattr(base, name), kind))
 
     def _timed(self, run: Any, kind: str) -> Any:
-        def timed(*args: Any, **given: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             began = self.tape.clock.stream_end(0)
             try:
-                return run(*args, **given)
+                return run(*args, **kwargs)
             finally:
                 self.times.setdefault(kind, []).append(self.tape.clock.stream_end(0) - began)
 
@@ -154,16 +154,16 @@ def _with_fake_group(build: Any) -> Any:
 
 
 def _stepped(tape: Tape, build: Any, pieces: _Pieces) -> Any:
-    def init(self: Any, *args: Any, **given: Any) -> None:
-        build(self, *args, **given)
-        stages = args[0] if args else given.get("stage", given.get("stages"))
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        stages = args[0] if args else kwargs.get("stage", kwargs.get("stages"))
         first: Any = stages[0] if isinstance(stages, (list, tuple)) else stages
         run = self._step_microbatches
 
-        def step(*args: Any, **given: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
             pieces.times.clear()
             mark = tape.mark(0)
-            result = run(*args, **given)
+            result = run(*args, **kwargs)
             share = _share(self, first, pieces.costs())
             tape.add(Stall(mark, share))
             where = f"stage {first.stage_index} of {first.num_stages} alone (others: --rank)"
@@ -187,7 +187,7 @@ def _share(schedule: Any, stage: Any, costs: dict[str, float]) -> float:
 
 
 def _work(actions: Iterable[Any]) -> Iterator[Work]:
-    """The pieces that take time, one after the other."""
+    """Yield the actions that take time, in order."""
     for action in actions:
         if action is None:
             continue

@@ -68,10 +68,10 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
     start, another = dist.init_process_group, dist.new_group
     backends: dict[Any, str] = {}  # group -> what the program asked for
 
-    def init_process_group(backend: str | None = None, *_: Any, **given: Any) -> None:
+    def init_process_group(backend: str | None = None, *_: Any, **kwargs: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        size = int(os.environ.get("WORLD_SIZE") or (given.get("world_size") or ranks))
+        size = int(os.environ.get("WORLD_SIZE") or (kwargs.get("world_size") or ranks))
         size = max(1, size)
         if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
             # Before 2.13 only this tool of torch registers fake implementations of the collectives.
@@ -81,8 +81,8 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
             backends[dist.group.WORLD] = str(backend or dist.Backend.UNDEFINED).lower()
         tape.ranks = size
 
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **given: Any) -> Any:
-        group = another(ranks, timeout, "fake", **given)  # gloo beside NCCL, as programs ask for flags
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **kwargs: Any) -> Any:
+        group = another(ranks, timeout, "fake", **kwargs)  # gloo beside NCCL, as programs ask for flags
         backends[group] = str(backend or backends[dist.group.WORLD]).lower()
         return group
 
@@ -115,12 +115,12 @@ def _price_copies() -> None:
         return sum(shape_of(t).nbytes for t in tensors)
 
     costs: dict[str, Callable[[Any], int]] = {
-        "fsdp::all_gather_copy_in": lambda given: 2 * size(given["all_gather_inputs"]),
-        "fsdp::split_with_sizes_copy": lambda given: 2 * given["all_gather_output"].nbytes,
-        "fsdp::chunk_cat": lambda given: size(given["tensors"]) + given["out"].nbytes,
+        "fsdp::all_gather_copy_in": lambda arguments: 2 * size(arguments["all_gather_inputs"]),
+        "fsdp::split_with_sizes_copy": lambda arguments: 2 * arguments["all_gather_output"].nbytes,
+        "fsdp::chunk_cat": lambda arguments: size(arguments["tensors"]) + arguments["out"].nbytes,
     }
     for name, nbytes in costs.items():
-        register_cost(name, lambda given, nbytes=nbytes: Kernel("pointwise", nbytes(given)))
+        register_cost(name, lambda arguments, nbytes=nbytes: Kernel("pointwise", nbytes(arguments)))
 
 
 def _share_nothing(module: Any) -> None:
@@ -207,9 +207,9 @@ def _remember_reductions() -> None:
     """The group of torch 2.8 gets an object that does not tell which reduction it stands for."""
     plain = dist.all_reduce
 
-    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **given: Any) -> Any:
+    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
         _asked["op"] = op
-        return plain(tensor, op, *args, **given)
+        return plain(tensor, op, *args, **kwargs)
 
     if torch.__version__.startswith("2.8."):
         dist.all_reduce = dist.distributed_c10d.all_reduce = all_reduce
@@ -231,11 +231,11 @@ class _Pending:
     def _watch(self, fake: Any) -> None:
         plain = fake.wait
 
-        def wait(work: Any, *args: Any, **given: Any) -> Any:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             # A handle of several calls at once stands for the last of them.
             _, mark = self._works.pop(id(work), (None, self._last))
             self.tape.hold_stream(mark, self.tape.stream)
-            return plain(work, *args, **given)
+            return plain(work, *args, **kwargs)
 
         fake.wait = wait
 
@@ -323,8 +323,8 @@ def _as_on_this_rank(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[T
         return _exchanged(tape, name, args, out)
     else:
         return []
-    found = [(t, tape.shadows.in_part(mine), factor) for t, mine in pairs]
-    return [] if any(value is None for _, value, _ in found) else found  # pyright: ignore
+    contributions = [(t, tape.shadows.in_part(mine), factor) for t, mine in pairs]
+    return [] if any(value is None for _, value, _ in contributions) else contributions  # pyright: ignore
 
 
 def _exchanged(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[Tensor, Tensor, int]]:

@@ -192,13 +192,13 @@ def _layer(mode: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 class _Work:
     """Sizes of a call, and its products; float32 runs as TF32 where cuDNN may use it."""
 
-    def __init__(self, given: Mapping[str, Any]):
-        x = given["x"]
-        self.x, self.gates, self.hidden = x, given["gates"], given["h0"].size[-1]
-        self.rows, self.steps = x.numel // x.size[-1], max(1, given["steps"])
+    def __init__(self, arguments: Mapping[str, Any]):
+        x = arguments["x"]
+        self.x, self.gates, self.hidden = x, arguments["gates"], arguments["h0"].size[-1]
+        self.rows, self.steps = x.numel // x.size[-1], max(1, arguments["steps"])
         self.batch = max(1, self.rows // self.steps)
-        directions = given["directions"]
-        inner = [x.size[-1], *[directions * self.hidden] * (given["layers"] - 1)]
+        directions = arguments["directions"]
+        inner = [x.size[-1], *[directions * self.hidden] * (arguments["layers"] - 1)]
         # The size of each layer's input, once per direction.
         self.inputs = [size for size in inner for _ in range(directions)]
         self.dtype = operand_type(x.dtype, torch.backends.cudnn.allow_tf32)
@@ -213,9 +213,9 @@ class _Work:
         return [product, Kernel("pointwise", moved, 0.0, self.x.dtype)] * self.steps
 
 
-def _forward_cost(given: Mapping[str, Any]) -> list[Kernel]:
+def _forward_cost(arguments: Mapping[str, Any]) -> list[Kernel]:
     """Per layer and direction: one product with the whole input, then the time steps."""
-    work = _Work(given)
+    work = _Work(arguments)
     width = work.gates * work.hidden
     kernels: list[Kernel] = []
     for inner in work.inputs:
@@ -224,9 +224,9 @@ def _forward_cost(given: Mapping[str, Any]) -> list[Kernel]:
     return kernels
 
 
-def _backward_cost(given: Mapping[str, Any]) -> list[Kernel]:
+def _backward_cost(arguments: Mapping[str, Any]) -> list[Kernel]:
     """Per layer and direction: the time steps, then the gradients of the input and of both weights."""
-    work = _Work(given)
+    work = _Work(arguments)
     width = work.gates * work.hidden
     kernels: list[Kernel] = []
     for inner in work.inputs:

@@ -79,11 +79,15 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _price(backward: bool) -> Callable[[Any], Any]:
-    def cost(given: Any) -> Any:
-        made = attention_kernel(
-            given["q"], given["k"], backward=backward, share=given["share"], layout=given["layout"]
+    def cost(arguments: Any) -> Any:
+        kernel = attention_kernel(
+            arguments["q"],
+            arguments["k"],
+            backward=backward,
+            share=arguments["share"],
+            layout=arguments["layout"],
         )
-        return made._replace(name=given["kernel"])
+        return kernel._replace(name=arguments["kernel"])
 
     return cost
 
@@ -200,8 +204,8 @@ def _share(causal: bool, window: Sequence[int], length: int) -> float:
     """Part of the T x T scores that is computed."""
     left = window[0] if window and window[0] is not None and window[0] >= 0 else None
     if left is not None and left < length:
-        kept = (left + 1) * length - left * (left + 1) / 2
-        return kept / length**2 if causal else min(1.0, 2 * kept / length**2)
+        computed = (left + 1) * length - left * (left + 1) / 2
+        return computed / length**2 if causal else min(1.0, 2 * computed / length**2)
     return 0.5 if causal else 1.0
 
 

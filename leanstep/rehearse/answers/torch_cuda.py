@@ -72,7 +72,7 @@ def install(tape: Tape, device: Any) -> None:
     cuda_graphs.install(tape)
     _constants_of_dynamo()
     fake_tensor.init_gpu_context = lambda device: None
-    # `torch.tensor(x, device="cuda")` in a captured graph: nobody may compute with its value on the device.
+    # `torch.tensor(x, device="cuda")` in a captured graph: its value must not be used for device computation.
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # pyright: ignore
     proxy_tensor.CONSTANT_NUMEL_LIMIT = -1
     _lift_from_host()
@@ -205,9 +205,9 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _check_device(*given: Any, **named: Any) -> None:
+def _check_device(*args: Any, **named: Any) -> None:
     """`torch.cuda.set_device` and the like: the only effect is an error for a wrong number."""
-    check_ordinal((*given, *named.values())[-1])
+    check_ordinal((*args, *named.values())[-1])
 
 
 def _device_answers(tape: Tape, device: Any) -> None:
@@ -279,7 +279,7 @@ def _memory_answers(tape: Tape, device: Any) -> dict[str, Any]:
 
 
 def _randomness_answers() -> dict[str, Any]:
-    """Nobody reads what the device draws: its generators have no state."""
+    """Give the device's generators no state: the values they draw are never read."""
 
     def no_state(*_: Any) -> Tensor:
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
@@ -488,7 +488,7 @@ def _generators() -> None:
             return isinstance(instance, real)
 
     class Generator(real, metaclass=Kind):
-        """A generator of the device is one of the host: nobody reads what it draws there."""
+        """Replace a device generator by a host one: the values it draws on the device are never read."""
 
         def __new__(cls, device: Any = "cpu"):
             return real.__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
@@ -568,7 +568,7 @@ def _tensor_reads(tape: Tape) -> None:
     plain_item = torch.Tensor.item
 
     def item(self: FakeTensor) -> Any:
-        """A number that nobody knows reports the branches that it decides."""
+        """Report the branches that an unknown number decides."""
         shadows.read_assumed, shadows.wraps_reads = False, True
         try:
             value = plain_item(self)
@@ -705,16 +705,16 @@ def _refusals() -> None:
     load, load_inline = extension.load, extension.load_inline
     needs_device = refuse("a CUDA extension")
 
-    def load_sources(name: str, sources: Any, *args: Any, **given: Any) -> Any:
+    def load_sources(name: str, sources: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [sources] if isinstance(sources, str) else sources
-        if given.get("with_cuda") or any(str(source).endswith((".cu", ".cuh")) for source in listed):
+        if kwargs.get("with_cuda") or any(str(source).endswith((".cu", ".cuh")) for source in listed):
             needs_device()
-        return load(name, sources, *args, **given)
+        return load(name, sources, *args, **kwargs)
 
-    def load_text(name: str, cpp_sources: Any, cuda_sources: Any = None, *args: Any, **given: Any) -> Any:
-        if given.get("with_cuda") or cuda_sources:
+    def load_text(name: str, cpp_sources: Any, cuda_sources: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("with_cuda") or cuda_sources:
             needs_device()
-        return load_inline(name, cpp_sources, cuda_sources, *args, **given)
+        return load_inline(name, cpp_sources, cuda_sources, *args, **kwargs)
 
     _set(extension, load=load_sources, load_inline=load_text)
     _refuse_exports_and_nested()

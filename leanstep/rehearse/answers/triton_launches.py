@@ -72,7 +72,7 @@ def _analyse_once() -> None:
         analyse, tma_stores = analysis.fn, wrap.get_tma_stores
 
         def follow_once(functions: Any, name: str, *args: Any) -> Any:
-            tma_stores(functions, name)  # remembered by torch; it looks at values as well
+            tma_stores(functions, name)  # fills torch's cache; this analysis reads the dict's values as well
             return analyse({**functions, name: _EachOnce(functions[name])}, name, *args)
 
         analysis.fn = follow_once
@@ -126,27 +126,27 @@ class CompiledKernel:
     def set_shared_memory_config(self, shared_mem_bytes: int) -> None: ...
 
 
-def captured(tape: Tape, given: dict[str, Any]) -> dict[str, Any] | None:
+def captured(tape: Tape, arguments: dict[str, Any]) -> dict[str, Any] | None:
     """A Triton launch in a captured graph: tensors that it writes are written in place, as Inductor does."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
-    kernel = kernel_side_table.get_kernel(given["kernel_idx"])
-    constants = kernel_side_table.get_constant_args(given["constant_args_idx"])
-    grid = given["grid"][0] if given["grid"] else None
-    _launched(tape, _name(kernel), {**constants, **given["kwargs"], "grid": grid})
-    if "tensors_to_clone" not in given:
+    kernel = kernel_side_table.get_kernel(arguments["kernel_idx"])
+    constants = kernel_side_table.get_constant_args(arguments["constant_args_idx"])
+    grid = arguments["grid"][0] if arguments["grid"] else None
+    _launched(tape, _name(kernel), {**constants, **arguments["kwargs"], "grid": grid})
+    if "tensors_to_clone" not in arguments:
         return None
-    return {name: given["kwargs"][name] for name in given["tensors_to_clone"]}
+    return {name: arguments["kwargs"][name] for name in arguments["tensors_to_clone"]}
 
 
 def _launched(tape: Tape, name: str, arguments: dict[str, Any]) -> None:
     """Priced by its registered cost, else one pass over its tensors."""
     tensors = list({id(t): t for t in device_tensors(list(arguments.values()))}.values())
-    made = registered_cost(name, with_shapes(arguments))
-    if made is None:
+    kernels = registered_cost(name, with_shapes(arguments))
+    if kernels is None:
         tape.notes[f"Triton kernel {name}: not run, priced as one pass over its tensors"] += 1
-        made = (one_pass(name, [shape_of(t) for t in tensors]),)
-    tape.custom(f"triton::{name}", made, tensors, tensors)
+        kernels = (one_pass(name, [shape_of(t) for t in tensors]),)
+    tape.custom(f"triton::{name}", kernels, tensors, tensors)
 
 
 def _name(function: Any) -> str:
@@ -233,57 +233,57 @@ def _programs(arguments: Mapping[str, Any]) -> int:
     return product
 
 
-def _statistics(given: Mapping[str, Any]) -> Kernel:
+def _statistics(arguments: Mapping[str, Any]) -> Kernel:
     """logprob: each logit is read once, and written where it is kept; four numbers a row are both."""
-    rows, z, passes = _programs(given), given["z_ptr"], 1 + bool(given.get("KEEP"))
-    moved = passes * rows * given["num_columns"] * z.width + rows * (8 + 4 * 6)
+    rows, z, passes = _programs(arguments), arguments["z_ptr"], 1 + bool(arguments.get("KEEP"))
+    moved = passes * rows * arguments["num_columns"] * z.width + rows * (8 + 4 * 6)
     return Kernel("reduce", moved, 0.0, z.dtype, name="update_statistics_kernel")
 
 
-def _exponentials(name: str, given: Mapping[str, Any]) -> Kernel:
+def _exponentials(name: str, arguments: Mapping[str, Any]) -> Kernel:
     """logprob: each logit is read, each gradient written."""
-    z, out = given["z_ptr"], given["out_ptr"]
+    z, out = arguments["z_ptr"], arguments["out_ptr"]
     rows = z.size[0] if len(z.size) > 1 else 1
-    moved = rows * given["num_columns"] * (z.width + out.width) + rows * 24
+    moved = rows * arguments["num_columns"] * (z.width + out.width) + rows * 24
     return Kernel("pointwise", moved, 0.0, z.dtype, name=name)
 
 
-def _divergence(name: str, given: Mapping[str, Any]) -> Kernel:
+def _divergence(name: str, arguments: Mapping[str, Any]) -> Kernel:
     """objectives: logits of both heads are read; their sums, or the gradient of one, are written."""
-    z, y, out = given["z_ptr"], given["y_ptr"], given.get("out_ptr")
-    rows = given["grid"][0]
+    z, y, out = arguments["z_ptr"], arguments["y_ptr"], arguments.get("out_ptr")
+    rows = arguments["grid"][0]
     width = z.width + y.width + (0 if out is None else out.width)
-    moved = rows * given["num_columns"] * width + rows * 40
+    moved = rows * arguments["num_columns"] * width + rows * 40
     return Kernel("reduce" if out is None else "pointwise", moved, 0.0, z.dtype, name=name)
 
 
-def _policy_rows(given: Mapping[str, Any]) -> Kernel:
+def _policy_rows(arguments: Mapping[str, Any]) -> Kernel:
     """logprob: a dozen vectors are read, nine written."""
-    moved = given["num_rows"] * 4 * 21
+    moved = arguments["num_rows"] * 4 * 21
     return Kernel("pointwise", moved, 0.0, "float32", name="policy_rows_kernel")
 
 
-def _gather_rows(given: Mapping[str, Any]) -> Kernel:
+def _gather_rows(arguments: Mapping[str, Any]) -> Kernel:
     """logprob: whole rows are read and written, and one index for each."""
-    out = given["out_ptr"]
-    count = out.numel // max(1, given["num_columns"])
-    moved = out.numel * (given["x_ptr"].width + out.width) + 8 * count
+    out = arguments["out_ptr"]
+    count = out.numel // max(1, arguments["num_columns"])
+    moved = out.numel * (arguments["x_ptr"].width + out.width) + 8 * count
     return Kernel("pointwise", moved, 0.0, out.dtype, name="gather_rows_kernel")
 
 
-def _trl_head(passes: int, given: Mapping[str, Any]) -> Kernel | None:
+def _trl_head(passes: int, arguments: Mapping[str, Any]) -> Kernel | None:
     """trl: a tile of logits is read once forward, read and overwritten backward; others share the names."""
-    tile = given.get("mm_ptr")
+    tile = arguments.get("mm_ptr")
     if tile is None:
         return None
     rows = tile.size[0] if len(tile.size) > 1 else 1
-    moved = rows * (passes * given["n_cols"] * tile.width + 32)
+    moved = rows * (passes * arguments["n_cols"] * tile.width + 32)
     return Kernel("reduce" if passes == 1 else "pointwise", moved, 0.0, tile.dtype, name="trl head")
 
 
-def _symmetric_product(given: Mapping[str, Any]) -> Kernel:
+def _symmetric_product(arguments: Mapping[str, Any]) -> Kernel:
     """muon: X X^T or X^T X, half of the tiles; each is stored twice."""
-    x, out = given["x_ptr"], given["out_ptr"]
+    x, out = arguments["x_ptr"], arguments["out_ptr"]
     batch = x.size[0] if len(x.size) == 3 else 1
     size = out.size[-1]
     inner = x.numel // max(1, batch * size)
@@ -299,75 +299,79 @@ def _symmetric_product(given: Mapping[str, Any]) -> Kernel:
     )
 
 
-def _transpose(given: Mapping[str, Any]) -> Kernel:
+def _transpose(arguments: Mapping[str, Any]) -> Kernel:
     """muon: read and written once, and the target read once more where it is added to."""
-    src, dst = given["src_ptr"], given["dst_ptr"]
-    adds = bool(given.get("ADD"))
+    src, dst = arguments["src_ptr"], arguments["dst_ptr"]
+    adds = bool(arguments.get("ADD"))
     moved = src.numel * src.width + dst.numel * dst.width * (2 if adds else 1)
     return Kernel("pointwise", moved, 0.0, src.dtype, name="transpose_kernel")
 
 
-def _optimizer_pass(name: str, given: Mapping[str, Any]) -> Kernel:
+def _optimizer_pass(name: str, arguments: Mapping[str, Any]) -> Kernel:
     """muon: what a launch reads and writes, from its grid; sums and scales of lines are small beside it."""
     if name == "adam_kernel":
-        elements = sum(given[f"n{slot}"] for slot in range(_programs(given) // given["blocks"]))
-        low = 4 if given["MODE"] else 0
-        moved = elements * (2 * given["w0"].width + given["g0"].width + 16 + low)
+        elements = sum(arguments[f"n{slot}"] for slot in range(_programs(arguments) // arguments["blocks"]))
+        low = 4 if arguments["MODE"] else 0
+        moved = elements * (2 * arguments["w0"].width + arguments["g0"].width + 16 + low)
         return Kernel("pointwise", moved, 0.0, "float32", name=name)
-    programs = _programs(given)
+    programs = _programs(arguments)
     if name == "normalize_kernel":
-        x = given["x_ptr"]
+        x = arguments["x_ptr"]
         return Kernel("pointwise", 2 * x.nbytes, 0.0, x.dtype, name=name)
     if name == "variance_kernel":
-        lines, length = given["lines"], given["length"]
-        items = programs // given["blocks"]
-        moved = items * lines * (length * given["factor_ptr"].width + 12)
-        return Kernel("reduce", moved, 0.0, given["factor_ptr"].dtype, name=name)
-    rows, cols = given["rows"], given["cols"]
+        lines, length = arguments["lines"], arguments["length"]
+        items = programs // arguments["blocks"]
+        moved = items * lines * (length * arguments["factor_ptr"].width + 12)
+        return Kernel("reduce", moved, 0.0, arguments["factor_ptr"].dtype, name=name)
+    rows, cols = arguments["rows"], arguments["cols"]
     if name == "momentum_kernel":
-        elements = programs // given["programs"] * rows * cols
-        moved = elements * (given["g0"].width + 2 * given["m0"].width + given["out_ptr"].width)
+        elements = programs // arguments["programs"] * rows * cols
+        moved = elements * (arguments["g0"].width + 2 * arguments["m0"].width + arguments["out_ptr"].width)
         return Kernel("reduce", moved, 0.0, "float32", name=name)
-    tiles = -(-rows // given["BLOCK_R"]) * -(-cols // given["BLOCK_C"])
+    tiles = -(-rows // arguments["BLOCK_R"]) * -(-cols // arguments["BLOCK_C"])
     elements = programs // tiles * rows * cols
-    low = 4 if given["MODE"] else 0
-    moved = elements * (given["factor_ptr"].width + 2 * given["w0"].width + low)
+    low = 4 if arguments["MODE"] else 0
+    moved = elements * (arguments["factor_ptr"].width + 2 * arguments["w0"].width + low)
     return Kernel("pointwise", moved, 0.0, "float32", name=name)
 
 
-def _softcap_rows(given: Mapping[str, Any]) -> Kernel:
+def _softcap_rows(arguments: Mapping[str, Any]) -> Kernel:
     """gpt: a row of products is read, read again mostly from the cache (as softmax rows are), and written."""
-    u, grad, elements = given["u_ptr"], given["grad_ptr"], _programs(given) * given["num_columns"]
-    moved = elements * (1.4 * u.width + grad.width if given["HAS_GRAD"] else u.width)
+    u, grad, elements = (
+        arguments["u_ptr"],
+        arguments["grad_ptr"],
+        _programs(arguments) * arguments["num_columns"],
+    )
+    moved = elements * (1.4 * u.width + grad.width if arguments["HAS_GRAD"] else u.width)
     return Kernel("pointwise", moved, 0.0, u.dtype, name="softcap_rows_kernel")
 
 
-def _relu_product(given: Mapping[str, Any]) -> Kernel:
+def _relu_product(arguments: Mapping[str, Any]) -> Kernel:
     """gpt: a product whose tile is also squared, or multiplied by the slope."""
-    a, b, pre, out = (given[f"{name}_ptr"] for name in ("a", "b", "pre", "out"))
-    sizes = (1, given["rows"], given["cols"], given["inner"])
+    a, b, pre, out = (arguments[f"{name}_ptr"] for name in ("a", "b", "pre", "out"))
+    sizes = (1, arguments["rows"], arguments["cols"], arguments["inner"])
     moved = a.nbytes + b.nbytes + pre.nbytes + out.nbytes
     flops = 2.0 * sizes[1] * sizes[2] * sizes[3]
     return Kernel("gemm", moved, flops, a.dtype, sizes, name="relu_product_kernel")
 
 
-def _lens(name: str, given: Mapping[str, Any]) -> Kernel:
+def _lens(name: str, arguments: Mapping[str, Any]) -> Kernel:
     """lens: each tensor argument once; a few hundred rows, so the start dominates."""
-    tensors = [t for t in given.values() if hasattr(t, "nbytes") and hasattr(t, "stride")]
+    tensors = [t for t in arguments.values() if hasattr(t, "nbytes") and hasattr(t, "stride")]
     return Kernel(
         "softmax",
         sum(t.nbytes for t in tensors),
         0.0,
         "float32",
-        (_programs(given), 1),
+        (_programs(arguments), 1),
         name=name,
     )
 
 
-def _fused_head(products: int, given: Mapping[str, Any]) -> Kernel:
+def _fused_head(products: int, arguments: Mapping[str, Any]) -> Kernel:
     """cut-cross-entropy: hidden x weight without storing the logits; backward makes them again."""
-    hidden, weight = given["E"], given["C"]
-    rows, vocab, width = int(given["B"]), int(given["V"]), int(given["D"])
+    hidden, weight = arguments["E"], arguments["C"]
+    rows, vocab, width = int(arguments["B"]), int(arguments["V"]), int(arguments["D"])
     moved = products * (hidden.nbytes + weight.nbytes)
     one = 2.0 * rows * vocab * width
     return Kernel(
@@ -381,11 +385,11 @@ def _fused_head(products: int, given: Mapping[str, Any]) -> Kernel:
     )
 
 
-def _liger_cross_entropy(given: Mapping[str, Any]) -> Kernel:
+def _liger_cross_entropy(arguments: Mapping[str, Any]) -> Kernel:
     """liger: a row of logits is read for its sum, read again and overwritten by its gradient."""
-    logits = given["X_ptr"]
-    passes = 3 if given.get("HAS_GRADIENTS") else 1
-    rows = (_programs(given), int(given["n_cols"]))
+    logits = arguments["X_ptr"]
+    passes = 3 if arguments.get("HAS_GRADIENTS") else 1
+    rows = (_programs(arguments), int(arguments["n_cols"]))
     return Kernel(
         "softmax", passes * logits.nbytes, 0.0, logits.dtype, rows, name="liger_cross_entropy_kernel"
     )
