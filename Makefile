@@ -60,6 +60,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/python tools/prose.py
 
 # The site in site/, from docs/, docstrings, rules and results; a broken link fails.
 docs: $(VENV)/.test

@@ -1,12 +1,12 @@
 """Windowed causal attention over packed documents: a band of blocks instead of a T x T square.
 
-Queries are cut into blocks of B. Block i sees the keys of blocks i - back .. i, which covers the window, so
+Queries are split into blocks of B. Block i sees the keys of blocks i - back .. i, which covers the window, so
 the work is T * (back + 1) * B instead of T * T. The additive mask of a batch depends on its documents and the
-window only: it is built once and shared by the layers and by the backward pass.
+window only: it is built once and shared by all layers and the backward pass.
 
 Positions are a truncated rotary embedding with YaRN: half of each head rotates, adjacent features in pairs.
-Tables are complex: feature pair (even, odd) is one complex number, and turning it by the angle is one
-product. The half that does not rotate is multiplied by one, so the whole head is a single contiguous pass.
+Tables are complex: a feature pair (even, odd) is one complex number, and rotating it is one multiplication.
+The half that does not rotate is multiplied by one, so the whole head is a single contiguous pass.
 """
 
 # T tokens · H heads · D head size · P = D/2 feature pairs
@@ -34,7 +34,7 @@ COMPLEX = {torch.float64: torch.complex128}
 # Tokens per side of a block of flex attention's sparse mask.
 FLEX_BLOCK = 128
 
-# What flex attention's BlockMask holds: blocks to visit by query and by key, the partly masked and the full.
+# Fields of flex attention's BlockMask: blocks to visit by query and by key, partly masked and full.
 _BLOCK_TENSORS = tuple(
     f"{full}{side}_{what}"
     for full in ("", "full_")
@@ -44,7 +44,7 @@ _BLOCK_TENSORS = tuple(
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, length: int) -> list[int]:
-    """Cumulative document lengths as numbers; must run from 0 to `length` without falling."""
+    """Return cumulative document lengths as ints. They must run from 0 to `length` without decreasing."""
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 2:
         raise ValueError(
             f"cu_seqlens: expected [documents + 1] integers, got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
@@ -52,14 +52,15 @@ def check_cu_seqlens(cu_seqlens: Tensor, length: int) -> list[int]:
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in pairwise(bounds)):
         raise ValueError(
-            f"cu_seqlens: expected a rising sequence from 0 to {length}, got {bounds[:8]}...{bounds[-1]}"
+            f"cu_seqlens: expected a non-decreasing sequence from 0 to {length}, "
+            f"got {bounds[:8]}...{bounds[-1]}"
         )
     return bounds
 
 
 @dataclass(frozen=True)
 class BandPlan:
-    """How one (documents, window) pair is attended to, and its mask.
+    """Block layout and mask of attention for one (documents, window) pair.
 
     Args:
         length: T, time slots (twice the tokens for paired heads).
@@ -67,7 +68,7 @@ class BandPlan:
         num_blocks: N.
         back: earlier blocks that a block sees.
         mask: [N, 1, B, S] additive: 0 where allowed, -inf elsewhere. None under flex attention.
-        block_mask: flex attention's own description of the same, for one block of all tokens.
+        block_mask: flex attention's equivalent of `mask`, for a single block of all tokens.
         first_keys: [T] the earliest key that each token sees, which the block mask reads; None without one.
     """
 
@@ -81,7 +82,7 @@ class BandPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that the plan's tensors hold."""
+        """Bytes held by the plan's tensors."""
         held = [self.mask, self.first_keys]
         if self.block_mask is not None:
             held += [getattr(self.block_mask, name) for name in _BLOCK_TENSORS]
@@ -108,7 +109,7 @@ def _choose_block(window: int, head_dim: int) -> int:
 def make_plan(
     bounds: list[int], window: int, head_dim: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> BandPlan:
-    """The plan for documents with cumulative lengths `bounds`; `window` + 1 keys are visible at most."""
+    """Return the plan for cumulative document lengths `bounds`; at most `window` + 1 keys are visible."""
     length = bounds[-1]
     longest = max((b - a for a, b in pairwise(bounds)), default=0)
     # No query sees further than the longest document: short documents make the band narrow.
@@ -129,11 +130,12 @@ def make_plan(
 
 
 def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -> BandPlan:
-    """The plan for flex attention, which skips empty blocks itself: one block, no padding, no additive mask.
+    """Return the plan for flex attention, which skips empty blocks: one block, no padding, no additive mask.
 
     Equivalent to:
         create_block_mask(visible, None, None, T, T, device=device)
-    whose eager version makes a T x T tensor; here the blocks follow from the bounds, in (T / 128)^2 memory.
+    whose eager version allocates a T x T tensor; here the blocks follow from the bounds and take (T / 128)^2
+    memory.
 
     The backward of flex attention exists on GPUs only (torch 2.13), so `PlanCache` uses it there.
     """
@@ -145,7 +147,7 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
     block = torch.arange(count)
 
     def first_key(query: Tensor) -> Tensor:
-        """The earliest key that a query sees; never falls from one query to the next."""
+        """Return the earliest key that a query sees; it never decreases from one query to the next."""
         return torch.maximum(cu[torch.searchsorted(cu, query, right=True) - 1], query - window)
 
     # The queries of a block see the keys from its first query's first key up to themselves, so the visible
@@ -158,7 +160,7 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
     packed = to_device(torch.cat([cu, lowest, full_from]).int(), device)
     cu, lowest, full_from = packed.split([len(bounds), count, count])
     tokens = torch.arange(length, device=device, dtype=torch.int32)
-    # The window is inside this table: as a number in `visible` it would be a constant of a compiled graph.
+    # This table includes the window: a number in `visible` would be a constant of a compiled graph.
     first_keys = torch.maximum(cu[torch.searchsorted(cu, tokens, right=True) - 1], tokens - window)
     block = torch.arange(count, device=device, dtype=torch.int32)
     num_partial, num_full = full_from - lowest + 1, block - full_from
@@ -184,7 +186,7 @@ def make_flex_plan(bounds: list[int], window: int, device: torch.device | str) -
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """What FlashAttention needs of packed documents.
+    """Arguments of FlashAttention for packed documents.
 
     Args:
         cu_seqlens: [documents + 1, padded] int32 on the device; documents past the last have no tokens.
@@ -206,10 +208,10 @@ class PackedPlan:
 def make_packed_plan(
     bounds: list[int], window: int, longest: int | None, device: torch.device, function: Callable[..., Any]
 ) -> PackedPlan:
-    """The plan for FlashAttention. Its shape depends on the number of tokens, not on the documents.
+    """Return the plan for FlashAttention. Its shape depends on the number of tokens, not on the documents.
 
     Args:
-        longest: what the schedule allows for a document; None: the whole batch. A new number is a new graph.
+        longest: longest document that the schedule allows; None: the whole batch. A new value: a new graph.
     """
     length = bounds[-1]
     # Documents average about 400 tokens: allow for more, in multiples of 128 where that is not enough.
@@ -222,7 +224,7 @@ def make_packed_plan(
 
 @functools.cache
 def flash_attention(device: torch.device) -> Callable[..., Any] | None:
-    """FlashAttention for packed documents, version 3 on Hopper, else 2; None where it is not installed."""
+    """Return FlashAttention for packed documents: version 3 on Hopper, else 2; None if not installed."""
     major = torch.cuda.get_device_capability(device)[0]
     for module in ("flash_attn_interface",) * (major == 9) + ("flash_attn",) * (major >= 8):
         try:
@@ -236,8 +238,8 @@ def flash_attention(device: torch.device) -> Callable[..., Any] | None:
 def _flex_attention():
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Eager flex attention makes the whole score matrix; only the compiled one is worth having. With fullgraph
-    # Dynamo raises at its limit of graphs; without, it would call the eager one.
+    # Eager flex attention allocates the whole score matrix, so only the compiled one is used. With fullgraph,
+    # Dynamo raises at its graph limit; without it, Dynamo would fall back to eager.
     return torch.compile(flex_attention, fullgraph=True) if torch.cuda.is_available() else flex_attention
 
 
@@ -245,10 +247,10 @@ Plan = BandPlan | PackedPlan
 
 
 class PlanCache:
-    """Plans by documents and window, the least recently used dropped once they hold more than `max_bytes`.
+    """LRU cache of plans by documents and window, limited to `max_bytes`.
 
     Args:
-        max_bytes: of all plans together; the newest one stays whatever its size.
+        max_bytes: of all plans together; the newest plan stays regardless of its size.
         kind: "band" or "flex"; "auto": band on a CPU; on a GPU FlashAttention if it is installed and the
             dtype has 16 bits, else flex.
     """
@@ -273,7 +275,7 @@ class PlanCache:
             slots, longest = bounds, self.longest_document
             if paired:
                 slots, longest = [2 * b for b in bounds], None if longest is None else 2 * longest
-            # An evaluation's plan serves a training step as well.
+            # A plan built during evaluation must also work in a training step.
             with torch.inference_mode(False):
                 flash = self._flash(dtype, device)
                 if flash is not None:
@@ -326,11 +328,11 @@ class _Band(torch.autograd.Function):
 
 
 def sum_band(grad_NHSD: Tensor, plan: BandPlan) -> Tensor:
-    """Add up what the blocks' gradients say about each key: [padded, H, D]."""
+    """Sum the blocks' gradients for each key: [padded, H, D]."""
     count, heads, _, dim = grad_NHSD.shape
     parts = grad_NHSD.transpose(1, 2).unflatten(1, (plan.back + 1, plan.block))
     total = grad_NHSD.new_empty(count, plan.block, heads, dim)
-    # The last part is the block itself; part j is about the block back - j places earlier.
+    # The last part is the block itself; part j belongs to the block back - j positions earlier.
     total.copy_(parts[:, plan.back])
     for j in range(plan.back):
         behind = plan.back - j
@@ -342,7 +344,7 @@ def sum_band(grad_NHSD: Tensor, plan: BandPlan) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: BandPlan, scale: float) -> Tensor:
     """Attention of query blocks [N, H, B, D] over their bands [N, H, S, D]."""
     if plan.block_mask is not None:
-        # A scale inside would be a constant of the graph: YaRN changes it in every stage.
+        # A scale argument would be a constant of the graph, and YaRN changes it in every stage.
         q = q if scale == 1.0 else q * scale
         if torch.compiler.is_compiling():
             from torch.nn.attention.flex_attention import flex_attention as flex
@@ -353,18 +355,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: BandPlan, scale: float) -> Ten
 
 
 def windowed_attention(q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
-    """Softmax attention of [T, H, D] heads under a plan; returns [T, H, D].
+    """Return softmax attention of [T, H, D] heads under a plan, [T, H, D].
 
     Equivalent to:
         mask = causal & same_document & (query - key <= window)
         F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
-    Peak extra memory: keys and values once more, and the plan's mask; none of it under FlashAttention.
+    Peak extra memory: a copy of keys and values, and the plan's mask; neither under FlashAttention.
     """
     if isinstance(plan, PackedPlan):
         return _packed_attention(q, k, v, plan, scale)
     if q.shape[0] != plan.length:
-        raise ValueError(f"q: expected {plan.length} time slots as in the plan, got {q.shape[0]}")
+        raise ValueError(f"q: expected {plan.length} time slots to match the plan, got {q.shape[0]}")
     if plan.block_mask is not None:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         return attend(q, k, v, plan, scale)[0].transpose(0, 1)
@@ -404,11 +406,11 @@ class Rotary:
         self._scales: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def rescale(self, old_window: int, new_window: int) -> None:
-        """One YaRN step for a long window that went from `old_window` to `new_window` tokens."""
+        """Apply one YaRN step for a long window that changes from `old_window` to `new_window` tokens."""
         if old_window < 1 or new_window < 1:
             raise ValueError(f"window: expected positive token counts, got {old_window} -> {new_window}")
         rotations = old_window * self.frequencies / (2 * math.pi)
-        # Frequencies with fewer than one turn per window are interpolated, with more than 32 left alone.
+        # Frequencies with fewer than one turn per window are interpolated; above 32 they are unchanged.
         keep = torch.clamp((rotations - 1) / 31, 0, 1)
         ratio = old_window / new_window
         self.frequencies = self.frequencies * (ratio + keep * (1 - ratio))
@@ -437,9 +439,9 @@ class Rotary:
         return torch.cat([turning, still], dim=-1).to(COMPLEX.get(dtype, torch.complex64))
 
     def head_table(self, length: int, paired: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Table that broadcasts against [T, H, P]: [T, 1, P], or [T, 2, P] by head parity for paired heads.
+        """Return a table for [T, H, P]: [T, 1, P], or [T, 2, P] by head parity for paired heads.
 
-        A paired head of token t turns by position 2t + (head mod 2): the parity of the head, not of its slot.
+        A paired head of token t rotates by position 2t + (head mod 2): parity of the head, not of its slot.
         """
         if not paired:
             return self.table(length, dtype, device)[:, None]
@@ -461,7 +463,7 @@ class Rotary:
     def real_table(self, length: int, paired: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
         """cos and sin [2, T, 1 | 2, D/4] of the features that rotate: `head_table` for compiled code.
 
-        Made for one length: a part of a longer table has other strides, which would be another graph.
+        Built for one length: a slice of a longer table has other strides, which would be another graph.
         """
         key = (length, paired, dtype, device)
         if key not in self._real:
@@ -471,7 +473,7 @@ class Rotary:
         return self._real[key]
 
     def scale_on(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The softmax scale as a number on the device: a new value is no new graph."""
+        """Return the softmax scale as a device tensor: a new value needs no new graph."""
         key = (self.attention_scale, dtype, device)
         if key not in self._scales:
             with torch.inference_mode(False):
@@ -494,7 +496,7 @@ class Rotary:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn heads [T, H, D] by a table of `Rotary.head_table`.
+    """Rotate heads [T, H, D] by a table of `Rotary.head_table`.
 
     Equivalent to (per adjacent pair): even * cos + odd * sin, odd * cos - even * sin.
     """

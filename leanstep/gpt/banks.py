@@ -1,9 +1,9 @@
-"""The parameters: matrices of equal shape live in banks, and a training step takes the banks apart once.
+"""Parameters: matrices of equal shape are stored in banks, which a training step unbinds once.
 
-`bank[i]` inside a loop over layers makes autograd write one zero-filled gradient of the whole bank per layer
-and add them up. `unbind` on the flattened bank has a single `stack` for its backward.
+With `bank[i]` inside a loop over layers, autograd writes one zero-filled gradient of the whole bank per layer
+and sums them. The backward of `unbind` on the flattened bank is a single `stack`.
 
-Here too, because both models share it: the rows of the hashed bigram table, tied weights, the schedule's
+This module also has what both models share: the rows of the hashed bigram table, tied weights, the schedule's
 state, and sampling.
 """
 
@@ -27,7 +27,7 @@ PREVIOUS_FACTOR = 27191
 
 
 def unbind_bank(bank: Tensor) -> tuple[Tensor, ...]:
-    """Every matrix of a bank [..., rows, cols], as views.
+    """Return every matrix of a bank [..., rows, cols] as a view.
 
     Equivalent to:
         matrices = tuple(bank.flatten(0, -3)[i] for i in range(bank.flatten(0, -3).shape[0]))
@@ -40,7 +40,7 @@ def unbind_bank(bank: Tensor) -> tuple[Tensor, ...]:
 
     Peak extra memory: none forward; backward one `stack` of the gradients, where indexing writes and adds a
         zero-filled gradient of the whole bank per matrix.
-    Use something else when: a step uses one matrix of many; `bank[i]` is then as good.
+    Use something else when: a step uses one matrix of many; `bank[i]` is just as good then.
     """
     if bank.dim() < 3:
         raise ValueError(
@@ -50,10 +50,10 @@ def unbind_bank(bank: Tensor) -> tuple[Tensor, ...]:
 
 
 def bigram_hash(tokens: Tensor, table_size: int, starts: Tensor | None = None) -> Tensor:
-    """Row ids [T] of the bigram table for tokens [T].
+    """Return row ids [T] of the bigram table for tokens [T].
 
     Position 0 takes the last row. Position 1 takes the last row's number for its predecessor, as the record
-    does (it overwrites slot 0 before hashing). Documents are ignored unless `starts` is given.
+    does (it overwrites slot 0 before hashing). Document boundaries are ignored unless `starts` is passed.
 
     Equivalent to:
         last = table_size - 1
@@ -87,18 +87,18 @@ def bigram_hash(tokens: Tensor, table_size: int, starts: Tensor | None = None) -
 
 
 def _wrap(x: Tensor) -> Tensor:
-    """The low 32 bits as a signed number; exact, because both factors stay far below 63 bits."""
+    """Return the low 32 bits as a signed number; exact, because both factors are far below 63 bits."""
     return ((x + 2**31) & (2**32 - 1)) - 2**31
 
 
 class BankedGPT(nn.Module):
-    """Parameters and training state of the model; `GPT` and `ReferenceGPT` add the forward.
+    """Parameters and training state of the model; `GPT` and `ReferenceGPT` add the forward pass.
 
     State that a schedule changes is not in `state_dict` (which holds parameters only) but in
     `schedule_state`: the windows, the YaRN frequencies and scale, and whether head and embedding are tied.
     """
 
-    # Registered by `_allocate`; those of a switched-off feature do not exist.
+    # Registered by `_allocate`; parameters of a switched-off feature do not exist.
     embed: Tensor
     lm_head: Tensor
     bigram_embed: Tensor
@@ -128,7 +128,7 @@ class BankedGPT(nn.Module):
     def _allocate(self, c: GPTConfig) -> None:
         dtype = DTYPES[c.dtype]
         bank_dtype = DTYPES[c.bank_dtype or c.dtype]
-        # Lambdas stay in fp32 under bf16 and follow the activations only when those are wider.
+        # Lambdas stay in fp32 under bf16; they take the dtype of the activations only if that is wider.
         lambda_dtype = torch.float64 if dtype == torch.float64 else torch.float32
 
         def add(name: str, *shape: int, dtype: torch.dtype = dtype, when: bool = True) -> None:
@@ -160,7 +160,7 @@ class BankedGPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Initial values of the record; random ones from `generator`, in a fixed order."""
+        """Set the initial values of the record. Random ones come from `generator`, in a fixed order."""
         c = self.config
         bound = math.sqrt(3) * 0.5 / math.sqrt(c.model_dim)
         parameters = dict(self.named_parameters())
@@ -190,30 +190,30 @@ class BankedGPT(nn.Module):
     def hidden(
         self, inputs: Tensor, cu_seqlens: Tensor | None = None, *, bigram_ids: Tensor | None = None
     ) -> Tensor:
-        """Final normalised states [T, E]; `GPT` and `ReferenceGPT` each have their own."""
+        """Return final normalised states [T, E]; implemented by `GPT` and `ReferenceGPT`."""
         raise NotImplementedError
 
     def optional(self, name: str) -> Tensor | None:
-        """A parameter that a switched-off feature lacks."""
+        """Return a parameter, or None if its feature is switched off."""
         return self._parameters.get(name)
 
     def scalar(self, name: str) -> Tensor:
-        """One of the packed single numbers, as a 0-dimensional view."""
+        """Return one of the packed scalars as a 0-dimensional view."""
         slot = self.config.scalar_slots[name]
         return self.scalars[slot : slot + 1].squeeze(0)
 
     def bank_views(self) -> dict[str, Tensor]:
-        """The banks as the optimizer sees them: stacks of matrices, first MLP matrix even, second odd."""
+        """Return the banks as stacks of matrices for the optimizer: first MLP matrices even, second odd."""
         d = self.config.model_dim
         views = {"mlp_bank": self.mlp_bank.detach().flatten(0, 1)}
         if "attn_bank" in self._parameters:
             views["attn_bank"] = self.attn_bank.detach().view(-1, d, d)
         return views
 
-    # The schedule's side.
+    # State that a schedule changes.
 
     def window_tokens(self, layer: int) -> int:
-        """Reach of a layer's attention: this many earlier time slots are visible."""
+        """Return how many earlier time slots a layer's attention sees."""
         # Not `self.windows[condition]`: torch.compile cannot index a tuple with a bool.
         short, long = self.windows
         return (long if layer in self.config.long_window_layers else short) * self.config.window_block
@@ -231,7 +231,7 @@ class BankedGPT(nn.Module):
         self.windows = (short, long)
 
     def schedule_state(self) -> dict[str, Any]:
-        """What a schedule has changed beside the parameters; JSON-able, exact."""
+        """Return the state that a schedule changes besides the parameters; JSON-able, exact."""
         return {"windows": list(self.windows), "tied": self.tied, "rotary": self.rotary.state_dict()}
 
     def load_schedule_state(self, state: Mapping[str, Any]) -> None:
@@ -247,12 +247,12 @@ class BankedGPT(nn.Module):
         return self.lm_head.T if self.config.transposed_head else self.lm_head
 
     def head_weight_gradient(self) -> Tensor | None:
-        """The head's gradient as [V, D], or None."""
+        """Return the head's gradient as [V, D], or None."""
         grad = self.lm_head.grad
         return grad if grad is None or not self.config.transposed_head else grad.T
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [T, V] of final states [T, D], softcapped as in the loss."""
+        """Return logits [T, V] of final states [T, D], softcapped as in the loss."""
         raw = torch.matmul(hidden, self.head_weight().T)
         if self.config.softcap is None:
             return raw
@@ -268,7 +268,7 @@ class BankedGPT(nn.Module):
         *,
         bigram_ids: Tensor | None = None,
     ) -> Tensor:
-        """Evaluation loss: mean cross-entropy of the next token."""
+        """Return the evaluation loss: mean cross-entropy of the next token."""
         return self(inputs, targets, cu_seqlens, bigram_ids=bigram_ids, mtp=(1.0,)) / inputs.shape[0]
 
     @torch.no_grad()
@@ -283,7 +283,7 @@ class BankedGPT(nn.Module):
     ) -> Tensor:
         """Sample continuations; the prompts of a batch are packed as documents of one sequence.
 
-        Every new token runs the whole sequence again: right for short sequences, wasteful for long ones.
+        Every new token runs the whole sequence again: fine for short sequences, wasteful for long ones.
         With a model whose smear, key offset or bigrams cross documents, a row's first token sees its
         neighbour; `respect_docs` prevents that.
 
@@ -295,7 +295,7 @@ class BankedGPT(nn.Module):
             stop: after a row produces this token, it only repeats it.
 
         Returns:
-            [T + new] or [B, T + new] int64, prompts included. Padding ids of the vocabulary never come.
+            [T + new] or [B, T + new] int64, prompts included. Padding ids are never sampled.
         """
         if tokens.dim() not in (1, 2) or tokens.is_floating_point() or tokens.shape[-1] < 1:
             raise ValueError(
@@ -340,7 +340,7 @@ class BankedGPT(nn.Module):
 
     @torch.no_grad()
     def copy_tied(self) -> None:
-        """While tied: the embedding takes the head's updated values."""
+        """While tied: copy the head's updated values to the embedding."""
         if not self.tied:
             return
         if self.config.transposed_head:
@@ -351,5 +351,5 @@ class BankedGPT(nn.Module):
             self.embed.copy_(self.lm_head)
 
     def untie(self) -> None:
-        """From now on head and embedding are updated separately (the optimizer copies its own state)."""
+        """Update head and embedding separately from now on (the optimizer copies its own state)."""
         self.tied = False

@@ -1,4 +1,4 @@
-"""Cases of this folder: getting weights out of banks, and a whole training step of the model."""
+"""Cases of this folder: reading weights from banks, and a whole training step of the model."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def _make_banks(
 def _access(
     take: Callable[[Tensor, Tensor], tuple[list[Tensor], list[Tensor]]],
 ) -> Callable[[Workload], Step]:
-    """Take every layer's matrices out of both banks, and send one gradient back through each."""
+    """Read every layer's matrices from both banks, and backpropagate one gradient through each."""
 
     def build(workload: Workload) -> Step:
         t = workload.tensors
-        # In a training step these arrive one by one from the matrix products.
+        # In a training step, these arrive one at a time from the matrix products.
         upstream = [*t["upstream:mlp"].flatten(0, 1).unbind(0), *t["upstream:attn"].unbind(0)]
 
         def step() -> Outputs:
@@ -150,7 +150,7 @@ BANK_ACCESS = register(
         },
         prove_sizes=("tiny", "odd"),
         dtypes=(torch.float32, torch.bfloat16),
-        # Nothing is computed here, only moved: every path must give the same bits.
+        # Nothing is computed here, only moved: every path must return the same bits.
         floor=0.0,
         drift=_bank_drift,
     )
@@ -216,7 +216,7 @@ def _training_step(builder: Builder) -> Callable[[Workload], Step]:
 
         def step() -> Outputs:
             model.zero_grad(set_to_none=True)
-            # Every batch of a training run has other documents, hence other masks.
+            # Every batch of a training run has different documents, hence different masks.
             model.plans.clear()
             loss = model(t["inputs"], t["targets"], t["cu_seqlens"])
             loss.backward()
@@ -224,7 +224,7 @@ def _training_step(builder: Builder) -> Callable[[Workload], Step]:
             small = []
             for name, parameter in model.named_parameters():
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                # A handful of lambdas is too few for a statement about rounding: they are judged together.
+                # A few lambdas are too few values to judge rounding, so they are judged together.
                 if grad.numel() < 1000:
                     small.append(grad.reshape(-1))
                 else:

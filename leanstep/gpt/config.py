@@ -1,7 +1,7 @@
-"""Everything the model can do, as fields of one frozen record.
+"""All features of the model, as fields of one frozen record.
 
-A field that switches a feature off also keeps its parameters from being allocated. Defaults are the 74th
-speedrun record; `GPTConfig.preset` has that, a CPU-sized model, a plain one and the golden vectors' one.
+A feature that is switched off allocates no parameters. Defaults are the 74th speedrun record.
+`GPTConfig.preset` has the record, a CPU-sized model, a plain model and the model of the golden vectors.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class GPTConfig:
         tied: head and embedding start tied (the trainer unties them).
         scalar_multiple: the packed scalars are padded to a multiple of this (the world size).
         respect_docs: keep smear, key offset and bigram within documents (the record lets them cross).
-        flat_forward: `build_model` makes the flattened model; False makes the one of modules.
-        float8_head: the head's three products of a training step have operands of 8 bits, on a GPU that has
-            such products (capability 8.9 or newer); elsewhere nothing changes.
+        flat_forward: `build_model` returns the flattened model; False: the model of modules.
+        float8_head: the head's three products in a training step use 8-bit operands on a GPU that supports
+            them (capability 8.9 or newer); elsewhere nothing changes.
         dtype: activations, tables and gates. bank_dtype: the two banks (None: like `dtype`).
     """
 
@@ -125,7 +125,7 @@ class GPTConfig:
             self.head_dim % 8 == 0,
             "head_dim",
             self.head_dim,
-            "a multiple of 8 (a quarter of it are frequencies)",
+            "a multiple of 8 (a quarter of the features are frequencies)",
         )
         for name in (
             "attention_free_layers",
@@ -210,12 +210,12 @@ class GPTConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers with attention; the place in this tuple is the place in the attention bank."""
+        """Layers with attention. The index in this tuple is the index in the attention bank."""
         return tuple(i for i in range(self.num_layers) if i not in self.attention_free_layers)
 
     @property
     def lanes_from(self) -> int:
-        """First two-lane layer; num_layers when there is one lane only."""
+        """First two-lane layer; num_layers if there is only one lane."""
         return self.num_layers if self.parallel_start is None else self.parallel_start
 
     @property
@@ -224,7 +224,7 @@ class GPTConfig:
 
     @property
     def scalar_slots(self) -> dict[str, int]:
-        """Places of the single numbers in `scalars`, after the num_layers pairs of attention lambdas."""
+        """Indices of the single numbers in `scalars`, after the num_layers pairs of attention lambdas."""
         names = ["smear"] if self.smear else []
         names += ["backout"] if self.backout_layer is not None else []
         names += [f"skip{i}" for i in range(len(self.skip_pairs))]
@@ -236,7 +236,7 @@ class GPTConfig:
         return -(-used // self.scalar_multiple) * self.scalar_multiple
 
     def has_post_attn(self, layer: int) -> bool:
-        """Whether the attention output of this layer is scaled by a post lambda."""
+        """Return whether a post lambda scales the attention output of this layer."""
         return layer >= self.lanes_from or self.post_attn_lambda_single
 
     def has_post_mlp(self, layer: int) -> bool:
@@ -244,9 +244,9 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
-        """A named configuration with some fields replaced: `preset("tiny", vocab_size=1024)`."""
+        """Return a named configuration with some fields replaced: `preset("tiny", vocab_size=1024)`."""
         if name not in PRESETS:
-            raise ValueError(f"preset: no {name!r}; there are {', '.join(PRESETS)}")
+            raise ValueError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}")
         unknown = set(overrides) - set(cls.__dataclass_fields__)
         if unknown:
             raise ValueError(f"preset: GPTConfig has no field {', '.join(sorted(unknown))}")

@@ -1,6 +1,6 @@
 """The default corpus: the Python standard library's source, tokenised with a BPE trained on it.
 
-It is text that every machine with Python has, so nothing is downloaded. Files are cut into documents at
+Every machine with Python has this text, so nothing is downloaded. Files are split into documents at
 blank lines; every twentieth file goes to validation; documents are in a fixed random order. The shards and
 the tokenizer are cached in the user's cache folder (`LEANSTEP_CACHE` overrides it), under a name made of
 everything that determines them.
@@ -63,7 +63,7 @@ def standard_library_files(root: Path | None = None) -> list[Path]:
 
 
 def split_documents(text: str, max_chars: int) -> Iterator[str]:
-    """Cut a file at blank lines into documents of about `max_chars`; a longer paragraph stays whole."""
+    """Split a file at blank lines into documents of about `max_chars`; a longer paragraph stays whole."""
     document = ""
     for paragraph in text.split("\n\n"):
         if document and len(document) + len(paragraph) > max_chars:
@@ -82,12 +82,12 @@ def standard_library_corpus(
     root: Path | None = None,
     folder: Path | None = None,
 ) -> Corpus:
-    """Build the corpus, or find it in the cache.
+    """Build the corpus, or load it from the cache.
 
     Args:
         vocab_size: BPE size, BOS included; 257 (bytes and BOS) at least.
-        max_chars: aimed document length.
-        max_bytes: stop reading files after so many bytes; None reads all.
+        max_chars: target document length.
+        max_bytes: stop reading files after this many bytes; None reads all.
         root: another folder of Python files instead of the standard library.
         folder: cache folder; default `cache_folder()`.
     """
@@ -108,12 +108,12 @@ def standard_library_corpus(
     target = (folder or cache_folder()) / f"stdlib-{vocab_size}-{key}"
     about = _intact(target)
     if about is None:
-        # Not there, or damaged.
+        # Missing or damaged.
         shutil.rmtree(target, ignore_errors=True)
         _build(target, texts, vocab_size, max_chars)
         about = _intact(target)
         if about is None:
-            raise OSError(f"{target} cannot be read back after it was built")
+            raise OSError(f"corpus: {target} was built but cannot be read back")
     return Corpus(
         (target / "train.bin",),
         (target / "validation.bin",),
@@ -126,7 +126,7 @@ def standard_library_corpus(
 
 
 def _intact(target: Path) -> dict[str, Any] | None:
-    """What corpus.json says, if the files beside it are those that were built; else None."""
+    """Return the content of corpus.json if the files beside it match their digests; else None."""
     try:
         about = json.loads((target / "corpus.json").read_text(encoding="utf-8"))
         if any(type(about[name]) is not int for name in _COUNTS) or set(about["files"]) != set(_FILES):
@@ -143,7 +143,7 @@ def _digest(path: Path) -> str:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Delete what killed builds left: those of this host that no longer run, others after a day."""
+    """Delete leftovers of killed builds: on this host if the process has ended, else after a day."""
     for path in folder.glob(".building-*"):
         host, _, pid = path.name.removeprefix(".building-").rpartition("-")[0].rpartition("-")
         with contextlib.suppress(OSError):
@@ -172,14 +172,14 @@ def _read(files: list[Path], max_bytes: int | None) -> tuple[list[str], str]:
         digest.update(len(raw).to_bytes(8, "little") + raw)
         texts.append(raw.decode("utf-8", errors="replace"))
     if len(texts) < 2:
-        raise ValueError(f"root: expected at least two Python files, found {len(texts)}")
+        raise ValueError(f"root: expected at least two Python files, got {len(texts)}")
     return texts, digest.hexdigest()
 
 
 def _build(target: Path, texts: list[str], vocab_size: int, max_chars: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    # Alternating ends of the alphabet: a held-out file every twenty, at least one.
+    # Alternate between both ends of the alphabet: hold out one file in twenty, at least one.
     every = min(20, len(texts))
     held_out = [i % every == every - 1 for i in range(len(texts))]
     documents = {

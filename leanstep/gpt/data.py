@@ -1,4 +1,4 @@
-"""Token shards and the batches cut from them.
+"""Token shards and the batches read from them.
 
 A `.bin` shard is 256 little-endian int32 of header (magic, version, token count, zeros), then uint16
 tokens. Every document starts with the BOS token. Training batches hold whole documents, cut only at the
@@ -58,13 +58,13 @@ def _bytes(x: Tensor) -> bytes:
 
 
 def read_shard(path: str | Path) -> Tensor:
-    """The tokens [N] uint16 of a shard, memory-mapped: pages come in when they are read.
+    """Return the tokens [N] uint16 of a shard, memory-mapped: pages are loaded when they are read.
 
-    Raises ValueError for a file that is not a shard, has another version, is cut short or holds no tokens.
+    Raises ValueError for a file that is not a shard, has another version, is truncated or holds no tokens.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"shard: no file {path}")
+        raise ValueError(f"shard: expected a token shard, no file {path}")
     size = path.stat().st_size
     if size < HEADER_BYTES:
         raise ValueError(f"shard {path}: expected a header of {HEADER_BYTES} bytes, got a file of {size}")
@@ -75,23 +75,23 @@ def read_shard(path: str | Path) -> Tensor:
     if version != VERSION:
         raise ValueError(f"shard {path}: expected version {VERSION}, got {version}")
     if count <= 0:
-        raise ValueError(f"shard {path}: expected at least one token, the header says {count}")
+        raise ValueError(f"shard {path}: expected at least one token, got {count} in the header")
     held = (size - HEADER_BYTES) / 2
     if held != count:
         raise ValueError(
-            f"shard {path}: the header says {count} tokens, the file holds {held:g}; cut short or corrupt"
+            f"shard {path}: the header says {count} tokens, the file holds {held:g}; truncated or corrupt"
         )
     return mapped[HEADER_BYTES // 2 :]
 
 
 def document_starts(tokens: Tensor, bos: int) -> Tensor:
-    """Positions [documents] of the BOS tokens in uint16 tokens [N]."""
-    # uint16 has few operations in torch; equality of the same bits as int16 is the same question.
+    """Return positions [documents] of the BOS tokens in uint16 tokens [N]."""
+    # uint16 has few operations in torch; comparing the same bits as int16 is equivalent.
     return (tokens.view(torch.int16) == (bos if bos < 2**15 else bos - 2**16)).nonzero()[:, 0]
 
 
 def padded_boundaries(num_tokens: int) -> int:
-    """Length that cumulative lengths are padded to, for kernels that want fixed shapes."""
+    """Return the length that cumulative lengths are padded to, for kernels that need fixed shapes."""
     return max(-(-(num_tokens // 300) // 128), 1) * 128
 
 
@@ -110,7 +110,7 @@ class _Shard:
     def spans(
         self, document: int, num_tokens: int, max_seq_len: int
     ) -> tuple[list[tuple[int, int]], int] | None:
-        """Spans of num_tokens + 1 tokens from `document` on, and the next document; None at the tail."""
+        """Return spans of num_tokens + 1 tokens from `document`, and the next document; None at the tail."""
         spans, missing = [], num_tokens + 1
         while missing > 0:
             if document >= len(self.starts):
@@ -127,7 +127,7 @@ class _Shard:
 class DocumentLoader:
     """Document-aligned training batches from shards, in file order, for one rank of several.
 
-    Each batch takes documents for rank 0, then rank 1, and so on; what a cut leaves of a document is
+    Each batch takes documents for rank 0, then rank 1, and so on; the rest of a truncated document is
     dropped. A shard's tail that cannot fill every rank is dropped too. The next shard is read in a thread
     while this one is used. The order depends on the files and sizes only.
 
@@ -165,10 +165,11 @@ class DocumentLoader:
         self._ahead: _ReadAhead | None = None
 
     def resize(self, num_tokens: int, max_seq_len: int) -> None:
-        """Batch size (over all ranks) and sequence limit from the next batch on."""
+        """Set batch size (over all ranks) and sequence limit from the next batch on."""
         if num_tokens < self.world_size or num_tokens % self.world_size:
             raise ValueError(
-                f"num_tokens: expected a multiple of world_size = {self.world_size} above 0, got {num_tokens}"
+                f"num_tokens: expected a positive multiple of world_size = {self.world_size}, "
+                f"got {num_tokens}"
             )
         if max_seq_len < 1:
             raise ValueError(f"max_seq_len: expected at least 1, got {max_seq_len}")
@@ -181,7 +182,7 @@ class DocumentLoader:
         return self.next_batch()
 
     def next_batch(self) -> Batch:
-        """This rank's share of the next batch."""
+        """Return this rank's share of the next batch."""
         local = self.num_tokens // self.world_size
         spans = self._rank_spans(local)
         tried = 0
@@ -189,7 +190,7 @@ class DocumentLoader:
             if tried == len(self.paths):
                 raise ValueError(
                     f"num_tokens: no shard can fill {self.world_size} x {local} tokens with documents of up "
-                    f"to {self.max_seq_len} tokens; make the batch smaller or the shards larger"
+                    f"to {self.max_seq_len} tokens; use a smaller batch or larger shards"
                 )
             self._next_shard()
             spans = self._rank_spans(local)
@@ -208,7 +209,7 @@ class DocumentLoader:
         return Batch(buffer[:-1], buffer[1:], cu_seqlens)
 
     def _rank_spans(self, local: int) -> list[tuple[int, int]] | None:
-        """Spans of this rank; moves the position past all ranks' spans. None at the shard's tail."""
+        """Return spans of this rank and move past the spans of all ranks. None at the shard's tail."""
         document, mine = self.document, []
         for rank in range(self.world_size):
             taken = self._shard.spans(document, local, self.max_seq_len)
@@ -233,7 +234,7 @@ class DocumentLoader:
         self.shard_index, self.document = following, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the next batch; JSON-able."""
+        """Return the position of the next batch; JSON-able."""
         return {
             "epoch": self.epoch,
             "shard_index": self.shard_index,
@@ -260,7 +261,7 @@ class DocumentLoader:
 
 
 class _ReadAhead:
-    """Opens a shard in a thread; errors wait for `result`."""
+    """Opens a shard in a thread; `result` raises its errors."""
 
     def __init__(self, path: Path, bos: int) -> None:
         self._path, self._bos = path, bos
@@ -292,7 +293,7 @@ def validation_batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[Batch]:
-    """Contiguous batches over the first `total_tokens` (None: all that fit) of the shards.
+    """Yield contiguous batches over the first `total_tokens` (None: all that fit) of the shards.
 
     A batch has `num_tokens` over all ranks; this rank takes its slice of it. Documents are found by BOS, so
     a batch that starts with one begins with an empty document (0, 0). A shard's tail that cannot fill a
@@ -325,5 +326,5 @@ def validation_batches(
             yielded += num_tokens
     if total_tokens is not None and yielded < total_tokens:
         raise ValueError(
-            f"total_tokens: expected {total_tokens}, the shards fill {yielded} in batches of {num_tokens}"
+            f"total_tokens: expected {total_tokens}, but the shards hold {yielded} in batches of {num_tokens}"
         )

@@ -1,7 +1,7 @@
-"""Asynchronous tensor parallel: Inductor cuts a product and its collective into chunks that overlap.
+"""Asynchronous tensor parallelism: Inductor splits a product and its collective into chunks that overlap.
 
-`torch._inductor.config._micro_pipeline_tp` turns it on. A product starts with the chunk of a gather that this
-rank has; the sum of a product's first chunk is sent while the next is computed.
+`torch._inductor.config._micro_pipeline_tp` enables it. A product starts with the chunk of a gather that this
+rank has; the sum of a product's first chunk is sent while the next chunk is computed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from leanstep.rehearse.events import Event, Launch, Region, StreamWait
 def overlapped(events: Sequence[Event], regions: Mapping[int, Region]) -> list[Event]:
     """Move waits for gathers behind the products that read them, and scatters before the products they send.
 
-    Only in regions that were compiled for it. The cost of chunks (starts, smaller products) is left out.
+    Applies only to regions compiled for it. The cost of chunks (starts, smaller products) is not included.
     """
     if not any(region.pipelined for region in regions.values()):
         return list(events)
     out: list[Event] = []
-    gathers: dict[int, StreamWait] = {}  # mark -> its wait, which the next product takes along
+    gathers: dict[int, StreamWait] = {}  # mark -> its wait, which moves behind the next product
     held: list[StreamWait] = []
     for event in events:
         if isinstance(event, StreamWait) and event.mark in gathers:
@@ -39,7 +39,7 @@ def overlapped(events: Sequence[Event], regions: Mapping[int, Region]) -> list[E
 
 
 def _kind(event: Event, regions: Mapping[int, Region]) -> str:
-    """ "product", the name of a collective, or "" outside such regions."""
+    """Return "product", the name of a collective, or "" outside such regions."""
     if not isinstance(event, Launch) or not event.kernels:
         return ""
     region = regions.get(event.region)
@@ -55,9 +55,9 @@ def _is_after_a_product(out: Sequence[Event]) -> bool:
 
 
 def _before_the_last_product(out: Sequence[Event], regions: Mapping[int, Region]) -> int:
-    """Where the product begins whose result is sent.
+    """Return the index of the product whose result is sent.
 
-    A sum of several products (the gradient of an input that several weights read) is not cut into chunks.
+    A sum of several products (the gradient of an input that several weights read) is not split into chunks.
     """
     for index in range(len(out) - 1, -1, -1):
         kind = _kind(out[index], regions)

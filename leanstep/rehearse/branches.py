@@ -29,7 +29,7 @@ _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 class NoUpdate(BaseException):
-    """The program makes no update. No `except Exception` of the program stops it."""
+    """The program makes no update. No `except Exception` of the program catches it."""
 
     def __init__(self, line: Line | None, reason: str) -> None:
         super().__init__(reason)

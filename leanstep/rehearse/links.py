@@ -40,9 +40,9 @@ _ALL = (
     Machine("hgx-h200", "h200", 8, 450e9, 50e9, "DGX H200 data sheet: 900 GB/s NVLink, 8 x 400 Gb/s"),
     Machine("hgx-b200", "b200", 8, 900e9, 50e9, "DGX B200 data sheet: 1,800 GB/s NVLink, 8 x 400 Gb/s"),
     Machine("hgx-b300", "b300", 8, 900e9, 100e9, "DGX B300 data sheet: 1,800 GB/s NVLink, 8 x 800 Gb/s"),
-    Machine("gb200-nvl72", "gb200", 72, 900e9, 50e9, "GB200 NVL72 data sheet; 400 Gb/s for each device"),
-    Machine("gb300-nvl72", "gb300", 72, 900e9, 100e9, "GB300 NVL72 data sheet; 800 Gb/s for each device"),
-    Machine("grand-teton", "h100-96", 8, 450e9, 50e9, "torchtitan's benchmarks: NVLink, 400 Gb/s a device"),
+    Machine("gb200-nvl72", "gb200", 72, 900e9, 50e9, "GB200 NVL72 data sheet; 400 Gb/s per device"),
+    Machine("gb300-nvl72", "gb300", 72, 900e9, 100e9, "GB300 NVL72 data sheet; 800 Gb/s per device"),
+    Machine("grand-teton", "h100-96", 8, 450e9, 50e9, "torchtitan's benchmarks: NVLink, 400 Gb/s per device"),
     Machine("mi300x-8", "mi300x", 8, 448e9, 50e9, "MI300X platform data sheet: 7 x 64 GB/s; 8 x 400 Gb/s"),
     Machine("p3dn", "v100", 8, 150e9, 1.5625e9, "AWS p3dn.24xlarge: 100 Gb/s"),
     Machine("p4d", "a100-40", 8, 300e9, 6.25e9, "AWS p4d.24xlarge: 400 Gb/s"),
@@ -53,7 +53,7 @@ _ALL = (
     Machine("g5", "a10g", 8, 12e9, 1.5625e9, "AWS g5.48xlarge: PCIe 4 through the host, 100 Gb/s"),
     Machine("g6", "l4", 8, 12e9, 1.5625e9, "AWS g6.48xlarge: PCIe 4 through the host, 100 Gb/s"),
     Machine("pcie-4090", "4090", 8, 12e9, 1.5625e9, "PCIe 4 through the host (no peer access); 100 Gb/s"),
-    Machine("pcie-h100", "h100-pcie", 8, 50e9, 25e9, "PCIe 5 without NVLink bridges; 200 Gb/s a device"),
+    Machine("pcie-h100", "h100-pcie", 8, 50e9, 25e9, "PCIe 5 without NVLink bridges; 200 Gb/s per device"),
 )
 MACHINES: dict[str, Machine] = {machine.key: machine for machine in _ALL}
 

@@ -1,4 +1,4 @@
-"""How long the ranks of a pipeline wait for one another, from the order in which each of them works."""
+"""How long the ranks of a pipeline wait for each other, computed from each rank's schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Work(NamedTuple):
-    """One piece of a rank's order.
+    """One entry of a rank's schedule.
 
     kind: "F" (forward), "B" (whole backward), "I" (gradients of inputs) or "W" (gradients of weights).
     """
@@ -18,10 +18,10 @@ class Work(NamedTuple):
 
 
 def waiting_share(orders: Mapping[int, Sequence[Work]], rank: int, costs: Mapping[str, float]) -> float:
-    """Seconds that a rank waits, for each second that it works, until all ranks are through.
+    """Return the seconds that a rank waits per second of work, until all ranks have finished.
 
-    Stages are equal: `costs` gives the seconds of each kind of work. A forward needs that of the stage
-    before, a backward that of the stage after; what is sent arrives at once.
+    Stages are equal: `costs` gives the seconds of each kind of work. A forward needs the forward of the
+    previous stage, a backward that of the next stage; sends take no time.
     """
     last = max(work.stage for order in orders.values() for work in order)
     ends: dict[Work, float] = {}
@@ -40,13 +40,13 @@ def waiting_share(orders: Mapping[int, Sequence[Work]], rank: int, costs: Mappin
                 positions[number] += 1
                 moved = True
     if any(positions[number] < len(order) for number, order in orders.items()):
-        return 0.0  # an order that cannot be kept
+        return 0.0  # a schedule that cannot be executed
     works = sum(costs[work.kind] for work in orders[rank])
     return (max(clocks.values()) - works) / works if works else 0.0
 
 
 def _needs(work: Work, last: int, ends: Mapping[Work, float]) -> Iterable[Work]:
-    """What must have ended before."""
+    """Return the work that must end first."""
     stage, kind, microbatch = work
     if kind == "F":
         return [Work(stage - 1, "F", microbatch)] if stage else []

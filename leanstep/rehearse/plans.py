@@ -1,8 +1,8 @@
-"""What a call gave when it last came with the same shapes: its outputs, kernels and traffic.
+"""Cached results of calls by shape: outputs, kernels and traffic.
 
-A training run repeats a few hundred different calls. `FakeTensorMode` works out each of them anew; a plan
-builds the outputs from their sizes, so that a repeated call costs a fraction of it. Only calls whose outputs
-follow from shapes, dtypes and plain arguments get one: what asks for values never comes here.
+A training run repeats a few hundred different calls. `FakeTensorMode` evaluates each of them again; a plan
+builds the outputs from their sizes, so that a repeated call costs a fraction of that. Only calls whose
+outputs follow from shapes, dtypes and plain arguments get a plan; calls that read values do not.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from leanstep.rehearse.events import Kernel
 from leanstep.rehearse.kernel_costs import GEMM
 from leanstep.rehearse.shadows import decides_alone
 
-# Beyond this many different calls (shapes that change all the time) no more are kept.
+# The most plans to store, for programs whose shapes change all the time.
 MOST_PLANS = 1 << 16
 _PLAIN = (int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _KINDS = frozenset(_PLAIN)
-# Their output sizes may follow from a float.
+# Calls whose output sizes may depend on a float.
 _FLOAT_MATTERS = ("upsample", "arange", "linspace", "range")
-# What FakeTensor may know of one tensor and not of the next.
+# Attributes that FakeTensor may set on one tensor and not on the next.
 _NOTED = ("constant", "real_tensor")
 _make: Callable[..., Any] = torch.Tensor._make_subclass
 _guard: Callable[[Any], None] = torch._C._set_throw_on_mutable_data_ptr  # pyright: ignore
 
 
 class Arguments:
-    """The tensors of a call in order, and a hashable description of all that its outputs depend on."""
+    """The tensors of a call in order, and a hashable key of everything that its outputs depend on."""
 
     __slots__ = ("exact", "fakes", "key", "tensors")
 
@@ -79,7 +79,7 @@ class Arguments:
             elif kind in _KINDS:
                 parts += (kind, value)
             elif kind is float:
-                # Learning rates and the like change with every step; they do not change a shape.
+                # Learning rates and similar values change every step; they do not change a shape.
                 parts.append(value if self.exact or value in (0.0, 1.0) else float)
             elif kind is list or kind is tuple:
                 parts += (kind, len(value))
@@ -109,7 +109,7 @@ class _Output(NamedTuple):
 
 
 class Taped(NamedTuple):
-    """What the tape noted of a call: its kernels, the tensors it reads and writes, and what it multiplies."""
+    """What the tape recorded of a call: its kernels, the tensors it reads and writes, and its FLOPs."""
 
     kernels: tuple[Kernel, ...]
     reads: Sequence[Tensor]
@@ -119,7 +119,7 @@ class Taped(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All about a call that was seen before."""
+    """Everything needed to repeat a call."""
 
     outputs: tuple[_Output, ...]
     container: type | None  # tuple, list, or None for a single output
@@ -129,11 +129,11 @@ class Plan(NamedTuple):
     writes: tuple[int, ...]  # positions among the arguments' tensors, then the outputs
     traffic: tuple[int, ...]
     counted: tuple[Counted, ...]
-    decides: bool  # one of the calls whose result may be known without all operands
+    decides: bool  # its result may be known without all operands
 
     def build(self, tensors: Sequence[Tensor]) -> list[Any]:
         if torch.is_inference_mode_enabled():
-            # An inference tensor has no version counter, which a subclass asks for.
+            # An inference tensor has no version counter, which a subclass needs.
             with torch.inference_mode(False):
                 return [self._output(spec, tensors) for spec in self.outputs]
         return [self._output(spec, tensors) for spec in self.outputs]
@@ -169,7 +169,7 @@ class Plan(NamedTuple):
 def plan_of(
     name: str, tensors: Sequence[Tensor], out: Any, mutated: Sequence[Tensor], taped: Taped
 ) -> Plan | None:
-    """The plan of a call that just ran on fakes; None when its outputs do not follow from shapes alone."""
+    """Return the plan of a call that just ran on fakes; None if its outputs depend on more than shapes."""
     container = type(out) if isinstance(out, (tuple, list)) else None
     if container not in (None, tuple, list):
         return None
@@ -198,7 +198,7 @@ def plan_of(
 def _output_specs(
     outs: Sequence[Any], tensors: Sequence[Tensor], positions: dict[int, int]
 ) -> tuple[_Output, ...] | None:
-    """How to build each output; None when one does not follow from shapes."""
+    """Return how to build each output; None if one does not follow from shapes."""
     storages = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(tensors)))}
     specs: list[_Output] = []
     fresh: set[int] = set()
@@ -219,7 +219,7 @@ def _output_specs(
 def _describe(tensor: FakeTensor, storages: dict[int, int], fresh: set[int]) -> _Output | None:
     if tensor.is_conj() or tensor.is_neg() or tensor.layout is not torch.strided:
         return None
-    # Shadows and other notes of the tape are not part of what FakeTensor itself keeps.
+    # Leave out the shadow: the tape sets it, not FakeTensor.
     attributes = {k: v for k, v in tensor.__dict__.items() if k != "_shadow"}
     if any(v is not None for k, v in attributes.items() if k in _NOTED or k.endswith("_memo")):
         return None

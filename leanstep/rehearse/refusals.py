@@ -1,22 +1,20 @@
-"""Why a rehearsal stops: one sentence that names the feature, in the user's words.
+"""Why a rehearsal stops: one sentence that names the feature in the user's terms.
 
-torch's own messages about fake tensors name internals; they are translated here.
+torch's own messages about fake tensors name internals; this module translates them.
 """
 
 from __future__ import annotations
 
-NESTED = "nested tensors are not followed: pad the batch, or pack it (flash_attn_varlen_func, flex_attention)"
-SPARSE = (
-    "sparse tensors on the device are not followed (torch.sparse, Embedding(sparse=True)); use dense ones"
-)
-EXPORT = "torch.export is not followed: run the module itself, or torch.compile it"
-REAL_DEVICE = "a call left the rehearsal and asked CUDA for a real device, of which it sees none"
+NESTED = "nested tensors are not supported: pad the batch or pack it (flash_attn_varlen_func, flex_attention)"
+SPARSE = "sparse device tensors are not supported (torch.sparse, Embedding(sparse=True)); use dense ones"
+EXPORT = "torch.export is not supported: run the module itself, or torch.compile it"
+REAL_DEVICE = "a call bypassed the rehearsal and asked CUDA for a real device, but none is visible"
 SIMULATED = "torch does not run this on simulated tensors"
-# Part of a message or of an operator's name -> the sentence.
+# Part of a message or of an operator's name -> sentence.
 _FEATURES = {"nested": NESTED, "sparse": SPARSE}
-# Parts of messages of torch about its fake tensors.
+# Parts of torch's messages about its fake tensors.
 _INTERNAL = ("fake mode", "FakeTensor", "Could not run 'aten::", "no rule registered for HigherOrderOperator")
-# What CUDA and torch say where there is no real device, or none that is visible.
+# Messages of CUDA and torch without a real or visible device.
 _CUDA_ERRORS = (
     "driver version is insufficient",
     "no CUDA-capable device is detected",
@@ -26,11 +24,11 @@ _CUDA_ERRORS = (
 
 
 class Refused(Exception):
-    """The program asks for what a rehearsal cannot give; the message is one sentence."""
+    """The program uses a feature that a rehearsal does not support; the message is one sentence."""
 
 
 def reason(failure: BaseException) -> str:
-    """One sentence about what ended the program."""
+    """Return one sentence about what ended the program."""
     from torch._subclasses import fake_tensor
 
     said = next((s for s in str(failure).splitlines() if s.strip()), "")
@@ -46,7 +44,7 @@ def reason(failure: BaseException) -> str:
         kind = "an op of torch" if said.startswith("aten.") else "a custom op"
         return _feature(said) or f"{kind} without a fake implementation: {said}"
     if isinstance(failure, shapes):
-        return _feature(said) or f"a shape or value that only the device knows: {said}"
+        return _feature(said) or f"a shape or value that depends on device data: {said}"
     if isinstance(failure, ImportError):
         return f"an import failed: {said}"
     if any(text in said for text in _CUDA_ERRORS):

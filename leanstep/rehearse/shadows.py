@@ -96,7 +96,7 @@ def shape_of(tensor: Tensor) -> Shape:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, which is all that arguments hold; pytree is slow."""
+    """Return the tensors in nested lists, tuples and dicts, all that arguments hold; pytree is slow."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -115,8 +115,8 @@ def check_ordinal(device: Any) -> None:
     index = torch.device(device).index if named else device
     devices = devices_here()
     if isinstance(index, int) and index >= devices:
-        there = "cuda:0 alone is" if devices == 1 else f"cuda:0 to cuda:{devices - 1} are"
-        raise RuntimeError(f"CUDA error: invalid device ordinal: cuda:{index} where {there} there")
+        there = "cuda:0 exists" if devices == 1 else f"cuda:0 to cuda:{devices - 1} exist"
+        raise RuntimeError(f"CUDA error: invalid device ordinal: cuda:{index}; only {there}")
 
 
 def device_asked_for(args: Any, kwargs: dict[str, Any]) -> torch.device | None:

@@ -1,7 +1,7 @@
-"""The run of one rehearsal: a process of its own, patched for good, left after N steps.
+"""Run one rehearsal in its own, permanently patched process, and stop it after N steps.
 
 `rehearse` is called in the user's process. The first call starts a fresh interpreter that loads the stub and
-imports torch (seconds); each rehearsal is a fork of it, and leaves its recording behind. The program's own
+imports torch (seconds); each rehearsal is a fork of it and writes its recording to a file. The program's own
 output passes through.
 """
 
@@ -44,31 +44,31 @@ from leanstep.script.run import Program, as_main
 __all__ = ["RehearsalError", "rehearse"]
 
 _ROOT = str(Path(__file__).parent.parent.parent)
-# The package comes from the same folder as in this process; then that folder leaves the path again.
+# Import the package from the same folder as in this process, then remove that folder from the path.
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); from leanstep.rehearse import stage; "
     "sys.path.remove(sys.argv[1]); stage._serve(*sys.argv[2:])"
 )
-# Read by torch and by Python when they start: another value needs another interpreter.
+# Torch and Python read these when they start: another value needs another interpreter.
 _READ_AT_START = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_LOGS", "LEANSTEP_CACHE")
-# Exit code of a rehearsal that broke, and where Python leaves the lines of a crash.
+# Exit code of a rehearsal that failed, and the file to which Python writes the stack of a crash.
 _OWN_FAILURE, _FAULTS = 70, "faults"
-# Seconds that an interrupted program has to leave.
+# Seconds within which an interrupted program must exit.
 _LEAVE_S = 5.0
 
 
 def rehearse(
     request: Request, *, quiet: bool = False, show: Callable[[str], None] | None = None
 ) -> Recording:
-    """Run a program as if the device were there; return what was seen.
+    """Run a program on a simulated device and return its recording.
 
     Args:
         request: what to run, for which device, how many steps.
-        quiet: swallow the program's own output.
+        quiet: discard the program's own output.
         show: called about once per second with what is running.
 
-    Raises RehearsalError, one line, when it cannot start: no such file or device, no compiler, another torch.
-    A program that stops before its steps gives a Recording with `ended` and `refused`.
+    Raises RehearsalError (one line) if it cannot start: no such file or device, no compiler, another torch.
+    A program that stops before its steps returns a Recording with `ended` and `refused`.
     """
     _validate(request)
     if request.rank and not request.received:
@@ -89,7 +89,7 @@ def _rehearsed(request: Request, quiet: bool, show: Callable[[str], None] | None
         environment = {**os.environ, **_rank_environment(request), "PYTHONUNBUFFERED": "1"}
         environment["PATH"] = _tools(folder, request.device) + os.environ.get("PATH", "")
         environment.pop("TRITON_INTERPRET", None)
-        # The program is left in the middle: what it would remove at its end goes with this folder.
+        # The program stops halfway: temporary files that it does not remove are deleted with this folder.
         environment["TMPDIR"] = str(folder / "tmp")
         (folder / "tmp").mkdir()
         asked.write_bytes(pickle.dumps((request, environment, str(Path.cwd()))))
@@ -101,7 +101,7 @@ def _rehearsed(request: Request, quiet: bool, show: Callable[[str], None] | None
 
 
 def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
-    """Objects that other ranks send to this one: rehearse one step of rank 0 and of those it sends to."""
+    """Rehearse one step of rank 0 and of the ranks it sends to; return the objects sent to this rank."""
     rank, received = 0, ()
     while rank < request.rank:
         before = rehearse(replace(request, rank=rank, received=received, steps=1), quiet=quiet)
@@ -114,9 +114,9 @@ def _sent_to(request: Request, quiet: bool) -> tuple[bytes, ...]:
 
 
 def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalError:
-    """What is known of a program that took its process with it: `os._exit`, a signal."""
+    """Report a program that ended its own process by `os._exit` or a signal."""
     if code == os.EX_IOERR or not folder.is_dir():
-        return RehearsalError("TMPDIR: the recording cannot be written: the folder is full or gone")
+        return RehearsalError("TMPDIR: cannot write the recording: the folder is full or missing")
     if code == _OWN_FAILURE:
         return RehearsalError(f"{request.target}: the rehearsal itself failed, see above")
     fault = folder / _FAULTS
@@ -128,7 +128,7 @@ def _lost(request: Request, code: int, folder: Path) -> Recording | RehearsalErr
 
 
 class _Watcher:
-    """Passes on what a rehearsal says that it is doing."""
+    """Forwards the progress of a rehearsal."""
 
     def __init__(self, answered: Path, show: Callable[[str], None] | None) -> None:
         self.file, self.show, self.started = _progress_file(answered), show, time.monotonic()
@@ -168,7 +168,7 @@ class _Server:
         with self.lock, Path(os.devnull).open("r+b") as null:
             sinks = [null.fileno()] * 2 if quiet else [1, 2]
             try:
-                # One rehearsal at a time: a message each way.
+                # One rehearsal at a time: one message in each direction.
                 socket.send_fds(self.line, [f"{asked}\n{answered}".encode()], [null.fileno(), *sinks])
                 while not select.select([self.line], [], [], 1.0)[0]:
                     watcher.look()
@@ -184,7 +184,7 @@ class _Server:
                 raise
 
     def _interrupt(self) -> None:
-        """Ctrl-C reaches only this process: the program gets it too, and a moment to leave."""
+        """Forward Ctrl-C, which reaches only this process, to the program and give it time to exit."""
         self.process.interrupt()
         self.line.settimeout(_LEAVE_S)
         with contextlib.suppress(OSError):
@@ -200,7 +200,7 @@ _servers: list[_Server] = []
 
 
 def _server() -> _Server:
-    """The running interpreter, or a new one where there is none or its surroundings have changed."""
+    """Return the running interpreter; start one if there is none or its environment has changed."""
     if _servers and not _servers[-1].fits():
         _servers.pop().end()
     if not _servers:
@@ -234,18 +234,18 @@ def _validate(request: Request) -> None:
 
 
 def _tools(folder: Path, device: str) -> str:
-    """Programs that log `nvidia-smi` find one that says what this is; empty where there is a real one."""
+    """Create an `nvidia-smi` for programs that log its output; return "" if there is a real one."""
     if shutil.which("nvidia-smi") is not None or os.name != "posix":
         return ""
     tool = folder / "bin" / "nvidia-smi"
     tool.parent.mkdir()
-    tool.write_text(f"#!/bin/sh\necho 'leanstep rehearse: {device}, predicted; there is no device here'\n")
+    tool.write_text(f"#!/bin/sh\necho 'leanstep rehearse: {device}, simulated; no device is installed'\n")
     tool.chmod(0o755)
     return f"{tool.parent}{os.pathsep}"
 
 
 def _rank_environment(request: Request) -> dict[str, str]:
-    """torchrun's variables. Rank 0 shares its node; another rank counts as alone on its own."""
+    """Return torchrun's variables. Rank 0 shares its node; any other rank counts as alone on its node."""
     from leanstep.rehearse.links import device_of
 
     ranks, rank = request.ranks, request.rank
@@ -267,11 +267,11 @@ def _serve(stub: str, descriptor: str) -> None:
     fake_device.hide_devices()
     try:
         fake_device.load(Path(stub))
-        import torch._dynamo  # what a fake tensor's first call would import  # noqa: F401
+        import torch._dynamo  # the first call on a fake tensor would import it  # noqa: F401
     except RehearsalError as reason:
         unusable = reason
     line = socket.socket(fileno=int(descriptor))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program is interrupted, not this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts go to the program
     while True:
         message, descriptors, _, _ = socket.recv_fds(line, 1 << 14, 3)
         if not message:
@@ -300,11 +300,11 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
         os.environ.clear()
         os.environ.update(environment)
         os.environ[guard.MARK] = mark
-        tempfile.tempdir = None  # looked up in the environment again
+        tempfile.tempdir = None  # read the environment again
         os.chdir(folder)
         faulthandler.enable(Path(answered).with_name(_FAULTS).open("w"), all_threads=False)
         fake_device.check()
-        # Its traceback of a shape error is one of internals; the reason comes with the verdict.
+        # It logs tracebacks of internals for shape errors; the verdict gives the reason.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         got: Any = _run(request, _progress_file(Path(answered)))
     except RehearsalError as reason:
@@ -316,7 +316,7 @@ def _child(asked: str, answered: str, unusable: RehearsalError | None = None) ->
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
         sys.stderr.flush()
-    leave(0)  # threads and exit handlers of the program have nothing to say any more
+    leave(0)  # without the program's threads and exit handlers
 
 
 def _run(request: Request, progress: Path) -> Recording:
@@ -364,10 +364,10 @@ def _run(request: Request, progress: Path) -> Recording:
         time.monotonic = lambda: tape.clock.host
     program = _case_program(request, tape, steps) if request.case else _script_program(request)
     gc.collect()
-    gc.freeze()  # torch's own objects need no further look
+    gc.freeze()  # the collector skips torch's own objects from here on
     try:
         with tape, _normal_exit():
-            variables = program()  # held: the last step's end shows in the parameters
+            variables = program()  # kept alive: the parameters show the end of the last step
         recording.ended = "early"
         steps.marker.finish()
         del variables
@@ -388,7 +388,7 @@ def _run(request: Request, progress: Path) -> Recording:
 
 @contextlib.contextmanager
 def _normal_exit():
-    """`sys.exit()` is an end like any."""
+    """Treat `sys.exit()` as a normal end."""
     try:
         yield
     except SystemExit as left:
@@ -397,7 +397,7 @@ def _normal_exit():
 
 
 def _follow_threads(tape: Any) -> None:
-    """A dispatch mode holds for one thread: loaders and prefetchers of the program get it too."""
+    """Enable the dispatch mode, which is per thread, in the program's loader and prefetch threads too."""
     import torch
 
     run = threading.Thread.run
@@ -412,7 +412,7 @@ def _follow_threads(tape: Any) -> None:
 
 
 def _case_program(request: Request, tape: Any, steps: Any) -> Callable[[], Any]:
-    """One implementation of a registered case, on a workload whose large tensors never existed."""
+    """Return one implementation of a registered case, on a workload whose large tensors are simulated."""
     import torch
 
     from leanstep.case import get_case
@@ -451,9 +451,9 @@ def _case_program(request: Request, tape: Any, steps: Any) -> Callable[[], Any]:
 
 
 def _wait_until_freed(tensors: list[Any]) -> None:
-    """Autograd's thread may hold the last gradients a moment longer: they are not part of the next step.
+    """Wait until autograd's thread has released the last gradients, which do not belong to the next step.
 
-    tensors: weak references. Those that an optimizer keeps are never freed, so the wait has an end.
+    tensors: weak references. The wait is bounded: an optimizer may keep some of them.
     """
     for _ in range(50):
         if all(tensor.expired() for tensor in tensors):
@@ -472,12 +472,12 @@ def _script_program(request: Request) -> Callable[[], Any]:
 
 
 def _refusal(failure: BaseException, tape: Any) -> Refusal:
-    """One sentence, and the program's own line nearest to the failure."""
+    """Return one sentence, and the program's own line nearest to the failure."""
     from leanstep.rehearse.branches import NoUpdate
 
     frames = traceback_frames(failure.__traceback__)
     line, deepest = nearest_line(frames, USER), nearest_line(frames) or nearest_line(frames, IN_LEANSTEP)
-    if isinstance(failure, SyntaxError) and failure.filename:  # of a file that never ran
+    if isinstance(failure, SyntaxError) and failure.filename:  # in a file that never ran
         line = deepest = Line(failure.filename, failure.lineno or 0, "<module>")
     if isinstance(failure, NoUpdate):
         return Refusal(failure.line or line, str(failure))

@@ -1,4 +1,4 @@
-"""The steps of a rehearsal: events of the tape between two updates of the model."""
+"""The steps of a rehearsal: the events of the tape between two model updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic  # the program's own clock may show predicted time
+from time import monotonic  # the program's own clock may return predicted time
 from typing import Any
 
 import torch
@@ -21,21 +21,21 @@ from leanstep.script.hooks import wrap_closure
 from leanstep.script.phases import PhaseListener, PhaseMarker
 from leanstep.script.steps import StepListener, StepMarker
 
-# Events of the tape without an update after which the program is left: a recording of more takes gigabytes.
+# The rehearsal stops after this many events without an update: a longer recording takes gigabytes.
 MOST_EVENTS = 2_000_000
-# Updates that may precede a capture: torch's documentation asks for 3, for 11 with DistributedDataParallel.
+# Updates that may precede a capture: torch's documentation requires 3, or 11 with DistributedDataParallel.
 MOST_TRIALS = 12
-# Two steps of one batch size allocate the same to this share.
+# Two steps with the same batch size allocate the same amount, up to this relative difference.
 SAME_BYTES = 0.2
 _CAPTURES = re.compile(r"\bCUDAGraph\(|\bmake_graphed_callables\(|\bcuda\.graph\(")
 
 
 class StepsDone(BaseException):
-    """All steps that were asked for have been seen: leave the program. No `except Exception` stops it."""
+    """All requested steps are recorded: stop the program. No `except Exception` catches it."""
 
 
 class Steps(StepListener, PhaseListener):
-    """Cuts the tape into steps, where `script.steps` finds their ends or the program's runner says so."""
+    """Splits the tape into steps; `script.steps` finds their ends, or the program's runner marks them."""
 
     def __init__(self, tape: Any, wanted: int, patience_s: float, progress: Path | None = None):
         self.tape, self.wanted, self.patience_s, self.progress = tape, wanted, patience_s, progress
@@ -44,15 +44,15 @@ class Steps(StepListener, PhaseListener):
         self._reported = 0.0
         self.marker = StepMarker(self, PhaseMarker(self._position, self))
         self.calls, self.generations = RepeatedCalls(tape), Generations(tape)
-        self.by_hand = False  # marked by whoever runs the program
-        self._part_end = 0  # events of the update's parts that have ended
+        self.by_hand = False  # the program's runner marks the steps
+        self._part_end = 0  # event index at which the last part of the update ended
         self._optimizers: dict[int, Any] = {}
 
     def _position(self) -> int:
         return len(self.tape.recording.events)
 
     def run_call(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Calls that repeat are extrapolated, on the thread that the tape follows."""
+        """Run a call; repeated calls on the main thread are extrapolated."""
         self._report()
         recording = self.tape.recording
         if recording.request.every_call or threading.get_ident() != self.tape.lines.main:
@@ -75,7 +75,7 @@ class Steps(StepListener, PhaseListener):
         self._report()
 
     def _report(self) -> None:
-        """What is running, for whoever waits; at most twice per second."""
+        """Write the progress for the waiting process, at most twice per second."""
         now = monotonic()
         if self.progress is None or now - self._reported < 0.5:
             return
@@ -87,18 +87,18 @@ class Steps(StepListener, PhaseListener):
         )
 
     def close(self) -> None:
-        """The program is over: what the recording says about its phases."""
+        """Store the phases in the recording after the program ended."""
         recording = self.tape.recording
         recording.phases = self.marker.phases.marks
         recording.model_calls = self._model_calls
 
     @property
     def _model_calls(self) -> tuple[int, int]:
-        """Calls without gradients that ran, and those that were extrapolated."""
+        """Number of calls without gradients that ran, and that were extrapolated."""
         return self.calls.recorded, self.calls.skipped + self.generations.extrapolated
 
     def watch(self) -> None:
-        """From now on, until the process ends."""
+        """Start watching; it lasts until the process ends."""
         self.tape.check_progress = self.check_progress
         self.tape.update_replayed = self.mark
         self.marker.__enter__()
@@ -123,7 +123,7 @@ class Steps(StepListener, PhaseListener):
         torch.autograd._engine_run_backward = backward
 
     def check_progress(self) -> None:
-        """Leave a program that makes no update."""
+        """Stop a program that makes no update."""
         num_events, seconds = self._last_update
         waited = monotonic() - seconds
         if self.tape.num_events - num_events < MOST_EVENTS and waited < self.patience_s:
@@ -137,7 +137,7 @@ class Steps(StepListener, PhaseListener):
         return wrap_closure(args, kwargs, self._outside_optimizer)
 
     def _outside_optimizer(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure runs the model: LBFGS, Lightning."""
+        """Wrap a closure, which runs the model (LBFGS, Lightning)."""
 
         def run() -> Any:
             self.tape.lines.phase = "forward"
@@ -160,14 +160,14 @@ class Steps(StepListener, PhaseListener):
     def step_ends(self, late: bool) -> None:
         if not self.by_hand:
             groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-            if self.tape.capture is not None:  # it happens when the graph is replayed
+            if self.tape.capture is not None:  # the update happens when the graph is replayed
                 self.tape.capture.updates.append(groups)
             else:
                 self.mark(groups, self._part_end)
         self._optimizers = {}
 
     def mark(self, groups: Any, end: int | None = None) -> None:
-        """A step ends, at this number of events or here."""
+        """End a step at this event index, or here."""
         tape, steps = self.tape, self.tape.recording.steps
         tape.shadows.branches.updated()
         self._last_update = (tape.num_events, monotonic())
@@ -183,9 +183,9 @@ class Steps(StepListener, PhaseListener):
             raise StepsDone
 
     def _is_trial(self) -> bool:
-        """Whether an update does not count towards the steps that were asked for.
+        """Whether an update does not count towards the requested steps.
 
-        One that warms up for a capture, or looks for a batch that fits.
+        Such an update warms up for a capture, or searches for a batch that fits.
         """
         if self.by_hand or self._num_trials >= MOST_TRIALS:
             return False
@@ -194,7 +194,7 @@ class Steps(StepListener, PhaseListener):
         return self._allocates_otherwise() and self.tape.memory.error_is_caught()
 
     def _allocates_otherwise(self) -> bool:
-        """Whether the last step allocated another amount than the one before it."""
+        """Whether the last step allocated a different amount than the previous one."""
         recording = self.tape.recording
         last, before = (
             sum(e.nbytes for e in recording.events[step.first : step.last] if isinstance(e, Alloc))

@@ -1,23 +1,23 @@
-"""When a device is through with what was launched on its streams, and with the transfers beside them."""
+"""When a device finishes the kernels on its streams and the transfers that overlap with them."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
 
-# Share of the units that move the bytes of a collective while kernels run beside it. Lee et al. 2025 (arXiv
-# 2507.03114) measure kernels of Llama and GPT training on A100 and H100: beside collectives they take 18.9%
+# Share of the units that a collective takes from concurrent kernels. Lee et al. 2025 (arXiv 2507.03114)
+# measure kernels of Llama and GPT training on A100 and H100: concurrent with collectives they take 18.9%
 # longer on average. That is 21 of an H100's 132 units; NCCL starts 16 to 24 blocks.
 TAKEN = 1 - 1 / 1.189
 
 
 class Streams:
-    """Ends of streams and of links between devices, in seconds.
+    """End times of streams and of links between devices, in seconds.
 
-    Kernels of a stream follow each other. Streams run side by side but share the units: a kernel that starts
-    while another stream is busy delays that stream by the time in which both run, less `start_s`, its start.
-    A collective runs on the link of its group, after what its stream was given before; kernels beside it
-    lose the share `TAKEN`. All calls come in the order of the program, with the host's time.
+    Kernels on a stream run in order. Streams run concurrently but share the units: a kernel that starts while
+    another stream is busy delays that stream by the time in which both run, less the start time `start_s`.
+    A collective runs on the link of its group, after earlier launches on its stream; concurrent kernels lose
+    the share `TAKEN`. Calls are made in program order, with the host's time.
     """
 
     def __init__(self, start_s: float = 0.0) -> None:
@@ -38,7 +38,7 @@ class Streams:
         return max(self._links.values(), default=0.0)
 
     def run(self, stream: int, seconds: float, launched: float, *, on_units: bool = True) -> float:
-        """A kernel, or a copy that needs no units (on_units=False): its end."""
+        """Run a kernel, or a copy that needs no units (on_units=False), and return its end."""
         begin = self._begin(stream, launched)
         end = begin + seconds
         if on_units:
@@ -50,7 +50,7 @@ class Streams:
         return end
 
     def transfer(self, link: Hashable, seconds: float, stream: int, launched: float, mark: int) -> None:
-        """A collective that a stream launched; `mark` stands for its end."""
+        """Run a collective that a stream launched; `mark` denotes its end."""
         begin = max(self._links.get(link, 0.0), self.end(stream), launched)
         end = self._links[link] = begin + seconds
         self._transfers.append((begin, end))
@@ -58,11 +58,11 @@ class Streams:
         self._marks[mark] = end
 
     def mark(self, mark: int, stream: int) -> None:
-        """Remember the end of what a stream was given."""
+        """Store the end of what was launched on a stream."""
         self._marks[mark] = self.end(stream)
 
     def wait(self, mark: int, stream: int, launched: float) -> float:
-        """Hold a stream until a mark is reached: the seconds that it stands idle."""
+        """Block a stream until a mark is reached; return the seconds that it is idle."""
         until, begin = self._marks.get(mark, 0.0), max(self.end(stream), launched)
         if until <= self.end(stream):
             return 0.0
@@ -70,7 +70,7 @@ class Streams:
         return max(0.0, until - begin)
 
     def stall(self, seconds: float) -> None:
-        """The default stream stands idle."""
+        """Keep the default stream idle."""
         self._ends[0] += seconds
         self._busy_since[0] = self._ends[0]
 
@@ -91,7 +91,7 @@ class Streams:
         return sum(max(0.0, min(end, after) - max(begin, before)) for before, after in transfers)
 
     def _delay(self, begin: float, end: float, share: float, runs_on: int | None = None) -> None:
-        """What starts now takes a share of the units from the streams that are busy meanwhile."""
+        """Delay the busy streams: new work takes a share of their units."""
         for stream, busy_until in self._ends.items():
             if stream != runs_on and busy_until > begin:
                 both = min(end, busy_until) - max(begin, self._busy_since[stream])

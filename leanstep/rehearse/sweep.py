@@ -19,9 +19,9 @@ from leanstep.rehearse.events import Recording, Request
 
 Data = dict[str, Any]
 Rehearse = Callable[[Request], Recording]
-# In place of values: search for the largest one.
+# Instead of values: search for the largest one that fits.
 FIT = "fit"
-# The search ends when a value that does not fit is closer than 1/200, or at LARGEST.
+# The search ends when a value that does not fit is within 1/200, or at LARGEST.
 PRECISION, LARGEST = 200, 1 << 26
 
 
@@ -29,10 +29,10 @@ PRECISION, LARGEST = 200, 1 << 26
 class Sweep:
     """What to rehearse.
 
-    request: the case, with the settings that stay the same.
+    request: the case, with the fixed settings.
     values: of the parameter `key`, or `FIT`.
-    devices: to judge by; the first one is the device that the code runs on.
-    reserve_bytes: what the rest of the program (model, optimizer) already holds.
+    devices: devices to report on; the code runs on the first one.
+    reserve_bytes: bytes that the rest of the program (model, optimizer) already uses.
     """
 
     case: Case
@@ -48,11 +48,11 @@ class Sweep:
         return replace(self.request, settings=settings, implementation=implementation.name)
 
     def room(self, device: Device) -> int:
-        """Bytes of a device that the case may use."""
+        """Return the bytes of a device that the case may use."""
         return max(0, device.memory_bytes - device.context_bytes - self.reserve_bytes)
 
     def start(self) -> int:
-        """The value that the search starts from: the one the case has without a sweep."""
+        """Return the start value of the search: the one that the case has without a sweep."""
         settings = dict(self.request.settings)
         settings.pop("dtype", None)
         size = str(settings.pop("size", self.case.default_size))
@@ -60,9 +60,9 @@ class Sweep:
 
 
 def run_sweep(sweep: Sweep, rehearse: Rehearse, report: Callable[[str, float], None]) -> list[Data]:
-    """One row for each implementation, with one cell for each value (or, under FIT, for each device).
+    """Return one row per implementation, with one cell per value (or, with FIT, per device).
 
-    rehearse: `stage.rehearse`. report: told what comes next and the share that is done.
+    rehearse: `stage.rehearse`. report: called with what comes next and the share that is done.
     """
     rows = []
     for number, implementation in enumerate(sweep.implementations):
@@ -81,9 +81,9 @@ def run_sweep(sweep: Sweep, rehearse: Rehearse, report: Callable[[str, float], N
 
 
 def _drop_unpriced_times(kinds: list[str], cells: Sequence[Data]) -> None:
-    """No time where most products happen inside a kernel that a rehearsal cannot see into.
+    """Drop the time of rows whose products mostly run inside a kernel that a rehearsal cannot inspect.
 
-    Our own implementations multiply no more than needed: a peer with less than half of it was not seen whole.
+    Our own implementations do no unneeded products: a peer with less than half of their FLOPs hides some.
     """
     own = [_work(cell) for kind, cell in zip(kinds, cells, strict=True) if kind != "peer"]
     needed = min((work for work in own if work is not None), default=0.0)
@@ -95,7 +95,7 @@ def _drop_unpriced_times(kinds: list[str], cells: Sequence[Data]) -> None:
 
 
 def _work(cell: Data) -> float | None:
-    """FLOPs per unit of the swept value: searches end at different values."""
+    """Return the FLOPs per unit of the swept value: searches end at different values."""
     if cell["why"] is not None or cell["flops"] is None:
         return None
     value = cell["value"]
@@ -106,7 +106,7 @@ def _cells(sweep: Sweep, implementation: Implementation, rehearse: Rehearse) -> 
     def cell(value: Any) -> Data:
         return _cell(sweep, implementation, value, rehearse)
 
-    # A package that is not installed is missing at every value: no need to start a rehearsal.
+    # A missing package is missing at every value: do not start a rehearsal.
     missing = replace(implementation, unavailable=None).missing({}, "cuda")
     if sweep.values == FIT:
         if missing is not None:
@@ -118,7 +118,7 @@ def _cells(sweep: Sweep, implementation: Implementation, rehearse: Rehearse) -> 
 
 
 def _cell(sweep: Sweep, implementation: Implementation, value: Any, rehearse: Rehearse) -> Data:
-    """Figures of one rehearsal, or `why` there are none."""
+    """Return the figures of one rehearsal, or `why` there are none."""
     try:
         recording = rehearse(sweep.request_for(implementation, value))
     except RehearsalError as error:
@@ -153,9 +153,9 @@ def _figures(sweep: Sweep, recording: Recording) -> Data:
 
 
 def _on_device(sweep: Sweep, recording: Recording, device: Device, reserved: int) -> Data:
-    """Whether it fits, and the time of a step that does."""
+    """Return whether it fits, and the step time if it does."""
     room = sweep.room(device)
-    # An allocator that runs out of memory first frees what it only caches: it may fit with less.
+    # An allocator that runs out of memory first frees its cache: the case may fit with less.
     fits = reserved <= room or replay(recording.events, recording.storages, room).failed is None
     timing = what_if.last_step(recording, device) if fits else None
     return {
@@ -166,7 +166,7 @@ def _on_device(sweep: Sweep, recording: Recording, device: Device, reserved: int
 
 
 def _fit_cells(sweep: Sweep, cell: Callable[[int], Data]) -> list[Data]:
-    """For each device the cell of the largest value that fits; value 0 where not even 1 does."""
+    """Return, for each device, the cell of the largest value that fits; value 0 if 1 does not fit."""
     known: dict[int, Data] = {}
 
     def cell_of(value: int) -> Data:
@@ -182,7 +182,7 @@ def _fit_cells(sweep: Sweep, cell: Callable[[int], Data]) -> list[Data]:
             if got["why"] is not None:
                 raise _Stopped(got)
             fits, needed = got["devices"][device.key]["fits"], got["reserved_bytes"]
-            # Where it fits because the allocator freed its cache, its tensors decide.
+            # If it fits only because the allocator freed its cache, use the bytes of live tensors.
             return fits, got["peak_bytes"] if fits and needed > sweep.room(device) else needed
 
         try:
@@ -195,7 +195,7 @@ def _fit_cells(sweep: Sweep, cell: Callable[[int], Data]) -> list[Data]:
 
 
 class _Stopped(Exception):
-    """A rehearsal of the search was refused."""
+    """A rehearsal in the search was refused."""
 
     def __init__(self, cell: Data):
         super().__init__(cell["why"])
@@ -203,11 +203,11 @@ class _Stopped(Exception):
 
 
 def largest_fitting(probe: Callable[[int], tuple[bool, int]], room: int, start: int) -> int:
-    """The largest value that fits, to within 1/PRECISION; 0 where 1 does not fit.
+    """Return the largest value that fits, to within 1/PRECISION; 0 if 1 does not fit.
 
-    probe: value -> (whether it fits, bytes that it needs), called for the value returned, too. Large values
-    take long to rehearse, and memory mostly grows along a line. So the line through the last two probes gives
-    the next value, and the search ends when that line leaves no larger one; every fourth probe bisects.
+    probe: value -> (whether it fits, bytes that it needs), also called for the value returned. Large values
+    take long to rehearse, and memory grows roughly linearly. So the line through the last two probes gives
+    the next value, and the search ends when that line allows no larger one; every fourth probe bisects.
     """
     low, high = 0, 0  # the largest value that fits, the smallest that does not (0: none yet)
     points: list[tuple[int, int]] = []
@@ -224,14 +224,14 @@ def largest_fitting(probe: Callable[[int], tuple[bool, int]], room: int, start: 
 
 
 def _limit_on_line(points: list[tuple[int, int]], room: int) -> float:
-    """The value where a line through the last two probes reaches the room; 0: there is none."""
+    """Return the value at which a line through the last two probes reaches `room`; 0 if there is none."""
     (before, bytes_before), (value, needed) = points[-2:] if len(points) > 1 else [(0, 0), *points]
     slope = (needed - bytes_before) / (value - before)
     return value + (room - needed) / slope if slope > 0 else 0.0
 
 
 def _next_value(limit: float, low: int, high: int, bisect: bool) -> int:
-    """A little below the limit, where the line is right it fits; else the middle, or eight times as much."""
+    """Return a value just below the limit of the line; else the midpoint, or eight times the lower bound."""
     guess = int(limit * (1 - 0.5 / PRECISION))
     if low < guess < (high or min(64 * low, LARGEST)) and not (high and bisect):
         return guess

@@ -1,8 +1,8 @@
-"""The dispatch mode of a rehearsal: CUDA tensors fake, CPU tensors real, calls below autograd on a tape.
+"""The dispatch mode of a rehearsal: fake CUDA tensors, real CPU tensors, a tape of calls below autograd.
 
-A call without a fake tensor is the host's own work and runs as it is. One with fake tensors runs under
-`FakeTensorMode`: shapes, strides and storage identity, no data. The tape notes its kernels, its line, what it
-allocates and frees, and where the host waits for the device.
+A call without fake tensors is host work and runs unchanged. A call with fake tensors runs under
+`FakeTensorMode`: shapes, strides and storage identity, no data. The tape records its kernels, its line, its
+allocations and frees, and where the host waits for the device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from leanstep.rehearse.shadows import (
 from leanstep.script.syncs import is_masked_fill, op_read
 
 PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
-# Asked of fake tensors while Python looks at them: answered without a record.
+# Metadata queries on fake tensors: answered without a record.
 QUESTIONS = frozenset(
     {"device", "sym_size", "sym_stride", "sym_numel", "is_contiguous", "dim", "layout", "sym_storage_offset"}
 )
@@ -58,16 +58,16 @@ FLOATS = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Tensors = Sequence[Tensor]
 STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy"})
 WRITES_ONLY = frozenset({"fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
-# Reads of `leanstep.script.syncs` that a recording calls by another name.
+# Reads in `leanstep.script.syncs` that have another name in a recording.
 WAITS = {"scalar": "item"}
-# Events between two looks at whether the program makes updates.
+# Events between two checks of whether the program makes updates.
 CHECKED_EVERY = 1024
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _CHECKPOINT = torch.utils.checkpoint.__file__
 
 
 class DeviceCall(NamedTuple):
-    """A call with tensors of the device. read: the kind of host read that it makes, or None."""
+    """A call with device tensors. read: the kind of host read that it makes, or None."""
 
     func: Any
     name: str
@@ -78,7 +78,7 @@ class DeviceCall(NamedTuple):
     read: str | None
 
     def mutated(self) -> list[Tensor]:
-        """Tensors among the arguments that it writes."""
+        """Return the tensor arguments that it writes."""
         written = [
             self.args[i] if i < len(self.args) else self.kwargs.get(argument.name)
             for i, argument in enumerate(self.func._schema.arguments)
@@ -96,12 +96,12 @@ def _traffic(*groups: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _counted_in(kernels: Iterable[Kernel]) -> tuple[Counted, ...]:
-    """FLOPs of kernels that are not torch's, as their prices state them."""
+    """Return the FLOPs of kernels that are not torch's, as their cost functions state them."""
     return tuple(Counted(k.dtype, int(k.flops - k.repeated), int(k.repeated)) for k in kernels if k.flops)
 
 
 def _is_recomputed() -> bool:
-    """Whether a checkpoint computes this call again: its frame is between the call and the engine."""
+    """Whether a checkpoint recomputes this call: its frame is between the call and the engine."""
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code is not _ENGINE:
         if frame.f_code.co_filename == _CHECKPOINT:
@@ -111,7 +111,7 @@ def _is_recomputed() -> bool:
 
 
 class Tape(TorchDispatchMode):
-    """Runs a program on fake CUDA tensors and keeps a `Recording` of it."""
+    """Runs a program on fake CUDA tensors and records it in a `Recording`."""
 
     def __init__(
         self,
@@ -124,45 +124,43 @@ class Tape(TorchDispatchMode):
         self.recording, self.clock, self.workspace_bytes = recording, clock, workspace_bytes
         self.memory = memory
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.lock = threading.RLock()  # it serves one thread at a time; loaders of the program have theirs
+        self.lock = threading.RLock()  # one thread at a time; the program's loaders have threads too
         self.shadows = Shadows(self.fake_mode)
         self.lines = Lines(recording.request.runs_leanstep)
         self.notes: Counter[str] = Counter()
         self.step = 0
         self.live_bytes = self.peak_bytes = self.window_peak_bytes = 0
-        self._with_workspace: set[int] = set()  # threads whose products have one
-        self.pinned: set[int] = set()  # storages of the host
+        self._with_workspace: set[int] = set()  # threads with a cuBLAS workspace
+        self.pinned: set[int] = set()  # host storages
         self._numbers: dict[int, int] = {}  # storage -> number in the recording
         self._watched: dict[int, Any] = {}
         self._category = ""
         self._parameters: list[Any] = []
         self.ranks = 1
-        self.in_registers = False  # what the next call makes gets no memory: a compiler would fuse it away
-        self.most_on_host = (
-            1 << 30
-        )  # floats in a host tensor; a larger one is about to be copied to the device
+        self.in_registers = False  # outputs of the next call take no memory: a compiler fuses them
+        self.most_on_host = 1 << 30  # floats in a real host tensor; larger ones go to the device later
         self.capture: Any = None  # the CUDA graph that is being captured
         self.num_captures = 0
-        self.captured: set[int] = set()  # storages that captures took
+        self.captured: set[int] = set()  # storages allocated by captures
         self.pools: dict[int, Any] = {}  # storage of a capture's pool -> called when it is released
-        self.stream = 0  # the one that launches go to
+        self.stream = 0  # the current stream
         self.num_marks = self._transfer_mark = 0
         self.update_replayed: Callable[[Any], None] = lambda groups: None  # a graph with an update ran
         self._held: list[events.Event] | None = None
-        self.num_events = 0  # of the whole run, in whatever list they are
+        self.num_events = 0  # of the whole run, over all event lists
         self.check_progress: Callable[[], None] = lambda: None
-        self.collective: Any = None  # tapes a call of c10d; set where torch.distributed is answered
+        self.collective: Any = None  # tapes a c10d call; set with the simulated torch.distributed
         self._names: dict[Any, str] = {}
         self._counters: dict[Any, CountCall | None] = {}
-        self._whole: set[Any] = set()  # calls that are not made of others
+        self._whole: set[Any] = set()  # calls that are not composites
         self._plans: dict[Any, Plan | None] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Asked by Dynamo: it captures no graph under a mode that says no."""
+        """Return True: Dynamo captures no graph under a mode that returns False."""
         return True
 
-    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):  # torch 2.8 asks this
+    if not hasattr(TorchDispatchMode, "ignore_compile_internals"):  # torch 2.8 calls this method
 
         @classmethod
         def is_infra_mode(cls) -> bool:
@@ -182,7 +180,7 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def aside(self):
-        """Calls of our own: their launches and waits are not the program's."""
+        """Keep launches and waits of leanstep's own calls out of the recording."""
         taped, self.recording.events = self.recording.events, []
         try:
             yield
@@ -192,7 +190,7 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def clock_held(self, fuse: Callable[[list[events.Event]], Iterable[events.Event]]):
-        """Play what is taped meanwhile as `fuse` makes it of all of it."""
+        """Collect the events taped inside, and play the events that `fuse` makes of them."""
         outer, self._held = self._held, []
         try:
             yield
@@ -207,25 +205,25 @@ class Tape(TorchDispatchMode):
     def wait(
         self, kind: str, place: Place | None = None, *, counts: bool = True, mark: int | None = None
     ) -> None:
-        """The host waits for what its stream was given, or for a mark; 0: for all streams."""
+        """Tape a host wait: for the launches of the current stream, or for a mark; 0: for all streams."""
         place = place or self.lines.place()
         if mark is None:
             mark = self.mark(self.stream) if self.num_marks else 0  # with one stream there are no marks
         self.add(events.HostWait(kind, place.line, place.phase, self.step, counts, mark))
 
     def mark(self, stream: int) -> int:
-        """A number for the end of what a stream was given."""
+        """Return a mark at the end of what was launched on a stream."""
         self.num_marks += 1
         self.add(events.StreamMark(self.num_marks, stream))
         return self.num_marks
 
     def hold_stream(self, mark: int, stream: int) -> None:
-        """What a stream is given from here on starts after a mark; 0: of an event that was never recorded."""
+        """Start later launches on a stream after a mark; 0: the mark of an event that was never recorded."""
         if mark:
             self.add(events.StreamWait(mark, stream))
 
     def transfer(self, kernel: Kernel, tensors: Any, forget: bool = True) -> int:
-        """Tape a collective: the mark of its end."""
+        """Tape a collective and return the mark of its end."""
         self.num_marks += 1
         self._transfer_mark = self.num_marks
         self.custom(kernel.name, [kernel], tensors, tensors, forget)
@@ -235,7 +233,7 @@ class Tape(TorchDispatchMode):
     def custom(
         self, name: str, launched: Sequence[Kernel], reads: Any = (), writes: Any = (), forget: bool = True
     ) -> None:
-        """Tape a kernel that is not torch's; what it writes is no longer known."""
+        """Tape a kernel that is not torch's; the values that it writes become unknown."""
         place = self.lines.place()
         into = device_tensors(writes)
         for tensor in into if forget else ():
@@ -287,7 +285,7 @@ class Tape(TorchDispatchMode):
 
     @staticmethod
     def _products(counted: Sequence[Counted], place: Place) -> tuple[events.Product, ...]:
-        """What a call multiplies, by the part of the step that it belongs to."""
+        """Return the matrix products of a call, by the part of the step that they belong to."""
         part = place.phase
         if part == "backward" and _is_recomputed():
             part = "recompute"
@@ -318,7 +316,7 @@ class Tape(TorchDispatchMode):
         return number
 
     def allocate(self, nbytes: int, shape: tuple[int, ...], dtype: str, place: Place, category: str) -> int:
-        """Tape an allocation: its number."""
+        """Tape an allocation and return its number."""
         number = len(self.recording.storages)
         self.memory.allocate(number, nbytes)
         record = events.Storage(number, nbytes, shape, dtype, place.line, place.phase, self.step, category)
@@ -353,7 +351,7 @@ class Tape(TorchDispatchMode):
         self._free(key)
 
     def resized(self, storage: Any) -> None:
-        """`UntypedStorage.resize_`: sharded parameters free and fill their storages this way."""
+        """Tape `UntypedStorage.resize_`, by which sharded parameters free and refill their storages."""
         number = self._numbers.get(storage._cdata)
         if number is None or self.recording.storages[number].nbytes == events.round_up(storage.nbytes()):
             return
@@ -366,7 +364,7 @@ class Tape(TorchDispatchMode):
         self._numbers[storage._cdata] = replacement
 
     def classify(self, tensors: Iterable[Any], category: str) -> None:
-        """Say what storages are for."""
+        """Set the category of the tensors' storages."""
         for tensor in tensors:
             tensor = getattr(tensor, "_local_tensor", tensor)
             if isinstance(tensor, FakeTensor):
@@ -384,7 +382,7 @@ class Tape(TorchDispatchMode):
                 storage.category = "activation"
 
     def step_ends(self, more: Iterable[Tensor]) -> None:
-        """Parameters, their gradients, and what else outlives a step."""
+        """Classify parameters, their gradients, and other storages that outlive a step."""
         for number in self._numbers.values():
             storage = self.recording.storages[number]
             if storage.step < self.step and storage.category in ("temporary", "activation", "input"):
@@ -421,7 +419,7 @@ class Tape(TorchDispatchMode):
         plan = self._plans.get(arguments.key)
         if plan is not None:
             return self._repeat(plan, func, name, args, kwargs, arguments.tensors)
-        # A DTensor unwraps itself; its shards come back here.
+        # A DTensor unwraps itself and calls this again with its shards.
         if any(type(t) not in PLAIN for t in arguments.tensors):
             return NotImplemented
         where = device_asked_for(args, kwargs)
@@ -433,7 +431,7 @@ class Tape(TorchDispatchMode):
             return self.pin(out) if pinned and not isinstance(out, FakeTensor) else out
         if "sparse" in name or any(t.layout is not torch.strided for t in arguments.tensors):
             raise Refused(SPARSE)
-        if not hasattr(func, "_schema"):  # a higher-order operator: its body comes back here
+        if not hasattr(func, "_schema"):  # a higher-order operator: its body is dispatched here again
             with self.fake_mode:
                 return func(*args, **kwargs)
         if "generator" in kwargs:
@@ -460,10 +458,10 @@ class Tape(TorchDispatchMode):
         return False
 
     def _on_host(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], where: Any) -> Any:
-        """The host's own work; a large tensor that will be copied to the device stays fake."""
+        """Run a host call; a large tensor that will be copied to the device stays fake."""
         large = name in FACTORIES and math.prod(args[0]) > self.most_on_host
         if large and kwargs.get("dtype") in FLOATS and str(where) != "meta":
-            if "generator" in kwargs:  # overloads that take one want it named
+            if "generator" in kwargs:  # overloads that take a generator need the keyword
                 kwargs["generator"] = None
             with self.fake_mode:
                 return func(*args, **kwargs)
@@ -472,7 +470,7 @@ class Tape(TorchDispatchMode):
     def _repeat(
         self, plan: Plan, func: Any, name: str, args: Any, kwargs: Any, tensors: Sequence[Tensor]
     ) -> Any:
-        """A call that came before with the same shapes."""
+        """Tape a repeated call with the same shapes."""
         place = self.lines.place()
         outs = plan.build(tensors)
         shadows, mutated = self.shadows, [tensors[i] for i in plan.mutated]
@@ -490,7 +488,7 @@ class Tape(TorchDispatchMode):
         return plan.result(outs)
 
     def _answer(self, call: DeviceCall) -> Any:
-        """Calls through which the host learns something of the device, or copies to it."""
+        """Handle calls by which the host reads from the device or copies to it."""
         answer = _ANSWERS.get(call.name)
         if answer is None:
             self._wait_for(call, call.args)
@@ -498,9 +496,9 @@ class Tape(TorchDispatchMode):
         return answer(self, call)
 
     def _run_body(self, call: DeviceCall, body: Callable[..., Any]) -> Any:
-        """A custom op in Python: what its body does. A compiler does not look into it: it is in no region.
+        """Run the body of a custom op in Python. It is in no region: a compiler does not look into it.
 
-        NotImplemented where the body needs real device memory or a compiled library.
+        Return NotImplemented if the body needs real device memory or a compiled library.
         """
         taped, lines = self.recording.events, self.lines
         start, outer, fixed = len(taped), self.in_registers, lines.fixed
@@ -519,7 +517,7 @@ class Tape(TorchDispatchMode):
             self.in_registers, lines.fixed = outer, fixed
 
     def _wait_for(self, call: DeviceCall, tensors: Any) -> None:
-        """The host waits if the call is a read and one of these tensors is on the device."""
+        """Tape a host wait if the call is a read and one of these tensors is on the device."""
         if call.read is not None and device_tensors(tensors):
             self.wait(WAITS.get(call.read, call.read), call.place)
 
@@ -532,7 +530,7 @@ class Tape(TorchDispatchMode):
         return self.shadows.compare(call.func, call.name, call.args, call.kwargs, call.place.line)
 
     def _index(self, call: DeviceCall) -> Any:
-        """A boolean mask as row numbers, which the host must count; one value under a mask is a fill."""
+        """Convert a boolean mask to row numbers, which the host must count; one value is a masked fill."""
         masks = [i for i in call.args[1] if is_mask(i)]
         if not masks:
             return NotImplemented
@@ -542,7 +540,7 @@ class Tape(TorchDispatchMode):
             if filled is not NotImplemented:
                 return filled
         elif call.read is None and device_tensors(masks):
-            # In backward the rows are counted again: time, but no read of its own in the source.
+            # Backward counts the rows again: it takes time, but it is not a separate read in the source.
             self.wait("boolean index", call.place, counts=False)
         rows = self.shadows.masks_to_rows(call.args[1], call.place.line)
         for row in device_tensors(rows):
@@ -550,7 +548,7 @@ class Tape(TorchDispatchMode):
         return self._call(call.func, (call.args[0], rows, *call.args[2:]), call.kwargs)
 
     def _masked_fill(self, call: DeviceCall) -> Any:
-        """`x[mask] = 0.0` as torch runs it; NotImplemented with other indices or a mask on the host."""
+        """Run `x[mask] = 0.0` as torch does; NotImplemented with other indices or a mask on the host."""
         target, indices, value = call.args[:3]
         defined = [(position, index) for position, index in enumerate(indices) if index is not None]
         (position, mask), *others = defined
@@ -565,7 +563,7 @@ class Tape(TorchDispatchMode):
         return self._call(fill, (target, mask, value), {})
 
     def _dynamic(self, call: DeviceCall) -> Any:
-        """A call whose output shape depends on values."""
+        """Tape a call whose output shape depends on values."""
         reads = device_tensors((call.args, call.kwargs))
         if not reads:
             return NotImplemented
@@ -578,7 +576,7 @@ class Tape(TorchDispatchMode):
         return outs[0] if len(call.func._schema.returns) == 1 else tuple(outs)
 
     def _copy(self, call: DeviceCall) -> Any:
-        """Copies between host and device; others are kernels like any."""
+        """Tape a copy between host and device; other copies are ordinary kernels."""
         name, args, kwargs, where, place = call.name, call.args, call.kwargs, call.where, call.place
         source = args[0] if name == "_to_copy" else args[1]
         here = source.device.type
@@ -614,7 +612,7 @@ class Tape(TorchDispatchMode):
         return out
 
     def _without_meta(self, tensor: Tensor) -> Tensor:
-        """A real meta tensor (deferred construction) as a fake one."""
+        """Convert a real meta tensor (deferred construction) to a fake one."""
         if isinstance(tensor, FakeTensor) or tensor.device.type != "meta":
             return tensor
         with self.fake_mode:
@@ -627,7 +625,7 @@ class Tape(TorchDispatchMode):
             args, kwargs = tree_map_only(Tensor, self._without_meta, (args, kwargs))
             call = call._replace(args=args, kwargs=kwargs)
         with self.fake_mode:
-            # An optimizer in one kernel returns nothing, and not each has a fake implementation.
+            # Fused optimizers return nothing, and not all of them have a fake implementation.
             nothing = name.startswith("_fused_") and not func._schema.returns
             out = None if nothing else func(*args, **kwargs)
         if self.collective is not None and func.namespace in ("c10d", "_c10d_functional"):
@@ -639,7 +637,7 @@ class Tape(TorchDispatchMode):
         func, name, args, kwargs = call.func, call.name, call.args, call.kwargs
         mutated = call.mutated()
         if mutated and not isinstance(mutated[0], FakeTensor):
-            return mutated[0]  # a real host tensor changed by unknown values keeps its own
+            return mutated[0]  # a real host tensor keeps its values when unknown ones are written
         outs = [t for t in tensors_in(out) if isinstance(t, FakeTensor)]
         self.shadows.follow(func, name, args, kwargs, outs, mutated, call.place.line)
         if name.startswith("_amp_foreach_non_finite"):
@@ -666,7 +664,7 @@ class Tape(TorchDispatchMode):
     def _price(
         self, call: DeviceCall, reads: Tensors, writes: Tensors, outs: Tensors
     ) -> tuple[tuple[Kernel, ...], tuple[Counted, ...]]:
-        """A call's kernels, and what it multiplies."""
+        """Return a call's kernels and its FLOPs."""
         func, name = call.func, call.name
         named = named_arguments(func, call.args, call.kwargs)
         priced = registered_cost(f"{func.namespace}::{name}", with_shapes(named))
@@ -679,7 +677,7 @@ class Tape(TorchDispatchMode):
         return priced, self._count(call, outs) if func.namespace == "aten" else _counted_in(priced)
 
     def _count(self, call: DeviceCall, outs: Tensors) -> tuple[Counted, ...]:
-        """What a call of torch's multiplies."""
+        """Return the FLOPs of a torch call."""
         if call.func not in self._counters:
             self._counters[call.func] = counter_of(call.func._schema)
         counter = self._counters[call.func]
@@ -690,7 +688,7 @@ class Tape(TorchDispatchMode):
         return (Counted(dtype, counted.flops, counted.repeated),)
 
     def finish(self) -> events.Recording:
-        """The recording, complete."""
+        """Complete the recording and return it."""
         record = self.recording
         if self.memory.num_errors:
             self.notes["the device was full: torch.OutOfMemoryError was raised"] = self.memory.num_errors
@@ -702,7 +700,7 @@ class Tape(TorchDispatchMode):
 
 
 def _check_bounds(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
-    """Raise for a view beyond its storage, as torch does: fake tensors do not look."""
+    """Raise for a view beyond its storage, as torch does: fake tensors do not check."""
     named = named_arguments(func, args, kwargs)
     tensor, size, stride = named["self"], named["size"], named["stride"]
     offset = named["storage_offset"]
@@ -729,7 +727,7 @@ _ANSWERS: dict[str, Callable[[Tape, DeviceCall], Any]] = {
 
 
 def _reads(call: DeviceCall, reads: Tensors) -> Tensors:
-    """Tensors that a call reads: of its device tensors, those that it does not merely write."""
+    """Return the device tensors that a call reads, without those that it only writes."""
     if call.name == "copy_":
         return device_tensors(call.args[1])
     if call.name in WRITES_ONLY:
@@ -740,7 +738,7 @@ def _reads(call: DeviceCall, reads: Tensors) -> Tensors:
 
 
 def _info(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What shapes do not tell of a call."""
+    """Return the facts about a call that its shapes do not show."""
     lists = [v for v in arguments.values() if isinstance(v, (list, tuple)) and v and isinstance(v[0], Tensor)]
     return {
         "causal": bool(arguments.get("is_causal")),
@@ -754,7 +752,7 @@ def _info(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _windows(kernel_size: Any, stride: Any) -> float | None:
-    """Windows of a pool that hold one element; None for other calls."""
+    """Return the number of pooling windows that contain one element; None for other calls."""
     if not isinstance(kernel_size, (list, tuple)) or not kernel_size:
         return None
     return math.prod(kernel_size) / math.prod(stride or kernel_size)

@@ -1,7 +1,7 @@
-"""What a rehearsal says: the verdict first, then memory, time, syncs and what-ifs; as JSON and as text.
+"""The report of a rehearsal: the verdict, then memory, time, syncs and what-ifs; as JSON and as text.
 
-Every figure is a prediction and says so. The JSON object is the one of the specification; the text shows the
-same in at most 40 lines.
+Every figure is labelled as a prediction. The JSON object follows the specification; the text shows the same
+in at most 40 lines.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Rerun = Callable[[Request], Recording]
 def judge(
     recording: Recording, devices: Sequence[Device], points: int = 240, eager: Recording | None = None
 ) -> Data:
-    """The JSON object of a recording: the first device in full, the others as a comparison.
+    """Return the JSON object of a recording: the first device in full, the others as a comparison.
 
-    eager: the same program rehearsed without torch.compile, for the figure beside a compiled one.
+    eager: the same program rehearsed without torch.compile, to compare with the compiled step time.
     """
     device = devices[0]
     memory = memory_of(recording, device.memory_bytes, device.context_bytes, points)
@@ -132,14 +132,14 @@ def _time(
 
 
 def _rollout_of(recording: Recording, iteration: iterations.Iteration) -> str:
-    """none; priced; or not priced: vLLM and the like run it in an engine of their own."""
+    """Return "none", "priced" or "not priced" (vLLM and similar tools run it in a separate engine)."""
     if not recording.iterations:
         return "none"
     return "priced" if any(entry.phase == ROLLOUT for entry in iteration.phases) else "not priced"
 
 
 def _iteration(recording: Recording, iteration: iterations.Iteration | None) -> Data | None:
-    """Rollout, scoring and update; None for a script that only makes updates."""
+    """Return rollout, scoring and update; None for a script that only makes updates."""
     if iteration is None:
         return None
     recorded, extrapolated = recording.model_calls
@@ -169,7 +169,7 @@ def _iteration(recording: Recording, iteration: iterations.Iteration | None) -> 
 
 
 def _product_dtype(timing: Timing) -> str:
-    """The operand type of most of the model's FLOPs."""
+    """Return the operand type of most of the model's FLOPs."""
     by_type = timing.flops.by_type
     return max(by_type, key=lambda name: by_type[name], default="bfloat16")
 
@@ -191,7 +191,7 @@ def _lines(recording: Recording, device: Device) -> list[Data]:
 
 
 def _kernels(event: Event) -> Iterable[tuple[Line | None, Kernel, int]]:
-    """The kernels of an event, each with its line and how often it runs."""
+    """Return the kernels of an event, each with its line and count."""
     if isinstance(event, Extrapolated):
         return event.parts
     return [(event.line, kernel, 1) for kernel in event.kernels] if isinstance(event, Launch) else ()
@@ -217,13 +217,13 @@ def _what_if(recording: Recording, device: Device, memory: Memory, timing: Timin
 
 
 def _on(recording: Recording, device: Device) -> tuple[Memory, Timing | None]:
-    """The same recording on the figures of another device."""
+    """Return memory and time of the same recording on another device."""
     memory = memory_of(recording, device.memory_bytes, device.context_bytes, points=1)
     return memory, what_if.last_step(recording, device)
 
 
 def _summary(device: Device, memory: Memory, timing: Timing | None) -> Data:
-    """One device of the comparison."""
+    """Return one device of the comparison."""
     return {
         "device": device.key,
         "name": device.name,
@@ -253,7 +253,7 @@ def verdict(report: Data) -> str:
         if report["ended"] == "early":
             parts.append(f"the script ended after {report['steps']} of {report['asked_steps']} steps")
         if report["iterations"]:
-            parts.append(f"seen: {units.steps(report['steps'], report['iterations'])}")
+            parts.append(f"recorded: {units.steps(report['steps'], report['iterations'])}")
         parts += _resting_updates(report["branches"])
     elif report["refused"] is not None:
         stopped = f"stopped at {report['refused']['line']}: {report['refused']['reason']}"
@@ -296,10 +296,10 @@ _BOUND = {
 
 
 def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) -> list[Data]:
-    """Changes that make a step fit which does not, smallest first; each one simulated.
+    """Return simulated changes that may make a step fit, smallest first.
 
-    rerun: `stage.rehearse` for changes of the program; None: only those that a replay of sizes can tell.
-    A change that the program cannot take says why.
+    rerun: `stage.rehearse`, for changes of the program; None: only changes that a replay of sizes covers.
+    For a change that cannot be applied to the program, `why` gives the reason.
     """
     room = device.memory_bytes - device.context_bytes
     simulated: list[Data] = []
@@ -333,7 +333,7 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
         (f"fsdp:{n}", f"parameters, gradients and state sharded over {n} ranks") for n in _SHARD_RANKS
     ]
     for change, text in resized:
-        # A replay with other sizes costs nothing: it finds the candidates that are worth another run.
+        # A replay with other sizes is cheap: it selects the candidates that are worth another run.
         got = what_if.resized_replay(recording, room, change)
         fits, how, needed = got.failed is None and got.reserved <= room, "replay of sizes", got.reserved
         if not fits and change != "bf16_state":
@@ -353,7 +353,7 @@ def what_fits(recording: Recording, device: Device, rerun: Rerun | None = None) 
 
 
 def _lasting_bytes(recording: Recording) -> int:
-    """Parameters and optimizer state that are alive when the last step ends."""
+    """Return the bytes of parameters and optimizer state that are alive at the end of the last step."""
     last = recording.steps[-1].last if recording.steps else None
     gone = {e.storage for e in recording.events[:last] if isinstance(e, Free)}
     lasting = ("parameter", "optimizer state")
@@ -363,18 +363,18 @@ def _lasting_bytes(recording: Recording) -> int:
 
 
 def _no_result(before: Recording, after: Recording, change: str) -> str:
-    """Why a rerun says nothing; empty when it does."""
+    """Return why a rerun has no result; empty if it has one."""
     if after.refused is not None:
         return after.refused.reason
     if not after.steps:
         return "no step ended"
     if change.startswith("micro_batch") and after.request.changes and after.peak_bytes == before.peak_bytes:
-        return "no handle: neither a DataLoader nor a batch argument"
+        return "no batch size to change: neither a DataLoader nor a batch argument"
     return ""
 
 
 def compared(recording: Recording, device: Device, changes: Sequence[str], rerun: Rerun) -> list[Data]:
-    """Step and memory with changes of the program, each rehearsed again."""
+    """Return step time and memory for each change of the program, each from a new rehearsal."""
     entries = []
     for change in changes:
         request = what_if.changed_request(recording.request, change)
@@ -395,7 +395,7 @@ def compared(recording: Recording, device: Device, changes: Sequence[str], rerun
 
 
 def text(report: Data) -> str:
-    """At most 40 lines, the verdict first."""
+    """Return the report as at most 40 lines of text, the verdict first."""
     lines = [report["verdict"]]
     if any("compile" in note for note in report["notes"]) or (report["time"] or {}).get("compiled"):
         lines.append(_compiled_line(report))

@@ -1,6 +1,6 @@
-"""What one change would do: replays of a recording without syncs, fused or resized, and reruns with a change.
+"""The effect of one change: replays of a recording without syncs, fused or resized, and reruns with a change.
 
-A replay keeps the recording and changes what is played: it costs nothing. A rerun changes the program
+A replay keeps the recording and changes the events that are played; it is cheap. A rerun changes the program
 (`CHANGES`) and simulates it again: another head, another optimizer, checkpointed blocks, a smaller batch.
 """
 
@@ -33,11 +33,11 @@ from leanstep.rehearse.events import (
 )
 from leanstep.rehearse.time_model import Clock, HostCosts, Timing, element_bytes, time_steps
 
-# Kernels that a compiler merges into its neighbours.
+# Kernels that a compiler merges into their neighbours.
 _MERGED = frozenset(
     ("pointwise", "strided", "broadcast", "cast", "fill", "reduce", "softmax", "norm", "gather")
 )
-# Calls that a compiler writes into its fused kernels, whatever torch's own kernel for them is.
+# Calls that a compiler includes in its fused kernels, whatever kernel torch itself uses for them.
 _MERGED_CALLS = frozenset(("select_scatter", "slice_scatter", "cat", "constant_pad_nd"))
 Transform = Callable[[Sequence[Event]], Sequence[Event]]
 
@@ -49,7 +49,7 @@ def last_step(
     costs: HostCosts | None = None,
     compiled: bool = True,
 ) -> Timing | None:
-    """The last step's time on `device`, after a step before it has filled the queue; None without steps.
+    """Return the last step's time on `device`, after the previous step filled the queue; None without steps.
 
     transform: changes the events of a step before they are played. compiled: regions that torch.compile
     captured are fused; False plays their calls one by one.
@@ -61,7 +61,7 @@ def last_step(
 
 
 def last_step_seconds(recording: Recording, device: Device, transform: Transform) -> float | None:
-    """`last_step(...).step_s` alone: a long iteration is replayed once for each change that is looked at."""
+    """Return only `last_step(...).step_s`, at low cost: a long iteration is replayed once per change."""
     played, ends = _last_steps(recording, transform)
     if not played:
         return None
@@ -78,7 +78,7 @@ def last_step_seconds(recording: Recording, device: Device, transform: Transform
 def _last_steps(
     recording: Recording, transform: Transform | None, compiled: bool = True
 ) -> tuple[list[Event], list[int]]:
-    """The events of the last two steps that take time, and where each step ends."""
+    """Return the events of the last two steps that take time, and where each step ends."""
     played: list[Event] = []
     ends = []
     for step in recording.steps[-2:]:
@@ -90,7 +90,7 @@ def _last_steps(
 
 
 def step_events(recording: Recording, step: Step, compiled: bool = True) -> Sequence[Event]:
-    """What is played of a step: captured regions fused, or all calls one by one."""
+    """Return the events of a step to play: captured regions fused, or all calls one by one."""
     events = recording.events[step.first : step.last]
     return fused(events, recording.regions) if compiled and recording.regions else events
 
@@ -109,11 +109,11 @@ def without_waits(line: str | None = None) -> Transform:
 def fused(
     events: Sequence[Event], regions: Mapping[int, Region] | None = None, outlives: Iterable[int] = ()
 ) -> list[Event]:
-    """Runs of elementwise and row kernels between products as one kernel each.
+    """Fuse each run of elementwise and row kernels between products into one kernel.
 
-    A fused run reads what comes from outside it and writes what is read after it; products get padded to 16
-    bytes. An idea of what a compiler can reach, not a model of one. regions: only inside these, which
-    torch.compile captured. outlives: storages that are read after these events.
+    A fused run reads its inputs from outside and writes only what is read later; products are padded to 16
+    bytes. This estimates what a compiler can reach; it does not model one. regions: fuse only inside these
+    regions, which torch.compile captured. outlives: storages that are read after these events.
     """
     last_read = dict.fromkeys(outlives, len(events))
     older: dict[int, int] = {}  # storage -> where it was first read, if that was before it was written
@@ -161,7 +161,7 @@ def fused(
 
 
 def _padded(kernel: Kernel) -> tuple[Kernel, ...]:
-    """A product with sizes that fill 16 bytes: operands with an odd one are copied first."""
+    """Pad the sizes of a product to 16 bytes: unaligned operands are copied first."""
     if kernel.kind != "gemm" or kernel.alignment >= 16:
         return (kernel,)
     batch, m, n, k = kernel.sizes
@@ -180,7 +180,7 @@ def _one_kernel(
     moved = 0.0
     for _, event in run:
         traffic = list(event.traffic)
-        if event.kernels[0].kind == "gather" and event.writes:  # not the whole table: what is taken from it
+        if event.kernels[0].kind == "gather" and event.writes:  # only the gathered rows, not the whole table
             traffic[0] = min(traffic[0], traffic[len(event.reads)])
         reads = zip(event.reads, traffic, strict=False)
         moved += sum(nbytes for storage, nbytes in reads if storage not in inside)
@@ -188,10 +188,10 @@ def _one_kernel(
     written: dict[int, int] = {}
     for _, event in run:
         for storage, nbytes in zip(event.writes, event.traffic[len(event.reads) :], strict=False):
-            # Read later, or an update in place of what was there before: weights, state, running sums.
+            # Read later, or updated in place: weights, state, running sums.
             if last_read.get(storage, -1) > end or storage in older:
                 written[storage] = max(nbytes, written.get(storage, 0))
-    # The line of the call that moves most stands for the run.
+    # The run is attributed to the line of the call that moves the most bytes.
     heaviest = max((event for _, event in run), key=lambda event: sum(event.traffic))
     kernel = Kernel("pointwise", moved + sum(written.values()))
     products = tuple(product for _, event in run for product in event.products)
@@ -201,7 +201,7 @@ def _one_kernel(
 
 
 def fused_optimizer(storages: dict[int, Storage]) -> Transform:
-    """The optimizer's calls as one pass: parameters and state read and written, gradients read."""
+    """Replace the optimizer's calls by one pass: read and write parameters and state, read gradients."""
 
     def transform(events: Sequence[Event]) -> Sequence[Event]:
         touched: dict[int, int] = {}
@@ -236,7 +236,7 @@ def fused_optimizer(storages: dict[int, Storage]) -> Transform:
 
 @dataclass(frozen=True)
 class SyncGain:
-    """Waits of one line and the milliseconds that the step loses to them."""
+    """Syncs of one line, and the milliseconds per step that they cost."""
 
     line: str
     kind: str
@@ -245,9 +245,9 @@ class SyncGain:
 
 
 def sync_gains(recording: Recording, device: Device, now: Timing | None, at_most: int = 8) -> list[SyncGain]:
-    """Each line that waits in the last step, and what the step gains when that line alone no longer does.
+    """Return each line that waits in the last step, and the time saved if only that line no longer waits.
 
-    now: the last step as it is.
+    now: the last step without changes.
     """
     if now is None:
         return []
@@ -268,7 +268,7 @@ def sync_gains(recording: Recording, device: Device, now: Timing | None, at_most
 
 
 def resized_replay(recording: Recording, capacity: int | None, change: str) -> Replay:
-    """Memory with a change that only alters sizes: "bf16_state", "zero1:N" (state over N ranks), "fsdp:N"."""
+    """Replay memory with a change of sizes only: "bf16_state", "zero1:N" (state over N ranks), "fsdp:N"."""
     name, _, value = change.partition(":")
     ranks = int(value or 1)
     largest = max((s.nbytes for s in recording.storages.values() if s.category == "parameter"), default=0)
@@ -284,29 +284,29 @@ def resized_replay(recording: Recording, capacity: int | None, change: str) -> R
         return size
 
     got = replay(recording.events, recording.storages, capacity, resize)
-    if name == "fsdp":  # the largest parameter and its gradient are whole for a while
+    if name == "fsdp":  # the largest parameter and its gradient are gathered temporarily
         got = got._replace(allocated=got.allocated + 2 * largest, reserved=got.reserved + 2 * largest)
     return got
 
 
 # Reruns ----------------------------------------------------------------------------------------------
 
-# Applied by `answers/changes.py` in the process of the rehearsal.
+# `answers/changes.py` applies these in the process of the rehearsal.
 CHANGES = {
-    "lean_head": "LM head and cross-entropy by leanstep.logprob (no logits in full)",
+    "lean_head": "LM head and cross-entropy by leanstep.logprob (without full logits)",
     "checkpoint": "activation checkpointing of the repeated blocks",
     "micro_batch": "half the micro-batch",
     "normuon": "NorMuon for the matrices",
     "bf16_state": "optimizer state in bf16",
     "zero1": "optimizer state sharded over ranks",
     "fsdp": "parameters, gradients and state sharded over ranks",
-    "default_device": "tensors are made on the device unless the program says where",
+    "default_device": "tensors are created on the device unless the program names another",
 }
 _BATCH = re.compile(r"^(--?[\w-]*batch[\w-]*(?:=|$))(\d*)$")
 
 
 def changed_request(request: Request, change: str) -> Request | None:
-    """The request with one more change; None when the program offers no handle for it."""
+    """Return the request with one more change; None if the program does not allow it."""
     name, _, value = change.partition(":")
     if name != "micro_batch":
         return replace(request, changes=(*request.changes, change))

@@ -91,7 +91,7 @@ def test_a_call_outside_the_rehearsal_is_one_line(tmp_path):
     )
     refused = run_script(script).recording.refused
     assert refused is not None
-    assert refused.reason.startswith("a call left the rehearsal and asked CUDA for a real device")
+    assert refused.reason.startswith("a call bypassed the rehearsal and asked CUDA for a real device")
 
 
 def test_libraries_that_the_linker_does_not_find_come_from_the_nvidia_packages(tmp_path, monkeypatch):

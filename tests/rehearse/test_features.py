@@ -169,7 +169,7 @@ def test_an_optimizer_over_uninitialised_parameters_is_refused(tmp_path):
     script.write_text(LAZY + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n")
     refused = run_script(script).recording.refused
     assert refused is not None and refused.line is not None and refused.line.number == 7
-    assert refused.reason.endswith("call the model once before the optimizer is made")
+    assert refused.reason.endswith("call the model once before building the optimizer")
 
 
 def test_a_graph_that_torch_cannot_capture_is_named_in_the_verdict(tmp_path):

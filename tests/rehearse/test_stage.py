@@ -40,12 +40,12 @@ REFUSED = {
     "ordinal": (
         "import torch\nwhere = torch.device('cuda:3')\nw = torch.nn.Linear(3, 3)\nw.to(where)\n",
         4,
-        "the program raised RuntimeError: CUDA error: invalid device ordinal: cuda:3 where cuda:0 alone is",
+        "the program raised RuntimeError: CUDA error: invalid device ordinal: cuda:3; only cuda:0 exists",
     ),
     "chosen": (
         "import torch\ntorch.cuda.set_device(0)\nx = torch.ones(3).to('cuda:0')\ntorch.cuda.set_device(1)\n",
         4,
-        "the program raised RuntimeError: CUDA error: invalid device ordinal: cuda:1 where cuda:0 alone is",
+        "the program raised RuntimeError: CUDA error: invalid device ordinal: cuda:1; only cuda:0 exists",
     ),
     "bounds": (
         "import torch\nx = torch.ones(4, 8, device='cuda')\nx.as_strided((4, 4), (8, 1), 4)\n"
@@ -149,7 +149,7 @@ def test_a_script_that_logs_nvidia_smi_is_told_what_this_is(tmp_path):
         "raise RuntimeError(said.strip())\n"
     )
     recording = rehearse(Request(str(script), device="a100"), quiet=True)
-    assert "a100, predicted; there is no device here" in recording.refused.reason
+    assert "a100, simulated; no device is installed" in recording.refused.reason
 
 
 def test_threads_of_the_program_find_the_device(tmp_path):

@@ -3,6 +3,7 @@
 import sys
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,6 +30,8 @@ PUBLISHED = {
 }
 TOKENS, WIDTH, VOCAB, SOFTCAP = 8192, 2304, 256_000, 30.0
 torch.set_float32_matmul_precision("high")
+# The figures are of torch 2.4.1, whose compiler wrote the scatter of the loss's gradient.
+torch._inductor.config.optimize_scatter_upon_const_tensor = False
 hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 weight = torch.randn(VOCAB, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 targets = torch.randint(0, VOCAB, (TOKENS,), device="cuda")

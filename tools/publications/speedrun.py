@@ -102,6 +102,7 @@ PUBLISHED = {
             "mean_of": 2,
             "without": "scoring",
             "steps": 3,
+            "role": "development",  # the evaluation was left out after a first prediction
             "note": "steps 12 to 40",
         },
         "speedrun-2026-02-16-flatten": {
@@ -110,6 +111,7 @@ PUBLISHED = {
             "step_ms": 32.50,
             "mean_of": 2,
             "without": "scoring",
+            "role": "development",  # the evaluation was left out after a first prediction
             "note": "steps 12 to 40",
         },
         "speedrun-2026-04-08-paired": {
@@ -118,6 +120,7 @@ PUBLISHED = {
             "step_ms": 32.43,
             "mean_of": 2,
             "without": "scoring",
+            "role": "development",  # the evaluation was left out after a first prediction
             "note": "steps 12 to 40",
         },
         "speedrun-2026-05-19-fp8up": {

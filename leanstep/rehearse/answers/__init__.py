@@ -1,1 +1,1 @@
-"""What a program finds instead of a device: torch.cuda, compiled regions, Triton, binaries, other ranks."""
+"""Replacements for what needs a real device: torch.cuda, compiled regions, Triton, binaries, other ranks."""

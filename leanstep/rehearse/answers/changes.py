@@ -1,6 +1,6 @@
-"""Changes of a program, applied to torch before it starts: what `what_if.CHANGES` names, rehearsed again.
+"""Changes to a program, applied to torch before the program starts (names: `what_if.CHANGES`).
 
-Another head, checkpointed blocks, a smaller batch, other optimizers, sharded ones, FSDP2 around the blocks.
+A different head, checkpointed blocks, a smaller batch, other or sharded optimizers, FSDP2 around the blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from leanstep.rehearse.events import Alloc
 from leanstep.rehearse.tape import Tape
 
 OPTIMIZERS = ("AdamW", "Adam", "SGD")
-# Ranks where a change over ranks does not say how many.
+# Number of ranks if a multi-rank change does not name one.
 RANKS = 8
 
 
 def install(tape: Tape, changes: Iterable[str]) -> None:
-    """Apply changes to torch; only for the process of a rehearsal."""
+    """Apply changes to torch. Call this only in the rehearsal process."""
     for change in changes:
         name, _, value = change.partition(":")
         if name == "fsdp":
@@ -33,7 +33,7 @@ def install(tape: Tape, changes: Iterable[str]) -> None:
 
 
 def _install_checkpoint(_: str) -> None:
-    """Blocks of a ModuleList or Sequential (two or more of one class) are computed again in backward."""
+    """Recompute the blocks of a ModuleList or Sequential (two or more of one class) in the backward pass."""
     import torch
     from torch import nn
     from torch.utils.checkpoint import checkpoint
@@ -62,7 +62,7 @@ def _install_checkpoint(_: str) -> None:
 
 
 def repeated_blocks(container: Any) -> list[Any]:
-    """The blocks of a ModuleList or Sequential: two or more of one class, and no single layers."""
+    """Return the blocks of a ModuleList or Sequential: two or more of one class, not single layers."""
     from torch import nn
 
     blocks = list(container._modules.values())
@@ -83,7 +83,7 @@ def _install_micro_batch(value: str) -> None:
 
 
 def _install_normuon(_: str) -> None:
-    """Adam, AdamW and SGD become NorMuon: hidden matrices by Muon, the rest by its Adam."""
+    """Replace Adam, AdamW and SGD by NorMuon: Muon for hidden matrices, its Adam for the rest."""
     import torch
 
     from leanstep.muon import NorMuon
@@ -91,7 +91,7 @@ def _install_normuon(_: str) -> None:
     def build(params: Any, lr: Any = 1e-3, *args: Any, **kwargs: Any) -> Any:
         groups = list(params)
         every = [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
-        # Embeddings and heads are far longer than wide: theirs is Adam.
+        # Embeddings and heads have far more rows than columns: they use Adam.
         hidden = [p for p in every if p.ndim == 2 and max(p.shape) < 8 * min(p.shape)]
         chosen = {id(p) for p in hidden}
         rest = [p for p in every if id(p) not in chosen]
@@ -103,7 +103,7 @@ def _install_normuon(_: str) -> None:
 
 
 def _install_bf16_state(_: str) -> None:
-    """Adam and AdamW with moments in bf16, widened for one parameter at a time."""
+    """Run Adam and AdamW with bf16 moments, widened for one parameter at a time."""
     import torch
 
     class Adam(torch.optim.Optimizer):
@@ -141,7 +141,7 @@ def _install_bf16_state(_: str) -> None:
 
 
 def _join(ranks: int) -> None:
-    """A group of this many ranks where the program has none."""
+    """Create a group of this many ranks if the program has none."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -149,7 +149,7 @@ def _join(ranks: int) -> None:
 
 
 def _install_zero1(value: str) -> None:
-    """torch's optimizers inside its ZeroRedundancyOptimizer."""
+    """Wrap torch's optimizers in its ZeroRedundancyOptimizer."""
     import torch
 
     def wrapped(plain: Any) -> Any:
@@ -167,9 +167,9 @@ def _install_zero1(value: str) -> None:
 
 
 def _install_fsdp(tape: Tape, ranks: int) -> None:
-    """FSDP2 around every repeated block and the model, when the program builds its first optimizer.
+    """Apply FSDP2 to every repeated block and to the model when the program builds its first optimizer.
 
-    What came before is taken off the tape but for what is alive: a program that shards builds its model so.
+    Earlier events are removed from the tape, except live allocations: a sharded program starts in this state.
     """
     import torch
 
@@ -196,7 +196,7 @@ def _install_fsdp(tape: Tape, ranks: int) -> None:
 
 
 def _shard_modules(wanted: set[int]) -> dict[int, Any]:
-    """Shard the modules that hold these parameters: id of a parameter -> what has taken its place."""
+    """Shard the modules that hold these parameters. Return parameter id -> its replacement."""
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
@@ -221,7 +221,7 @@ def _forget_setup(tape: Tape) -> None:
 
 
 def _install_lean_head(_: str) -> None:
-    """Logits of a wide linear layer are not computed until more than their cross-entropy is needed."""
+    """Defer the logits of a wide linear layer until something other than their cross-entropy needs them."""
     from torch import nn
     from torch.nn import functional
 
@@ -255,7 +255,7 @@ def _lazy_logits(linear: Any) -> Any:
     }
 
     class Logits(torch.Tensor):
-        """The result of `linear(hidden, weight, bias)`, which is computed when it is needed."""
+        """The result of `linear(hidden, weight, bias)`, computed on first use."""
 
         hidden: Any
         head: Any
@@ -273,7 +273,7 @@ def _lazy_logits(linear: Any) -> Any:
             return linear(self.hidden, *self.head).to(self.dtype)
 
         def reshaped(self, func: Any, args: Any) -> Any:
-            """The same logits in another shape or type; None where the last dimension changes."""
+            """Return the same logits in another shape or dtype, or None if the last dimension changes."""
             with unchanged():
                 like = func(torch.empty(self.shape, dtype=self.dtype, device="meta"), *args)
             if like.shape[-1] != self.shape[-1]:
@@ -320,7 +320,7 @@ def _lean_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Cross-entropy of lazy logits: by `linear_logprobs` where it can, else of the computed ones."""
+    """Return the cross-entropy of lazy logits, by `linear_logprobs` if possible."""
     import torch
     from torch.nn import functional
 
@@ -348,7 +348,7 @@ def _lean_cross_entropy(
 
 
 def _install_default_device(_: str) -> None:
-    """A program written for the CPU, as if it had been written for the device."""
+    """Run a program written for the CPU as if it had been written for the device."""
     import torch
 
     torch.set_default_device("cuda")

@@ -1,9 +1,9 @@
-"""torch.compile: the program's graphs as Dynamo and AOTAutograd make them, run on the tape, not compiled.
+"""torch.compile: the program's graphs as Dynamo and AOTAutograd trace them, recorded but not compiled.
 
-A graph is decomposed and cut into forward and backward as Inductor would; its calls carry the number of the
-region, so that a fusion model can merge those between products. A pointwise result that only other pointwise
-calls and reductions of the graph read gets no memory: a compiler keeps it in registers. What Dynamo cannot
-trace runs eagerly, as it would.
+A graph is decomposed and split into forward and backward as in Inductor. Its calls carry the number of the
+region, so that a fusion model can merge the calls between matrix products. A pointwise result that only other
+pointwise calls and reductions of the graph read gets no memory: a compiler holds it in registers. Code that
+Dynamo cannot trace runs eagerly, as it would on a device.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from leanstep.script.lines import IN_LEANSTEP, Line, nearest_line
 
 NOTE = "torch.compile: graphs captured and priced by a fusion model, not compiled"
 EAGER = "torch.compile ran eagerly"
-NOT_CAPTURED = "torch.compile: torch could not capture this; it is counted as eager code"
-# What a fused kernel may hold besides calls that are tagged pointwise.
+NOT_CAPTURED = "torch.compile: torch could not capture this region, so it is counted as eager code"
+# Calls that a fused kernel may contain besides those tagged pointwise.
 REDUCTIONS = frozenset(
     "sum mean amax amin var_mean var max min argmax argmin prod any all logsumexp _softmax "
     "_log_softmax".split()
@@ -43,9 +43,9 @@ POINTWISE = frozenset(
     "convert_element_type where clone _to_copy full full_like ones_like zeros_like select_scatter "
     "slice_scatter constant_pad_nd cat scalar_tensor gelu_backward iota native_dropout bernoulli rand".split()
 )
-# Read their source at computed places: a pointwise source is computed there, not stored.
+# Read their source at computed indices: a pointwise source is computed on the fly, not stored.
 GATHERS = frozenset("gather index _unsafe_index index_select embedding".split())
-# Write into their first argument, or into what a pointwise one of it is computed into.
+# Write into their first argument, or into the buffer that a pointwise first argument is computed into.
 SCATTERS = frozenset("scatter scatter_add scatter_reduce index_put _unsafe_index_put index_add".split())
 VIEWS = frozenset(
     "view permute transpose t expand squeeze unsqueeze slice select split split_with_sizes unbind as_strided "
@@ -67,7 +67,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def install(tape: Tape, *, capture: bool) -> None:
-    """Answer torch.compile and flex attention. Without `capture` regions run eagerly and unmarked."""
+    """Replace torch.compile and flex attention. Without `capture`, regions run eagerly and unmarked."""
     regions = _Regions(tape, capture)
     torch.compile = regions.compile  # pyright: ignore[reportAttributeAccessIssue]
     torch.nn.Module.compile = lambda self, *args, **kwargs: regions.compile_module(self)
@@ -103,17 +103,17 @@ class _Regions:
             module._compiled_call_impl = self.real_compile(module._call_impl, backend=backend, dynamic=False)
 
     def _backend(self, name: str) -> Any:
-        """One for all regions of a name.
+        """Return one backend for all regions of a name.
 
-        Equal blocks share their code, and Dynamo compiles it again for another backend: after eight it would
-        run the others eagerly.
+        Equal blocks share their code, and Dynamo recompiles it for each new backend. After eight
+        recompilations it would run the rest eagerly.
         """
         if name not in self.backends:
             self.backends[name] = self._new_backend(name)
         return self.backends[name]
 
     def _new_backend(self, name: str) -> Any:
-        """AOTAutograd with Inductor's decompositions and partition; the tape in place of code generation."""
+        """Return AOTAutograd with Inductor's decompositions and partitioner, but no code generation."""
         import torch._dynamo as dynamo
         import torch._inductor.lowering  # decompositions (of pooling) name it without importing it
         from torch._dynamo.backends.common import aot_autograd
@@ -125,8 +125,8 @@ class _Regions:
             dynamo.config.automatic_dynamic_shapes = False
             logging.getLogger("torch._dynamo.convert_frame").addFilter(self._not_captured)
             if "__init_subclass__" not in vars(TorchDispatchMode):
-                # Where a graph breaks, Dynamo would trace the tape as a part of the program; torch 2.13
-                # and newer see to it themselves.
+                # At a graph break, Dynamo would trace the tape as part of the program; torch 2.13
+                # and newer prevent that.
                 kind: Any = type(self.tape)
                 kind.__torch_dispatch__ = dynamo.disable(kind.__torch_dispatch__)
             refuse_what_dynamo_refuses()
@@ -146,7 +146,7 @@ class _Regions:
         return backend
 
     def _not_captured(self, record: logging.LogRecord) -> bool:
-        """Put an error that Dynamo only logs into the verdict."""
+        """Add an error that Dynamo only logs to the verdict."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None or record.levelno < logging.WARNING:
             return True
@@ -174,20 +174,20 @@ class _Regions:
 
 
 def _forward_and_backward(joint: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-    """Cut a graph of forward and backward as Inductor does: simplified first, then along the smallest cut."""
+    """Split a joint graph into forward and backward as Inductor does: simplify, then apply the min-cut."""
     from torch._functorch import partitioners
 
-    # A checkpointed attention or dropout draws the same numbers again on a device; here they have no values.
+    # On a device, recomputed attention or dropout draws the same numbers again; here they have no values.
     partitioners.functionalize_rng_ops = lambda joint, forward, backward, *_: (forward, backward)
     return partitioners.min_cut_rematerialization_partition(_simplified(joint), inputs, **kwargs)
 
 
 def _simplified(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Inductor's own changes to a graph before it is cut: uniform constants, conversions back and forth.
+    """Apply Inductor's own passes that run before the split: uniform constants, redundant conversions.
 
     A scatter into a constant becomes a comparison, which is fused
-    (TORCHINDUCTOR_OPTIMIZE_SCATTER_UPON_CONST_TENSOR=0 turns it off, here as there). Left out: padding and
-    patterns of attention, which would be measured on the device, and Inductor's random numbers.
+    (TORCHINDUCTOR_OPTIMIZE_SCATTER_UPON_CONST_TENSOR=0 turns this off, as in Inductor). Left out: padding and
+    attention patterns, which Inductor benchmarks on the device, and Inductor's random numbers.
     """
     from torch._inductor import config
     from torch._inductor.fx_passes import joint_graph
@@ -209,7 +209,7 @@ def _simplified(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _on_host(fold: Callable[[torch.fx.GraphModule], None], graph: torch.fx.GraphModule) -> None:
-    """Fold constants, which runs their constructors, with tensors of the host: the device has no memory."""
+    """Fold constants with host tensors: folding runs their constructors, and the device has no memory."""
     placed = {node: node.kwargs for node in graph.graph.nodes if node.kwargs.get("device") is not None}
     for node, kwargs in placed.items():
         node.kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -220,14 +220,14 @@ def _on_host(fold: Callable[[torch.fx.GraphModule], None], graph: torch.fx.Graph
 
 
 def _of_the_capture(inputs: list[Any]) -> list[Any]:
-    """The tape's fake tensors as those of Dynamo's own mode: torch before 2.13 refuses other ones."""
+    """Return the tape's fake tensors converted to Dynamo's own mode: torch before 2.13 rejects others."""
     mode = TracingContext.get().fake_mode
     return [mode.from_tensor(x) if mode is not None and isinstance(x, FakeTensor) else x for x in inputs]
 
 
 @contextlib.contextmanager
 def _collector_paused():
-    """A capture makes millions of objects, and no garbage of the program: none is looked for meanwhile."""
+    """Pause garbage collection: a capture creates millions of objects and no garbage of the program."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -238,7 +238,7 @@ def _collector_paused():
 
 
 def _fused_now(tape: Tape, events: list[Event]) -> list[Event]:
-    """A region's events as they are priced, for the clock that the program can read."""
+    """Return a region's events as they are priced, for the clock that the program can read."""
     freed = {event.storage for event in events if isinstance(event, Free)}
     written = {number for event in events if isinstance(event, Launch) for number in event.writes}
     storages = tape.recording.storages
@@ -257,7 +257,7 @@ class _Call(NamedTuple):
 
 
 class _OnTape:
-    """A captured graph, run call by call; each has the line of the program that it came from."""
+    """A captured graph that runs call by call. Each call has the program line that it came from."""
 
     def __init__(self, tape: Tape, graph: torch.fx.GraphModule, number: int):
         self.tape, self.graph, self.number = tape, graph, number
@@ -283,7 +283,7 @@ class _OnTape:
         return _IN_PLACE.get(name, target)
 
     def run(self, inputs: list[Any]) -> Any:
-        """Takes the inputs out of the list: one that is not needed any more is freed."""
+        """Run the graph and empty the list of inputs, so that an input is freed after its last use."""
         values = dict(zip(self.inputs, inputs, strict=True))
         inputs.clear()
         for node in self.constants:
@@ -324,7 +324,7 @@ def _last_uses(
 
 
 def _with_values(tree: Any, values: dict[torch.fx.Node, Any]) -> Any:
-    """A node's arguments: nodes replaced by their values."""
+    """Return a node's arguments with nodes replaced by their values."""
     if isinstance(tree, torch.fx.Node):
         return values[tree]
     if isinstance(tree, (list, tuple)):
@@ -338,7 +338,7 @@ def _with_values(tree: Any, values: dict[torch.fx.Node, Any]) -> Any:
 
 
 def _line_of(node: torch.fx.Node) -> Line | None:
-    """The innermost frame of a node's stack: the nearest one outside torch, as Dynamo kept it."""
+    """Return the innermost frame of a node's stack trace outside torch, as recorded by Dynamo."""
     cached = node.meta.get("rehearsed_line", False)
     if cached is not False:
         return cached
@@ -366,12 +366,12 @@ def _is_view(node: torch.fx.Node) -> bool:
 
 
 def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Calls that read a value, by way of views too."""
+    """Return the calls that read a value, directly or through views."""
     return [reader for user in node.users for reader in (_readers(user) if _is_view(user) else [user])]
 
 
 def _can_fuse(node: torch.fx.Node, reader: torch.fx.Node) -> bool:
-    """Whether a compiler can compute the pointwise `node` inside the kernel of this reader."""
+    """Return whether a compiler can compute the pointwise `node` inside the kernel of this reader."""
     if reader.op != "call_function":
         return False
     name = _call_name(reader)
@@ -381,7 +381,7 @@ def _can_fuse(node: torch.fx.Node, reader: torch.fx.Node) -> bool:
 
 
 def _stages(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, int]:
-    """How many calls that nothing is fused with come before a call: those of one stage can be one kernel."""
+    """Count the unfusable calls on the longest path to each node: nodes of one stage can share a kernel."""
     stages: dict[torch.fx.Node, int] = {}
     for node in nodes:
         name = _call_name(node)
@@ -392,9 +392,10 @@ def _stages(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, int]:
 
 
 def _kept_in_registers(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
-    """Pointwise results that get no memory: computed in the kernels that read them.
+    """Return the pointwise results that get no memory because the kernels that read them compute them.
 
-    In one kernel with all its readers, or again in each of them where it reads few buffers, as Inductor does.
+    As in Inductor, a result shares one kernel with all its readers, or each reader recomputes it from a few
+    buffers.
     """
     unmaterialized: set[torch.fx.Node] = set()
     buffers: dict[torch.fx.Node, frozenset[torch.fx.Node]] = {}  # that a kernel loads to have this value
@@ -415,7 +416,7 @@ def _kept_in_registers(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
 
 
 class CompiledModule(torch.nn.Module):
-    """What torch.compile(module) returns when regions run eagerly: names carry `_orig_mod.` all the same."""
+    """The result of torch.compile(module) when regions run eagerly: names still start with `_orig_mod.`."""
 
     def __init__(self, module: torch.nn.Module):
         super().__init__()

@@ -1,9 +1,9 @@
-"""CUDAGraph, torch.cuda.graph and graphed callables: captured once, replayed as one call of the host.
+"""CUDAGraph, torch.cuda.graph and graphed callables: captured once, replayed as one host call.
 
-What a capture forbids is refused where it happens: anything that makes the host wait. A replay reads and
-writes the memory that was there at the capture: a tensor that was freed since then is named, where a device
-would silently read whatever is there now. Memory that the capture itself took stays with the graph. An update
-that was captured happens, and ends a step, at each replay.
+A host sync during a capture raises at the line that causes it. A replay reads and writes the memory of the
+capture: if a tensor was freed since then, the error names it, where a device would silently read whatever is
+there now. Memory allocated by the capture stays with the graph. A captured optimizer update runs at each
+replay and ends a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HANDLES = itertools.count(1)
 
 
 def install(tape: Tape) -> None:
-    """Let programs capture and replay."""
+    """Replace the CUDA graph API so that programs can capture and replay."""
     graph_class, capture_class = _graph_class(tape), _capture_class()
     for answer in (graph_class, capture_class):
         answer.__module__ = "torch.cuda"
@@ -66,7 +66,7 @@ def _capture_class() -> type:
 
 
 class _Pool:
-    """Memory of captures: what tensors hold of it, and the rest, which only replays write."""
+    """Memory of captures: the part that tensors hold, and the rest, which only replays write."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -75,7 +75,7 @@ class _Pool:
         self._rest: int | None = None
 
     def note(self, event: Event) -> None:
-        """An allocation or a release during a capture."""
+        """Track an allocation during a capture."""
         if isinstance(event, Alloc):
             self._sizes[event.storage] = event.nbytes
             self._tape.pools[event.storage] = weakref.WeakMethod(self._released)
@@ -88,7 +88,7 @@ class _Pool:
             self.settle()
 
     def settle(self) -> None:
-        """Hold what tensors have released."""
+        """Hold the memory that tensors have released."""
         rest = self._peak - self._now
         if self._rest is not None and self._tape.recording.storages[self._rest].nbytes == rest:
             return
@@ -110,7 +110,7 @@ _pools: weakref.WeakValueDictionary[Any, _Pool] = weakref.WeakValueDictionary()
 
 
 class _Graph:
-    """The launches of a capture, and the memory it took."""
+    """The launches of a capture, and the memory that it allocated."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -124,10 +124,10 @@ class _Graph:
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         tape = self._tape
         if tape.capture is not None:
-            raise RuntimeError("CUDA error: a capture is under way on this stream already")
+            raise RuntimeError("CUDA error: this stream is already capturing")
         self.reset()
         launches: list[Launch] = []
-        # What earlier captures took stays with their pool.
+        # Memory of earlier captures stays in their pool.
         self.launches, self._before = launches, frozenset(tape.recording.storages) - frozenset(tape.captured)
         self._handle = pool or _new_handle()
         self._pool = held = _pools.setdefault(self._handle, _Pool(tape))
@@ -163,9 +163,9 @@ class _Graph:
 
     def replay(self) -> None:
         if self.launches is None:
-            raise RuntimeError("CUDAGraph.replay: expected a captured graph, got one without a capture")
+            raise RuntimeError("CUDAGraph.replay: expected a captured graph, got one that captured nothing")
         if self._tape.capture is not None:
-            raise RuntimeError("CUDA error: a graph cannot be replayed while a capture is under way")
+            raise RuntimeError("CUDA error: a graph cannot be replayed during a capture")
         self._look_for_freed(self.launches)
         self._tape.add(_one_launch(self.launches, self._played, self._tape))
         for groups in self.updates:
@@ -178,8 +178,8 @@ class _Graph:
                 if number in self._before and number not in alive:
                     gone = self._tape.recording.storages[number]
                     raise RuntimeError(
-                        f"CUDAGraph.replay: {launch.name} at {launch.line} was captured on memory "
-                        f"that is free now: {gone.dtype} {list(gone.shape)} made at {gone.line}"
+                        f"CUDAGraph.replay: {launch.name} at {launch.line} uses memory that was freed after "
+                        f"the capture: {gone.dtype} {list(gone.shape)} allocated at {gone.line}"
                     )
 
     def reset(self) -> None:
@@ -194,7 +194,7 @@ class _Graph:
 
 
 def _one_launch(launches: list[Launch], played: list[Launch], tape: Tape) -> Launch:
-    """All launches of a graph as one call of the host; `played`: those that compiled regions are fused in."""
+    """Return all launches of a graph as one host call. `played`: the launches with compiled regions fused."""
     reads = [(r, t) for e in launches for r, t in zip(e.reads, e.traffic, strict=False)]
     writes = [(w, t) for e in launches for w, t in zip(e.writes, e.traffic[len(e.reads) :], strict=True)]
     place = tape.lines.place()

@@ -9,13 +9,13 @@ from torch._library.custom_ops import OPDEFS
 
 from leanstep.rehearse.kernel_costs import has_cost
 
-# Namespaces of torch's own ops: they are priced by their names.
+# Namespaces of torch's own ops, which are priced by name.
 TORCHS = frozenset(
     "aten prims rngprims inductor_prims debugprims inductor quantized _quantized quantized_decomposed "
     "c10d c10d_functional _c10d_functional _c10d_functional_autograd fsdp _dtensor symm_mem flex_lib "
     "streams profiler sparse mkl mkldnn onednn onnx export debug_mode_ops _native".split()
 )
-ONE_PASS = "priced as one pass over its tensors; register_cost gives it another price"
+ONE_PASS = "priced as one pass over its tensors; use register_cost to set another price"
 
 
 def body_of(func: Any) -> Callable[..., Any] | None:

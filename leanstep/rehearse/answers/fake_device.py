@@ -1,7 +1,7 @@
 """A simulated CUDA device: a small library that makes torch see one, with or without a real one.
 
-`library` builds it once into the cache; `load` must run before `import torch`, because torch looks its CUDA
-hooks up once. So the process that asks for a rehearsal builds, and the process of the rehearsal loads.
+`library` builds it once into the cache. `load` must run before `import torch`, because torch looks up its
+CUDA hooks once. So the calling process builds the library, and the rehearsal process loads it.
 
 A CUDA build has hooks and a device guard of its own. `load` loads them first, then the stub replaces them.
 """
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_name("stub.cpp")
-# What was run.
+# Tested versions.
 RAN_WITH = "torch 2.8 to 2.15"
-# Private names that the tape and the answers rest on.
+# Private names that the tape and the replacements depend on.
 NEEDED = (
     "_C._current_autograd_node",
     "_C._autograd._get_sequence_nr",
@@ -46,7 +46,7 @@ def torch_folder() -> Path:
 
 
 def torch_version() -> tuple[str, str | None]:
-    """Version of the installed torch and the ROCm version it was built for, without importing it."""
+    """Return the versions of the installed torch and of its ROCm, if any, without importing torch."""
     text = (torch_folder() / "version.py").read_text()
     version = re.search(r"__version__ = '([^']+)'", text)
     rocm = re.search(r"^hip[^=]*= '([^']+)'", text, re.MULTILINE)
@@ -54,7 +54,7 @@ def torch_version() -> tuple[str, str | None]:
 
 
 def library() -> Path:
-    """The built stub; raises RehearsalError when it cannot be had."""
+    """Return the path of the built stub. Raise RehearsalError if it cannot be built."""
     from leanstep.cpu import build_library
 
     root = torch_folder()
@@ -89,31 +89,34 @@ def library() -> Path:
             ) from None
         if reason.errno is not None or "No space left" in str(reason):
             why = f"{reason.strerror or reason}" + f": {reason.filename}" * bool(reason.filename)
-            raise RehearsalError(f"LEANSTEP_CACHE: cannot build a library for torch there: {why}") from None
+            raise RehearsalError(
+                f"LEANSTEP_CACHE: expected a folder where a library can be built: {why}"
+            ) from None
         raise RehearsalError(
-            f"torch {version}: CUDA hooks differ from those of {RAN_WITH}, its stub does not build: {reason}"
+            f"torch {version}: CUDA hooks differ from those of {RAN_WITH}, "
+            f"so the stub does not build: {reason}"
         ) from None
 
 
 def load(path: Path) -> None:
-    """Load the stub; torch must not have been imported yet.
+    """Load the stub. torch must not have been imported yet.
 
-    Raises RehearsalError, one line, where a library of torch cannot be loaded.
+    Raises a one-line RehearsalError if a library of torch cannot be loaded.
     """
     for library in (*_cuda_libraries(), path):
         _load(library)
 
 
 def _cuda_libraries() -> list[Path]:
-    """The libraries of a CUDA build that register its hooks and its device guard; none in a CPU build."""
+    """Return the libraries of a CUDA build that register its hooks and device guard; none in a CPU build."""
     names = ("libc10_cuda.so", "libtorch_cuda.so")
     return [path for path in (torch_folder() / "lib" / name for name in names) if path.exists()]
 
 
 def _load(library: Path) -> None:
-    """Load a library; one of NVIDIA's that the linker does not find is looked for in the nvidia packages.
+    """Load a library. If the linker does not find an NVIDIA dependency, search the nvidia packages for it.
 
-    torch does the same when it is imported: the packages may be in another folder than torch itself.
+    torch does the same on import: the packages may be in another folder than torch.
     """
     sought: set[str] = set()
     while True:
@@ -132,15 +135,15 @@ def _in_nvidia_packages(name: str, needed_by: Path) -> Path:
     for folder in sys.path:
         for path in sorted((Path(folder) / "nvidia").glob(f"*/lib/{name}")):
             return path
-    raise RehearsalError(f"{name}, which {needed_by.name} needs, is not in the environment: reinstall torch")
+    raise RehearsalError(f"{needed_by.name} needs {name}, which is not installed: reinstall torch")
 
 
 def hide_devices() -> None:
-    """CUDA sees no real device in this process; the program reads and sets CUDA_VISIBLE_DEVICES as usual."""
+    """Hide real devices from CUDA in this process. CUDA_VISIBLE_DEVICES still works for the program."""
     ctypes.CDLL(None).setenv(b"CUDA_VISIBLE_DEVICES", b"", 1)
     put, unset = os.putenv, os.unsetenv
 
-    # os.environ calls these two: what the program writes stays in os.environ.
+    # os.environ calls these two functions: values that the program sets stay in os.environ.
     def putenv(name: Any, value: Any) -> None:
         if os.fsencode(name) != b"CUDA_VISIBLE_DEVICES":
             put(name, value)
@@ -153,7 +156,7 @@ def hide_devices() -> None:
 
 
 def check() -> None:
-    """Raise RehearsalError unless this torch has what a rehearsal rests on and took the stub."""
+    """Raise RehearsalError unless this torch has everything a rehearsal needs and uses the stub."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -165,7 +168,7 @@ def check() -> None:
             owner = operator.attrgetter(module.removeprefix("torch."))(torch)
         if not hasattr(owner, attribute):
             raise RehearsalError(
-                f"torch {torch.__version__} has no torch.{name}: rehearsals ran with {RAN_WITH}"
+                f"torch {torch.__version__} has no torch.{name}: rehearsals were tested with {RAN_WITH}"
             )
     try:
         with FakeTensorMode():
@@ -174,5 +177,5 @@ def check() -> None:
     except Exception as reason:
         first = str(reason).splitlines()[0] if str(reason) else type(reason).__name__
         raise RehearsalError(
-            f"torch {torch.__version__} did not take the fake device (they ran with {RAN_WITH}): {first}"
+            f"torch {torch.__version__} did not accept the simulated device (tested with {RAN_WITH}): {first}"
         ) from None

@@ -1,4 +1,4 @@
-"""flex_attention: a fused kernel over the blocks that its mask lets through.
+"""flex_attention: a fused kernel over the blocks that its mask admits.
 
 The number of blocks is the sum of the block mask's counts. A program that builds its mask outside compiled
 functions has known counts; `create_block_mask` gets them from a few positions per block, without the
@@ -18,7 +18,7 @@ from leanstep.rehearse.answers.stand_ins import fused_attention, fused_attention
 from leanstep.rehearse.tape import Tape
 
 BLOCK = 128
-# Part of the scores that a mask which the host does not know lets through: a causal one's.
+# Assumed share of scores that an unknown mask admits: that of a causal mask.
 ASSUMED_DENSITY = 0.5
 KERNEL, LAYOUT = "flex_attention", "bhtd"
 
@@ -83,7 +83,7 @@ def _run_backward(tape: Tape, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return fused_attention_backward(KERNEL, saved, grad, _density(tape, counts, blocks), LAYOUT)
 
 
-# What a captured graph runs in place of the calls above, with the counts that are known then.
+# What a captured graph runs instead of the calls above, with the counts known at that time.
 MASKED = {
     torch.ops.leanstep_rehearse.masked_attention.default: _run,
     torch.ops.leanstep_rehearse.masked_attention_backward.default: _run_backward,
@@ -91,7 +91,7 @@ MASKED = {
 
 
 def install(tape: Tape) -> None:
-    """Answer flex_attention and create_block_mask."""
+    """Replace flex_attention and create_block_mask."""
     from torch.nn.attention import flex_attention as flex
 
     def attention(
@@ -106,7 +106,7 @@ def install(tape: Tape) -> None:
         kernel_options: Any = None,
         **options: Any,
     ) -> Any:
-        """A fused kernel over the blocks that the mask lets through."""
+        """Record a fused kernel over the blocks that the mask admits."""
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -130,7 +130,7 @@ def install(tape: Tape) -> None:
         BLOCK_SIZE: Any = BLOCK,
         **_: Any,
     ) -> Any:
-        """A block mask without the [Q_LEN, KV_LEN] mask: a compiler evaluates it block by block."""
+        """Build a block mask without the [Q_LEN, KV_LEN] mask: a compiler evaluates it block by block."""
         size = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
         rows, columns = -(-Q_LEN // size[0]), -(-KV_LEN // size[1])
         if torch.compiler.is_compiling():
@@ -156,7 +156,7 @@ def install(tape: Tape) -> None:
 
 
 def _counts(block_mask: Any) -> tuple[Tensor, int]:
-    """Blocks that each row of blocks visits, and the number of all blocks."""
+    """Return the blocks that each row of blocks visits, and the total number of blocks."""
     counts, full = block_mask.kv_num_blocks, getattr(block_mask, "full_kv_num_blocks", None)
     return counts if full is None else counts + full, block_mask.kv_indices.numel()
 
@@ -170,16 +170,16 @@ def _density(tape: Tape, counts: Tensor, blocks: int) -> float:
 
 
 def _positions(length: int, block: int) -> Tensor:
-    """Three positions of each block: first, middle, last. [blocks, 3]"""
+    """Return the first, middle and last position of each block, [blocks, 3]."""
     starts = torch.arange(0, length, block, device="cpu")
     return torch.stack([starts, starts + block // 2, starts + block - 1], 1).clamp_max(length - 1)
 
 
 def _count_blocks(mask_mod: Any, q_len: int, kv_len: int, size: Any, device: Any) -> Tensor:
-    """Blocks with a position that the mask lets through, for each row of blocks.
+    """Count the blocks with a position that the mask admits, for each row of blocks.
 
-    Of each block three pairs are looked at: the latest query with the earliest key (causal masks), the
-    earliest with the latest (windows), and the middle ones.
+    Three pairs per block are tested: the last query with the first key (causal masks), the first query with
+    the last key (windows), and the middle ones.
     """
     rows, columns = _positions(q_len, size[0]).to(device), _positions(kv_len, size[1]).to(device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -189,7 +189,7 @@ def _count_blocks(mask_mod: Any, q_len: int, kv_len: int, size: Any, device: Any
 
 
 def _count_aside(tape: Tape, mask_mod: Any, q_len: int, kv_len: int, size: Any, device: Any) -> Tensor:
-    """The same outside a captured graph: no work of the program; unknown where the mask cannot be asked."""
+    """Count blocks without recording work of the program. Unknown if the mask cannot be evaluated."""
     with tape.aside(), torch.no_grad():
         try:
             return _count_blocks(mask_mod, q_len, kv_len, size, device)

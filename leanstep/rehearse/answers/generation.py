@@ -1,9 +1,9 @@
-"""`generate` of transformers: some tokens are recorded, the others follow from them.
+"""`generate` of transformers: a few tokens are recorded, the others are extrapolated.
 
-The loop of `generate` asks its stopping criteria once per token. After `TOKENS` tokens the rehearsal answers
-that all sequences have ended. The tokens up to the maximum length are priced from the recorded ones, as
-`repeated_calls` does for single calls, and the output gets its full length. A call whose second token
-continues the series of an earlier call stops there: prompts of another length make the same series.
+The loop of `generate` calls its stopping criteria once per token. After `TOKENS` tokens, the rehearsal
+reports that all sequences have ended. The tokens up to the maximum length are priced from the recorded ones,
+as `repeated_calls` does for single calls, and the output gets its full length. A call whose second token
+continues the series of an earlier call stops there: prompts of another length produce the same series.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from leanstep.script.hooks import replace_function
 
 # Recorded per call: the prompt, a first token, and a series.
 TOKENS = RECORDED + 2
-# So many tokens share a price: that of the one in the middle.
+# This many tokens share the price of the middle one.
 CHUNK = 16
 # Number of stored series, and how closely a token must agree with one.
 MAX_SERIES, FITS = 16, 1e-3
-# Arguments of other ways to generate: these run as they are.
+# Arguments that select other ways to generate; such calls run unchanged.
 _OTHER_WAYS = ("streamer", "assistant_model", "custom_generate", "prompt_lookup_num_tokens")
 
 
@@ -52,7 +52,7 @@ class Series:
     live: list[int]
 
     def fits(self, token: RecordedCall, position: int) -> bool:
-        """Whether a token is the one that the series has at `position`: same kernels, bytes and FLOPs."""
+        """Return whether a token matches the series at `position`: same kernels, bytes and FLOPs."""
         recorded = [call.launches for call in self.family.series]
         if any(len(launches) != len(token.launches) for launches in recorded):
             return False
@@ -74,23 +74,23 @@ def _work(launches: Sequence[Launch]) -> tuple[float, float]:
 
 
 class Generations:
-    """Runs `generate`, or its beginning."""
+    """Runs `generate`, or only its first tokens."""
 
     def __init__(self, tape: Any) -> None:
         self.tape = tape
         self.extrapolated = 0
         # Of earlier calls, the newest last.
         self._recorded: deque[Series] = deque(maxlen=MAX_SERIES)
-        # Of the call under way: where its tokens end, live bytes there, length of its sequences.
+        # Of the current call: where its tokens end, live bytes there, length of its sequences.
         self._ends: list[int] = []
         self._live: list[int] = []
         self._length = 0
-        # What its other tokens cost, and how many they are.
+        # Cost and number of its other tokens.
         self._series: Series | None = None
         self._left_out = 0
 
     def run(self, generate: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """`generate(*args, **kwargs)` with fewer tokens recorded, where its result is a tensor of tokens."""
+        """Run `generate(*args, **kwargs)` with fewer recorded tokens, if its result is a tensor of tokens."""
         if not self._is_plain(args, kwargs):
             return generate(*args, **kwargs)
         self._ends, self._live, self._series, self._left_out = [], [], None, 0
@@ -138,7 +138,7 @@ class Generations:
         return done
 
     def _known_series(self) -> Series | None:
-        """The series of an earlier call that this one repeats, as its second token shows."""
+        """Return the series of an earlier call that this call repeats, judged by its second token."""
         if len(self._ends) != 2:
             return None
         token = self._tokens(self._ends)[0]
@@ -149,7 +149,9 @@ class Generations:
         calls = self._tokens(self._ends[-RECORDED - 1 :])
         family = Family(series=calls, templates=templates_of([call.launches for call in calls]))
         if family.templates is None:
-            self.tape.notes["generate: recorded tokens differ; the last one stands for those left out"] += 1
+            self.tape.notes[
+                "generate: recorded tokens differ; the last one is used for the tokens left out"
+            ] += 1
             family = Family(series=[calls[-1]] * RECORDED)
             family.templates = templates_of([calls[-1].launches] * RECORDED)
         series = Series(family, self._length, self._live[-RECORDED:])
@@ -161,7 +163,7 @@ class Generations:
         return [recorded_call(events[a:b]) for a, b in pairwise(ends)]
 
     def _add_tokens(self, series: Series) -> None:
-        """The price of the tokens that are left out, and the memory of their cache."""
+        """Record the price of the tokens that are left out, and the memory of their cache."""
         tape, place = self.tape, self.tape.lines.place()
         ran = self._length - series.length
         self._add_peak(series, ran, ran + self._left_out)
@@ -174,7 +176,7 @@ class Generations:
         self.extrapolated += self._left_out
 
     def _add_peak(self, series: Series, ran: int, last: int) -> None:
-        """The memory of token `last` of the series, where `ran` is the last one that was run."""
+        """Return the memory of token `last` of the series. `ran`: the last token that ran."""
         tape, place = self.tape, self.tape.lines.place()
         grown = next_value(series.live, last) - next_value(series.live, ran)
         transient = next_value([call.transient for call in series.family.series], last)
@@ -184,7 +186,7 @@ class Generations:
 
 
 def _times(event: Extrapolated, count: int) -> Extrapolated:
-    """The event so many times in a row."""
+    """Return the event repeated this many times."""
     return replace(
         event,
         parts=tuple((line, kernel, count * times) for line, kernel, times in event.parts),

@@ -38,8 +38,8 @@ def install() -> None:
             param_group["params"] = params = list(params)
             if any(is_lazy(p[1] if isinstance(p, tuple) else p) for p in params):
                 raise Refused(
-                    "an optimizer over uninitialised parameters of a lazy module: "
-                    "call the model once before the optimizer is made"
+                    "optimizer: expected initialised parameters, got those of a lazy module; "
+                    "call the model once before building the optimizer"
                 )
         add_group(self, param_group)
 

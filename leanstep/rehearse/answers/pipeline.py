@@ -1,9 +1,9 @@
 """Pipeline parallel (`torch.distributed.pipelining`): one rank's stages, without the stages of other ranks.
 
 A stage learns the shapes of its inputs and gradients from its neighbours. Gradients have the shapes of the
-stage's own outputs. Inputs come from the rehearsal of the rank before (`Request.received`), or, where a rank
-holds several stages, have the shapes of what this rank sent last. The wait for other stages follows from the
-schedule's order, as if all stages were like this rank's.
+stage's own outputs. Inputs come from the rehearsal of the previous rank (`Request.received`), or, if a rank
+holds several stages, have the shapes of what this rank sent last. The wait for other stages is computed from
+the schedule's order, assuming that all stages are like this rank's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from leanstep.rehearse.tape import Tape
 
 
 def install(tape: Tape) -> None:
-    """Answer what a stage asks of its neighbours, as soon as the program imports pipelining."""
+    """Replace communication between stages as soon as the program imports pipelining."""
     objects = _Objects(tape)
     dist.send_object_list = objects.send
     dist.recv_object_list = objects.receive
@@ -50,7 +50,7 @@ class _Objects:
         if dst is None and rank is not None:
             dst = dist.get_global_rank(group, rank) if group is not None else rank
         if dst is not None:
-            with contextlib.suppress(Exception):  # an object that only its own process understands
+            with contextlib.suppress(Exception):  # an object that only its own process can use
                 shapes = tree_map_only(FakeTensor, _shape_alone, self.last)
                 self.tape.recording.sent.append((dst, pickle.dumps(shapes)))
 
@@ -58,20 +58,22 @@ class _Objects:
         if self.waiting:
             self.last = pickle.loads(self.waiting.pop(0))
         elif self.last is None:
-            raise Refused("recv_object_list: only another rank knows the object; --rank 0 receives none")
+            raise Refused(
+                "recv_object_list: the object exists only on another rank; use --rank 0, which receives none"
+            )
         object_list[:] = self.last
         line = self.tape.lines.here()
-        self.tape.shadows.assume(line, "recv_object_list", "what the rank before sends")
+        self.tape.shadows.assume(line, "recv_object_list", "what the previous rank sends")
 
 
 def _shape_alone(tensor: FakeTensor) -> torch.Tensor:
-    """Before torch 2.11 a stage sends tensors of the meta device; fake ones cannot be pickled."""
+    """Before torch 2.11, a stage sends meta tensors; fake tensors cannot be pickled."""
     with _disable_current_modes():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _answer_stage(module: Any, objects: _Objects, pieces: _Pieces) -> None:
-    """Since torch 2.11 stages vote on how shapes are found, and send those of gradients back as well."""
+    """Since torch 2.11, stages vote on how shapes are inferred, and also send gradient shapes back."""
     pieces.watch(module)
     stage = module.PipelineStage
     if not hasattr(stage, "_recv_meta"):
@@ -97,7 +99,7 @@ _METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weigh
 
 
 class _Pieces:
-    """Seconds of the device for each kind of a schedule's work, since the schedule's step began."""
+    """Device seconds per kind of work since the schedule's step began."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -120,7 +122,7 @@ class _Pieces:
         return timed
 
     def costs(self) -> dict[str, float]:
-        """Mean seconds by kind; a backward in two parts is two halves of a whole one."""
+        """Return mean seconds by kind. Each part of a split backward counts as half of a whole one."""
         means = {kind: sum(times) / len(times) for kind, times in self.times.items()}
         backward = means.get("B", 0.0) + means.get("W", 0.0)
         split = "W" in means
@@ -133,7 +135,7 @@ class _Pieces:
 
 
 def _watch(tape: Tape, module: Any, pieces: _Pieces) -> None:
-    """Add the wait for other ranks to each step of a schedule, and say how much it is."""
+    """Add the wait for other ranks to each step of a schedule, with a note of its share."""
     if hasattr(module, "_build_p2p_edge_groups"):  # since torch 2.15
         module._build_p2p_edge_groups = _with_fake_group(module._build_p2p_edge_groups)
     for schedule in (module.PipelineScheduleSingle, module.PipelineScheduleMulti):
@@ -141,7 +143,7 @@ def _watch(tape: Tape, module: Any, pieces: _Pieces) -> None:
 
 
 def _with_fake_group(build: Any) -> Any:
-    """A fake group cannot be split: with it torch uses the group of all stages for every pair of ranks."""
+    """A fake group cannot be split, so torch uses the group of all stages for every pair of ranks."""
 
     def edges(*args: Any) -> Any:
         answer, dist.get_backend = dist.get_backend, dist.distributed_c10d.get_backend
@@ -166,8 +168,8 @@ def _stepped(tape: Tape, build: Any, pieces: _Pieces) -> Any:
             result = run(*args, **kwargs)
             share = _share(self, first, pieces.costs())
             tape.add(Stall(mark, share))
-            where = f"stage {first.stage_index} of {first.num_stages} alone (others: --rank)"
-            wait = f"the wait for other stages, as if they were equal, adds {share:.0%} to the step"
+            where = f"stage {first.stage_index} of {first.num_stages} only (others: --rank)"
+            wait = f"waiting for other stages, assumed equal, adds {share:.0%} to the step"
             tape.notes[f"pipeline, {type(self).__name__}: {where}; {wait}"] += 1
             return result
 

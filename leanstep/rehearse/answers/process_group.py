@@ -1,4 +1,4 @@
-"""One process of many: the shapes of rank 0 of N, collectives taped with their bytes, nothing sent.
+"""One process of many: the shapes of rank 0 of N. Collectives are recorded with their bytes, nothing is sent.
 
 `torch.distributed` runs on torch's own fake process group. DistributedDataParallel is a stand-in that fills
 buckets and reduces them as they become ready; FSDP2 and DTensor run as they are.
@@ -27,7 +27,7 @@ from leanstep.rehearse.tape import Tape
 
 # DistributedDataParallel's defaults: a small first bucket, so that the first reduction starts early.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
-# c10d call -> collective; the payload is the larger side of what it moves.
+# c10d call -> collective; the payload is the larger of its input and output.
 COLLECTIVES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -61,7 +61,7 @@ COLLECTIVES = {
 
 
 def install(tape: Tape, ranks: int, rank: int = 0) -> None:
-    """Answer torch.distributed for one rank of `ranks`, or of the WORLD_SIZE that the program sets."""
+    """Replace torch.distributed for one rank of `ranks`, or of the WORLD_SIZE that the program sets."""
     torch.nn.parallel.DistributedDataParallel = _ddp_class(tape)  # pyright: ignore[reportAttributeAccessIssue]
     if not dist.is_available():
         return
@@ -74,7 +74,7 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
         size = int(os.environ.get("WORLD_SIZE") or (kwargs.get("world_size") or ranks))
         size = max(1, size)
         if not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"):
-            # Before 2.13 only this tool of torch registers fake implementations of the collectives.
+            # Before 2.13, only this torch tool registers fake implementations of the collectives.
             importlib.import_module("torch.distributed._tools.fake_collectives")
         if not dist.is_initialized():
             start("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -82,7 +82,9 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
         tape.ranks = size
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **kwargs: Any) -> Any:
-        group = another(ranks, timeout, "fake", **kwargs)  # gloo beside NCCL, as programs ask for flags
+        group = another(
+            ranks, timeout, "fake", **kwargs
+        )  # including gloo groups beside NCCL, which programs use for flags
         backends[group] = str(backend or backends[dist.group.WORLD]).lower()
         return group
 
@@ -90,9 +92,9 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
         real = dist.distributed_c10d.get_backend(group)
         return backends.get(group or dist.group.WORLD, backends.get(dist.group.WORLD, real))
 
-    # torch's own functions, which must know that the group is fake, call the one of distributed_c10d.
+    # torch's own functions must know that the group is fake; they call the function in distributed_c10d.
     dist.get_backend = get_backend
-    # A mesh starts the group itself where the program has not.
+    # A mesh creates the group itself if the program has not.
     for module in (dist, dist.distributed_c10d, dist.device_mesh):
         for name, answer in (("init_process_group", init_process_group), ("new_group", new_group)):
             if hasattr(module, name):
@@ -109,7 +111,7 @@ def install(tape: Tape, ranks: int, rank: int = 0) -> None:
 
 
 def _price_copies() -> None:
-    """FSDP2's copies into and out of what it sends: whole 16 bytes at a time, each byte once."""
+    """Register the cost of FSDP2's copies into and out of its buffers: 16-byte accesses, each byte once."""
 
     def size(tensors: list[Tensor]) -> int:
         return sum(shape_of(t).nbytes for t in tensors)
@@ -124,14 +126,14 @@ def _price_copies() -> None:
 
 
 def _share_nothing(module: Any) -> None:
-    """Symmetric memory needs the other ranks; what a compiler makes of it is `async_products`."""
+    """Symmetric memory needs the other ranks; `async_products` models what a compiler does with it."""
     module.enable_symm_mem_for_group = lambda group_name: None
 
 
 def _wait_at_first_use() -> None:
-    """Results of functional collectives are waited for when they are read.
+    """Wait for results of functional collectives when they are read.
 
-    The fake implementation of torch's own wrapper (since 2.13) returns a tensor that nothing waits for.
+    The fake implementation of torch's own wrapper (since 2.13) returns a tensor that never waits.
     """
     import torch.distributed._functional_collectives as functional
 
@@ -148,7 +150,7 @@ def _wait_at_first_use() -> None:
 
 
 def _leave_out_shapes(tape: Tape) -> None:
-    """DTensor runs each new call once for its global shape: no work of the device, and nothing it holds."""
+    """Ignore DTensor's extra run of each new call for its global shape: it does no device work."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     find = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -160,7 +162,7 @@ def _leave_out_shapes(tape: Tape) -> None:
             return find(self, op_schema)
         finally:
             ours = [e for e in record.events if isinstance(e, Alloc | Free)]
-            times = Counter(e.storage for e in ours)  # twice: allocated and freed meanwhile
+            times = Counter(e.storage for e in ours)  # in both: allocated and freed in between
             record.events = taped + [e for e in ours if times[e.storage] == 1]
             tape.peak_bytes, tape.window_peak_bytes = peaks
 
@@ -172,14 +174,14 @@ def _answer_spawn(tape: Tape) -> None:
     import torch.multiprocessing as multiprocessing
 
     def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-        tape.notes[f"mp.spawn of {nprocs}: rank 0 ran, in this process"] += 1
+        tape.notes[f"mp.spawn of {nprocs}: only rank 0 ran, in this process"] += 1
         fn(0, *args)
 
     multiprocessing.spawn = spawn  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _answer_objects() -> None:
-    """Nothing is sent: every rank holds the object that this one has."""
+    """Send nothing: every rank is assumed to hold the same object as this one."""
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         object_list[:] = [obj] * len(object_list)
@@ -199,12 +201,12 @@ def _answer_objects() -> None:
     dist.broadcast_object_list = lambda *_, **__: None
 
 
-# What the program asked `all_reduce` for last.
+# The reduction of the last `all_reduce` call.
 _asked: dict[str, Any] = {"op": None}
 
 
 def _remember_reductions() -> None:
-    """The group of torch 2.8 gets an object that does not tell which reduction it stands for."""
+    """Store the reduction: in torch 2.8 the group gets an object that does not expose it."""
     plain = dist.all_reduce
 
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
@@ -216,11 +218,13 @@ def _remember_reductions() -> None:
 
 
 class _Pending:
-    """Collectives that the program may wait for: marks of their ends, by handle and by result."""
+    """Collectives that the program may wait for: end marks, by handle and by result."""
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self._works: dict[int, tuple[Any, int]] = {}  # the handle is held: its address is not used again
+        self._works: dict[
+            int, tuple[Any, int]
+        ] = {}  # the handle stays referenced, so its address is not reused
         self._results: dict[int, int] = {}  # storage -> mark
         self._last = 0
         native: Any = torch._C
@@ -232,7 +236,7 @@ class _Pending:
         plain = fake.wait
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            # A handle of several calls at once stands for the last of them.
+            # A handle for several coalesced calls represents the last of them.
             _, mark = self._works.pop(id(work), (None, self._last))
             self.tape.hold_stream(mark, self.tape.stream)
             return plain(work, *args, **kwargs)
@@ -240,7 +244,7 @@ class _Pending:
         fake.wait = wait
 
     def issued(self, mark: int, args: Any, out: Any) -> None:
-        """mark: 0 for tensors of the host. Calls that block ask their handle to wait, like the program."""
+        """mark: 0 for host tensors. Blocking calls wait on their handle, as the program does."""
         self._last = mark or self._last
         if isinstance(args[-1], str):  # a functional one: `wait_tensor` waits for its result
             for tensor in device_tensors(out):
@@ -260,7 +264,7 @@ def _flat(out: Any) -> Sequence[Any]:
 
 
 def _collective(tape: Tape, pending: _Pending, name: str, args: Any, out: Any) -> None:
-    """Tape one c10d call."""
+    """Record one c10d call."""
     kind = COLLECTIVES.get(name)
     if name == "wait_tensor":
         tape.shadows.put(out, tape.shadows.get(args[0]))
@@ -283,30 +287,30 @@ def _collective(tape: Tape, pending: _Pending, name: str, args: Any, out: Any) -
 
 
 def _group(args: Any) -> Any:
-    """Who takes part: a dimension of a mesh has fewer ranks than the world."""
-    boxed = next((a for a in args if isinstance(a, torch.ScriptObject)), None)  # before the kind of sum
+    """Return the ranks of a call: a mesh dimension has fewer ranks than the world."""
+    boxed = next((a for a in args if isinstance(a, torch.ScriptObject)), None)  # before the reduction kind
     if boxed is not None:
         return dist.ProcessGroup.unbox(boxed)  # pyright: ignore[reportArgumentType]
-    group = args[-1]  # the functional ones name theirs last
+    group = args[-1]  # functional collectives name their group last
     return _resolve_process_group(group) if isinstance(group, str) else group  # pyright: ignore
 
 
 def sizes_of(group: Any) -> tuple[int, int]:
-    """How many ranks a group has, and how far they are apart: neighbours share a machine."""
+    """Return the number of ranks in a group and their stride: neighbouring ranks share a machine."""
     ranks = sorted(dist.get_process_group_ranks(group))
     return len(ranks), min((b - a for a, b in itertools.pairwise(ranks)), default=1)
 
 
 def _peer(name: str, args: Any) -> tuple[int, int]:
-    """Two ranks, and how far they are apart."""
+    """Return two ranks and their distance."""
     group, peer = _group(args), args[2]  # both have (tensors, group, peer, tag)
     return 2, abs(dist.get_global_rank(group, peer) - dist.get_rank()) or 1
 
 
 def _as_on_this_rank(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[Tensor, Tensor, int]]:
-    """What the host knows of results if every rank sends what this one does: counts, flags, lengths.
+    """Return the host-known results if every rank sends what this one does: counts, flags, lengths.
 
-    As (result, what this rank sends, factor of a sum); nothing where one of the results is not known.
+    As (result, what this rank sends, factor of a sum); empty if one of the results is unknown.
     """
     if name == "broadcast_":
         pairs, factor = [(t, t) for t in args[0]], 1
@@ -328,7 +332,7 @@ def _as_on_this_rank(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[T
 
 
 def _exchanged(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[Tensor, Tensor, int]]:
-    """An exchange of equal parts (how many tokens go to each expert): every rank sends this one its part."""
+    """Return the same for an all-to-all of equal parts, such as token counts per expert."""
     target, sent, splits = (
         (args[0], args[1], args[3:5]) if name == "alltoall_base_" else (out, args[0], args[1:3])
     )
@@ -344,14 +348,14 @@ def _exchanged(tape: Tape, name: str, args: Any, out: Any) -> list[tuple[Tensor,
 def _reduce(
     tape: Tape, kind: str, payload: int, tensors: list[Any], sizes: tuple[int, int], forget: bool = True
 ) -> int:
-    """Tape a collective: the mark of its end."""
+    """Record a collective and return the mark of its end."""
     kernel = Kernel("collective", payload, 0.0, str(tensors[0].dtype)[6:], sizes, name=kind)
     return tape.transfer(kernel, tensors, forget)
 
 
 def _ddp_class(tape: Tape) -> type[torch.nn.Module]:
     class DistributedDataParallel(torch.nn.Module):
-        """Buckets of gradients, reduced when their last gradient has arrived, from the last parameter on."""
+        """Gradient buckets from the last parameter to the first, each reduced on its last gradient."""
 
         def __init__(
             self,
@@ -392,7 +396,7 @@ def _ddp_class(tape: Tape) -> type[torch.nn.Module]:
 
 
 def _split_into_buckets(params: Sequence[Tensor], cap: int) -> list[list[Tensor]]:
-    """Parameters from the last one on; a bucket is full when it has reached its bytes."""
+    """Fill buckets from the last parameter to the first; a bucket is full when it reaches its byte limit."""
     buckets: list[list[Tensor]] = [[]]
     limit = FIRST_BUCKET_BYTES
     for p in reversed(params):
@@ -404,7 +408,7 @@ def _split_into_buckets(params: Sequence[Tensor], cap: int) -> list[list[Tensor]
 
 
 class _Bucket:
-    """Gradients that are reduced together; `copies`: in a buffer of their own, beside the gradients."""
+    """Gradients that are reduced together. `copies`: in a separate buffer, not in the gradients."""
 
     def __init__(self, tape: Tape, params: list[Tensor], sizes: tuple[int, int], *, copies: bool) -> None:
         self.tape, self.params, self.sizes = tape, params, sizes
@@ -436,7 +440,7 @@ class _Bucket:
             self._reduce()
 
     def _reduce(self) -> None:
-        """Start the sum; the end of the backward waits for it."""
+        """Start the reduction; the end of the backward pass waits for it."""
         grads = [q.grad for q in self.params if q.grad is not None]
         into = grads if self.flat is None else [self.flat]
         nbytes = sum(shape_of(t).nbytes for t in into)

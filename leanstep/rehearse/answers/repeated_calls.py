@@ -1,12 +1,12 @@
-"""Model calls without gradients that repeat: a few are recorded, the others follow from them.
+"""Repeated model calls without gradients: a few are recorded, the others are extrapolated.
 
-Token-by-token generation calls a model hundreds of times, each time with one position more, in its input or
+Token-by-token generation calls a model hundreds of times, each time with one more position in its input or
 in its KV cache. After `RECORDED` calls whose sizes grow by the same amount from call to call, the kernels of
 the next ones are known: their sizes, bytes and FLOPs continue the series (linear, or quadratic where all
 recorded calls agree). Such a call is not run. It leaves one `Extrapolated` event, outputs of the right shape,
 caches that have grown, and the memory that it needs while it runs.
 
-A call is run as it is when anything about it is not part of the series: another structure of its arguments,
+A call runs unchanged if anything about it does not fit the series: a different structure of its arguments,
 an output whose values are known, other launches, a captured graph.
 """
 
@@ -35,7 +35,7 @@ _MAX_DEPTH = 6
 
 
 class Slot(NamedTuple):
-    """A tensor or an integer that a call can reach, and how to replace it: `owner`'s entry or attribute."""
+    """A tensor or integer that a call can reach, and how to replace it: an entry or attribute of `owner`."""
 
     path: tuple[Any, ...]
     value: Any
@@ -54,7 +54,7 @@ class Slot(NamedTuple):
 
 
 class State:
-    """Everything a call can see whose size may change: its arguments, objects in them, tensors of the module.
+    """Everything a call can reach whose size may change: arguments, objects in them, tensors of the module.
 
     `structure`: what must stay the same in a series; `sizes`: the integers that may change.
     """
@@ -74,7 +74,7 @@ class State:
         self.sizes = tuple(size for slot in self.slots for size in slot.sizes)
 
     def add_module(self) -> State:
-        """Look at the tensors of the module as well: buffers, caches."""
+        """Add the tensors of the module: buffers, caches."""
         known = len(self._structure)
         self._walk_module(self.module)
         self.module_structure = tuple(self._structure[known:])
@@ -109,7 +109,7 @@ class State:
             self._structure.append((path, type(value)))
 
     def _walk_module(self, module: torch.nn.Module) -> None:
-        """Tensors and counters of the module, and how much it has collected in containers of its own."""
+        """Add tensors and counters of the module, and the lengths of its own containers."""
         for number, part in enumerate(module.modules()):
             for owner in (part.__dict__, part._buffers):
                 for name, value in owner.items():
@@ -125,7 +125,7 @@ class State:
 
 @dataclass
 class RecordedCall:
-    """A call that ran. `transient`: most bytes that were alive in it beyond those before it."""
+    """A call that ran. `transient`: its peak of live bytes above the level before it."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -141,7 +141,7 @@ def recorded_call(
     after: tuple[int, ...] = (),
     outputs: tuple[int, ...] = (),
 ) -> RecordedCall:
-    """A call from its events and from the sizes before it, after it and of its outputs."""
+    """Build a call from its events and from the sizes before it, after it and of its outputs."""
     launches = [e for e in span if isinstance(e, Launch)]
     waits = [e for e in span if isinstance(e, HostWait)]
     return RecordedCall(before, after, outputs, launches, waits, _transient(span))
@@ -149,7 +149,7 @@ def recorded_call(
 
 @dataclass
 class Template:
-    """Launches of the recorded calls that were the same in each of them, and how many such there are."""
+    """A launch that is the same in all recorded calls, and how many times it occurs."""
 
     kernels: list[tuple[Kernel, ...]]
     line: Line | None
@@ -176,16 +176,16 @@ class Family:
 
     @property
     def module_is_static(self) -> bool:
-        """Whether no tensor of the module itself changed its size in the series."""
+        """Return whether all of the module's own tensors keep their size in the series."""
         first, last = self.series[0], self.series[-1]
         count = len(last.before) - self.module_sizes
         same = first.before[count:] == last.before[count:] == last.after[count:]
         return same and all(index < self.arguments for index in self.changed)
 
     def position(self, sizes: tuple[int, ...]) -> int | None:
-        """How many calls after the last recorded one a call with these sizes comes; None: not in the series.
+        """Return the number of calls from the last recorded one to one of these sizes; None if outside.
 
-        Sizes of the module's own tensors may be left out where they never change.
+        Sizes of the module's own tensors may be omitted if they never change.
         """
         length = len(self.series[-1].before)
         if len(sizes) > length or (len(sizes) < length and not self.module_is_static):
@@ -207,11 +207,11 @@ class RepeatedCalls:
         self.tape = tape
         self.families: dict[Any, Family] = {}
         self.recorded = self.skipped = 0
-        # While another part of the rehearsal looks after the calls.
+        # True while another part of the rehearsal handles the calls.
         self.paused = False
 
     def run(self, call: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """`call(module, *args, **kwargs)`, or what it would return."""
+        """Return `call(module, *args, **kwargs)`, run or extrapolated."""
         if self.paused:
             self.recorded += 1
             return call(module, *args, **kwargs)
@@ -242,7 +242,7 @@ class RepeatedCalls:
         span = events[first:]
         after = State(module, args, kwargs).add_module()
         if state.module_structure != after.module_structure:
-            # A cache was made, or something was collected: a series may begin after it.
+            # A cache or a container was created: a series may begin after it.
             family.series, family.templates = [], None
             return output
         outputs = _output_tensors(output, state.objects)
@@ -258,7 +258,7 @@ class RepeatedCalls:
         return output
 
     def _is_plain(self, span: Sequence[Event], outputs: list[Tensor], before: State, after: State) -> bool:
-        """Whether the call left nothing behind but tensors of unknown values and longer caches."""
+        """Return whether the call left behind only tensors of unknown values and longer caches."""
         if any(part._forward_hooks or part._forward_pre_hooks for part in before.module.modules()):
             return False
         launches = [e for e in span if isinstance(e, Launch)]
@@ -300,7 +300,7 @@ class RepeatedCalls:
         return tensor
 
     def _grow(self, family: Family, position: int, state: State) -> None:
-        """Caches and counters as the call would leave them."""
+        """Set caches and counters to the state that the call would leave."""
         offsets = _offsets(state.slots)
         for index in family.changed:
             slot = state.slots[index]
@@ -322,7 +322,7 @@ def _offsets(slots: Sequence[Slot]) -> list[int]:
 
 
 def _add(family: Family, call: RecordedCall) -> None:
-    """Another call that ran: the series goes on, or a new one begins with it."""
+    """Add a call that ran: it continues the series or begins a new one."""
     family.series.append(call)
     family.templates = None
     if len(family.series) > 2 and not _even(family.series[-3:]):
@@ -335,7 +335,7 @@ def _add(family: Family, call: RecordedCall) -> None:
 
 
 def _even(calls: Sequence[RecordedCall]) -> bool:
-    """Whether the sizes grow by the same amount from call to call."""
+    """Return whether the sizes grow by the same amount from call to call."""
     for name in ("before", "after", "outputs"):
         first, second, third = (getattr(call, name) for call in calls)
         if not len(first) == len(second) == len(third):
@@ -346,7 +346,7 @@ def _even(calls: Sequence[RecordedCall]) -> bool:
 
 
 def templates_of(calls: Sequence[Sequence[Launch]]) -> list[Template] | None:
-    """Launches that the calls have in common, those of equal layers joined; None where the calls differ."""
+    """Return the launches common to the calls, with equal layers joined; None if the calls differ."""
     templates: dict[Any, Template] = {}
     for launches in zip(*calls, strict=True):
         kinds = {
@@ -362,7 +362,7 @@ def templates_of(calls: Sequence[Sequence[Launch]]) -> list[Template] | None:
 
 
 def next_value(values: Sequence[float], position: float) -> float:
-    """The series of `values`, `position` calls after its last one; quadratic if every difference says so."""
+    """Extrapolate `values` by `position` calls: quadratic if every second difference agrees, else linear."""
     steps = [b - a for a, b in pairwise(values)]
     bends = {b - a for a, b in pairwise(steps)}
     if len(bends) == 1:
@@ -400,7 +400,7 @@ def extrapolated(family: Family, position: float) -> Extrapolated:
 def _next_kernel(column: Sequence[Kernel], position: float) -> Kernel:
     if all(kernel == column[0] for kernel in column):
         return column[0]
-    # The recorded call whose position has the same remainder: alignments repeat.
+    # Use the recorded call whose position has the same remainder, because alignments repeat.
     like = column[(int(position) - 1) % len(column)]
     return like._replace(
         nbytes=next_value([k.nbytes for k in column], position),
@@ -430,7 +430,7 @@ def _transient(span: Sequence[Event]) -> int:
 
 
 def _output_tensors(output: Any, arguments: Mapping[int, Any]) -> list[Tensor] | None:
-    """The tensors of an output; None where it holds an object that is neither plain nor an argument."""
+    """Return the tensors of an output; None if it holds an object that is neither plain nor an argument."""
     if isinstance(output, Tensor):
         return [output]
     if isinstance(output, (dict, list, tuple)):
@@ -458,7 +458,7 @@ class _Object(NamedTuple):
 
 
 class _Output:
-    """An output as a pattern that holds no tensor."""
+    """Return an output as a pattern without tensors."""
 
     def __init__(self, output: Any, state: State) -> None:
         self._arguments = {id(slot.value): i for i, slot in enumerate(state.slots)}
@@ -489,7 +489,7 @@ class _Output:
 
 
 def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A container of the same kind with its entries changed."""
+    """Return a container of the same type with its entries replaced."""
     if isinstance(value, dict):
         built = copy.copy(value)
         for key, entry in value.items():

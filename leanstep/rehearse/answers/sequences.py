@@ -1,8 +1,8 @@
 """Recurrent layers, packed sequences and the CTC loss, as a device runs them.
 
-`nn.LSTM`, `nn.GRU` and `nn.RNN` are one call of cuDNN for the whole sequence: an op with its shapes and a
+`nn.LSTM`, `nn.GRU` and `nn.RNN` are one cuDNN call for the whole sequence: an op with its shapes and a
 price replaces torch's fallback, which would launch several kernels per time step. The CTC loss is a stand-in
-of the same kind. GRU cells are kernels of torch that have no fake implementation: their shapes are here.
+of the same kind. GRU cells are torch kernels without a fake implementation; their shapes are defined here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def install(tape: Tape) -> None:
-    """Answer the recurrent functions of torch for device tensors."""
+    """Replace torch's recurrent functions for device tensors."""
     register_cost("leanstep_rehearse::recurrent", _forward_cost)
     register_cost("leanstep_rehearse::recurrent_backward", _backward_cost)
     functions: Any = torch._VF
@@ -66,7 +66,7 @@ def _(
     steps: int,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Output, last states, and what backward reads: gates and states of every step."""
+    """Return output, last states, and what the backward reads: gates and states of every step."""
     output = x.new_empty(*x.shape[:-1], directions * h0.shape[-1])
     last = torch.empty_like(h0 if c0 is None else c0)
     hidden = last.shape[-1]
@@ -127,7 +127,7 @@ _recurrent.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _layer(mode: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch._VF.lstm` and the like: padded and packed calls."""
+    """Replace `torch._VF.lstm` and similar functions, for padded and packed calls."""
 
     def padded(
         x: Tensor,
@@ -190,7 +190,7 @@ def _layer(mode: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Work:
-    """Sizes of a call, and its products; float32 runs as TF32 where cuDNN may use it."""
+    """Sizes and matrix products of a call. float32 runs as TF32 if cuDNN may use it."""
 
     def __init__(self, arguments: Mapping[str, Any]):
         x = arguments["x"]
@@ -208,13 +208,13 @@ class _Work:
         return Kernel("gemm", moved, 2.0 * rows * columns * inner, self.dtype, (1, rows, columns, inner))
 
     def steps_of(self, product: Kernel, passes: int) -> list[Kernel]:
-        """One product and one pass over gates and states for each time step."""
+        """Return one product and one pass over gates and states per time step."""
         moved = passes * self.batch * self.hidden * self.x.width
         return [product, Kernel("pointwise", moved, 0.0, self.x.dtype)] * self.steps
 
 
 def _forward_cost(arguments: Mapping[str, Any]) -> list[Kernel]:
-    """Per layer and direction: one product with the whole input, then the time steps."""
+    """Price, per layer and direction, one product with the whole input, then the time steps."""
     work = _Work(arguments)
     width = work.gates * work.hidden
     kernels: list[Kernel] = []
@@ -225,7 +225,7 @@ def _forward_cost(arguments: Mapping[str, Any]) -> list[Kernel]:
 
 
 def _backward_cost(arguments: Mapping[str, Any]) -> list[Kernel]:
-    """Per layer and direction: the time steps, then the gradients of the input and of both weights."""
+    """Price, per layer and direction, the time steps, then the gradients of the input and both weights."""
     work = _Work(arguments)
     width = work.gates * work.hidden
     kernels: list[Kernel] = []
@@ -242,7 +242,7 @@ def _backward_cost(arguments: Mapping[str, Any]) -> list[Kernel]:
 
 def _packing(plain: Callable[..., Any]) -> Callable[..., Any]:
     def pack(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-        """Steps with the same number of live sequences are copied together; `lengths` is on the host."""
+        """Copy steps with the same number of live sequences together. `lengths` is on the host."""
         if x.device.type != "cuda":
             return plain(x, lengths, batch_first)
         longest = int(lengths.max())
@@ -268,7 +268,7 @@ def _ctc_loss(log_probs: Tensor, targets: Tensor, longest: int) -> tuple[Tensor,
 
 @_ctc_loss.register_fake
 def _(log_probs: Tensor, targets: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """One loss per sequence, and what backward reads: a value for each step and state."""
+    """Return one loss per sequence, and what the backward reads: one value per step and state."""
     steps, batch = log_probs.shape[:2]
     return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
 
@@ -304,7 +304,7 @@ def _ctc(plain: Callable[..., Any]) -> Callable[..., Any]:
         reduction: int = 1,
         zero_infinity: bool = False,
     ) -> Tensor:
-        """The kernel is launched for lengths that the host has read. reduction: 0 none, 1 mean, 2 sum."""
+        """Launch the kernel for lengths that the host has read. reduction: 0 none, 1 mean, 2 sum."""
         if log_probs.device.type != "cuda":
             return plain(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
         lengths = (input_lengths, target_lengths)
@@ -322,7 +322,7 @@ def _ctc(plain: Callable[..., Any]) -> Callable[..., Any]:
     return ctc_loss
 
 
-# GRU cells: kernels of torch without a fake implementation
+# GRU cells: torch kernels without a fake implementation
 
 
 def _gru_cell(input_gates: Tensor, hidden_gates: Tensor, hx: Tensor, *_: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Stand-ins for kernels that come as binaries: the right shapes and a price, nothing computed.
+"""Stand-ins for binary kernels: the right shapes and a price, no computation.
 
-A stand-in is found only where the package itself is not installed. What was used is noted in the recording.
+A stand-in is used only if the package itself is not installed. The recording notes each stand-in used.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _price(backward: bool) -> Callable[[Any], Any]:
 def fused_attention(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, share: float, layout: str
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of a fused attention kernel: shapes and a price.
+    """Return output and log-sum-exp of a fused attention kernel: shapes and a price.
 
     Args:
         kernel: its name in the recording.
@@ -108,13 +108,13 @@ def fused_attention(
 def fused_attention_backward(
     kernel: str, saved: Sequence[Tensor], grad: Tensor, share: float, layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `fused_attention`. saved: q, k, v, its output and log-sum-exp."""
+    """Return the gradients of `fused_attention`. saved: q, k, v, its output and log-sum-exp."""
     q, k, v, out, lse = saved
     return _backward(q, k, v, out, lse, grad, share, layout, kernel)
 
 
 def install(tape: Tape) -> None:
-    """Offer the modules below to `import`, after everything that is really installed."""
+    """Offer the modules below to `import`, after all installed packages."""
     register_cost("leanstep_rehearse::fused_attention", _price(False))
     register_cost("leanstep_rehearse::fused_attention_backward", _price(True))
     sys.meta_path.append(_Finder(tape))
@@ -129,7 +129,7 @@ def after_import(name: str, answer: Callable[[types.ModuleType], None]) -> None:
 
 
 class _Answers(importlib.abc.MetaPathFinder):
-    """Answers for installed modules (`AFTER_IMPORT`) as soon as these are imported."""
+    """Patches installed modules (`AFTER_IMPORT`) as soon as they are imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in AFTER_IMPORT:
@@ -159,7 +159,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def find_distributions(self, context: Any = None) -> Any:
-        """Libraries ask the installed packages for flash-attn before they import it."""
+        """Report the stand-ins as installed: libraries look up flash-attn before they import it."""
         name = getattr(context, "name", None)
         return [
             _Distribution(package, module)
@@ -174,13 +174,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        self.tape.notes[f"{module.__name__}: not installed, a stand-in with its shapes was used"] += 1
+        self.tape.notes[f"{module.__name__}: not installed; a stand-in with the same shapes was used"] += 1
         for name, make in MODULES[module.__name__].functions.items():
             setattr(module, name, make(self.tape))
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` says of a stand-in's package."""
+    """The `importlib.metadata` distribution of a stand-in's package."""
 
     def __init__(self, package: str, module: str):
         self.texts = {
@@ -201,7 +201,7 @@ class _Module:
 
 
 def _share(causal: bool, window: Sequence[int], length: int) -> float:
-    """Part of the T x T scores that is computed."""
+    """Return the share of the T x T scores that is computed."""
     left = window[0] if window and window[0] is not None and window[0] >= 0 else None
     if left is not None and left < length:
         computed = (left + 1) * length - left * (left + 1) / 2
@@ -240,9 +240,10 @@ def _flash_varlen(tape: Tape) -> Any:
 def _packed_share(
     tape: Tape, tokens: int, lengths: Any, longest: int, causal: bool, window: Sequence[int]
 ) -> float:
-    """Scores of all documents as a part of tokens x tokens; unknown lengths: all are the longest.
+    """Return the share of the tokens x tokens scores within documents.
 
-    A graph that is being captured holds for all lengths: then they count as unknown.
+    Unknown lengths count as the longest. During a graph capture, lengths count as unknown, because the graph
+    holds for all of them.
     """
     if torch.compiler.is_compiling():
         known = None
@@ -276,7 +277,7 @@ def _index_first_axis(rows: Tensor, indices: Tensor) -> Tensor:
 
 
 def _unpad_input(hidden: Tensor, mask: Tensor, unused: Tensor | None = None) -> Any:
-    """Rows under the mask, their numbers, offsets of the sequences, the longest, and the lengths."""
+    """Return the unmasked rows, their indices, the sequence offsets, the longest length, and the lengths."""
     lengths = mask.sum(-1, dtype=torch.int32)
     used = mask if unused is None else mask + unused
     indices = used.flatten().nonzero().flatten()
@@ -312,16 +313,16 @@ def _hub_kernels(tape: Tape) -> Any:
 
     def get_kernel(name: str, *_: Any, **__: Any) -> Any:
         if "flash" not in name:
-            raise Refused(f"the binary kernel {name} has no stand-in")
+            raise Refused(f"kernel {name}: this binary kernel has no stand-in")
         functions = {n: make(tape) for n, make in FLASH.items()}
-        tape.notes[f"kernel {name}: a stand-in with its shapes was used"] += 1
+        tape.notes[f"kernel {name}: a stand-in with the same shapes was used"] += 1
         return types.SimpleNamespace(**functions, flash_attn_interface=types.SimpleNamespace(**functions))
 
     return get_kernel
 
 
-# Fake tensors stand for real ones: what a library does while it traces is not what it does on the device.
-# (transformers then builds masks that it leaves out otherwise, and keeps SDPA from its flash kernel.)
+# Fake tensors represent real ones: libraries must not behave as they do while tracing.
+# (While tracing, transformers builds masks that it otherwise omits, which rules out the flash kernel.)
 def _tensors_are_real(module: Any) -> None:
     module.is_fake_tensor = lambda x: False
 
@@ -353,5 +354,5 @@ MODULES = {
     ),
     "kernels": _Module("0.10.0", {"get_kernel": _hub_kernels}),
 }
-# Package -> its module, where libraries look for a package before they import the module.
+# Package -> its module, for packages that libraries look up before they import the module.
 DISTRIBUTIONS = {"flash-attn": "flash_attn"}

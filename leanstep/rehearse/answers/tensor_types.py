@@ -1,6 +1,6 @@
-"""`torch.cuda.FloatTensor` and its kind: the names of tensor types from before `dtype` and `device`.
+"""`torch.cuda.FloatTensor` and similar types, which predate `dtype` and `device`.
 
-A CPU build has the names, but refuses to use them. A CUDA build makes tensors of the real device.
+A CPU build has these names but refuses to use them. A CUDA build creates tensors on the real device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES = {
 
 
 class _TensorType(type):
-    """A type that constructs tensors and knows them; it has no instances of its own."""
+    """A type that constructs tensors and recognises them with isinstance; it has no instances of its own."""
 
     dtype: torch.dtype
     is_cuda = True
@@ -42,7 +42,7 @@ class _TensorType(type):
 
 
 def install() -> None:
-    """Tensor types of the simulated device; `Tensor.type` and the default type understand them."""
+    """Install tensor types for the simulated device; `Tensor.type` and the default type accept them."""
     types = {name: _TensorType(name, (), {"dtype": dtype}) for name, dtype in _DTYPES.items()}
     by_name: dict[Any, Any] = {f"torch.cuda.{name}": kind for name, kind in types.items()}
     names = {kind.dtype: name for name, kind in by_name.items()}

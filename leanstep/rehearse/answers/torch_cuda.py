@@ -1,6 +1,6 @@
-"""What programs ask of torch.cuda and of torch's internals, answered for a simulated device.
+"""torch.cuda and torch internals, replaced for a simulated device.
 
-`install` patches the process for good. Each function below replaces one group of answers.
+`install` patches the process permanently. Each function below replaces one group of functions.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from leanstep.script.lines import LIBRARY, USER, judge_code
 
 HALF = (torch.float16, torch.bfloat16)
 FLASH_HEAD_SIZE = 256
-# Added to what stands for an address: no machine has memory there.
+# Added to simulated addresses: no machine has memory there.
 NO_ADDRESS = 1 << 62
 # Kernels of the simulated device; they are removed with this object.
 _LIBRARY = torch.library.Library("aten", "IMPL")
-# torch composes these ops of others unless the device has kernels for them, as CUDA has. `_fused_rms_norm` of
-# torch 2.8, which has no backward, is for Metal alone.
+# torch composes these ops from others unless the device has kernels for them, as CUDA does.
+# `_fused_rms_norm` of torch 2.8, which has no backward, is for Metal only.
 OWN_KERNELS = ["silu_backward", "mish_backward"]
 if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
     OWN_KERNELS.append("_fused_rms_norm")
 
 
 class DeviceProperties(types.SimpleNamespace):
-    """Answer of `torch.cuda.get_device_properties`; a constant for Dynamo, as the real one is."""
+    """Result of `torch.cuda.get_device_properties`; a constant for Dynamo, like the real one."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return id(self)
 
 
 def install(tape: Tape, device: Any) -> None:
-    """Answer for `device` (a record of `devices.DEVICES`), tape what is asked."""
+    """Replace torch.cuda for `device` (a record of `devices.DEVICES`) and record the calls."""
     _own_kernels()
     _no_real_kernels()
     _mixed_product()
@@ -83,8 +83,8 @@ def install(tape: Tape, device: Any) -> None:
 
 
 def _lift_from_host() -> None:
-    """`torch.tensor(x, device="cuda")` is a host tensor that is copied. torch keeps this flag per thread,
-    and starts threads of its own for backward."""
+    """Build `torch.tensor(x, device="cuda")` on the host and copy it. torch holds this flag per thread, and
+    starts its own threads for backward."""
     from torch.autograd.function import BackwardCFunction
 
     run = BackwardCFunction.apply
@@ -98,10 +98,10 @@ def _lift_from_host() -> None:
 
 
 def _own_kernels() -> None:
-    """Register in a CPU build the kernels that only CUDA has, so that these calls reach the tape whole."""
+    """In a CPU build, register the kernels that only CUDA has, so that these calls are recorded whole."""
 
     def off_tape(*_: Any, **__: Any) -> Any:
-        raise Refused("a kernel of the device was called where the rehearsal does not see it")
+        raise Refused("a device kernel was called where the rehearsal cannot record it")
 
     for name in OWN_KERNELS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
@@ -109,7 +109,7 @@ def _own_kernels() -> None:
 
 
 def _no_real_kernels() -> None:
-    """An op without a fake implementation is refused: torch would run it on real zeros of the device."""
+    """Refuse ops without a fake implementation: torch would run them on real zeros on the device."""
     from torch._subclasses import fake_impls
 
     run = fake_tensor.run_fallback_kernel
@@ -135,7 +135,7 @@ def _mixed_product() -> None:
 
 
 def _constants_of_dynamo() -> None:
-    """What Dynamo folds when it meets it in a graph: it knows the functions by object, so tell it ours."""
+    """Register the functions that Dynamo folds into constants: it identifies them by object."""
     from torch._dynamo import utils
     from torch._dynamo.variables import torch as known
 
@@ -152,7 +152,7 @@ def _constants_of_dynamo() -> None:
     utils.common_constant_types.add(DeviceProperties)
 
 
-# What Dynamo would trace, or refuse to, and the function in its place.
+# Functions that Dynamo would trace, or refuse to trace, and their replacements.
 _replaced: list[tuple[types.FunctionType, types.FunctionType]] = []
 
 
@@ -167,16 +167,16 @@ def _set(target: Any, **answers: Any) -> None:
 
 
 def refuse_what_dynamo_refuses() -> None:
-    """Give each answer Dynamo's rule for the function that it replaces.
+    """Give each replacement Dynamo's rule for the original function.
 
-    Dynamo has rules by object and does not trace torch's own files: without one, an answer would pass inside
-    `fullgraph=True` where the device's function does not. Called once a program compiles: the table of rules
-    takes a moment to build.
+    Dynamo has rules by object and does not trace torch's own files: without a rule, a replacement would pass
+    inside `fullgraph=True` where the original does not. Called only if a program compiles, because the table
+    of rules is slow to build.
     """
     from torch._dynamo import trace_rules
     from torch._dynamo.variables import SkipFunctionVariable, ctx_manager
 
-    # Dynamo's own `with torch.cuda.device(0)` holds the functions that it found when it was imported.
+    # Dynamo's own `with torch.cuda.device(0)` holds references taken when it was imported.
     context: Any = ctx_manager.CUDADeviceVariable
     context._exchange_fn = staticmethod(torch.cuda._exchange_device)
     context._maybe_exchange_fn = staticmethod(torch.cuda._maybe_exchange_device)
@@ -191,7 +191,7 @@ def refuse_what_dynamo_refuses() -> None:
 
 
 def _copy(function: types.FunctionType) -> types.FunctionType:
-    """An object for each name: Dynamo has rules by object and refuses one that follows two of them."""
+    """Return one object per name: Dynamo has rules by object and rejects an object with two rules."""
     return types.FunctionType(
         function.__code__,
         function.__globals__,
@@ -206,7 +206,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _check_device(*args: Any, **named: Any) -> None:
-    """`torch.cuda.set_device` and the like: the only effect is an error for a wrong number."""
+    """Check a device index (`torch.cuda.set_device` and similar); a wrong index raises."""
     check_ordinal((*args, *named.values())[-1])
 
 
@@ -298,10 +298,10 @@ def _randomness_answers() -> dict[str, Any]:
 
 
 def _set_presence() -> None:
-    """There is a device, and which one is chosen."""
+    """Report one available device and which one is current."""
 
     def exchange_device(index: int) -> int:
-        """What `with torch.cuda.device(0)` and `device_of` call; they themselves stay torch's."""
+        """Replace what `with torch.cuda.device(0)` and `device_of` call; both remain torch's own."""
         check_ordinal(index)
         return 0
 
@@ -375,7 +375,7 @@ def _set_synchronize(tape: Tape) -> None:
     _set(torch.accelerator, synchronize=synchronize)
 
 
-# torch hands out this many streams in turn.
+# torch returns this many streams round-robin.
 _NUM_STREAMS = 32
 
 
@@ -386,7 +386,7 @@ def _streams(tape: Tape) -> None:
         return stream.stream_id if isinstance(stream, Stream) else tape.stream
 
     class Event:
-        """A mark on the clock of a stream."""
+        """A CUDA event: a mark on the clock of a stream."""
 
         def __init__(self, *_: Any, **__: Any):
             self.seconds, self.mark = 0.0, 0
@@ -410,7 +410,7 @@ def _streams(tape: Tape) -> None:
             return True
 
     class Stream:
-        """A queue of the device; stream 0 is the default one."""
+        """A CUDA stream; stream 0 is the default."""
 
         device_index = priority = 0
         device_type = 1
@@ -516,7 +516,7 @@ def _pinned_memory(tape: Tape) -> None:
     address = torch.UntypedStorage.data_ptr
 
     def data_ptr(self: Any) -> int:
-        """Programs compare addresses of storages (FSDP1, tied weights): one number each, no valid address."""
+        """Give each storage a unique, invalid address: programs compare them (FSDP1, tied weights)."""
         if self.device.type == "cpu":
             return address(self)
         return NO_ADDRESS | self._cdata if self.nbytes() else 0
@@ -525,12 +525,12 @@ def _pinned_memory(tape: Tape) -> None:
 
 
 def _list_reads(tape: Tape) -> None:
-    """`torch.tensor([a, b])` of device tensors reads each element, unseen by a dispatch mode."""
+    """Record the reads of `torch.tensor([a, b])` on device tensors, which a dispatch mode does not see."""
 
     def read(tensor: Tensor) -> Any:
         place, events = tape.lines.place(), tape.recording.events
         last = events[-1] if events else None
-        # One sync in the source, several waits.
+        # One sync in the source causes several waits.
         again = isinstance(last, HostWait) and (last.kind, last.line) == ("torch.tensor", place.line)
         tape.wait("torch.tensor", place, counts=not again)
         return tape.shadows.item(tensor, place.line)
@@ -551,7 +551,7 @@ def _tensor_reads(tape: Tape) -> None:
         return format(str(tuple(self.shape)), spec)
 
     def printed(self: FakeTensor, **options: Any) -> str:
-        """A program that prints a tensor waits for it; torch's own messages do not."""
+        """Record a host sync if the program prints a tensor; torch's own messages do not sync."""
         caller = sys._getframe(1).f_code
         is_programs = judge_code(caller.co_filename, caller.co_name) & (USER | LIBRARY)
         if self.fake_device.type == "cuda" and is_programs:
@@ -560,7 +560,7 @@ def _tensor_reads(tape: Tape) -> None:
 
     def numpy(self: FakeTensor, *_: Any, **__: Any) -> Any:
         if self.fake_device.type == "cuda":
-            raise TypeError("numpy() of a tensor on cuda:0: expected one on the host, use .cpu() first")
+            raise TypeError("numpy(): expected a host tensor, got one on cuda:0; use .cpu() first")
         return torch.ones(self.shape, dtype=self.dtype, device="cpu").numpy()
 
     shadows = tape.shadows
@@ -582,7 +582,7 @@ def _tensor_reads(tape: Tape) -> None:
 
 
 def _attention(tape: Tape, device: Any) -> None:
-    """The attention kernel a GPU would take: a CPU build always takes the unfused one."""
+    """Select the attention kernel that a GPU would use: a CPU build always uses the unfused one."""
     plain = F.scaled_dot_product_attention
     aten, switches = torch.ops.aten, torch.backends.cuda
     has_flash = device.capability >= (8, 0)
@@ -608,7 +608,7 @@ def _attention(tape: Tape, device: Any) -> None:
                 attn_mask = attn_mask.to(dtype)
         four = query.dim() == 4
         fits_flash = has_flash and four and query.dtype in HALF and query.shape[-1] <= FLASH_HEAD_SIZE
-        # cuDNN's kernel is tried last: torch takes it where all others are switched off.
+        # cuDNN's kernel is tried last: torch uses it only if all others are disabled.
         others = (
             switches.flash_sdp_enabled,
             switches.mem_efficient_sdp_enabled,
@@ -646,7 +646,7 @@ def _attention(tape: Tape, device: Any) -> None:
 
 
 def _files(tape: Tape) -> None:
-    """Nothing is written; what is loaded comes to the host first, as files hold no storages of the device."""
+    """Write nothing on save. Load to the host first, because files hold no device storages."""
     real_load = torch.load
 
     def save(*_: Any, **__: Any) -> None:
@@ -667,7 +667,7 @@ def _files(tape: Tape) -> None:
 
 
 def _loaders(tape: Tape) -> None:
-    """DataLoader in this process; what it pins counts as pinned."""
+    """Run DataLoader in this process. Tensors that it pins count as pinned."""
     from torch.utils.data import DataLoader
 
     construct, iterate = DataLoader.__init__, DataLoader.__iter__
@@ -692,7 +692,7 @@ def _loaders(tape: Tape) -> None:
 
 
 def _refusals() -> None:
-    """What needs a real device says so."""
+    """Refuse calls that need a real device."""
 
     def refuse(what: str) -> Any:
         def refused(*_: Any, **__: Any) -> Any:
@@ -718,11 +718,11 @@ def _refusals() -> None:
 
     _set(extension, load=load_sources, load_inline=load_text)
     _refuse_exports_and_nested()
-    # The message of FakeTensor names an internal; say what was asked for.
+    # FakeTensor's message names an internal function; name the call instead.
     no_address = refuse("data_ptr() of a device tensor")
 
     def data_ptr(self: FakeTensor) -> int:
-        """torch compares addresses (FSDP1, graphed callables); a program hands them to code of the device."""
+        """Return addresses to torch, which compares them. Refuse programs: they pass them to device code."""
         caller = sys._getframe(1).f_code
         if judge_code(caller.co_filename, caller.co_name) & (USER | LIBRARY):
             no_address()

@@ -1,4 +1,4 @@
-"""Triton and NVRTC kernels: not run; priced by a registered cost, else as one pass over their tensors.
+"""Triton and NVRTC kernels: not run, but priced by a registered cost, else as one pass over their tensors.
 
 The costs of leanstep's own kernels are registered here, from what each kernel reads and writes.
 """
@@ -21,7 +21,7 @@ from leanstep.rehearse.tape import Tape
 
 
 def install(tape: Tape, device: Any) -> None:
-    """Tape launches instead of compiling them."""
+    """Record launches instead of compiling them."""
     if hasattr(torch.cuda, "_compile_kernel"):
         torch.cuda._compile_kernel = lambda source, name, *_, **__: CompiledKernel(tape, name)  # pyright: ignore
     try:
@@ -34,7 +34,7 @@ def install(tape: Tape, device: Any) -> None:
     def launch(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
         if not warmup:
             named = dict(zip(getattr(self, "arg_names", ()), args, strict=False))
-            # A descriptor (TMA) stands for the tensor that it describes.
+            # A TMA descriptor is replaced by the tensor that it describes.
             named, kwargs = ({k: getattr(v, "base", v) for k, v in d.items()} for d in (named, kwargs))
             _launched(tape, _name(self), {**named, **kwargs, "grid": _grid(grid, {**named, **kwargs})})
 
@@ -59,11 +59,11 @@ def install(tape: Tape, device: Any) -> None:
 
 
 def _analyse_once() -> None:
-    """What a captured launch writes, as torch derives it from the kernel's code, in a bounded time.
+    """Bound the time of torch's analysis of what a captured launch writes.
 
-    torch 2.13 follows every path from a store back to the arguments: exponential in a long kernel. Each
-    value is followed once here, and equal launches are analysed once. The list of reads is then incomplete;
-    a capture asks for the writes alone.
+    torch 2.13 follows every path from a store back to the arguments, which is exponential in a long kernel.
+    Here each value is followed once, and equal launches are analysed once. The list of reads is then
+    incomplete; a capture uses only the writes.
     """
     from torch._higher_order_ops import triton_kernel_wrap as wrap
 
@@ -82,7 +82,7 @@ def _analyse_once() -> None:
 
 
 class _EachOnce(dict[Any, list[Any]]):
-    """The operations behind each value; empty when they are asked for again."""
+    """The operations behind each value; empty on the second lookup."""
 
     def __init__(self, operations: Mapping[Any, list[Any]]):
         super().__init__(operations)
@@ -113,7 +113,7 @@ def _by_argument_types(identify: Any) -> Any:
 
 
 class CompiledKernel:
-    """What `torch.cuda._compile_kernel` gives (NVRTC): priced as a Triton kernel is."""
+    """Result of `torch.cuda._compile_kernel` (NVRTC), priced like a Triton kernel."""
 
     def __init__(self, tape: Tape, name: str):
         self.tape, self.name = tape, name
@@ -127,7 +127,7 @@ class CompiledKernel:
 
 
 def captured(tape: Tape, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """A Triton launch in a captured graph: tensors that it writes are written in place, as Inductor does."""
+    """Record a Triton launch in a captured graph. It writes its outputs in place, as in Inductor."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     kernel = kernel_side_table.get_kernel(arguments["kernel_idx"])
@@ -140,7 +140,7 @@ def captured(tape: Tape, arguments: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _launched(tape: Tape, name: str, arguments: dict[str, Any]) -> None:
-    """Priced by its registered cost, else one pass over its tensors."""
+    """Record a launch, priced by its registered cost, else as one pass over its tensors."""
     tensors = list({id(t): t for t in device_tensors(list(arguments.values()))}.values())
     kernels = registered_cost(name, with_shapes(arguments))
     if kernels is None:
@@ -154,7 +154,7 @@ def _name(function: Any) -> str:
 
 
 def _grid(grid: Any, arguments: dict[str, Any]) -> Any:
-    """The grid, where it can be computed from the arguments that were passed."""
+    """Return the grid if it can be computed from the passed arguments."""
     if not callable(grid):
         return grid
     try:
@@ -164,13 +164,13 @@ def _grid(grid: Any, arguments: dict[str, Any]) -> Any:
 
 
 def shared_memory_bytes(device: Any) -> int:
-    """Shared memory that a block may use on a device of the table."""
+    """Return the shared memory that a block may use on a device of the table."""
     major, minor = device.capability
     return SHARED_LIMITS["gfx942" if device.vendor == "amd" else f"sm_{major}{minor}"]
 
 
 def _install_driver(device: Any) -> None:
-    """What libraries ask of Triton's driver before they launch."""
+    """The part of Triton's driver that libraries query before they launch."""
     import triton.runtime
 
     try:
@@ -215,7 +215,7 @@ def _register_own_costs() -> None:
         register_cost(name, functools.partial(_lens, name))
     register_cost("softcap_rows_kernel", _softcap_rows)
     register_cost("relu_product_kernel", _relu_product)
-    # Of other packages: products inside a kernel, or more than one pass.
+    # Kernels of other packages that contain matrix products or make more than one pass.
     register_cost("_cce_lse_forward_kernel", functools.partial(_fused_head, 1))
     register_cost("_cce_backward_kernel", functools.partial(_fused_head, 3))
     register_cost("liger_cross_entropy_kernel", _liger_cross_entropy)
@@ -234,14 +234,14 @@ def _programs(arguments: Mapping[str, Any]) -> int:
 
 
 def _statistics(arguments: Mapping[str, Any]) -> Kernel:
-    """logprob: each logit is read once, and written where it is kept; four numbers a row are both."""
+    """logprob: each logit is read once, and written with KEEP; four numbers per row are read and written."""
     rows, z, passes = _programs(arguments), arguments["z_ptr"], 1 + bool(arguments.get("KEEP"))
     moved = passes * rows * arguments["num_columns"] * z.width + rows * (8 + 4 * 6)
     return Kernel("reduce", moved, 0.0, z.dtype, name="update_statistics_kernel")
 
 
 def _exponentials(name: str, arguments: Mapping[str, Any]) -> Kernel:
-    """logprob: each logit is read, each gradient written."""
+    """logprob: reads each logit, writes each gradient."""
     z, out = arguments["z_ptr"], arguments["out_ptr"]
     rows = z.size[0] if len(z.size) > 1 else 1
     moved = rows * arguments["num_columns"] * (z.width + out.width) + rows * 24
@@ -249,7 +249,7 @@ def _exponentials(name: str, arguments: Mapping[str, Any]) -> Kernel:
 
 
 def _divergence(name: str, arguments: Mapping[str, Any]) -> Kernel:
-    """objectives: logits of both heads are read; their sums, or the gradient of one, are written."""
+    """objectives: reads the logits of both heads, writes their sums or the gradient of one."""
     z, y, out = arguments["z_ptr"], arguments["y_ptr"], arguments.get("out_ptr")
     rows = arguments["grid"][0]
     width = z.width + y.width + (0 if out is None else out.width)
@@ -258,13 +258,13 @@ def _divergence(name: str, arguments: Mapping[str, Any]) -> Kernel:
 
 
 def _policy_rows(arguments: Mapping[str, Any]) -> Kernel:
-    """logprob: a dozen vectors are read, nine written."""
+    """logprob: reads a dozen vectors, writes nine."""
     moved = arguments["num_rows"] * 4 * 21
     return Kernel("pointwise", moved, 0.0, "float32", name="policy_rows_kernel")
 
 
 def _gather_rows(arguments: Mapping[str, Any]) -> Kernel:
-    """logprob: whole rows are read and written, and one index for each."""
+    """logprob: reads and writes whole rows, and reads one index per row."""
     out = arguments["out_ptr"]
     count = out.numel // max(1, arguments["num_columns"])
     moved = out.numel * (arguments["x_ptr"].width + out.width) + 8 * count
@@ -272,7 +272,7 @@ def _gather_rows(arguments: Mapping[str, Any]) -> Kernel:
 
 
 def _trl_head(passes: int, arguments: Mapping[str, Any]) -> Kernel | None:
-    """trl: a tile of logits is read once forward, read and overwritten backward; others share the names."""
+    """trl: reads a tile of logits once forward, reads and overwrites it backward; others share the names."""
     tile = arguments.get("mm_ptr")
     if tile is None:
         return None
@@ -282,7 +282,7 @@ def _trl_head(passes: int, arguments: Mapping[str, Any]) -> Kernel | None:
 
 
 def _symmetric_product(arguments: Mapping[str, Any]) -> Kernel:
-    """muon: X X^T or X^T X, half of the tiles; each is stored twice."""
+    """muon: X X^T or X^T X; computes half of the tiles and stores each twice."""
     x, out = arguments["x_ptr"], arguments["out_ptr"]
     batch = x.size[0] if len(x.size) == 3 else 1
     size = out.size[-1]
@@ -300,7 +300,7 @@ def _symmetric_product(arguments: Mapping[str, Any]) -> Kernel:
 
 
 def _transpose(arguments: Mapping[str, Any]) -> Kernel:
-    """muon: read and written once, and the target read once more where it is added to."""
+    """muon: reads and writes once; with ADD, reads the target as well."""
     src, dst = arguments["src_ptr"], arguments["dst_ptr"]
     adds = bool(arguments.get("ADD"))
     moved = src.numel * src.width + dst.numel * dst.width * (2 if adds else 1)
@@ -308,7 +308,7 @@ def _transpose(arguments: Mapping[str, Any]) -> Kernel:
 
 
 def _optimizer_pass(name: str, arguments: Mapping[str, Any]) -> Kernel:
-    """muon: what a launch reads and writes, from its grid; sums and scales of lines are small beside it."""
+    """muon: bytes read and written, from the grid; sums and scales of lines are negligible."""
     if name == "adam_kernel":
         elements = sum(arguments[f"n{slot}"] for slot in range(_programs(arguments) // arguments["blocks"]))
         low = 4 if arguments["MODE"] else 0
@@ -336,7 +336,7 @@ def _optimizer_pass(name: str, arguments: Mapping[str, Any]) -> Kernel:
 
 
 def _softcap_rows(arguments: Mapping[str, Any]) -> Kernel:
-    """gpt: a row of products is read, read again mostly from the cache (as softmax rows are), and written."""
+    """gpt: reads a row of products, rereads it mostly from cache (like softmax rows), and writes it."""
     u, grad, elements = (
         arguments["u_ptr"],
         arguments["grad_ptr"],
@@ -347,7 +347,7 @@ def _softcap_rows(arguments: Mapping[str, Any]) -> Kernel:
 
 
 def _relu_product(arguments: Mapping[str, Any]) -> Kernel:
-    """gpt: a product whose tile is also squared, or multiplied by the slope."""
+    """gpt: a matrix product whose tile is also squared, or multiplied by the slope."""
     a, b, pre, out = (arguments[f"{name}_ptr"] for name in ("a", "b", "pre", "out"))
     sizes = (1, arguments["rows"], arguments["cols"], arguments["inner"])
     moved = a.nbytes + b.nbytes + pre.nbytes + out.nbytes
@@ -356,7 +356,7 @@ def _relu_product(arguments: Mapping[str, Any]) -> Kernel:
 
 
 def _lens(name: str, arguments: Mapping[str, Any]) -> Kernel:
-    """lens: each tensor argument once; a few hundred rows, so the start dominates."""
+    """lens: reads each tensor argument once; with a few hundred rows, launch latency dominates."""
     tensors = [t for t in arguments.values() if hasattr(t, "nbytes") and hasattr(t, "stride")]
     return Kernel(
         "softmax",
@@ -369,7 +369,7 @@ def _lens(name: str, arguments: Mapping[str, Any]) -> Kernel:
 
 
 def _fused_head(products: int, arguments: Mapping[str, Any]) -> Kernel:
-    """cut-cross-entropy: hidden x weight without storing the logits; backward makes them again."""
+    """cut-cross-entropy: hidden x weight without storing the logits; backward recomputes them."""
     hidden, weight = arguments["E"], arguments["C"]
     rows, vocab, width = int(arguments["B"]), int(arguments["V"]), int(arguments["D"])
     moved = products * (hidden.nbytes + weight.nbytes)
@@ -386,7 +386,7 @@ def _fused_head(products: int, arguments: Mapping[str, Any]) -> Kernel:
 
 
 def _liger_cross_entropy(arguments: Mapping[str, Any]) -> Kernel:
-    """liger: a row of logits is read for its sum, read again and overwritten by its gradient."""
+    """liger: reads a row of logits for its sum, reads it again and overwrites it with its gradient."""
     logits = arguments["X_ptr"]
     passes = 3 if arguments.get("HAS_GRADIENTS") else 1
     rows = (_programs(arguments), int(arguments["n_cols"]))
